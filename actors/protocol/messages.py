@@ -217,9 +217,9 @@ class Decision:
     of very many candidates only the cheapest.
 
     Of a request that is split `prefill_on` is the replica that prefills it, on the node `pull_from`, counted there as
-    `prefill_row` of its id; `replica` waits `wait_s` for its KV at the most, and decodes. Then `cached_tokens` is what
-    need not be computed there, and `split_costs_s` has the terms of the two together, and `alone`, the least that one
-    replica would cost.
+    `prefill_row` of its id; `replica` waits `wait_s` for its KV at the most, and decodes. Then `pull_tokens` are all
+    but the prompt's last one, `cached_tokens` is what the other one need not compute, and `split_costs_s` has the terms
+    of the two together, and `alone`, the least that one replica would cost.
 
     `model_id` is the replica's; `model_ids` are those of all replicas of the model that the router knows.
     """

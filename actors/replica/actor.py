@@ -257,7 +257,8 @@ class ReplicaActor:
         began, engine = time.monotonic(), self._engine
         assert engine is not None
         try:
-            await self._follow(request)
+            if await self._follow(request):
+                request = replace(request, remembered_tokens=request.pull_tokens)
             left_s = max(0.1, request.deadline_s - (time.monotonic() - began))
             if request.request_id in self._known().rows(request.consumer):
                 await self._submit(engine, replace(request, deadline_s=left_s), grammar)
@@ -326,17 +327,20 @@ class ReplicaActor:
         finally:
             self._looking.discard(request.request_id)
 
-    async def _follow(self, request: GenerateRequest) -> None:
-        """Waits for KV that another node makes for the row, until it is here or `go_on` says so."""
+    async def _follow(self, request: GenerateRequest) -> bool:
+        """Waits for KV that another node makes for the row, until it is here or `go_on` says so. Returns whether all of
+        it is here."""
         name = request.request_id
-        if self._disk is None or not request.pull_wait_s:
-            return
+        if self._disk is None:
+            return False
         rows = self._known().rows(request.consumer)
         self._looking.add(name)
         self._following.add(name)
         try:
             wait_s = min(request.pull_wait_s, request.deadline_s)
-            await self._disk.follow(request, wait_s, lambda: name in self._following and name in rows)
+            came = await self._disk.follow(request, wait_s, lambda: name in self._following and name in rows)
+            self._disk.counters.lost_prefills += not came and name in rows
+            return came
         finally:
             self._following.discard(name)
             self._looking.discard(name)

@@ -200,6 +200,7 @@ class Policy:
             hot=hot,
             queue_s=costs["queue"],
             prefill_s=ways.pull_s + ways.restore_s + ways.prefill_s,
+            own_s=ways.restore_s + ways.prefill_s + ways.pulled * (columns.token_s - columns.restore_token_s)[rows],
             other_s=costs["encode"] + costs["decode"] + costs["away"],
             decode_s=costs["decode"],
             step_s=columns.step_s[rows],
@@ -215,7 +216,8 @@ class Policy:
         """Reserves the load of a pair on both replicas, and returns the decision."""
         request, states, nodes = case.request, case.columns.states, self.members.nodes
         first, second = (states[case.rows[position]] for position in (split.prefill, split.decode))
-        held, blocks = int(ways.held[split.prefill]), case.group_of(split.decode).blocks
+        held = int(ways.held[split.prefill] - ways.pulled[split.prefill])
+        blocks = case.group_of(split.decode).blocks
         coming = [blocks[int(hot[position]) // BLOCK_TOKENS :] for position in (split.prefill, split.decode)]
         move_to = self.members.assign(second, request, Load(now, 0), coming[1])
         rest = Load(now, max(0, request.prompt_tokens - held))

@@ -2,7 +2,7 @@
 
 The estimate for a pair, in seconds:
 
-    prefill   until the first one has computed the prompt, with its queue, and what it restores or pulls before that
+    prefill   until the first one has computed the prompt, with its queue, and what it restores before that
     travel    until the KV is on the other node's disk. Blocks travel while later ones are computed; what is left at the
               end is the last chunk and the open tail, or what a link slower than the prefill has not carried
     queue     what the other one's own queue takes longer than all that
@@ -66,6 +66,7 @@ class Candidates:
         near: those of them that are on the replica's node already.
         hot: those of them that are in the replica's memory.
         queue_s, prefill_s: until its turn comes, and from then until the prompt is computed.
+        own_s: the latter without KV of a third node.
         other_s: everything else that its answering alone costs.
         decode_s, step_s: what its rows lose by one more, and the time of a decode step.
         away_s: for not being the agent's home.
@@ -80,6 +81,7 @@ class Candidates:
     hot: Integers
     queue_s: Floats
     prefill_s: Floats
+    own_s: Floats
     other_s: Floats
     decode_s: Floats
     step_s: Floats
@@ -119,12 +121,12 @@ def best_split(prompt_tokens: int, candidates: Candidates, rates: Floats, busy_s
     able = np.flatnonzero(one.stores & (one.node >= 0))
     if prompt_tokens - int(one.held[best]) < rules.tokens_min or len(able) < 2:
         return None
-    at_s, answer_s = one.queue_s + one.prefill_s, one.decode_s + one.away_s + pace_s
+    at_s, answer_s = one.queue_s + one.own_s, one.decode_s + one.away_s + pace_s
     # Rows prefill, columns decode.
     first, second = _least(able, at_s)[:, None], _least(able, answer_s)[None, :]
     moved = np.maximum(0, usable - one.near[second])
     byte_s = one.kv_bytes[first] / rates[one.node[second], one.node[first]]
-    late_s = np.maximum(moved * byte_s - one.prefill_s[first], np.minimum(moved, LAST_TOKENS) * byte_s)
+    late_s = np.maximum(moved * byte_s - one.own_s[first], np.minimum(moved, LAST_TOKENS) * byte_s)
     travel_s = busy_s[one.node[first]] + late_s + HAND_ON_S
     there_s = at_s[first] + travel_s
     whole = one.hot[second] - one.hot[second] % BLOCK_TOKENS

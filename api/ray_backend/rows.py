@@ -284,7 +284,7 @@ class RayGeneration:
                     await self._go_on(lost)
                     continue
                 self._tokens.extend(update.tokens)
-                prefill = self._prefill
+                prefill, self._prefill = self._prefill, None
                 if prefill is not None and update.cached_tokens is not None and prefill.cached_tokens is not None:
                     # What another node computed for this row was computed.
                     update = replace(update, cached_tokens=min(update.cached_tokens, prefill.cached_tokens))
@@ -308,7 +308,7 @@ class RayGeneration:
 
     def _refused_late(self, update: RowUpdate) -> SatchelError | None:
         """Returns why a row that waited for another node's prefill was refused then, if others may take it."""
-        if update.error is None or self._prefill is None or self._tokens:
+        if update.error is None or self._prefill is None:
             return None
         error = from_wire(update.error)
         return error if isinstance(error, Unavailable) else None
@@ -325,7 +325,7 @@ class RayGeneration:
         self._unlink()
         done = len(self._tokens)
         # Refused only after it had waited for another node's prefill, or lost meanwhile: that is not tried again.
-        split = self._prefill is not None and not done
+        split = self._prefill is not None
         self._losses = 1 if done >= PROGRESS_TOKENS else self._losses + 1
         if done:
             self._deaths = 0

@@ -59,6 +59,8 @@ class Prefill:
             prompt=prompt,
             block_ids=request.block_ids[: len(prompt) // BLOCK_TOKENS],
             sampling=Sampling(max_tokens=0),
+            pull_from="",
+            pull_tokens=0,
             hands_on=True,
         )
         self._ended = asyncio.Event()

@@ -370,7 +370,6 @@ class DiskTier:
         wanted = self._wanted(request, request.prompt[whole * BLOCK_TOKENS : request.pull_tokens])
         came = await follow(self._store.pull, wanted, wait_s, waits)
         self.counters.followed_rows += 1
-        self.counters.lost_prefills += not came
         return came
 
     def _wanted(self, request: GenerateRequest, rest: list[int]) -> PullKV:

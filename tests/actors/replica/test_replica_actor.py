@@ -189,6 +189,7 @@ class Disk:
     def __init__(self) -> None:
         self.came = asyncio.Event()
         self.waited_s = 0.0
+        self.counters = SimpleNamespace(lost_prefills=0)
 
     async def follow(self, request: GenerateRequest, wait_s: float, waits: Callable[[], bool]) -> bool:
         self.waited_s = wait_s
@@ -225,10 +226,12 @@ async def test_a_row_that_waits_for_another_nodes_prefill_is_accepted_at_once(re
     assert disk.waited_s == 7.0, "no longer than the request may take"
     await client(replica).go_on(["unknown", "s"])
     await until(lambda: engine.taken == ["r", "s"])
-    await submitted("t")
+    assert disk.counters.lost_prefills == 1
+    disk = await submitted("t")
     await client(replica).abort(["t"])
     await until(lambda: not replica._looking and not replica._waiting)
     assert engine.taken == ["r", "s"] and engine.aborted == ["t"]
+    assert disk.counters.lost_prefills == 0, "its client has left"
 
     first = asyncio.ensure_future(client(replica).next_frame("c", 0))
     for name, error in (("u", Unavailable("full")), ("v", OSError("disk"))):

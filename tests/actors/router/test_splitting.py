@@ -44,7 +44,7 @@ def candidates(count: int, **columns: Sequence[float]) -> Candidates:
     values |= {"node": np.arange(count), "stores": np.ones(count, bool), "kv_bytes": np.full(count, KV_BYTES)}
     values |= {"prefill_s": np.full(count, TOKENS / 1000), "step_s": np.full(count, 0.02)}
     given = {name: np.array(column, values[name].dtype) for name, column in columns.items()}
-    return Candidates(**{**values, **given})
+    return Candidates(**{**values, "own_s": given.get("prefill_s", values["prefill_s"]), **given})
 
 
 def split_of(
@@ -127,6 +127,14 @@ def test_what_the_decoding_node_has_already_does_not_travel():
     split = split_of(candidates(2, **held, restore_token_s=[1.0, 1e-4]))
     assert split is not None and split.wire_s == pytest.approx((TOKENS - 1 - 1024) * KV_BYTES / LINK)
     assert split.costs_s["restore"] == pytest.approx((TOKENS - 1 - 768) * 1e-4 + RESTORE_SETUP_S)
+
+
+def test_what_a_replica_would_pull_for_itself_is_computed_for_another():
+    """It counts for that replica alone."""
+    pulling = {"prefill_s": [0.5, 8.0], "own_s": [1.0, 9.0], "step_s": [0.1, 0.01]}
+    split = split_of(candidates(2, **pulling))
+    assert split is not None and split.costs_s["prefill"] == 1.0
+    assert split.costs_s["alone"] == pytest.approx(8.0 + ANSWER_TOKENS * 0.01)
 
 
 def test_the_decoding_nodes_queue_passes_meanwhile():

@@ -155,6 +155,7 @@ async def test_one_prefills_all_but_the_last_token_and_the_other_waits_for_it():
         assert made.prompt == PROMPT[:-1] and made.block_ids == REQUEST.block_ids[:2] and made.root_id == ROOT
         assert (made.request_id, made.consumer, made.agent) == ("r/prefill", "consumer of studio", "t/alice")
         assert (made.sampling, made.hands_on, made.pull_wait_s) == (Sampling(max_tokens=0), True, 0.0)
+        assert (made.pull_from, made.pull_tokens) == ("", 0)
         assert waits.prompt == PROMPT and (waits.request_id, waits.hands_on) == ("r", False)
         assert (waits.pull_from, waits.pull_tokens, waits.pull_wait_s) == ("n0", 599, 9.0)
         studio.say("r/prefill", cached=256)
