@@ -17,7 +17,7 @@ from PIL import Image
 from ...cluster.config import Scheduling
 from ..model_files.processors import SpanLayout
 from ..model_files.source import first_sentence
-from ..protocol.block_ids import block_ids, root_id
+from ..protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from ..protocol.media_ids import media_key, media_tokens, picture_hash
 from ..protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from .engine import Engine
@@ -26,6 +26,7 @@ from .execution.sampling import Draw
 from .execution.vision import ImageEmbeddings
 from .kv.device import device_bytes, multiplies_exactly
 from .kv.sealing import FULL_PRECISION, POLICIES
+from .scheduling.prefill_budget import PrefillPace
 
 DRAWN = 4
 """How many logits of every row are compared."""
@@ -175,6 +176,14 @@ class _Forced:
         return Draw(mx.array(tokens, mx.uint32), mx.ones((len(tokens),), mx.bool_))
 
 
+class _Steady(PrefillPace):
+    """In place of a measured rate: prompts come in parts of one size, so that who is in whose company does not depend
+    on how busy the machine is."""
+
+    def budget(self, decoding: bool) -> int:
+        return self.chunk_tokens
+
+
 class Scene:
     """An engine whose rows are forced. What its model raises is heard, not logged.
 
@@ -192,6 +201,7 @@ class Scene:
         self._root = root_id(loaded.model_id, "trial")
         memory_bytes = device_bytes(free=True)
         self._engine = engine = Engine(loaded, Scheduling(rows_max=8), memory_bytes, self._take)
+        engine.prefill.pace = _Steady(BLOCK_TOKENS, pause_s=1.0)
         engine.executor.make_sampler = lambda: _Forced(rows, self.noted)
         engine.executor.clear_batch()
 
