@@ -149,7 +149,7 @@ class RayStore:
 
     async def _written(self) -> None:
         """Waits until the replicas have written what they have computed, as long as that usually takes."""
-        replicas = list((await self._replicas()).values())
+        replicas = [replica for replica, _ in await self._infos()]
         with suppress(TimeoutError):
             async with asyncio.timeout(WRITTEN_S):
                 unwritten = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from satchel.actors.kv_store.satchels.layout import MAGIC, VERSION
 from satchel.actors.protocol.block_ids import root_id, scope_of
 from satchel.actors.protocol.entries import Entry
 from satchel.actors.protocol.media_ids import embeddings_parent, media_tokens, names_in
-from satchel.actors.protocol.messages import AgentPlace
+from satchel.actors.protocol.messages import AgentPlace, ReplicaStats
 from satchel.actors.protocol.store_messages import AskUnpack, Unpacked
 from satchel.api.ray_backend.store import RayStore
 from satchel.cluster.errors import AgentExists, AgentNotFound, DiskFull, InvalidSatchel, QuotaExceeded, RequestTooLarge
@@ -219,18 +219,36 @@ class Places:
         return await question(self._cluster.at(node))
 
 
+class Writing:
+    """A replica that still writes KV when it is first asked."""
+
+    def __init__(self, write: Callable[[], Awaitable[object]]) -> None:
+        self._write = write
+        self._unwritten = 2
+
+    async def stats(self) -> ReplicaStats:
+        self._unwritten = max(0, self._unwritten - 1)
+        if not self._unwritten:
+            await self._write()
+        return ReplicaStats("r", "m", True, unwritten_bytes=self._unwritten)
+
+
 class Store(RayStore):
+    replica: Writing
+
     async def _infos(self) -> list[Any]:
-        return [(None, model_info(model_id=MODEL, files_id=MODEL))]
+        return [(self.replica, model_info(model_id=MODEL, files_id=MODEL))]
 
 
 async def test_an_agent_of_another_node_is_packed_and_replaced_at_the_endpoints(tmp_path):
     async with cluster(tmp_path, ["a", "b"], replication=0) as home:
         await home.speak("b", ALICE, "hello", said())
-        for entry in kv():
+        *first, last = kv()
+        for entry in first:
             await home.put("b", [entry])
         places: Any = Places(home)
         store = Store(places, home.config.timing)
+        store.replica = Writing(lambda: home.put("b", [last]))
         packed = await store.pack(ALICE)
         assert packed.entries == 4 and Path(packed.path).is_relative_to(tmp_path / "a")
         with pytest.raises(AgentExists):
