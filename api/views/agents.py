@@ -62,12 +62,12 @@ async def agent_info(store: Store, backend: Backend, key: str) -> dict[str, Any]
 
     Returns:
         `program` (such as `codex`), `parent` (the id of the agent that it works for) and `parent_branch` (on which of
-        its branches that one was when it began to) where they are known, `tokens`,
-        `blocks` (of KV that the tokens fill), `messages`, `turns` and `model` of its main branch, `bytes` and
-        `branches` of all, `created` and `last_used` in Unix time, and `tier`: `hot` if a replica has blocks of it in
-        memory, `warm` if the disk has blocks or tails of it, else `cold`. `pictures` are the images in the main
-        branch's transcript, in the order of first use and each once: `hash` (of the RGB pixels, in hexadecimal),
-        `width` and `height` in pixels, as the model was shown it. Each frame of a video is one.
+        its branches that one was when it began to) where they are known, `tokens`, `blocks` (of KV that the tokens
+        fill), `messages`, `turns` and `model` of its main branch, `bytes` and `branches` of all, `created` and
+        `last_used` in Unix time, and `tier`: `hot` if a replica has blocks of it in memory, `warm` if the disk has
+        blocks or tails of it, else `cold`. `pictures` are the images in the main branch's transcript, in the order of
+        first use and each once: `hash` (of the RGB pixels, in hexadecimal), `width` and `height` in pixels, as the
+        model was shown it. Each frame of a video is one.
 
     Raises:
         AgentNotFound: the agent is unknown.

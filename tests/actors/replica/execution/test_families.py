@@ -38,10 +38,18 @@ ANSWERS = (9, 30, 14, 8, 20, 7, 25, 40)
 
 
 class Family:
-    """A loaded tiny model, its rows' scripts, and the logits that the bare model has for them."""
+    """A loaded tiny model, its rows' scripts, and the logits that the bare model has for them.
+
+    Attributes:
+        ways: tokens of a chunk, and whether prompts run as padded batches.
+    """
 
     def __init__(self, folder: Path, name: str, bits: int | None, kv: str) -> None:
         self.bits = bits
+        if bits is not None:
+            self.ways = [(512, True)]
+        else:
+            self.ways = [(256, False), (1024, True)] if name in PLAIN else [(256, False)]
         self.loaded: LoadedModel = models.load(
             str(write_model(folder / name, name, bits=bits)),
             context_tokens_max=None,
@@ -98,7 +106,7 @@ QUANTIZED = ("qwen3", "gemma3_text", "deepseek_v2", "nemotron_h")
 
 
 PLAIN = ("qwen3", "qwen3_next", "gemma3_text", "gpt_oss", "deepseek_v2")
-"""The same for KV in full precision."""
+"""The same for KV in full precision, and for prefill in padded batches, as on a GPU."""
 
 
 def _params() -> Iterator[Any]:
@@ -151,7 +159,7 @@ def test_rows_in_company_cached_and_chunked_equal_the_bare_model(
     alone = run_alone(forced, family)
     family.compare(alone, "alone")
     rng = random.Random(1)
-    for chunk, together in ((256, False), (1024, True)) if family.bits is None else ((512, True),):
+    for chunk, together in family.ways:
         bench, noted = forced(prefill_chunk_tokens=chunk, prefill_rows_max=3)
         for round_name in ("cold", "cached"):
             order = list(family.scripts)

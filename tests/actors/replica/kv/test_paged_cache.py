@@ -159,7 +159,7 @@ LAWS = [POLICIES["q4"], POLICIES["fp16"]]
 
 
 @pytest.mark.parametrize("policy", LAWS, ids=lambda policy: policy.name)
-@pytest.mark.parametrize("window", [0, 100, 256, 300, 600])
+@pytest.mark.parametrize("window", [0, 256, 300, *(pytest.param(each, marks=pytest.mark.slow) for each in (100, 600))])
 def test_chunks_do_not_matter(window: int, policy: SealPolicy):
     """Neither for what attention gives nor for what is sealed."""
     row = make_row(2, 900)
