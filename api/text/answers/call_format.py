@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -230,16 +230,9 @@ def format_of(written: str, ids: tuple[str, ...]) -> CallFormat | None:
 def _with_tags(written: str) -> TaggedFormat | None:
     (first, second), (one, two) = _NAMES, _ARGUMENTS
     words = [first, *(word for pair in one.items() for word in pair), second, *next(iter(two.items()))]
-    pieces: list[str] = []
-    at = 0
-    for word in words:
-        found = written.find(word, at)
-        if found < 0:
-            return None
-        pieces.append(written[at:found])
-        at = found + len(word)
-    head, opened, after, inside, again, passage, _, _ = pieces
-    tail = written[at:]
+    if (pieces := _between(written, words)) is None:
+        return None
+    head, opened, after, inside, again, passage, _, _, tail = pieces
     # `opened` is opening + before, `inside` is end + before, `tail` is end + closing, `passage` is tail + between.
     before = _common_end(opened, inside)
     end = inside[: len(inside) - len(before)]
@@ -249,25 +242,30 @@ def _with_tags(written: str) -> TaggedFormat | None:
     return TaggedFormat(head, opening, before, after, end, tail[len(end) :], passage[len(tail) :])
 
 
+def _between(written: str, words: Iterable[str]) -> list[str] | None:
+    """Returns what is before, between and after words that follow each other in a text; None if they do not."""
+    pieces: list[str] = []
+    for word in words:
+        before, found, written = written.partition(word)
+        if not found:
+            return None
+        pieces.append(before)
+    return [*pieces, written]
+
+
 def keyed_format(written: str) -> KeyedFormat | None:
     """Returns the format of the one or two known calls that are `written` with keys; None if they are not."""
     count = 1 + (_NAMES[1] in written)
     words = [word for name, given in zip(_NAMES[:count], _ARGUMENTS, strict=False) for word in (name, *_flat(given))]
-    pieces: list[str] = []
-    at = 0
-    for word in words:
-        found = written.find(word, at)
-        if found < 0:
-            return None
-        pieces.append(written[at:found])
-        at = found + len(word)
+    if (pieces := _between(written, words)) is None:
+        return None
     head, opening, assigned, comma, again = pieces[:5]
-    tail, keyed = written[at:], _KEYED.fullmatch(assigned)
+    tail, keyed = pieces[-1], _KEYED.fullmatch(assigned)
     if keyed is None or again != assigned or opening[-1:] not in _PAIRS or not head.strip():
         return None
     quote, passage = keyed["quote"], pieces[5] if count > 1 else tail
     closing = f"{quote}{_PAIRS[opening[-1]]}"
-    alike = count == 1 or pieces[6:] == [opening, assigned]
+    alike = count == 1 or pieces[6:-1] == [opening, assigned]
     comma_said = comma.removeprefix(quote)
     if not (alike and comma.startswith(quote) and comma_said.strip() == ","):
         return None
