@@ -291,6 +291,8 @@ def _started(how: _How) -> tuple[_Running, str]:
             why = f"its index names {missing[0]}, which is not in {how.folder} ({why}); download it again"
         elif method := _foreign_quantization(read_json(how.folder / "config.json")):
             why = f"its weights are quantized by {method} ({why}); convert what they were made of (`satchel convert`)"
+        elif why.startswith("Model type "):
+            why = f"{why.rstrip('.')}: neither mlx-lm nor mlx-vlm has it here; take another model, or a newer Satchel"
         raise ModelLoadError(f"{how.source} cannot be loaded: {why}") from error
 
 

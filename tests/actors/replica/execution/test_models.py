@@ -133,6 +133,14 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path):
         models.load(str(folder), context_tokens_max=None, progress=quiet)
 
 
+def test_a_type_that_nobody_has_is_refused_with_what_to_do(tmp_path: Path):
+    folder = write_model(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "what_is_this"}))
+    with pytest.raises(ModelLoadError, match=r"what_is_this not supported: .*; take another model, or a newer Satchel"):
+        models.load(str(folder), context_tokens_max=None, progress=quiet)
+
+
 def test_weights_that_do_not_fit_the_free_memory_are_refused_with_the_numbers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
