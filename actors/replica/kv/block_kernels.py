@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from .gpu_kernels import kernel
+from .gpu_kernels import Template, kernel
 from .sealing import Sealed, SealPolicy, seal, value_group
 
 _WRITE = """
@@ -99,23 +99,8 @@ def write(pool: Sealed, slots: mx.array, blocks: Sealed, order: mx.array) -> mx.
     Returns:
         (1,) uint32, a zero, which is there once the blocks are.
     """
-    sizes = [array.size // array.shape[0] for array in blocks]
-    parts = max(1, min(64, max(sizes) // 2048))
-    names = pool._fields
-    copies = "".join(f"COPY(T{at}, {name}, new_{name}, N{at})\n  " for at, name in enumerate(names))
-    read = (*names, *(f"new_{name}" for name in names), "slots", "order")
-    return kernel(f"write_{len(names)}", read, ("done",), _WRITE.replace("COPIES", copies))(
-        inputs=[*pool, *blocks, slots, order],
-        template=[
-            ("PARTS", parts),
-            *((f"T{at}", array.dtype) for at, array in enumerate(blocks)),
-            *((f"N{at}", size) for at, size in enumerate(sizes)),
-        ],
-        grid=(slots.size * parts * 256, 1, 1),
-        threadgroup=(256, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.uint32],
-    )[0]
+    fresh = {f"new_{name}": array for name, array in zip(pool._fields, blocks, strict=True)}
+    return _copied(f"write_{len(fresh)}", _WRITE, pool, slots, order, list(fresh), fresh)
 
 
 def write_records(pool: Sealed, slots: mx.array, records: mx.array, starts: Sequence[int], order: mx.array) -> mx.array:
@@ -125,15 +110,49 @@ def write_records(pool: Sealed, slots: mx.array, records: mx.array, starts: Sequ
         records: `(n, nbytes) uint8`.
         starts: where each array begins in a record, in bytes; multiples of four, as `nbytes`.
     """
+    places, told = [str(at) for at in range(len(starts))], _starts(tuple(starts))
+    return _copied(
+        f"write_records_{len(starts)}",
+        _WRITE_RECORDS,
+        pool,
+        slots,
+        order,
+        places,
+        {"records": records, "starts": told},
+        [("RECORD", records.shape[1])],
+    )
+
+
+def _copied(
+    name: str,
+    body: str,
+    pool: Sealed,
+    slots: mx.array,
+    order: mx.array,
+    sources: Sequence[str],
+    inputs: Mapping[str, mx.array],
+    template: Template = (),
+) -> mx.array:
+    """Launches a kernel that copies blocks into slots.
+
+    Args:
+        name: unique, with the number of the pool's arrays.
+        sources: what the body's `COPY` is told of where each array comes from.
+        inputs, template: what else the kernel gets.
+
+    Returns:
+        As `write`.
+    """
     sizes = [array.size // array.shape[0] for array in pool]
     parts = max(1, min(64, max(sizes) // 2048))
-    copies = "".join(f"COPY(T{at}, {name}, {at}, N{at})\n  " for at, name in enumerate(pool._fields))
-    read = (*pool._fields, "slots", "records", "starts", "order")
-    return kernel(f"write_records_{len(sizes)}", read, ("done",), _WRITE_RECORDS.replace("COPIES", copies))(
-        inputs=[*pool, slots, records, _starts(tuple(starts)), order],
+    pairs = enumerate(zip(pool._fields, sources, strict=True))
+    copies = "".join(f"COPY(T{at}, {field}, {source}, N{at})\n  " for at, (field, source) in pairs)
+    read = (*pool._fields, *inputs, "slots", "order")
+    return kernel(name, read, ("done",), body.replace("COPIES", copies))(
+        inputs=[*pool, *inputs.values(), slots, order],
         template=[
             ("PARTS", parts),
-            ("RECORD", records.shape[1]),
+            *template,
             *((f"T{at}", array.dtype) for at, array in enumerate(pool)),
             *((f"N{at}", size) for at, size in enumerate(sizes)),
         ],
