@@ -40,6 +40,7 @@ class KeyedReader:
         self._known = known
         self._lead = known.head.removeprefix(start)
         self._begins = {f"{name}{known.opening}": name for name in names}
+        self._quotes = tuple(dict.fromkeys(filter(None, (known.quote, '"', "'"))))
         self._buffer = ""
         self._open: list[str] = []
         self._quote = ""
@@ -82,7 +83,7 @@ class KeyedReader:
             return False
         if self._buffer.startswith(self._open[-1]):
             return self._close()
-        for quote in dict.fromkeys(filter(None, (self._known.quote, '"', "'"))):
+        for quote in self._quotes:
             if self._buffer.startswith(quote):
                 at = self._buffer.find(quote, len(quote))
                 if at >= 0 and len(self._buffer) > at + len(quote):
@@ -110,7 +111,7 @@ class KeyedReader:
         if not self._ready():
             return False
         buffer = self._buffer
-        for quote in dict.fromkeys(filter(None, (self._known.quote, '"', "'"))):
+        for quote in self._quotes:
             if buffer.startswith(quote):
                 self._take(len(quote))
                 self._say('"')
