@@ -45,7 +45,7 @@ from ..views.cluster import SeenNodes, node_states
 from .locator import AgentLocator
 from .pooling import RayPooling
 from .rows import RayGeneration, called
-from .served import ServedModels, detached
+from .served import DetachedTasks, ServedModels, detached
 from .split import Prefill, may_split
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class RayBackend:
         self._model_ids: dict[str, list[bytes]] = {}
         self._served = ServedModels(self._info, config.timing)
         self._router = RouterClient(config.timing)
-        self._background: set[asyncio.Task[Any]] = set()
+        self._background = DetachedTasks()
 
     async def models(self) -> list[ServedModel]:
         return await self._served.models()
@@ -293,9 +293,7 @@ class RayBackend:
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs `work`, which must not raise, as a task of its own."""
-        task = detached(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._background.begin(work)
 
     def _tell(self, call: Call[None]) -> None:
         async def tell() -> None:

@@ -41,6 +41,19 @@ def detached(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return asyncio.create_task(work, context=contextvars.Context())
 
 
+class DetachedTasks:
+    """Tasks that nobody waits for, kept until they end: an event loop alone would forget them."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work`, which must not raise, as a `detached` task."""
+        task = detached(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
 @dataclass
 class _Asking:
     """A query to one model's replicas. Requests wait only for the first query, and at most until `waits_until`."""

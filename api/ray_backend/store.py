@@ -40,7 +40,7 @@ from ...cluster.errors import (
 )
 from ...cluster.timing import Timing
 from .locator import AgentLocator, Question
-from .served import detached
+from .served import DetachedTasks
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class RayStore:
 
     def __init__(self, locator: AgentLocator, timing: Timing) -> None:
         self._locator, self._timing = locator, timing
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = DetachedTasks()
 
     async def recall(
         self, agent: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
@@ -169,9 +169,7 @@ class RayStore:
             with suppress(SatchelError):
                 await self._locator.ask(node, question, self._timing.answer_s)
 
-        task = detached(tell())
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._background.begin(tell())
 
     async def _locate_and_ask(
         self, agent: str, question: Question[T], unanswered: Callable[[str], None] = lambda node: None
