@@ -62,7 +62,7 @@ def ray_settings(home: Home, *, one_machine: bool = True) -> dict[str, str]:
         # A connection ends if nothing that was sent on it is confirmed for this long (Linux; Ray's default: 120 s), and
         # the next call opens another one. After a host was cut off for 10 to 25 s, calls to it took as long again with
         # the old connection, which tries ever more rarely. A process that stood still for a while keeps its own.
-        "RAY_grpc_client_keepalive_timeout_ms": "12000",
+        "RAY_grpc_client_keepalive_timeout_ms": "8000",
         # Ray's metrics exporter is not started.
         "RAY_enable_metrics_collection": "0",
         **mlx_settings(home),

@@ -52,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 SENT_MAX = 4096
 
+LATE_S = 0.5
+"""A time limit that comes this much later than it was set shows that its process stood still."""
+
 
 class ReplicaConnection:
     """A connection to one replica: its client, the rows running there, and the task that reads its frames.
@@ -98,10 +101,11 @@ class ReplicaConnection:
                 for update in frame.rows:
                     self._deal(update)
         except Exception as error:
-            # Any error: rows that nobody reads must not wait. If this process itself stood still for a while, as on a
-            # Mac that slept, the silence says nothing about the replica.
+            # Any error: rows that nobody reads must not wait. If the time limit itself came late, this process stood
+            # still, as on a Mac that slept, and the silence says nothing about the replica.
             reason = type(error.__cause__ or error).__name__
-            lost = not isinstance(error, ActorSilent) or time.monotonic() - asked < 2 * self._frame_silence_s
+            late_s = time.monotonic() - asked - self._frame_silence_s
+            lost = not isinstance(error, ActorSilent) or late_s < LATE_S
             self.died = isinstance(error, ActorLost)
         self._backend.unlink(self, lost)
         self._break(reason)

@@ -238,7 +238,8 @@ def test_a_reader_that_stands_still_holds_up_no_other(handles: Cluster, http: ht
             assert handles.generate_sync(said, agent=f"beside-{name}").text == text
     finally:
         endpoint.resume()
-    assert http.post("/v1/chat/completions", json={"messages": said}).status_code == 200
+    after = http.post("/v1/chat/completions", json={"messages": said})
+    assert after.status_code == 200, after.text
 
 
 async def test_rows_of_a_consumer_that_vanishes_are_taken_out(handles: Cluster, http: httpx.Client, config: Config):
