@@ -49,7 +49,7 @@ class Family:
         if bits is not None:
             self.ways = [(512, True)]
         else:
-            self.ways = [(256, False), (1024, True)] if name in PLAIN else [(256, False)]
+            self.ways = [(256, False), (1024, True)] if name in PADDED else [(256, False)]
         self.loaded: LoadedModel = models.load(
             str(write_model(folder / name, name, bits=bits)),
             context_tokens_max=None,
@@ -101,12 +101,14 @@ class Family:
 KINDS = ((None, "fp16"), (None, "q4"), (4, "q4"))
 """Bits of the weights, and how KV is kept."""
 
-QUANTIZED = ("qwen3", "gemma3_text", "deepseek_v2", "nemotron_h")
+QUANTIZED = ("qwen3", "deepseek_v2")
 """Those whose 4-bit weights are tried every time: each has layers of another kind."""
 
+PLAIN = ("qwen3", "qwen3_next", "gemma3_text")
+"""The same for KV in full precision."""
 
-PLAIN = ("qwen3", "qwen3_next", "gemma3_text", "gpt_oss", "deepseek_v2")
-"""The same for KV in full precision, and for prefill in padded batches, as on a GPU."""
+PADDED = (*PLAIN, "gpt_oss", "deepseek_v2")
+"""The same for prefill in padded batches, as on a GPU."""
 
 
 def _params() -> Iterator[Any]:

@@ -144,10 +144,21 @@ def sealed_bytes(cache: PagedKVCache, row: int = 0) -> list[bytes]:
     return [np.array(array).tobytes() for array in cache.batch.pool.groups[0].gather(0, mx.array([slots], mx.uint32))]
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
-@pytest.mark.parametrize(
-    ("key_dim", "value_dim"), [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128), (40, 40)]
-)
+def _policies_with(cases: Sequence[tuple[Any, ...]], every_time: int) -> list[Any]:
+    """All policies with all cases: q4 with each every time, the others with the first `every_time` ones."""
+    params = []
+    for name, policy in POLICIES.items():
+        for number, case in enumerate(cases):
+            slow = name != "q4" and number >= every_time
+            named = "-".join(map(str, (name, *case)))
+            params.append(pytest.param(policy, *case, marks=[pytest.mark.slow] if slow else [], id=named))
+    return params
+
+
+HEAD_SIZES = [(64, 64), (40, 40), (192, 128), (80, 80), (96, 96), (128, 128), (256, 256)]
+
+
+@pytest.mark.parametrize(("policy", "key_dim", "value_dim"), _policies_with(HEAD_SIZES, 3))
 def test_every_head_size_attends_as_the_law_says(policy: SealPolicy, key_dim: int, value_dim: int):
     row = make_row(1, 700, key_dim, value_dim)
     out, _ = run_alone(row, chunks_of(300, 1, 77), policy)
@@ -190,7 +201,7 @@ def test_chunks_do_not_matter(window: int, policy: SealPolicy):
 
 @pytest.mark.parametrize("policy", LAWS, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("window", [0, 300])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_company_does_not_matter(window: int, seed: int, policy: SealPolicy):
     """Rows join and leave at random, prefill together and decode together, and come out with their own bytes."""
     rng = random.Random(seed)
@@ -243,9 +254,10 @@ def test_company_does_not_matter(window: int, seed: int, policy: SealPolicy):
             assert np.array_equal(got, want), name
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("window", [0, 100, 300, 513])
+DIMS_AND_WINDOWS = [(dim, window) for window in (300, 0, 100, 513) for dim in (64, 80, 128)]
+
+
+@pytest.mark.parametrize(("policy", "dim", "window"), _policies_with(DIMS_AND_WINDOWS, 4))
 def test_a_decode_step_reads_each_rows_own_blocks_where_they_lie(policy: SealPolicy, dim: int, window: int):
     """Rows without a block, with a full open one, with many; as the law says, and within rounding as the row alone."""
     lengths = [300, 256, 700, 5, 1535, 512]
