@@ -13,10 +13,10 @@ import time
 from typing import Any
 
 from satchel.actors.protocol.messages import Sampling
-from satchel.actors.replica.execution import models
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.grammar import Grammars, RowGrammar
-from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.loading import models
+from satchel.actors.replica.loading.models import LoadedModel
 
 WORDS = {"type": "array", "minItems": 500, "items": {"type": "string", "maxLength": 20}}
 GRAMMAR = "start: form\nform: %json " + json.dumps(WORDS)

@@ -439,9 +439,9 @@ class ReplicaActor:
         try:
             # Imported here, so that callers need not import MLX and the event loop answers meanwhile.
             from .engine import Engine
-            from .execution import models
-            from .execution.warm_up import WarmUp
             from .kv.device import on_cuda, on_gpu
+            from .loading import models
+            from .loading.warm_up import WarmUp
             from .replica_memory import ReplicaMemory
             from .reports import EngineReports
             from .tiers.disk_tier import DiskTier

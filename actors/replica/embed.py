@@ -26,9 +26,9 @@ from ...cluster.errors import (
 from ..protocol.messages import PooledTexts, PoolingRequest
 from .delivery import Counters
 from .execution.hidden_states import HiddenStates
-from .execution.models import LoadedModel
 from .execution.pooling import LongText, PoolingText, TextPooler
 from .kv.device import on_gpu
+from .loading.models import LoadedModel
 from .scheduling.prefill_budget import PrefillPace
 from .scheduling.text_queue import Pick, TextJob, TextQueue
 

@@ -24,10 +24,10 @@ from .embed import EmbedLoop, Reply
 from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
 from .execution.grammar import Grammars, RowGrammar
-from .execution.models import LoadedModel
 from .execution.vision import ImageEmbeddings
-from .execution.warm_up import WarmUp
 from .intake import Abort, Command, IdleCheck, Inbox, Intake, Pool, ReadBack, RunOnEngine, Submit
+from .loading.models import LoadedModel
+from .loading.warm_up import WarmUp
 from .memory_room import MemoryRoom, limits_of
 from .prefill import PrefillLoop
 from .scheduling.prefill_budget import PrefillPace

@@ -18,10 +18,10 @@ from PIL import Image
 
 from ..model_files.processors import Film
 from .execution.levels import levels_of
-from .execution.models import LoadedModel
 from .execution.vision import RowPart, RowPictures, Vision
 from .forced_rows import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, Shown
 from .kv.device import multiplies_exactly
+from .loading.models import LoadedModel
 
 NEAR, NEAR_16 = 1e-3, 5e-2
 """How far embeddings may be off, of the largest one, in float32 and in 16 bits."""

@@ -21,11 +21,11 @@ from ..protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from ..protocol.media_ids import media_key, media_tokens, picture_hash
 from ..protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from .engine import Engine
-from .execution.models import LoadedModel, resealed
 from .execution.sampling import Draw
 from .execution.vision import ImageEmbeddings
 from .kv.device import device_bytes, multiplies_exactly
 from .kv.sealing import FULL_PRECISION, POLICIES
+from .loading.models import LoadedModel, resealed
 from .scheduling.prefill_budget import PrefillPace
 
 DRAWN = 4

@@ -25,8 +25,8 @@ from .delivery import Delivery
 from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
 from .execution.grammar import RowGrammar
-from .execution.models import LoadedModel
 from .execution.vision import ImageEmbeddings
+from .loading.models import LoadedModel
 from .scheduling.scheduler import ScheduledRow, Scheduler
 from .tiers.memory import Restored, RowMemory, Sequence
 from .tiers.restores import Reading

@@ -18,10 +18,10 @@ from PIL import Image
 
 from ..model_files.source import first_sentence
 from ..protocol.block_ids import BLOCK_TOKENS
-from .execution.models import LoadedModel
 from .execution.vision import Vision
 from .exhibits import Exhibit, Exhibition, UnseenError, noise
 from .forced_rows import Faults, Logits, difference, rounding
+from .loading.models import LoadedModel
 
 SIZE = (224, 168)
 """Width and height of the pictures."""

@@ -27,14 +27,14 @@ from ...cluster.errors import ModelLoadError
 from ..model_files.source import Progress, first_sentence
 from . import picture_trial
 from .execution.agreement import MODEL_ERRORS
-from .execution.decode_ways import DEQUANTIZED, DecodeWay
 from .execution.findings import Findings
-from .execution.models import LoadedModel, resealed
-from .execution.quirks import positions_leak
 from .forced_rows import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, not_finite
 from .kv.device import on_gpu
 from .kv.paged_cache import Reads
 from .kv.sealing import FULL_PRECISION, POLICIES
+from .loading.decode_ways import DEQUANTIZED, DecodeWay
+from .loading.models import LoadedModel, resealed
+from .loading.quirks import positions_leak
 
 logger = logging.getLogger(__name__)
 

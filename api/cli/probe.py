@@ -77,7 +77,7 @@ def _names(text: str) -> list[str]:
 
 def _measure(model: str, lengths: list[int], policies: list[str], samples: int, dtype: Dtype, tell: Tell) -> Report:
     # MLX and transformers take seconds to import.
-    from ...actors.replica.execution.models import load
+    from ...actors.replica.loading.models import load
     from .probe_model import probe as measure
     from .probe_text import Texts, load_tokenizer
 

@@ -21,7 +21,7 @@ from mlx_lm import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_tokenizer
 
-from satchel.actors.replica.execution.models import load
+from satchel.actors.replica.loading.models import load
 
 from .questions import LONG, SHORT, QuestionCase, asked, long_talk, story_asked
 from .talk import Message

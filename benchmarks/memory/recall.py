@@ -8,9 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from satchel.actors.replica.execution import models
 from satchel.actors.replica.kv.caches import merge
 from satchel.actors.replica.kv.sealing import FULL_PRECISION
+from satchel.actors.replica.loading import models
 from satchel.api.cli.probe_model import caches_of, spec_of
 
 from ..embedded import evaluate

@@ -17,7 +17,7 @@ import psutil
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.messages import GenerateRequest, RowUpdate, Sampling
 from satchel.actors.replica.engine import Engine
-from satchel.actors.replica.execution import models
+from satchel.actors.replica.loading import models
 from satchel.cluster.config import Scheduling
 from satchel.cluster.errors import SatchelError
 

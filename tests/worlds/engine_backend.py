@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from satchel.actors.protocol.block_ids import is_shared, scope_of
 from satchel.actors.protocol.messages import GenerateRequest, PooledTexts, PoolingRequest, RowUpdate
 from satchel.actors.replica.engine import Engine
-from satchel.actors.replica.execution import models
+from satchel.actors.replica.loading import models
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.api.agents.memory import AgentMemory
 from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel, Vectors

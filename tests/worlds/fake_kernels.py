@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.execution import decode_ways
 from satchel.actors.replica.kv import attention, block_kernels, decode_kernel, gpu_kernels, sealing
 from satchel.actors.replica.kv.paged_cache import DecodeView, KernelView, heads_of
 from satchel.actors.replica.kv.pool import SlotGroup
 from satchel.actors.replica.kv.sealing import Sealed, SealPolicy
+from satchel.actors.replica.loading import decode_ways
 from satchel.actors.replica.tiers.slab_codec import to_numpy
 
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import _get_classes, quantize_model, save_model
 
-from satchel.actors.replica.execution.models import EMBEDDED
+from satchel.actors.replica.loading.models import EMBEDDED
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 VOCABULARY = 3072

@@ -25,7 +25,7 @@ from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.messages import Decision, GenerateRequest, RouteRequest, RowUpdate, Sampling
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.replica.engine import Engine
-from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.tiers import disk_tier
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.api.ray_backend import dispatch

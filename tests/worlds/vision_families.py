@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_vlm.utils import get_model_and_args, update_module_configs
 
-from satchel.actors.replica.execution.models import EMBEDDED
+from satchel.actors.replica.loading.models import EMBEDDED
 
 from .families import random_weights
 

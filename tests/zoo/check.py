@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from satchel.actors.protocol.messages import Sampling
-from satchel.actors.replica.execution import models
+from satchel.actors.replica.loading import models
 from satchel.actors.replica.trial import Proven, prove
 from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import ModelLoadError

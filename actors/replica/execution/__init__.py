@@ -1,1 +1,1 @@
-"""The MLX side of a replica: loading a model, prefill, batched decode, sampling, vision."""
+"""The MLX side of a replica: prefill, batched decode, sampling, vision."""

@@ -29,7 +29,7 @@ from .sampling import BatchSampler, Draw
 from .vision import RowPart, RowPictures
 
 if TYPE_CHECKING:
-    from .models import LoadedModel
+    from ..loading.models import LoadedModel
 
 CLEAR_EVERY_STEPS = 512
 STACKED_SPANS_MAX = 16

@@ -20,7 +20,7 @@ import numpy as np
 from ...model_files.grammars import GrammarCompiler, load_compiler
 
 if TYPE_CHECKING:
-    from .models import LoadedModel
+    from ..loading.models import LoadedModel
 
 PARALLEL_ROWS_MIN = 8
 """From so many rows on their masks are made on several threads. A mask takes about 0.1 ms, and to wake threads up takes

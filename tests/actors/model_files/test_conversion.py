@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from satchel.actors.model_files.conversion import Converted, convert
-from satchel.actors.replica.execution import models
+from satchel.actors.replica.loading import models
 from satchel.api.cli.main import app
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.families import TOKENIZER_FILES, write_model

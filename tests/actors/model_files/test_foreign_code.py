@@ -11,7 +11,7 @@ import pytest
 
 from satchel.actors.model_files.processors import PictureProcessor
 from satchel.actors.model_files.source import EMBEDDED
-from satchel.actors.replica.execution import models
+from satchel.actors.replica.loading import models
 from satchel.api.text.model import load_text_model
 from satchel.cluster.errors import ModelLoadError
 

@@ -14,8 +14,8 @@ import mlx.core as mx
 import pytest
 
 from satchel.actors.replica.execution.executor import Ready
-from satchel.actors.replica.execution.models import LoadedModel
 from satchel.actors.replica.kv import caches as kv_cache
+from satchel.actors.replica.loading.models import LoadedModel
 from tests.worlds.bench import Bench
 
 MakeBench = Callable[..., Bench]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.replica.execution import models
+from satchel.actors.replica.loading import models
 from satchel.actors.replica.scheduling.prefill_budget import FIRST_CHUNK_TOKENS, TOKENS_MIN
 from tests.worlds.bench import Bench
 from tests.worlds.families import write_model

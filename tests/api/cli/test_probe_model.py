@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from satchel.actors.replica.execution import models
-from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.loading import models
+from satchel.actors.replica.loading.models import LoadedModel
 from satchel.api.cli import probe as cli_probe
 from satchel.api.cli import probe_model as probing
 from satchel.api.cli import probe_text

@@ -18,8 +18,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.replica.execution import executor, models
-from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.execution import executor
+from satchel.actors.replica.loading import models
+from satchel.actors.replica.loading.models import LoadedModel
 from tests.worlds.bench import Bench, Forced, Logits
 from tests.worlds.families import FAMILIES, VOCABULARY, write_model
 

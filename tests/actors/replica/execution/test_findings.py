@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.replica.execution import both_ways, models
+from satchel.actors.replica.execution import both_ways
 from satchel.actors.replica.execution.both_ways import BothWays, find_both_ways
 from satchel.actors.replica.execution.findings import Findings
+from satchel.actors.replica.loading import models
 from satchel.cluster.errors import ModelLoadError
 from tests.zoo.vision_types import write
 

@@ -13,10 +13,10 @@ import pytest
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
-from satchel.actors.replica.execution import models
 from satchel.actors.replica.execution.hidden_states import HiddenStates, find_hidden_states
 from satchel.actors.replica.execution.pooling import PoolingText, TextPooler
 from satchel.actors.replica.execution.vision import load_weights
+from satchel.actors.replica.loading import models
 from satchel.cluster.errors import GenerationFailed, ModelLoadError
 from tests.worlds import families, vision_families
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from satchel.actors.model_files.processors import PictureProcessor
-from satchel.actors.replica.execution import executor, models
+from satchel.actors.replica.execution import executor
+from satchel.actors.replica.loading import models
 from satchel.api.media.prompt import Medium
 from tests.worlds.bench import Bench
 from tests.worlds.vision_families import write_model

@@ -20,7 +20,7 @@ import pytest_asyncio
 from mlx_lm.utils import load_model
 
 from satchel.actors.protocol.messages import EmbeddingInfo
-from satchel.actors.replica.execution.models import EMBEDDED
+from satchel.actors.replica.loading.models import EMBEDDED
 from satchel.api.generation.vectors import TEXTS_MAX
 from satchel.api.http.app import create_app
 from satchel.api.text.model import load_text_model

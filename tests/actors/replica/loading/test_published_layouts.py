@@ -16,7 +16,7 @@ import pytest
 from mlx.utils import tree_unflatten
 from mlx_lm.utils import load_model, quantize_model, save_model
 
-from satchel.actors.replica.execution import models
+from satchel.actors.replica.loading import models
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.families import config_of, copy_tokenizer, write_model
 

@@ -11,8 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from satchel.actors.replica.execution import few_rows, few_rows_trial, joined, prepare
 from satchel.actors.replica.kv.device import on_cuda
+from satchel.actors.replica.loading import few_rows, few_rows_trial, joined, prepare
 from tests.worlds import cuda_on_cpu
 
 ROUNDING = {mx.bfloat16: 2**-8, mx.float16: 2**-11}

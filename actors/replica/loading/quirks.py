@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
+from ..execution.agreement import MODEL_ERRORS, agree
 from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool
 from ..kv.paged_cache import PagedKVCache, Reads
-from .agreement import MODEL_ERRORS, agree
 
 _MASK = "create_attention_mask"
 _ROWS = (4, 2, 3)

@@ -34,21 +34,22 @@ from ...model_files.source import (
 )
 from ...model_files.weights import bytes_in_memory, missing_files, read_weight_file, read_weight_files
 from ...protocol.messages import EmbeddingInfo
+from ..execution import vision
+from ..execution.deferral import Deferral
+from ..execution.findings import Findings
+from ..execution.hidden_states import HiddenStates, find_hidden_states
+from ..execution.vision import LanguagePart, NotLeftToRightError, Vision
 from ..kv import attention
 from ..kv.caches import ModelCacheSpec, joins, new_caches, new_pool, read_spec
 from ..kv.device import device_bytes, on_cuda, on_gpu
 from ..kv.paged_cache import Reads
 from ..kv.pool import BlockPool
 from ..kv.sealing import FULL_PRECISION, POLICIES, SealPolicy
-from . import decode_ways, few_rows_trial, joined, vision
+from . import decode_ways, few_rows_trial, joined
 from .decode_ways import DEQUANTIZED, DecodeWay
-from .deferral import Deferral
-from .findings import Findings
-from .hidden_states import HiddenStates, find_hidden_states
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
 from .quirks import FlatCaches, fit_masks, shares_kv, with_windows
-from .vision import LanguagePart, NotLeftToRightError, Vision
 from .warm_up import meet_usual
 
 logger = logging.getLogger(__name__)

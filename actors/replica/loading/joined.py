@@ -20,8 +20,8 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...model_files.source import first_sentence
+from ..execution.agreement import MODEL_ERRORS, agree
 from . import few_rows
-from .agreement import MODEL_ERRORS, agree
 from .prepare import LinearByRows
 
 logger = logging.getLogger(__name__)

@@ -17,13 +17,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
+from ..execution.agreement import MODEL_ERRORS, TOLERANCE_16, agree
+from ..execution.compiled_step import CompiledStep
+from ..execution.deferral import Deferral
 from ..kv import gpu_kernels
 from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool
 from ..kv.device import on_gpu
 from ..kv.paged_cache import PagedKVCache, Reads
-from .agreement import MODEL_ERRORS, TOLERANCE_16, agree
-from .compiled_step import CompiledStep
-from .deferral import Deferral
 
 logger = logging.getLogger(__name__)
 

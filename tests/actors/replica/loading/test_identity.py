@@ -16,9 +16,9 @@ import pytest
 
 from satchel.actors.model_files.digests import digest_files
 from satchel.actors.model_files.weights import read_weight_file
-from satchel.actors.replica.execution import identity, models
-from satchel.actors.replica.execution.identity import Identity, computing, files_of, order_of_weights
-from satchel.actors.replica.execution.models import LoadedModel
+from satchel.actors.replica.loading import identity, models
+from satchel.actors.replica.loading.identity import Identity, computing, files_of, order_of_weights
+from satchel.actors.replica.loading.models import LoadedModel
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.families import write_model
 

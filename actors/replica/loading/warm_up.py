@@ -17,10 +17,10 @@ import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.messages import Sampling
+from ..execution.executor import SHAPE_TOKENS, BatchExecutor
+from ..execution.vision import RowPictures, Vision
 from ..kv.caches import PooledBlock, Slab
 from ..kv.device import device_bytes, size_class
-from .executor import SHAPE_TOKENS, BatchExecutor
-from .vision import RowPictures, Vision
 
 if TYPE_CHECKING:
     from .models import LoadedModel
