@@ -17,7 +17,8 @@ from ...cluster.incidents import note_incident
 from ...cluster.nodes import Node
 from ..protocol.answers import answers
 from ..protocol.handles import store_actor_name
-from ..protocol.messages import AgentKeys, Count, Nothing
+from ..protocol.messages import Count, Nothing
+from ..protocol.router_messages import AgentKeys
 from ..protocol.store_messages import (
     Addresses,
     AgentBranches,

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from ...cluster.timing import Timing
 from .clients import RouterClient
-from .messages import ReplicaReport, StoreReport
+from .router_messages import ReplicaReport, StoreReport
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from .calls import ActorRef, Call
 from .codec import decode, decode_any, encode
 from .entries import Failure, SegmentRecord
 from .handles import store_actor_name
-from .messages import AgentKeys, Count, Nothing
+from .messages import Count, Nothing
+from .router_messages import AgentKeys
 from .store_messages import (
     Addresses,
     AgentBranches,

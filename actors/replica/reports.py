@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 
 from ...cluster.timing import Timing
-from ..protocol.messages import ReplicaReport
 from ..protocol.reporter import Reporter, tell_router
+from ..protocol.router_messages import ReplicaReport
 from .engine import Engine
 from .tiers.disk_tier import DiskTier
 

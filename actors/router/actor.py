@@ -17,7 +17,8 @@ from ...cluster.incidents import note_incident_aside
 from ..protocol import registry
 from ..protocol.answers import answers
 from ..protocol.handles import ROUTER
-from ..protocol.messages import (
+from ..protocol.messages import Nothing
+from ..protocol.router_messages import (
     AgentKeys,
     AgentMoved,
     AgentPlace,
@@ -28,7 +29,6 @@ from ..protocol.messages import (
     NodeName,
     NodeReport,
     NodeReports,
-    Nothing,
     Places,
     ReplicaName,
     ReplicaReport,

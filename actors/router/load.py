@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from ..protocol.messages import ReplicaReport
+from ..protocol.router_messages import ReplicaReport
 from .voice import Voice
 
 DEFAULT_PREFILL_TOKENS_PER_S = 1000.0

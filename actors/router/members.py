@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...cluster.timing import USUAL, Timing
-from ..protocol.messages import ReplicaReport, RouteRequest, StoreReport, prefill_row
+from ..protocol.router_messages import ReplicaReport, RouteRequest, StoreReport, prefill_row
 from .columns import Columns
 from .directory import Directory, Disk, Seat
 from .load import Load, ReplicaState

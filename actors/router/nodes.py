@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..protocol.messages import StoreReport
+from ..protocol.router_messages import StoreReport
 from .load import measured
 from .voice import Voice
 

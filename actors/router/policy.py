@@ -43,7 +43,7 @@ import numpy as np
 
 from ...cluster.timing import USUAL, Timing
 from ..protocol.block_ids import BLOCK_TOKENS
-from ..protocol.messages import Chain, Decision, RouteRequest, prefill_row
+from ..protocol.router_messages import Chain, Decision, RouteRequest, prefill_row
 from .columns import Columns
 from .costs import Floats, Integers, Sources, Ways, best_ways, encoding_s, joined
 from .directory import Seat

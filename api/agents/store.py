@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ...actors.protocol.messages import AgentPlace
+from ...actors.protocol.router_messages import AgentPlace
 from ...actors.protocol.store_messages import (
     AgentBranches,
     Begun,

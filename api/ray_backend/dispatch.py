@@ -25,18 +25,8 @@ from ...actors.protocol.block_ids import is_shared, scope_of
 from ...actors.protocol.calls import Call
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.media_ids import embeddings_needed
-from ...actors.protocol.messages import (
-    Chain,
-    Decision,
-    GenerateRequest,
-    MediaSpan,
-    ModelInfo,
-    NodeReport,
-    PoolingRequest,
-    ReplicaStats,
-    RouteRequest,
-    RowUpdate,
-)
+from ...actors.protocol.messages import GenerateRequest, MediaSpan, ModelInfo, PoolingRequest, ReplicaStats, RowUpdate
+from ...actors.protocol.router_messages import Chain, Decision, NodeReport, RouteRequest
 from ...cluster.config import Config
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, NoReplica, ReplicaDied, ReplicaLost
 from ...cluster.timing import USUAL

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from ...actors.kv_store.replication.peers import secondary_nodes
 from ...actors.protocol.calls import Call
 from ...actors.protocol.clients import RouterClient
-from ...actors.protocol.messages import AgentPlace
+from ...actors.protocol.router_messages import AgentPlace
 from ...actors.protocol.store_client import StoreClient
 from ...cluster.config import Config
 from ...cluster.errors import ActorSilent, NoAnswer, SatchelError, Unavailable

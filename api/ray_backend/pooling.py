@@ -8,7 +8,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...actors.protocol.messages import Decision, PooledTexts, PoolingRequest, RouteRequest
+from ...actors.protocol.messages import PooledTexts, PoolingRequest
+from ...actors.protocol.router_messages import Decision, RouteRequest
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, ReplicaLost, Unavailable
 from ..generation.backend import Vectors
 from .rows import ATTEMPTS, DEATHS_MAX, given_up, unless_broken

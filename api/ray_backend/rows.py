@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...actors.protocol.block_ids import block_ids, root_id
-from ...actors.protocol.messages import Decision, GenerateRequest, RowUpdate
+from ...actors.protocol.messages import GenerateRequest, RowUpdate
+from ...actors.protocol.router_messages import Decision
 from ...cluster.environment import default_home
 from ...cluster.errors import (
     ActorLost,

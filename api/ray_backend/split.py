@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...actors.protocol.block_ids import BLOCK_TOKENS
-from ...actors.protocol.messages import Decision, GenerateRequest, RowUpdate, Sampling, prefill_row
+from ...actors.protocol.messages import GenerateRequest, RowUpdate, Sampling
+from ...actors.protocol.router_messages import Decision, prefill_row
 from ...cluster.errors import NoAnswer, SatchelError
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import TypeVar
 from ...actors.protocol import registry
 from ...actors.protocol.calls import Call
 from ...actors.protocol.clients import ReplicaClient
-from ...actors.protocol.messages import AgentPlace, ModelInfo
+from ...actors.protocol.messages import ModelInfo
+from ...actors.protocol.router_messages import AgentPlace
 from ...actors.protocol.store_client import StoreClient
 from ...actors.protocol.store_messages import (
     AgentBranches,

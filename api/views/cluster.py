@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...actors.protocol.messages import NodeReport
+from ...actors.protocol.router_messages import NodeReport
 from ...cluster.errors import SatchelError
 from ...cluster.nodes import Node
 from ..agents.store import Store

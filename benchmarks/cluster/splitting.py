@@ -15,7 +15,7 @@ import ray
 from tokenizers import Tokenizer
 
 from satchel.actors.model_files.source import EMBEDDED
-from satchel.actors.protocol.messages import Decision, RouteRequest
+from satchel.actors.protocol.router_messages import Decision, RouteRequest
 from satchel.api.client.cluster import Cluster, connect
 from satchel.cluster.bring_up.ports import free_port
 

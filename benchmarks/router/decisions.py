@@ -16,7 +16,7 @@ import psutil
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.codec import decode, encode
-from satchel.actors.protocol.messages import ReplicaReport, RouteRequest, StoreReport
+from satchel.actors.protocol.router_messages import ReplicaReport, RouteRequest, StoreReport
 from satchel.actors.router.policy import Policy
 
 from ..parts import percentile

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.protocol.messages import Decision, ReplicaReport, StoreReport
+from satchel.actors.protocol.router_messages import Decision, ReplicaReport, StoreReport
 
 from .workloads import WorkloadTurn
 

@@ -26,7 +26,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from satchel.actors.protocol.messages import Decision, RouteRequest
+from satchel.actors.protocol.router_messages import Decision, RouteRequest
 
 from .engines import Replica
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from satchel.actors.protocol.messages import Decision, RouteRequest
+from satchel.actors.protocol.router_messages import Decision, RouteRequest
 
 from .engines import Replica
 from .proxies import text_of

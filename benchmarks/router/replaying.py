@@ -9,7 +9,7 @@ from itertools import count
 from typing import Protocol
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.protocol.messages import Decision, RouteRequest
+from satchel.actors.protocol.router_messages import Decision, RouteRequest
 from satchel.actors.router.policy import Policy
 
 from .engines import Blocks, Machine, Replica, SimulatedRow

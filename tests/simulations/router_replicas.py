@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.protocol.messages import ReplicaReport
+from satchel.actors.protocol.router_messages import ReplicaReport
 
 from .router_stores import Store
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.protocol.messages import StoreReport
+from satchel.actors.protocol.router_messages import StoreReport
 
 DISK_BLOCKS = 150
 

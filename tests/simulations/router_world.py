@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.protocol.messages import Decision, ReplicaReport, RouteRequest, StoreReport
+from satchel.actors.protocol.router_messages import Decision, ReplicaReport, RouteRequest, StoreReport
 from satchel.actors.router.directory import Disk
 from satchel.actors.router.policy import EVEN_S, Policy
 

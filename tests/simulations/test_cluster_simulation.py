@@ -27,7 +27,7 @@ import pytest
 
 from satchel.actors.kv_store.agents.roles import NOWHERE, Role
 from satchel.actors.protocol.entries import owner_tag
-from satchel.actors.protocol.messages import StoreReport
+from satchel.actors.protocol.router_messages import StoreReport
 from satchel.actors.router.directory import Disk
 from satchel.actors.router.policy import Policy
 from satchel.cluster.errors import SatchelError

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from satchel.actors.protocol.messages import AgentPlace
+from satchel.actors.protocol.router_messages import AgentPlace
 from satchel.actors.protocol.store_messages import Moved
 from satchel.cluster.errors import AgentBusy, AgentNotFound, InvalidRequest
 

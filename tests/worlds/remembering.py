@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 
-from satchel.actors.protocol.messages import AgentPlace, RowUpdate
+from satchel.actors.protocol.messages import RowUpdate
+from satchel.actors.protocol.router_messages import AgentPlace
 from satchel.actors.protocol.store_messages import AskUnpack, BranchKV, Moved, Unpacked
 from satchel.api.agents.memory import AgentMemory
 from satchel.api.http.app import create_app

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.protocol.messages import Decision, ReplicaReport, RouteRequest, StoreReport
+from satchel.actors.protocol.router_messages import Decision, ReplicaReport, RouteRequest, StoreReport
 from satchel.actors.router.directory import Directory, Holder
 from satchel.actors.router.policy import Policy
 

@@ -22,7 +22,8 @@ from ray.exceptions import RayActorError
 from satchel.actors.protocol import calls
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.messages import Decision, GenerateRequest, RouteRequest, RowUpdate, Sampling
+from satchel.actors.protocol.messages import GenerateRequest, RowUpdate, Sampling
+from satchel.actors.protocol.router_messages import Decision, RouteRequest
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.loading.models import LoadedModel

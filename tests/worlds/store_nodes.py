@@ -21,7 +21,7 @@ from satchel.actors.kv_store.disk.store import DiskStore
 from satchel.actors.kv_store.services.ownership import Ownership
 from satchel.actors.protocol.codec import decode, encode
 from satchel.actors.protocol.entries import Entry, Failure
-from satchel.actors.protocol.messages import StoreReport
+from satchel.actors.protocol.router_messages import StoreReport
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Content
 from satchel.actors.router.places import AgentPlaces

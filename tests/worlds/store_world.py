@@ -29,7 +29,7 @@ from satchel.actors.kv_store.services.memory import NodeMemory
 from satchel.actors.kv_store.services.work import Work
 from satchel.actors.protocol.clients import RouterClient
 from satchel.actors.protocol.codec import decode, encode
-from satchel.actors.protocol.messages import ReportAck
+from satchel.actors.protocol.router_messages import ReportAck
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.protocol.store_messages import (
     BranchIds,

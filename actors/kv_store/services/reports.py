@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import psutil
 
-from ...protocol.messages import StoreReport
 from ...protocol.reporter import Reporter
+from ...protocol.router_messages import StoreReport
 from ..agents.roles import Role, tombstone_epoch
 from .memory import NodeMemory
 

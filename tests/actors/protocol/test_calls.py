@@ -16,7 +16,8 @@ from satchel.actors.protocol.answers import answers
 from satchel.actors.protocol.calls import Call
 from satchel.actors.protocol.clients import ReplicaClient, RouterClient
 from satchel.actors.protocol.codec import decode, encode, encode_error
-from satchel.actors.protocol.messages import VERSION, Count, NextFrame, Nothing, Places, ReplicaName
+from satchel.actors.protocol.messages import VERSION, Count, NextFrame, Nothing
+from satchel.actors.protocol.router_messages import Places, ReplicaName
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.protocol.store_messages import Commit, Content
 from satchel.cluster.errors import (

@@ -9,24 +9,26 @@ import pytest
 
 from satchel.actors.protocol.codec import decode, encode
 from satchel.actors.protocol.messages import (
+    EmbeddingInfo,
+    Frame,
+    GenerateRequest,
+    Nothing,
+    PooledTexts,
+    PoolingRequest,
+    ReplicaStats,
+    RowUpdate,
+    Sampling,
+)
+from satchel.actors.protocol.router_messages import (
     AgentPlace,
     Chain,
     Decision,
-    EmbeddingInfo,
     Explanation,
-    Frame,
-    GenerateRequest,
     NodeReport,
     NodeReports,
-    Nothing,
     Places,
-    PooledTexts,
-    PoolingRequest,
     ReplicaReport,
-    ReplicaStats,
     RouteRequest,
-    RowUpdate,
-    Sampling,
     StoreReport,
 )
 from satchel.cluster import errors

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.protocol.messages import Chain, Decision, RouteRequest
+from satchel.actors.protocol.router_messages import Chain, Decision, RouteRequest
 from satchel.actors.router.costs import RESTORE_SETUP_S
 from satchel.actors.router.policy import Policy
 from tests.worlds.routing import BLOCKS, held_tokens, make_policy, report, route, store

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from satchel.actors.protocol.messages import Decision
+from satchel.actors.protocol.router_messages import Decision
 from satchel.actors.router.costs import ENCODE_SETUP_S, RESTORE_SETUP_S
 from satchel.actors.router.policy import Policy
 from tests.worlds.routing import BLOCKS, make_policy, report, route, store

@@ -9,7 +9,14 @@ from itertools import pairwise
 import pytest
 
 from satchel.actors.protocol.clients import RouterClient
-from satchel.actors.protocol.messages import AgentPlace, Decision, NodeReport, Places, ReplicaReport, RouteRequest
+from satchel.actors.protocol.router_messages import (
+    AgentPlace,
+    Decision,
+    NodeReport,
+    Places,
+    ReplicaReport,
+    RouteRequest,
+)
 from satchel.actors.router.actor import LOST_LOOKS, RouterActor
 from satchel.actors.router.directory import PART_BLOCKS
 from satchel.cluster.config import default_config

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.protocol.messages import Decision, RouteRequest
+from satchel.actors.protocol.router_messages import Decision, RouteRequest
 from satchel.actors.router.directory import Disk
 from satchel.actors.router.nodes import ASSUMED_LINK_BYTES_PER_S, LINK_RETRY_S, NodeTable
 from satchel.actors.router.places import Whereabouts

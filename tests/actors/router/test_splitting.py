@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.codec import decode, encode
-from satchel.actors.protocol.messages import Decision, RouteRequest
+from satchel.actors.protocol.router_messages import Decision, RouteRequest
 from satchel.actors.router import splitting
 from satchel.actors.router.costs import RESTORE_SETUP_S
 from satchel.actors.router.policy import Policy

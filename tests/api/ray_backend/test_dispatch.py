@@ -14,7 +14,8 @@ from ray.exceptions import RayActorError
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.codec import decode, encode, encode_error
-from satchel.actors.protocol.messages import Decision, GenerateRequest, MediaSpan, RowUpdate, Sampling
+from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
+from satchel.actors.protocol.router_messages import Decision
 from satchel.actors.replica.consumers import _merge
 from satchel.api.ray_backend.dispatch import SENT_MAX, SentPictures
 from satchel.api.ray_backend.rows import RayGeneration

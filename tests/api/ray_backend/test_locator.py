@@ -12,18 +12,17 @@ from ray.exceptions import ActorUnavailableError
 
 from satchel.actors.protocol import calls
 from satchel.actors.protocol.codec import decode, encode, encode_error
-from satchel.actors.protocol.messages import (
+from satchel.actors.protocol.messages import Count, KVSelection
+from satchel.actors.protocol.registry import ServedEntry
+from satchel.actors.protocol.router_messages import (
     AgentKeys,
     AgentMoved,
     AgentPlace,
-    Count,
-    KVSelection,
     NodeName,
     NodeReport,
     NodeReports,
     Places,
 )
-from satchel.actors.protocol.registry import ServedEntry
 from satchel.actors.protocol.store_messages import (
     AgentBranches,
     AgentKey,

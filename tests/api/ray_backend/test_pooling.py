@@ -11,7 +11,8 @@ from ray.exceptions import RayActorError
 
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.codec import decode, encode, encode_error
-from satchel.actors.protocol.messages import Decision, PooledTexts, PoolingRequest, RouteRequest
+from satchel.actors.protocol.messages import PooledTexts, PoolingRequest
+from satchel.actors.protocol.router_messages import Decision, RouteRequest
 from satchel.api.generation.backend import Vectors
 from satchel.api.ray_backend import rows
 from satchel.api.ray_backend.pooling import RayPooling

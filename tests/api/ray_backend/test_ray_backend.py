@@ -14,19 +14,17 @@ from satchel.actors.protocol import calls, registry
 from satchel.actors.protocol.clients import RouterClient
 from satchel.actors.protocol.codec import decode
 from satchel.actors.protocol.handles import ROUTER
-from satchel.actors.protocol.messages import (
+from satchel.actors.protocol.messages import GenerateRequest, ReplicaStats, Sampling
+from satchel.actors.protocol.registry import ServedEntry
+from satchel.actors.protocol.router_messages import (
     Chain,
     Decision,
     Explanation,
-    GenerateRequest,
     NodeReport,
     NodeReports,
-    ReplicaStats,
     RequestId,
     RouteRequest,
-    Sampling,
 )
-from satchel.actors.protocol.registry import ServedEntry
 from satchel.api.ray_backend import dispatch
 from satchel.api.ray_backend.dispatch import RayBackend
 from satchel.api.views.cluster import SeenNodes

@@ -16,7 +16,8 @@ from ray.exceptions import RayActorError
 from satchel.actors.protocol.block_ids import block_ids
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.codec import decode, encode, encode_error
-from satchel.actors.protocol.messages import Decision, GenerateRequest, MediaSpan, RowIds, RowUpdate, Sampling
+from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowIds, RowUpdate, Sampling
+from satchel.actors.protocol.router_messages import Decision
 from satchel.api.ray_backend.dispatch import SentPictures
 from satchel.api.ray_backend.rows import RayGeneration
 from satchel.api.ray_backend.split import may_split

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from satchel.actors.protocol.messages import NodeReport
 from satchel.actors.protocol.registry import NodeEntry
+from satchel.actors.protocol.router_messages import NodeReport
 from satchel.api.agents.memory import FOLLOWING_MAX
 from satchel.api.client.agent import Agent
 from satchel.api.client.background import BackgroundLoop
