@@ -104,6 +104,7 @@ def test_sizes_meet_what_the_format_promises() -> None:
     assert all(row["bytes a token"] == pytest.approx(row["formula"]) for row in part.rows)
 
 
+@pytest.mark.slow
 def test_sealed_memory_recalls_what_full_precision_does() -> None:
     """8 codes in a conversation of 700 tokens, every one asked for under both."""
     part = recall.recall(8, parts.Budget(600.0), lambda text: None, policies=("fp16", "q4"), talks=[(8, 700)])
