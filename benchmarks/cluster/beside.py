@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from satchel.actors.kv_store.transfer.priority import give_way
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from tests.system import hosts
 
@@ -74,7 +76,9 @@ def measured(decoder: Worker, chain: ServedChain, folder: Path) -> Beside:
             found.append(chain.pull_s(folder))
 
     before = window(decoder, lambda: time.sleep(WINDOW_S))
-    during = window(decoder, pull)
+    # As a store's pulls do.
+    with ThreadPoolExecutor(1, initializer=give_way) as threads:
+        during = window(decoder, lambda: threads.submit(pull).result())
     after = window(decoder, lambda: time.sleep(WINDOW_S))
     seconds, source_s, target_s = (sum(each) for each in zip(*found, strict=True))
     gigabytes = len(found) * chain.nbytes / 1e9

@@ -19,6 +19,7 @@ from satchel.actors.replica.execution import models
 from ..memory.neighbours import decoding
 from .worker import answer
 
+
 class Decoder:
     """Its own thread decodes: lazy arrays stay with the thread that made them."""
 

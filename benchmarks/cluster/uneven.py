@@ -133,7 +133,8 @@ def asked_in_turns(tokens: int, rounds: int, work: Path, budget: Budget, say: Sa
         for number in budget.rounds(rounds):
             said: Round = {}
             for place, way in enumerate(WAYS):
-                said[way] = each = nodes.ask(f"round{number}-{place}", text(str(number)), way)
+                agent = hosts.named(f"round{number}x{place}x", SECOND, [FIRST, SECOND])
+                said[way] = each = nodes.ask(agent, text(str(number)), way)
                 times = f"first token {each.said.first_s:.2f} s, all {each.said.whole_s:.2f} s"
                 say(f"  {way}: {times}, others {each.others:.0f} tokens/s; {each.why}")
             found.append(said)
@@ -157,7 +158,8 @@ def uneven(tokens: int, rounds: int, work: Path, budget: Budget, say: Say) -> Re
         f"{FIRST} prefills {1 / first.prefill_token_s:,.0f} tokens/s and decodes in {1000 * first.step_s:.0f} ms and "
         f"{1000 * first.row_s:.0f} more for each row, {SECOND} {1 / second.prefill_token_s:,.0f} tokens/s and "
         f"{1000 * second.step_s:.0f} ms and {1000 * second.row_s:.0f} more. What the router knows of them it has from "
-        f"their reports. Meanwhile {ROWS} rows decode on {FIRST}; `alone` leaves it one of the nodes."
+        f"their reports. Meanwhile {ROWS} rows decode on {FIRST}. All agents are new and at home on {SECOND}; `alone` "
+        "leaves the router one of the nodes."
     )
     return part
 

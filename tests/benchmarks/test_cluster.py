@@ -126,8 +126,8 @@ def test_ways_of_uneven_nodes_are_compared_within_a_round() -> None:
 
 def test_decoding_beside_a_pull_is_compared_with_the_same_before_and_after() -> None:
     def beside_of(before: float, during: float, after: float) -> beside.Beside:
-        rate = [beside.Window(steps, 10.0 / steps, 1.0) for steps in (before, during, after)]
-        return beside.Beside(*rate, 1e8, 0.5, 0.8)
+        first, second, third = (beside.Window(steps, 10.0 / steps, 1.0) for steps in (before, during, after))
+        return beside.Beside(first, second, third, 1e8, 0.5, 0.8)
 
     row = beside.row("link", 10**8, [beside_of(10, 9, 8), beside_of(20, 19, 20), beside_of(10, 5, 10)])
     assert row["pace"] == 0.95 and row["worst"] == 0.5 and row["pull, MB/s"] == 100
