@@ -179,6 +179,14 @@ class KVStoreActor:
     async def pack(self, which: AskKV) -> Packed:
         return await self.services.satchels.pack(which.agent, which.replicas)
 
+    @answers(AgentTo)
+    async def borrow(self, asked: AgentTo) -> None:
+        await self.services.satchels.borrow(asked.agent, asked.to)
+
+    @answers(AgentKey)
+    async def give_back(self, which: AgentKey) -> None:
+        await self.services.satchels.give_back(which.agent)
+
     @answers(AskUnpack)
     async def unpack(self, asked: AskUnpack) -> Unpacked:
         await self.services.tending.ready()

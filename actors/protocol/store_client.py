@@ -221,6 +221,21 @@ class StoreClient:
         message, read = AskKV(agent, list(replicas)), partial(decode, Packed)
         return self.actor.call(lambda store: store.pack.remote(encode(message)), read, self._patient_s)
 
+    def borrow(self, agent: str, home: str) -> Call[None]:
+        """Says that words and KV of an agent that lives on the node `home` come now to be packed. `give_back` must
+        follow.
+
+        Raises:
+            Unavailable: too many are being packed.
+        """
+        message = AgentTo(agent, home)
+        return self.actor.call(lambda store: store.borrow.remote(encode(message)), _nothing, self._answer_s)
+
+    def give_back(self, agent: str) -> Call[None]:
+        """Makes the node drop what has come of the agent since `borrow`."""
+        message = AgentKey(agent)
+        return self.actor.call(lambda store: store.give_back.remote(encode(message)), _nothing, self._answer_s)
+
     def unpack(self, asked: AskUnpack) -> Call[Unpacked]:
         """Takes in an agent from a satchel.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ...actors.protocol.store_messages import Limits
-from ...cluster.errors import AgentExists, AgentNotFound, DiskError, DiskFull
+from ...cluster.errors import AgentExists, AgentNotFound, DiskError, DiskFull, Unavailable
 from .memory import AgentMemory
 from .store import Store
 
@@ -25,6 +25,11 @@ class PackedFile(NamedTuple):
 
     file: BinaryIO
     nbytes: int
+
+    def read(self) -> Iterator[bytes]:
+        """Yields it and closes it. Blocks."""
+        with self.file:
+            yield from iter(lambda: self.file.read(PIECE_BYTES), b"")
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yields it and closes it."""
@@ -40,7 +45,7 @@ async def packed(memory: AgentMemory, key: str) -> PackedFile:
 
     Raises:
         AgentNotFound: the agent is unknown.
-        DiskFull, RequestTooLarge, Unavailable: it cannot be packed now.
+        DiskFull, RequestTooLarge, Unavailable: it cannot be packed now, or not on this machine.
     """
 
     async def pack() -> PackedFile:
@@ -56,9 +61,16 @@ async def packed(memory: AgentMemory, key: str) -> PackedFile:
 
 
 def _opened(path: Path, nbytes: int) -> PackedFile:
+    _check_here(path)
     file = path.open("rb", buffering=0)
     path.unlink()
     return PackedFile(file, nbytes)
+
+
+def _check_here(path: Path) -> None:
+    """Checks that this is the machine where satchels lie: a Python handle may be on another one."""
+    if not path.parent.is_dir():
+        raise Unavailable("agents are packed and unpacked on the machine of the endpoint", retry_after_s=None)
 
 
 def _close(task: asyncio.Task[PackedFile]) -> None:
@@ -92,7 +104,8 @@ async def unpacked(
     Raises:
         InvalidSatchel: it is none, or not whole.
         AgentExists: there is such an agent.
-        DiskFull, RequestTooLarge, QuotaExceeded, MemoryFull, Unavailable: it cannot be taken in now.
+        DiskFull, RequestTooLarge, QuotaExceeded, MemoryFull, Unavailable: it cannot be taken in now, or not on this
+            machine.
     """
     if not replace:
         await _check_new(memory.store, key)
@@ -116,6 +129,7 @@ async def _check_new(store: Store, key: str) -> None:
 
 
 async def _received(store: Store, key: str, path: Path, save: Save, nbytes: int, limits: Limits) -> None:
+    _check_here(path)
     room, count = nbytes, 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb", buffering=PIECE_BYTES) as file:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import os
-import secrets
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from ...cluster.errors import InvalidRequest, SatchelError
+from ...cluster.errors import InvalidRequest
 from .agents import AgentArgument, app, endpoint, json_of, path_of, print_json
 from .models import HomeOption, JsonOption
 
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 
 _TRANSFER_S = 600.0
 """How long the server may pack or take in a satchel before it answers."""
-
-_PIECE_BYTES = 2**20
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The satchel, such as alice.satchel.")]
 PassphraseOption = Annotated[bool, typer.Option("--passphrase", help="Encrypt it; the passphrase is asked for.")]
@@ -44,10 +40,9 @@ def pack(
     home: HomeOption = None,
 ) -> None:
     """Pack an agent into a file: what was said, token ids, KV and what pictures became."""
-    from ...cluster.trust import locked
+    from ..agents import satchel_files
 
-    if file.exists():
-        raise InvalidRequest(f"{file} is there already")
+    satchel_files.check_new(file)
     secret = _secret(passphrase_file, again=True) if passphrase or passphrase_file is not None else None
     with (
         endpoint(home or context.obj, _TRANSFER_S) as session,
@@ -58,8 +53,7 @@ def pack(
             json_of(answer)
         nbytes = int(answer.headers["content-length"])
         with _shown(f"{agent}: {_size(nbytes)}", nbytes, quiet=json) as advance:
-            pieces = _counted(answer.iter_bytes(_PIECE_BYTES), advance)
-            _write(file, pieces if secret is None else locked.lock(pieces, secret))
+            satchel_files.write_new(file, _counted(answer.iter_bytes(satchel_files.PIECE_BYTES), advance), secret)
     if json:
         print_json({"id": agent, "object": "agent.satchel", "file": str(file), "bytes": file.stat().st_size})
     else:
@@ -77,25 +71,15 @@ def unpack(
     home: HomeOption = None,
 ) -> None:
     """Bring an agent in from a file. An encrypted one asks for its passphrase."""
-    from ...actors.kv_store.satchels.layout import read_manifest
-    from ...cluster.trust import locked
+    from ..agents.satchel_files import opened_satchel
 
-    with _opened(file) as source:
-        nbytes = os.fstat(source.fileno()).st_size
-        is_locked = locked.is_locked(source.read(len(locked.MAGIC)))
-        source.seek(0)
-        plain: Iterable[bytes] = iter(lambda: source.read(_PIECE_BYTES), b"")
-        if is_locked:
-            secret = _secret(passphrase_file, again=False)
-            plain, nbytes = locked.unlock(source, secret), locked.unlocked_size(nbytes)
-        begun = _Begun(plain)
-        packed = read_manifest(begun, nbytes)
-        agent = new or packed.agent
+    with opened_satchel(file, lambda: _secret(passphrase_file, again=False)) as packed:
+        agent, nbytes = new or packed.agent, packed.nbytes
         with (
             endpoint(home or context.obj, _TRANSFER_S) as session,
             _shown(f"{agent}: {_size(nbytes)}", nbytes, quiet=json) as advance,
         ):
-            done = _put(session, agent, _counted(begun.all(), advance), nbytes, replace=replace)
+            done = _put(session, agent, _counted(packed.pieces, advance), nbytes, replace=replace)
     if json:
         print_json(done)
         return
@@ -115,54 +99,12 @@ def _put(session: httpx.Client, agent: str, pieces: Iterator[bytes], nbytes: int
     return json_of(answer)
 
 
-class _Begun:
-    """Pieces of which the first bytes are read before all of them are sent."""
-
-    def __init__(self, pieces: Iterable[bytes]) -> None:
-        self._pieces, self._held, self._place = iter(pieces), bytearray(), 0
-
-    def read(self, count: int) -> bytes:
-        while len(self._held) < self._place + count and (piece := next(self._pieces, b"")):
-            self._held += piece
-        self._place += count
-        return bytes(self._held[self._place - count : self._place])
-
-    def all(self) -> Iterator[bytes]:
-        """Yields all pieces, those that were read too."""
-        yield bytes(self._held)
-        yield from self._pieces
-
-
-def _write(file: Path, pieces: Iterable[bytes]) -> None:
-    """Writes a new file for this user alone. It has its name only when all of it is there."""
-    unfinished = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    try:
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "wb") as opened:
-                for piece in pieces:
-                    opened.write(piece)
-                opened.flush()
-                os.fsync(opened.fileno())
-            # Unlike a renaming this replaces nothing.
-            os.link(unfinished, file)
-        finally:
-            unfinished.unlink()
-    except OSError as error:
-        raise SatchelError(f"{file} cannot be written: {error.strerror or error}") from None
-
-
-def _opened(file: Path) -> BinaryIO:
-    try:
-        return file.open("rb")
-    except OSError as error:
-        raise InvalidRequest(f"{file} cannot be read: {error.strerror or error}") from None
-
-
 def _secret(file: Path | None, *, again: bool) -> bytes:
     """Returns the passphrase, from a file or the terminal, where a new one is asked for twice."""
     if file is not None:
-        with _opened(file) as opened:
+        from ..agents.satchel_files import open_file
+
+        with open_file(file) as opened:
             found = opened.readline(4096).rstrip(b"\r\n")
     elif not sys.stdin.isatty():
         raise InvalidRequest("there is no terminal to ask for the passphrase: --passphrase-file has it")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,14 @@ from ...actors.start import Report, find_replicas, infos_of, load_model, unload_
 from ...cluster.config import Home, Model, parse_model
 from ...cluster.connection import connect_ray, connect_ray_address, find_cluster
 from ...cluster.environment import default_home
-from ...cluster.errors import NotRunning
+from ...cluster.errors import InvalidRequest, NotRunning
 from ...cluster.keys import OWNER
 from ..agents.memory import AgentMemory
+from ..agents.satchel_files import check_new, opened_satchel, write_new
+from ..agents.satchels import packed, unpacked
 from ..generation.options import make_options
 from ..generation.remembered import Remembered
-from ..generation.requests import ChatRequest, CompletionRequest
+from ..generation.requests import ChatRequest, CompletionRequest, agent_key
 from ..generation.streams import Answer, TextStream
 from ..generation.vectors import EmbeddingRequest, RankingRequest
 from ..openai.messages import read_messages
@@ -209,11 +211,72 @@ class Cluster:
             limit: how many, at most 100.
             after: the id after which the list continues.
         """
-        assert self._generator.memory is not None
-        page = await agent_page(self._generator.memory.store, self._generator.backend, OWNER, limit, after)
+        page = await agent_page(self._memory.store, self._generator.backend, OWNER, limit, after)
         return page["data"]
 
     agents_sync = blocking(agents)
+
+    @on_loop
+    async def pack(self, agent: str, path: str | os.PathLike[str], *, passphrase: str | None = None) -> int:
+        """Packs an agent into a new file, as `satchel agents pack` does, and returns its bytes. On the head's machine.
+
+        Args:
+            passphrase: encrypts the file.
+
+        Raises:
+            AgentNotFound: the agent is unknown.
+            InvalidRequest: the file is there already, or the passphrase is empty.
+            DiskFull, RequestTooLarge, Unavailable: it cannot be packed now, or not on this machine.
+            SatchelError: the file cannot be written.
+        """
+        file, secret = Path(path), None if passphrase is None else _secret(passphrase)
+        await asyncio.to_thread(check_new, file)
+        found = await packed(self._memory, agent_key(agent))
+        with found.file:
+            await asyncio.to_thread(write_new, file, found.read(), secret)
+        return file.stat().st_size
+
+    pack_sync = blocking(pack)
+
+    @on_loop
+    async def unpack(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        agent: str | None = None,
+        replace: bool = False,
+        passphrase: str | None = None,
+    ) -> dict[str, Any]:
+        """Brings an agent in from a file, as `satchel agents unpack` does. On the head's machine.
+
+        Args:
+            agent: another id than the one it was packed with.
+            replace: whether an agent of that id is replaced.
+
+        Returns:
+            What `PUT /v1/agents/{id}/satchel` answers: `id`, `branches`, `replaced`, and in `kv` how many `entries` of
+            how many came, and why not the others.
+
+        Raises:
+            InvalidRequest: the file cannot be read, or is encrypted and there is no passphrase.
+            InvalidSatchel: it is none, not whole, or has another passphrase.
+            AgentExists: there is such an agent.
+            DiskFull, RequestTooLarge, MemoryFull, Unavailable: it cannot be taken in now, or not on this machine.
+        """
+        with ExitStack() as stack:
+            # An encrypted file takes a while to open.
+            opened = opened_satchel(Path(path), lambda: _secret(passphrase))
+            found = await asyncio.to_thread(stack.enter_context, opened)
+
+            async def save(take: Callable[[bytes], Awaitable[object]]) -> None:
+                while piece := await asyncio.to_thread(next, found.pieces, b""):
+                    await take(piece)
+
+            key = agent_key(found.agent if agent is None else agent)
+            # Whoever has a handle may run code in the cluster.
+            return await unpacked(self._memory, key, save, found.nbytes, replace=replace, trusted=True, limits={})
+
+    unpack_sync = blocking(unpack)
 
     @on_loop
     async def nodes(self) -> list[dict[str, Any]]:
@@ -285,6 +348,11 @@ class Cluster:
     rerank_sync = blocking(rerank)
 
     @property
+    def _memory(self) -> AgentMemory:
+        assert self._generator.memory is not None
+        return self._generator.memory
+
+    @property
     def _backend(self) -> RayBackend:
         backend = self._generator.backend
         assert isinstance(backend, RayBackend)
@@ -307,6 +375,16 @@ class Cluster:
 
 def _model(source: str, *, name: str | None = None, **fields: Any) -> Model:
     return parse_model(source=source, name=_default_name(source) if name is None else name, **fields)
+
+
+def _secret(passphrase: str | None) -> bytes:
+    """
+    Raises:
+        InvalidRequest: there is none, or it is empty.
+    """
+    if not passphrase:
+        raise InvalidRequest("the satchel needs a passphrase" if passphrase is None else "the passphrase is empty")
+    return passphrase.encode()
 
 
 def _default_name(source: str) -> str:

@@ -119,8 +119,19 @@ class RayStore:
     async def pack(self, agent: str) -> Packed:
         head = self._locator.head
         _, primary = await self._locate_and_ask(agent, lambda store: store.info(agent))
-        if primary != head:
+        if primary == head:
+            return await self._pack(agent)
+        await self._locator.ask(head, lambda store: store.borrow(agent, primary))
+        try:
             await self._at_primary(agent, lambda store: store.send_secondary(agent, head))
+            return await self._pack(agent)
+        finally:
+            # No copy of it stays that nobody wants, whoever has given up.
+            self._in_background(head, lambda store: store.give_back(agent))
+
+    async def _pack(self, agent: str) -> Packed:
+        """Packs an agent whose words are at the head, with the KV that any node has."""
+        head = self._locator.head
         await self._written()
         # A replica of any node may have computed for it.
         fetch_s = self._timing.fetch_s

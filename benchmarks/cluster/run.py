@@ -1,5 +1,5 @@
-"""Measures several nodes: moving KV, first tokens after a move and of split prompts, recovery from a killed node, and
-(simulated) speed.
+"""Measures several nodes: moving KV, what that costs rows that decode, first tokens after a move and of split prompts,
+recovery from a killed node, and (simulated) speed.
 
     python -m benchmarks.cluster.run [--parts moving,recovering] [--rounds 3] [--budget-s 1800]
 
@@ -21,12 +21,14 @@ import mlx.core as mx
 from .. import kept, machine, parts
 from ..programs import RESULTS
 from .arriving import arriving
+from .beside import beside
 from .moving import moving
 from .recovering import recovering
 from .splitting import splitting
 from .together import together
+from .uneven import uneven
 
-PARTS = ("moving", "recovering", "arriving", "splitting", "together")
+PARTS = ("moving", "beside", "recovering", "arriving", "splitting", "uneven", "together")
 
 
 def say(text: str) -> None:
@@ -55,11 +57,11 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument
     add("--parts", type=names, default=list(PARTS), help=", ".join(PARTS))
-    add("--rounds", type=count, default=3, help="of moving, arriving and splitting")
+    add("--rounds", type=count, default=3, help="of each part but recovering")
     add("--kills", type=count, default=5, help="of each kind, for recovering")
     add("--budget-s", type=float, default=1800.0, help="after this many seconds nothing is begun")
     add("--tokens", type=count, default=8192, help="that are moved; at the most 25,000 fit in Ray's object store")
-    add("--gbits", type=partial(numbers, float), default=[10.0, 1.0], help="links for moving")
+    add("--gbits", type=partial(numbers, float), default=[10.0, 1.0], help="links for moving and beside")
     add("--agent-tokens", type=count, default=4000)
     add("--mbits", type=partial(numbers, int), default=[10_000, 1000, 100], help="links for arriving")
     add("--work", type=Path, help="where files are written, on the disk that is to be measured (else a temporary one)")
@@ -72,9 +74,11 @@ def measures(options: argparse.Namespace, work: Path, budget: Any) -> dict[str, 
     """The chosen parts by name, each with what it needs."""
     known: dict[str, Callable[[Path], Any]] = {
         "moving": lambda folder: moving(options.tokens, options.gbits, options.rounds, folder, budget, say),
+        "beside": lambda folder: beside(options.tokens, options.gbits, options.rounds, folder, budget, say),
         "recovering": lambda folder: recovering(options.kills, folder, budget, say),
         "arriving": lambda folder: arriving(options.agent_tokens, options.mbits, options.rounds, folder, budget, say),
         "splitting": lambda folder: splitting(options.agent_tokens, options.rounds, folder, budget, say),
+        "uneven": lambda folder: uneven(options.agent_tokens, options.rounds, folder, budget, say),
         "together": lambda folder: together(),
     }
 

@@ -27,7 +27,10 @@ FIRST, SECOND = "mac0", "mac1"
 """The node that prefills, and the one that decodes."""
 
 WAYS = {"first alone": (FIRST, ""), "second alone": (SECOND, ""), "split": (SECOND, FIRST)}
-"""Where the answer is decoded, and where the prompt is prefilled if elsewhere."""
+"""Where the answer is decoded, and where the prompt is prefilled if elsewhere. `forced.say` knows `ROUTER` besides."""
+
+ROUTER = "router"
+"""Where the router wants it."""
 
 ANSWER_TOKENS = 16
 AHEAD_S = 0.3
@@ -46,46 +49,58 @@ class Said:
 
 
 class Forced:
-    """A running cluster whose requests go where the measurement wants them, not where the router would send them."""
+    """A running cluster whose requests go where the measurement wants them.
+
+    On one node alone they go by the router's own decision among that node's replicas. A split is forced on it, unless
+    the way is `ROUTER`.
+
+    Attributes:
+        ways: the node that answers, and the one that prefills if it is another, by agent.
+        decisions: the router's by agent, or what became of them.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
+        self.decisions: dict[str, Decision] = {}
         self._cluster = cluster
         self._backend: Any = vars(cluster)["_generator"].backend
         self._route: Route = self._backend.decide
-        self._ways: dict[str, tuple[str, str]] = {}
+        self.ways: dict[str, tuple[str, str]] = {}
         self._backend.decide = self._decide
-        self._replicas = {stats.node: stats.replica for stats in self._stats()}
+        self._replicas = {stats.node: stats.replica for stats in self.stats()}
 
-    def _stats(self) -> list[Any]:
+    def stats(self) -> list[Any]:
+        """Of all replicas."""
         return [replica.stats().wait() for replica in self._cluster.replicas().values()]
 
     async def _decide(self, message: RouteRequest) -> Decision:
+        name = message.agent.partition("/")[2]
+        node, prefilled = self.ways.get(name, ("", ""))
+        if node:
+            others = [replica for where, replica in self._replicas.items() if where != node]
+            message = replace(message, exclude=[*message.exclude, *others])
         decision = await self._route(message)
-        node, prefilled = self._ways[message.agent.partition("/")[2]]
-        decision = replace(
-            decision, replica=self._replicas[node], node=node, pull_from="", pull_tokens=0, cached_tokens=0, move_to="",
-            prefill_on="",
-        )  # fmt: skip
-        if not prefilled:
-            return decision
-        tokens = message.prompt_tokens - 1
-        return replace(
-            decision, pull_from=prefilled, pull_tokens=tokens, prefill_on=self._replicas[prefilled], wait_s=120.0
-        )
+        if prefilled:
+            tokens = message.prompt_tokens - 1
+            decision = replace(
+                decision, pull_from=prefilled, pull_tokens=tokens, prefill_on=self._replicas[prefilled], wait_s=120.0
+            )
+        self.decisions[name] = decision
+        return decision
 
-    async def say(self, name: str, text: str, way: str) -> Said:
+    async def say(self, name: str, text: str, way: str, tokens_max: int = ANSWER_TOKENS) -> Said:
         """Asks a new agent."""
-        self._ways[name] = WAYS[way]
+        if way != ROUTER:
+            self.ways[name] = WAYS[way]
         began, first_s, pieces = time.perf_counter(), 0.0, list[str]()
         agent = self._cluster.agent(name)
-        async for piece in agent.chat(text, temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True):
+        async for piece in agent.chat(text, temperature=0, max_tokens=tokens_max, ignore_eos=True):
             first_s = first_s or time.perf_counter() - began
             pieces.append(piece)
         return Said("".join(pieces), first_s, time.perf_counter() - began)
 
     def counts(self) -> tuple[int, int]:
         """Returns how many requests were split, and how many of them fell back."""
-        found = self._stats()
+        found = self.stats()
         return sum(one.split_requests_total for one in found), sum(one.split_fallbacks_total for one in found)
 
 

@@ -23,7 +23,7 @@ def neighbours(loaded: LoadedModel, rounds: int, budget: Budget, say: Say) -> Re
     even, uneven = [SHORT_TOKENS] * ROWS, [SHORT_TOKENS] * (ROWS - 1) + [LONG_TOKENS]
     batches = {f"{ROWS} rows of {SHORT_TOKENS:,} tokens": even}
     batches[f"{ROWS - 1} of them beside one of {LONG_TOKENS:,}"] = uneven
-    executors = {name: _decoding(loaded, lengths) for name, lengths in batches.items()}
+    executors = {name: decoding(loaded, lengths) for name, lengths in batches.items()}
     found: dict[str, list[float]] = {name: [] for name in batches}
     for _ in budget.rounds(rounds):
         for name, executor in executors.items():
@@ -36,7 +36,8 @@ def neighbours(loaded: LoadedModel, rounds: int, budget: Budget, say: Say) -> Re
     return table
 
 
-def _decoding(loaded: LoadedModel, lengths: Sequence[int]) -> BatchExecutor:
+def decoding(loaded: LoadedModel, lengths: Sequence[int]) -> BatchExecutor:
+    """Returns an executor with a row of each length, all of which decode."""
     rng, executor = random.Random(0), BatchExecutor(loaded)
     for row, length in enumerate(lengths):
         tokens = [rng.randrange(loaded.vocabulary_size - 100) for _ in range(length)]

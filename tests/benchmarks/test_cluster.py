@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import kept
-from benchmarks.cluster import arriving, moving, recovering, run, server, splitting
+from benchmarks.cluster import arriving, beside, moving, pacing, recovering, run, server, splitting, uneven
 from benchmarks.cluster.worker import Worker
 from benchmarks.parts import ResultTable
 
@@ -81,6 +83,55 @@ def test_ratios_of_split_prompts_are_taken_within_a_round() -> None:
     assert row["split / second alone"] == 0.5 and row["same words"] and row["rounds"] == 3
     rounds[1]["split"] = said(10, "b")
     assert not splitting.row("idle", rounds)["same words"]
+
+
+def test_an_uneven_node_computes_as_long_as_its_pace_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "MODULE", "paced_executor")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "paced_executor.py").write_text(
+        "class BatchExecutor:\n    def prefill(self, work): pass\n    def step(self): return ['a', 'b']\n"
+    )
+    pacing.install(pacing.Pace(0.01, 0.02, 0.03))
+    executor = importlib.import_module("paced_executor").BatchExecutor()
+    began = time.perf_counter()
+    executor.prefill([("a", [1, 2, 3]), ("b", [4])])
+    between = time.perf_counter()
+    assert executor.step() == ["a", "b"]
+    assert between - began >= 0.04 and time.perf_counter() - between >= 0.08
+    monkeypatch.delitem(sys.modules, "paced_executor")
+
+
+def test_ways_of_uneven_nodes_are_compared_within_a_round() -> None:
+    def asked(first_s: float, whole_s: float, why: str = "home", text: str = "a") -> uneven.Asked:
+        costs = {"split": {}, "alone": {"x": {"queue": 1.0, "pull": 0.0, "restore": 0.0, "prefill": 2.0, "total": 9.0}}}
+        return uneven.Asked(splitting.Said(text, first_s, whole_s), 5.0, why, costs)
+
+    rounds = [
+        {
+            uneven.ROUTER: asked(n, 2 * n, uneven.SPLIT),
+            "first alone": asked(n, 3 * n),
+            "second alone": asked(4 * n, 5 * n),
+        }
+        for n in (1, 8, 3)
+    ]
+    uneven.compare(part := ResultTable("t"), rounds)
+    assert all(goal.met for goal in part.targets) and [row["first token, s"] for row in part.rows] == [3, 3, 12]
+    assert part.rows[2]["/ router's way"] == 4.0 and part.rows[0]["as the router reckoned, s"] == 3.0
+    rounds[0][uneven.ROUTER] = asked(1, 2)
+    rounds[1]["first alone"] = asked(8, 24, text="b")
+    uneven.compare(part := ResultTable("t"), rounds)
+    assert [goal.found for goal in part.targets if not goal.met] == [2 / 3, 2 / 3]
+
+
+def test_decoding_beside_a_pull_is_compared_with_the_same_before_and_after() -> None:
+    def beside_of(before: float, during: float, after: float) -> beside.Beside:
+        first, second, third = (beside.Window(steps, 10.0 / steps, 1.0) for steps in (before, during, after))
+        return beside.Beside(first, second, third, 1e8, 0.5, 0.8)
+
+    row = beside.row("link", 10**8, [beside_of(10, 9, 8), beside_of(20, 19, 20), beside_of(10, 5, 10)])
+    assert row["pace"] == 0.95 and row["worst"] == 0.5 and row["pull, MB/s"] == 100
+    assert (row["steps/s without"], row["with"]) == (10, 9)
 
 
 def test_nothing_of_the_server_itself_is_killed() -> None:

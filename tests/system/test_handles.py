@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
 import ray
 
 from satchel.api.client.cluster import Cluster
-from satchel.cluster.errors import ContextLengthExceeded, InvalidRequest
+from satchel.cluster.errors import AgentExists, AgentNotFound, ContextLengthExceeded, InvalidRequest, InvalidSatchel
 
 
 async def test_an_agent_continues_its_own_transcript(handles: Cluster):
@@ -25,6 +26,30 @@ async def test_an_agent_continues_its_own_transcript(handles: Cluster):
     assert await handles.agent("somebody-else").ask("What is the code of dora?", temperature=0) == (
         "I do not know the code of dora."
     )
+
+
+async def test_an_agent_goes_into_a_file_and_comes_back_under_another_name(handles: Cluster, tmp_path: Path):
+    await handles.agent("vera").ask("Remember: the code of wren is 4321.", temperature=0)
+    file, plain = tmp_path / "vera.satchel", tmp_path / "plain.satchel"
+    assert await handles.pack("vera", file, passphrase="open sesame") == file.stat().st_size
+    await handles.pack("vera", plain)
+    assert b"wren" in plain.read_bytes() and b"wren" not in file.read_bytes()
+    with pytest.raises(InvalidRequest, match="is there already"):
+        await handles.pack("vera", file)
+    with pytest.raises(AgentNotFound):
+        await handles.pack("nobody", tmp_path / "nobody.satchel")
+    with pytest.raises(InvalidRequest, match="needs a passphrase"):
+        await handles.unpack(file, agent="vera2")
+    with pytest.raises(InvalidSatchel):
+        await handles.unpack(file, agent="vera2", passphrase="close sesame")
+    with pytest.raises(AgentExists):
+        await handles.unpack(file, passphrase="open sesame")
+    came = await handles.unpack(file, agent="vera2", passphrase="open sesame")
+    assert (came["id"], came["branches"], came["replaced"]) == ("vera2", 1, False)
+    assert came["kv"]["entries"] == came["kv"]["of"] > 0
+    assert await handles.agent("vera2").ask("What is the code of wren?", temperature=0) == "The code of wren is 4321."
+    assert (await handles.unpack(plain, replace=True))["replaced"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["plain.satchel", "vera.satchel"]
 
 
 def test_the_synchronous_forms_say_the_same(handles: Cluster):

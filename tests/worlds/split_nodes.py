@@ -28,7 +28,7 @@ from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.tiers import disk_tier
-from satchel.actors.replica.tiers.disk_tier import DiskTier
+from satchel.actors.replica.tiers.disk_tier import DiskTier, WriteJob
 from satchel.api.ray_backend import dispatch
 from satchel.api.ray_backend.rows import RayGeneration
 from satchel.cluster.config import Scheduling, parse_config
@@ -75,6 +75,25 @@ class Process:
             call.cancel()
 
 
+class CountedDisk(DiskTier):
+    """Knows what its thread has not done. A job without bytes is one too: it asks the store once more."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        self.jobs: set[int] = set()
+        super().__init__(*args, **more)
+
+    def write(self, job: WriteJob) -> None:
+        done = job.done
+        self.jobs.add(id(job))
+
+        def counted() -> None:
+            done()
+            self.jobs.discard(id(job))
+
+        job.done = counted
+        super().write(job)
+
+
 class SplitNodes:
     """`studio` prefills and `air` decodes, if a decision says so.
 
@@ -94,7 +113,7 @@ class SplitNodes:
         self.released: list[tuple[str, str]] = []
         self.processes: dict[str, Process] = {}
         self.engines: dict[str, Engine] = {}
-        self.disks: dict[str, DiskTier] = {}
+        self.disks: dict[str, CountedDisk] = {}
         self._loop = stores_loop
         for name in ("studio", "air"):
             self._start(name)
@@ -118,7 +137,8 @@ class SplitNodes:
         actor = ReplicaActor(name, SimpleNamespace(name=MODEL), Scheduling(), Node(name=name), TIMING)  # type: ignore[arg-type]
         # From the engine's threads as from the shell's event loop.
         client = carried(name, carry, asyncio.get_running_loop(), TIMING)
-        disk = self.disks[name] = actor._disk = DiskTier(self.loaded.spec, self.loaded.model_id, client, timing=TIMING)
+        disk = CountedDisk(self.loaded.spec, self.loaded.model_id, client, timing=TIMING)
+        self.disks[name] = actor._disk = disk
         settings = Scheduling(rows_max=4, prefill_chunk_tokens=CHUNK_TOKENS)
         actor._engine = self.engines[name] = Engine(self.loaded, settings, 2**32, actor._send, disk)
         self.processes[name] = Process(actor)
@@ -196,8 +216,8 @@ class SplitNodes:
 
         def is_over() -> bool:
             rows = any(self.engines[name].active or self.processes[name].actor._following for name in living)
-            storing = [name for name in living if name in self.stores.stores]
-            return not rows and all(self.disks[name].waiting_bytes == 0 for name in storing)
+            # Of dead replicas too: their threads live on here, and must not ask stores that have ended.
+            return not rows and not any(disk.jobs for disk in self.disks.values())
 
         await self.until(is_over)
         assert all(not link.rows for link in self.backend._links.values())

@@ -223,6 +223,14 @@ class RoleTable:
         self._end_turn(agent)
         return True
 
+    def let_go_copy(self, agent: str) -> bool:
+        """Drops this secondary's branches. Returns False if this node is the primary."""
+        if self.place(agent).role is Role.PRIMARY:
+            return False
+        with self._storage.transaction():
+            self._storage.erase(agent)
+        return True
+
     def lacking(self, memory: Memory) -> list[tuple[Head, Content]]:
         """Returns a former primary's branches that this primary lacks: those that none of its own continues.
 

@@ -302,6 +302,12 @@ class DiskStore:
         with self._held("listing owners") as shelf:
             return {tag for row in shelf.index.all_rows() for tag in row.record.owners}
 
+    def owned(self, owner: str) -> frozenset[bytes]:
+        """Returns the ids of the entries that an owner has."""
+        tag = owner_tag(self.key, owner)
+        with self._held("listing an owner's entries") as shelf:
+            return frozenset(row.record.id for row in shelf.index.owned(tag))
+
     def uncertain(self) -> Iterator[EntryRecord]:
         """Yields entries with possibly incomplete owners: those of an earlier opening, whose files do not name who
         came later."""

@@ -193,6 +193,11 @@ class Secondaries:
             else:
                 self.blocks_later(agent)
 
+    async def belongs_here(self, agent: str, home: str) -> bool:
+        """Returns whether this node should have a copy of an agent that lives on `home`."""
+        nodes = {self._node, *await self._peers.others()} - {home}
+        return self._node in secondary_nodes(agent, sorted(nodes), self._count)
+
     def late(self) -> int:
         """Returns how many copies wait for a retry."""
         return len(self._late)

@@ -72,7 +72,15 @@ class StoreServices:
         self.copying = SecondaryKeeper(memory, self.copies, self.succession, self.tombstones, changed=changed)
         self.conversations = Conversations(memory, kept=self.copying.kept, forgotten=self.tombstones.spread)
         self.moving = Moving(node.name, memory, self.turns, self.copies, self.succession, peers, changed=changed)
-        self.satchels = Satchels(config, memory, cluster_key, kept=self.copying.kept, forgotten=self.tombstones.spread)
+        self.satchels = Satchels(
+            config,
+            memory,
+            cluster_key,
+            belongs_here=self.copies.belongs_here,
+            kept=self.copying.kept,
+            forgotten=self.tombstones.spread,
+            changed=changed,
+        )
         self.tending = Tending(self.succession, self.copies, self.tombstones, memory.timing)
         memory.disk.on_touched = self.copies.blocks_later
 

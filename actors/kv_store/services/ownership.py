@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -123,6 +123,18 @@ class Ownership:
             self._to_erase.update(self._owed)
             self._owed.clear()
             self._begin_erasing()
+
+    async def let_go(self, agent: str, kept: Collection[bytes]) -> None:
+        """Erase what the agent has on the disk besides `kept`. It may have it again.
+
+        Raises:
+            DiskFull, DiskError: not all bytes are gone; tidying up tries again.
+        """
+        if self.end_pulls is not None:
+            await asyncio.to_thread(self.end_pulls, agent)
+        if under_way := list(self._under_way):
+            await asyncio.wait(under_way)
+        await asyncio.to_thread(self._store.forget, agent, lambda record: record.id in kept)
 
     def _begin_erasing(self) -> None:
         if self._work is None or self._work.done():

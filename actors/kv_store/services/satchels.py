@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -41,7 +42,20 @@ AT_A_TIME = 4
 
 STALE_S = 3600.0
 
+LOANS_MAX = 64
+"""Agents of other nodes that are here to be packed at a time."""
+
 FORGED = "another cluster has packed it, and only a key made with --admin may bring in its KV"
+
+
+@dataclass
+class _Loan:
+    """An agent that is borrowed. `had` are its entries that were here before, None if it stays here; `since` is a time
+    of the event loop."""
+
+    had: frozenset[bytes] | None
+    since: float
+    users: int = 0
 
 
 class Satchels:
@@ -49,8 +63,10 @@ class Satchels:
 
     Args:
         cluster_key: by which the cluster knows what it has packed.
+        belongs_here: whether this node should have a copy of an agent, given the node where that lives.
         kept: awaited with an agent that came and is on the disk.
         forgotten: awaited with an agent that was replaced.
+        changed: told of an agent that is no longer here.
     """
 
     def __init__(
@@ -59,13 +75,17 @@ class Satchels:
         memory: NodeMemory,
         cluster_key: bytes,
         *,
+        belongs_here: Callable[[str, str], Awaitable[bool]],
         kept: Callable[[str], Awaitable[object]],
         forgotten: Callable[[str], Awaitable[object]],
+        changed: Callable[[str], object],
     ) -> None:
         self._config, self._timing, self._cluster_key = config, memory.timing, cluster_key
         self._work, self._database, self._agents = memory.work, memory.database, memory.agents
         self._roles, self._quotas, self._disk = memory.roles, memory.quotas, memory.disk
-        self._kept, self._forgotten = kept, forgotten
+        self._belongs_here, self._kept, self._forgotten, self._changed = belongs_here, kept, forgotten, changed
+        self._loans: dict[str, _Loan] = {}
+        self._lending = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._under_way = 0
         self._io = DiskIO()
@@ -107,6 +127,49 @@ class Satchels:
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > STALE_S:
                     self._io.unlink(path)
+
+    # Agents of other nodes, that come here to be packed.
+
+    async def borrow(self, agent: str, home: str) -> None:
+        """What comes from now on of an agent that lives on `home` goes with `give_back`, unless a copy belongs here.
+
+        Raises:
+            Unavailable: too many are borrowed.
+        """
+        async with self._lending:
+            now = self._loop.time()
+            for name in [name for name, loan in self._loans.items() if now - loan.since > STALE_S]:
+                # Who asked for it has ended.
+                await self._end(name)
+            loan = self._loans.get(agent)
+            if loan is None:
+                if len(self._loans) >= LOANS_MAX:
+                    raise Unavailable(f"{LOANS_MAX} agents are being packed now", retry_after_s=5.0)
+                here = await self._belongs_here(agent, home)
+                here = here or bool(await self._work.answer(lambda: self._agents.heads(agent)))
+                store = self._disk.store
+                had = frozenset() if store is None else await asyncio.to_thread(store.owned, agent)
+                loan = self._loans[agent] = _Loan(None if here else had, now)
+            loan.users += 1
+
+    async def give_back(self, agent: str) -> None:
+        """The satchel is packed, or will not be."""
+        async with self._lending:
+            if (loan := self._loans.get(agent)) is not None:
+                loan.users -= 1
+                if loan.users <= 0:
+                    await self._end(agent)
+
+    async def _end(self, agent: str) -> None:
+        had = self._loans[agent].had
+        try:
+            # It may have moved here meanwhile.
+            if had is not None and await self._work.answer(lambda: self._roles.let_go_copy(agent)):
+                self._changed(agent)
+                if self._disk.owned is not None:
+                    await self._disk.owned.let_go(agent, had)
+        finally:
+            del self._loans[agent]
 
     # Packing.
 

@@ -37,6 +37,9 @@ from .pull_writer import Keeper, PullWriter
 
 logger = logging.getLogger(__name__)
 
+PULLS_MAX = 4
+"""Pulls at a time of one node."""
+
 Address = tuple[str, int]
 
 
@@ -120,7 +123,7 @@ class BlockPuller:
         session: str,
         *,
         limits: PullLimits | None = None,
-        pulls_max: int = 4,
+        pulls_max: int = PULLS_MAX,
         wall_clock: Callable[[], float] = time.time,
         io: DiskIO | None = None,
         keeper: Keeper | None = None,

@@ -29,6 +29,7 @@ from . import messages
 from .handshake import NONCE_BYTES, Acceptor, refusal
 from .link import Link, SharedRate
 from .messages import Described, FetchRequest, FindRequest, Layout
+from .priority import give_way
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +203,7 @@ class BlockServer:
     # A connection's thread.
 
     def _serve(self, sock: socket.socket) -> None:
+        give_way()
         link = Link(sock, self.limits.stall_s, self._rate)
         lease = _Lease(self._store, self.limits.lease_s)
         try:

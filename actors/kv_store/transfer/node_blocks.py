@@ -8,6 +8,8 @@ import threading
 import time
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from ....cluster.nodes import Node
 from ....cluster.timing import USUAL, Timing
@@ -17,8 +19,9 @@ from ...protocol.media_ids import embeddings_parent, names_in
 from ...protocol.store_messages import Content, Fetched, Head
 from ..disk.store import DiskStore
 from ..replication.peers import Peers
-from .block_client import BlockPuller, PullResult
+from .block_client import PULLS_MAX, BlockPuller, PullResult
 from .block_server import BlockServer, ServerLimits
+from .priority import give_way
 from .pull_loop import Stop, Wanted
 from .pull_writer import Keeper
 
@@ -66,6 +69,8 @@ class NodeBlocks:
             disk, cluster_key, node.name, listen, limits=limits, bytes_per_s=node.give_bytes_per_s_max
         )
         self._puller = BlockPuller(disk, cluster_key, node.name, session, keeper=keeper)
+        # One more, to be refused. They end with this object.
+        self._threads = ThreadPoolExecutor(PULLS_MAX + 1, thread_name_prefix="pull", initializer=give_way)
         self._lock = threading.Lock()
         self._links: dict[str, float] = {}
 
@@ -138,14 +143,8 @@ class NodeBlocks:
             SatchelError: the source does not tell its addresses, or there are too many pulls.
         """
         addresses = await self._peers.client(source).block_addresses().within(self._answer_s)
-        found = await asyncio.to_thread(
-            self._puller.pull,
-            wanted,
-            source,
-            addresses,
-            deadline_s=deadline_s,
-            owner=owner,
-        )
+        begin = partial(self._puller.pull, wanted, source, addresses, deadline_s=deadline_s, owner=owner)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, begin)
         # A pull that waits measures the other node's prefill.
         if not wanted.wait_s and (rate := link_rate(found)) is not None:
             with self._lock:

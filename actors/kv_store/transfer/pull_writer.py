@@ -18,6 +18,7 @@ from ..disk.segments import model_folder
 from ..disk.store import DiskStore
 from ..disk.streaming import SegmentWriter
 from .messages import Described, Layout
+from .priority import give_way
 from .pull_loop import PullEnded, PullLimits, Stop, Wanted
 
 logger = logging.getLogger(__name__)
@@ -183,6 +184,7 @@ class PullWriter:
     # On the writer's thread.
 
     def _run(self) -> None:
+        give_way()
         try:
             while (segment := self._complete.get()) is not None:
                 self._commit(segment)

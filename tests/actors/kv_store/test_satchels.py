@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +218,7 @@ class Places:
 
     async def moved(self, *of: Any) -> None: ...
 
-    async def ask(self, node: str, question: Any) -> Any:
+    async def ask(self, node: str, question: Any, timeout_s: float = 0.0) -> Any:
         return await question(self._cluster.at(node))
 
 
@@ -241,6 +243,57 @@ class Store(RayStore):
         return [(self.replica, model_info(model_id=MODEL, files_id=MODEL))]
 
 
+async def given_back(home: Cluster) -> None:
+    """The node of the endpoint has dropped what came for satchels alone."""
+    async with asyncio.timeout(10):
+        while home.stores["a"].services.satchels._loans:
+            await asyncio.sleep(0.01)
+    await home.owned("a").idle()
+
+
+@pytest.mark.parametrize("kept", ["a copy that belongs there", "KV that was there", "an agent that has moved there"])
+async def test_packing_takes_nothing_away_that_was_not_brought_for_it(tmp_path, kept):
+    async with cluster(tmp_path, ["a", "b"], replication=kept == "a copy that belongs there") as home:
+        await home.speak("b", ALICE, "hello", said())
+        for entry in kv():
+            await home.put("b", [entry])
+        if kept == "KV that was there":
+            await home.put("a", [replace(kv()[0], owners=(ALICE,))])
+        places: Any = Places(home)
+        store = Store(places, home.config.timing)
+        store.replica = Writing(lambda: asyncio.sleep(0))
+        if kept == "an agent that has moved there":
+            await home.at("a").borrow(ALICE, "b")
+            await home.at("b").move(ALICE, "a")
+            await home.at("a").give_back(ALICE)
+        else:
+            path = Path((await store.pack(ALICE)).path)
+            # Whoever packs it again waits for nobody.
+            path.unlink()
+            await given_back(home)
+        left = len(home.disk("a").owned(ALICE))
+        assert (home.said("a", ALICE) == set()) == (kept == "KV that was there")
+        assert left == (1 if kept == "KV that was there" else 4)
+
+
+async def test_what_was_brought_for_a_satchel_that_was_given_up_goes_too(tmp_path):
+    async with cluster(tmp_path, ["a", "b"], replication=0) as home:
+        await home.speak("b", ALICE, "hello", said())
+        for entry in kv():
+            await home.put("b", [entry])
+        places: Any = Places(home)
+        store = Store(places, home.config.timing)
+        store.replica = Writing(lambda: asyncio.sleep(60))
+        packing_it = asyncio.ensure_future(store.pack(ALICE))
+        async with asyncio.timeout(10):
+            while not home.said("a", ALICE):
+                await asyncio.sleep(0.01)
+        packing_it.cancel()
+        await asyncio.wait([packing_it])
+        await given_back(home)
+        assert not home.said("a", ALICE) and not home.disk("a").owned(ALICE)
+
+
 async def test_an_agent_of_another_node_is_packed_and_replaced_at_the_endpoints(tmp_path):
     async with cluster(tmp_path, ["a", "b"], replication=0) as home:
         await home.speak("b", ALICE, "hello", said())
@@ -252,6 +305,9 @@ async def test_an_agent_of_another_node_is_packed_and_replaced_at_the_endpoints(
         store.replica = Writing(lambda: home.put("b", [last]))
         packed = await store.pack(ALICE)
         assert packed.entries == 4 and Path(packed.path).is_relative_to(tmp_path / "a")
+        await given_back(home)
+        assert not home.said("a", ALICE) and not home.disk("a").owned(ALICE), "it lives on the other node, as before"
+        assert home.has("b", *kv())
         with pytest.raises(AgentExists):
             await store.unpack(ALICE, packed.path, replace=False, trusted=False)
         await home.speak("b", ALICE, "later")

@@ -245,6 +245,8 @@ OF_STORE: list[Case] = [
     (store_of.block_addresses(), "block_addresses", Nothing(), Addresses([("h", 1)]), [("h", 1)]),
     (store_of.room("t/a", 5), "room", AskRoom("t/a", 5), FilePath("/kv/x"), "/kv/x"),
     (store_of.pack("t/a"), "pack", AskKV("t/a"), PACKED, PACKED),
+    (store_of.borrow("t/a", "mac1"), "borrow", AgentTo("t/a", "mac1"), None, None),
+    (store_of.give_back("t/a"), "give_back", AgentKey("t/a"), None, None),
     (store_of.unpack(UNPACK), "unpack", UNPACK, UNPACKED, UNPACKED),
 ]
 OF = {ROUTER: OF_ROUTER, REPLICA: OF_REPLICA, STORE: OF_STORE}

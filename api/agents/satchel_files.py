@@ -1,0 +1,111 @@
+"""An agent's satchel as a file of its user: written whole or not at all, encrypted with a passphrase on request."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from ...actors.kv_store.satchels.layout import read_manifest
+from ...cluster.errors import InvalidRequest, SatchelError
+from ...cluster.trust import locked
+
+PIECE_BYTES = 2**20
+
+
+def check_new(file: Path) -> None:
+    """
+    Raises:
+        InvalidRequest: there is something already.
+    """
+    if file.exists():
+        raise InvalidRequest(f"{file} is there already")
+
+
+def write_new(file: Path, pieces: Iterable[bytes], passphrase: bytes | None = None) -> None:
+    """Writes a new file for this user alone, encrypted where a passphrase is given. It has its name only when all of it
+    is there.
+
+    Raises:
+        SatchelError: it cannot be written.
+    """
+    unfinished = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as opened:
+                for piece in pieces if passphrase is None else locked.lock(pieces, passphrase):
+                    opened.write(piece)
+                opened.flush()
+                os.fsync(opened.fileno())
+            # Unlike a renaming this replaces nothing.
+            os.link(unfinished, file)
+        finally:
+            unfinished.unlink()
+    except OSError as error:
+        raise SatchelError(f"{file} cannot be written: {error.strerror or error}") from None
+
+
+@dataclass(frozen=True)
+class SatchelFile:
+    """A satchel that is read. `agent` is the id that it was packed with, `nbytes` what `pieces` are without
+    encryption."""
+
+    agent: str
+    nbytes: int
+    pieces: Iterator[bytes]
+
+
+@contextmanager
+def opened_satchel(file: Path, passphrase: Callable[[], bytes]) -> Iterator[SatchelFile]:
+    """
+    Args:
+        passphrase: called if the file is encrypted.
+
+    Raises:
+        InvalidRequest: the file cannot be read.
+        InvalidSatchel: it is none, or the passphrase is another one; also by the pieces.
+    """
+    with open_file(file) as source:
+        nbytes = os.fstat(source.fileno()).st_size
+        is_locked = locked.is_locked(source.read(len(locked.MAGIC)))
+        source.seek(0)
+        plain: Iterable[bytes] = iter(lambda: source.read(PIECE_BYTES), b"")
+        if is_locked:
+            plain, nbytes = locked.unlock(source, passphrase()), locked.unlocked_size(nbytes)
+        begun = _Begun(plain)
+        packed = read_manifest(begun, nbytes)
+        yield SatchelFile(packed.agent, nbytes, begun.all())
+
+
+def open_file(file: Path) -> BinaryIO:
+    """
+    Raises:
+        InvalidRequest: it cannot be read.
+    """
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise InvalidRequest(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+class _Begun:
+    """Pieces of which the first bytes are read before all of them are sent."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces, self._held, self._place = iter(pieces), bytearray(), 0
+
+    def read(self, count: int) -> bytes:
+        while len(self._held) < self._place + count and (piece := next(self._pieces, b"")):
+            self._held += piece
+        self._place += count
+        return bytes(self._held[self._place - count : self._place])
+
+    def all(self) -> Iterator[bytes]:
+        """Yields all pieces, those that were read too."""
+        yield bytes(self._held)
+        yield from self._pieces
