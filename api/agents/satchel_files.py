@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,9 @@ from ...cluster.errors import InvalidRequest, SatchelError
 from ...cluster.trust import locked
 
 PIECE_BYTES = 2**20
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What file systems of memory sticks (FAT, exFAT) and some network ones answer to a hard link."""
 
 
 def check_new(file: Path) -> None:
@@ -42,12 +46,22 @@ def write_new(file: Path, pieces: Iterable[bytes], passphrase: bytes | None = No
                     opened.write(piece)
                 opened.flush()
                 os.fsync(opened.fileno())
-            # Unlike a renaming this replaces nothing.
-            os.link(unfinished, file)
+            _name(unfinished, file)
         finally:
-            unfinished.unlink()
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise SatchelError(f"{file} cannot be written: {error.strerror or error}") from None
+
+
+def _name(unfinished: Path, file: Path) -> None:
+    try:
+        # Unlike a renaming this replaces nothing.
+        os.link(unfinished, file)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        check_new(file)
+        unfinished.rename(file)
 
 
 @dataclass(frozen=True)
