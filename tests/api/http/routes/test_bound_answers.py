@@ -304,6 +304,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "already"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
     ({"structured_outputs": {"jsno": "x"}}, "structured_outputs.jsno", "not known"),
+    ({"structured_outputs": {"choice": False}}, "structured_outputs.choice", "list of strings"),
+    ({"structured_outputs": {"json_object": 0}}, "structured_outputs.json_object", "boolean"),
     ({"response_format": FORM, "guided_regex": "a"}, "guided_regex", "response_format.json_schema.schema"),
     ({"guided_choice": []}, "guided_choice", "list of strings"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "unknown name"),
