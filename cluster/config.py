@@ -83,8 +83,9 @@ class Endpoint:
     responses_bytes_max: Bytes = 256 * 2**20
     """Responses kept by id (`store`), with what was said before them; the least recently used is dropped first."""
     background_responses_max: Count = 64
-    """Responses that are being made in the background at a time. The events of one that can be read again take at most
-    as many bytes as `responses_bytes_max` has for each of so many; the oldest are dropped first."""
+    """Responses that are being made in the background at a time; one tenant of several has at most as many as it leaves
+    free. The events of one that can be read again take at most as many bytes as `responses_bytes_max` has for each of
+    so many; the oldest are dropped first."""
     unread_tokens_max: Count = 4096
     """A row whose client has this many unread tokens is ended, so that a slow reader does not hold a place."""
 

@@ -29,7 +29,11 @@ _HASH = "sha256."
 # As Claude Code writes it: user_HASH_account_UUID_session_UUID, or JSON with the session's id.
 _CLAUDE_USER = re.compile(r"user_.*_session_([0-9A-Za-z-]{8,64})", re.ASCII)
 _USER_JSON_CHARACTERS_MAX = 4096
-_QWEN_CODE_BEGINS = "You are Qwen Code"
+# Versions 0.5, 0.15 and 0.24 of Qwen Code write these sentences, into the instructions of subagents alone and into the
+# first message of all.
+_QWEN_SUBAGENT = "You operate in non-interactive mode: do not ask the user questions; proceed with available context."
+_QWEN_CONTEXT = "This is the Qwen Code. We are setting up the context for our chat."
+_QWEN_REMINDER = "<system-reminder>"
 _RULES_CHARACTERS = 64
 
 
@@ -160,17 +164,31 @@ def _user(user_id: Any) -> Identity | None:
 
 def _qwen_code(headers: _Headers, messages: Sequence[Mapping[str, Any]]) -> Identity | None:
     """Its first user message names the folder and the day: conversations that share both are one agent's branches. A
-    subagent's begin alike, under instructions of their own, and then have its task."""
+    subagent's begin alike, under instructions that say what it is, and then have its task. A user may write
+    instructions too, so others than the usual ones say nothing."""
     if not headers["user-agent"].lower().startswith("qwencode/"):
         return None
     said = [_spoken(message) for message in messages if message.get("role") == "user"]
     if not said or not said[0]:
         return None
-    main = _name(QWEN_CODE, _hashed(said[0]))
+    context, task = _context_and_task(said)
+    main = _name(QWEN_CODE, _hashed(context))
     rules = _text(messages[0]) if messages[0].get("role") == "system" else ""
-    if len(said) < 2 or not rules or rules.startswith(_QWEN_CODE_BEGINS):
+    if not task or _QWEN_SUBAGENT not in rules:
         return Identity(main, QWEN_CODE)
-    return Identity(f"{main}:{_hashed([rules[:_RULES_CHARACTERS], said[1]])}", QWEN_CODE, main)
+    return Identity(f"{main}:{_hashed([rules[:_RULES_CHARACTERS], task])}", QWEN_CODE, main)
+
+
+def _context_and_task(said: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns what all conversations of a folder and a day begin with, and what is said first in one. Since 0.24 both
+    are parts of one message, beside what the tools and skills are."""
+    parts = said[0] if isinstance(said[0], list) else []
+    texts = [_text({"content": [part]}) for part in parts]
+    known = [index for index, text in enumerate(texts) if _QWEN_CONTEXT in text]
+    if len(parts) == 1 or not known:
+        return said[0], said[1] if len(said) > 1 else None
+    task = [part for part, text in zip(parts, texts, strict=True) if not text.startswith(_QWEN_REMINDER)]
+    return [parts[known[0]]], task or (said[1] if len(said) > 1 else None)
 
 
 def _spoken(message: Mapping[str, Any]) -> Any:

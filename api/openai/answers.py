@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...actors.protocol.messages import EmbeddingInfo
@@ -164,11 +164,14 @@ class _Chunks:
         self._include_usage = style.include_usage
         self._style = style
         self._streams: Sequence[TextStream] = ()
+        self._said = False
+        """Whether anything of an answer has been written, and not only that it begins."""
 
     def _usage_so_far(self) -> str:
         if not self._style.continuous_usage:
             return "null"
-        return json.dumps(usage_body(sum((stream.usage for stream in self._streams), Usage(0, 0, 0))))
+        usage = sum((stream.usage for stream in self._streams), Usage(0, 0, 0))
+        return json.dumps(usage_body(usage if self._said else replace(usage, completion_tokens=0, reasoning_tokens=0)))
 
     def _chunk(self, choice: str, more: str = "") -> bytes:
         # Built from strings because it runs for every token of every client.
@@ -205,7 +208,9 @@ class ChatChunks(_Chunks):
         self._streams = streams
         prompt = _field("prompt_token_ids", streams[0].prompt)
         role = '{"role":"assistant","content":""}'
-        return b"".join(self._delta(index, role, more="" if index else prompt) for index in range(len(streams)))
+        begun = b"".join(self._delta(index, role, more="" if index else prompt) for index in range(len(streams)))
+        self._said = True
+        return begun
 
     def text(self, index: int, delta: TextDelta) -> bytes:
         logprobs = _logprobs(chat_logprobs, delta.logprobs)
@@ -251,7 +256,7 @@ class CompletionChunks(_Chunks):
         return self._chunk(choice)
 
     def start(self, streams: Sequence[TextStream]) -> bytes:
-        self._streams = streams
+        self._streams, self._said = streams, True
         return b""
 
     def text(self, index: int, delta: TextDelta) -> bytes:

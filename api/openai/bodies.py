@@ -178,6 +178,8 @@ class GenerationBody(RequestBody):
         for option in ("include_usage", "continuous_usage_stats"):
             if not isinstance((self.stream_options or {}).get(option), bool | None):
                 raise InvalidRequest(f"stream_options.{option} must be a boolean", param=f"stream_options.{option}")
+        if self.stream_options and not self.stream:
+            raise InvalidRequest("stream_options: only possible with stream", param="stream_options")
         if self.spaces_between_special_tokens and self.skip_special_tokens is False:
             message = "spaces_between_special_tokens: not possible where special tokens are shown"
             raise InvalidRequest(message, param="spaces_between_special_tokens")

@@ -84,7 +84,9 @@ def _structured_outputs(wanted: Any) -> list[AnswerForm]:
             raise wrong(f"{where}.{name}", "is not supported")
         if name not in (*_KINDS, *_NEUTRAL, *_IGNORED):
             raise wrong(f"{where}.{name}", f"is not known; possible are {', '.join(_KINDS)}")
-    given = {kind: value for kind in _KINDS if (value := wanted.get(kind)) not in (None, False)}
+    given = {kind: value for kind in _KINDS if (value := wanted.get(kind)) is not None}
+    if given.get("json_object") is False:
+        del given["json_object"]
     return [_form(kind, value, f"{where}.{kind}") for kind, value in given.items()]
 
 

@@ -1,7 +1,7 @@
 """Responses that are made in the background: they go on whoever reads, and are read again from any of their events.
 
-They live in the endpoint's process, and end with it. Their ids say that they were made so (`chains.is_background_id`):
-a later process looks for the answer in the agent's transcript, and else says that the response failed.
+They live in the endpoint's process, and end with it. Their ids say that they were made so (`chains.background_id`): a
+later process looks for the answer in the agent's transcript, and else says that the response failed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from itertools import islice
 from typing import Any
 
-from ...cluster.errors import InvalidRequest, QueueFull
+from ...cluster.errors import InvalidRequest, QueueFull, RateLimited
 from ..generation.history import Message
 from .chains import KeptResponse
 from .events import ResponseEvents
@@ -149,16 +149,28 @@ class BackgroundResponses:
     def get(self, tenant: str, id: str) -> BackgroundResponse | None:
         return self._running.get((tenant, id))
 
-    def log(self) -> EventLog:
+    def log(self, tenant: str, *, shares: bool) -> EventLog:
         """Returns the log of a response that is about to begin.
 
+        Args:
+            shares: whether there are other tenants. Then each has at most as many places as it leaves free, so one
+                alone has half of them, and there is always room for others (Choudhury and Hahne 1998).
+
         Raises:
+            RateLimited: the tenant has as many as it may have beside the others.
             QueueFull: there are as many as there may be.
         """
-        if len(self._running) >= self._most:
+        if (free := self._most - len(self._running)) <= 0:
             raise QueueFull(
                 f"{self._most} responses are being made in the background (endpoint.background_responses_max); try "
                 "again later, or without background"
+            )
+        own = sum(whose == tenant for whose, _ in self._running)
+        if shares and own >= free:
+            raise RateLimited(
+                f"{own} responses are being made in the background for this key; the {free} places that are free "
+                "(endpoint.background_responses_max) are for others. Try again later, or without background",
+                retry_after_s=1.0,
             )
         return EventLog(self._bytes_max)
 

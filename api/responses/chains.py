@@ -7,6 +7,8 @@ transcript belongs to it, with a digest: enough to know the place again in a tra
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import json
 import re
@@ -22,7 +24,8 @@ from ..generation.history import Message
 if TYPE_CHECKING:
     from .background import EventLog
 
-_ID = re.compile(r"resp_([0-9a-f]{16})([0-9a-f]{6})([0-9a-f]{12})[0-9a-f]{14}", re.ASCII)
+_ID = re.compile(r"(resp_([0-9a-f]{16})([0-9a-f]{6})([0-9a-f]{12})[0-9a-f]{8})([0-9a-f]{6})(?:_([\w-]+))?", re.ASCII)
+_RANDOM_BYTES = 7
 _SIGN_DIGITS = 6
 _VALUE_BYTES = 64
 _MESSAGE_BYTES = 256
@@ -67,35 +70,45 @@ def only_text(messages: Sequence[Message]) -> bool:
     return all(isinstance(message["content"], str) for message in messages)
 
 
-def new_response_id(messages: Sequence[Message], *, root: str = "", background_of: str = "") -> str:
+def new_response_id(messages: Sequence[Message], *, root: str = "") -> str:
     """Returns an id for the response to `messages`, which have no instructions among them. Takes milliseconds for
     megabytes.
 
     Args:
         root: of the chain that it goes on with, "" for a new one.
-        background_of: the tenant of a response that is made in the background, "" for others.
     """
     count = min(len(messages), _MESSAGES_MAX)
-    id = f"resp_{root or secrets.token_hex(8)}{count:06x}{_digest(messages)}{secrets.token_hex(7)}"
-    return id[:-_SIGN_DIGITS] + _sign(id, background_of) if background_of else id
+    return f"resp_{root or secrets.token_hex(8)}{count:06x}{_digest(messages)}{secrets.token_hex(_RANDOM_BYTES)}"
 
 
-def is_background_id(id: str, tenant: str) -> bool:
-    """Returns whether a response with this id was made in the background for the tenant. So its client can be told that
-    it was lost by a process that knows nothing else of it. (One of another 17 million ids looks the same.)"""
-    return _ID.fullmatch(id) is not None and id[-_SIGN_DIGITS:] == _sign(id, tenant)
+def background_id(id: str, tenant: str, model: str) -> str:
+    """Returns a new response's id as one that is made in the background for a tenant, by a model. So its client can be
+    told that it was lost, by a process that knows nothing else of it. (One of another 17 million ids looks the same.)
+    """
+    begin, name = id[:-_SIGN_DIGITS], base64.urlsafe_b64encode(model.encode()).decode().rstrip("=")
+    return f"{begin}{_sign(begin, name, tenant)}_{name}"
 
 
-def _sign(id: str, tenant: str) -> str:
-    return hashlib.sha256(f"background {tenant} {id[:-_SIGN_DIGITS]}".encode()).hexdigest()[:_SIGN_DIGITS]
+def background_model(id: str, tenant: str) -> str | None:
+    """Returns the model of a response that was made in the background for the tenant; None if the id says nothing of
+    the kind."""
+    if (found := _ID.fullmatch(id)) is None or (name := found[6]) is None or found[5] != _sign(found[1], name, tenant):
+        return None
+    try:
+        return base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+
+
+def _sign(begin: str, name: str, tenant: str) -> str:
+    return hashlib.sha256(f"background {tenant} {begin} {name}".encode()).hexdigest()[:_SIGN_DIGITS]
 
 
 def read_response_id(id: str) -> ResponseId | None:
     """Returns what an id says; None if it is none of ours."""
     if (found := _ID.fullmatch(id)) is None:
         return None
-    root, count, digest = found.groups()
-    return ResponseId(root, int(count, 16), digest)
+    return ResponseId(found[2], int(found[3], 16), found[4])
 
 
 def _digest(messages: Sequence[Message]) -> str:

@@ -32,7 +32,6 @@ from .tools import INPUT, OfferedTools
 PING = b": waiting\n\n"
 """A comment: proxies see life, and clients skip it."""
 
-_UNKNOWN = "unknown"
 _LOST = (
     "the answer is not here: the endpoint was started anew before it was complete, or kept it nowhere but in its memory"
 )
@@ -242,16 +241,17 @@ def whole(events: ResponseEvents, answer: Answer, stream: TextStream) -> dict[st
     return events.last
 
 
-def recovered(id: str, answer: Message | None, number: int) -> tuple[dict[str, Any], bytes]:
+def recovered(id: str, model: str, answer: Message | None, number: int) -> tuple[dict[str, Any], bytes]:
     """Returns a response in the background that the process which made it did not outlive, and its last event. Of what
-    was asked nothing is known any more.
+    was asked nothing else is known any more.
 
     Args:
+        model: that was to answer.
         answer: as its agent's transcript has it; None if it is not there, so that the response failed.
         number: of the event.
     """
     body = ResponseBody(background=True)
-    response = ResponseObject(id, body, _UNKNOWN, created_s=0)
+    response = ResponseObject(id, body, model, created_s=0)
     events = ResponseEvents(response, body.tools, lambda shown, message: None, number)
     if answer is None:
         event = events.failed(GenerationFailed(_LOST), "")

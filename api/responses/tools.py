@@ -91,6 +91,7 @@ class _Reader:
             raise wrong(f"{where}.type", f"is {quoted(kind)}; known are 'function', 'custom' and 'namespace'")
         if kind == "namespace" and not namespace:
             name, tools = _name(given, where), given.get("tools")
+            _description(given, where)
             if not isinstance(tools, list):
                 raise wrong(f"{where}.tools", "must be a list")
             for index, tool in enumerate(tools):
@@ -129,7 +130,9 @@ def _function(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _free_text(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A regular expression binds the text wherever calls are bound; a grammar in Lark is only told."""
-    form, place = given.get("format") or {"type": "text"}, f"{where}.format"
+    form, place = given.get("format"), f"{where}.format"
+    if form is None:
+        form = {"type": "text"}
     kind = form.get("type") if isinstance(form, Mapping) else None
     if not isinstance(form, Mapping) or kind not in ("text", "grammar"):
         raise wrong(place, "must be an object of type 'text' or 'grammar'")

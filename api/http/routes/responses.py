@@ -37,7 +37,8 @@ from ...responses.chains import (
     KeptResponse,
     ResponseChains,
     ResponseId,
-    is_background_id,
+    background_id,
+    background_model,
     new_response_id,
     only_text,
     read_response_id,
@@ -101,8 +102,7 @@ class ResponseRoutes:
 
         def said() -> tuple[list[Message], str]:
             messages = body.messages(before.messages, self._look_up(caller))
-            tenant = caller.tenant if body.background else ""
-            return messages, new_response_id(messages, root=before.root, background_of=tenant)
+            return messages, new_response_id(messages, root=before.root)
 
         messages, id = await asyncio.to_thread(said)
         agent = whose.agent or before.agent
@@ -148,7 +148,8 @@ class ResponseRoutes:
         """Starts a response in the background, and shows it as it is now, or its events as they come."""
         # That there is no such model is an error at once.
         model = await self._answering.served(request, chat.model)
-        tenant, log = chat.caller.tenant, self._background.log()
+        tenant = chat.caller.tenant
+        log, id = self._background.log(tenant, shares=bool(chat.caller.key)), background_id(id, tenant, model.name)
 
         def ended(shown: dict[str, Any], answer: Message) -> None:
             made.answer = answer
@@ -277,12 +278,13 @@ class ResponseRoutes:
         if (kept := self._kept(caller.tenant, id)) is not None:
             return kept
         said = read_response_id(id)
-        if said is None or not is_background_id(id, caller.tenant) or self._chains.deleted(caller.tenant, id):
+        model = background_model(id, caller.tenant)
+        if said is None or model is None or self._chains.deleted(caller.tenant, id):
             raise ResponseNotFound(f"there is no response {quoted(id)} here", param="response_id")
         agent = self._answering.whose(request, agent_id=None).agent or said.agent
         messages = await self._found(said, agent, caller)
         log = EventLog(sys.maxsize, after + 1)
-        shown, event = recovered(id, None if messages is None else messages[-1], after + 1)
+        shown, event = recovered(id, model, None if messages is None else messages[-1], after + 1)
         log.add(event)
         log.end()
         return KeptResponse(shown, [], messages, agent, log)

@@ -110,7 +110,8 @@ def _form_body(form: AnswerForm) -> str:
     if form.kind == "json":
         return json_body(form.value, strict=form.strict)
     if form.kind == "choice":
-        return " | ".join(quoted(choice) for choice in form.value)
+        # One terminal: of a rule with so many alternatives llguidance follows fewer than 2,000.
+        return f"CHOICE\nCHOICE: {' | '.join(quoted(choice) for choice in form.value)}"
     from llguidance import regex_to_lark
 
     # Python's \d, \w and \s know Unicode, and so do llguidance's.

@@ -176,7 +176,7 @@ async def test_an_answer_in_the_background_outlives_the_endpoint(engine: Engine)
     later = engine.endpoint()
     found = (await later.client.get(f"/v1/responses/{made['id']}")).json()
     assert found["status"] == "completed"
-    assert found["output"][0]["content"] == made["output"][0]["content"]
+    assert found["output"][0]["content"] == made["output"][0]["content"] and found["model"] == made["model"]
     assert share(await later.say("Go on.", previous_response_id=made["id"], max_output_tokens=8)) > 0.5
 
 

@@ -15,6 +15,10 @@ from satchel.cluster.errors import InvalidRequest
 
 SESSION = "11111111-2222-3333-4444-555555555555"
 QWEN = [{"role": "system", "content": "You are Qwen Code."}, {"role": "user", "content": "In /a."}]
+QWEN_SUBAGENT = (
+    "You are a general-purpose agent.\n\nImportant Rules:\n"
+    " - You operate in non-interactive mode: do not ask the user questions; proceed with available context.\n"
+)
 QWEN_HASH = hashlib.sha256(b'"In /a."').hexdigest()[:32]
 QWEN_TEXT = {"type": "text", "text": "In /a."}
 QWEN_SEES = [{"role": "user", "content": [PictureSource("messages[0]", "data:"), QWEN_TEXT]}]
@@ -145,7 +149,7 @@ def test_different_ids_have_different_names():
 def test_qwen_codes_subagents_work_for_who_begins_alike():
     agent = {"user-agent": "QwenCode/1 (linux)"}
     task, other = ({"role": "user", "content": [{"type": "text", "text": text}]} for text in ("Do it.", "Do that."))
-    rules = {"role": "system", "content": [{"type": "text", "text": "You are a general-purpose agent."}]}
+    rules = {"role": "system", "content": [{"type": "text", "text": QWEN_SUBAGENT}]}
     main = of(agent, messages=[*QWEN, task])
     assert main == of(agent, messages=QWEN) and not main.parent
     first = of(agent, messages=[rules, QWEN[1], task])
@@ -153,8 +157,25 @@ def test_qwen_codes_subagents_work_for_who_begins_alike():
     assert first.agent.startswith(f"{main.agent}:") and (first.parent, first.program) == (main.agent, "qwen-code")
     assert first.agent != of(agent, messages=[rules, QWEN[1], other]).agent
     assert agent_key(first.agent)
-    for odd in (None, 5, [], [5], [{"type": "text", "text": 5}]):
+    for odd in (None, 5, [], [5], [{"type": "text", "text": 5}], "You are Ada."):
         assert of(agent, messages=[{"role": "system", "content": odd}, QWEN[1], task]) == main
+
+
+def test_qwen_codes_first_message_may_have_the_task_too():
+    """As since 0.24, where it also tells of tools and skills, to a subagent of fewer."""
+
+    def asked(system: str, *texts: str) -> Identity:
+        parts = [{"type": "text", "text": text} for text in texts]
+        spoken = [{"role": "system", "content": system}, {"role": "user", "content": parts}]
+        return of({"user-agent": "QwenCode/0.24.4 (linux; x64)"}, messages=spoken)
+
+    context = "<system-reminder>\nThis is the Qwen Code. We are setting up the context for our chat.\nIn /a."
+    skills, tools = "<system-reminder>\nSkills", "<system-reminder>\nTools"
+    main = asked("You are Ada.", skills, context, tools, "Do it.")
+    assert main == asked("You are Ada.", context, "Do that.") != asked("You are Ada.", context + "\nIn /b.", "Do it.")
+    works = asked(QWEN_SUBAGENT, skills, context, "Look.")
+    assert works.agent.startswith(f"{main.agent}:") and works.parent == main.agent
+    assert works == asked(QWEN_SUBAGENT, context, "Look.") != asked(QWEN_SUBAGENT, context, "Read.")
 
 
 @pytest.mark.parametrize("value", [5, True, [], {}, {"id": 5}, None, "", 1.5])

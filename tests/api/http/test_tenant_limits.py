@@ -3,7 +3,9 @@ memory and agents are as if it were alone."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,4 +158,42 @@ async def test_a_turn_that_others_overtook_is_answered_and_says_that_it_is_not_k
     await client.forget("ann/other")
     injected = await endpoint.client.post("/v1/agents/a/inject", json={"messages": spoken("Hi")})
     assert injected.status_code == 429 and injected.json()["error"]["code"] == "insufficient_quota"
+    await endpoint.client.aclose()
+
+
+async def test_one_key_leaves_places_in_the_background_for_others(backend, config, tmp_path: Path):
+    """As many as it takes itself: of seven Ann has four, then Bob two, and the last one is anybody else's."""
+    home = Home(tmp_path / "home")
+    prepare_home(home)
+    limited = replace(config, endpoint=replace(config.endpoint, background_responses_max=7))
+    endpoint = Tenants(backend, limited, home)
+    for name in ("ann", "bob", "eve"):
+        endpoint.key(name)
+    go, (first, *rest) = asyncio.Event(), backend.row("Hello there")
+    backend.play(first, go, *rest)
+
+    async def begin(name: str) -> httpx.Response:
+        return await endpoint.call(name, "POST", "/v1/responses", {"input": "Hi", "background": True})
+
+    async def most(name: str) -> tuple[int, httpx.Response]:
+        for began in range(8):
+            if (answer := await begin(name)).status_code != 200:
+                return began, answer
+        raise AssertionError("it is never refused")
+
+    for name, places in (("ann", 4), ("bob", 2)):
+        began, refused = await most(name)
+        error = refused.json()["error"]
+        assert (began, refused.status_code, error["code"]) == (places, 429, "rate_limit_exceeded"), refused.text
+        assert refused.headers["retry-after"] == "1" and "for others" in error["message"]
+    assert (await begin("eve")).status_code == 200
+    full = await begin("eve")
+    assert (full.status_code, full.json()["error"]["code"]) == (503, "queue_full")
+    go.set()
+    for _ in range(200):
+        if (await begin("ann")).status_code == 200:
+            break
+        await asyncio.sleep(0.01)
+    else:
+        raise AssertionError("no place becomes free")
     await endpoint.client.aclose()

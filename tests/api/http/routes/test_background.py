@@ -168,13 +168,15 @@ async def test_one_that_was_lost_has_failed(asking, backend, config, go):
     later = Responses(httpx.AsyncClient(transport=transport, base_url="http://localhost"))
     lost = await shown(later, first["id"])
     assert lost["status"] == "failed" and "started anew" in lost["error"]["message"]
+    assert lost["model"] == first["model"] == "satchel/tiny"
     (event,) = await events(later, first["id"], starting_after=7)
     assert (event["type"], event["sequence_number"], event["response"]) == ("response.failed", 8, lost)
     assert (await later.client.post(f"/v1/responses/{first['id']}/cancel")).json() == lost
     assert (await later.client.delete(f"/v1/responses/{first['id']}")).json()["deleted"]
     assert (await later.client.get(f"/v1/responses/{first['id']}")).status_code == 404
-    other = f"{first['id'][:-6]}{'000000' if first['id'][-6:] != '000000' else '111111'}"
-    assert (await later.client.get(f"/v1/responses/{other}")).status_code == 404
+    begin, name = first["id"].rsplit("_", 1)
+    for other in (begin, f"{begin}_AAAA", f"{begin}_A", f"{begin[:-6]}{(int(begin[-6:], 16) ^ 1):06x}_{name}"):
+        assert (await later.client.get(f"/v1/responses/{other}")).status_code == 404
 
 
 async def test_the_official_client(client, backend):

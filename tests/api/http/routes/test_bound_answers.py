@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
@@ -141,6 +142,7 @@ async def events(world: World, **fields: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+LABELS = string.ascii_letters[:45]
 FORMS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, r"\{(.|\n)*"),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, r"\{(.|\n)*\}"),
@@ -153,6 +155,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object", "schema": {"const": 42}}}, "42"),
     ({"guided_regex": "[xyz]{4}"}, "[xyz]{4}"),
     ({"guided_choice": ["yes", "no"]}, "yes|no"),
+    ({"guided_choice": [f"x{one}{other}" for one in LABELS for other in LABELS]}, "x[A-Za-z]{2}"),
     ({"guided_grammar": 'start: "a" B\nB: /b{2}/'}, "abb"),
     ({"grammar": 'root ::= "a"{5,5}'}, "a{5}"),
 ]
@@ -301,6 +304,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "already"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
     ({"structured_outputs": {"jsno": "x"}}, "structured_outputs.jsno", "not known"),
+    ({"structured_outputs": {"choice": False}}, "structured_outputs.choice", "list of strings"),
+    ({"structured_outputs": {"json_object": 0}}, "structured_outputs.json_object", "boolean"),
     ({"response_format": FORM, "guided_regex": "a"}, "guided_regex", "response_format.json_schema.schema"),
     ({"guided_choice": []}, "guided_choice", "list of strings"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "unknown name"),

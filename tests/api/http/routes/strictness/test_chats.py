@@ -162,6 +162,15 @@ async def test_options_of_a_stream_must_be_booleans(api, option):
     check(response, 400, f"stream_options.{option}")
 
 
+async def test_options_of_a_stream_need_one(api):
+    """As OpenAI's servers and vLLM's say too."""
+    for stream in (None, False):
+        check(await api.chat(stream=stream, stream_options={"include_usage": True}), 400, "stream_options")
+        check(await api.complete("x", stream=stream, stream_options={"include_usage": False}), 400, "stream_options")
+    for options in (None, {}):
+        assert (await api.chat(stream_options=options)).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
