@@ -11,6 +11,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, cast
 
 import msgpack
@@ -187,32 +188,42 @@ class Entry:
         """Returns a tail, whose id follows from its parent and tokens."""
         return cls(tail_id(parent, tokens), parent, tokens, parts, tail=True, **more)
 
-    @classmethod
-    def of_record(cls, record: EntryRecord, parts: Mapping[str, np.ndarray]) -> Entry:
-        """Returns what a record describes, without owners."""
-        tokens = unpack_tokens(record.tokens)
-        more = {"window_from": record.window_from, "snapshot": record.snapshot}
-        return cls(record.id, record.parent, tokens, parts, tail=record.tail, **more)
 
-
-def signature(parts: Mapping[str, np.ndarray]) -> tuple[Part, ...]:
+def signature(arrays: Mapping[str, np.ndarray]) -> tuple[Part, ...]:
     """Returns names, dtypes and shapes of arrays of any shape, in order.
 
     Raises:
         InvalidRecord: an array cannot be stored.
     """
-    if not 1 <= len(parts) <= PARTS_MAX:
-        raise InvalidRecord(f"an entry has 1 to {PARTS_MAX} parts, not {len(parts)}")
-    described = []
-    for name, array in parts.items():
-        code = _CODES.get(array.dtype)
+    return checked_parts(
+        [Part(name, _CODES.get(array.dtype, str(array.dtype)), array.shape) for name, array in arrays.items()]
+    )
+
+
+def checked_parts(rows: Any) -> tuple[Part, ...]:
+    """Returns the parts of an entry, of rows of three values.
+
+    Raises:
+        InvalidRecord: an entry cannot have these parts.
+    """
+    if not isinstance(rows, list | tuple) or not 1 <= len(rows) <= PARTS_MAX:
+        raise InvalidRecord(f"an entry has 1 to {PARTS_MAX} parts")
+    parts = []
+    for row in rows:
+        if not isinstance(row, list | tuple) or len(row) != 3:
+            raise InvalidRecord("a part is a name, a dtype and a shape")
+        name, dtype, shape = row
         plain = isinstance(name, str) and name.isascii() and name.isprintable() and 1 <= len(name) <= NAME_BYTES_MAX
-        if not plain or name == "__metadata__":
-            raise InvalidRecord(f"{name!r:.80} cannot be the name of a part")
-        if code is None or array.ndim > RANK_MAX:
-            raise InvalidRecord(f"part {name} is {array.dtype} with {array.ndim} axes, which is not stored")
-        described.append(Part(name, code, tuple(array.shape)))
-    return tuple(described)
+        if not plain or not isinstance(dtype, str) or dtype not in DTYPES:
+            raise InvalidRecord(f"part {name!r:.80} has an unknown name or dtype")
+        if not isinstance(shape, list | tuple) or len(shape) > RANK_MAX:
+            raise InvalidRecord(f"part {name} has no shape of up to {RANK_MAX} axes")
+        for length in shape:
+            _count_of(length, 2**40)
+        parts.append(Part(name, dtype, tuple(shape)))
+    if len({part.name for part in parts}) != len(parts):
+        raise InvalidRecord("an entry has a part twice")
+    return tuple(parts)
 
 
 def flat_bytes(array: np.ndarray) -> memoryview:
@@ -240,6 +251,36 @@ class EntryDigest:
         for piece in pieces:
             hashing.update(piece)
         return hashing.digest()
+
+
+class EntryLayout:
+    """What the bytes of entries are: their parts, in order, and their writer's metadata.
+
+    Attributes:
+        nbytes: of a whole entry.
+        packed: what `unpacked` makes it of, on disk and on the wire.
+        digest_of: computes an entry's digest.
+
+    Raises:
+        InvalidRecord: entries cannot have these parts or this metadata.
+    """
+
+    def __init__(self, parts: Sequence[Part], meta: Mapping[str, str]) -> None:
+        self.parts, self.meta = checked_parts(parts), checked_meta(meta)
+        self.nbytes = sum(part.nbytes for part in self.parts)
+        self.packed = cast(bytes, msgpack.packb((self.parts, self.meta)))
+        self.digest_of = EntryDigest(self.parts)
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def unpacked(packed: bytes) -> EntryLayout:
+        """Returns the layout with these `packed` bytes. Entries of one model have the same hundreds of parts, so they
+        are parsed once. Raises `InvalidRecord`."""
+        try:
+            parts, meta = msgpack.unpackb(packed)
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+            raise InvalidRecord(f"a layout cannot be read: {error}") from None
+        return EntryLayout(parts, meta)
 
 
 def _described(part: Part) -> bytes:

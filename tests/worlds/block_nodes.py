@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from satchel.actors.kv_store.disk.io import DiskIO
-from satchel.actors.kv_store.transfer.block_client import BlockPuller, PullCancel, PullResult
+from satchel.actors.kv_store.transfer.block_client import BlockPuller, PullResult
 from satchel.actors.kv_store.transfer.block_server import BlockServer, ServerLimits
 from satchel.actors.kv_store.transfer.pull_loop import PullLimits, Wanted
 from satchel.actors.protocol.entries import Entry
@@ -38,15 +37,14 @@ class Nodes:
         self.servers.append(server)
         return server
 
-    def puller(self, *, key: bytes = CLUSTER_KEY, io: DiskIO | None = None, **more) -> BlockPuller:
+    def puller(self, *, key: bytes = CLUSTER_KEY, **more) -> BlockPuller:
         puller = BlockPuller(
             self.target.store,
             key,
             "mac1",
             self.target.session,
+            self.target.store,
             limits=more.pop("limits", self.limits),
-            wall_clock=lambda: 5.0,
-            io=io or self.target.io,
             **more,
         )
         self.pullers.append(puller)
@@ -60,11 +58,10 @@ class Nodes:
         puller: BlockPuller | None = None,
         deadline_s: float = 20.0,
         owner: str = "",
-        cancel: PullCancel | None = None,
     ) -> PullResult:
         addresses = self.servers[-1].addresses if addresses is None else addresses
         puller = puller or self.puller()
-        return puller.pull(wanted, "mac0", addresses, deadline_s=deadline_s, owner=owner, cancel=cancel)
+        return puller.pull(wanted, "mac0", addresses, deadline_s=deadline_s, owner=owner)
 
 
 @contextmanager

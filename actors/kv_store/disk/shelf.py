@@ -23,9 +23,8 @@ from .index import Index, IndexRow, Segment
 from .io import DiskIO
 from .leases import Leases
 from .placement import SegmentPlacement
-from .segment_reader import read_entries, read_header
+from .segment_reader import read_entries, read_footer
 from .segments import (
-    EARLIER,
     FINISHED,
     STORE_SESSION,
     UNFINISHED,
@@ -96,13 +95,13 @@ class Shelf:
         self.epoch = self.recover(session)
 
     def recover(self, session: str) -> int:
-        """Fills the index from the headers of finished files, in the order in which they were written, and removes all
+        """Fills the index from the footers of finished files, in the order in which they were written, and removes all
         other files, but those that this session's writers have under way. Returns the new epoch."""
         # An index on disk is of an earlier version, and has tokens.
         for old in [*self.root.glob("index*"), *self.root.glob(f".*{UNFINISHED}")]:
             self.io.unlink(old)
         found: list[tuple[int, float, str, SegmentFile, SegmentRecord]] = []
-        earlier = 0
+        removed = 0
         for file in segment_files(self.root):
             name = file.path.name
             if name.endswith(FINISHED):
@@ -113,10 +112,11 @@ class Shelf:
                 self.totals["corrupt"] += 1
             elif name.endswith(UNFINISHED) and session_of(name) == session:
                 continue
-            earlier += name.endswith(EARLIER)
+            removed += not name.endswith(UNFINISHED)
             self.io.unlink(file.path)
-        if earlier:
-            logger.warning("%d files of KV in an earlier layout were removed; what they had is computed again", earlier)
+        if removed:
+            what = "%d files of KV, damaged or in an earlier layout, were removed; what they had is computed again"
+            logger.warning(what, removed)
         for *_, file, record in sorted(found, key=lambda item: item[:3]):
             self.used = max(self.used, file.used)
             self.index.place(record, file.used, certain=False)
@@ -126,7 +126,7 @@ class Shelf:
 
     def record_of(self, file: SegmentFile) -> SegmentRecord | None:
         try:
-            record = read_header(file.path, self.key).record
+            record = read_footer(file.path, self.key).record
         except CorruptSegment:
             return None
         except OSError as error:
@@ -144,7 +144,7 @@ class Shelf:
         if record.nbytes > budget:
             raise DiskFull(f"a segment of {record.nbytes} bytes is over the budget of {max(0, budget)}")
         try:
-            written = read_header(path, self.key).record
+            written = read_footer(path, self.key).record
         except FileNotFoundError:
             raise InvalidRecord(f"{record.name} is not there") from None
         except CorruptSegment as error:
@@ -355,7 +355,7 @@ class Shelf:
         for segment in index.segments.values():
             path = self.path(segment)
             assert files.pop(path, None) == segment.nbytes, f"{path} is not as the index says"
-            entries = read_header(path, self.key).record.entries
+            entries = read_footer(path, self.key).record.entries
             assert all(row.record == entries[row.slot] for row in segment.rows), f"{path} has other entries"
             if payload:
                 read = read_entries(self.root, self.key, [row.location for row in segment.live])

@@ -1,8 +1,8 @@
 """A node's KV on disk: which segments are committed, where an entry is, what is evicted.
 
 Replicas write and read the segment files. The store keeps the index, in memory, and reads a file's data only to rewrite
-it without forgotten entries. The files are all that is kept: their headers are read at every start, so that nothing
-else can be damaged or disagree with them. What headers lack is told anew: owners that came later by the agents'
+it without forgotten entries. The files are all that is kept: their footers are read at every start, so that nothing
+else can be damaged or disagree with them. What footers lack is told anew: owners that came later by the agents'
 branches (`uncertain`, `settle`), who was forgotten by their tombstones, and the order of use by the files' times.
 """
 
@@ -20,7 +20,6 @@ import numpy as np
 from ....cluster.errors import DiskError, DiskFull, InvalidRecord
 from ...protocol.entries import (
     NOBODY,
-    Entry,
     EntryRecord,
     Failure,
     Location,
@@ -38,16 +37,13 @@ from .segment_reader import StoredEntry, read_entries
 from .segments import (
     FINISHED,
     STORE_SESSION,
+    SegmentWriter,
     checked_session,
     model_folder,
     segment_files,
     session_of,
-    write_tagged,
 )
 from .shelf import DiskLimits, Shelf
-
-_ROUNDS_MAX = 3
-"""How often in a row a segment is rewritten if entries of it are dropped during the rewriting."""
 
 
 class TailMatch(NamedTuple):
@@ -72,6 +68,7 @@ class DiskStore:
         io: the disk.
 
     Attributes:
+        io: the disk.
         epoch: of this opening. Only segments written in it are committed, so writers must know it.
         key: the secret of all MACs.
 
@@ -95,7 +92,7 @@ class DiskStore:
         if checked_session(session) == STORE_SESSION:
             raise InvalidRecord(f"{STORE_SESSION} is the store's own session")
         self.root = root
-        self._clock, self._wall_clock, io = clock, wall_clock, io or DiskIO()
+        self._clock, self._wall_clock, self.io = clock, wall_clock, io or DiskIO()
         self._lock = threading.Lock()
         # Only one thread rewrites segments; taken before `_lock`, never inside it.
         self._maintenance = threading.Lock()
@@ -104,10 +101,10 @@ class DiskStore:
         self._in_flight: dict[Path, float] = {}
         self._closed = False
         with typed(f"opening {root}"):
-            make_folders(root, io)
+            make_folders(root, self.io)
             self._locked = take_lock(root / "lock", lock_wait_s)
             try:
-                self._shelf = Shelf(root, session, limits, io, clock)
+                self._shelf = Shelf(root, session, limits, self.io, clock)
             except BaseException:
                 self._locked.release()
                 raise
@@ -423,54 +420,41 @@ class DiskStore:
         return lost
 
     def _rewrite(self, name: str) -> list[bytes]:
-        """Replaces a segment by one with its live entries only. Copies the data without holding the lock."""
-        lost: list[bytes] = []
-        for _ in range(_ROUNDS_MAX):
-            with self._held("compacting") as shelf:
-                segment = shelf.index.segments.get(name)
-                if segment is None:
-                    break
-                copies = [(row, row.location, row.record) for row in segment.live]
-            read = read_entries(self.root, self.key, [location for _, location, _ in copies])
-            good = [
-                (row, record, stored)
-                for (row, _, record), stored in zip(copies, read, strict=True)
-                if isinstance(stored, StoredEntry)
-            ]
-            try:
-                written = self._write([(record, stored) for _, record, stored in good], shelf.io)
-            except DiskFull:
-                if not segment.erase:
-                    raise
-                # Erasing has precedence, and the file's other entries can be recomputed.
-                good, written = [], None
-            failures = [stored for stored in read if isinstance(stored, Failure)]
-            with self._held("compacting") as shelf:
-                gone = shelf.replace(segment, [row for row, _, _ in good], written, failures)
-                lost += self._changes.note([], gone)
-                again = shelf.index.segments.get(written.name) if written is not None else None
-                if again is None or not again.erase:
-                    break
-                name = again.name
-        return lost
+        """Replaces a segment by one with its live entries only. Copies the data without holding the lock; what is
+        dropped meanwhile is erased by the next call of `compact`."""
+        with self._held("compacting") as shelf:
+            segment = shelf.index.segments.get(name)
+            if segment is None:
+                return []
+            copies = [(row, row.location, row.record) for row in segment.live]
+        read = read_entries(self.root, self.key, [location for _, location, _ in copies])
+        good = [
+            (row, record, stored)
+            for (row, _, record), stored in zip(copies, read, strict=True)
+            if isinstance(stored, StoredEntry)
+        ]
+        try:
+            written = self._write([(record, stored) for _, record, stored in good])
+        except DiskFull:
+            if not segment.erase:
+                raise
+            # Erasing has precedence, and the file's other entries can be recomputed.
+            good, written = [], None
+        failures = [stored for stored in read if isinstance(stored, Failure)]
+        with self._held("compacting") as shelf:
+            return self._changes.note([], shelf.replace(segment, [row for row, _, _ in good], written, failures))
 
-    def _write(self, entries: Sequence[tuple[EntryRecord, StoredEntry]], io: DiskIO) -> SegmentRecord | None:
+    def _write(self, entries: Sequence[tuple[EntryRecord, StoredEntry]]) -> SegmentRecord | None:
         """Writes entries of one segment into a new file; None if there are none."""
         if not entries:
             return None
-        stored = entries[0][1]
-        return write_tagged(
-            self.root,
-            self.key,
-            stored.location.model,
-            [Entry.of_record(record, each.parts) for record, each in entries],
-            [record.owners for record, _ in entries],
-            session=STORE_SESSION,
-            epoch=self.epoch,
-            now_s=self._wall_clock(),
-            meta=stored.meta,
-            io=io,
-        )
+        model, layout = entries[0][1].location.model, entries[0][1].layout
+        facts = {"session": STORE_SESSION, "epoch": self.epoch, "now_s": self._wall_clock(), "io": self.io}
+        with SegmentWriter(self.root, self.key, model, layout, **facts) as writer:
+            for record, stored in entries:
+                writer.write(stored.data.data)
+                writer.keep(record)
+            return writer.finish()
 
     def _sweep(self) -> None:
         """Removes files that stayed uncommitted for too long, and leftovers of failed rewritings."""

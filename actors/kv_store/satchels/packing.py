@@ -103,7 +103,7 @@ def _write_entries(writer: SatchelWriter, store: DiskStore, locations: Sequence[
             for row, index in enumerate(run.indexes):
                 at = locations[index]
                 facts = at.tail, at.tokens, at.digest, at.window_from, at.snapshot, at.nbytes
-                layout = EntryLayout(at.model, run.signature, run.meta)
+                layout = EntryLayout(at.model, run.layout.parts, run.layout.meta)
                 writer.entry(EntryRecord(at.id, at.parent, *facts), layout, run.data[row].data)
             reader.give_back(run)
             if time.monotonic() - taken_at > lease_s / 3:

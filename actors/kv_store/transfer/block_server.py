@@ -16,19 +16,17 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ....cluster.errors import CorruptSegment, DiskError, LinkError, LinkVersion, PortInUse, SatchelError
 from ....cluster.timing import USUAL
 from ....cluster.trust.strangers import Strangers
-from ...protocol.entries import Failure, Location, Part, unpack_tokens
-from ..disk.folder import BAD_FILE
+from ...protocol.entries import TOKEN_BYTES, Location, unpack_tokens
+from ..disk.segment_reader import CHANGED, EntryReader, opened
 from ..disk.store import DiskStore
-from ..disk.streaming import SegmentFiles
 from . import messages
 from .handshake import NONCE_BYTES, Acceptor, refusal
 from .link import Link, SharedRate
-from .messages import Described, FetchRequest, FindRequest, Layout
+from .messages import FetchRequest, FindRequest, Offered
 
 logger = logging.getLogger(__name__)
 
@@ -276,53 +274,49 @@ class BlockServer:
             whole = [match.location for match in matches if 4 * match.tokens == len(match.location.tokens)]
             tails = whole[: request.tails_max]
         lease.take([location for location in (*locations, *tails) if location is not None])
-        blocks = [None if location is None else Described.of(location) for location in locations]
-        link.send_message(messages.pack_found(blocks, [(tail.tokens, Described.of(tail)) for tail in tails]))
+        blocks = [None if location is None else Offered.of(location) for location in locations]
+        ends = [(len(tail.tokens) // TOKEN_BYTES, Offered.of(tail)) for tail in tails]
+        link.send_message(messages.pack_found(blocks, ends))
 
     def _fetch(self, request: FetchRequest, link: Link, lease: _Lease) -> None:
         """Sends entry after entry. Locations may differ from those found, as files are rewritten."""
         located = self._store.locate(request.model, request.ids)
-        lease.take([location for location in located if location is not None])
-        with SegmentFiles(self._store.root, self._store.key) as segments:
-            for location in located:
-                lease.keep()
-                failure = "the source no longer has it"
-                if location is not None:
-                    failure = self._send(location, segments, link)
-                    self._count(bool(failure))
-                link.send_message(messages.pack("gone", failure) if failure else messages.pack("sent"))
+        present = [location for location in located if location is not None]
+        lease.take(present)
+        reader = EntryReader(self._store.root, self._store.key, present)
+        places = iter(range(len(present)))
+        for location in located:
+            lease.keep()
+            if location is None:
+                link.send_message(messages.pack("gone", "the source no longer has it"))
+            else:
+                self._send(reader, next(places), location, link)
 
-    def _send(self, location: Location, segments: SegmentFiles, link: Link) -> str:
-        """Sends an entry. Returns why it failed, which the store knows before the peer is told; "" if it did not."""
+    def _send(self, reader: EntryReader, index: int, location: Location, link: Link) -> None:
+        """Sends an entry piece by piece. If its file fails, the store knows before the peer is told."""
+        footer, begun = reader.footer(index), False
+        if footer is not None:
+            layout, offset = footer.layout, footer.offset(location.slot)
+            digesting = layout.digest_of.begun()
 
-        def failed(reason: str, *, missing: bool = False) -> str:
-            self._store.report([Failure(location, reason, missing)])
-            return reason
+            def fill(piece: memoryview, start: int) -> None:
+                read(piece, offset + start)
+                digesting.update(piece)
+                if start + len(piece) == layout.nbytes and digesting.digest() != location.digest:
+                    raise CorruptSegment(CHANGED)
 
-        try:
-            header, read = segments.find(location)
-        except CorruptSegment as error:
-            return failed(error.message)
-        except FileNotFoundError:
-            return failed("the file is gone", missing=True)
-        except OSError as error:
-            if error.errno not in BAD_FILE:
-                raise
-            return failed(f"the file cannot be read: {error.strerror}")
-        layout = _layout(header.parts, tuple(header.record.meta.items()))
-        digesting = layout.digest_of.begun()
-
-        def fill(piece: memoryview, start: int) -> None:
-            try:
-                read(piece, start)
-            except (CorruptSegment, OSError) as error:
-                # What was announced cannot be sent any more, so the connection ends.
-                raise LinkError(failed(f"the file cannot be read: {error}")) from None
-            digesting.update(piece)
-
-        link.send_message(messages.pack_entry(location.tokens, layout))
-        link.send_bytes(layout.nbytes, fill)
-        return "" if digesting.digest() == location.digest else failed("its bytes are not as they were written")
+            with reader.noting(index), opened(reader.paths[index]) as read:
+                link.send_message(messages.pack_entry(footer.record.entries[location.slot], layout))
+                begun = True
+                link.send_bytes(layout.nbytes, fill)
+        failure = reader.failures.get(index)
+        self._count(failure is not None)
+        if failure is not None:
+            self._store.report([failure])
+            if begun:
+                # What was announced cannot be sent any more.
+                raise LinkError(failure.reason)
+            link.send_message(messages.pack("gone", failure.reason))
 
     def _count(self, failed: bool) -> None:
         with self._lock:
@@ -360,11 +354,6 @@ class _Lease:
             with contextlib.suppress(DiskError):
                 self._store.unpin(self._lease)
             self._lease = None
-
-
-@lru_cache(64)
-def _layout(parts: tuple[Part, ...], meta: tuple[tuple[str, str], ...]) -> Layout:
-    return Layout(parts, dict(meta))
 
 
 def _listener(address: Address) -> socket.socket:

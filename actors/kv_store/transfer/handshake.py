@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ....cluster.errors import LinkError, LinkGarbage, LinkRefused, LinkVersion
 
-VERSION = 4
+VERSION = 5
 NONCE_BYTES = 32
 KEY_BYTES_MIN = 16
 NODE_BYTES_MAX = 128

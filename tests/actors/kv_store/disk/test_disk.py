@@ -122,7 +122,7 @@ def test_one_parent_has_a_limited_number_of_tails(bench):
 
 def test_the_least_recently_used_file_goes_first_and_real_bytes_count(bench):
     groups = [chain(1, first=10 * number) for number in range(6)]
-    size = bench.write(groups[0]).nbytes
+    size = bench.write(groups[0]).nbytes + 20  # a later epoch may take more bytes
     bench.open(bytes_max=4 * size + 3)
     for group in groups[:4]:
         bench.put(group)
@@ -274,7 +274,7 @@ def test_a_commit_must_fit_its_file(bench):
         with pytest.raises(InvalidRecord):
             bench.store.commit(SegmentRecord(**{**values, **change}))
         path.write_bytes(kept)
-    for damaged in (kept[:-1], kept + b"\0", b"", kept[:20] + b"!" + kept[21:]):
+    for damaged in (kept[:-1], kept + b"\0", b"", kept[:-20] + b"!" + kept[-19:]):
         path.write_bytes(damaged)
         with pytest.raises(InvalidRecord):
             bench.store.commit(record)

@@ -70,7 +70,7 @@ def test_random_signatures_come_back_byte_for_byte(tmp_path):
         for slot, stored in zip(wanted, read, strict=True):
             assert isinstance(stored, StoredEntry), f"seed {seed}: {stored}"
             assert same(stored.parts, entries[slot].parts), f"seed {seed}"
-            assert stored.meta == {"0.k": "bfloat16"}
+            assert stored.layout.meta == {"0.k": "bfloat16"}
 
 
 def test_arrays_that_lie_otherwise_in_memory_are_stored_in_order(tmp_path):
@@ -84,8 +84,7 @@ def test_an_entry_is_one_record_and_neighbours_follow_each_other(tmp_path):
     entries = chain(5)
     path = file_of(tmp_path, write_file(tmp_path, entries))
     records = [b"".join(array.tobytes() for array in entry.parts.values()) for entry in entries]
-    assert path.read_bytes().endswith(b"".join(records))
-    assert (path.stat().st_size - sum(map(len, records))) % 64 == 0
+    assert path.read_bytes().startswith(b"".join(records))
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
@@ -101,7 +100,7 @@ def test_neighbours_are_read_together_up_to_a_limit_and_their_memory_is_used_aga
         seen.append(run.indexes)
         for index, data in zip(run.indexes, run.data, strict=True):
             (entry,) = [entry for entry in (*entries, *others) if entry.id == wanted[index].id]
-            assert same(parts_of(data, run.signature), entry.parts)
+            assert same(parts_of(data, run.layout.parts), entry.parts)
         reader.give_back(run)
     assert seen == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12], [13], [14], [15]] and not reader.failures
     monkeypatch.setattr(segment_reader, "RUN_BYTES_MAX", 1)
@@ -136,7 +135,7 @@ def bad_entries() -> Iterator[tuple[str, list[Entry]]]:
     yield "no parts", [Entry(good.id, good.parent, good.tokens, {})]
     yield "a dtype", [Entry(good.id, good.parent, good.tokens, {"a": np.zeros(3)})]
     yield "another byte order", [Entry(good.id, good.parent, good.tokens, {"a": np.zeros(3, dtype=">u4")})]
-    yield "a name", [Entry(good.id, good.parent, good.tokens, {"__metadata__": np.zeros(3, dtype="u1")})]
+    yield "a name", [Entry(good.id, good.parent, good.tokens, {"a\n": np.zeros(3, dtype="u1")})]
     yield "a name with a surrogate", [Entry(good.id, good.parent, good.tokens, {"\ud800": np.zeros(3, dtype="u1")})]
     yield "a short block", [Entry(good.id, good.parent, [1] * 255, parts)]
     yield "a long block", [Entry(good.id, good.parent, [1] * 257, parts)]
@@ -180,6 +179,8 @@ def test_a_disk_that_fails_at_any_step_of_writing_leaves_nothing(tmp_path, numbe
         "folder",
         "sync folder",
         "create",
+        "write",
+        "write",
         "write",
         "sync",
         "rename",
@@ -317,7 +318,7 @@ def test_a_segment_appears_under_its_name_only_when_it_is_durable(tmp_path):
 
     write_file(tmp_path, chain(1), io=Told())
     assert names[-5:] == [
-        ("create", ".tmp"),
+        ("write", ".tmp"),
         ("write", ".tmp"),
         ("sync", ".tmp"),
         ("rename", segments.FINISHED),

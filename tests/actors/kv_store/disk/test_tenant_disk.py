@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from satchel.actors.kv_store.agents.branches import ROW_BYTES
 from satchel.actors.kv_store.agents.database import AgentDatabase
-from satchel.actors.kv_store.disk import segment_header
+from satchel.actors.kv_store.disk import segment_footer
 from satchel.actors.kv_store.disk.quotas import Quotas
 from satchel.actors.protocol.block_ids import root_id
 from satchel.actors.protocol.entries import NOBODY, crowd_tag, is_crowd, owner_tag, tenant_of_tag, tenant_tag
@@ -184,7 +184,7 @@ def test_what_an_earlier_version_wrote_is_removed_and_computed_again(
     bench = Bench(tmp_path / "kv")
     entries = chain(2, owners=(ANN,))
     with monkeypatch.context() as before:
-        before.setattr(segment_header, "FORMAT", "satchel.segment.2")
+        before.setattr(segment_footer, "FORMAT", "satchel.segment.2")
         bench.open()
         for entry in entries:
             path = bench.root / "segments" / MODEL.hex() / bench.write([entry]).name
@@ -193,7 +193,7 @@ def test_what_an_earlier_version_wrote_is_removed_and_computed_again(
     for name in ("index", "index-wal", "index.damaged-1"):
         (bench.root / name).write_bytes(b"tokens")
     bench.open()
-    assert caplog.text.count("2 files of KV in an earlier layout were removed") == 1
+    assert caplog.text.count("3 files of KV, damaged or in an earlier layout, were removed") == 1
     assert bench.lacks(*entries) and not bench.files() and bench.store.nbytes_of("ann") == 0
     assert not list(bench.root.glob("index*"))
     bench.put(entries)

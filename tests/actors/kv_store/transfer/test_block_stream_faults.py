@@ -15,7 +15,7 @@ import pytest
 
 from satchel.actors.kv_store.disk.segments import model_folder
 from satchel.actors.kv_store.transfer import messages
-from satchel.actors.kv_store.transfer.block_client import PullCancel, PullResult
+from satchel.actors.kv_store.transfer.block_client import PullResult
 from satchel.actors.kv_store.transfer.block_server import BlockServer, ServerLimits
 from satchel.actors.kv_store.transfer.handshake import NONCE_BYTES, SEAL_BYTES, Initiator
 from satchel.actors.kv_store.transfer.link import Link
@@ -42,10 +42,7 @@ class Background:
 
     def __init__(self, pair: Nodes, *arguments, **more) -> None:
         self.results: list[PullResult] = []
-        self.cancel = PullCancel()
-        self._thread = threading.Thread(
-            target=lambda: self.results.append(pair.pull(*arguments, cancel=self.cancel, **more)), daemon=True
-        )
+        self._thread = threading.Thread(target=lambda: self.results.append(pair.pull(*arguments, **more)), daemon=True)
         self._thread.start()
 
     def result(self) -> PullResult:
@@ -207,17 +204,21 @@ def test_a_full_disk_ends_the_pull_and_leaves_what_was_written(pair, step):
     class Full(NoSync):
         def __init__(self) -> None:
             self.files: list[str] = []
+            self.full = True
 
         def step(self, what: str, path: Path) -> None:
             if what in ("create", "write") and path.stem not in self.files:
                 self.files.append(path.stem)
-            if what == step and path.stem in self.files[2:]:
+            if what == step and self.full and path.stem in self.files[2:]:
                 raise OSError(errno.ENOSPC, "full")
 
-    result = pair.pull(wanted(entries), puller=pair.puller(limits=SMALL, io=Full()))
+    disk = Full()
+    pair.target.open(io=disk)
+    result = pair.pull(wanted(entries), puller=pair.puller(limits=SMALL))
     assert result.stop is Stop.DISK and result.blocks == 4 and len(pair.target.files()) == 2
     assert pair.target.has(*entries[:4]) and pair.target.lacks(*entries[4:])
-    assert pair.pull(wanted(entries)).stop is Stop.COMPLETE, "and it serves on"
+    disk.full = False
+    assert pair.pull(wanted(entries)).stop is Stop.COMPLETE and pair.target.has(*entries), "and it serves on"
 
 
 @pytest.mark.parametrize("bytes_max", [250_000, 4 * 65_536 + 300])
@@ -238,19 +239,17 @@ def test_a_cancelled_pull_ends_at_once_and_what_came_stays(pair):
     entries = large(12, nbytes=1 << 18)
     pair.source.put(entries)
     server = pair.serve(bytes_per_s=1.5e6)
-    pull = Background(pair, wanted(entries), puller=pair.puller(limits=SMALL))
+    puller = pair.puller(limits=SMALL)
+    pull = Background(pair, wanted(entries), puller=puller)
     until(lambda: pair.target.has(entries[1]))
     begun = time.monotonic()
-    pull.cancel.cancel()
+    puller.close()
     result = pull.result()
     assert time.monotonic() - begun < 1.0
     assert result.stop is Stop.CANCELLED and 2 <= result.blocks < 12
     assert pair.target.has(*entries[: result.blocks])
     until(lambda: server.connected() == 0)
     assert pair.source.store.stats()["leases"] == 0, "the source keeps nothing for it any more"
-    cancel = PullCancel()
-    cancel.cancel()
-    assert pair.pull(wanted(entries), cancel=cancel).stop is Stop.CANCELLED, "also before it begins"
 
 
 def test_a_pull_ends_by_its_deadline_though_the_disk_does_not_answer(pair):
@@ -264,7 +263,8 @@ def test_a_pull_ends_by_its_deadline_though_the_disk_does_not_answer(pair):
         def sync(self, descriptor: int, path: Path) -> None:
             release.wait(20)
 
-    puller = pair.puller(io=Stuck(), pulls_max=1)
+    pair.target.open(io=Stuck())
+    puller = pair.puller(pulls_max=1)
     begun = time.monotonic()
     result = pair.pull(wanted(entries), puller=puller, deadline_s=0.4)
     assert 0.3 < time.monotonic() - begun < 1.5
@@ -333,10 +333,10 @@ def test_pulls_and_everything_else_at_once(pair):
         try:
             for _ in range(12):
                 entries = rng.choice(library)
-                cancel = PullCancel()
+                mine = f"default/pull-{number}"
                 if rng.random() < 0.2:
-                    threading.Timer(rng.random() * 0.02, cancel.cancel).start()
-                result = pair.pull(wanted(entries), server.addresses, puller=puller, cancel=cancel, deadline_s=10)
+                    threading.Timer(rng.random() * 0.02, puller.cancel_owner, (mine, 0.0)).start()
+                result = pair.pull(wanted(entries), server.addresses, puller=puller, owner=mine, deadline_s=10)
                 assert result.stop in (Stop.COMPLETE, Stop.CANCELLED, Stop.MISSING, Stop.DISK), result
                 action = rng.random()
                 if action < 0.2:
