@@ -46,7 +46,7 @@ def pull_s(folder: Path, key: bytes, ids: Sequence[bytes], addresses: Sequence[A
     root = Path(tempfile.mkdtemp(prefix="pulled-", dir=folder))
     try:
         with open_store(root) as store:
-            puller = BlockPuller(store, key, "target", SESSION, store)
+            puller = BlockPuller(store, key, SESSION, store)
             result = puller.pull(Wanted(MODEL, ROOT, tuple(ids)), "source", addresses, deadline_s=600.0)
             puller.close()
         if result.stop is not Stop.COMPLETE:

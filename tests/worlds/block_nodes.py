@@ -41,7 +41,6 @@ class Nodes:
         puller = BlockPuller(
             self.target.store,
             key,
-            "mac1",
             self.target.session,
             self.target.store,
             limits=more.pop("limits", self.limits),

@@ -32,7 +32,7 @@ from ...protocol.entries import (
 from ..disk.segments import SegmentWriter
 from ..disk.store import DiskStore
 from . import messages
-from .handshake import NONCE_BYTES, Initiator
+from .handshake import NONCE_BYTES, Initiator, checked_key
 from .link import Link
 from .messages import CHAIN_MAX, TAILS_MAX, FetchRequest, FindRequest, Offered
 from .pull_loop import EntryGone, Offer, PullEnded, PullLimits, PullLoop, Stop, Wanted
@@ -74,31 +74,28 @@ class BlockPuller:
     Args:
         store: this node's; close it after this.
         cluster_key: at least 16 bytes, equal on all nodes.
-        node: this node's name.
         session: of the store's writers, under which uncommitted files are kept.
         keeper: commits pulled segments and decides on their owners.
         limits: of each pull.
         pulls_max: at the same time, including those whose last file is still being written.
 
     Raises:
-        LinkError: the key is too short, or the name is invalid.
+        LinkError: the key is too short.
     """
 
     def __init__(
         self,
         store: DiskStore,
         cluster_key: bytes,
-        node: str,
         session: str,
         keeper: Keeper,
         *,
         limits: PullLimits | None = None,
         pulls_max: int = 4,
     ) -> None:
-        Initiator(cluster_key, node, node, bytes(NONCE_BYTES))
         self._store, self._session, self._keeper = store, session, keeper
         self._limits = limits or PullLimits()
-        self._key, self._node, self._pulls_max = cluster_key, node, pulls_max
+        self._key, self._pulls_max = checked_key(cluster_key), pulls_max
         self._changed = threading.Condition()
         self._running: set[_Pull] = set()
         self._closed = False
@@ -124,16 +121,12 @@ class BlockPuller:
         wanted = _checked(wanted)
         limits = replace(self._limits, total_bytes_max=self._store.stats()["bytes_max"])
 
-        def initiator() -> Initiator:
-            return Initiator(self._key, self._node, source, secrets.token_bytes(NONCE_BYTES))
-
         def segment(layout: EntryLayout) -> SegmentWriter:
             store, model = self._store, wanted.model
             facts = {"session": self._session, "epoch": store.epoch, "now_s": time.time(), "io": store.io}
             return SegmentWriter(store.root, store.key, model, layout, **facts)
 
-        initiator()
-        pull = _Pull(self._store, wanted, addresses, limits, begun + deadline_s, owner, initiator)
+        pull = _Pull(self._store, self._key, wanted, source, addresses, limits, begun + deadline_s, owner)
         writer = PullWriter(segment, self._keeper, wanted, limits.install_entries_max, pull.left_s)
         pull.writer = writer
         with self._changed:
@@ -209,7 +202,6 @@ class _Pull:
 
     Args:
         until: monotonic seconds of its deadline.
-        initiator: creates the state of a handshake.
 
     Attributes:
         writer: takes what comes.
@@ -220,16 +212,17 @@ class _Pull:
     def __init__(
         self,
         store: DiskStore,
+        cluster_key: bytes,
         wanted: Wanted,
+        source: str,
         addresses: Sequence[Address],
         limits: PullLimits,
         until: float,
         owner: str,
-        initiator: Callable[[], Initiator],
     ) -> None:
         self.owner, self.cancelled = owner, threading.Event()
         self._store, self._wanted, self._addresses, self._limits = store, wanted, addresses, limits
-        self._until, self._initiator = until, initiator
+        self._key, self._source, self._until = cluster_key, source, until
         self._sock = socket.socket()
         self._touched: set[bytes] = set()
 
@@ -268,10 +261,11 @@ class _Pull:
             raise LinkError(f"no connection: {error}") from None
         self._link = link = Link(self._sock, self._limits.stall_s)
         link.until = time.monotonic() + self.left_s()
-        initiator = self._initiator()
+        initiator = Initiator(self._key, self._source, secrets.token_bytes(NONCE_BYTES))
         link.send(initiator.hello())
-        link.send(initiator.answer(link.receive_handshake()))
-        link.sealed_by(initiator.seals())
+        proof, seals = initiator.answer(link.receive_handshake())
+        link.send(proof)
+        link.sealed_by(seals)
 
     def close(self) -> None:
         self._sock.close()

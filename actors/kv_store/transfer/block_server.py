@@ -24,7 +24,7 @@ from ...protocol.entries import TOKEN_BYTES, Location, unpack_tokens
 from ..disk.segment_reader import CHANGED, EntryReader, opened
 from ..disk.store import DiskStore
 from . import messages
-from .handshake import NONCE_BYTES, Acceptor, refusal
+from .handshake import NONCE_BYTES, Acceptor, checked_key, refusal
 from .link import Link, SharedRate
 from .messages import FetchRequest, FindRequest, Offered
 
@@ -86,7 +86,7 @@ class BlockServer:
 
     Raises:
         PortInUse: it cannot listen at an address.
-        LinkError: the key is too short, or the name is invalid.
+        LinkError: the key is too short.
     """
 
     def __init__(
@@ -99,10 +99,9 @@ class BlockServer:
         limits: ServerLimits | None = None,
         bytes_per_s: float | None = None,
     ) -> None:
-        Acceptor(cluster_key, node, bytes(NONCE_BYTES))
         self.limits = limits or ServerLimits()
         self.counters = ServerCounters()
-        self._store, self._key, self._node = store, cluster_key, node
+        self._store, self._key, self._node = store, checked_key(cluster_key), node
         self._rate = SharedRate(bytes_per_s)
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
@@ -240,12 +239,11 @@ class BlockServer:
                 link.send(refusal())
                 raise
             link.send(acceptor.challenge(hello))
-            acceptor.finish(link.receive_handshake())
+            link.sealed_by(acceptor.finish(link.receive_handshake()))
         except LinkError:
             with self._lock:
                 self.counters.refused += 1
             raise
-        link.sealed_by(acceptor.seals())
 
     def _answer(self, link: Link, lease: _Lease) -> None:
         """Answers one request. An error ends the connection."""

@@ -65,7 +65,7 @@ class NodeBlocks:
         self._server = BlockServer(
             disk, cluster_key, node.name, listen, limits=limits, bytes_per_s=node.give_bytes_per_s_max
         )
-        self._puller = BlockPuller(disk, cluster_key, node.name, session, keeper)
+        self._puller = BlockPuller(disk, cluster_key, session, keeper)
         self._lock = threading.Lock()
         self._links: dict[str, float] = {}
 

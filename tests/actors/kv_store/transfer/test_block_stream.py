@@ -17,7 +17,6 @@ from satchel.actors.kv_store.transfer import link
 from satchel.actors.kv_store.transfer.block_server import ServerLimits
 from satchel.actors.kv_store.transfer.pull_loop import PullLimits, Stop
 from satchel.actors.kv_store.transfer.pull_writer import SEGMENTS_AHEAD, PullWriter
-from satchel.actors.kv_store.transfer.rate import Grant
 from satchel.actors.protocol.entries import Entry
 from satchel.cluster.errors import InvalidRecord, PortInUse, QueueFull
 from tests.worlds.block_nodes import Nodes, nodes, wanted
@@ -245,29 +244,28 @@ def test_an_entry_larger_than_agreed_ends_the_chain(pair):
 
 
 def test_all_connections_take_from_one_rate(pair, monkeypatch):
-    """Every byte that leaves was granted by one bucket, whose rate is tested in virtual time."""
+    """Every byte that leaves was allowed by one rate, which is tested in virtual time."""
     entries = large(4)
     pair.source.put(entries)
-    buckets: list[Counted] = []
+    rates: list[Counted] = []
 
-    class Counted(link.TokenBucket):
-        def __init__(self, rate: float, now: float) -> None:
-            super().__init__(rate, now)
-            self.rate, self.granted = rate, 0
-            buckets.append(self)
+    class Counted(link.Rate):
+        def __init__(self, bytes_per_s: float, now: float) -> None:
+            super().__init__(bytes_per_s, now)
+            self.rate, self.allowed = bytes_per_s, 0
+            rates.append(self)
 
-        def take(self, wanted: int, now: float) -> Grant:
-            grant = super().take(wanted, now)
-            self.granted += grant.count
-            return grant
+        def wait_s(self, nbytes: int, now: float) -> float:
+            self.allowed += nbytes
+            return super().wait_s(nbytes, now)
 
-    monkeypatch.setattr(link, "TokenBucket", Counted)
+    monkeypatch.setattr(link, "Rate", Counted)
     server = pair.serve(bytes_per_s=1e9)
     for part in (entries[:2], entries):
         assert pair.pull(wanted(part)).stop is Stop.COMPLETE
     server.close()
-    assert [bucket.rate for bucket in buckets] == [1e9]
-    assert buckets[0].granted == server.counters.sent_bytes > 4 << 20
+    assert [rate.rate for rate in rates] == [1e9]
+    assert rates[0].allowed == server.counters.sent_bytes > 4 << 20
 
 
 def test_two_pulls_of_one_chain_install_each_block_once(pair):

@@ -17,7 +17,7 @@ from satchel.actors.kv_store.disk.segments import model_folder
 from satchel.actors.kv_store.transfer import messages
 from satchel.actors.kv_store.transfer.block_client import PullResult
 from satchel.actors.kv_store.transfer.block_server import BlockServer, ServerLimits
-from satchel.actors.kv_store.transfer.handshake import NONCE_BYTES, SEAL_BYTES, Initiator
+from satchel.actors.kv_store.transfer.handshake import NONCE_BYTES, SEAL_BYTES, Initiator, Seal
 from satchel.actors.kv_store.transfer.link import Link
 from satchel.actors.kv_store.transfer.pull_loop import LINES_MAX, PullLimits, Stop
 from satchel.actors.protocol.entries import Entry
@@ -363,16 +363,17 @@ def test_pulls_and_everything_else_at_once(pair):
 
 def speak(server: BlockServer, *payloads: bytes, damage: int = 0) -> bytes:
     """Shake hands, say this, and return what comes until the server hangs up."""
-    initiator = Initiator(CLUSTER_KEY, "mac1", "mac0", b"\7" * NONCE_BYTES)
+    initiator = Initiator(CLUSTER_KEY, "mac0", b"\7" * NONCE_BYTES)
     with socket.create_connection(server.addresses[0]) as sock:
         link = Link(sock, 5.0)
         link.send(initiator.hello())
-        link.send(initiator.answer(link.receive_handshake()))
-        link.sealed_by(initiator.seals())
+        proof, seals = initiator.answer(link.receive_handshake())
+        link.send(proof)
+        link.sealed_by(seals)
         heard = b""
         try:
             for payload_ in payloads:
-                sealed = sealed_message(initiator, payload_)
+                sealed = sealed_message(seals.out, payload_)
                 sock.sendall(sealed[:4] + bytes([sealed[4] ^ damage]) + sealed[5:])
             while True:
                 heard += link.receive_message()
@@ -380,9 +381,9 @@ def speak(server: BlockServer, *payloads: bytes, damage: int = 0) -> bytes:
             return heard
 
 
-def sealed_message(initiator: Initiator, payload_: bytes) -> bytes:
+def sealed_message(seal: Seal, payload_: bytes) -> bytes:
     sealed = bytearray(len(payload_) + SEAL_BYTES)
-    initiator.seals()[0].seal_into(payload_, memoryview(sealed))
+    seal.seal_into(payload_, memoryview(sealed))
     return len(sealed).to_bytes(4, "big") + sealed
 
 
