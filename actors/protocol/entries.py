@@ -434,25 +434,22 @@ class SegmentRecord:
         )
 
 
-@dataclass(frozen=True)
-class Location:
-    """Where an entry is, and what a reader must find there. `tokens` is packed; compare them after a hit."""
+@dataclass(frozen=True, kw_only=True)
+class Location(EntryRecord):
+    """Where an entry is, and what a reader must find there. Compare `tokens` after a hit. The owners are not said."""
 
-    id: bytes
-    parent: bytes
     model: bytes
     name: str
     slot: int
-    tail: bool
-    tokens: bytes
-    digest: bytes
-    window_from: int
-    snapshot: bool
-    nbytes: int
+
+    @classmethod
+    def of(cls, record: EntryRecord, model: bytes, name: str, slot: int) -> Location:
+        """Returns the location of an entry in a model's file."""
+        return cls(**{**vars(record), "owners": (NOBODY,)}, model=model, name=name, slot=slot)
 
     def to_wire(self) -> dict[str, Any]:
         """Returns plain data for msgpack."""
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "owners"}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> Location:

@@ -208,7 +208,7 @@ class _Line:
     def _pin(self) -> None:
         self._unpin()
         wanted, disk = self._session.wanted, self._source.kv
-        self._lease = disk.pin([found for found in disk.locate(wanted.model, wanted.chain) if found], LEASE_S).lease
+        self._lease = disk.pin([found for found in disk.locate(wanted.model, wanted.chain) if found], LEASE_S)
 
     def _unpin(self) -> None:
         if self._lease and self._source.process.alive:

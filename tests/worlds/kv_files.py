@@ -245,22 +245,7 @@ def write_file(
 
 def places(record: SegmentRecord) -> list[Location]:
     """Where a store would say that the entries of a segment are."""
-    return [
-        Location(
-            entry.id,
-            entry.parent,
-            record.model,
-            record.name,
-            slot,
-            entry.tail,
-            entry.tokens,
-            entry.digest,
-            entry.window_from,
-            entry.snapshot,
-            entry.nbytes,
-        )
-        for slot, entry in enumerate(record.entries)
-    ]
+    return [Location.of(entry, record.model, record.name, slot) for slot, entry in enumerate(record.entries)]
 
 
 def file_of(root: Path, record: SegmentRecord) -> Path:

@@ -33,20 +33,7 @@ class IndexRow:
 
     @property
     def location(self) -> Location:
-        entry = self.record
-        return Location(
-            entry.id,
-            entry.parent,
-            self.segment.model,
-            self.segment.name,
-            self.slot,
-            entry.tail,
-            entry.tokens,
-            entry.digest,
-            entry.window_from,
-            entry.snapshot,
-            entry.nbytes,
-        )
+        return Location.of(self.record, self.segment.model, self.segment.name, self.slot)
 
 
 @dataclass(eq=False, slots=True)

@@ -41,15 +41,9 @@ class Footer:
     def holds(self, location: Location) -> bool:
         """Returns whether the entry that the location names is there."""
         entries = self.record.entries
-        stored = entries[location.slot] if 0 <= location.slot < len(entries) else None
-        return (
-            self.record.model == location.model
-            and stored is not None
-            and (
-                (stored.id, stored.digest, stored.tokens, stored.parent, stored.tail)
-                == (location.id, location.digest, location.tokens, location.parent, location.tail)
-            )
-        )
+        if self.record.model != location.model or not 0 <= location.slot < len(entries):
+            return False
+        return entries[location.slot].facts() == location.facts()
 
 
 def build(record: SegmentRecord, layout: EntryLayout, key: bytes) -> bytes:

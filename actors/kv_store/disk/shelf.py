@@ -122,7 +122,8 @@ class Shelf:
             self.index.place(record, file.used, certain=False)
         self.remove_lonely()
         self.purge_if_possible()
-        return max((epoch for epoch, *_ in found), default=0) + 1 + secrets.randbelow(_EPOCH_JUMP)
+        # From a jump on, so that all epochs take equally many bytes of a file.
+        return max((epoch for epoch, *_ in found), default=_EPOCH_JUMP) + 1 + secrets.randbelow(_EPOCH_JUMP)
 
     def record_of(self, file: SegmentFile) -> SegmentRecord | None:
         try:

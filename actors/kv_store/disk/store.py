@@ -31,7 +31,6 @@ from ...protocol.entries import (
 from .folder import make_folders, take_lock, typed
 from .index import add_owners
 from .io import DiskIO
-from .leases import Pin
 from .placement import Changes, SegmentPlacement
 from .segment_reader import StoredEntry, read_entries
 from .segments import (
@@ -213,19 +212,26 @@ class DiskStore:
         with self._held("looking entries up") as shelf:
             return [row.record for entry in ids if (row := shelf.index.live(entry)) is not None]
 
-    def pin(self, locations: Iterable[Location], lease_s: float) -> Pin:
-        """Keeps the files for a reader, for `lease_s` seconds (at most `lease_s_max`) or until `unpin`.
+    def pin(self, locations: Iterable[Location], lease_s: float, old: str = "") -> str:
+        """Keeps the files for a reader, for `lease_s` seconds (at most `lease_s_max`) or until `unpin`. Files that no
+        longer exist are not kept.
+
+        Args:
+            old: a lease that ends now; its files are kept too.
+
+        Returns:
+            The lease.
 
         Raises:
             DiskError: there are `leases_max` leases already.
         """
-        wanted = list(locations)
+        names = {location.name for location in locations}
         with self._held("pinning files") as shelf:
-            present = {location.name for location in wanted} & shelf.index.segments.keys()
-            lease = shelf.leases.take(present, self._clock(), min(lease_s, shelf.limits.lease_s_max))
+            present = names & shelf.index.segments.keys()
+            lease = shelf.leases.take(present, self._clock(), min(lease_s, shelf.limits.lease_s_max), old)
             if lease is None:
                 raise DiskError(f"there are {shelf.limits.leases_max} leases on files already")
-            return Pin(lease, [location.id for location in wanted if location.name not in present])
+            return lease
 
     def unpin(self, lease: str) -> bool:
         """Ends a lease. Returns whether it was still held."""

@@ -14,7 +14,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ....cluster.errors import CorruptSegment, DiskError, LinkError, LinkVersion, PortInUse, SatchelError
@@ -59,17 +59,6 @@ class ServerLimits:
     lease_s: float = USUAL.block_lease_s
 
 
-@dataclass
-class ServerCounters:
-    """Totals since the server began."""
-
-    connections: int = 0
-    refused: int = 0
-    sent_entries: int = 0
-    sent_bytes: int = 0
-    failed_entries: int = 0
-
-
 class BlockServer:
     """Serves the entries of `store` to holders of the cluster's key, until `close`.
 
@@ -82,7 +71,6 @@ class BlockServer:
 
     Attributes:
         addresses: the listening addresses with the real ports, in the order of `listen`.
-        counters: for the metrics.
 
     Raises:
         PortInUse: it cannot listen at an address.
@@ -100,7 +88,6 @@ class BlockServer:
         bytes_per_s: float | None = None,
     ) -> None:
         self.limits = limits or ServerLimits()
-        self.counters = ServerCounters()
         self._store, self._key, self._node = store, checked_key(cluster_key), node
         self._rate = SharedRate(bytes_per_s)
         self._lock = threading.Lock()
@@ -180,10 +167,8 @@ class BlockServer:
             # Replaced connections take a moment to end, so twice the limit.
             crowded = len(self._connections) - len(self._nodes) >= 2 * self.limits.strangers_max
             if crowded or self._closing:
-                self.counters.refused += 1
                 sock.close()
                 return
-            self.counters.connections += 1
             thread = threading.Thread(target=self._serve, args=(sock,), name="blocks-out", daemon=True)
             self._connections[sock] = thread
             if (gone := self._strangers.add(sock, address)) is not None:
@@ -200,24 +185,23 @@ class BlockServer:
 
     def _serve(self, sock: socket.socket) -> None:
         link = Link(sock, self.limits.stall_s, self._rate)
-        lease = _Lease(self._store, self.limits.lease_s)
+        conversation = _Conversation(self._store, link, self.limits)
         try:
             self._shake_hands(link)
             self._know(sock)
             while True:
-                self._answer(link, lease)
+                conversation.answer()
         except (SatchelError, OSError) as error:
             # The puller sees the connection's end and retries or recomputes.
             logger.info("a connection for blocks ends: %s", error)
         except Exception:
             logger.exception("a connection for blocks ends")
         finally:
-            lease.give_back()
+            conversation.end()
             with self._lock:
                 self._connections.pop(sock, None)
                 self._strangers.remove(sock)
                 self._nodes.discard(sock)
-                self.counters.sent_bytes += link.sent_bytes
             sock.close()
 
     def _know(self, sock: socket.socket) -> None:
@@ -225,7 +209,6 @@ class BlockServer:
         with self._lock:
             self._strangers.remove(sock)
             if len(self._nodes) >= self.limits.connections_max:
-                self.counters.refused += 1
                 raise LinkError("nodes have too many connections")
             self._nodes.add(sock)
 
@@ -233,36 +216,49 @@ class BlockServer:
         link.until = time.monotonic() + self.limits.handshake_s
         acceptor = Acceptor(self._key, self._node, secrets.token_bytes(NONCE_BYTES))
         try:
-            try:
-                hello = link.receive_handshake()
-            except LinkVersion:
-                link.send(refusal())
-                raise
-            link.send(acceptor.challenge(hello))
-            link.sealed_by(acceptor.finish(link.receive_handshake()))
-        except LinkError:
-            with self._lock:
-                self.counters.refused += 1
+            hello = link.receive_handshake()
+        except LinkVersion:
+            link.send(refusal())
             raise
+        link.send(acceptor.challenge(hello))
+        link.sealed_by(acceptor.finish(link.receive_handshake()))
 
-    def _answer(self, link: Link, lease: _Lease) -> None:
+
+class _Conversation:
+    """Answers what a node asks over one connection."""
+
+    def __init__(self, store: DiskStore, link: Link, limits: ServerLimits) -> None:
+        self._store, self._link, self._limits = store, link, limits
+        # On all files that were offered. The store ends it if it is not renewed.
+        self._lease = ""
+
+    def answer(self) -> None:
         """Answers one request. An error ends the connection."""
-        link.until = time.monotonic() + self.limits.request_s
+        link = self._link
+        link.until = time.monotonic() + self._limits.request_s
         payload = link.receive_message()
-        link.until = time.monotonic() + self.limits.answer_s
+        link.until = time.monotonic() + self._limits.answer_s
         try:
             request = messages.read_request(payload)
             if isinstance(request, FindRequest):
-                self._find(request, link, lease)
+                self._find(request)
             else:
-                self._fetch(request, link, lease)
+                self._fetch(request)
         except LinkError:
             raise
         except SatchelError as error:
             link.send_message(messages.pack("error", error.message))
             raise
 
-    def _find(self, request: FindRequest, link: Link, lease: _Lease) -> None:
+    def end(self) -> None:
+        # A closed or failed store has no leases.
+        with contextlib.suppress(DiskError):
+            self._store.unpin(self._lease)
+
+    def _pin(self, locations: Iterable[Location]) -> None:
+        self._lease = self._store.pin(locations, self._limits.lease_s, self._lease)
+
+    def _find(self, request: FindRequest) -> None:
         locations = self._store.locate(request.model, request.chain)
         tails: list[Location] = []
         if request.tails_max and request.tail_tokens:
@@ -271,26 +267,27 @@ class BlockServer:
             # Only tails whose tokens the peer has all named: the end of a longer one may be another agent's.
             whole = [match.location for match in matches if 4 * match.tokens == len(match.location.tokens)]
             tails = whole[: request.tails_max]
-        lease.take([location for location in (*locations, *tails) if location is not None])
+        self._pin(location for location in (*locations, *tails) if location is not None)
         blocks = [None if location is None else Offered.of(location) for location in locations]
         ends = [(len(tail.tokens) // TOKEN_BYTES, Offered.of(tail)) for tail in tails]
-        link.send_message(messages.pack_found(blocks, ends))
+        self._link.send_message(messages.pack_found(blocks, ends))
 
-    def _fetch(self, request: FetchRequest, link: Link, lease: _Lease) -> None:
+    def _fetch(self, request: FetchRequest) -> None:
         """Sends entry after entry. Locations may differ from those found, as files are rewritten."""
         located = self._store.locate(request.model, request.ids)
         present = [location for location in located if location is not None]
-        lease.take(present)
         reader = EntryReader(self._store.root, self._store.key, present)
         places = iter(range(len(present)))
+        self._pin(present)
         for location in located:
-            lease.keep()
             if location is None:
-                link.send_message(messages.pack("gone", "the source no longer has it"))
+                self._link.send_message(messages.pack("gone", "the source no longer has it"))
             else:
-                self._send(reader, next(places), location, link)
+                # While entries are sent, the lease must not end.
+                self._pin([location])
+                self._send(reader, next(places), location)
 
-    def _send(self, reader: EntryReader, index: int, location: Location, link: Link) -> None:
+    def _send(self, reader: EntryReader, index: int, location: Location) -> None:
         """Sends an entry piece by piece. If its file fails, the store knows before the peer is told."""
         footer, begun = reader.footer(index), False
         if footer is not None:
@@ -304,54 +301,15 @@ class BlockServer:
                     raise CorruptSegment(CHANGED)
 
             with reader.noting(index), opened(reader.paths[index]) as read:
-                link.send_message(messages.pack_entry(footer.record.entries[location.slot], layout))
+                self._link.send_message(messages.pack_entry(location, layout))
                 begun = True
-                link.send_bytes(layout.nbytes, fill)
-        failure = reader.failures.get(index)
-        self._count(failure is not None)
-        if failure is not None:
+                self._link.send_bytes(layout.nbytes, fill)
+        if (failure := reader.failures.get(index)) is not None:
             self._store.report([failure])
             if begun:
                 # What was announced cannot be sent any more.
                 raise LinkError(failure.reason)
-            link.send_message(messages.pack("gone", failure.reason))
-
-    def _count(self, failed: bool) -> None:
-        with self._lock:
-            self.counters.sent_entries += not failed
-            self.counters.failed_entries += failed
-
-
-class _Lease:
-    """A connection's lease on the files that it offers. The store ends it if it is not renewed."""
-
-    def __init__(self, store: DiskStore, lease_s: float) -> None:
-        self._store, self._lease_s = store, lease_s
-        self._locations: dict[str, Location] = {}
-        self._lease: str | None = None
-        self._taken_at = 0.0
-
-    def take(self, locations: Sequence[Location]) -> None:
-        """Adds files, and renews the lease of all of them. Raises `DiskError`."""
-        for location in locations:
-            self._locations[location.name] = location
-        old = self._lease
-        self._taken_at = time.monotonic()
-        self._lease = self._store.pin(self._locations.values(), self._lease_s).lease
-        if old is not None:
-            self._store.unpin(old)
-
-    def keep(self) -> None:
-        """Renews the lease if half of it is over. Raises `DiskError`."""
-        if time.monotonic() - self._taken_at > self._lease_s / 2:
-            self.take([])
-
-    def give_back(self) -> None:
-        if self._lease is not None:
-            # A closed or failed store has no leases.
-            with contextlib.suppress(DiskError):
-                self._store.unpin(self._lease)
-            self._lease = None
+            self._link.send_message(messages.pack("gone", failure.reason))
 
 
 def _listener(address: Address) -> socket.socket:

@@ -59,11 +59,10 @@ class Link:
 
     Attributes:
         until: monotonic seconds after which nothing is waited for.
-        sent_bytes: so far.
     """
 
     def __init__(self, sock: socket.socket, stall_s: float, rate: SharedRate | None = None) -> None:
-        self.sock, self.until, self.sent_bytes = sock, float("inf"), 0
+        self.sock, self.until = sock, float("inf")
         self._stall_s, self._rate = stall_s, rate or SharedRate(None)
         self._out = self._into = Seal(bytes(32))
         self._plain, self._sealed = memoryview(b""), memoryview(b"")
@@ -128,7 +127,6 @@ class Link:
             while granted:
                 sent = self._try(socket.SO_SNDTIMEO, lambda piece=left[:granted]: self.sock.send(piece))
                 granted -= sent
-                self.sent_bytes += sent
                 left = left[sent:]
 
     def _receive(self, count: int) -> bytes:

@@ -63,12 +63,13 @@ def test_threads_may_do_anything_at_any_time(bench):
     def read_back(chosen: list[Entry]) -> None:
         pairs = [(entry, place) for entry, place in zip(chosen, bench.located(chosen), strict=True) if place]
         pin = bench.store.pin([place for _, place in pairs], 30.0)
-        there = [(entry, place) for entry, place in pairs if place.id not in pin.gone]
+        now = bench.located(entry for entry, _ in pairs)
+        there = [(entry, place) for (entry, place), again in zip(pairs, now, strict=True) if place == again]
         read = read_entries(bench.root, bench.store.key, [place for _, place in there])
         for (entry, _), stored in zip(there, read, strict=True):
             assert not isinstance(stored, Failure), f"a pinned file failed: {stored}"
             assert next(iter(stored.parts.values())).tobytes()[:64] == payload(entry)
-        bench.store.unpin(pin.lease)
+        bench.store.unpin(pin)
 
     threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(6)]
     for thread in threads:

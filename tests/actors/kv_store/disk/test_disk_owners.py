@@ -95,7 +95,7 @@ def test_forgetting_waits_for_readers_and_then_the_bytes_go(bench):
     bench.store.forget("default/alice")
     assert bench.lacks(*alice) and bench.has(*bob)
     assert not isinstance(read_entries(bench.root, bench.store.key, locations)[0], Failure), "the reader goes on"
-    bench.store.unpin(pin.lease)
+    bench.store.unpin(pin)
     assert payload(alice[0]) not in bench.bytes_on_disk()
     bench.put(alice)
     bench.store.pin(bench.located(alice), lease_s=20.0)

@@ -107,7 +107,7 @@ def test_where_others_fill_the_device_kv_gives_the_reserve_back_but_for_what_is_
         device.others += free(bench, device)
         bench.store.keep_reserve()
     assert bench.store.stats()["files"] == 1, "what is read is spared to the end"
-    bench.store.unpin(pin.lease)
+    bench.store.unpin(pin)
     bench.store.keep_reserve()
     assert bench.files() == []
     with pytest.raises(DiskFull):

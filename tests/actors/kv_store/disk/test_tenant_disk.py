@@ -157,7 +157,7 @@ def test_what_is_being_read_goes_when_nobody_reads_it_any_more(disk: Bench):
         pin = disk.store.pin([where for where in disk.located(entries) if where], 30.0)
         assert disk.store.limit("ann", 0) == [] and disk.has(*entries)
         if end == "told":
-            disk.store.unpin(pin.lease)
+            disk.store.unpin(pin)
             assert disk.lacks(*entries) and not disk.files()
             disk.store.limit("ann", None)
             disk.put(entries)
@@ -209,7 +209,7 @@ def test_a_limit_that_cannot_be_kept_now_is_kept_later(disk: Bench, monkeypatch:
         full.setattr(disk.store._shelf.io, "unlink", Mock(side_effect=OSError(errno.EIO, "not now")))
         assert disk.store.limit("ann", 0) == [entries[0].id]
         assert disk.store.stats()["failed_removals_total"] == 1 == len(disk.files())
-        disk.store.unpin(disk.store.pin([], 1.0).lease)
+        disk.store.unpin(disk.store.pin([], 1.0))
     disk.store.keep_reserve()
     assert disk.lacks(*entries) and not disk.files()
 
