@@ -195,9 +195,7 @@ def signature(arrays: Mapping[str, np.ndarray]) -> tuple[Part, ...]:
     Raises:
         InvalidRecord: an array cannot be stored.
     """
-    return checked_parts(
-        [Part(name, _CODES.get(array.dtype, str(array.dtype)), array.shape) for name, array in arrays.items()]
-    )
+    return checked_parts([(name, _CODES.get(array.dtype), array.shape) for name, array in arrays.items()])
 
 
 def checked_parts(rows: Any) -> tuple[Part, ...]:
@@ -215,11 +213,11 @@ def checked_parts(rows: Any) -> tuple[Part, ...]:
         name, dtype, shape = row
         plain = isinstance(name, str) and name.isascii() and name.isprintable() and 1 <= len(name) <= NAME_BYTES_MAX
         if not plain or not isinstance(dtype, str) or dtype not in DTYPES:
-            raise InvalidRecord(f"part {name!r:.80} has an unknown name or dtype")
+            raise InvalidRecord(f"part {name!r:.80} has a name or dtype that is not stored")
         if not isinstance(shape, list | tuple) or len(shape) > RANK_MAX:
             raise InvalidRecord(f"part {name} has no shape of up to {RANK_MAX} axes")
-        for length in shape:
-            _count_of(length, 2**40)
+        if not all(type(length) is int and 0 <= length < 2**40 for length in shape):
+            raise InvalidRecord(f"part {name} has an axis of no possible length")
         parts.append(Part(name, dtype, tuple(shape)))
     if len({part.name for part in parts}) != len(parts):
         raise InvalidRecord("an entry has a part twice")

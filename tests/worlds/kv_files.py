@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -179,6 +181,20 @@ class Failing(NoSync):
         number = len(self.steps) - 1
         if number == self.at or (self.forever and number > self.at >= 0):
             raise self.error()
+
+
+class Filling(NoSync):
+    """A device with room for `free_bytes` more. A write that does not fit stops in its middle, as the system's do."""
+
+    def __init__(self, free_bytes: int) -> None:
+        self.free_bytes = free_bytes
+
+    def write(self, descriptor: int, path: Path, buffers: Sequence[memoryview | bytes]) -> None:
+        data = b"".join(buffers)
+        super().write(descriptor, path, [data[: self.free_bytes]])
+        self.free_bytes -= len(data)
+        if self.free_bytes < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Photographed(DiskIO):

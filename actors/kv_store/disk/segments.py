@@ -287,12 +287,13 @@ def write_segment(
         InvalidRecord: the entries cannot be stored together.
         DiskFull, DiskError: nothing is left behind.
     """
-    if not entries or any(signature(entry.parts) != signature(entries[0].parts) for entry in entries):
+    layout = EntryLayout(signature(entries[0].parts) if entries else (), meta or {})
+    if any(signature(entry.parts) != layout.parts for entry in entries[1:]):
         raise InvalidRecord("the entries of a segment have equal names, dtypes and shapes")
-    layout = EntryLayout(signature(entries[0].parts), meta or {})
     with SegmentWriter(root, key, model, layout, session=session, epoch=epoch, now_s=now_s, io=io) as writer:
         for entry in entries:
             flat = [flat_bytes(entry.parts[part.name]) for part in layout.parts]
+            digest = layout.digest_of(*flat)
             writer.write(*flat)
             writer.keep(
                 EntryRecord(
@@ -300,7 +301,7 @@ def write_segment(
                     parent=entry.parent,
                     tail=entry.tail,
                     tokens=pack_tokens(entry.tokens),
-                    digest=layout.digest_of(*flat),
+                    digest=digest,
                     window_from=entry.window_from,
                     snapshot=entry.snapshot,
                     nbytes=layout.nbytes,

@@ -17,16 +17,20 @@ import pytest
 from satchel.actors.kv_store.disk import segment_reader, segments
 from satchel.actors.kv_store.disk.io import DiskIO
 from satchel.actors.kv_store.disk.segment_reader import EntryReader, StoredEntry, parts_of, read_entries
-from satchel.actors.kv_store.disk.segments import grouped, read_key
+from satchel.actors.kv_store.disk.segments import SegmentWriter, grouped, read_key
 from satchel.actors.protocol.entries import (
     ENTRIES_MAX,
     Entry,
     EntryDigest,
+    EntryLayout,
+    EntryRecord,
     Location,
     Part,
     SegmentRecord,
     mac,
     owner_tag,
+    pack_tokens,
+    signature,
     tail_id,
 )
 from satchel.cluster.errors import DiskError, DiskFull, InvalidRecord
@@ -35,6 +39,7 @@ from tests.worlds.kv_files import (
     MODEL,
     ROOT,
     Failing,
+    Filling,
     NoSync,
     arrays,
     chain,
@@ -192,6 +197,54 @@ def test_a_disk_that_fails_at_any_step_of_writing_leaves_nothing(tmp_path, numbe
         with pytest.raises(kind):
             write_file(root, chain(2), io=Failing(at, lambda: OSError(number, os.strerror(number))))
         assert not [path for path in root.rglob("*") if path.is_file()], f"step {at}"
+
+
+def test_a_disk_that_fills_in_the_middle_of_a_record_leaves_nothing_and_serves_on(tmp_path):
+    """In the first record, at a record's end, in a later one, and in the footer."""
+    entries = chain(3)
+    whole = write_file(tmp_path, entries)
+    (path,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    size, kept = whole.entries[0].nbytes, path.read_bytes()
+    for room in (0, 1, size // 2, size, size + 7, 3 * size - 1, 3 * size, 3 * size + 50, whole.nbytes - 1):
+        device = Filling(room)
+        with pytest.raises(DiskFull):
+            write_file(tmp_path, entries, io=device)
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == [path], f"{room} bytes"
+        device.free_bytes = whole.nbytes
+        again = write_file(tmp_path, entries, io=device)
+        read = read_entries(tmp_path, KEY, places(again))
+        assert all(isinstance(stored, StoredEntry) for stored in read), f"{room} bytes"
+        file_of(tmp_path, again).unlink()
+    assert path.read_bytes() == kept
+
+
+def test_a_writer_goes_on_after_an_entry_whose_writing_failed(tmp_path):
+    """What came of it is no part of the next entry."""
+    entries, layout = chain(3), EntryLayout(signature(chain(1)[0].parts), {})
+    flat = [b"".join(array.tobytes() for array in entry.parts.values()) for entry in entries]
+    device = Filling(2 * layout.nbytes - 9)
+    with SegmentWriter(tmp_path, KEY, MODEL, layout, session="s", epoch=1, now_s=2.5, io=device) as writer:
+        for number in (0, 1, 2):
+            entry = entries[number]
+            try:
+                writer.write(flat[number])
+            except DiskFull:
+                assert number == 1
+                device.free_bytes = 10**6
+                writer.drop()
+                continue
+            facts = {"window_from": 0, "snapshot": False, "nbytes": layout.nbytes, "tail": False}
+            digest = layout.digest_of(flat[number])
+            record = EntryRecord(
+                id=entry.id, parent=entry.parent, tokens=pack_tokens(entry.tokens), digest=digest, **facts
+            )
+            writer.keep(record)
+            with pytest.raises(InvalidRecord):
+                writer.keep(record)
+        written = writer.finish()
+    read = read_entries(tmp_path, KEY, places(written))
+    assert [stored.data.tobytes() for stored in read if isinstance(stored, StoredEntry)] == [flat[0], flat[2]]
+    assert file_of(tmp_path, written).stat().st_size == written.nbytes
 
 
 def test_short_writes_are_completed(tmp_path, monkeypatch):

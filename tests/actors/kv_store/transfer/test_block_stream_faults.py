@@ -23,7 +23,7 @@ from satchel.actors.kv_store.transfer.pull_loop import LINES_MAX, PullLimits, St
 from satchel.actors.protocol.entries import Entry
 from satchel.cluster.errors import LinkError
 from tests.worlds.block_nodes import CLUSTER_KEY, Meddler, Nodes, nodes, wanted
-from tests.worlds.kv_files import MODEL, NoSync, chain, payload
+from tests.worlds.kv_files import MODEL, Filling, NoSync, chain, payload
 
 from .test_block_stream import large
 
@@ -220,6 +220,28 @@ def test_a_full_disk_ends_the_pull_and_leaves_what_was_written(pair, step):
     assert pair.target.has(*entries[:4]) and pair.target.lacks(*entries[4:])
     disk.full = False
     assert pair.pull(wanted(entries)).stop is Stop.COMPLETE and pair.target.has(*entries), "and it serves on"
+
+
+def test_a_disk_that_fills_in_the_middle_of_an_entry_costs_that_and_what_follows(pair):
+    """Wherever it fills: what is said to be here is here, nothing else of the chain is on the disk, and once there is
+    room the rest comes."""
+    entries = large(6, nbytes=1 << 16)
+    pair.source.put(entries)
+    pair.serve()
+    for blocks, more in ((0, 100), (1, 1 << 15), (2, 0), (2, 1 << 15), (3, (1 << 16) - 1), (4, 5000)):
+        device = Filling(2**40)
+        pair.target.open(io=device)
+        device.free_bytes = (blocks << 16) + (blocks // 2) * 4000 + more
+        result = pair.pull(wanted(entries), puller=pair.puller(limits=SMALL))
+        # An entry may come before the segment before it is committed, and take its room.
+        assert result.stop is Stop.DISK and result.blocks in range(0, blocks + 1, 2), f"{blocks} blocks, {more} bytes"
+        assert pair.target.has(*entries[: result.blocks]) and pair.target.lacks(*entries[result.blocks :])
+        left = pair.target.bytes_on_disk()
+        assert len(pair.target.files()) == result.blocks // 2
+        assert not [entry for entry in entries[result.blocks :] if payload(entry) in left], "nothing half-written"
+        device.free_bytes = 2**40
+        assert pair.pull(wanted(entries)).stop is Stop.COMPLETE and pair.target.has(*entries)
+        pair.target.store.evict(0)
 
 
 @pytest.mark.parametrize("bytes_max", [250_000, 4 * 65_536 + 300])
