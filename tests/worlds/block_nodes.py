@@ -45,7 +45,6 @@ class Nodes:
         puller = BlockPuller(
             self.target.store,
             key,
-            self.target.session,
             self.target.store,
             limits=more.pop("limits", self.limits),
             **more,

@@ -186,7 +186,7 @@ class SegmentWriter:
         io: DiskIO | None = None,
     ) -> None:
         self.records: list[EntryRecord] = []
-        self.layout, self._key, self._io = layout, key, io or DiskIO()
+        self.model, self.layout, self._key, self._io = model, layout, key, io or DiskIO()
         self._facts = model, epoch, now_s, layout.meta
         self._folder = model_folder(root, model)
         self._name = f"{checked_session(session)}.{secrets.token_hex(16)}"

@@ -20,6 +20,7 @@ import numpy as np
 from ....cluster.errors import DiskError, DiskFull, InvalidRecord
 from ...protocol.entries import (
     NOBODY,
+    EntryLayout,
     EntryRecord,
     Failure,
     Location,
@@ -67,7 +68,6 @@ class DiskStore:
         io: the disk.
 
     Attributes:
-        io: the disk.
         epoch: of this opening. Only segments written in it are committed, so writers must know it.
         key: the secret of all MACs.
 
@@ -90,8 +90,8 @@ class DiskStore:
     ) -> None:
         if checked_session(session) == STORE_SESSION:
             raise InvalidRecord(f"{STORE_SESSION} is the store's own session")
-        self.root = root
-        self._clock, self._wall_clock, self.io = clock, wall_clock, io or DiskIO()
+        self.root, self.session = root, session
+        self._clock, self._wall_clock, self._io = clock, wall_clock, io or DiskIO()
         self._lock = threading.Lock()
         # Only one thread rewrites segments; taken before `_lock`, never inside it.
         self._maintenance = threading.Lock()
@@ -100,10 +100,10 @@ class DiskStore:
         self._in_flight: dict[Path, float] = {}
         self._closed = False
         with typed(f"opening {root}"):
-            make_folders(root, self.io)
+            make_folders(root, self._io)
             self._locked = take_lock(root / "lock", lock_wait_s)
             try:
-                self._shelf = Shelf(root, session, limits, self.io, clock)
+                self._shelf = Shelf(root, session, limits, self._io, clock)
             except BaseException:
                 self._locked.release()
                 raise
@@ -131,6 +131,11 @@ class DiskStore:
                 raise DiskError(f"{action}: the store is closed")
             with typed(action):
                 yield self._shelf
+
+    def writer(self, model: bytes, layout: EntryLayout, session: str = "") -> SegmentWriter:
+        """Begins a segment of the current session, or of another one. Raises as `SegmentWriter`."""
+        facts = {"epoch": self.epoch, "now_s": self._wall_clock(), "io": self._io}
+        return SegmentWriter(self.root, self.key, model, layout, session=session or self.session, **facts)
 
     def commit(
         self,
@@ -454,9 +459,8 @@ class DiskStore:
         """Writes entries of one segment into a new file; None if there are none."""
         if not entries:
             return None
-        model, layout = entries[0][1].location.model, entries[0][1].layout
-        facts = {"session": STORE_SESSION, "epoch": self.epoch, "now_s": self._wall_clock(), "io": self.io}
-        with SegmentWriter(self.root, self.key, model, layout, **facts) as writer:
+        first = entries[0][1]
+        with self.writer(first.location.model, first.layout, STORE_SESSION) as writer:
             for record, stored in entries:
                 writer.write(stored.data.data)
                 writer.keep(record)

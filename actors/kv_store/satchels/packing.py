@@ -11,7 +11,7 @@ from ...protocol.store_messages import Content, Head
 from ..agents.claims import Branch, Claims
 from ..disk.segment_reader import EntryReader
 from ..disk.store import DiskStore
-from .layout import CarriedBranch, Chain, EntryLayout, Manifest, SatchelWriter
+from .layout import CarriedBranch, Chain, Manifest, SatchelWriter
 
 _TAILS_MAX = 4
 """Of one branch, the longest: earlier turns leave shorter ones."""
@@ -101,8 +101,7 @@ def _write_entries(writer: SatchelWriter, store: DiskStore, locations: Sequence[
     try:
         for run in reader.runs():
             for row, index in enumerate(run.indexes):
-                layout = EntryLayout(locations[index].model, run.layout.parts, run.layout.meta)
-                writer.entry(locations[index], layout, run.data[row].data)
+                writer.entry(locations[index], run.layout, run.data[row].data)
             reader.give_back(run)
             if time.monotonic() - taken_at > lease_s / 3:
                 lease, taken_at = store.pin(locations, lease_s, lease), time.monotonic()

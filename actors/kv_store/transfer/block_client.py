@@ -21,7 +21,6 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.entries import (
     ID_BYTES,
     TAIL_TOKENS_MAX,
-    EntryLayout,
     EntryRecord,
     Location,
     adds_to,
@@ -29,7 +28,6 @@ from ...protocol.entries import (
     pack_tokens,
     tail_id,
 )
-from ..disk.segments import SegmentWriter
 from ..disk.store import DiskStore
 from . import messages
 from .handshake import NONCE_BYTES, Initiator, checked_key
@@ -74,7 +72,6 @@ class BlockPuller:
     Args:
         store: this node's; close it after this.
         cluster_key: at least 16 bytes, equal on all nodes.
-        session: of the store's writers, under which uncommitted files are kept.
         keeper: commits pulled segments and decides on their owners.
         limits: of each pull.
         pulls_max: at the same time, including those whose last file is still being written.
@@ -87,13 +84,12 @@ class BlockPuller:
         self,
         store: DiskStore,
         cluster_key: bytes,
-        session: str,
         keeper: Keeper,
         *,
         limits: PullLimits | None = None,
         pulls_max: int = 4,
     ) -> None:
-        self._store, self._session, self._keeper = store, session, keeper
+        self._store, self._keeper = store, keeper
         self._limits = limits or PullLimits()
         self._key, self._pulls_max = checked_key(cluster_key), pulls_max
         self._changed = threading.Condition()
@@ -121,13 +117,8 @@ class BlockPuller:
         wanted = _checked(wanted)
         limits = replace(self._limits, total_bytes_max=self._store.stats()["bytes_max"])
 
-        def segment(layout: EntryLayout) -> SegmentWriter:
-            store, model = self._store, wanted.model
-            facts = {"session": self._session, "epoch": store.epoch, "now_s": time.time(), "io": store.io}
-            return SegmentWriter(store.root, store.key, model, layout, **facts)
-
         pull = _Pull(self._store, self._key, wanted, source, addresses, limits, begun + deadline_s, owner)
-        writer = PullWriter(segment, self._keeper, wanted, limits.install_entries_max, pull.left_s)
+        writer = PullWriter(self._store, self._keeper, wanted, limits.install_entries_max, pull.left_s)
         pull.writer = writer
         with self._changed:
             if self._closed or len(self._running) >= self._pulls_max:

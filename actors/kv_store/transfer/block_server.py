@@ -313,19 +313,11 @@ class _Conversation:
 
 
 def _listener(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-        family, _, _, _, where = found[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock = socket.create_server(address, family=family, backlog=64)
     except OSError as error:
-        raise PortInUse(f"cannot listen at {address[0]}: {error.strerror or error}") from None
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(where)
-        sock.listen(64)
-        # A peer that leaves before it is accepted must not block the thread.
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
         raise PortInUse(f"cannot listen at {address[0]}:{address[1]}: {error.strerror or error}") from None
+    # A peer that leaves before it is accepted must not block the thread.
+    sock.setblocking(False)
     return sock

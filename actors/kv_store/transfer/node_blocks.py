@@ -39,7 +39,6 @@ class NodeBlocks:
     """A node's block server and puller, for one event loop.
 
     Args:
-        session: of the store's writers.
         keeper: decides who may have what was pulled.
         timing: for how long files are kept for another node, which has to say where its own are.
 
@@ -53,7 +52,6 @@ class NodeBlocks:
         disk: DiskStore,
         cluster_key: bytes,
         node: Node,
-        session: str,
         peers: Peers,
         keeper: Keeper,
         timing: Timing = USUAL,
@@ -65,7 +63,7 @@ class NodeBlocks:
         self._server = BlockServer(
             disk, cluster_key, node.name, listen, limits=limits, bytes_per_s=node.give_bytes_per_s_max
         )
-        self._puller = BlockPuller(disk, cluster_key, session, keeper)
+        self._puller = BlockPuller(disk, cluster_key, keeper)
         self._lock = threading.Lock()
         self._links: dict[str, float] = {}
 

@@ -12,6 +12,7 @@ from ....cluster.errors import DiskError, SatchelError
 from ...protocol.entries import EntryLayout, EntryRecord, SegmentRecord
 from ..disk.placement import SegmentPlacement
 from ..disk.segments import SegmentWriter
+from ..disk.store import DiskStore
 from .pull_loop import Wanted
 
 _SEGMENT_BYTES = 32 * 2**20
@@ -33,7 +34,7 @@ class PullWriter:
     """Writes segments and commits them. The `Disk` of a `PullLoop`. An entry's bytes follow `begin`.
 
     Args:
-        writer: begins a segment of entries with a layout.
+        store: this node's.
         keeper: commits the segments.
         wanted: what is pulled.
         entries_max: of one segment.
@@ -49,7 +50,7 @@ class PullWriter:
 
     def __init__(
         self,
-        writer: Callable[[EntryLayout], SegmentWriter],
+        store: DiskStore,
         keeper: Keeper,
         wanted: Wanted,
         entries_max: int,
@@ -57,8 +58,8 @@ class PullWriter:
     ) -> None:
         self.installed: set[bytes] = set()
         self.retracted: list[bytes] = []
-        self._writer, self._keeper, self._entries_max, self._left_s = writer, keeper, entries_max, left_s
-        self._chain = {wanted.root, *wanted.chain}
+        self._store, self._keeper, self._entries_max, self._left_s = store, keeper, entries_max, left_s
+        self._model, self._chain = wanted.model, {wanted.root, *wanted.chain}
         self._segment: SegmentWriter | None = None
         self._thread = ThreadPoolExecutor(1, "blocks-in")
         self._commits: deque[Future[None]] = deque()
@@ -73,7 +74,7 @@ class PullWriter:
             self._segment.drop()
             return
         self._hand_over()
-        self._segment = self._writer(layout)
+        self._segment = self._store.writer(self._model, layout)
 
     def write(self, piece: memoryview) -> None:
         """The next bytes of the entry."""
