@@ -18,7 +18,7 @@ from satchel.actors.kv_store.disk.segment_reader import StoredEntry, read_entrie
 from satchel.actors.kv_store.disk.segments import model_folder, write_segment
 from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, root_id
-from satchel.actors.protocol.entries import DTYPES, Entry, Failure, Location, SegmentRecord
+from satchel.actors.protocol.entries import DTYPES, Entry, Failure, Location, SegmentRecord, tenant_tag
 
 MODEL = bytes(range(32))
 KEY = bytes(32)
@@ -154,6 +154,20 @@ class Bench:
     def bytes_on_disk(self) -> bytes:
         """Everything under the folder, in one piece, to look for what must be gone."""
         return b"".join(path.read_bytes() for path in sorted(self.root.rglob("*")) if path.is_file())
+
+
+def evict(store: DiskStore, bytes_max: int) -> list[bytes]:
+    """Have the least recently used files without a lease go until the rest fits, as a full disk does. Returns the ids
+    that are gone."""
+    with store._held("evicting files") as shelf:
+        gone = store._changes.note([], shelf.evict(bytes_max))
+        shelf.purge()
+        return gone
+
+
+def nbytes_of(store: DiskStore, tenant: str) -> int:
+    """The bytes of a tenant's files; those of the owner tenant are not counted."""
+    return store._shelf.index.tenant_bytes[tenant_tag(store.key, tenant)]
 
 
 def payload(entry: Entry) -> bytes:

@@ -154,15 +154,11 @@ class Shelf:
         if written.to_wire() != record.to_wire():
             raise InvalidRecord(f"{record.name} is another segment than announced")
 
-    def placed_before(self, segment: Segment, record: SegmentRecord) -> SegmentPlacement:
-        """Returns the current placement of a segment that is in the index already."""
-        live, placed = {row.record.id for row in segment.live}, SegmentPlacement()
-        for entry in record.entries:
-            if entry.id in live:
-                placed.kept.append(entry.id)
-            else:
-                (placed.dropped if self.index.live(entry.id) else placed.refused).append(entry.id)
-        return placed
+    def placed_before(self, record: SegmentRecord) -> SegmentPlacement:
+        """Returns what is served now of a segment that is in the index already."""
+        ids = [entry.id for entry in record.entries]
+        served = [entry for entry in ids if self.index.live(entry)]
+        return SegmentPlacement(kept=served, refused=[entry for entry in ids if entry not in served])
 
     def forget(self, tag: bytes, keep: Callable[[EntryRecord], bool] | None) -> list[bytes]:
         """Removes an owner from all entries except those to `keep`. Marks what has no other owner for erasing. Returns

@@ -166,9 +166,8 @@ class DiskStore:
             raise InvalidRecord(f"{record.name!r:.80} is not the name of a segment")
         path = model_folder(self.root, record.model) / record.name
         with self._held("committing a segment") as shelf:
-            known = shelf.index.segments.get(record.name)
-            if known is not None:
-                return shelf.placed_before(known, record)
+            if record.name in shelf.index.segments:
+                return shelf.placed_before(record)
             try:
                 shelf.verify(record, path)
                 most = shelf.bytes_max.get(record.tenant)
@@ -369,25 +368,6 @@ class DiskStore:
                 shelf.bytes_max[tag] = bytes_max
             gone = self._changes.note([], shelf.keep_limits())
             shelf.purge_if_possible()
-            return gone
-
-    def nbytes_of(self, tenant: str) -> int:
-        """Returns the bytes of a tenant's files; those of the owner tenant are not counted."""
-        with self._held("counting a tenant's KV") as shelf:
-            return shelf.index.tenant_bytes[tenant_tag(self.key, tenant)]
-
-    def evict(self, bytes_max: int | None = None) -> list[bytes]:
-        """Removes the least recently used files without a lease until the rest fits.
-
-        Args:
-            bytes_max: instead of what the device and the limits allow now; 0 removes everything.
-
-        Returns:
-            The ids that are gone.
-        """
-        with self._held("evicting files") as shelf:
-            gone = self._changes.note([], shelf.evict(shelf.budget() if bytes_max is None else bytes_max))
-            shelf.purge()
             return gone
 
     def keep_reserve(self) -> None:

@@ -107,12 +107,6 @@ class BlockServer:
         self._acceptor = threading.Thread(target=self._accept_forever, name="blocks", daemon=True)
         self._acceptor.start()
 
-    def __enter__(self) -> BlockServer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def connected(self) -> int:
         """Returns the number of connections."""
         with self._lock:

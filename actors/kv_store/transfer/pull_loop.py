@@ -57,7 +57,6 @@ class PullLimits:
         stall_s: without a byte of an answer.
         backoff_s: before addresses are tried a second time.
         batch_entries: of one fetch request; two are outstanding, so that the source always has something to send.
-        entry_bytes_max: of one entry.
         install_entries_max: of one segment; few enough that syncing keeps up with receiving.
         total_bytes_max: of all fetched entries.
     """
@@ -66,7 +65,6 @@ class PullLimits:
     stall_s: float = 4.0
     backoff_s: float = 0.3
     batch_entries: int = 64
-    entry_bytes_max: int = 256 * 2**20
     install_entries_max: int = 8
     total_bytes_max: int = 2**62
 
@@ -301,13 +299,11 @@ class PullLoop:
             if offer is not None and offer.held:
                 self.held.add(entry)
                 continue
-            if offer is not None and offer.nbytes <= self.limits.entry_bytes_max:
-                total += offer.nbytes
-                if total <= self.limits.total_bytes_max:
-                    todo.append(offer)
-                    continue
             if offer is None:
                 self._miss(entry, "the source does not have it")
+            elif (total := total + offer.nbytes) <= self.limits.total_bytes_max:
+                todo.append(offer)
+                continue
             else:
                 self._miss(entry, f"there is no room for its {offer.nbytes} bytes", Stop.TOO_LARGE)
             if entry not in self.tails:

@@ -234,12 +234,13 @@ def test_few_segments_are_complete_and_not_committed_and_none_is_in_memory(pair,
     assert pair.target.has(*entries)
 
 
-def test_an_entry_larger_than_agreed_ends_the_chain(pair):
+def test_an_entry_larger_than_the_store_ends_the_chain(pair):
     entries = [*chain(2), *large(3)[2:]]
     pair.source.put(entries[:2])
     pair.source.put(entries[2:])
     pair.serve()
-    result = pair.pull(wanted(entries), puller=pair.puller(limits=PullLimits(entry_bytes_max=1 << 19)))
+    pair.target.open(bytes_max=1 << 19)
+    result = pair.pull(wanted(entries))
     assert (result.stop, result.blocks) == (Stop.TOO_LARGE, 2)
 
 

@@ -23,7 +23,7 @@ from satchel.actors.kv_store.transfer.pull_loop import LINES_MAX, PullLimits, St
 from satchel.actors.protocol.entries import Entry
 from satchel.cluster.errors import LinkError
 from tests.worlds.block_nodes import CLUSTER_KEY, Meddler, Nodes, nodes, wanted
-from tests.worlds.kv_files import MODEL, Filling, NoSync, chain, payload
+from tests.worlds.kv_files import MODEL, Filling, NoSync, chain, evict, payload
 
 from .test_block_stream import large
 
@@ -147,7 +147,7 @@ def test_flipped_bits_on_the_way_are_never_written_down(pair):
         meddler.close()
         stops.add(result.stop)
         assert pair.target.has(*entries[: result.blocks]) and pair.target.lacks(*entries[result.blocks :])
-        pair.target.store.evict(0)
+        evict(pair.target.store, 0)
     assert Stop.COMPLETE in stops
 
 
@@ -192,7 +192,7 @@ def test_a_stream_that_breaks_anywhere_goes_on_or_ends_cleanly(pair):
         meddler.close()
         assert result.stop in (Stop.COMPLETE, Stop.UNREACHABLE)
         assert pair.target.has(*entries[: result.blocks]) and pair.target.lacks(*entries[result.blocks :])
-        pair.target.store.evict(0)
+        evict(pair.target.store, 0)
 
 
 @pytest.mark.parametrize("step", ["create", "write", "sync", "rename"])
@@ -241,7 +241,7 @@ def test_a_disk_that_fills_in_the_middle_of_an_entry_costs_that_and_what_follows
         assert not [entry for entry in entries[result.blocks :] if payload(entry) in left], "nothing half-written"
         device.free_bytes = 2**40
         assert pair.pull(wanted(entries)).stop is Stop.COMPLETE and pair.target.has(*entries)
-        pair.target.store.evict(0)
+        evict(pair.target.store, 0)
 
 
 @pytest.mark.parametrize("bytes_max", [250_000, 4 * 65_536 + 300])
@@ -363,7 +363,7 @@ def test_pulls_and_everything_else_at_once(pair):
                 assert result.stop in (Stop.COMPLETE, Stop.CANCELLED, Stop.MISSING, Stop.DISK), result
                 action = rng.random()
                 if action < 0.2:
-                    pair.target.store.evict(rng.randrange(40_000))
+                    evict(pair.target.store, rng.randrange(40_000))
                 elif action < 0.3:
                     pair.source.store.forget(f"default/{rng.randrange(6)}")
                 elif action < 0.5:

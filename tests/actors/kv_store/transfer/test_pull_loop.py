@@ -50,7 +50,6 @@ class World:
         self.here: set[bytes] = {entry for entry in self.chain if rng.random() < rng.choice([0, 0, 0.3])}
         self.limits = PullLimits(
             batch_entries=rng.randint(1, 8),
-            entry_bytes_max=rng.choice([50, 150, 1000]),
             total_bytes_max=rng.choice([10_000, 10_000, 300]),
         )
         self.addresses = rng.randint(1, 3)
@@ -343,7 +342,7 @@ def test_more_than_the_store_takes_or_memory_has_is_not_fetched():
     world = quiet(total_bytes_max=35)
     assert world.live(crash=False).ended == (Stop.TOO_LARGE, "entry 3: there is no room for its 10 bytes")
     assert len(world.here) == 3
-    world = quiet(entry_bytes_max=9)
+    world = quiet(total_bytes_max=9)
     assert world.live(crash=False).ended[0] is Stop.TOO_LARGE and not world.here
 
 

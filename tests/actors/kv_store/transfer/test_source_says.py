@@ -20,7 +20,7 @@ from satchel.actors.kv_store.transfer.pull_loop import LINES_MAX, PullLimits, St
 from satchel.actors.protocol.entries import EntryLayout, EntryRecord, flat_bytes, pack_tokens, signature, tail_id
 from satchel.cluster.errors import LinkError
 from tests.worlds.block_nodes import CLUSTER_KEY, Nodes, nodes, wanted
-from tests.worlds.kv_files import ROOT, chain
+from tests.worlds.kv_files import ROOT, chain, evict
 
 BLOCKS = chain(2)
 IDS = [block.id for block in BLOCKS]
@@ -216,7 +216,7 @@ def test_a_tail_is_of_the_tokens_that_are_wanted_and_named_by_them(pair):
             said.link.send_message(messages.pack_entry(sent, LAYOUT))
             said.data(0)
 
-        pair.target.store.evict(0)
+        evict(pair.target.store, 0)
         puller = pair.puller(limits=PullLimits(backoff_s=0.001, stall_s=0.5))
         with source(script) as address:
             result = pair.pull(wanted(BLOCKS, rest=REST), [address], puller=puller)
