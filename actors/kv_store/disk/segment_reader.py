@@ -150,8 +150,8 @@ class EntryReader:
         root: the KV folder.
         key: `read_key`.
         locations: from the store's `locate`, pinned.
-        threads: how many runs are read at a time; 0 for `THREADS`.
-        run_bytes_max: of a run; 0 for `RUN_BYTES_MAX`.
+        threads: how many runs are read at a time.
+        run_bytes_max: of a run, unless one entry has more.
         make_buffer: makes the memory that a run is read into, `(entries, nbytes) uint8`. Called on the reading threads.
 
     Attributes:
@@ -168,14 +168,12 @@ class EntryReader:
         key: bytes,
         locations: Sequence[Location],
         *,
-        threads: int = 0,
-        run_bytes_max: int = 0,
-        make_buffer: Callable[[int, int], np.ndarray] | None = None,
+        threads: int = THREADS,
+        run_bytes_max: int = RUN_BYTES_MAX,
+        make_buffer: Callable[[int, int], np.ndarray] = _host_buffer,
     ) -> None:
         self._key, self._locations = key, list(locations)
-        self._threads = threads or THREADS
-        self._run_bytes_max = run_bytes_max or RUN_BYTES_MAX
-        self._make_buffer = make_buffer or _host_buffer
+        self._threads, self._run_bytes_max, self._make_buffer = threads, run_bytes_max, make_buffer
         self.paths: list[Path] = []
         self._footers: dict[Path, Footer] = {}
         self._free: dict[tuple[int, ...], list[np.ndarray]] = {}

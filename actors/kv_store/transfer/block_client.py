@@ -116,14 +116,13 @@ class BlockPuller:
         begun = time.monotonic()
         wanted = _checked(wanted)
         limits = replace(self._limits, total_bytes_max=self._store.stats()["bytes_max"])
-
-        pull = _Pull(self._store, self._key, wanted, source, addresses, limits, begun + deadline_s, owner)
-        writer = PullWriter(self._store, self._keeper, wanted, limits.install_entries_max, pull.left_s)
-        pull.writer = writer
         with self._changed:
             if self._closed or len(self._running) >= self._pulls_max:
                 raise QueueFull("too many blocks are being fetched already")
+            there, until = (self._key, source, addresses), begun + deadline_s
+            pull = _Pull(self._store, self._keeper, wanted, owner, there, limits, until)
             self._running.add(pull)
+        writer = pull.writer
         loop = PullLoop(wanted.chain, len(addresses), limits, pull, writer, wanted.wait_s, wanted.last)
         try:
             stop, reason = _run(loop.run())
@@ -192,28 +191,27 @@ class _Pull:
     """A running pull, and its `Source`: a connection to one of a node's addresses.
 
     Args:
+        there: the cluster's key, the source's name and its addresses.
         until: monotonic seconds of its deadline.
 
     Attributes:
         writer: takes what comes.
     """
 
-    writer: PullWriter
-
     def __init__(
         self,
         store: DiskStore,
-        cluster_key: bytes,
+        keeper: Keeper,
         wanted: Wanted,
-        source: str,
-        addresses: Sequence[Address],
+        owner: str,
+        there: tuple[bytes, str, Sequence[Address]],
         limits: PullLimits,
         until: float,
-        owner: str,
     ) -> None:
         self.owner, self.cancelled = owner, threading.Event()
-        self._store, self._wanted, self._addresses, self._limits = store, wanted, addresses, limits
-        self._key, self._source, self._until = cluster_key, source, until
+        self.writer = PullWriter(store, keeper, wanted, limits.install_entries_max, self.left_s)
+        self._key, self._source, self._addresses = there
+        self._store, self._wanted, self._limits, self._until = store, wanted, limits, until
         self._sock = socket.socket()
         self._touched: set[bytes] = set()
 

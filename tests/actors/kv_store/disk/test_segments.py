@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from satchel.actors.kv_store.disk import segment_reader, segments
+from satchel.actors.kv_store.disk import segments
 from satchel.actors.kv_store.disk.io import DiskIO
 from satchel.actors.kv_store.disk.segment_reader import EntryReader, StoredEntry, parts_of, read_entries
 from satchel.actors.kv_store.disk.segments import SegmentWriter, grouped, read_key
@@ -93,14 +93,12 @@ def test_an_entry_is_one_record_and_neighbours_follow_each_other(tmp_path):
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
-def test_neighbours_are_read_together_up_to_a_limit_and_their_memory_is_used_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(segment_reader, "THREADS", 1)
+def test_neighbours_are_read_together_up_to_a_limit_and_their_memory_is_used_again(tmp_path):
     entries, others = chain(16), chain(3, first=90)
     size = sum(array.nbytes for array in entries[0].parts.values())
-    monkeypatch.setattr(segment_reader, "RUN_BYTES_MAX", 5 * size + 1)
     locations = [*places(write_file(tmp_path, entries))[1:], *places(write_file(tmp_path, others))]
     wanted = [*locations[:13], locations[14], locations[16], locations[15]]
-    reader, seen = EntryReader(tmp_path, KEY, wanted), []
+    reader, seen = EntryReader(tmp_path, KEY, wanted, threads=1, run_bytes_max=5 * size + 1), []
     for run in reader.runs():
         seen.append(run.indexes)
         for index, data in zip(run.indexes, run.data, strict=True):
@@ -108,14 +106,13 @@ def test_neighbours_are_read_together_up_to_a_limit_and_their_memory_is_used_aga
             assert same(parts_of(data, run.layout.parts), entry.parts)
         reader.give_back(run)
     assert seen == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12], [13], [14], [15]] and not reader.failures
-    monkeypatch.setattr(segment_reader, "RUN_BYTES_MAX", 1)
-    kept = [run.data for run in EntryReader(tmp_path, KEY, wanted).runs()]
+    kept = [run.data for run in EntryReader(tmp_path, KEY, wanted, run_bytes_max=1).runs()]
     assert len({data.ctypes.data for data in kept}) == len(kept) == 16
-    reader, memory = EntryReader(tmp_path, KEY, wanted), set()
+    reader, memory = EntryReader(tmp_path, KEY, wanted, threads=1, run_bytes_max=1), set()
     for run in reader.runs():
         memory.add(run.data.ctypes.data)
         reader.give_back(run)
-    assert len(memory) <= segment_reader.THREADS + 2
+    assert len(memory) <= 3
 
 
 def test_a_reader_that_is_left_early_leaves_nothing_open(tmp_path):
