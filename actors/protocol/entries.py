@@ -206,22 +206,22 @@ def checked_parts(rows: Any) -> tuple[Part, ...]:
     """
     if not isinstance(rows, list | tuple) or not 1 <= len(rows) <= PARTS_MAX:
         raise InvalidRecord(f"an entry has 1 to {PARTS_MAX} parts")
-    parts = []
-    for row in rows:
-        if not isinstance(row, list | tuple) or len(row) != 3:
-            raise InvalidRecord("a part is a name, a dtype and a shape")
-        name, dtype, shape = row
+    try:
+        parts = {name: Part(name, dtype, tuple(shape)) for name, dtype, shape in rows}
+    except (TypeError, ValueError):
+        raise InvalidRecord("a part is a name, a dtype and a shape") from None
+    if len(parts) != len(rows):
+        raise InvalidRecord("an entry has a part twice")
+    for name, dtype, shape in parts.values():
         plain = isinstance(name, str) and name.isascii() and name.isprintable() and 1 <= len(name) <= NAME_BYTES_MAX
         if not plain or not isinstance(dtype, str) or dtype not in DTYPES:
             raise InvalidRecord(f"part {name!r:.80} has a name or dtype that is not stored")
-        if not isinstance(shape, list | tuple) or len(shape) > RANK_MAX:
-            raise InvalidRecord(f"part {name} has no shape of up to {RANK_MAX} axes")
-        if not all(type(length) is int and 0 <= length < 2**40 for length in shape):
-            raise InvalidRecord(f"part {name} has an axis of no possible length")
-        parts.append(Part(name, dtype, tuple(shape)))
-    if len({part.name for part in parts}) != len(parts):
-        raise InvalidRecord("an entry has a part twice")
-    return tuple(parts)
+        if len(shape) > RANK_MAX:
+            raise InvalidRecord(f"part {name} has more than {RANK_MAX} axes")
+        for length in shape:
+            if type(length) is not int or not 0 <= length < 2**40:
+                raise InvalidRecord(f"part {name} has an axis of no possible length")
+    return tuple(parts.values())
 
 
 def flat_bytes(array: np.ndarray) -> memoryview:
