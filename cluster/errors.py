@@ -43,8 +43,7 @@
     │   ├── StoreInUse              500  another process has the folder
     │   ├── StaleEpoch              409  the store was reopened and the writer does not know yet
     │   ├── InvalidRecord           500  a writer's record has impossible values
-    │   ├── CorruptSegment          500  a file's content is not what was written
-    │   └── DamagedIndex            500  the index must be rebuilt
+    │   └── CorruptSegment          500  a file's content is not what was written
     └── ClusterError                500  the cluster cannot be started, found or stopped
         ├── ConfigError             500  `path` is the place in the config file
         ├── KeysDamaged             500
@@ -308,10 +307,6 @@ class InvalidRecord(DiskError):
 
 class CorruptSegment(DiskError):
     code = "corrupt_segment"
-
-
-class DamagedIndex(DiskError):
-    code = "damaged_index"
 
 
 class ClusterError(SatchelError):

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, cast
 
 import msgpack
@@ -187,32 +188,40 @@ class Entry:
         """Returns a tail, whose id follows from its parent and tokens."""
         return cls(tail_id(parent, tokens), parent, tokens, parts, tail=True, **more)
 
-    @classmethod
-    def of_record(cls, record: EntryRecord, parts: Mapping[str, np.ndarray]) -> Entry:
-        """Returns what a record describes, without owners."""
-        tokens = unpack_tokens(record.tokens)
-        more = {"window_from": record.window_from, "snapshot": record.snapshot}
-        return cls(record.id, record.parent, tokens, parts, tail=record.tail, **more)
 
-
-def signature(parts: Mapping[str, np.ndarray]) -> tuple[Part, ...]:
+def signature(arrays: Mapping[str, np.ndarray]) -> tuple[Part, ...]:
     """Returns names, dtypes and shapes of arrays of any shape, in order.
 
     Raises:
         InvalidRecord: an array cannot be stored.
     """
-    if not 1 <= len(parts) <= PARTS_MAX:
-        raise InvalidRecord(f"an entry has 1 to {PARTS_MAX} parts, not {len(parts)}")
-    described = []
-    for name, array in parts.items():
-        code = _CODES.get(array.dtype)
+    return checked_parts([(name, _CODES.get(array.dtype), array.shape) for name, array in arrays.items()])
+
+
+def checked_parts(rows: Any) -> tuple[Part, ...]:
+    """Returns the parts of an entry, of rows of three values.
+
+    Raises:
+        InvalidRecord: an entry cannot have these parts.
+    """
+    if not isinstance(rows, list | tuple) or not 1 <= len(rows) <= PARTS_MAX:
+        raise InvalidRecord(f"an entry has 1 to {PARTS_MAX} parts")
+    try:
+        parts = {name: Part(name, dtype, tuple(shape)) for name, dtype, shape in rows}
+    except (TypeError, ValueError):
+        raise InvalidRecord("a part is a name, a dtype and a shape") from None
+    if len(parts) != len(rows):
+        raise InvalidRecord("an entry has a part twice")
+    for name, dtype, shape in parts.values():
         plain = isinstance(name, str) and name.isascii() and name.isprintable() and 1 <= len(name) <= NAME_BYTES_MAX
-        if not plain or name == "__metadata__":
-            raise InvalidRecord(f"{name!r:.80} cannot be the name of a part")
-        if code is None or array.ndim > RANK_MAX:
-            raise InvalidRecord(f"part {name} is {array.dtype} with {array.ndim} axes, which is not stored")
-        described.append(Part(name, code, tuple(array.shape)))
-    return tuple(described)
+        if not plain or not isinstance(dtype, str) or dtype not in DTYPES:
+            raise InvalidRecord(f"part {name!r:.80} has a name or dtype that is not stored")
+        if len(shape) > RANK_MAX:
+            raise InvalidRecord(f"part {name} has more than {RANK_MAX} axes")
+        for length in shape:
+            if type(length) is not int or not 0 <= length < 2**40:
+                raise InvalidRecord(f"part {name} has an axis of no possible length")
+    return tuple(parts.values())
 
 
 def flat_bytes(array: np.ndarray) -> memoryview:
@@ -240,6 +249,36 @@ class EntryDigest:
         for piece in pieces:
             hashing.update(piece)
         return hashing.digest()
+
+
+class EntryLayout:
+    """What the bytes of entries are: their parts, in order, and their writer's metadata.
+
+    Attributes:
+        nbytes: of a whole entry.
+        packed: what `unpacked` makes it of, on disk and on the wire.
+        digest_of: computes an entry's digest.
+
+    Raises:
+        InvalidRecord: entries cannot have these parts or this metadata.
+    """
+
+    def __init__(self, parts: Sequence[Part], meta: Mapping[str, str]) -> None:
+        self.parts, self.meta = checked_parts(parts), checked_meta(meta)
+        self.nbytes = sum(part.nbytes for part in self.parts)
+        self.packed = cast(bytes, msgpack.packb((self.parts, self.meta)))
+        self.digest_of = EntryDigest(self.parts)
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def unpacked(packed: bytes) -> EntryLayout:
+        """Returns the layout with these `packed` bytes. Entries of one model have the same hundreds of parts, so they
+        are parsed once. Raises `InvalidRecord`."""
+        try:
+            parts, meta = msgpack.unpackb(packed)
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+            raise InvalidRecord(f"a layout cannot be read: {error}") from None
+        return EntryLayout(parts, meta)
 
 
 def _described(part: Part) -> bytes:
@@ -393,25 +432,22 @@ class SegmentRecord:
         )
 
 
-@dataclass(frozen=True)
-class Location:
-    """Where an entry is, and what a reader must find there. `tokens` is packed; compare them after a hit."""
+@dataclass(frozen=True, kw_only=True)
+class Location(EntryRecord):
+    """Where an entry is, and what a reader must find there. Compare `tokens` after a hit. The owners are not said."""
 
-    id: bytes
-    parent: bytes
     model: bytes
     name: str
     slot: int
-    tail: bool
-    tokens: bytes
-    digest: bytes
-    window_from: int
-    snapshot: bool
-    nbytes: int
+
+    @classmethod
+    def of(cls, record: EntryRecord, model: bytes, name: str, slot: int) -> Location:
+        """Returns the location of an entry in a model's file."""
+        return cls(**{**vars(record), "owners": (NOBODY,)}, model=model, name=name, slot=slot)
 
     def to_wire(self) -> dict[str, Any]:
         """Returns plain data for msgpack."""
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "owners"}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> Location:

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from satchel.actors.model_files.source import EMBEDDED
-from satchel.actors.replica.execution import models
+from satchel.actors.replica.loading import models
 
 from ..memory.neighbours import decoding
 from .worker import answer

@@ -19,7 +19,7 @@ from tests.system import hosts
 
 from ..parts import Budget, ResultTable, Say, median
 from ..programs import program
-from .source import MODEL, RAW_PIECE_BYTES, ROOT, SESSION, open_store
+from .source import MODEL, RAW_PIECE_BYTES, ROOT, open_store
 from .worker import Worker
 
 OF_RAW_MIN = {"loopback": 0.5, "10 Gb/s": 0.8, "1 Gb/s": 0.95}
@@ -46,7 +46,7 @@ def pull_s(folder: Path, key: bytes, ids: Sequence[bytes], addresses: Sequence[A
     root = Path(tempfile.mkdtemp(prefix="pulled-", dir=folder))
     try:
         with open_store(root) as store:
-            puller = BlockPuller(store, key, "target", SESSION)
+            puller = BlockPuller(store, key, store)
             result = puller.pull(Wanted(MODEL, ROOT, tuple(ids)), "source", addresses, deadline_s=600.0)
             puller.close()
         if result.stop is not Stop.COMPLETE:

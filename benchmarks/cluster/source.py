@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def main() -> None:
             listener = socket.create_server((asked["address"], 0))
             threading.Thread(target=_send_raw, args=(listener, nbytes), daemon=True).start()
             key, listen = bytes.fromhex(asked["key"]), [(asked["address"], 0)]
-            server = stack.enter_context(BlockServer(store, key, "source", listen))
+            server = stack.enter_context(closing(BlockServer(store, key, "source", listen)))
             told = {"ids": [block.hex() for block in ids], "bytes": nbytes, "raw": listener.getsockname()}
             return {**told, "addresses": server.addresses}
 

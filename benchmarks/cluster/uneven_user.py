@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from satchel.actors.protocol.messages import Decision
+from satchel.actors.protocol.router_messages import Decision
 from satchel.api.client.cluster import Cluster, connect
 
 from .server import wait_for

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from satchel.actors.kv_store.disk.leases import Leases, Pin
+from satchel.actors.kv_store.disk.leases import Leases
 from satchel.actors.kv_store.disk.placement import Changes, SegmentPlacement
 from satchel.actors.protocol.entries import DIGEST_BYTES, EntryRecord, Location, SegmentRecord, owner_tag
 from satchel.cluster.errors import DiskFull, StaleEpoch
@@ -134,11 +134,11 @@ class KVDisk:
     def compact(self) -> list[bytes]:
         return []
 
-    def pin(self, locations: Iterable[Location], lease_s: float) -> Pin:
+    def pin(self, locations: Iterable[Location], lease_s: float) -> str:
         names = [location.name for location in locations]
         lease = self.leases.take(names, self._clock(), lease_s)
         assert lease is not None, "leases drain"
-        return Pin(lease, [])
+        return lease
 
     def unpin(self, lease: str) -> bool:
         return self.leases.give_back(lease, self._clock())
@@ -197,5 +197,4 @@ class KVDisk:
 
 
 def _location(model: bytes, row: EntryRecord) -> Location:
-    facts = (row.tail, row.tokens, row.digest, row.window_from, row.snapshot, row.nbytes)
-    return Location(row.id, row.parent, model, row.id.hex(), 0, *facts)
+    return Location.of(row, model, row.id.hex(), 0)

@@ -22,7 +22,7 @@ from satchel.actors.kv_store.transfer.pull_loop import (
     Wanted,
 )
 from satchel.actors.protocol.entries import EntryRecord, owner_tag
-from satchel.cluster.errors import EntryDamaged, LinkError, QueueFull, SatchelError
+from satchel.cluster.errors import DiskError, EntryDamaged, LinkError, QueueFull, SatchelError
 
 from .cluster_disk import ENTRY_BYTES, digest, kv_of
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 LEASE_S = 4.0
 PULLS_MAX = 4
-LIMITS = PullLimits(batch_entries=3, window_bytes=12 * ENTRY_BYTES, total_bytes_max=10**9)
+LIMITS = PullLimits(batch_entries=3, total_bytes_max=10**9)
+ENTRIES_AHEAD = 11
 
 Content = tuple[EntryRecord, bytes]
 
@@ -143,8 +144,8 @@ class _Session:
 
     # The disk.
 
-    async def install(self, entry: Content, nbytes: int) -> None:
-        while len(self._writing) * ENTRY_BYTES + nbytes > LIMITS.window_bytes:
+    async def install(self, entry: Content) -> None:
+        while len(self._writing) > ENTRIES_AHEAD:
             await self._written()
         before = self._writing[-1] if self._writing else None
         self._writing.append(self.store.process.start(self._write(entry, before)))
@@ -163,7 +164,7 @@ class _Session:
             await self.pause(0.01)
         self._writing.popleft()
         if self._failed:
-            raise PullEnded(Stop.DISK, self._failed)
+            raise DiskError(self._failed)
 
     async def _write(self, entry: Content, before: asyncio.Task[None] | None) -> None:
         row, content = entry
@@ -207,7 +208,7 @@ class _Line:
     def _pin(self) -> None:
         self._unpin()
         wanted, disk = self._session.wanted, self._source.kv
-        self._lease = disk.pin([found for found in disk.locate(wanted.model, wanted.chain) if found], LEASE_S).lease
+        self._lease = disk.pin([found for found in disk.locate(wanted.model, wanted.chain) if found], LEASE_S)
 
     def _unpin(self) -> None:
         if self._lease and self._source.process.alive:

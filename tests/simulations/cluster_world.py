@@ -63,6 +63,7 @@ class Blocks(NodeBlocks):
         self._peers, self._lock, self._links = Peers(world, store.name), threading.Lock(), {}
         self._server: Any = SimpleNamespace(addresses=[("link", 1), ("network", 1)])
         self._puller: Any = Puller(world, store)
+        self._threads: Any = None
 
 
 class Engine:

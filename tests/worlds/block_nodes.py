@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
-from satchel.actors.kv_store.disk.io import DiskIO
-from satchel.actors.kv_store.transfer.block_client import BlockPuller, PullCancel, PullResult
+from satchel.actors.kv_store.transfer.block_client import BlockPuller, PullResult
 from satchel.actors.kv_store.transfer.block_server import BlockServer, ServerLimits
+from satchel.actors.kv_store.transfer.link import Link
 from satchel.actors.kv_store.transfer.pull_loop import PullLimits, Wanted
 from satchel.actors.protocol.entries import Entry
 
@@ -25,28 +26,27 @@ Address = tuple[str, int]
 
 @dataclass
 class Nodes:
-    """`source` and `target`, whose stores are compared with their files at the end."""
+    """`source` and `target`, whose stores are compared with their files at the end. `sent` has the bytes of each entry
+    that was sent."""
 
     source: Bench
     target: Bench
     limits: PullLimits = field(default_factory=lambda: PullLimits(backoff_s=0.05, stall_s=1.0))
     servers: list[BlockServer] = field(default_factory=list)
     pullers: list[BlockPuller] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
 
     def serve(self, *, key: bytes = CLUSTER_KEY, node: str = "mac0", port: int = 0, **more) -> BlockServer:
         server = BlockServer(self.source.store, key, node, [("127.0.0.1", port)], **more)
         self.servers.append(server)
         return server
 
-    def puller(self, *, key: bytes = CLUSTER_KEY, io: DiskIO | None = None, **more) -> BlockPuller:
+    def puller(self, *, key: bytes = CLUSTER_KEY, **more) -> BlockPuller:
         puller = BlockPuller(
             self.target.store,
             key,
-            "mac1",
-            self.target.session,
+            self.target.store,
             limits=more.pop("limits", self.limits),
-            wall_clock=lambda: 5.0,
-            io=io or self.target.io,
             **more,
         )
         self.pullers.append(puller)
@@ -60,20 +60,25 @@ class Nodes:
         puller: BlockPuller | None = None,
         deadline_s: float = 20.0,
         owner: str = "",
-        cancel: PullCancel | None = None,
     ) -> PullResult:
         addresses = self.servers[-1].addresses if addresses is None else addresses
         puller = puller or self.puller()
-        return puller.pull(wanted, "mac0", addresses, deadline_s=deadline_s, owner=owner, cancel=cancel)
+        return puller.pull(wanted, "mac0", addresses, deadline_s=deadline_s, owner=owner)
 
 
 @contextmanager
 def nodes(path: Path) -> Iterator[Nodes]:
     """At the end no thread, connection, pull or lease is left, and both stores agree with their files."""
     with checked(path / "source") as source, checked(path / "target") as target:
-        made = Nodes(source, target)
+        made, send_bytes = Nodes(source, target), Link.send_bytes
+
+        def counted(self: Link, nbytes: int, read: Callable[[memoryview, int], None]) -> None:
+            send_bytes(self, nbytes, read)
+            made.sent.append(nbytes)
+
         try:
-            yield made
+            with patch.object(Link, "send_bytes", counted):
+                yield made
         finally:
             closed = [puller.close() for puller in made.pullers] + [server.close() for server in made.servers]
             left = [source.store.stats()["leases"], target.store.stats()["leases"]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +18,7 @@ from satchel.actors.kv_store.disk.segment_reader import StoredEntry, read_entrie
 from satchel.actors.kv_store.disk.segments import model_folder, write_segment
 from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, root_id
-from satchel.actors.protocol.entries import DTYPES, Entry, Failure, Location, SegmentRecord
+from satchel.actors.protocol.entries import DTYPES, Entry, Failure, Location, SegmentRecord, tenant_tag
 
 MODEL = bytes(range(32))
 KEY = bytes(32)
@@ -154,6 +156,20 @@ class Bench:
         return b"".join(path.read_bytes() for path in sorted(self.root.rglob("*")) if path.is_file())
 
 
+def evict(store: DiskStore, bytes_max: int) -> list[bytes]:
+    """Have the least recently used files without a lease go until the rest fits, as a full disk does. Returns the ids
+    that are gone."""
+    with store._held("evicting files") as shelf:
+        gone = store._changes.note([], shelf.evict(bytes_max))
+        shelf.purge()
+        return gone
+
+
+def nbytes_of(store: DiskStore, tenant: str) -> int:
+    """The bytes of a tenant's files; those of the owner tenant are not counted."""
+    return store._shelf.index.tenant_bytes[tenant_tag(store.key, tenant)]
+
+
 def payload(entry: Entry) -> bytes:
     """Bytes that only this entry has."""
     return np.ascontiguousarray(next(iter(entry.parts.values()))).tobytes()[:64]
@@ -179,6 +195,20 @@ class Failing(NoSync):
         number = len(self.steps) - 1
         if number == self.at or (self.forever and number > self.at >= 0):
             raise self.error()
+
+
+class Filling(NoSync):
+    """A device with room for `free_bytes` more. A write that does not fit stops in its middle, as the system's do."""
+
+    def __init__(self, free_bytes: int) -> None:
+        self.free_bytes = free_bytes
+
+    def write(self, descriptor: int, path: Path, buffers: Sequence[memoryview | bytes]) -> None:
+        data = b"".join(buffers)
+        super().write(descriptor, path, [data[: self.free_bytes]])
+        self.free_bytes -= len(data)
+        if self.free_bytes < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Photographed(DiskIO):
@@ -245,22 +275,7 @@ def write_file(
 
 def places(record: SegmentRecord) -> list[Location]:
     """Where a store would say that the entries of a segment are."""
-    return [
-        Location(
-            entry.id,
-            entry.parent,
-            record.model,
-            record.name,
-            slot,
-            entry.tail,
-            entry.tokens,
-            entry.digest,
-            entry.window_from,
-            entry.snapshot,
-            entry.nbytes,
-        )
-        for slot, entry in enumerate(record.entries)
-    ]
+    return [Location.of(entry, record.model, record.name, slot) for slot, entry in enumerate(record.entries)]
 
 
 def file_of(root: Path, record: SegmentRecord) -> Path:

@@ -28,12 +28,11 @@ from cachetools import LRUCache
 from ....cluster.errors import ClusterError, DiskError, MemoryFull, Unavailable
 from ...protocol.entries import KEY_BYTES
 from ...protocol.store_messages import Content, Head
-from ..disk.folder import says_full
 from ..disk.io import DiskIO
 from ..disk.segments import read_key
 from .branches import ROW_BYTES
 from .roles import Place, Role
-from .schema import is_damage, prepare, unusable
+from .schema import is_damage, prepare, says_full, unusable
 
 logger = logging.getLogger(__name__)
 

@@ -59,6 +59,12 @@ def is_damage(error: Exception) -> bool:
     return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
+def says_full(error: sqlite3.Error) -> bool:
+    """Returns whether SQLite reports a full disk, for the database or for its shared memory, which is a file too."""
+    code = getattr(error, "sqlite_errorcode", None) or 0
+    return code & 0xFF == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE
+
+
 def unusable(path: Path, error: Exception) -> SatchelError:
     """Returns the error for a file that cannot be opened and is not damaged."""
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,20 +40,9 @@ def take_lock(path: Path, wait_s: float) -> FileLock:
     return lock
 
 
-def primary_code(error: sqlite3.Error) -> int:
-    """Returns SQLite's primary result code, 0 if the error has none."""
-    return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
-
-
-def says_full(error: sqlite3.Error) -> bool:
-    """Returns whether SQLite reports a full disk, for the database or for its shared memory, which is a file too."""
-    whole = getattr(error, "sqlite_errorcode", None)
-    return primary_code(error) == sqlite3.SQLITE_FULL or whole == sqlite3.SQLITE_IOERR_SHMSIZE
-
-
 @contextmanager
 def typed(action: str) -> Iterator[None]:
-    """Translates OSError and SQLite's errors of the block.
+    """Translates OSErrors of the block.
 
     Args:
         action: what the block does, for the message.
@@ -68,9 +56,3 @@ def typed(action: str) -> Iterator[None]:
     except OSError as error:
         kind = DiskFull if error.errno in _FULL else DiskError
         raise kind(f"{action}: {error.strerror or error}") from error
-    except sqlite3.Error as error:
-        kind = DiskFull if says_full(error) else DiskError
-        raise kind(f"{action}: {error}") from error
-    except UnicodeDecodeError as error:
-        # Python cannot read SQLite's message about a damaged table.
-        raise DiskError(f"{action}: the index is damaged: {error}") from error

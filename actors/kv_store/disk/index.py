@@ -1,8 +1,8 @@
-"""The index of segment files: in memory, made of their headers at every start. Pure.
+"""The index of segment files: in memory, made of their footers at every start. Pure.
 
 An entry's row is *live* if lookups of its id return it. Other rows (second or replaced copies) are kept so that their
-bytes can be found and erased. A header lacks owners that came later, so after a start a row is not *certain* until it
-is told them. A header may not name one who was forgotten: its file is marked for erasing then, and rewritten.
+bytes can be found and erased. A footer lacks owners that came later, so after a start a row is not *certain* until it
+is told them. A footer may not name one who was forgotten: its file is marked for erasing then, and rewritten.
 """
 
 from __future__ import annotations
@@ -33,20 +33,7 @@ class IndexRow:
 
     @property
     def location(self) -> Location:
-        entry = self.record
-        return Location(
-            entry.id,
-            entry.parent,
-            self.segment.model,
-            self.segment.name,
-            self.slot,
-            entry.tail,
-            entry.tokens,
-            entry.digest,
-            entry.window_from,
-            entry.snapshot,
-            entry.nbytes,
-        )
+        return Location.of(self.record, self.segment.model, self.segment.name, self.slot)
 
 
 @dataclass(eq=False, slots=True)

@@ -10,15 +10,14 @@ import fcntl
 import os
 import shutil
 import sys
+from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-_BUFFERS_MAX = 512
-"""How many buffers go into one system call; every system allows 1024."""
-
-_WRITE_BYTES_MAX = 2**30
-"""How many bytes go into one system call; macOS refuses 2 GiB."""
+_PIECES_MAX, _PIECE_BYTES_MAX = 512, 2**21
+"""How many pieces of how many bytes go into one system call: every system allows 1024, and macOS refuses 2 GiB."""
 
 
 class Space(NamedTuple):
@@ -46,29 +45,19 @@ class DiskIO:
 
     def write(self, descriptor: int, path: Path, buffers: Sequence[memoryview | bytes]) -> None:
         """Writes all of `buffers` (byte views) in order."""
-        group: list[memoryview] = []
-        size = 0
-        for buffer in buffers:
-            view = memoryview(buffer)
-            for start in range(0, len(view), _WRITE_BYTES_MAX):
-                piece = view[start : start + _WRITE_BYTES_MAX]
-                if group and (len(group) == _BUFFERS_MAX or size + len(piece) > _WRITE_BYTES_MAX):
-                    self._write_group(descriptor, path, group)
-                    group, size = [], 0
-                group.append(piece)
-                size += len(piece)
-        if group:
-            self._write_group(descriptor, path, group)
-
-    def _write_group(self, descriptor: int, path: Path, group: list[memoryview]) -> None:
         self.step("write", path)
-        while group:
-            written = os.writev(descriptor, group)
+        left = deque(
+            view[start : start + _PIECE_BYTES_MAX]
+            for view in map(memoryview, buffers)
+            for start in range(0, len(view), _PIECE_BYTES_MAX)
+        )
+        while left:
+            written = os.writev(descriptor, list(islice(left, _PIECES_MAX)))
             # A signal or a nearly full disk can cut a write short.
-            while group and written >= len(group[0]):
-                written -= len(group.pop(0))
-            if group:
-                group[0] = group[0][written:]
+            while left and written >= len(left[0]):
+                written -= len(left.popleft())
+            if written:
+                left[0] = left[0][written:]
 
     def sync(self, descriptor: int, path: Path) -> None:
         """Makes the file's bytes durable. On macOS fsync leaves them in the drive's cache, so F_FULLFSYNC."""

@@ -3,14 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
-
-
-class Pin(NamedTuple):
-    """A lease on files, and the ids of entries whose files no longer exist."""
-
-    lease: str
-    gone: list[bytes]
 
 
 class Leases:
@@ -29,15 +21,16 @@ class Leases:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def take(self, names: Iterable[str], now: float, lease_s: float) -> str | None:
-        """Returns a new lease, None if there are too many."""
+    def take(self, names: Iterable[str], now: float, lease_s: float, old: str = "") -> str | None:
+        """Returns a new lease, None if there are too many. It replaces an `old` one, of whose files it is too."""
         self.expire(now)
-        if len(self._ends) >= self._count_max:
+        if len(self._ends) >= self._count_max + (old in self._ends):
             return None
         self._taken += 1
         lease = f"lease-{self._taken}"
+        self._ends.pop(old, None)
         self._ends[lease] = now + lease_s
-        self._names[lease] = frozenset(names)
+        self._names[lease] = self._names.pop(old, frozenset()).union(names)
         return lease
 
     def give_back(self, lease: str, now: float) -> bool:

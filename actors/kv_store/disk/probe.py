@@ -14,27 +14,24 @@ class DiskProbe:
     """A probe of one disk.
 
     Args:
-        folder: on that disk; None if the store uses no disk.
+        folder: on that disk.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._probing: threading.Thread | None = None
 
     def answers(self, within_s: float = PROBE_S) -> bool:
         """Returns whether the disk syncs a byte within `within_s` seconds. An error, such as a full disk, counts as an
         answer. Blocks."""
-        if self._folder is None:
-            return True
         if self._probing is None or not self._probing.is_alive():
-            self._probing = threading.Thread(target=self._probe, args=(self._folder,), name="probe", daemon=True)
+            self._probing = threading.Thread(target=self._probe, name="probe", daemon=True)
             self._probing.start()
         self._probing.join(within_s)
         return not self._probing.is_alive()
 
-    @staticmethod
-    def _probe(folder: Path) -> None:
-        path = folder / f".probe.{os.getpid()}"
+    def _probe(self) -> None:
+        path = self._folder / f".probe.{os.getpid()}"
         try:
             with path.open("wb") as file:
                 file.write(b"\0")

@@ -1,4 +1,4 @@
-"""Segment files: written once, by replicas or the store, and never changed.
+"""Segment files: written once, entry after entry, by replicas or the store, and never changed.
 
 The KV folder::
 
@@ -16,21 +16,20 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from ....cluster.errors import DiskError, InvalidRecord
 from ...protocol.entries import (
-    DIGEST_BYTES,
     ENTRIES_MAX,
     ID_BYTES,
     KEY_BYTES,
     Entry,
-    EntryDigest,
+    EntryLayout,
     EntryRecord,
     Part,
     SegmentRecord,
-    checked_meta,
     flat_bytes,
     owner_tag,
     pack_tokens,
@@ -38,13 +37,10 @@ from ...protocol.entries import (
 )
 from .folder import typed
 from .io import DiskIO
-from .segment_header import build
+from .segment_footer import build
 
 FINISHED = ".kv"
 UNFINISHED = ".tmp"
-EARLIER = ".safetensors"
-"""Segments of the layout before, which nobody reads any more."""
-
 STORE_SESSION = "store"
 """The session of files that the store itself writes. Replicas use other names."""
 
@@ -156,6 +152,115 @@ def grouped(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
         yield group
 
 
+class SegmentWriter:
+    """A segment that is being written, so that none of its entries has to be in memory. For one thread at a time.
+
+    Args:
+        root: the KV folder, which exists.
+        key: `read_key`.
+        model: the model id, 32 bytes.
+        layout: of every entry.
+        session: of the writer; the store keeps uncommitted files of its current session.
+        epoch: `DiskStore.epoch`.
+        now_s: seconds since 1970.
+        io: the disk.
+
+    Attributes:
+        records: of the kept entries.
+
+    Raises:
+        DiskFull, DiskError: so does every method. Nothing is left behind after `abandon`, which the end of a `with`
+            calls unless the file is finished.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        key: bytes,
+        model: bytes,
+        layout: EntryLayout,
+        *,
+        session: str,
+        epoch: int,
+        now_s: float,
+        io: DiskIO | None = None,
+    ) -> None:
+        self.records: list[EntryRecord] = []
+        self.model, self.layout, self._key, self._io = model, layout, key, io or DiskIO()
+        self._facts = model, epoch, now_s, layout.meta
+        self._folder = model_folder(root, model)
+        self._name = f"{checked_session(session)}.{secrets.token_hex(16)}"
+        self._path = self._folder / (self._name + UNFINISHED)
+        self._begun_bytes = 0  # of an entry that is not kept yet
+        with self._typed():
+            self._io.folder(self._folder.parent)
+            self._io.folder(self._folder)
+            self._descriptor = self._io.create(self._path)
+
+    def __enter__(self) -> SegmentWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._descriptor >= 0:
+            self.abandon()
+
+    def _typed(self) -> contextlib.AbstractContextManager[None]:
+        return typed(f"writing a segment under {self._folder}")
+
+    def write(self, *pieces: memoryview | bytes) -> None:
+        """Appends bytes of the next entry."""
+        self._begun_bytes += sum(map(len, pieces))
+        with self._typed():
+            self._io.write(self._descriptor, self._path, pieces)
+
+    def keep(self, record: EntryRecord) -> None:
+        """The bytes since the last entry are this one's. Raises `InvalidRecord` if it has another size."""
+        if not self._begun_bytes == record.nbytes == self.layout.nbytes:
+            raise InvalidRecord("an entry has another size than its parts")
+        self.records.append(record.checked())
+        self._begun_bytes = 0
+
+    def drop(self) -> None:
+        """Forgets the bytes since the last entry."""
+        if self._begun_bytes:
+            end = self.layout.nbytes * len(self.records)
+            with self._typed():
+                os.ftruncate(self._descriptor, end)
+                os.lseek(self._descriptor, end, os.SEEK_SET)
+            self._begun_bytes = 0
+
+    def finish(self) -> SegmentRecord:
+        """Makes the file durable and gives it its name. It does not count until the store commits the record.
+
+        Raises:
+            InvalidRecord: its entries cannot be stored together.
+        """
+        if not 1 <= len(self.records) <= ENTRIES_MAX or len({record.id for record in self.records}) < len(self.records):
+            raise InvalidRecord(f"a segment has 1 to {ENTRIES_MAX} different entries")
+        self.drop()
+        record = SegmentRecord(self._name + FINISHED, 0, *self._facts, tuple(self.records))
+        footer = build(record, self.layout, self._key)
+        with self._typed():
+            self._io.write(self._descriptor, self._path, [footer])
+            self._io.sync(self._descriptor, self._path)
+            self._io.rename(self._path, self._folder / record.name)
+            self._io.sync_folder(self._folder)
+        self._close()
+        return replace(record, nbytes=self.layout.nbytes * len(self.records) + len(footer))
+
+    def abandon(self) -> None:
+        """Removes the file. The store sweeps what cannot be removed."""
+        self._close()
+        for name in (self._path, self._folder / (self._name + FINISHED)):
+            with contextlib.suppress(OSError):
+                self._io.unlink(name)
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
 def write_segment(
     root: Path,
     key: bytes,
@@ -171,13 +276,8 @@ def write_segment(
     """Writes `entries` as one durable file. It does not count until the store commits the record.
 
     Args:
-        root: the KV folder, which exists.
-        key: `read_key`.
-        model: the model id, 32 bytes.
+        root, key, model, session, epoch, now_s, io: as `SegmentWriter`.
         entries: 1 to 16 with equal signatures.
-        session: of the writer; the store keeps uncommitted files of its current session.
-        epoch: `DiskStore.epoch`.
-        now_s: seconds since 1970.
         meta: what readers need to interpret the parts.
 
     Returns:
@@ -187,75 +287,25 @@ def write_segment(
         InvalidRecord: the entries cannot be stored together.
         DiskFull, DiskError: nothing is left behind.
     """
-    tags = [tuple(dict.fromkeys(owner_tag(key, owner) for owner in entry.owners)) for entry in entries]
-    return write_tagged(
-        root, key, model, entries, tags, session=session, epoch=epoch, now_s=now_s, meta=meta or {}, io=io or DiskIO()
-    )
-
-
-def write_tagged(
-    root: Path,
-    key: bytes,
-    model: bytes,
-    entries: Sequence[Entry],
-    tags: Sequence[tuple[bytes, ...]],
-    *,
-    session: str,
-    epoch: int,
-    now_s: float,
-    meta: Mapping[str, str],
-    io: DiskIO,
-) -> SegmentRecord:
-    """Writes a segment like `write_segment`, with owner tags instead of owners: `tags[slot]`. Raises as that does."""
-    if not 1 <= len(entries) <= ENTRIES_MAX or len({entry.id for entry in entries}) != len(entries):
-        raise InvalidRecord(f"a segment has 1 to {ENTRIES_MAX} different entries")
-    parts = signature(entries[0].parts)
-    if any(signature(entry.parts) != parts for entry in entries):
+    layout = EntryLayout(signature(entries[0].parts) if entries else (), meta or {})
+    if any(signature(entry.parts) != layout.parts for entry in entries[1:]):
         raise InvalidRecord("the entries of a segment have equal names, dtypes and shapes")
-    folder = model_folder(root, model)
-    flat = [[flat_bytes(entry.parts[part.name]) for part in parts] for entry in entries]
-    size, digest_of = sum(part.nbytes for part in parts), EntryDigest(parts)
-    rows = tuple(_record(entry, digest_of(*flat[slot]), size, tags[slot]) for slot, entry in enumerate(entries))
-    name = f"{checked_session(session)}.{secrets.token_hex(16)}"
-    record = SegmentRecord(name + FINISHED, 0, model, epoch, now_s, checked_meta(meta), rows)
-    header = build(record, parts, key)
-    with typed(f"writing a segment under {folder}"):
-        _write(folder, name, [header, *(data for own in flat for data in own)], io)
-    nbytes = len(header) + size * len(entries)
-    return SegmentRecord(record.name, nbytes, model, epoch, now_s, record.meta, rows)
-
-
-def _record(entry: Entry, digest: bytes, nbytes: int, tags: tuple[bytes, ...]) -> EntryRecord:
-    assert len(digest) == DIGEST_BYTES
-    return EntryRecord(
-        id=entry.id,
-        parent=entry.parent,
-        tail=entry.tail,
-        tokens=pack_tokens(entry.tokens),
-        digest=digest,
-        window_from=entry.window_from,
-        snapshot=entry.snapshot,
-        nbytes=nbytes,
-        owners=tags,
-    ).checked()
-
-
-def _write(folder: Path, name: str, buffers: Sequence[memoryview | bytes], io: DiskIO) -> None:
-    io.folder(folder.parent)
-    io.folder(folder)
-    unfinished = folder / (name + UNFINISHED)
-    descriptor = io.create(unfinished)
-    try:
-        try:
-            io.write(descriptor, unfinished, buffers)
-            io.sync(descriptor, unfinished)
-        finally:
-            os.close(descriptor)
-        io.rename(unfinished, folder / (name + FINISHED))
-        io.sync_folder(folder)
-    except BaseException:
-        # Only the first error matters, and the store sweeps leftovers.
-        with contextlib.suppress(OSError):
-            io.unlink(unfinished)
-            io.unlink(folder / (name + FINISHED))
-        raise
+    with SegmentWriter(root, key, model, layout, session=session, epoch=epoch, now_s=now_s, io=io) as writer:
+        for entry in entries:
+            flat = [flat_bytes(entry.parts[part.name]) for part in layout.parts]
+            digest = layout.digest_of(*flat)
+            writer.write(*flat)
+            writer.keep(
+                EntryRecord(
+                    id=entry.id,
+                    parent=entry.parent,
+                    tail=entry.tail,
+                    tokens=pack_tokens(entry.tokens),
+                    digest=digest,
+                    window_from=entry.window_from,
+                    snapshot=entry.snapshot,
+                    nbytes=layout.nbytes,
+                    owners=tuple(dict.fromkeys(owner_tag(key, owner) for owner in entry.owners)),
+                )
+            )
+        return writer.finish()

@@ -23,9 +23,8 @@ from .index import Index, IndexRow, Segment
 from .io import DiskIO
 from .leases import Leases
 from .placement import SegmentPlacement
-from .segment_reader import read_entries, read_header
+from .segment_reader import read_entries, read_footer
 from .segments import (
-    EARLIER,
     FINISHED,
     STORE_SESSION,
     UNFINISHED,
@@ -96,13 +95,13 @@ class Shelf:
         self.epoch = self.recover(session)
 
     def recover(self, session: str) -> int:
-        """Fills the index from the headers of finished files, in the order in which they were written, and removes all
+        """Fills the index from the footers of finished files, in the order in which they were written, and removes all
         other files, but those that this session's writers have under way. Returns the new epoch."""
         # An index on disk is of an earlier version, and has tokens.
         for old in [*self.root.glob("index*"), *self.root.glob(f".*{UNFINISHED}")]:
             self.io.unlink(old)
         found: list[tuple[int, float, str, SegmentFile, SegmentRecord]] = []
-        earlier = 0
+        removed = 0
         for file in segment_files(self.root):
             name = file.path.name
             if name.endswith(FINISHED):
@@ -113,20 +112,22 @@ class Shelf:
                 self.totals["corrupt"] += 1
             elif name.endswith(UNFINISHED) and session_of(name) == session:
                 continue
-            earlier += name.endswith(EARLIER)
+            removed += not name.endswith(UNFINISHED)
             self.io.unlink(file.path)
-        if earlier:
-            logger.warning("%d files of KV in an earlier layout were removed; what they had is computed again", earlier)
+        if removed:
+            what = "%d files of KV, damaged or in an earlier layout, were removed; what they had is computed again"
+            logger.warning(what, removed)
         for *_, file, record in sorted(found, key=lambda item: item[:3]):
             self.used = max(self.used, file.used)
             self.index.place(record, file.used, certain=False)
         self.remove_lonely()
         self.purge_if_possible()
-        return max((epoch for epoch, *_ in found), default=0) + 1 + secrets.randbelow(_EPOCH_JUMP)
+        # From a jump on, so that all epochs take equally many bytes of a file.
+        return max((epoch for epoch, *_ in found), default=_EPOCH_JUMP) + 1 + secrets.randbelow(_EPOCH_JUMP)
 
     def record_of(self, file: SegmentFile) -> SegmentRecord | None:
         try:
-            record = read_header(file.path, self.key).record
+            record = read_footer(file.path, self.key).record
         except CorruptSegment:
             return None
         except OSError as error:
@@ -144,7 +145,7 @@ class Shelf:
         if record.nbytes > budget:
             raise DiskFull(f"a segment of {record.nbytes} bytes is over the budget of {max(0, budget)}")
         try:
-            written = read_header(path, self.key).record
+            written = read_footer(path, self.key).record
         except FileNotFoundError:
             raise InvalidRecord(f"{record.name} is not there") from None
         except CorruptSegment as error:
@@ -153,15 +154,11 @@ class Shelf:
         if written.to_wire() != record.to_wire():
             raise InvalidRecord(f"{record.name} is another segment than announced")
 
-    def placed_before(self, segment: Segment, record: SegmentRecord) -> SegmentPlacement:
-        """Returns the current placement of a segment that is in the index already."""
-        live, placed = {row.record.id for row in segment.live}, SegmentPlacement()
-        for entry in record.entries:
-            if entry.id in live:
-                placed.kept.append(entry.id)
-            else:
-                (placed.dropped if self.index.live(entry.id) else placed.refused).append(entry.id)
-        return placed
+    def placed_before(self, record: SegmentRecord) -> SegmentPlacement:
+        """Returns what is served now of a segment that is in the index already."""
+        ids = [entry.id for entry in record.entries]
+        served = [entry for entry in ids if self.index.live(entry)]
+        return SegmentPlacement(kept=served, refused=[entry for entry in ids if entry not in served])
 
     def forget(self, tag: bytes, keep: Callable[[EntryRecord], bool] | None) -> list[bytes]:
         """Removes an owner from all entries except those to `keep`. Marks what has no other owner for erasing. Returns
@@ -355,7 +352,7 @@ class Shelf:
         for segment in index.segments.values():
             path = self.path(segment)
             assert files.pop(path, None) == segment.nbytes, f"{path} is not as the index says"
-            entries = read_header(path, self.key).record.entries
+            entries = read_footer(path, self.key).record.entries
             assert all(row.record == entries[row.slot] for row in segment.rows), f"{path} has other entries"
             if payload:
                 read = read_entries(self.root, self.key, [row.location for row in segment.live])

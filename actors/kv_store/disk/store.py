@@ -1,8 +1,8 @@
 """A node's KV on disk: which segments are committed, where an entry is, what is evicted.
 
 Replicas write and read the segment files. The store keeps the index, in memory, and reads a file's data only to rewrite
-it without forgotten entries. The files are all that is kept: their headers are read at every start, so that nothing
-else can be damaged or disagree with them. What headers lack is told anew: owners that came later by the agents'
+it without forgotten entries. The files are all that is kept: their footers are read at every start, so that nothing
+else can be damaged or disagree with them. What footers lack is told anew: owners that came later by the agents'
 branches (`uncertain`, `settle`), who was forgotten by their tombstones, and the order of use by the files' times.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from ....cluster.errors import DiskError, DiskFull, InvalidRecord
 from ...protocol.entries import (
     NOBODY,
-    Entry,
+    EntryLayout,
     EntryRecord,
     Failure,
     Location,
@@ -32,22 +32,18 @@ from ...protocol.entries import (
 from .folder import make_folders, take_lock, typed
 from .index import add_owners
 from .io import DiskIO
-from .leases import Pin
 from .placement import Changes, SegmentPlacement
 from .segment_reader import StoredEntry, read_entries
 from .segments import (
     FINISHED,
     STORE_SESSION,
+    SegmentWriter,
     checked_session,
     model_folder,
     segment_files,
     session_of,
-    write_tagged,
 )
 from .shelf import DiskLimits, Shelf
-
-_ROUNDS_MAX = 3
-"""How often in a row a segment is rewritten if entries of it are dropped during the rewriting."""
 
 
 class TailMatch(NamedTuple):
@@ -94,8 +90,8 @@ class DiskStore:
     ) -> None:
         if checked_session(session) == STORE_SESSION:
             raise InvalidRecord(f"{STORE_SESSION} is the store's own session")
-        self.root = root
-        self._clock, self._wall_clock, io = clock, wall_clock, io or DiskIO()
+        self.root, self.session = root, session
+        self._clock, self._wall_clock, self._io = clock, wall_clock, io or DiskIO()
         self._lock = threading.Lock()
         # Only one thread rewrites segments; taken before `_lock`, never inside it.
         self._maintenance = threading.Lock()
@@ -104,10 +100,10 @@ class DiskStore:
         self._in_flight: dict[Path, float] = {}
         self._closed = False
         with typed(f"opening {root}"):
-            make_folders(root, io)
+            make_folders(root, self._io)
             self._locked = take_lock(root / "lock", lock_wait_s)
             try:
-                self._shelf = Shelf(root, session, limits, io, clock)
+                self._shelf = Shelf(root, session, limits, self._io, clock)
             except BaseException:
                 self._locked.release()
                 raise
@@ -135,6 +131,11 @@ class DiskStore:
                 raise DiskError(f"{action}: the store is closed")
             with typed(action):
                 yield self._shelf
+
+    def writer(self, model: bytes, layout: EntryLayout, session: str = "") -> SegmentWriter:
+        """Begins a segment of the current session, or of another one. Raises as `SegmentWriter`."""
+        facts = {"epoch": self.epoch, "now_s": self._wall_clock(), "io": self._io}
+        return SegmentWriter(self.root, self.key, model, layout, session=session or self.session, **facts)
 
     def commit(
         self,
@@ -165,9 +166,8 @@ class DiskStore:
             raise InvalidRecord(f"{record.name!r:.80} is not the name of a segment")
         path = model_folder(self.root, record.model) / record.name
         with self._held("committing a segment") as shelf:
-            known = shelf.index.segments.get(record.name)
-            if known is not None:
-                return shelf.placed_before(known, record)
+            if record.name in shelf.index.segments:
+                return shelf.placed_before(record)
             try:
                 shelf.verify(record, path)
                 most = shelf.bytes_max.get(record.tenant)
@@ -216,19 +216,26 @@ class DiskStore:
         with self._held("looking entries up") as shelf:
             return [row.record for entry in ids if (row := shelf.index.live(entry)) is not None]
 
-    def pin(self, locations: Iterable[Location], lease_s: float) -> Pin:
-        """Keeps the files for a reader, for `lease_s` seconds (at most `lease_s_max`) or until `unpin`.
+    def pin(self, locations: Iterable[Location], lease_s: float, old: str = "") -> str:
+        """Keeps the files for a reader, for `lease_s` seconds (at most `lease_s_max`) or until `unpin`. Files that no
+        longer exist are not kept.
+
+        Args:
+            old: a lease that ends now; its files are kept too.
+
+        Returns:
+            The lease.
 
         Raises:
             DiskError: there are `leases_max` leases already.
         """
-        wanted = list(locations)
+        names = {location.name for location in locations}
         with self._held("pinning files") as shelf:
-            present = {location.name for location in wanted} & shelf.index.segments.keys()
-            lease = shelf.leases.take(present, self._clock(), min(lease_s, shelf.limits.lease_s_max))
+            present = names & shelf.index.segments.keys()
+            lease = shelf.leases.take(present, self._clock(), min(lease_s, shelf.limits.lease_s_max), old)
             if lease is None:
                 raise DiskError(f"there are {shelf.limits.leases_max} leases on files already")
-            return Pin(lease, [location.id for location in wanted if location.name not in present])
+            return lease
 
     def unpin(self, lease: str) -> bool:
         """Ends a lease. Returns whether it was still held."""
@@ -369,25 +376,6 @@ class DiskStore:
             shelf.purge_if_possible()
             return gone
 
-    def nbytes_of(self, tenant: str) -> int:
-        """Returns the bytes of a tenant's files; those of the owner tenant are not counted."""
-        with self._held("counting a tenant's KV") as shelf:
-            return shelf.index.tenant_bytes[tenant_tag(self.key, tenant)]
-
-    def evict(self, bytes_max: int | None = None) -> list[bytes]:
-        """Removes the least recently used files without a lease until the rest fits.
-
-        Args:
-            bytes_max: instead of what the device and the limits allow now; 0 removes everything.
-
-        Returns:
-            The ids that are gone.
-        """
-        with self._held("evicting files") as shelf:
-            gone = self._changes.note([], shelf.evict(shelf.budget() if bytes_max is None else bytes_max))
-            shelf.purge()
-            return gone
-
     def keep_reserve(self) -> None:
         """Evicts KV if other programs have filled the device into the reserve. Cheap otherwise."""
         with self._held("keeping the reserve") as shelf:
@@ -429,54 +417,40 @@ class DiskStore:
         return lost
 
     def _rewrite(self, name: str) -> list[bytes]:
-        """Replaces a segment by one with its live entries only. Copies the data without holding the lock."""
-        lost: list[bytes] = []
-        for _ in range(_ROUNDS_MAX):
-            with self._held("compacting") as shelf:
-                segment = shelf.index.segments.get(name)
-                if segment is None:
-                    break
-                copies = [(row, row.location, row.record) for row in segment.live]
-            read = read_entries(self.root, self.key, [location for _, location, _ in copies])
-            good = [
-                (row, record, stored)
-                for (row, _, record), stored in zip(copies, read, strict=True)
-                if isinstance(stored, StoredEntry)
-            ]
-            try:
-                written = self._write([(record, stored) for _, record, stored in good], shelf.io)
-            except DiskFull:
-                if not segment.erase:
-                    raise
-                # Erasing has precedence, and the file's other entries can be recomputed.
-                good, written = [], None
-            failures = [stored for stored in read if isinstance(stored, Failure)]
-            with self._held("compacting") as shelf:
-                gone = shelf.replace(segment, [row for row, _, _ in good], written, failures)
-                lost += self._changes.note([], gone)
-                again = shelf.index.segments.get(written.name) if written is not None else None
-                if again is None or not again.erase:
-                    break
-                name = again.name
-        return lost
+        """Replaces a segment by one with its live entries only. Copies the data without holding the lock; what is
+        dropped meanwhile is erased by the next call of `compact`."""
+        with self._held("compacting") as shelf:
+            segment = shelf.index.segments.get(name)
+            if segment is None:
+                return []
+            copies = [(row, row.location, row.record) for row in segment.live]
+        read = read_entries(self.root, self.key, [location for _, location, _ in copies])
+        good = [
+            (row, record, stored)
+            for (row, _, record), stored in zip(copies, read, strict=True)
+            if isinstance(stored, StoredEntry)
+        ]
+        try:
+            written = self._write([(record, stored) for _, record, stored in good])
+        except DiskFull:
+            if not segment.erase:
+                raise
+            # Erasing has precedence, and the file's other entries can be recomputed.
+            good, written = [], None
+        failures = [stored for stored in read if isinstance(stored, Failure)]
+        with self._held("compacting") as shelf:
+            return self._changes.note([], shelf.replace(segment, [row for row, _, _ in good], written, failures))
 
-    def _write(self, entries: Sequence[tuple[EntryRecord, StoredEntry]], io: DiskIO) -> SegmentRecord | None:
+    def _write(self, entries: Sequence[tuple[EntryRecord, StoredEntry]]) -> SegmentRecord | None:
         """Writes entries of one segment into a new file; None if there are none."""
         if not entries:
             return None
-        stored = entries[0][1]
-        return write_tagged(
-            self.root,
-            self.key,
-            stored.location.model,
-            [Entry.of_record(record, each.parts) for record, each in entries],
-            [record.owners for record, _ in entries],
-            session=STORE_SESSION,
-            epoch=self.epoch,
-            now_s=self._wall_clock(),
-            meta=stored.meta,
-            io=io,
-        )
+        first = entries[0][1]
+        with self.writer(first.location.model, first.layout, STORE_SESSION) as writer:
+            for record, stored in entries:
+                writer.write(stored.data.data)
+                writer.keep(record)
+            return writer.finish()
 
     def _sweep(self) -> None:
         """Removes files that stayed uncommitted for too long, and leftovers of failed rewritings."""

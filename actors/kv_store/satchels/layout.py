@@ -32,16 +32,12 @@ from pydantic.dataclasses import dataclass as validated
 
 from ....cluster.errors import InvalidRecord, InvalidSatchel
 from ...protocol.entries import (
-    DTYPES,
     ID_BYTES,
     OWNER_BYTES,
-    PARTS_MAX,
-    RANK_MAX,
     TOKEN_BYTES,
-    EntryDigest,
+    EntryLayout,
     EntryRecord,
-    Part,
-    checked_meta,
+    Location,
 )
 from ...protocol.store_messages import Content
 
@@ -115,22 +111,11 @@ class Manifest:
 _MANIFEST = TypeAdapter(Manifest)
 
 
-class EntryLayout(NamedTuple):
-    """What the bytes of entries are: their model, parts, in order, and their writer's metadata."""
-
-    model: bytes
-    parts: tuple[Part, ...]
-    meta: dict[str, str]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-
 class CarriedEntry(NamedTuple):
     """An entry that is what its digest says. `data` is `(nbytes,) uint8`."""
 
     record: EntryRecord
+    model: bytes
     layout: EntryLayout
     data: np.ndarray
 
@@ -146,7 +131,7 @@ class SatchelWriter:
     def __init__(self, write: Callable[[Any], object], key: bytes) -> None:
         self._write, self._key = write, key
         self._hash = hashlib.sha256()
-        self._layout: EntryLayout | None = None
+        self._layout = b""
         self._put(MAGIC + VERSION.to_bytes(4, "little"))
 
     def begin(self, manifest: Manifest, contents: Sequence[Content]) -> None:
@@ -155,13 +140,13 @@ class SatchelWriter:
         for content in contents:
             self._frame(Kind.BRANCH, _packed((content.tokens, content.text, content.messages)))
 
-    def entry(self, record: EntryRecord, layout: EntryLayout, data: memoryview) -> None:
-        """Writes an entry, with its layout if that is another one than of the entry before."""
-        if layout != self._layout:
-            self._layout = layout
-            described = [tuple(part) for part in layout.parts]
-            self._frame(Kind.LAYOUT, _packed((layout.model, described, layout.meta)))
-        facts = record.facts()
+    def entry(self, entry: Location, layout: EntryLayout, data: memoryview) -> None:
+        """Writes an entry, with its model and layout if they are others than of the entry before."""
+        described = _packed((entry.model, layout.parts, layout.meta))
+        if described != self._layout:
+            self._layout = described
+            self._frame(Kind.LAYOUT, described)
+        facts = entry.facts()
         self._frame(Kind.ENTRY, len(facts).to_bytes(4, "little"), facts, data)
 
     def end(self) -> None:
@@ -215,7 +200,7 @@ class SatchelReader:
     def entries(self) -> Iterator[CarriedEntry]:
         """Yields all entries; `data` is overwritten by the next one. The file is whole if this ends."""
         layout: EntryLayout | None = None
-        digest_of, buffer = EntryDigest(()), np.empty(0, np.uint8)
+        model, buffer = b"", np.empty(0, np.uint8)
         count = 0
         while True:
             digest = self._hash.digest()
@@ -223,8 +208,7 @@ class SatchelReader:
             if kind == Kind.END:
                 break
             if kind == Kind.LAYOUT:
-                layout = _layout_of(self._take(self._bounded(length, MANIFEST_BYTES_MAX)))
-                digest_of, buffer = EntryDigest(layout.parts), np.empty(0, np.uint8)
+                model, layout = _layout_of(self._take(self._bounded(length, MANIFEST_BYTES_MAX)))
                 continue
             if kind != Kind.ENTRY or layout is None:
                 raise InvalidSatchel(f"the satchel is damaged: a frame of kind {kind} is out of place")
@@ -235,10 +219,10 @@ class SatchelReader:
             if len(buffer) != record.nbytes:
                 buffer = np.empty(self._bounded(record.nbytes, ENTRY_BYTES_MAX), np.uint8)
             self._fill(buffer.data)
-            if digest_of(buffer.data) != record.digest:
+            if layout.digest_of(buffer.data) != record.digest:
                 raise InvalidSatchel("the satchel is damaged: an entry's bytes are not as they were written")
             count += 1
-            yield CarriedEntry(record, layout, buffer)
+            yield CarriedEntry(record, model, layout, buffer)
         if length != 2 * _DIGEST_BYTES or self._left != length:
             raise InvalidSatchel("the satchel does not end where it says")
         told, proof = self._take(_DIGEST_BYTES), self._take(_DIGEST_BYTES)
@@ -349,21 +333,14 @@ def _content_of(data: bytes, branch: CarriedBranch) -> Content:
     return content
 
 
-def _layout_of(data: bytes) -> EntryLayout:
+def _layout_of(data: bytes) -> tuple[bytes, EntryLayout]:
     try:
         model, described, meta = _unpacked(data)
-        parts = tuple(Part(name, dtype, tuple(shape)) for name, dtype, shape in described)
-        sound = isinstance(model, bytes) and len(model) == ID_BYTES and 1 <= len(parts) <= PARTS_MAX
-        if not sound or not all(map(_is_sound, parts)):
+        if not isinstance(model, bytes) or len(model) != ID_BYTES:
             raise InvalidSatchel("the satchel is damaged: the layout of its KV is none")
-        return EntryLayout(model, parts, checked_meta(meta))
+        return model, EntryLayout(described, meta)
     except (TypeError, ValueError, InvalidRecord) as error:
         raise InvalidSatchel(f"the satchel is damaged: the layout of its KV: {error}") from None
-
-
-def _is_sound(part: Part) -> bool:
-    shape = len(part.shape) <= RANK_MAX and all(isinstance(size, int) and 0 <= size < 2**40 for size in part.shape)
-    return isinstance(part.name, str) and isinstance(part.dtype, str) and part.dtype in DTYPES and shape
 
 
 def _record_of(facts: bytes) -> EntryRecord:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ...protocol.entries import EntryRecord, Location, unpack_tokens
+from ...protocol.entries import Location, unpack_tokens
 from ...protocol.store_messages import Content, Head
 from ..agents.claims import Branch, Claims
 from ..disk.segment_reader import EntryReader
 from ..disk.store import DiskStore
-from .layout import CarriedBranch, Chain, EntryLayout, Manifest, SatchelWriter
+from .layout import CarriedBranch, Chain, Manifest, SatchelWriter
 
 _TAILS_MAX = 4
 """Of one branch, the longest: earlier turns leave shorter ones."""
@@ -97,18 +97,14 @@ def write_satchel(
 
 def _write_entries(writer: SatchelWriter, store: DiskStore, locations: Sequence[Location], lease_s: float) -> None:
     reader = EntryReader(store.root, store.key, locations)
-    lease, taken_at = store.pin(locations, lease_s).lease, time.monotonic()
+    lease, taken_at = store.pin(locations, lease_s), time.monotonic()
     try:
         for run in reader.runs():
             for row, index in enumerate(run.indexes):
-                at = locations[index]
-                facts = at.tail, at.tokens, at.digest, at.window_from, at.snapshot, at.nbytes
-                layout = EntryLayout(at.model, run.signature, run.meta)
-                writer.entry(EntryRecord(at.id, at.parent, *facts), layout, run.data[row].data)
+                writer.entry(locations[index], run.layout, run.data[row].data)
             reader.give_back(run)
             if time.monotonic() - taken_at > lease_s / 3:
-                old, lease, taken_at = lease, store.pin(locations, lease_s).lease, time.monotonic()
-                store.unpin(old)
+                lease, taken_at = store.pin(locations, lease_s, lease), time.monotonic()
     finally:
         store.unpin(lease)
     store.report(reader.failures.values())

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import time
 from array import array
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ....cluster.errors import InvalidSatchel, SatchelError
 from ...protocol.block_ids import block_id, block_ids
-from ...protocol.entries import ENTRIES_MAX, Entry, EntryRecord, SegmentRecord, pack_tokens, tail_id, unpack_tokens
+from ...protocol.entries import ENTRIES_MAX, EntryRecord, SegmentRecord, owner_tag, pack_tokens, tail_id, unpack_tokens
 from ...protocol.media_ids import embeddings_parent, names_in
 from ...protocol.store_messages import Content
 from ..disk.placement import SegmentPlacement
-from ..disk.segment_reader import parts_of
-from ..disk.segments import write_segment
+from ..disk.segments import SegmentWriter
 from ..disk.store import DiskStore
-from .layout import CarriedEntry, EntryLayout, Manifest, SatchelReader
+from .layout import CarriedEntry, Manifest, SatchelReader
 
 _SEGMENT_BYTES = 32 * 2**20
 _BLOCK_BYTES = 1024
@@ -99,7 +98,6 @@ class KVTaker:
     """
 
     store: DiskStore
-    session: str
     owner: str
     models: Collection[bytes]
     commit: Callable[[SegmentRecord], SegmentPlacement]
@@ -109,65 +107,54 @@ class KVTaker:
     def take(self, reader: SatchelReader, renamed: Renamed) -> TakenKV:
         """Takes what the reader has, which was verified before, as far as there is room."""
         self._ids: dict[bytes, None] = {}
-        self._group: list[Entry] = []
-        self._layout: EntryLayout | None = None
-        for carried in reader.entries():
-            self.taken.of += 1
-            if self.taken.why_not and self.taken.why_not != NOT_SERVED:
-                continue
-            entry_id, parent = renamed.of(carried.layout.model, carried.record)
-            if carried.layout.model not in self.models or not parent:
-                self.taken.why_not = NOT_SERVED
-                continue
-            self._add(carried, entry_id, parent)
-        self._write()
+        self._segment: SegmentWriter | None = None
+        try:
+            for carried in reader.entries():
+                self.taken.of += 1
+                if self.taken.why_not and self.taken.why_not != NOT_SERVED:
+                    continue
+                entry_id, parent = renamed.of(carried.model, carried.record)
+                if carried.model not in self.models or not parent:
+                    self.taken.why_not = NOT_SERVED
+                    continue
+                self._try(partial(self._add, carried, entry_id, parent))
+            self._try(self._commit)
+        finally:
+            if self._segment is not None:
+                self._segment.abandon()
         # Blocks of a chain as used later than its end, so that this goes first.
         self.touch([*self._ids], self.owner)
         return self.taken
 
-    def _add(self, carried: CarriedEntry, entry_id: bytes, parent: bytes) -> None:
-        record, layout = carried.record, carried.layout
-        if self._layout != layout or len(self._group) * layout.nbytes >= _SEGMENT_BYTES:
-            self._write()
-        self._layout = layout
-        parts = parts_of(carried.data.copy(), layout.parts)
-        entry = Entry(
-            entry_id,
-            parent,
-            unpack_tokens(record.tokens),
-            parts,
-            tail=record.tail,
-            owners=(self.owner,),
-            window_from=record.window_from,
-            snapshot=record.snapshot,
-        )
-        self._group.append(entry)
-        if len(self._group) == ENTRIES_MAX:
-            self._write()
-
-    def _write(self) -> None:
-        group, layout, self._group = self._group, self._layout, []
-        if not group or layout is None:
-            return
-        store = self.store
+    def _try(self, step: Callable[[], None]) -> None:
         try:
-            written = write_segment(
-                store.root,
-                store.key,
-                layout.model,
-                group,
-                session=self.session,
-                epoch=store.epoch,
-                now_s=time.time(),
-                meta=layout.meta,
-            )
-            placed = self.commit(written)
+            step()
         except SatchelError as error:
             self.taken.why_not = error.message
+
+    def _add(self, carried: CarriedEntry, entry_id: bytes, parent: bytes) -> None:
+        segment, layout = self._segment, carried.layout
+        if segment is not None and (
+            (segment.model, segment.layout.packed) != (carried.model, layout.packed)
+            or len(segment.records) == ENTRIES_MAX
+            or len(segment.records) * layout.nbytes >= _SEGMENT_BYTES
+        ):
+            self._commit()
+        if self._segment is None:
+            self._segment = self.store.writer(carried.model, layout)
+        self._segment.write(carried.data.data)
+        owners = (owner_tag(self.store.key, self.owner),)
+        self._segment.keep(replace(carried.record, id=entry_id, parent=parent, owners=owners))
+
+    def _commit(self) -> None:
+        segment, self._segment = self._segment, None
+        if segment is None:
             return
-        self._ids.update(dict.fromkeys(entry.id for entry in group))
+        with segment:
+            placed = self.commit(segment.finish())
+        self._ids.update(dict.fromkeys(record.id for record in segment.records))
         if placed.refused or not self._ids.keys().isdisjoint(placed.retracted):
             self.taken.why_not = NO_ROOM
             return
-        self.taken.entries += len(group)
-        self.taken.nbytes += sum(entry.nbytes for entry in written.entries)
+        self.taken.entries += len(segment.records)
+        self.taken.nbytes += sum(record.nbytes for record in segment.records)

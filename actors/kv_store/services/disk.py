@@ -241,8 +241,8 @@ class NodeDisk:
             rest = unpack_tokens(wanted.tokens[start : start + BLOCK_TOKENS * TOKEN_BYTES])
             parent = blocks[-1].id if blocks else wanted.parent
             tails = store.tails(wanted.model, parent, rest, wanted.tails_max)
-            pin = store.pin([*blocks, *(tail.location for tail in tails)], self._timing.block_lease_s)
-            return FoundKV(blocks, [FoundTail(tail.location, tail.tokens) for tail in tails], pin.lease)
+            lease = store.pin([*blocks, *(tail.location for tail in tails)], self._timing.block_lease_s)
+            return FoundKV(blocks, [FoundTail(tail.location, tail.tokens) for tail in tails], lease)
 
         return None if self.store is None else await self.in_thread(work, self.store)
 

@@ -38,7 +38,7 @@ class Fetching:
         if store is None or owned is None:
             return
         keeper = OwnedKeeper(store, owned, self._loop)
-        blocks = NodeBlocks(store, self._cluster_key, self._node, self._disk.session, self._peers, keeper, self._timing)
+        blocks = NodeBlocks(store, self._cluster_key, self._node, self._peers, keeper, self._timing)
         self.blocks = blocks
         owned.end_pulls = blocks.end_pulls
 

@@ -252,7 +252,7 @@ class Satchels:
             check_words(reader.manifest, reader.contents)
             renamed = Renamed(reader.manifest, reader.contents, lambda model: self._agents.root_of(agent, model))
             for entry in reader.entries():
-                renamed.of(entry.layout.model, entry.record)
+                renamed.of(entry.model, entry.record)
             pairs = zip(reader.manifest.branches, reader.contents, strict=True)
             heads = [
                 (_head_of(agent, number, branch, content), content) for number, (branch, content) in enumerate(pairs)
@@ -294,7 +294,7 @@ class Satchels:
         if store is None or owned is None:
             return TakenKV(why_not="this node keeps no KV on disk")
         keeper = OwnedKeeper(store, owned, self._loop)
-        taker = KVTaker(store, self._disk.session, asked.agent, frozenset(asked.models), keeper.commit, keeper.touch)
+        taker = KVTaker(store, asked.agent, frozenset(asked.models), keeper.commit, keeper.touch)
         try:
             with self._reading(asked.path) as reader:
                 return taker.take(reader, renamed)

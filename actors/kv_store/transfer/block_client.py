@@ -17,21 +17,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ....cluster.errors import EntryDamaged, InvalidRecord, LinkError, LinkGarbage, LinkRefused, QueueFull, SatchelError
+from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.entries import (
-    BLOCK_TOKENS,
     ID_BYTES,
     TAIL_TOKENS_MAX,
     EntryRecord,
     Location,
     adds_to,
+    owner_tag,
     pack_tokens,
+    tail_id,
 )
-from ..disk.io import DiskIO
 from ..disk.store import DiskStore
 from . import messages
-from .handshake import NONCE_BYTES, Initiator
+from .handshake import NONCE_BYTES, Initiator, checked_key
 from .link import Link
-from .messages import CHAIN_MAX, TAILS_MAX, Described, FetchRequest, FindRequest
+from .messages import CHAIN_MAX, TAILS_MAX, FetchRequest, FindRequest, Offered
 from .pull_loop import EntryGone, Offer, PullEnded, PullLimits, PullLoop, Stop, Wanted
 from .pull_writer import Keeper, PullWriter
 
@@ -68,84 +69,38 @@ class PullResult:
     retracted: list[bytes]
 
 
-class PullCancel:
-    """Cancels a pull from any thread, even before it begins."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wake: Callable[[], None] | None = None
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        """Ends the pull now. Idempotent. The pull still returns a `PullResult`."""
-        with self._lock:
-            self.cancelled = True
-            if self._wake is not None:
-                self._wake()
-
-    def attach(self, wake: Callable[[], None] | None) -> None:
-        """Sets the callback for a cancellation, and calls it at once if cancelled already. None removes it."""
-        with self._lock:
-            self._wake = wake
-            if wake is not None and self.cancelled:
-                wake()
-
-
-@dataclass(eq=False)
-class _Running:
-    owner: str
-    cancel: PullCancel
-
-
 class BlockPuller:
     """Pulls blocks into one node's store. All methods are safe from any thread.
 
     Args:
         store: this node's; close it after this.
         cluster_key: at least 16 bytes, equal on all nodes.
-        node: this node's name.
-        session: of the store's writers, under which uncommitted files are kept.
+        keeper: commits pulled segments and decides on their owners.
         limits: of each pull.
         pulls_max: at the same time, including those whose last file is still being written.
-        wall_clock: seconds since 1970, written into files.
-        io: the disk.
-        keeper: commits pulled segments and decides on their owners; None for the store itself.
 
     Raises:
-        LinkError: the key is too short, or the name is invalid.
+        LinkError: the key is too short.
     """
 
     def __init__(
         self,
         store: DiskStore,
         cluster_key: bytes,
-        node: str,
-        session: str,
+        keeper: Keeper,
         *,
         limits: PullLimits | None = None,
         pulls_max: int = PULLS_MAX,
-        wall_clock: Callable[[], float] = time.time,
-        io: DiskIO | None = None,
-        keeper: Keeper | None = None,
     ) -> None:
-        Initiator(cluster_key, node, node, bytes(NONCE_BYTES))
-        self._store, self._session, self._keeper = store, session, keeper or store
+        self._store, self._keeper = store, keeper
         self._limits = limits or PullLimits()
-        self._wall_clock, self._io = wall_clock, io or DiskIO()
-        self._key, self._node, self._pulls_max = cluster_key, node, pulls_max
+        self._key, self._pulls_max = checked_key(cluster_key), pulls_max
         self._changed = threading.Condition()
-        self._running: set[_Running] = set()
+        self._running: set[_Pull] = set()
         self._closed = False
 
     def pull(
-        self,
-        wanted: Wanted,
-        source: str,
-        addresses: Sequence[Address],
-        *,
-        deadline_s: float,
-        owner: str = "",
-        cancel: PullCancel | None = None,
+        self, wanted: Wanted, source: str, addresses: Sequence[Address], *, deadline_s: float, owner: str = ""
     ) -> PullResult:
         """Fetches and commits the wanted entries that this node lacks. Blocks for at most `deadline_s` seconds.
 
@@ -155,7 +110,6 @@ class BlockPuller:
             addresses: where its `BlockServer` listens, numeric, the fastest link first.
             deadline_s: when to stop; what has not arrived by then is left.
             owner: the agent whose tokens these are, "" for none.
-            cancel: ends the pull from another thread.
 
         Raises:
             InvalidRecord: `wanted` is malformed.
@@ -165,65 +119,27 @@ class BlockPuller:
         begun = time.monotonic()
         wanted = _checked(wanted)
         limits = replace(self._limits, total_bytes_max=self._store.stats()["bytes_max"])
-        Initiator(self._key, self._node, source, bytes(NONCE_BYTES))
-        running = self._begin(owner, cancel or PullCancel())
-
-        def left_s() -> float:
-            if running.cancel.cancelled:
-                raise PullEnded(Stop.CANCELLED, "cancelled")
-            if (left := begun + deadline_s - time.monotonic()) <= 0:
-                raise PullEnded(Stop.DEADLINE, "the deadline is over")
-            return left
-
-        writer = self._writer(running, wanted, limits, left_s)
-
-        def initiator() -> Initiator:
-            return Initiator(self._key, self._node, source, secrets.token_bytes(NONCE_BYTES))
-
-        sock = _Socket(self._store, wanted, addresses, limits, left_s, initiator, writer)
-        loop = PullLoop(wanted.chain, len(addresses), limits, sock, writer, wanted.wait_s, wanted.last)
-        running.cancel.attach(sock.wake)
+        with self._changed:
+            if self._closed or len(self._running) >= self._pulls_max:
+                raise QueueFull("too many blocks are being fetched already")
+            there, until = (self._key, source, addresses), begun + deadline_s
+            pull = _Pull(self._store, self._keeper, wanted, owner, there, limits, until)
+            self._running.add(pull)
+        writer = pull.writer
+        loop = PullLoop(wanted.chain, len(addresses), limits, pull, writer, wanted.wait_s, wanted.last)
         try:
             stop, reason = _run(loop.run())
         finally:
-            running.cancel.attach(None)
-            sock.close()
-            writer.close()
+            pull.close()
+            writer.close(lambda: self._end(pull))
         installed, retracted = set(writer.installed), list(writer.retracted)
         here, blocks = loop.here(installed, retracted)
-        if not running.cancel.cancelled:
+        if not pull.cancelled.is_set():
             # Otherwise the owner may be being forgotten.
             self._touch(here, owner)
         nbytes = sum(loop.received[entry] for entry in installed)
         counts = len(installed), nbytes, time.monotonic() - begun, loop.connections
         return PullResult(stop, reason, blocks, here, *counts, retracted)
-
-    def _begin(self, owner: str, cancel: PullCancel) -> _Running:
-        with self._changed:
-            if self._closed or len(self._running) >= self._pulls_max:
-                raise QueueFull("too many blocks are being fetched already")
-            running = _Running(owner, cancel)
-            self._running.add(running)
-            return running
-
-    def _writer(self, running: _Running, wanted: Wanted, limits: PullLimits, left_s: Callable[[], float]) -> PullWriter:
-        """Returns the pull's writer, which ends the pull when it has nothing more to write."""
-        try:
-            return PullWriter(
-                self._store,
-                self._session,
-                wanted,
-                running.owner,
-                limits,
-                left_s,
-                wall_clock=self._wall_clock,
-                ended=lambda: self._end(running),
-                io=self._io,
-                keeper=self._keeper,
-            )
-        except BaseException:
-            self._end(running)
-            raise
 
     def _touch(self, here: list[bytes], owner: str) -> None:
         """Marks the chain as used by its owner."""
@@ -243,25 +159,25 @@ class BlockPuller:
         Returns:
             Whether they all ended within `wait_s`.
         """
-        return self._cancel(lambda running: running.owner == owner, wait_s)
+        return self._cancel(lambda pull: pull.owner == owner, wait_s)
 
     def close(self, wait_s: float = 5.0) -> bool:
         """Ends all pulls and refuses new ones. Returns whether all ended, so that the store may be closed."""
         with self._changed:
             self._closed = True
-        return self._cancel(lambda running: True, wait_s)
+        return self._cancel(lambda pull: True, wait_s)
 
-    def _cancel(self, chosen: Callable[[_Running], bool], wait_s: float) -> bool:
+    def _cancel(self, chosen: Callable[[_Pull], bool], wait_s: float) -> bool:
         with self._changed:
-            mine = {running for running in self._running if chosen(running)}
-        for running in mine:
-            running.cancel.cancel()
+            mine = {pull for pull in self._running if chosen(pull)}
+        for pull in mine:
+            pull.cancel()
         with self._changed:
             return self._changed.wait_for(lambda: not mine & self._running, wait_s)
 
-    def _end(self, running: _Running) -> None:
+    def _end(self, pull: _Pull) -> None:
         with self._changed:
-            self._running.discard(running)
+            self._running.discard(pull)
             self._changed.notify_all()
 
 
@@ -274,44 +190,54 @@ def _run(loop: Coroutine[Any, Any, tuple[Stop, str]]) -> tuple[Stop, str]:
     raise AssertionError("a pull does not suspend")
 
 
-class _Socket:
-    """The `Source` of a pull: a connection to one of a node's addresses.
+class _Pull:
+    """A running pull, and its `Source`: a connection to one of a node's addresses.
 
     Args:
-        left_s: returns the seconds that are left, or raises `PullEnded`.
-        initiator: creates the state of a handshake.
+        there: the cluster's key, the source's name and its addresses.
+        until: monotonic seconds of its deadline.
+
+    Attributes:
+        writer: takes what comes.
     """
 
     def __init__(
         self,
         store: DiskStore,
+        keeper: Keeper,
         wanted: Wanted,
-        addresses: Sequence[Address],
+        owner: str,
+        there: tuple[bytes, str, Sequence[Address]],
         limits: PullLimits,
-        left_s: Callable[[], float],
-        initiator: Callable[[], Initiator],
-        writer: PullWriter,
+        until: float,
     ) -> None:
-        self._store, self._wanted, self._addresses, self._limits = store, wanted, addresses, limits
-        self._left_s, self._initiator, self._writer = left_s, initiator, writer
-        self._woken = threading.Event()
+        self.owner, self.cancelled = owner, threading.Event()
+        self.writer = PullWriter(store, keeper, wanted, limits.install_entries_max, self.left_s)
+        self._key, self._source, self._addresses = there
+        self._store, self._wanted, self._limits, self._until = store, wanted, limits, until
         self._sock = socket.socket()
-        self._chain = set(wanted.chain)
         self._touched: set[bytes] = set()
-        self._known: dict[bytes, Described] = {}
 
-    def wake(self) -> None:
-        """Ends every wait. Safe from any thread."""
-        self._woken.set()
-        self._writer.wake()
+    def left_s(self) -> float:
+        """Returns the seconds that are left. Raises `PullEnded` if there are none."""
+        if self.cancelled.is_set():
+            raise PullEnded(Stop.CANCELLED, "cancelled")
+        if (left := self._until - time.monotonic()) <= 0:
+            raise PullEnded(Stop.DEADLINE, "the deadline is over")
+        return left
+
+    def cancel(self) -> None:
+        """Ends the pull and every wait of it now. Idempotent; safe from any thread."""
+        self.cancelled.set()
+        self.writer.wake()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     async def pause(self, seconds: float) -> None:
-        self._woken.wait(min(seconds, self._left_s()))
+        self.cancelled.wait(min(seconds, self.left_s()))
 
     async def connect(self, address: int) -> None:
-        left_s = self._left_s()
+        left_s = self.left_s()
         self.close()
         try:
             host, port = self._addresses[address]
@@ -326,61 +252,57 @@ class _Socket:
         except (OSError, OverflowError) as error:
             raise LinkError(f"no connection: {error}") from None
         self._link = link = Link(self._sock, self._limits.stall_s)
-        link.until = time.monotonic() + self._left_s()
-        initiator = self._initiator()
+        link.until = time.monotonic() + self.left_s()
+        initiator = Initiator(self._key, self._source, secrets.token_bytes(NONCE_BYTES))
         link.send(initiator.hello())
-        link.send(initiator.answer(link.receive_handshake()))
-        link.sealed_by(initiator.seals())
+        proof, seals = initiator.answer(link.receive_handshake())
+        link.send(proof)
+        link.sealed_by(seals)
 
     def close(self) -> None:
         self._sock.close()
 
     async def find(self) -> tuple[list[Offer | None], list[Offer]]:
-        wanted = self._wanted
-        tokens = pack_tokens(wanted.rest)
-        request = FindRequest(wanted.model, wanted.chain, wanted.tail_parent, tokens, wanted.tails_max)
+        wanted, rest = self._wanted, pack_tokens(self._wanted.rest)
+        request = FindRequest(wanted.model, wanted.chain, wanted.tail_parent, rest, wanted.tails_max)
         self._link.send_message(messages.pack_request(request))
-        blocks, tails = messages.read_found(self._heard("found"), wanted.chain)
-        if not all(wanted.is_tail(tail.id, packed) for packed, tail in tails):
-            raise LinkGarbage("a tail does not match the request")
-        ends = [tail for _, tail in tails[: wanted.tails_max] if tail.id == wanted.last or not wanted.wait_s]
-        self._known = {entry.id: entry for entry in (*blocks, *ends) if entry is not None}
-        ids = [*wanted.chain, *(tail.id for tail in ends)]
+        blocks, tails = messages.read_found(self._heard("found"), request)
+        named = [(tail_id(wanted.tail_parent, wanted.rest[:count]), tail) for count, tail in tails]
+        ends = [(entry, tail) for entry, tail in named if entry == wanted.last or not wanted.wait_s]
+        ids = [*wanted.chain, *(entry for entry, _ in ends)]
         local = self._store.locate(wanted.model, ids)
         # Marked as used, so that commits of this pull do not evict them.
         here = {entry for entry, location in zip(ids, local, strict=True) if location} - self._touched
         self._store.touch([entry for entry in ids if entry in here])
         self._touched |= here
-        offers = [_offer(*row) for row in zip(ids, [*blocks, *ends], local, strict=True)]
+        offers = [_offer(*row) for row in zip(ids, [*blocks, *(tail for _, tail in ends)], local, strict=True)]
         return offers[: len(wanted.chain)], [offer for offer in offers[len(wanted.chain) :] if offer is not None]
 
     async def ask(self, ids: Sequence[bytes]) -> None:
         self._link.send_message(messages.pack_request(FetchRequest(self._wanted.model, tuple(ids))))
 
     async def receive(self, offer: Offer) -> EntryRecord:
-        what, tail = self._known[offer.id], offer.id not in self._chain
-        tokens, layout = messages.read_entry(self._heard("entry"))
-        if layout.nbytes != what.nbytes:
-            raise LinkGarbage("an entry has another size than was announced")
-        writer, digesting = self._writer, layout.digest_of.begun()
-        writer.begin(layout, len(tokens))
+        record, layout = messages.read_entry(self._heard("entry"))
+        if (record.id, record.nbytes) != (offer.id, offer.nbytes):
+            raise LinkGarbage("an entry has another id or size than was announced")
+        if not self._wanted.has(record):
+            raise EntryDamaged("it has other tokens")
+        writer, digesting = self.writer, layout.digest_of.begun()
+        writer.begin(layout)
 
         def take(piece: memoryview) -> None:
             digesting.update(piece)
             writer.write(piece)
 
-        self._link.receive_bytes(what.nbytes, take)
-        self._heard("sent")
-        if not (self._wanted.is_tail if tail else self._wanted.is_block)(what.id, tokens):
-            raise EntryGone("it has other tokens")
-        if digesting.digest() != what.digest:
+        self._link.receive_bytes(record.nbytes, take)
+        if digesting.digest() != record.digest:
             raise EntryDamaged("it does not match its digest")
-        return writer.record(what, tail, tokens)
+        return replace(record, owners=(owner_tag(self._store.key, self.owner),))
 
     def _heard(self, wanted: str) -> list[Any]:
         """Returns the fields of the next message, which must be of this kind. Raises `EntryGone`."""
         kind, fields = messages.unpack(self._link.receive_message())
-        if kind == "gone" and wanted != "found":
+        if kind == "gone" and wanted == "entry":
             raise EntryGone(messages.read_reason(fields))
         if kind == "error":
             raise LinkError(f"the source reports: {messages.read_reason(fields)}")
@@ -389,7 +311,7 @@ class _Socket:
         return fields
 
 
-def _offer(entry: bytes, there: Described | None, here: Location | None) -> Offer | None:
+def _offer(entry: bytes, there: Offered | None, here: Location | None) -> Offer | None:
     """What is here already is not fetched, but for a copy that serves where this one does not."""
     if here is not None and (there is None or not adds_to(there, here)):
         return Offer(entry, here.nbytes, held=True)

@@ -14,21 +14,19 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ....cluster.errors import CorruptSegment, DiskError, LinkError, LinkVersion, PortInUse, SatchelError
 from ....cluster.timing import USUAL
 from ....cluster.trust.strangers import Strangers
-from ...protocol.entries import Failure, Location, Part, unpack_tokens
-from ..disk.folder import BAD_FILE
+from ...protocol.entries import TOKEN_BYTES, Location, unpack_tokens
+from ..disk.segment_reader import CHANGED, EntryReader, opened
 from ..disk.store import DiskStore
-from ..disk.streaming import SegmentFiles
 from . import messages
-from .handshake import NONCE_BYTES, Acceptor, refusal
+from .handshake import NONCE_BYTES, Acceptor, checked_key, refusal
 from .link import Link, SharedRate
-from .messages import Described, FetchRequest, FindRequest, Layout
+from .messages import FetchRequest, FindRequest, Offered
 from .priority import give_way
 
 logger = logging.getLogger(__name__)
@@ -62,17 +60,6 @@ class ServerLimits:
     lease_s: float = USUAL.block_lease_s
 
 
-@dataclass
-class ServerCounters:
-    """Totals since the server began."""
-
-    connections: int = 0
-    refused: int = 0
-    sent_entries: int = 0
-    sent_bytes: int = 0
-    failed_entries: int = 0
-
-
 class BlockServer:
     """Serves the entries of `store` to holders of the cluster's key, until `close`.
 
@@ -85,11 +72,10 @@ class BlockServer:
 
     Attributes:
         addresses: the listening addresses with the real ports, in the order of `listen`.
-        counters: for the metrics.
 
     Raises:
         PortInUse: it cannot listen at an address.
-        LinkError: the key is too short, or the name is invalid.
+        LinkError: the key is too short.
     """
 
     def __init__(
@@ -102,10 +88,8 @@ class BlockServer:
         limits: ServerLimits | None = None,
         bytes_per_s: float | None = None,
     ) -> None:
-        Acceptor(cluster_key, node, bytes(NONCE_BYTES))
         self.limits = limits or ServerLimits()
-        self.counters = ServerCounters()
-        self._store, self._key, self._node = store, cluster_key, node
+        self._store, self._key, self._node = store, checked_key(cluster_key), node
         self._rate = SharedRate(bytes_per_s)
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
@@ -123,12 +107,6 @@ class BlockServer:
         self.addresses: list[Address] = [listener.getsockname()[:2] for listener in self._listeners]
         self._acceptor = threading.Thread(target=self._accept_forever, name="blocks", daemon=True)
         self._acceptor.start()
-
-    def __enter__(self) -> BlockServer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def connected(self) -> int:
         """Returns the number of connections."""
@@ -184,10 +162,8 @@ class BlockServer:
             # Replaced connections take a moment to end, so twice the limit.
             crowded = len(self._connections) - len(self._nodes) >= 2 * self.limits.strangers_max
             if crowded or self._closing:
-                self.counters.refused += 1
                 sock.close()
                 return
-            self.counters.connections += 1
             thread = threading.Thread(target=self._serve, args=(sock,), name="blocks-out", daemon=True)
             self._connections[sock] = thread
             if (gone := self._strangers.add(sock, address)) is not None:
@@ -205,24 +181,23 @@ class BlockServer:
     def _serve(self, sock: socket.socket) -> None:
         give_way()
         link = Link(sock, self.limits.stall_s, self._rate)
-        lease = _Lease(self._store, self.limits.lease_s)
+        conversation = _Conversation(self._store, link, self.limits)
         try:
             self._shake_hands(link)
             self._know(sock)
             while True:
-                self._answer(link, lease)
+                conversation.answer()
         except (SatchelError, OSError) as error:
             # The puller sees the connection's end and retries or recomputes.
             logger.info("a connection for blocks ends: %s", error)
         except Exception:
             logger.exception("a connection for blocks ends")
         finally:
-            lease.give_back()
+            conversation.end()
             with self._lock:
                 self._connections.pop(sock, None)
                 self._strangers.remove(sock)
                 self._nodes.discard(sock)
-                self.counters.sent_bytes += link.sent_bytes
             sock.close()
 
     def _know(self, sock: socket.socket) -> None:
@@ -230,7 +205,6 @@ class BlockServer:
         with self._lock:
             self._strangers.remove(sock)
             if len(self._nodes) >= self.limits.connections_max:
-                self.counters.refused += 1
                 raise LinkError("nodes have too many connections")
             self._nodes.add(sock)
 
@@ -238,37 +212,49 @@ class BlockServer:
         link.until = time.monotonic() + self.limits.handshake_s
         acceptor = Acceptor(self._key, self._node, secrets.token_bytes(NONCE_BYTES))
         try:
-            try:
-                hello = link.receive_handshake()
-            except LinkVersion:
-                link.send(refusal())
-                raise
-            link.send(acceptor.challenge(hello))
-            acceptor.finish(link.receive_handshake())
-        except LinkError:
-            with self._lock:
-                self.counters.refused += 1
+            hello = link.receive_handshake()
+        except LinkVersion:
+            link.send(refusal())
             raise
-        link.sealed_by(acceptor.seals())
+        link.send(acceptor.challenge(hello))
+        link.sealed_by(acceptor.finish(link.receive_handshake()))
 
-    def _answer(self, link: Link, lease: _Lease) -> None:
+
+class _Conversation:
+    """Answers what a node asks over one connection."""
+
+    def __init__(self, store: DiskStore, link: Link, limits: ServerLimits) -> None:
+        self._store, self._link, self._limits = store, link, limits
+        # On all files that were offered. The store ends it if it is not renewed.
+        self._lease = ""
+
+    def answer(self) -> None:
         """Answers one request. An error ends the connection."""
-        link.until = time.monotonic() + self.limits.request_s
+        link = self._link
+        link.until = time.monotonic() + self._limits.request_s
         payload = link.receive_message()
-        link.until = time.monotonic() + self.limits.answer_s
+        link.until = time.monotonic() + self._limits.answer_s
         try:
             request = messages.read_request(payload)
             if isinstance(request, FindRequest):
-                self._find(request, link, lease)
+                self._find(request)
             else:
-                self._fetch(request, link, lease)
+                self._fetch(request)
         except LinkError:
             raise
         except SatchelError as error:
             link.send_message(messages.pack("error", error.message))
             raise
 
-    def _find(self, request: FindRequest, link: Link, lease: _Lease) -> None:
+    def end(self) -> None:
+        # A closed or failed store has no leases.
+        with contextlib.suppress(DiskError):
+            self._store.unpin(self._lease)
+
+    def _pin(self, locations: Iterable[Location]) -> None:
+        self._lease = self._store.pin(locations, self._limits.lease_s, self._lease)
+
+    def _find(self, request: FindRequest) -> None:
         locations = self._store.locate(request.model, request.chain)
         tails: list[Location] = []
         if request.tails_max and request.tail_tokens:
@@ -277,112 +263,57 @@ class BlockServer:
             # Only tails whose tokens the peer has all named: the end of a longer one may be another agent's.
             whole = [match.location for match in matches if 4 * match.tokens == len(match.location.tokens)]
             tails = whole[: request.tails_max]
-        lease.take([location for location in (*locations, *tails) if location is not None])
-        blocks = [None if location is None else Described.of(location) for location in locations]
-        link.send_message(messages.pack_found(blocks, [(tail.tokens, Described.of(tail)) for tail in tails]))
+        self._pin(location for location in (*locations, *tails) if location is not None)
+        blocks = [None if location is None else Offered.of(location) for location in locations]
+        ends = [(len(tail.tokens) // TOKEN_BYTES, Offered.of(tail)) for tail in tails]
+        self._link.send_message(messages.pack_found(blocks, ends))
 
-    def _fetch(self, request: FetchRequest, link: Link, lease: _Lease) -> None:
+    def _fetch(self, request: FetchRequest) -> None:
         """Sends entry after entry. Locations may differ from those found, as files are rewritten."""
         located = self._store.locate(request.model, request.ids)
-        lease.take([location for location in located if location is not None])
-        with SegmentFiles(self._store.root, self._store.key) as segments:
-            for location in located:
-                lease.keep()
-                failure = "the source no longer has it"
-                if location is not None:
-                    failure = self._send(location, segments, link)
-                    self._count(bool(failure))
-                link.send_message(messages.pack("gone", failure) if failure else messages.pack("sent"))
+        present = [location for location in located if location is not None]
+        reader = EntryReader(self._store.root, self._store.key, present)
+        places = iter(range(len(present)))
+        self._pin(present)
+        for location in located:
+            if location is None:
+                self._link.send_message(messages.pack("gone", "the source no longer has it"))
+            else:
+                # While entries are sent, the lease must not end.
+                self._pin([location])
+                self._send(reader, next(places), location)
 
-    def _send(self, location: Location, segments: SegmentFiles, link: Link) -> str:
-        """Sends an entry. Returns why it failed, which the store knows before the peer is told; "" if it did not."""
+    def _send(self, reader: EntryReader, index: int, location: Location) -> None:
+        """Sends an entry piece by piece. If its file fails, the store knows before the peer is told."""
+        footer, begun = reader.footer(index), False
+        if footer is not None:
+            layout, offset = footer.layout, footer.offset(location.slot)
+            digesting = layout.digest_of.begun()
 
-        def failed(reason: str, *, missing: bool = False) -> str:
-            self._store.report([Failure(location, reason, missing)])
-            return reason
+            def fill(piece: memoryview, start: int) -> None:
+                read(piece, offset + start)
+                digesting.update(piece)
+                if start + len(piece) == layout.nbytes and digesting.digest() != location.digest:
+                    raise CorruptSegment(CHANGED)
 
-        try:
-            header, read = segments.find(location)
-        except CorruptSegment as error:
-            return failed(error.message)
-        except FileNotFoundError:
-            return failed("the file is gone", missing=True)
-        except OSError as error:
-            if error.errno not in BAD_FILE:
-                raise
-            return failed(f"the file cannot be read: {error.strerror}")
-        layout = _layout(header.parts, tuple(header.record.meta.items()))
-        digesting = layout.digest_of.begun()
-
-        def fill(piece: memoryview, start: int) -> None:
-            try:
-                read(piece, start)
-            except (CorruptSegment, OSError) as error:
-                # What was announced cannot be sent any more, so the connection ends.
-                raise LinkError(failed(f"the file cannot be read: {error}")) from None
-            digesting.update(piece)
-
-        link.send_message(messages.pack_entry(location.tokens, layout))
-        link.send_bytes(layout.nbytes, fill)
-        return "" if digesting.digest() == location.digest else failed("its bytes are not as they were written")
-
-    def _count(self, failed: bool) -> None:
-        with self._lock:
-            self.counters.sent_entries += not failed
-            self.counters.failed_entries += failed
-
-
-class _Lease:
-    """A connection's lease on the files that it offers. The store ends it if it is not renewed."""
-
-    def __init__(self, store: DiskStore, lease_s: float) -> None:
-        self._store, self._lease_s = store, lease_s
-        self._locations: dict[str, Location] = {}
-        self._lease: str | None = None
-        self._taken_at = 0.0
-
-    def take(self, locations: Sequence[Location]) -> None:
-        """Adds files, and renews the lease of all of them. Raises `DiskError`."""
-        for location in locations:
-            self._locations[location.name] = location
-        old = self._lease
-        self._taken_at = time.monotonic()
-        self._lease = self._store.pin(self._locations.values(), self._lease_s).lease
-        if old is not None:
-            self._store.unpin(old)
-
-    def keep(self) -> None:
-        """Renews the lease if half of it is over. Raises `DiskError`."""
-        if time.monotonic() - self._taken_at > self._lease_s / 2:
-            self.take([])
-
-    def give_back(self) -> None:
-        if self._lease is not None:
-            # A closed or failed store has no leases.
-            with contextlib.suppress(DiskError):
-                self._store.unpin(self._lease)
-            self._lease = None
-
-
-@lru_cache(64)
-def _layout(parts: tuple[Part, ...], meta: tuple[tuple[str, str], ...]) -> Layout:
-    return Layout(parts, dict(meta))
+            with reader.noting(index), opened(reader.paths[index]) as read:
+                self._link.send_message(messages.pack_entry(location, layout))
+                begun = True
+                self._link.send_bytes(layout.nbytes, fill)
+        if (failure := reader.failures.get(index)) is not None:
+            self._store.report([failure])
+            if begun:
+                # What was announced cannot be sent any more.
+                raise LinkError(failure.reason)
+            self._link.send_message(messages.pack("gone", failure.reason))
 
 
 def _listener(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-        family, _, _, _, where = found[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock = socket.create_server(address, family=family, backlog=64)
     except OSError as error:
-        raise PortInUse(f"cannot listen at {address[0]}: {error.strerror or error}") from None
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(where)
-        sock.listen(64)
-        # A peer that leaves before it is accepted must not block the thread.
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
         raise PortInUse(f"cannot listen at {address[0]}:{address[1]}: {error.strerror or error}") from None
+    # A peer that leaves before it is accepted must not block the thread.
+    sock.setblocking(False)
     return sock

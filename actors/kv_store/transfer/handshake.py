@@ -2,17 +2,17 @@
 
 ::
 
-    initiator (wants KV)                                acceptor (has KV)
-    hello: nonce, own name, the name it wants    ─────►
-                                                 ◄─────  challenge: nonce, own name, the acceptor's proof
-    the initiator's proof                        ─────►
+    initiator (wants KV)             acceptor (has KV)
+    hello: nonce              ─────►
+                              ◄─────  challenge: nonce, the acceptor's proof
+    the initiator's proof     ─────►
     from here on every byte is sealed, with a key of this connection and direction
 
 Each message begins with a preamble that all versions share. Proofs and keys are HKDF-SHA256 of the cluster's key,
-salted with both nonces, over the version and the names; each role has its own. So a proof cannot be replayed in another
-connection, sent back, or used for another node or version. Sealing is AES-256-GCM, and the nonce is a counter: nobody
-else can read the data, and changed, dropped, reordered or repeated frames are detected. Nonces of the handshake are
-arguments, so nothing here is random.
+salted with both nonces, over the version and the acceptor's name; each role has its own. So a proof cannot be replayed
+in another connection, sent back, or used for another node or version. Sealing is AES-256-GCM, and the nonce is a
+counter: nobody else can read the data, and changed, dropped, reordered or repeated frames are detected. Nonces of the
+handshake are arguments, so nothing here is random.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ....cluster.errors import LinkError, LinkGarbage, LinkRefused, LinkVersion
 
-VERSION = 4
+VERSION = 5
 NONCE_BYTES = 32
+PROOF_BYTES = 32
 KEY_BYTES_MIN = 16
-NODE_BYTES_MAX = 128
 PREAMBLE_BYTES = 12
-BODY_BYTES_MAX = NONCE_BYTES + 2 * (1 + NODE_BYTES_MAX)
-"""Bytes of the longest message of a handshake, the hello."""
+BODY_BYTES_MAX = NONCE_BYTES + PROOF_BYTES
+"""Bytes of the longest message of a handshake, the challenge."""
 
 SEAL_BYTES = 16
 """Bytes that sealing adds."""
@@ -42,7 +42,6 @@ FRAMES_MAX = 2**18
 """Frames sealed with one key: at most 128 GiB, far below what AES-GCM allows. Then the connection ends."""
 
 _MAGIC = b"satchel\x00"
-_PROOF_BYTES = 32
 
 
 def preamble(body: bytes) -> bytes:
@@ -102,6 +101,13 @@ class Seal:
         return self._count.to_bytes(12, "big")
 
 
+class Seals(NamedTuple):
+    """One side's seals of a connection, for what it sends and what it receives."""
+
+    out: Seal
+    into: Seal
+
+
 class _Secrets(NamedTuple):
     """What follows from the cluster's key and a handshake, 32 bytes each."""
 
@@ -111,86 +117,73 @@ class _Secrets(NamedTuple):
     to_initiator: bytes
 
 
-def _secrets(key: bytes, initiator_nonce: bytes, acceptor_nonce: bytes, *names: bytes) -> _Secrets:
-    about = b"satchel.link" + VERSION.to_bytes(2, "big") + b"".join(_prefixed(name) for name in names)
-    derived = HKDF(SHA256(), 4 * _PROOF_BYTES, initiator_nonce + acceptor_nonce, about).derive(key)
-    return _Secrets(*(derived[start : start + _PROOF_BYTES] for start in range(0, len(derived), _PROOF_BYTES)))
+def _secrets(key: bytes, acceptor: str, initiator_nonce: bytes, acceptor_nonce: bytes) -> _Secrets:
+    about = b"satchel.link" + VERSION.to_bytes(2, "big") + acceptor.encode("utf-8", "surrogatepass")
+    derived = HKDF(SHA256(), 4 * PROOF_BYTES, initiator_nonce + acceptor_nonce, about).derive(key)
+    return _Secrets(*(derived[start : start + PROOF_BYTES] for start in range(0, len(derived), PROOF_BYTES)))
+
+
+def checked_key(key: bytes) -> bytes:
+    """Returns the cluster's key. Raises `LinkError` if it is too short."""
+    if len(key) < KEY_BYTES_MIN:
+        raise LinkError(f"a cluster's key has at least {KEY_BYTES_MIN} bytes")
+    return key
 
 
 class Initiator:
     """The side that connects.
 
     Args:
-        key: the cluster's, at least 16 bytes.
-        node: this node's name.
+        key: the cluster's.
         peer: the name of the node that must answer.
         nonce: 32 bytes that were never used before.
-
-    Raises:
-        LinkError: the key is too short, or a name is invalid.
     """
 
-    def __init__(self, key: bytes, node: str, peer: str, nonce: bytes) -> None:
-        self._key, self._nonce = _checked(key, nonce)
-        self._node, self._peer = _name(node), _name(peer)
-        self._secrets: _Secrets | None = None
+    def __init__(self, key: bytes, peer: str, nonce: bytes) -> None:
+        self._key, self._peer, self._nonce = key, peer, nonce
 
     def hello(self) -> bytes:
         """Returns the first message, with its preamble."""
-        return preamble(self._nonce + _prefixed(self._node) + _prefixed(self._peer))
+        return preamble(self._nonce)
 
-    def answer(self, challenge: bytes) -> bytes:
-        """Returns the proof that answers the body of the acceptor's challenge, with its preamble.
+    def answer(self, challenge: bytes) -> tuple[bytes, Seals]:
+        """Returns the proof that answers the body of the acceptor's challenge, with its preamble, and the seals.
 
         Raises:
             LinkGarbage: the challenge has another length.
             LinkRefused: the peer has another key, or is another node.
         """
-        nonce, rest = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
-        peer, proof = _take(rest)
-        if len(nonce) != NONCE_BYTES or len(proof) != _PROOF_BYTES:
-            raise LinkGarbage("the challenge is cut off")
-        found = _secrets(self._key, self._nonce, nonce, self._node, self._peer, peer)
+        nonce, proof = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
+        if len(proof) != PROOF_BYTES:
+            raise LinkGarbage("the challenge has another length")
+        found = _secrets(self._key, self._peer, self._nonce, nonce)
         if nonce == self._nonce or not hmac.compare_digest(proof, found.acceptor_proof):
-            raise LinkRefused("the peer does not have this cluster's key")
-        if peer != self._peer:
-            raise LinkRefused(f"{_text(peer)} answered instead of {_text(self._peer)}")
-        self._secrets = found
-        return preamble(found.initiator_proof)
-
-    def seals(self) -> tuple[Seal, Seal]:
-        """Returns the seals for sent and for received frames. Call it after `answer`."""
-        assert self._secrets, "the handshake is not done"
-        return Seal(self._secrets.to_acceptor), Seal(self._secrets.to_initiator)
+            raise LinkRefused(f"the peer is not {self._peer}, or does not have this cluster's key")
+        return preamble(found.initiator_proof), Seals(Seal(found.to_acceptor), Seal(found.to_initiator))
 
 
 class Acceptor:
-    """The side that listens. Arguments and errors as `Initiator`'s.
+    """The side that listens.
 
-    Attributes:
-        peer: the name of the other node, "" until it is authenticated.
+    Args:
+        key: the cluster's.
+        node: this node's name.
+        nonce: 32 bytes that were never used before.
     """
 
     def __init__(self, key: bytes, node: str, nonce: bytes) -> None:
-        self._key, self._nonce = _checked(key, nonce)
-        self._node = _name(node)
-        self._claimed = self._wanted = b""
+        self._key, self._node, self._nonce = key, node, nonce
         self._secrets: _Secrets | None = None
-        self.peer = ""
 
     def challenge(self, hello: bytes) -> bytes:
         """Returns the answer to the body of a hello, with its preamble. Raises `LinkGarbage` if it is no hello."""
-        nonce, rest = hello[:NONCE_BYTES], hello[NONCE_BYTES:]
-        self._claimed, rest = _take(rest)
-        self._wanted, rest = _take(rest)
-        if len(nonce) != NONCE_BYTES or rest:
+        if len(hello) != NONCE_BYTES:
             raise LinkGarbage("the hello has another length")
-        _text(self._claimed)
-        self._secrets = _secrets(self._key, nonce, self._nonce, self._claimed, self._wanted, self._node)
-        return preamble(self._nonce + _prefixed(self._node) + self._secrets.acceptor_proof)
+        self._secrets = _secrets(self._key, self._node, hello, self._nonce)
+        return preamble(self._nonce + self._secrets.acceptor_proof)
 
-    def finish(self, proof: bytes) -> None:
-        """Checks the body of the initiator's proof.
+    def finish(self, proof: bytes) -> Seals:
+        """Checks the body of the initiator's proof. Returns the seals.
 
         Raises:
             LinkRefused: the peer has another key, or asked for another node.
@@ -198,48 +191,4 @@ class Acceptor:
         assert self._secrets, "the handshake has not begun"
         if not hmac.compare_digest(proof, self._secrets.initiator_proof):
             raise LinkRefused("the peer does not have this cluster's key")
-        if self._wanted != self._node:
-            raise LinkRefused(f"the peer asked for {_text(self._wanted)}, this is {_text(self._node)}")
-        self.peer = _text(self._claimed)
-
-    def seals(self) -> tuple[Seal, Seal]:
-        """Returns the seals for sent and for received frames. Call it after `finish`."""
-        assert self.peer and self._secrets, "the handshake is not done"
-        return Seal(self._secrets.to_initiator), Seal(self._secrets.to_acceptor)
-
-
-def _checked(key: bytes, nonce: bytes) -> tuple[bytes, bytes]:
-    if len(key) < KEY_BYTES_MIN:
-        raise LinkError(f"a cluster's key has at least {KEY_BYTES_MIN} bytes")
-    if len(nonce) != NONCE_BYTES:
-        raise LinkError(f"a nonce has {NONCE_BYTES} bytes")
-    return key, nonce
-
-
-def _name(node: str) -> bytes:
-    name = node.encode("utf-8", "surrogatepass")
-    if not 1 <= len(name) <= NODE_BYTES_MAX or not node.isprintable():
-        raise LinkError(f"{node!r:.80} is not the name of a node")
-    return name
-
-
-def _text(name: bytes) -> str:
-    try:
-        text = name.decode()
-    except UnicodeDecodeError:
-        raise LinkGarbage("a node's name is no text") from None
-    if not text.isprintable():
-        raise LinkGarbage("a node's name is not printable")
-    return text
-
-
-def _prefixed(name: bytes) -> bytes:
-    return len(name).to_bytes(1, "big") + name
-
-
-def _take(raw: bytes) -> tuple[bytes, bytes]:
-    """Splits off a name with a length prefix. Returns it and the rest."""
-    length = raw[0] if raw else 0
-    if not 1 <= length <= NODE_BYTES_MAX or len(raw) < 1 + length:
-        raise LinkGarbage("a node's name is cut off")
-    return raw[1 : 1 + length], raw[1 + length :]
+        return Seals(Seal(self._secrets.to_initiator), Seal(self._secrets.to_acceptor))

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 
 from ....cluster.errors import LinkError, LinkGarbage
-from .handshake import PREAMBLE_BYTES, SEAL_BYTES, Seal, body_length
+from .handshake import PREAMBLE_BYTES, SEAL_BYTES, Seal, Seals, body_length
 from .messages import MESSAGE_BYTES_MAX
-from .rate import TokenBucket
+from .rate import Rate
 
 FRAME_BYTES = 2**19
 """An entry's bytes pass in frames of this size: few calls, and they stay in the core's cache from disk to wire."""
@@ -24,9 +24,9 @@ class SharedRate:
     """A limit in bytes per second for all sockets together, None for no limit. Safe from any thread."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
-        self._bucket = None if bytes_per_s is None else TokenBucket(bytes_per_s, time.monotonic())
-        self._changed = threading.Condition()
-        self._closed = False
+        self._rate = None if bytes_per_s is None else Rate(bytes_per_s, time.monotonic())
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
 
     def take(self, wanted: int) -> int:
         """Waits until bytes may be sent. Returns how many of `wanted`.
@@ -34,21 +34,18 @@ class SharedRate:
         Raises:
             LinkError: the limiter was closed.
         """
-        with self._changed:
-            while not self._closed:
-                if self._bucket is None:
-                    return wanted
-                grant = self._bucket.take(wanted, time.monotonic())
-                if grant.count or not wanted:
-                    return grant.count
-                self._changed.wait(grant.wait_s)
-        raise LinkError("the server is closing")
+        wait_s = 0.0
+        if self._rate is not None:
+            wanted = min(wanted, self._rate.piece_bytes)
+            with self._lock:
+                wait_s = self._rate.wait_s(wanted, time.monotonic())
+        if self._closed.wait(wait_s) if wait_s else self._closed.is_set():
+            raise LinkError("the server is closing")
+        return wanted
 
     def close(self) -> None:
         """Ends all waits and refuses further bytes."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed.set()
 
 
 class Link:
@@ -62,11 +59,10 @@ class Link:
 
     Attributes:
         until: monotonic seconds after which nothing is waited for.
-        sent_bytes: so far.
     """
 
     def __init__(self, sock: socket.socket, stall_s: float, rate: SharedRate | None = None) -> None:
-        self.sock, self.until, self.sent_bytes = sock, float("inf"), 0
+        self.sock, self.until = sock, float("inf")
         self._stall_s, self._rate = stall_s, rate or SharedRate(None)
         self._out = self._into = Seal(bytes(32))
         self._plain, self._sealed = memoryview(b""), memoryview(b"")
@@ -80,7 +76,7 @@ class Link:
         """Returns the body of a handshake's message. Raises `LinkGarbage`, `LinkVersion`."""
         return self._receive(body_length(self._receive(PREAMBLE_BYTES)))
 
-    def sealed_by(self, seals: tuple[Seal, Seal]) -> None:
+    def sealed_by(self, seals: Seals) -> None:
         """The handshake is over: seal everything from now on."""
         self._out, self._into = seals
         self._plain, self._sealed = memoryview(bytearray(FRAME_BYTES)), memoryview(bytearray(FRAME_BYTES + SEAL_BYTES))
@@ -131,7 +127,6 @@ class Link:
             while granted:
                 sent = self._try(socket.SO_SNDTIMEO, lambda piece=left[:granted]: self.sock.send(piece))
                 granted -= sent
-                self.sent_bytes += sent
                 left = left[sent:]
 
     def _receive(self, count: int) -> bytes:

@@ -3,40 +3,26 @@
 ::
 
     find(model, chain, tail parent, tail tokens, tails_max)  ──►  found(blocks, tails)
-    fetch(model, ids)   ──►  for each id, in order: entry(tokens, layout), its bytes, and sent(); or gone(reason), also
-                             instead of sent()
+    fetch(model, ids)   ──►  for each id, in order: entry(record, layout) and its bytes; or gone(reason)
     anything            ──►  error(reason), and the connection ends
 
 A message is a frame of msgpack: a kind, and its fields. An entry's bytes are those of its parts, in the layout's order;
-they must match the size and the digest that `found` gave. So memory is only allocated for what was announced.
+they must have the size that `found` gave and match the record's digest. So memory is only allocated for what was
+announced. If they cannot be sent to their end, the connection ends.
 
 Every `read_…` function raises `InvalidRecord` for anything but what its `pack_…` function returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import msgpack
 
 from ....cluster.errors import InvalidRecord
-from ...protocol.block_ids import BLOCK_TOKENS
-from ...protocol.entries import (
-    DIGEST_BYTES,
-    DTYPES,
-    ID_BYTES,
-    NAME_BYTES_MAX,
-    PARTS_MAX,
-    RANK_MAX,
-    TAIL_TOKENS_MAX,
-    EntryDigest,
-    Location,
-    Part,
-    checked_meta,
-)
+from ...protocol.entries import ID_BYTES, NOBODY, TAIL_TOKENS_MAX, TOKEN_BYTES, EntryLayout, EntryRecord, Location
 
 CHAIN_MAX = 8192
 """Blocks of one pull; two million tokens."""
@@ -67,33 +53,16 @@ class FetchRequest:
 Request = FindRequest | FetchRequest
 
 
-class Described(NamedTuple):
-    """An entry that the source offers: what a received one must match, and its bytes."""
+class Offered(NamedTuple):
+    """What the source has of an entry: its bytes, and what it can be used for (`entries.Reusable`)."""
 
-    id: bytes
-    digest: bytes
     nbytes: int
     window_from: int
     snapshot: bool
 
     @classmethod
-    def of(cls, location: Location) -> Described:
-        return cls(location.id, location.digest, location.nbytes, location.window_from, location.snapshot)
-
-
-class Layout:
-    """What an entry's bytes are: its parts, in order, and its writer's metadata.
-
-    Attributes:
-        nbytes: of the whole entry.
-        packed: what `read_entry` makes a layout of.
-    """
-
-    def __init__(self, parts: Sequence[Part], meta: Mapping[str, str]) -> None:
-        self.parts, self.meta = tuple(parts), dict(meta)
-        self.nbytes = sum(part.nbytes for part in self.parts)
-        self.packed = pack(self.parts, self.meta)
-        self.digest_of = EntryDigest(self.parts)
+    def of(cls, location: Location) -> Offered:
+        return cls(location.nbytes, location.window_from, location.snapshot)
 
 
 def pack(*fields: Any) -> bytes:
@@ -103,7 +72,10 @@ def pack(*fields: Any) -> bytes:
 
 def unpack(payload: bytes | memoryview) -> tuple[str, list[Any]]:
     """Returns the kind and the fields of a message."""
-    fields = _unpacked(payload)
+    try:
+        fields = msgpack.unpackb(payload)
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise InvalidRecord(f"a message cannot be read: {error}") from None
     if not isinstance(fields, list) or not fields or not isinstance(fields[0], str):
         raise InvalidRecord("a message is a kind and its fields")
     return fields[0], fields[1:]
@@ -121,48 +93,50 @@ def read_request(payload: bytes | memoryview) -> Request:
     kind, fields = unpack(payload)
     if kind == "find":
         model, chain, parent, tokens, tails_max = _row(fields, 5)
-        packed = tokens if tokens == b"" else _tokens(tokens)
+        if not isinstance(tokens, bytes) or len(tokens) % TOKEN_BYTES or len(tokens) > TOKEN_BYTES * TAIL_TOKENS_MAX:
+            raise InvalidRecord(f"a tail is of up to {TAIL_TOKENS_MAX} tokens")
         ids = _ids(chain, CHAIN_MAX)
-        return FindRequest(
-            _bytes(model, ID_BYTES), ids, _bytes(parent, ID_BYTES), packed, _number(tails_max, TAILS_MAX)
-        )
+        return FindRequest(_id(model), ids, _id(parent), tokens, _number(tails_max, TAILS_MAX))
     if kind == "fetch":
         model, packed = _row(fields, 2)
         ids = _ids(packed, FETCH_MAX)
         if not ids or len(set(ids)) != len(ids):
             raise InvalidRecord("a fetch names entries, each once")
-        return FetchRequest(_bytes(model, ID_BYTES), ids)
+        return FetchRequest(_id(model), ids)
     raise InvalidRecord(f"{kind!r:.40} is no request")
 
 
-def pack_found(blocks: Sequence[Described | None], tails: Sequence[tuple[bytes, Described]]) -> bytes:
-    """Packs the answer to `find`; `tails` are (packed tokens, description)."""
-    rows = [None if block is None else block[1:] for block in blocks]
-    return pack("found", rows, [[tokens, *tail] for tokens, tail in tails])
+def pack_found(blocks: Sequence[Offered | None], tails: Sequence[tuple[int, Offered]]) -> bytes:
+    """Packs the answer to `find`; `tails` are (how many of the named tokens, what there is)."""
+    return pack("found", blocks, [[count, *tail] for count, tail in tails])
 
 
-def read_found(
-    fields: Sequence[Any], chain: Sequence[bytes]
-) -> tuple[list[Described | None], list[tuple[bytes, Described]]]:
-    """Returns blocks and tails. Raises `InvalidRecord` unless they answer a find of `chain`."""
-    rows, tails = _row(fields, 2)
-    if not isinstance(rows, list) or not isinstance(tails, list) or len(rows) != len(chain) or len(tails) > TAILS_MAX:
-        raise InvalidRecord("the answer is to another request")
-    blocks = [None if row is None else _described(block, _row(row, 4)) for block, row in zip(chain, rows, strict=True)]
-    ends = [_row(tail, 6) for tail in tails]
-    return blocks, [(_tokens(tokens), _described(entry, rest)) for tokens, entry, *rest in ends]
+def read_found(fields: Sequence[Any], request: FindRequest) -> tuple[list[Offered | None], list[tuple[int, Offered]]]:
+    """Returns blocks and tails. Raises `InvalidRecord` unless they answer the request."""
+    rows, ends = _row(fields, 2)
+    blocks = [None if row is None else _offered(row) for row in _row(rows, len(request.chain))]
+    if not isinstance(ends, list) or len(ends) > request.tails_max:
+        raise InvalidRecord("more tails than were asked for")
+    tails = [(count, _offered(rest)) for count, *rest in (_row(end, 4) for end in ends)]
+    if any(not _number(count, len(request.tail_tokens) // TOKEN_BYTES) for count, _ in tails):
+        raise InvalidRecord("a tail has a token at least")
+    return blocks, tails
 
 
-def pack_entry(tokens: bytes, layout: Layout) -> bytes:
-    return pack("entry", tokens, layout.packed)
+def pack_entry(record: EntryRecord, layout: EntryLayout) -> bytes:
+    """Packs what precedes an entry's bytes: all that the index has of it, but for its owners."""
+    return pack("entry", record.facts(), layout.packed)
 
 
-def read_entry(fields: Sequence[Any]) -> tuple[bytes, Layout]:
-    """Returns the packed tokens and the layout of the entry whose bytes follow."""
-    tokens, packed = _row(fields, 2)
-    if not isinstance(packed, bytes):
-        raise InvalidRecord("a layout is packed")
-    return _tokens(tokens), _layout(packed)
+def read_entry(fields: Sequence[Any]) -> tuple[EntryRecord, EntryLayout]:
+    """Returns the record, of nobody, and the layout of the entry whose bytes follow."""
+    facts, packed = _row(fields, 2)
+    if not isinstance(facts, bytes) or not isinstance(packed, bytes):
+        raise InvalidRecord("a record and a layout are packed")
+    record, layout = EntryRecord.from_facts(facts, (NOBODY,)).checked(), EntryLayout.unpacked(packed)
+    if record.nbytes != layout.nbytes:
+        raise InvalidRecord("an entry has another size than its parts")
+    return record, layout
 
 
 def read_reason(fields: Sequence[Any]) -> str:
@@ -173,45 +147,11 @@ def read_reason(fields: Sequence[Any]) -> str:
     return "".join(sign if sign.isprintable() else " " for sign in reason[:_REASON_MAX])
 
 
-@lru_cache(maxsize=64)
-def _layout(packed: bytes) -> Layout:
-    # Blocks of one model have the same hundreds of parts, so they are parsed once.
-    rows, meta = _row(_unpacked(packed), 2)
-    if not isinstance(rows, list) or not 1 <= len(rows) <= PARTS_MAX:
-        raise InvalidRecord(f"an entry has 1 to {PARTS_MAX} parts")
-    parts = []
-    for name, dtype, shape in (_row(row, 3) for row in rows):
-        plain = isinstance(name, str) and name.isascii() and name.isprintable() and 1 <= len(name) <= NAME_BYTES_MAX
-        if not plain or not isinstance(dtype, str) or dtype not in DTYPES:
-            raise InvalidRecord(f"part {name!r:.80} has an unknown name or dtype")
-        if not isinstance(shape, list) or len(shape) > RANK_MAX:
-            raise InvalidRecord(f"part {name} has no shape of up to {RANK_MAX} axes")
-        parts.append(Part(name, dtype, tuple(_number(length, 2**40) for length in shape)))
-    if len({part.name for part in parts}) != len(parts):
-        raise InvalidRecord("an entry has a part twice")
-    return Layout(parts, checked_meta(meta))
-
-
-def _unpacked(payload: bytes | memoryview) -> Any:
-    try:
-        return msgpack.unpackb(payload)
-    except (ValueError, RecursionError, msgpack.UnpackException) as error:
-        raise InvalidRecord(f"a message cannot be read: {error}") from None
-
-
-def _described(entry: Any, row: Sequence[Any]) -> Described:
-    digest, nbytes, window_from, snapshot = row
+def _offered(row: Any) -> Offered:
+    nbytes, window_from, snapshot = _row(row, 3)
     if not isinstance(snapshot, bool):
         raise InvalidRecord("an entry's snapshot flag is a boolean")
-    numbers = _number(nbytes, 2**62), _number(window_from, 2**32)
-    return Described(_bytes(entry, ID_BYTES), _bytes(digest, DIGEST_BYTES), *numbers, snapshot)
-
-
-def _tokens(value: Any) -> bytes:
-    count = len(value) // 4 if isinstance(value, bytes) and len(value) % 4 == 0 else 0
-    if not 1 <= count <= max(TAIL_TOKENS_MAX, BLOCK_TOKENS):
-        raise InvalidRecord(f"{count} tokens are neither a block nor a tail")
-    return cast(bytes, value)
+    return Offered(_number(nbytes, 2**62), _number(window_from, 2**32), snapshot)
 
 
 def _ids(packed: Any, count_max: int) -> tuple[bytes, ...]:
@@ -226,9 +166,9 @@ def _row(value: Any, length: int) -> Sequence[Any]:
     return value
 
 
-def _bytes(value: Any, length: int) -> bytes:
-    if not isinstance(value, bytes) or len(value) != length:
-        raise InvalidRecord(f"{length} bytes are wanted")
+def _id(value: Any) -> bytes:
+    if not isinstance(value, bytes) or len(value) != ID_BYTES:
+        raise InvalidRecord(f"{ID_BYTES} bytes are wanted")
     return value
 
 

@@ -42,7 +42,6 @@ class NodeBlocks:
     """A node's block server and puller, for one event loop.
 
     Args:
-        session: of the store's writers.
         keeper: decides who may have what was pulled.
         timing: for how long files are kept for another node, which has to say where its own are.
 
@@ -56,7 +55,6 @@ class NodeBlocks:
         disk: DiskStore,
         cluster_key: bytes,
         node: Node,
-        session: str,
         peers: Peers,
         keeper: Keeper,
         timing: Timing = USUAL,
@@ -68,7 +66,7 @@ class NodeBlocks:
         self._server = BlockServer(
             disk, cluster_key, node.name, listen, limits=limits, bytes_per_s=node.give_bytes_per_s_max
         )
-        self._puller = BlockPuller(disk, cluster_key, node.name, session, keeper=keeper)
+        self._puller = BlockPuller(disk, cluster_key, keeper)
         # One more, to be refused. They end with this object.
         self._threads = ThreadPoolExecutor(PULLS_MAX + 1, thread_name_prefix="pull", initializer=give_way)
         self._lock = threading.Lock()

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
-from ....cluster.errors import EntryDamaged, InvalidRecord, LinkError, LinkRefused, LinkVersion
+from ....cluster.errors import DiskError, EntryDamaged, InvalidRecord, LinkError, LinkRefused, LinkVersion
 from ...protocol.block_ids import BLOCK_TOKENS
-from ...protocol.entries import pack_tokens, tail_id, unpack_tokens
+from ...protocol.entries import EntryRecord, pack_tokens, tail_id
 
 LINES_MAX = 2
 """Connections that may break."""
@@ -57,7 +57,6 @@ class PullLimits:
         stall_s: without a byte of an answer.
         backoff_s: before addresses are tried a second time.
         batch_entries: of one fetch request; two are outstanding, so that the source always has something to send.
-        window_bytes: received and not committed yet, and the maximum of one entry.
         install_entries_max: of one segment; few enough that syncing keeps up with receiving.
         total_bytes_max: of all fetched entries.
     """
@@ -66,7 +65,6 @@ class PullLimits:
     stall_s: float = 4.0
     backoff_s: float = 0.3
     batch_entries: int = 64
-    window_bytes: int = 256 * 2**20
     install_entries_max: int = 8
     total_bytes_max: int = 2**62
 
@@ -103,16 +101,15 @@ class Wanted:
     def tail_parent(self) -> bytes:
         return self.chain[-1] if self.chain else self.root
 
-    def is_block(self, entry: bytes, packed: bytes) -> bool:
-        """Whether `packed` are the tokens of this block, as far as that is known."""
-        if len(packed) != 4 * BLOCK_TOKENS:
-            return False
-        start = self.chain.index(entry) * BLOCK_TOKENS
-        return self.tokens is None or packed == pack_tokens(self.tokens[start : start + BLOCK_TOKENS])
-
-    def is_tail(self, entry: bytes, packed: bytes) -> bool:
-        """Whether the id is that of a wanted tail with these tokens."""
-        return pack_tokens(self.rest).startswith(packed) and entry == tail_id(self.tail_parent, unpack_tokens(packed))
+    def has(self, entry: EntryRecord) -> bool:
+        """Whether this is one of the wanted entries, with its tokens as far as they are known."""
+        if entry.tail:
+            # Its id follows from its parent and tokens.
+            return entry.parent == self.tail_parent and pack_tokens(self.rest).startswith(entry.tokens)
+        number = self.chain.index(entry.id)
+        start = number * BLOCK_TOKENS
+        known = entry.tokens if self.tokens is None else pack_tokens(self.tokens[start : start + BLOCK_TOKENS])
+        return entry.parent == (self.root, *self.chain)[number] and entry.tokens == known
 
 
 class Offer(NamedTuple):
@@ -124,7 +121,7 @@ class Offer(NamedTuple):
 
 
 class PullEnded(Exception):
-    """The pull ends now, for a reason on this side: cancelled, its deadline, its disk."""
+    """The pull ends now: it was cancelled, or its deadline is over."""
 
     def __init__(self, stop: Stop, reason: str) -> None:
         super().__init__(reason)
@@ -132,7 +129,7 @@ class PullEnded(Exception):
 
 
 class EntryGone(Exception):
-    """The source cannot send an entry, or it is not the wanted one."""
+    """The source cannot send an entry."""
 
 
 class Source(Protocol):
@@ -152,7 +149,8 @@ class Source(Protocol):
         ...
 
     async def receive(self, offer: Offer) -> Any:
-        """Returns the next entry that was asked for, verified. Raises `EntryGone`, `EntryDamaged`."""
+        """Returns the next entry that was asked for, verified. Raises `EntryGone`, `EntryDamaged`, and `DiskError` if
+        its bytes cannot be written."""
         ...
 
     async def pause(self, seconds: float) -> None: ...
@@ -163,8 +161,10 @@ class Source(Protocol):
 
 
 class Disk(Protocol):
-    async def install(self, entry: Any, nbytes: int) -> None:
-        """Takes a received entry to be committed; waits while too much is not. Raises `PullEnded`."""
+    """Where entries go. All methods raise `DiskError`, and `PullEnded` if the pull must end."""
+
+    async def install(self, entry: Any) -> None:
+        """Takes a received entry to be committed; waits while too much is not."""
         ...
 
     async def flush(self) -> None:
@@ -172,7 +172,7 @@ class Disk(Protocol):
         ...
 
     async def finish(self) -> None:
-        """Returns when everything is committed. Raises `PullEnded`."""
+        """Returns when everything is committed."""
         ...
 
 
@@ -207,11 +207,14 @@ class PullLoop:
         """Returns why it ended; what was received is installed, as far as there was time."""
         try:
             ended = await self._connect()
+        except DiskError as error:
+            ended = Stop.DISK, error.message
         except PullEnded as end:
-            ended = end.stop, end.reason
+            return end.stop, end.reason
         try:
-            if ended[0] not in (Stop.DEADLINE, Stop.CANCELLED):
-                await self.disk.finish()
+            await self.disk.finish()
+        except DiskError as error:
+            ended = Stop.DISK, error.message
         except PullEnded as end:
             ended = end.stop, end.reason
         return ended
@@ -281,7 +284,7 @@ class PullLoop:
                     return
                 continue
             self.received[offer.id] = offer.nbytes
-            await self.disk.install(entry, offer.nbytes)
+            await self.disk.install(entry)
 
     def _consider(self, blocks: Sequence[Offer | None], tails: Sequence[Offer]) -> deque[Offer]:
         """Returns what to ask for."""
@@ -296,13 +299,11 @@ class PullLoop:
             if offer is not None and offer.held:
                 self.held.add(entry)
                 continue
-            if offer is not None and offer.nbytes <= self.limits.window_bytes:
-                total += offer.nbytes
-                if total <= self.limits.total_bytes_max:
-                    todo.append(offer)
-                    continue
             if offer is None:
                 self._miss(entry, "the source does not have it")
+            elif (total := total + offer.nbytes) <= self.limits.total_bytes_max:
+                todo.append(offer)
+                continue
             else:
                 self._miss(entry, f"there is no room for its {offer.nbytes} bytes", Stop.TOO_LARGE)
             if entry not in self.tails:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
 from typing import Protocol
 
-from ....cluster.errors import SatchelError
-from ...protocol.entries import EntryRecord, SegmentRecord, owner_tag
-from ..disk.folder import typed
-from ..disk.io import DiskIO
+from ....cluster.errors import DiskError, SatchelError
+from ...protocol.entries import EntryLayout, EntryRecord, SegmentRecord
 from ..disk.placement import SegmentPlacement
-from ..disk.segments import model_folder
+from ..disk.segments import SegmentWriter
 from ..disk.store import DiskStore
-from ..disk.streaming import SegmentWriter
-from .messages import Described, Layout
 from .priority import give_way
-from .pull_loop import PullEnded, PullLimits, Stop, Wanted
-
-logger = logging.getLogger(__name__)
+from .pull_loop import Wanted
 
 _SEGMENT_BYTES = 32 * 2**20
 """A segment of so many bytes is complete: it is synced while the next one comes."""
+
+SEGMENTS_AHEAD = 3
+"""Complete segments that may wait for being synced and committed."""
 
 
 class Keeper(Protocol):
@@ -40,106 +36,60 @@ class PullWriter:
 
     Args:
         store: this node's.
-        session: under which the store keeps uncommitted files.
-        wanted: what is pulled.
-        owner: of the pulled entries.
-        limits: of the pull.
-        left_s: returns the seconds that are left, or raises `PullEnded`.
-        wall_clock: seconds since 1970, for the files.
-        ended: called on the writer's thread when nothing more will be written.
-        io: the disk.
         keeper: commits the segments.
+        wanted: what is pulled.
+        entries_max: of one segment.
+        left_s: returns the seconds that are left, or raises `PullEnded`.
 
     Attributes:
         installed: ids of the committed entries.
         retracted: ids that were replaced or evicted by the commits.
+
+    Raises:
+        DiskError: an entry cannot be written, or one before it could not be committed. So does every method.
     """
 
     def __init__(
         self,
         store: DiskStore,
-        session: str,
-        wanted: Wanted,
-        owner: str,
-        limits: PullLimits,
-        left_s: Callable[[], float],
-        *,
-        wall_clock: Callable[[], float],
-        ended: Callable[[], None],
-        io: DiskIO,
         keeper: Keeper,
+        wanted: Wanted,
+        entries_max: int,
+        left_s: Callable[[], float],
     ) -> None:
         self.installed: set[bytes] = set()
         self.retracted: list[bytes] = []
-        self._store, self._session, self._wanted, self._owner = store, session, wanted, owner
-        self._limits, self._left_s, self._wall_clock, self._ended = limits, left_s, wall_clock, ended
-        self._io, self._keeper = io, keeper
-        self._parents = dict(zip(wanted.chain, (wanted.root, *wanted.chain), strict=False))
-        self._changed = threading.Condition()
-        self._layout: Layout | None = None
+        self._store, self._keeper, self._entries_max, self._left_s = store, keeper, entries_max, left_s
+        self._model, self._chain = wanted.model, {wanted.root, *wanted.chain}
         self._segment: SegmentWriter | None = None
-        self._complete: queue.SimpleQueue[SegmentWriter | None] = queue.SimpleQueue()
-        self._open_bytes = 0  # of entries that are not committed
-        self._abandoned = self._over = False
-        self._failed = ""
-        self._thread = threading.Thread(target=self._run, name="blocks-in", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "blocks-in", initializer=give_way)
+        self._commits: deque[Future[None]] = deque()
+        self._woken: Future[None] = Future()
+        self._abandoned = False
 
-    # On the pull's thread. An error of the disk is a `PullEnded`.
+    # On the pull's thread.
 
-    def begin(self, layout: Layout, tokens_bytes: int) -> None:
+    def begin(self, layout: EntryLayout) -> None:
         """An entry comes. What came of one before that was not installed is forgotten."""
-        segment, limits = self._segment, self._limits
-        try:
-            if segment is not None and layout is self._layout and segment.has_room(tokens_bytes):
-                segment.drop()
-                return
-            self._hand_over()
-            self._layout = layout
-            self._segment = SegmentWriter(
-                self._store.root,
-                self._store.key,
-                self._wanted.model,
-                layout.parts,
-                tokens_bytes=tokens_bytes * limits.install_entries_max,
-                session=self._session,
-                epoch=self._store.epoch,
-                now_s=self._wall_clock(),
-                meta=layout.meta,
-                io=self._io,
-            )
-        except SatchelError as error:
-            raise PullEnded(Stop.DISK, error.message) from None
+        if self._segment is not None and self._segment.layout.packed == layout.packed:
+            self._segment.drop()
+            return
+        self._hand_over()
+        self._segment = self._store.writer(self._model, layout)
 
     def write(self, piece: memoryview) -> None:
         """The next bytes of the entry."""
         assert self._segment is not None
-        try:
-            self._segment.write(piece)
-        except SatchelError as error:
-            raise PullEnded(Stop.DISK, error.message) from None
+        self._segment.write(piece)
 
-    def record(self, what: Described, tail: bool, tokens: bytes) -> EntryRecord:
-        """Returns what the index will have of an entry. `tokens` is packed."""
-        parent = self._parents.get(what.id, self._wanted.tail_parent)
-        owners = (owner_tag(self._store.key, self._owner),)
-        facts = what.digest, what.window_from, what.snapshot, what.nbytes
-        return EntryRecord(what.id, parent, tail, tokens, *facts, owners)
-
-    async def install(self, entry: EntryRecord, nbytes: int) -> None:
+    async def install(self, entry: EntryRecord) -> None:
         """See `pull_loop.Disk`."""
         assert self._segment is not None
-        try:
-            self._segment.keep(entry)
-        except SatchelError as error:
-            raise PullEnded(Stop.DISK, error.message) from None
-        with self._changed:
-            self._open_bytes += nbytes
+        self._segment.keep(entry)
         count = len(self._segment.records)
-        full = count >= self._limits.install_entries_max or count * nbytes >= _SEGMENT_BYTES
-        if full or 2 * self._open_bytes >= self._limits.window_bytes:
+        if count >= self._entries_max or count * entry.nbytes >= _SEGMENT_BYTES:
             self._hand_over()
-        self._wait(lambda: self._open_bytes <= self._limits.window_bytes)
+        self._wait(SEGMENTS_AHEAD)
 
     async def flush(self) -> None:
         """See `pull_loop.Disk`."""
@@ -148,86 +98,61 @@ class PullWriter:
     async def finish(self) -> None:
         """See `pull_loop.Disk`."""
         self._hand_over()
-        self._complete.put(None)
-        self._wait(lambda: self._over)
+        self._wait(0)
 
     def _hand_over(self) -> None:
         segment, self._segment = self._segment, None
         if segment is not None and segment.records:
-            self._complete.put(segment)
+            self._commits.append(self._thread.submit(self._commit, segment))
         elif segment is not None:
             segment.abandon()
 
-    def _wait(self, done: Callable[[], bool]) -> None:
-        with self._changed:
-            while not self._failed and not done():
-                self._changed.wait(self._left_s())
-        if self._failed:
-            raise PullEnded(Stop.DISK, self._failed)
+    def _wait(self, most: int) -> None:
+        """Returns when at most so many segments are not committed."""
+        while len(self._commits) > most:
+            done, _ = wait((self._commits[0], self._woken), self._left_s(), FIRST_COMPLETED)
+            if self._commits[0] in done:
+                self._commits.popleft().result()
 
     def wake(self) -> None:
-        """Has waits look at `left_s` again. Safe from any thread."""
-        with self._changed:
-            self._changed.notify_all()
+        """Has waits look at `left_s` again, which raises from now on. Idempotent; safe from any thread."""
+        with contextlib.suppress(InvalidStateError):
+            self._woken.set_result(None)
 
-    def close(self) -> None:
-        """Ends the thread. A file that is being synced then is only committed if its commit has begun."""
+    def close(self, ended: Callable[[], None]) -> None:
+        """Ends the thread, which calls `ended`. A file that is being synced then is only committed if its commit has
+        begun."""
+        at_once = self._abandoned or all(commit.done() for commit in self._commits)
         self._abandoned = True
         if self._segment is not None:
             self._segment.abandon()
-        self._complete.put(None)
-        if self._failed or self._over:
-            self._thread.join()
-            # What it was given too late.
-            self._clear()
+        told = self._thread.submit(ended)
+        self._thread.shutdown(wait=False)
+        if at_once:
+            told.result()
 
-    # On the writer's thread.
-
-    def _run(self) -> None:
-        give_way()
-        try:
-            while (segment := self._complete.get()) is not None:
-                self._commit(segment)
-        except SatchelError as error:
-            self._fail(error.message)
-        except Exception as error:
-            logger.exception("pulled blocks could not be written")
-            self._fail(str(error))
-        finally:
-            self._clear()
-            self._ended()
-            with self._changed:
-                self._over = True
-                self._changed.notify_all()
-
-    def _clear(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if (left := self._complete.get_nowait()) is not None:
-                    left.abandon()
+    # On the thread that commits.
 
     def _commit(self, segment: SegmentWriter) -> None:
-        if self._abandoned:
-            segment.abandon()
-            return
-        record = segment.finish()
-        if self._abandoned:
-            with typed("removing an abandoned segment"):
-                self._io.unlink(model_folder(self._store.root, self._wanted.model) / record.name)
-            return
-        placed = self._keeper.commit(record)
-        self.retracted.extend(placed.retracted)
-        if placed.refused:
-            self._fail("its owner was forgotten, or is over its limit")
-        elif not self._parents.keys().isdisjoint(placed.retracted):
-            # Further blocks would evict more of the chain's own beginning.
-            self._fail("the disk has no room for the whole chain")
-        else:
+        try:
+            with segment:
+                if self._abandoned:
+                    return
+                record = segment.finish()
+            if self._abandoned:
+                segment.abandon()
+                return
+            placed = self._keeper.commit(record)
+            self.retracted.extend(placed.retracted)
+            if placed.refused:
+                raise DiskError("its owner was forgotten, or is over its limit")
+            if not self._chain.isdisjoint(placed.retracted):
+                # Further blocks would evict more of the chain's own beginning.
+                raise DiskError("the disk has no room for the whole chain")
             self.installed.update(entry.id for entry in record.entries)
-        with self._changed:
-            self._open_bytes -= sum(entry.nbytes for entry in record.entries)
-            self._changed.notify_all()
-
-    def _fail(self, reason: str) -> None:
-        self._failed, self._abandoned = reason, True
-        self.wake()
+        except BaseException as error:
+            # What comes after it would be no beginning of the chain.
+            self._abandoned = True
+            if isinstance(error, SatchelError):
+                raise DiskError(error.message) from None
+            raise

@@ -1,47 +1,32 @@
-"""A token bucket. Pure."""
+"""When bytes may be sent that a rate limits. Pure."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+BURST_S = 0.02
+"""Of so long, what was not sent may be sent at once."""
+
+PIECE_BYTES = 65_536
+"""The smallest piece that is waited for, so that senders do not wait for a few bytes all the time."""
 
 
-class Grant(NamedTuple):
-    """How many tokens were granted; if none, ask again after `wait_s`."""
-
-    count: int
-    wait_s: float
-
-
-class TokenBucket:
-    """Grants `rate` tokens per second in the long run, and at most `rate * burst_s` (or one piece) at once.
+class Rate:
+    """A limit for what several senders send together, piece by piece.
 
     Args:
-        rate: tokens per second, above zero.
+        bytes_per_s: above zero.
         now: monotonic seconds, as in all methods.
-        burst_s: for how long unused tokens accumulate.
-        piece: the smallest grant, so that callers do not ask for a few tokens all the time.
 
     Raises:
-        ValueError: `rate` is not above zero.
+        ValueError: the rate is not above zero.
     """
 
-    def __init__(self, rate: float, now: float, *, burst_s: float = 0.02, piece: int = 65_536) -> None:
-        if not rate > 0:
-            raise ValueError(f"a rate is above zero, not {rate}")
-        self._rate = rate
-        self._room = max(float(piece), rate * burst_s)
-        self._piece = piece
-        self._tokens = 0.0
-        self._at = now
+    def __init__(self, bytes_per_s: float, now: float) -> None:
+        if not bytes_per_s > 0:
+            raise ValueError(f"a rate is above zero, not {bytes_per_s}")
+        self._rate, self._free_at = bytes_per_s, now
+        self.piece_bytes = max(PIECE_BYTES, int(bytes_per_s * BURST_S))
 
-    def take(self, wanted: int, now: float) -> Grant:
-        """Grants up to `wanted` tokens, at least a piece or all of `wanted`, or none."""
-        self._tokens = min(self._room, self._tokens + max(0.0, now - self._at) * self._rate)
-        self._at = max(now, self._at)
-        least = min(wanted, self._piece)
-        # A rounding error must not cost another wait.
-        if self._tokens + 1e-6 < least:
-            return Grant(0, (least - self._tokens) / self._rate)
-        count = min(wanted, max(int(self._tokens), least))
-        self._tokens -= count
-        return Grant(count, 0.0)
+    def wait_s(self, nbytes: int, now: float) -> float:
+        """Returns after how many seconds the next `nbytes` may be sent. They count as sent."""
+        self._free_at = max(self._free_at, now - BURST_S) + nbytes / self._rate
+        return max(0.0, self._free_at - now)

@@ -173,7 +173,7 @@ def read_slabs(
         for row, index in enumerate(run.indexes):
             location = where[index]
             try:
-                layout = layout_of(run.signature)
+                layout = layout_of(run.layout.parts)
                 slabs[index] = layout.slab(run.data[row], len(location.tokens) // TOKEN_BYTES, location.window_from)
             except ValueError as error:
                 failures.append(Failure(location, str(error), False))
@@ -218,7 +218,7 @@ def read_blocks(
             count = sum(index == read + row for row, index in enumerate(run.indexes))
             windows = [where[index].window_from for index in run.indexes[:count]]
             if count:
-                records = layout_of(run.signature).records(run.data[:count], windows, len(where) - read, buffers)
+                records = layout_of(run.layout.parts).records(run.data[:count], windows, len(where) - read, buffers)
                 if buffers is not None:
                     reader.give_back(run)
                 coming.append((run, adopt(records)))

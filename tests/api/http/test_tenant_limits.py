@@ -21,6 +21,7 @@ from satchel.cluster.config import Config, Home, parse_config
 from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyRing, create_key, revoke_key
 from tests.worlds.engine_backend import EngineBackend
+from tests.worlds.kv_files import nbytes_of
 from tests.worlds.remembering import LocalStore, Remembering, spoken
 
 from .test_tenants import Tenants
@@ -68,7 +69,7 @@ class World:
     def on_disk(self, tenant: str) -> int:
         disk = self.store.actor.services.memory.disk.store
         assert disk is not None
-        return disk.nbytes_of(tenant)
+        return nbytes_of(disk, tenant)
 
     def words(self, tenant: str) -> int:
         return self.store.actor.services.memory.agents.nbytes_of(tenant)

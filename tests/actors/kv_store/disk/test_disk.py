@@ -17,7 +17,19 @@ from satchel.actors.kv_store.disk.segment_reader import read_entries
 from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.protocol.entries import Entry, EntryRecord, Failure, SegmentRecord
 from satchel.cluster.errors import DiskError, DiskFull, InvalidRecord, SatchelError, StaleEpoch, StoreInUse
-from tests.worlds.kv_files import MODEL, OTHER_MODEL, ROOT, Bench, arrays, chain, checked, payload, read_one, tail
+from tests.worlds.kv_files import (
+    MODEL,
+    OTHER_MODEL,
+    ROOT,
+    Bench,
+    arrays,
+    chain,
+    checked,
+    evict,
+    payload,
+    read_one,
+    tail,
+)
 
 
 @pytest.fixture
@@ -135,8 +147,8 @@ def test_the_least_recently_used_file_goes_first_and_real_bytes_count(bench):
     bench.open(bytes_max=4 * size + 3, session="s2")
     assert bench.put(groups[5]).retracted == [groups[2][0].id]
     assert file_bytes(bench) <= 4 * size + 3
-    assert len(bench.store.evict(2 * size)) == 2 and bench.has(*groups[4], *groups[5])
-    assert len(bench.store.evict(0)) == 2 and bench.files() == []
+    assert len(evict(bench.store, 2 * size)) == 2 and bench.has(*groups[4], *groups[5])
+    assert len(evict(bench.store, 0)) == 2 and bench.files() == []
 
 
 def test_the_beginning_of_a_chain_stays_longest(bench):
@@ -146,7 +158,7 @@ def test_the_beginning_of_a_chain_stays_longest(bench):
     bench.store.touch([entry.id for entry in entries])
     order = []
     while bench.store.stats()["bytes"]:
-        order += bench.store.evict(bench.store.stats()["bytes"] - 1)
+        order += evict(bench.store, bench.store.stats()["bytes"] - 1)
     assert order == [entries[2].id, entries[1].id, entries[0].id]
 
 
@@ -166,21 +178,32 @@ def test_a_pinned_file_stays_until_its_lease_ends(bench):
     for entry in entries:
         bench.put([entry])
     pin = bench.store.pin(bench.located(entries[:1]), lease_s=5.0)
-    assert pin.gone == []
-    assert bench.store.evict(0) == [entries[1].id]
+    assert evict(bench.store, 0) == [entries[1].id]
     assert bench.has(entries[0])
     bench.now += 5.0
-    assert not bench.store.unpin(pin.lease), "it has expired"
-    assert bench.store.evict(0) == [entries[0].id]
+    assert not bench.store.unpin(pin), "it has expired"
+    assert evict(bench.store, 0) == [entries[0].id]
 
 
-def test_pinning_says_what_is_gone_and_is_limited(bench):
+def test_a_lease_that_replaces_another_keeps_the_files_of_both(bench):
+    entries = chain(3)
+    for entry in entries:
+        bench.put([entry])
+    first = bench.store.pin(bench.located(entries[:1]), 5.0)
+    bench.now += 4.0
+    both = bench.store.pin(bench.located(entries[1:2]), 5.0, first)
+    assert not bench.store.unpin(first) and bench.store.stats()["leases"] == 1
+    bench.now += 4.0
+    assert evict(bench.store, 0) == [entries[2].id] and bench.has(*entries[:2])
+    assert bench.store.unpin(both) and len(evict(bench.store, 0)) == 2
+
+
+def test_pins_are_limited_and_keep_nothing_that_is_gone(bench):
     entries = chain(2)
     bench.put(entries)
     locations = bench.located(entries)
-    bench.store.evict(0)
-    pin = bench.store.pin(locations, 10.0)
-    assert pin.gone == [entry.id for entry in entries] and bench.store.unpin(pin.lease)
+    evict(bench.store, 0)
+    assert bench.store.unpin(bench.store.pin(locations, 10.0)) and bench.lacks(*entries)
     bench.open(leases_max=2, lease_s_max=4.0)
     bench.put(entries)
     for _ in range(2):
@@ -239,7 +262,7 @@ def test_files_that_were_never_committed_count_from_the_next_start_if_they_are_w
     bench.open()
     assert len(bench.files()) == 3, "the session goes on, its writers may still finish"
     assert bench.has(*chain(1)) and bench.store.commit(record).kept
-    bench.store.evict(0)
+    evict(bench.store, 0)
     late = bench.write(chain(1, first=9))
     bench.store.compact()
     bench.now += 599.0
@@ -274,7 +297,7 @@ def test_a_commit_must_fit_its_file(bench):
         with pytest.raises(InvalidRecord):
             bench.store.commit(SegmentRecord(**{**values, **change}))
         path.write_bytes(kept)
-    for damaged in (kept[:-1], kept + b"\0", b"", kept[:20] + b"!" + kept[21:]):
+    for damaged in (kept[:-1], kept + b"\0", b"", kept[:-20] + b"!" + kept[-19:]):
         path.write_bytes(damaged)
         with pytest.raises(InvalidRecord):
             bench.store.commit(record)

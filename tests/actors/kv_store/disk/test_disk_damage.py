@@ -15,7 +15,7 @@ copies, prepared = kv_scenes.copies, kv_scenes.prepared
 
 
 def test_damaged_files_cost_what_they_hold_and_nothing_else(copy):
-    """Every file in turn, cut, flipped in its header or empty: after a start the rest answers as before."""
+    """Every file in turn, cut, flipped in its footer or empty: after a start the rest answers as before."""
     bench = copy()
     bench.open()
     everything, names = found(bench), [path.name for path in bench.files()]
@@ -26,7 +26,7 @@ def test_damaged_files_cost_what_they_hold_and_nothing_else(copy):
         bench = copy()
         (path,) = bench.root.rglob(name)
         good = bytearray(path.read_bytes())
-        good[rng.randrange(40 + int.from_bytes(good[:8], "little"))] ^= 1 << rng.randrange(8)
+        good[-1 - rng.randrange(40 + int.from_bytes(good[-8:], "little"))] ^= 1 << rng.randrange(8)
         path.write_bytes([good, b"", good[: len(good) // 2], rng.randbytes(len(good))][number % 4])
         bench.open()
         assert everything - held[name] <= found(bench) <= everything and all(

@@ -10,8 +10,8 @@ import pytest
 from satchel.actors.kv_store.disk import index
 from satchel.actors.kv_store.disk import store as disk
 from satchel.actors.kv_store.disk.segment_reader import read_entries
-from satchel.actors.kv_store.disk.segments import STORE_SESSION
-from satchel.actors.protocol.entries import Entry, Failure, owner_tag
+from satchel.actors.kv_store.disk.segments import STORE_SESSION, SegmentWriter
+from satchel.actors.protocol.entries import Entry, Failure, SegmentRecord, owner_tag
 from satchel.cluster.errors import InvalidRecord
 from tests.worlds.kv_files import OTHER_MODEL, ROOT, Bench, arrays, chain, checked, payload, tail
 
@@ -95,7 +95,7 @@ def test_forgetting_waits_for_readers_and_then_the_bytes_go(bench):
     bench.store.forget("default/alice")
     assert bench.lacks(*alice) and bench.has(*bob)
     assert not isinstance(read_entries(bench.root, bench.store.key, locations)[0], Failure), "the reader goes on"
-    bench.store.unpin(pin.lease)
+    bench.store.unpin(pin)
     assert payload(alice[0]) not in bench.bytes_on_disk()
     bench.put(alice)
     bench.store.pin(bench.located(alice), lease_s=20.0)
@@ -150,16 +150,17 @@ def test_what_dies_while_its_file_is_rewritten_does_not_come_back(bench, monkeyp
     place = bench.located(bob)[1]
     assert place is not None
 
-    write = disk.write_tagged
+    class Slow(SegmentWriter):
+        def finish(self) -> SegmentRecord:
+            bench.store.report([Failure(place, "found to be corrupt meanwhile", False)])
+            return super().finish()
 
-    def slow(*arguments, **named):
-        bench.store.report([Failure(place, "found to be corrupt meanwhile", False)])
-        return write(*arguments, **named)
-
-    monkeypatch.setattr(disk, "write_tagged", slow)
-    bench.store.forget("default/alice")
+    with monkeypatch.context() as slowly:
+        slowly.setattr(disk, "SegmentWriter", Slow)
+        bench.store.forget("default/alice")
     assert bench.lacks(bob[1]) and bench.has(bob[0])
-    assert payload(bob[1]) not in bench.bytes_on_disk(), "and is erased in the next round"
+    bench.store.compact()
+    assert bench.has(bob[0]) and payload(bob[1]) not in bench.bytes_on_disk(), "and is erased in the next round"
 
 
 def test_owners_are_settled_of_what_is_uncertain_only(bench):

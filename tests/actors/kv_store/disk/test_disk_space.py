@@ -25,7 +25,7 @@ from satchel.actors.kv_store.services import disk, ownership, work
 from satchel.actors.protocol.entries import Entry
 from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Content
 from satchel.cluster.errors import DiskError, DiskFull, MemoryFull, SatchelError
-from tests.worlds.kv_files import MODEL, Bench, NoSync, chain, checked
+from tests.worlds.kv_files import MODEL, Bench, NoSync, chain, checked, evict
 from tests.worlds.kv_node import ALICE, BOB, Node, spoken
 from tests.worlds.lone_store import LoneStore
 
@@ -107,7 +107,7 @@ def test_where_others_fill_the_device_kv_gives_the_reserve_back_but_for_what_is_
         device.others += free(bench, device)
         bench.store.keep_reserve()
     assert bench.store.stats()["files"] == 1, "what is read is spared to the end"
-    bench.store.unpin(pin.lease)
+    bench.store.unpin(pin)
     bench.store.keep_reserve()
     assert bench.files() == []
     with pytest.raises(DiskFull):
@@ -129,7 +129,7 @@ def test_room_is_made_at_once_and_also_where_the_device_does_not_say_that_it_is_
     before = bench.store.stats()["bytes"]
     assert bench.store.make_room()
     assert RESERVE <= before - bench.store.stats()["bytes"] < RESERVE + used // 10
-    bench.store.evict(0)
+    evict(bench.store, 0)
     assert not bench.store.make_room()
 
 

@@ -15,6 +15,15 @@ def test_a_file_stays_until_the_last_lease_on_it_is_over():
     assert leases.take(["d"], 20.0, 1.0) and leases.held(400.0) == set(), "also long after its end"
 
 
+def test_a_lease_that_replaces_another_has_its_files_unless_that_is_over():
+    leases = Leases(1)
+    first = leases.take(["a"], 0.0, 5.0)
+    assert first and leases.take(["b"], 1.0, 5.0) is None, "there is only one"
+    second = leases.take(["b"], 4.0, 5.0, first)
+    assert second and leases.held(8.9) == {"a", "b"} and len(leases) == 1
+    assert leases.take(["c"], 9.0, 5.0, second) and leases.held(9.0) == {"c"}
+
+
 def test_leases_are_bounded_and_expired_ones_make_room():
     leases = Leases(2)
     assert leases.take(["a"], 0.0, 5.0) and leases.take(["b"], 0.0, 9.0)

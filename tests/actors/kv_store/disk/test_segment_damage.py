@@ -18,19 +18,18 @@ from satchel.cluster.errors import DiskError, InvalidRecord
 from tests.worlds.kv_files import KEY, OTHER_MODEL, chain, file_of, places, same, tail, write_file
 
 
-def header_of(data: bytes) -> int:
-    """The bytes before the first entry."""
-    return 40 + int.from_bytes(data[:8], "little")
+def data_of(raw: bytes) -> int:
+    """The bytes before the footer."""
+    return len(raw) - 40 - int.from_bytes(raw[-8:], "little")
 
 
-def test_no_flipped_byte_of_a_header_passes(tmp_path):
+def test_no_flipped_byte_of_a_footer_passes(tmp_path):
     """Every byte, in turn: each entry is a clean failure, and no array comes out."""
     entries = [tail([7], 1), tail([8], 2)]
     record = write_file(tmp_path, entries)
     locations, path = places(record), file_of(tmp_path, record)
     good = path.read_bytes()
-    header = header_of(good)
-    for at in range(header):
+    for at in range(data_of(good), len(good)):
         bad = bytearray(good)
         bad[at] ^= 1 << (at % 8)
         path.write_bytes(bad)
@@ -43,9 +42,9 @@ def test_a_flipped_byte_of_the_data_costs_its_own_entry_only(tmp_path):
     record = write_file(tmp_path, entries)
     locations, path = places(record), file_of(tmp_path, record)
     good = path.read_bytes()
-    header = header_of(good)
+    end = data_of(good)
     rng = random.Random(5)
-    for at in [header, len(good) - 1, *rng.sample(range(header, len(good)), 60)]:
+    for at in [0, end - 1, *rng.sample(range(end), 60)]:
         bad = bytearray(good)
         bad[at] ^= 1 << rng.randrange(8)
         path.write_bytes(bad)
@@ -70,14 +69,14 @@ def test_a_file_cut_off_anywhere_or_longer_than_it_was_is_a_failure(tmp_path):
 def test_a_file_cut_off_while_it_is_read_is_a_failure_of_what_it_lacks(tmp_path, monkeypatch):
     entries = chain(2)
     record = write_file(tmp_path, entries)
-    header = segment_reader.read_header
+    footer = segment_reader.read_footer
 
     def late(path: Path, key: bytes) -> Any:
-        found = header(path, key)
-        os.truncate(path, record.nbytes - 1)
+        found = footer(path, key)
+        os.truncate(path, 2 * found.layout.nbytes - 1)
         return found
 
-    monkeypatch.setattr(segment_reader, "read_header", late)
+    monkeypatch.setattr(segment_reader, "read_footer", late)
     reader = EntryReader(tmp_path, KEY, places(record))
     assert not [run for run in reader.runs() if 1 in run.indexes] and 1 in reader.failures
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from satchel.actors.kv_store.agents.branches import ROW_BYTES
 from satchel.actors.kv_store.agents.database import AgentDatabase
-from satchel.actors.kv_store.disk import segment_header
+from satchel.actors.kv_store.disk import segment_footer
 from satchel.actors.kv_store.disk.quotas import Quotas
 from satchel.actors.protocol.block_ids import root_id
 from satchel.actors.protocol.entries import NOBODY, crowd_tag, is_crowd, owner_tag, tenant_of_tag, tenant_tag
 from satchel.actors.protocol.store_messages import Commit, Content, Head, PullKV
 from satchel.cluster.errors import QuotaExceeded
 from tests.worlds import kv_node
-from tests.worlds.kv_files import MODEL, ROOT, Bench, chain, tail
+from tests.worlds.kv_files import MODEL, ROOT, Bench, chain, nbytes_of, tail
 from tests.worlds.kv_node import Node, spoken
 from tests.worlds.store_nodes import Cluster, cluster
 
@@ -95,7 +95,7 @@ def test_the_oldest_of_a_tenant_goes_and_nothing_of_others(disk: Bench):
     for entries in (*his[:3], *hers[:3]):
         disk.put(entries)
     assert disk.store.limit("ann", 2 * block) == [hers[0][0].id]
-    assert disk.store.nbytes_of("ann") == 2 * block and disk.store.nbytes_of("bob") == 3 * block
+    assert nbytes_of(disk.store, "ann") == 2 * block and nbytes_of(disk.store, "bob") == 3 * block
     disk.store.touch([hers[1][0].id])
     assert disk.put(hers[3]).retracted == [hers[2][0].id], "not the one that was used since"
     for entries in his[3:]:
@@ -104,7 +104,7 @@ def test_the_oldest_of_a_tenant_goes_and_nothing_of_others(disk: Bench):
     disk.store.limit("ann", None)
     for entries in hers[4:]:
         assert disk.put(entries).retracted == []
-    assert disk.store.nbytes_of("ann") == 4 * block
+    assert nbytes_of(disk.store, "ann") == 4 * block
 
 
 def test_a_file_that_alone_is_too_large_drives_nothing_out_and_is_not_kept(disk: Bench):
@@ -117,7 +117,7 @@ def test_a_file_that_alone_is_too_large_drives_nothing_out_and_is_not_kept(disk:
     assert placed.refused == [entry.id for entry in large] and not placed.kept
     assert disk.has(*first) and disk.lacks(*large) and len(disk.files()) == 1
     disk.store.limit("ann", block - 1)
-    assert disk.lacks(*first) and not disk.files() and disk.store.nbytes_of("ann") == 0
+    assert disk.lacks(*first) and not disk.files() and nbytes_of(disk.store, "ann") == 0
     assert disk.put(first).refused
 
 
@@ -141,13 +141,13 @@ def test_what_agents_of_a_tenant_share_counts_once_and_forgetting_gives_it_back(
     block = size(disk)
     entries = chain(2, owners=("ann/x",))
     disk.put(entries)
-    before = disk.store.nbytes_of("ann")
+    before = nbytes_of(disk.store, "ann")
     disk.store.touch([entry.id for entry in entries], "ann/y")
-    assert disk.put(chain(2, owners=("ann/y",))).dropped and disk.store.nbytes_of("ann") == before
+    assert disk.put(chain(2, owners=("ann/y",))).dropped and nbytes_of(disk.store, "ann") == before
     disk.store.forget("ann/x")
-    assert disk.store.nbytes_of("ann") == before and disk.has(*entries)
+    assert nbytes_of(disk.store, "ann") == before and disk.has(*entries)
     disk.store.forget("ann/y")
-    assert disk.store.nbytes_of("ann") == 0 and disk.store.limit("ann", block) == []
+    assert nbytes_of(disk.store, "ann") == 0 and disk.store.limit("ann", block) == []
 
 
 def test_what_is_being_read_goes_when_nobody_reads_it_any_more(disk: Bench):
@@ -157,7 +157,7 @@ def test_what_is_being_read_goes_when_nobody_reads_it_any_more(disk: Bench):
         pin = disk.store.pin([where for where in disk.located(entries) if where], 30.0)
         assert disk.store.limit("ann", 0) == [] and disk.has(*entries)
         if end == "told":
-            disk.store.unpin(pin.lease)
+            disk.store.unpin(pin)
             assert disk.lacks(*entries) and not disk.files()
             disk.store.limit("ann", None)
             disk.put(entries)
@@ -171,10 +171,10 @@ def test_counts_are_right_after_another_start(disk: Bench):
     disk.put([tail([1, 2], 5, owners=(ANN,))])
     disk.put(chain(1, first=1000, owners=(BOB,)))
     disk.put(chain(1, first=2000))
-    before = [disk.store.nbytes_of(name) for name in ("ann", "bob", "cat")]
+    before = [nbytes_of(disk.store, name) for name in ("ann", "bob", "cat")]
     assert before[0] > before[1] > 0 == before[2]
     disk.open(settles=False)
-    assert [disk.store.nbytes_of(name) for name in ("ann", "bob", "cat")] == before
+    assert [nbytes_of(disk.store, name) for name in ("ann", "bob", "cat")] == before
 
 
 def test_what_an_earlier_version_wrote_is_removed_and_computed_again(
@@ -184,7 +184,7 @@ def test_what_an_earlier_version_wrote_is_removed_and_computed_again(
     bench = Bench(tmp_path / "kv")
     entries = chain(2, owners=(ANN,))
     with monkeypatch.context() as before:
-        before.setattr(segment_header, "FORMAT", "satchel.segment.2")
+        before.setattr(segment_footer, "FORMAT", "satchel.segment.2")
         bench.open()
         for entry in entries:
             path = bench.root / "segments" / MODEL.hex() / bench.write([entry]).name
@@ -193,8 +193,8 @@ def test_what_an_earlier_version_wrote_is_removed_and_computed_again(
     for name in ("index", "index-wal", "index.damaged-1"):
         (bench.root / name).write_bytes(b"tokens")
     bench.open()
-    assert caplog.text.count("2 files of KV in an earlier layout were removed") == 1
-    assert bench.lacks(*entries) and not bench.files() and bench.store.nbytes_of("ann") == 0
+    assert caplog.text.count("3 files of KV, damaged or in an earlier layout, were removed") == 1
+    assert bench.lacks(*entries) and not bench.files() and nbytes_of(bench.store, "ann") == 0
     assert not list(bench.root.glob("index*"))
     bench.put(entries)
     bench.store.check(payload=True)
@@ -209,7 +209,7 @@ def test_a_limit_that_cannot_be_kept_now_is_kept_later(disk: Bench, monkeypatch:
         full.setattr(disk.store._shelf.io, "unlink", Mock(side_effect=OSError(errno.EIO, "not now")))
         assert disk.store.limit("ann", 0) == [entries[0].id]
         assert disk.store.stats()["failed_removals_total"] == 1 == len(disk.files())
-        disk.store.unpin(disk.store.pin([], 1.0).lease)
+        disk.store.unpin(disk.store.pin([], 1.0))
     disk.store.keep_reserve()
     assert disk.lacks(*entries) and not disk.files()
 
@@ -256,7 +256,7 @@ def test_whatever_happens_the_counts_are_right_and_others_keep_theirs(
             case ("start",):
                 bench.open()
                 bench.store.limit("ann", most)
-        assert most is None or bench.store.nbytes_of("ann") <= most
+        assert most is None or nbytes_of(bench.store, "ann") <= most
         assert bench.has(*his.values())
         bench.store.check()
     bench.store.close()
@@ -389,7 +389,7 @@ async def test_kv_makes_room_for_words_and_words_never_for_kv(node: Node, tmp_pa
     assert node.has(*entries, *his)
     await say(node, "ann/y", [1] * (words // 4 + 1500), limits)
     assert not node.has(*entries) and node.has(*his) and await node.client.info(ANN)
-    assert node.disk.nbytes_of("ann") + node.actor.services.memory.agents.nbytes_of("ann") <= limits["ann"]  # pyright: ignore
+    assert nbytes_of(node.disk, "ann") + node.actor.services.memory.agents.nbytes_of("ann") <= limits["ann"]  # pyright: ignore
     late = await node.write(chain(3, first=50, owners=(ANN,)))
     assert await node.client.disk_commit(late, {"ann": 1}) == [], "a limit below one turn keeps no KV"
     assert (await node.client.info(ANN)).branches and (await node.client.info("ann/y")).branches
@@ -403,7 +403,7 @@ async def test_a_limit_comes_with_the_first_request_after_a_start(node: Node, tm
     node = await node.restarted()
     try:
         more = chain(1, first=50, owners=(ANN,))
-        held = node.disk.nbytes_of("ann") + node.actor.services.memory.agents.nbytes_of("ann")
+        held = nbytes_of(node.disk, "ann") + node.actor.services.memory.agents.nbytes_of("ann")
         await node.client.disk_commit(await node.write(more), {"ann": held})
         assert not node.has(*entries) and node.has(*more)
     finally:
@@ -432,12 +432,12 @@ async def test_copies_count_where_they_are_and_are_never_refused(tmp_path: Path)
         many: dict[str, int | None] = {"ann": 10**6}
         entries = await kv(world, "a", ANN, 0, many)
         agents, disk, quotas = world.agents("b"), world.disk("b"), world.stores["b"].services.memory.quotas
-        assert disk.nbytes_of("ann") > 0 and quotas.of(ANN) == many
-        words, held = agents.nbytes_of("ann"), disk.nbytes_of("ann")
+        assert nbytes_of(disk, "ann") > 0 and quotas.of(ANN) == many
+        words, held = agents.nbytes_of("ann"), nbytes_of(disk, "ann")
         assert words == world.agents("a").nbytes_of("ann") and world.has("b", *entries)
         few: dict[str, int | None] = {"ann": 2 * words + held - 100}
         await world.speak("a", "ann/y", "more", [1] * 768, limits=few)
-        assert disk.nbytes_of("ann") == 0 and world.has("b", *both), "its KV made room for the copy of its words"
+        assert nbytes_of(disk, "ann") == 0 and world.has("b", *both), "its KV made room for the copy of its words"
         await world.speak("a", "ann/y", "even more", [2] * 768, limits=few)
         await world.speak("a", "ann/y", "much more", [3] * 1500, limits={"ann": None})
         assert world.said("b", "ann/y") == {"more", "even more", "much more"}
@@ -449,16 +449,16 @@ async def test_what_a_move_brings_counts_at_the_new_home(tmp_path: Path):
     async with cluster(tmp_path, replication=0) as world:
         limits: dict[str, int | None] = {"ann": 10**6}
         entries = await kv(world, "a", ANN, 0, limits)
-        held = [world.agents("a").nbytes_of("ann"), world.disk("a").nbytes_of("ann")]
+        held = [world.agents("a").nbytes_of("ann"), nbytes_of(world.disk("a"), "ann")]
         await world.at("a").move(ANN, "b")
         agents, disk = world.agents("b"), world.disk("b")
         assert world.has("b", *entries)
-        assert [agents.nbytes_of("ann"), disk.nbytes_of("ann")] == [
+        assert [agents.nbytes_of("ann"), nbytes_of(disk, "ann")] == [
             held[0],
             pytest.approx(held[1], rel=0.2),
         ]
         await world.speak("b", ANN, "and now", [7] * 100, limits={"ann": held[0] + 2000})
-        assert disk.nbytes_of("ann") == 0 and len(world.said("b", ANN)) == 2
+        assert nbytes_of(disk, "ann") == 0 and len(world.said("b", ANN)) == 2
 
 
 async def test_what_is_pulled_fits_the_limit_and_is_the_beginning(tmp_path: Path):
@@ -467,11 +467,11 @@ async def test_what_is_pulled_fits_the_limit_and_is_the_beginning(tmp_path: Path
         await world.speak("a", ANN, "long", [token for entry in entries for token in entry.tokens])
         for start in range(0, 40, 16):
             await world.put("a", entries[start : start + 16])
-        held = world.disk("a").nbytes_of("ann")
+        held = nbytes_of(world.disk("a"), "ann")
         chain_ids = [entry.id for entry in entries]
         most = held * 3 // 4
         await world.at("b").pull(PullKV("a", MODEL, ROOT, chain_ids, [], ANN, 20.0, {"ann": most}))
         disk = world.disk("b")
-        assert 0 < disk.nbytes_of("ann") <= most
+        assert 0 < nbytes_of(disk, "ann") <= most
         there = [where is not None for where in disk.locate(MODEL, [entry.id for entry in entries])]
         assert there == sorted(there, reverse=True) and there[0]

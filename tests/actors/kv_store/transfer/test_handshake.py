@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -20,7 +21,9 @@ from satchel.actors.kv_store.transfer.handshake import (
     Acceptor,
     Initiator,
     Seal,
+    Seals,
     body_length,
+    checked_key,
 )
 from satchel.actors.kv_store.transfer.pull_loop import PullLimits, Stop
 from satchel.cluster.errors import LinkError, LinkGarbage, LinkRefused, LinkVersion
@@ -36,16 +39,25 @@ def body(message: bytes) -> bytes:
 
 
 def sides(*, key: bytes = CLUSTER_KEY, other: bytes = CLUSTER_KEY, peer: str = "mac0", nonces=(ONE, TWO)):
-    return Initiator(key, "mac1", peer, nonces[0]), Acceptor(other, "mac0", nonces[1])
+    return Initiator(key, peer, nonces[0]), Acceptor(other, "mac0", nonces[1])
 
 
-def talk(initiator: Initiator, acceptor: Acceptor) -> tuple[bytes, bytes, bytes]:
-    """The whole handshake; what was said."""
+class Talk(NamedTuple):
+    """What was said, and the seals of both sides."""
+
+    hello: bytes
+    challenge: bytes
+    proof: bytes
+    near: Seals
+    far: Seals
+
+
+def talk(initiator: Initiator, acceptor: Acceptor) -> Talk:
+    """The whole handshake."""
     hello = initiator.hello()
     challenge = acceptor.challenge(body(hello))
-    proof = initiator.answer(body(challenge))
-    acceptor.finish(body(proof))
-    return hello, challenge, proof
+    proof, near = initiator.answer(body(challenge))
+    return Talk(hello, challenge, proof, near, acceptor.finish(body(proof)))
 
 
 def sealed(seal: Seal, data: bytes) -> bytes:
@@ -61,32 +73,28 @@ def opened(seal: Seal, raw: bytes) -> bytes:
 
 
 def test_both_sides_know_each_other_and_seal_their_frames_with_different_keys():
-    initiator, acceptor = sides()
-    talk(initiator, acceptor)
-    assert acceptor.peer == "mac1"
-    (out, into), (back, other) = initiator.seals(), acceptor.seals()
+    said, again = talk(*sides()), talk(*sides())
+    (out, into), (back, other) = said.near, said.far
     first = sealed(out, b"find")
     assert b"find" not in first and opened(other, first) == b"find"
     assert opened(into, sealed(back, b"found")) == b"found"
     with pytest.raises(LinkGarbage):
         opened(other, first)
-    (again, _), (reflected, _) = initiator.seals(), acceptor.seals()
-    assert sealed(again, b"find") == first != sealed(reflected, b"find")
+    assert sealed(again.near.out, b"find") == first != sealed(again.far.out, b"find")
 
 
 def test_a_changed_a_dropped_or_a_repeated_frame_is_found():
-    initiator, acceptor = sides()
-    talk(initiator, acceptor)
-    find = sealed(initiator.seals()[0], b"find")
+    find = sealed(talk(*sides()).near.out, b"find")
     changed = [find[:at] + bytes([find[at] ^ 1]) + find[at + 1 :] for at in range(len(find))]
     for raw in (*changed, find[:-1], find + b"\0"):
         with pytest.raises(LinkGarbage):
-            opened(acceptor.seals()[1], raw)
-    out, into = initiator.seals()[0], acceptor.seals()[1]
+            opened(talk(*sides()).far.into, raw)
+    said = talk(*sides())
+    out, into = said.near.out, said.far.into
     first, second = sealed(out, b"one"), sealed(out, b"two")
     with pytest.raises(LinkGarbage):
         opened(into, second)
-    into = acceptor.seals()[1]
+    into = talk(*sides()).far.into
     assert opened(into, first) == b"one"
     with pytest.raises(LinkGarbage):
         opened(into, first)
@@ -111,21 +119,19 @@ def test_another_key_is_refused_by_either_side():
         initiator.answer(body(challenge))
     with pytest.raises(LinkRefused):
         acceptor.finish(bytes(32))
-    assert acceptor.peer == ""
     with pytest.raises(LinkError):
-        Initiator(b"short", "mac1", "mac0", ONE)
+        checked_key(b"short")
 
 
 def test_what_was_said_in_one_connection_is_worth_nothing_in_another():
     """Fresh nonces of both sides: neither an old proof nor an old challenge is accepted."""
-    initiator, acceptor = sides()
-    hello, challenge, proof = talk(initiator, acceptor)
+    hello, challenge, proof, _, _ = talk(*sides())
     later = Acceptor(CLUSTER_KEY, "mac0", THREE)
     later.challenge(body(hello))
     with pytest.raises(LinkRefused):
         later.finish(body(proof))
     with pytest.raises(LinkRefused):
-        Initiator(CLUSTER_KEY, "mac1", "mac0", THREE).answer(body(challenge))
+        Initiator(CLUSTER_KEY, "mac0", THREE).answer(body(challenge))
 
 
 @pytest.mark.parametrize("nonces", [(ONE, THREE), (THREE, TWO)])
@@ -133,9 +139,8 @@ def test_a_frame_of_one_connection_is_none_of_another(nonces):
     """The keys of frames are each connection's own: the nonce of either side changes them."""
     frames = []
     for pair in ((ONE, TWO), nonces):
-        initiator, acceptor = sides(nonces=pair)
-        talk(initiator, acceptor)
-        frames.append((*initiator.seals(), *acceptor.seals()))
+        said = talk(*sides(nonces=pair))
+        frames.append((*said.near, *said.far))
     for earlier, later in zip(*frames, strict=True):
         with pytest.raises(LinkGarbage):
             opened(later, sealed(earlier, b"find"))
@@ -155,22 +160,8 @@ def test_what_a_side_said_cannot_be_sent_back_to_it():
 def test_another_node_than_the_wanted_one_is_refused_though_it_has_the_key():
     initiator, acceptor = sides(peer="mac7")
     challenge = acceptor.challenge(body(initiator.hello()))
-    with pytest.raises(LinkRefused, match="mac0 answered instead of mac7"):
+    with pytest.raises(LinkRefused, match="the peer is not mac7"):
         initiator.answer(body(challenge))
-
-
-def test_names_in_the_middle_cannot_be_exchanged():
-    """The proof is over the names, and over where one ends and the next begins."""
-    initiator, acceptor = sides()
-    hello = bytearray(body(initiator.hello()))
-    at = hello.index(b"mac1")
-    hello[at : at + 4] = b"mac2"
-    with pytest.raises(LinkRefused):
-        initiator.answer(body(acceptor.challenge(bytes(hello))))
-    initiator, acceptor = sides()
-    nonce = body(initiator.hello())[: len(ONE)]
-    with pytest.raises(LinkRefused):
-        initiator.answer(body(acceptor.challenge(nonce + b"\x05mac1m" + b"\x03ac0")))
 
 
 def test_every_cut_and_every_flipped_bit_is_a_typed_error():
@@ -178,8 +169,7 @@ def test_every_cut_and_every_flipped_bit_is_a_typed_error():
     seed = 5
     print("seed", seed)
     rng = random.Random(seed)
-    initiator, acceptor = sides()
-    hello, challenge, proof = talk(initiator, acceptor)
+    hello, challenge, proof, _, _ = talk(*sides())
     for message, reader in ((hello, "hello"), (challenge, "challenge"), (proof, "proof")):
         whole = body(message)
         damaged = [whole[:length] for length in range(len(whole))]
@@ -194,13 +184,12 @@ def test_every_cut_and_every_flipped_bit_is_a_typed_error():
             with pytest.raises(LinkError):
                 if reader == "hello":
                     said = acceptor.challenge(raw)
-                    acceptor.finish(body(initiator.answer(body(said))))
+                    acceptor.finish(body(initiator.answer(body(said))[0]))
                 elif reader == "challenge":
                     initiator.answer(raw)
                 else:
                     initiator.answer(body(said))
                     acceptor.finish(raw)
-            assert acceptor.peer == ""
 
 
 def test_other_versions_and_other_protocols_are_told_apart(monkeypatch):
@@ -221,12 +210,6 @@ def test_other_versions_and_other_protocols_are_told_apart(monkeypatch):
         initiator.answer(body(handshake.preamble(challenge[PREAMBLE_BYTES:])))
 
 
-def test_a_name_that_is_none_is_refused():
-    for name in ("", "x" * 200, "a\nb"):
-        with pytest.raises(LinkError):
-            Acceptor(CLUSTER_KEY, name, ONE)
-
-
 # The same on the stream.
 
 
@@ -245,11 +228,9 @@ def test_a_pull_with_another_key_or_for_another_node_gets_nothing(pair):
     other = pair.serve(node="mac9")
     result = pair.pull(wanted(entries), other.addresses)
     assert (result.stop, result.installed) == (Stop.REFUSED, 0)
-    assert "mac9 answered instead of mac0" in result.reason
+    assert "the peer is not mac0" in result.reason
     assert pair.target.lacks(*entries)
-    while not other.counters.refused + pair.servers[0].counters.refused:
-        time.sleep(0.01)
-    assert pair.servers[0].counters.sent_entries == 0
+    assert not pair.sent
 
 
 def test_a_server_of_another_version_is_refused_and_says_which(pair):
@@ -273,7 +254,7 @@ def test_a_server_of_another_version_is_refused_and_says_which(pair):
         assert sock.recv(100) == handshake.refusal()
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"", bytes(4096), b"satchel\x00\x00\x04\xff\xff"])
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"", bytes(4096), b"satchel\x00\x00\x05\xff\xff"])
 def test_strangers_are_sent_away_in_time(pair, said):
     server = pair.serve(limits=LIMITS)
     with socket.create_connection(server.addresses[0]) as sock:

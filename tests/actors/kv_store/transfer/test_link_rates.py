@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from satchel.actors.kv_store.transfer.block_client import PullResult
 from satchel.actors.kv_store.transfer.node_blocks import LINK_BYTES_MIN, LINK_S_MIN, link_rate
 from satchel.actors.kv_store.transfer.pull_loop import Stop
-from satchel.actors.kv_store.transfer.rate import TokenBucket
+from satchel.actors.kv_store.transfer.rate import BURST_S, PIECE_BYTES, Rate
 from tests.actors.router.test_router_nodes import cluster
 from tests.worlds.routing import store
 
@@ -49,28 +51,24 @@ def test_nodes_say_how_much_memory_their_machines_have_left():
     assert [node["memory_free_bytes"] for node in policy.members.node_views(0.0)] == [None, 5]
 
 
-def test_a_bucket_keeps_its_rate_and_grants_pieces():
-    """Over ten seconds at most the rate and one burst, however it is asked."""
-    bucket = TokenBucket(1000.0, 0.0, burst_s=0.1, piece=10)
-    now, taken = 0.0, 0
-    while now < 10.0:
-        grant = bucket.take(10_000, now)
-        assert grant.count == 0 or grant.count >= 10
-        taken += grant.count
-        now += grant.wait_s or 0.0001
-    assert 9_900 <= taken <= 10_100
-    while bucket.take(50, now).count:
-        pass
-    assert bucket.take(3, now + 0.005).count == 3, "less than a piece, where no more is wanted"
+def test_a_rate_is_kept_over_time_however_it_is_asked():
+    """Over ten seconds at most the rate and one burst, by several senders."""
+    rate, rng, sent = Rate(1000.0, 0.0), random.Random(1), 0
+    ready = [0.0] * 3
+    while (now := min(ready)) < 10.0:
+        nbytes = rng.choice([1, 30, 200])
+        sent += nbytes
+        ready[ready.index(now)] = now + rate.wait_s(nbytes, now)
+    assert 9_900 <= sent <= 10_000 + 1000 * BURST_S + 3 * 200
     with pytest.raises(ValueError):
-        TokenBucket(0.0, now)
+        Rate(0.0, now)
 
 
-def test_a_bucket_says_how_long_to_wait_and_keeps_no_more_than_a_burst():
-    bucket = TokenBucket(1000.0, 0.0, burst_s=0.1, piece=10)
-    assert bucket.take(50, 0.0).wait_s == pytest.approx(0.01)
-    assert bucket.take(50, 0.004).wait_s == pytest.approx(0.006)
-    assert bucket.take(50, 0.03) == (30, 0.0) and bucket.take(3, 0.03).wait_s == pytest.approx(0.003)
-    assert bucket.take(10_000, 50.0).count == 100
-    assert bucket.take(1, 49.0).count == 0, "a clock that went back gives nothing"
-    assert TokenBucket(1000.0, 0.0, burst_s=0.001, piece=10).take(10_000, 9.0).count == 10, "a piece at least"
+def test_a_rate_says_how_long_to_wait_and_keeps_no_more_than_a_burst():
+    rate = Rate(1000.0, 0.0)
+    assert rate.wait_s(50, 0.0) == pytest.approx(0.05)
+    assert rate.wait_s(50, 0.04) == pytest.approx(0.06), "after what others send"
+    assert rate.wait_s(0, 0.2) == 0.0
+    assert rate.wait_s(20, 50.0) == 0.0 and rate.wait_s(20, 50.0) == pytest.approx(0.02)
+    assert rate.wait_s(1, 49.0) == pytest.approx(1.021), "a clock that went back gives nothing"
+    assert Rate(1000.0, 0.0).piece_bytes == PIECE_BYTES and Rate(1e9, 0.0).piece_bytes == 1e9 * BURST_S

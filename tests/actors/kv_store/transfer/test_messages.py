@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,18 +11,27 @@ from satchel.actors.kv_store.transfer import messages
 from satchel.actors.kv_store.transfer.messages import (
     CHAIN_MAX,
     FETCH_MAX,
-    TAILS_MAX,
-    Described,
     FetchRequest,
     FindRequest,
+    Offered,
     pack,
 )
-from satchel.actors.protocol.entries import TAIL_TOKENS_MAX, EntryDigest, Part
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.entries import (
+    NOBODY,
+    TAIL_TOKENS_MAX,
+    EntryDigest,
+    EntryLayout,
+    EntryRecord,
+    Part,
+    pack_tokens,
+    tail_id,
+)
 from satchel.cluster.errors import InvalidRecord
 
 ONE, TWO, MODEL = (bytes([number]) * 32 for number in (1, 2, 3))
 TOKENS = bytes(4 * 5)
-WHAT = Described(ONE, bytes(16), 1000, 3, True)
+WHAT = Offered(1000, 3, True)
 PART = ["0.k", "U32", [2, 3]]
 
 
@@ -77,50 +87,67 @@ def test_no_other_request_is_believed(payload: bytes):
 
 
 def test_what_was_found_comes_as_it_is_and_answers_the_question():
-    blocks, tails = [WHAT, None], [(TOKENS, WHAT._replace(id=TWO, snapshot=False))]
+    asked = FindRequest(MODEL, (ONE, TWO), TWO, TOKENS, 4)
+    blocks, tails = [WHAT, None], [(5, WHAT._replace(snapshot=False)), (2, WHAT)]
     said = fields(messages.pack_found(blocks, tails), "found")
-    assert messages.read_found(said, [ONE, TWO]) == (blocks, tails)
+    assert messages.read_found(said, asked) == (blocks, tails)
     rows, ends = said
     row, end = rows[0], ends[0]
     for wrong in (
         [rows],
         [rows, None],
         [rows[:1], ends],
-        [rows, ends * (TAILS_MAX + 1)],
-        [[row[:3], None], ends],
-        [[[b"short", *row[1:]], None], ends],
-        [[[row[0], -1, *row[2:]], None], ends],
-        [[[*row[:2], 2**32 + 1, row[3]], None], ends],
-        [[[*row[:3], 1], None], ends],
+        [[*rows, None], ends],
+        [rows, [end] * 5],
+        [[row[:2], None], ends],
+        [[["1", *row[1:]], None], ends],
+        [[[-1, *row[1:]], None], ends],
+        [[[row[0], 2**32 + 1, row[2]], None], ends],
+        [[[*row[:2], 1], None], ends],
+        [rows, [[0, *end[1:]]]],
+        [rows, [[6, *end[1:]]]],
         [rows, [[b"", *end[1:]]]],
-        [rows, [end[:5]]],
-        [rows, [[bytes(4 * TAIL_TOKENS_MAX + 4), *end[1:]]]],
+        [rows, [end[:3]]],
     ):
         with pytest.raises(InvalidRecord):
-            messages.read_found(wrong, [ONE, TWO])
+            messages.read_found(wrong, asked)
             pytest.fail(str(wrong)[:200])
-    assert messages.read_found([rows, ends * TAILS_MAX], [ONE, TWO])[1] == tails * TAILS_MAX
+    assert messages.read_found([rows, ends * 2], asked)[1] == tails * 2
 
 
-def test_an_entry_comes_with_its_tokens_and_its_layout():
+def test_an_entry_comes_with_its_record_and_its_layout():
     parts, meta = (Part("0.k", "U32", (2, 3)), Part("v", "U8", ())), {"0.k": "bfloat16"}
-    said = fields(messages.pack_entry(TOKENS, messages.Layout(parts, meta)), "entry")
-    tokens, layout = messages.read_entry(said)
-    assert (tokens, layout.parts, layout.meta, layout.nbytes) == (TOKENS, parts, meta, 25)
+    record = EntryRecord(ONE, TWO, False, bytes(4 * BLOCK_TOKENS), bytes(16), 3, True, 25, (b"o" * 16,))
+    said = fields(messages.pack_entry(record, EntryLayout(parts, meta)), "entry")
+    found, layout = messages.read_entry(said)
+    assert (found, layout.parts, layout.meta, layout.nbytes) == (record, parts, meta, 25)
+    assert found.owners == (NOBODY,), "whose it is there is not said"
+    end = replace(record, id=tail_id(TWO, [7]), tail=True, tokens=pack_tokens([7]))
+    assert messages.read_entry([end.facts(), said[1]])[0] == end
+    facts, packed = said
     for wrong in (
         [],
-        [TOKENS],
-        [TOKENS, b"\xc1"],
-        [TOKENS, [[PART], {}]],
-        [TOKENS, pack([PART])],
-        [b"", pack([PART], {})],
-        [TOKENS[1:], pack([PART], {})],
-        *([TOKENS, pack(rows, {})] for rows in BAD_PARTS),
-        [TOKENS, pack([PART], {"a": 1})],
+        [facts],
+        [facts, b"\xc1"],
+        [facts, [[PART], {}]],
+        [facts, pack([PART])],
+        [facts, pack([PART], {})],
+        [b"\xc1", packed],
+        ["text", packed],
+        [replace(record, tokens=b"").facts(), packed],
+        [replace(record, tokens=bytes(3)).facts(), packed],
+        [replace(record, nbytes=24).facts(), packed],
+        [replace(end, id=ONE).facts(), packed],
+        *([facts, pack(rows, meta)] for rows in BAD_PARTS),
+        [facts, pack(parts, {"a": 1})],
     ):
         with pytest.raises(InvalidRecord):
             messages.read_entry(wrong)
             pytest.fail(str(wrong)[:200])
+    for rows in BAD_PARTS:
+        with pytest.raises(InvalidRecord):
+            EntryLayout.unpacked(pack(rows, {}))
+            pytest.fail(str(rows)[:200])
 
 
 BAD_PARTS: list[Any] = [

@@ -19,7 +19,7 @@ from satchel.actors.kv_store.transfer.pull_loop import (
     PullLoop,
     Stop,
 )
-from satchel.cluster.errors import EntryDamaged, InvalidRecord, LinkError, LinkRefused, LinkVersion
+from satchel.cluster.errors import DiskFull, EntryDamaged, InvalidRecord, LinkError, LinkRefused, LinkVersion
 
 Ended = tuple[Stop, str]
 
@@ -50,7 +50,6 @@ class World:
         self.here: set[bytes] = {entry for entry in self.chain if rng.random() < rng.choice([0, 0, 0.3])}
         self.limits = PullLimits(
             batch_entries=rng.randint(1, 8),
-            window_bytes=rng.choice([50, 150, 1000]),
             total_bytes_max=rng.choice([10_000, 10_000, 300]),
         )
         self.addresses = rng.randint(1, 3)
@@ -98,7 +97,7 @@ class Life:
         self.cancelled_at = world.now + 5 * self.rng.random() if self.rng.random() < world.trouble / 4 else 1e9
         self.dies_after = self.rng.randint(1, 60) if crash else 10**9
         self.before = set(world.here)
-        self.writing: list[tuple[float, bytes, int]] = []
+        self.writing: list[tuple[float, bytes]] = []
         self.given: list[bytes] = []
         self.asked: dict[bytes, int] = {}
         self.connects: dict[int, int] = {}
@@ -117,7 +116,7 @@ class Life:
         ends = min(self.until, self.cancelled_at)
         world.now = min(world.now + seconds, ends)
         while self.writing and self.writing[0][0] <= world.now:
-            _, entry, _ = self.writing.pop(0)
+            _, entry = self.writing.pop(0)
             self.full |= self.written >= world.full_after
             if not self.full:
                 self.written += 1
@@ -153,15 +152,15 @@ class Life:
     def close(self) -> None:
         self.line.close()
 
-    async def install(self, entry: bytes, nbytes: int) -> None:
+    async def install(self, entry: bytes) -> None:
         world = self.world
         assert entry not in self.given, "nothing is installed twice"
         self.given.append(entry)
-        while sum(size for _, _, size in self.writing) + nbytes > world.limits.window_bytes:
+        while len(self.writing) > 4:
             await self.pause(self.writing[0][0] - world.now)
             self.fail()
-        free_at = max([world.now, *(at for at, _, _ in self.writing)])
-        self.writing.append((free_at + self.delay(), entry, nbytes))
+        free_at = max([world.now, *(at for at, _ in self.writing)])
+        self.writing.append((free_at + self.delay(), entry))
         await self.pause(0)
         self.fail()
 
@@ -175,7 +174,7 @@ class Life:
 
     def fail(self) -> None:
         if self.full:
-            raise PullEnded(Stop.DISK, "the disk is full")
+            raise DiskFull("the disk is full")
 
     def check(self) -> None:
         world, loop = self.world, self.loop
@@ -343,7 +342,7 @@ def test_more_than_the_store_takes_or_memory_has_is_not_fetched():
     world = quiet(total_bytes_max=35)
     assert world.live(crash=False).ended == (Stop.TOO_LARGE, "entry 3: there is no room for its 10 bytes")
     assert len(world.here) == 3
-    world = quiet(window_bytes=9)
+    world = quiet(total_bytes_max=9)
     assert world.live(crash=False).ended[0] is Stop.TOO_LARGE and not world.here
 
 

@@ -7,38 +7,41 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from satchel.actors.kv_store.transfer import messages
-from satchel.actors.kv_store.transfer.handshake import NONCE_BYTES, SEAL_BYTES, Acceptor
+from satchel.actors.kv_store.transfer.handshake import NONCE_BYTES, SEAL_BYTES, Acceptor, Seal
 from satchel.actors.kv_store.transfer.link import Link
-from satchel.actors.kv_store.transfer.messages import MESSAGE_BYTES_MAX, Described, Layout
+from satchel.actors.kv_store.transfer.messages import MESSAGE_BYTES_MAX, Offered
 from satchel.actors.kv_store.transfer.pull_loop import LINES_MAX, PullLimits, Stop
-from satchel.actors.protocol.entries import EntryDigest, flat_bytes, pack_tokens, signature, tail_id
+from satchel.actors.protocol.entries import EntryLayout, EntryRecord, flat_bytes, pack_tokens, signature, tail_id
 from satchel.cluster.errors import LinkError
 from tests.worlds.block_nodes import CLUSTER_KEY, Nodes, nodes, wanted
-from tests.worlds.kv_files import ROOT, chain
+from tests.worlds.kv_files import ROOT, chain, evict
 
 BLOCKS = chain(2)
 IDS = [block.id for block in BLOCKS]
 PARTS = signature(BLOCKS[0].parts)
-LAYOUT = Layout(PARTS, {})
+LAYOUT = EntryLayout(PARTS, {})
 REST = [7, 8, 9]
-
-
-def described(number: int) -> Described:
-    raw = [flat_bytes(array) for array in BLOCKS[number].parts.values()]
-    return Described(IDS[number], EntryDigest(PARTS)(*raw), sum(map(len, raw)), 0, False)
-
-
-FOUND = messages.pack_found([described(0), described(1)], [])
-HEADS = [messages.pack_entry(pack_tokens(block.tokens), LAYOUT) for block in BLOCKS]
+OFFERED = Offered(LAYOUT.nbytes, 0, False)
+FOUND = messages.pack_found([OFFERED, OFFERED], [])
 
 
 def bytes_of(number: int) -> bytes:
     return b"".join(flat_bytes(array) for array in BLOCKS[number].parts.values())
+
+
+def record(number: int, **more) -> EntryRecord:
+    block, digest = BLOCKS[number], LAYOUT.digest_of(bytes_of(number))
+    facts = EntryRecord(block.id, block.parent, False, pack_tokens(block.tokens), digest, 0, False, LAYOUT.nbytes)
+    return replace(facts, **more)
+
+
+HEADS = [messages.pack_entry(record(number), LAYOUT) for number in range(2)]
 
 
 class Source:
@@ -48,8 +51,7 @@ class Source:
         acceptor = Acceptor(CLUSTER_KEY, "mac0", bytes(NONCE_BYTES))
         self.link = Link(sock, 5.0)
         self.link.send(acceptor.challenge(self.link.receive_handshake()))
-        acceptor.finish(self.link.receive_handshake())
-        self.link.sealed_by(acceptor.seals())
+        self.link.sealed_by(acceptor.finish(self.link.receive_handshake()))
 
     def find(self, payload: bytes = FOUND) -> None:
         self.link.receive_message()
@@ -67,7 +69,6 @@ class Source:
             piece[:] = data[start : start + len(piece)]
 
         self.link.send_bytes(len(data), read)
-        self.link.send_message(messages.pack("sent"))
 
 
 @contextmanager
@@ -124,7 +125,7 @@ def test_what_was_asked_for_comes_whole(pair):
         (messages.pack("gone", "a"), "answers no request"),
         (messages.pack("error", "no more"), "the source reports: no more"),
         (b"\xc1", "cannot be read"),
-        (messages.pack_found([described(0)], []), "another request"),
+        (messages.pack_found([OFFERED], []), "a row of 2 values"),
     ],
 )
 def test_nothing_is_taken_that_answers_no_question(pair, answer: bytes, reason: str):
@@ -139,27 +140,26 @@ def test_nothing_is_taken_that_answers_no_question(pair, answer: bytes, reason: 
     assert result.stop is Stop.UNREACHABLE and result.blocks == 0
 
 
-def test_an_entry_of_another_size_digest_or_of_other_tokens_is_not_written(pair):
-    def smaller(said: Source) -> None:
-        said.find()
-        said.fetch(messages.pack_entry(pack_tokens(BLOCKS[0].tokens), Layout(PARTS[:1], {})))
+def test_an_entry_of_another_id_size_digest_place_or_of_other_tokens_is_not_written(pair):
+    smaller = EntryLayout(PARTS[:1], {})
+    other = list(range(256))
+    for wrong, layout, said in (
+        (record(0, nbytes=smaller.nbytes), smaller, "another id or size"),
+        (record(0, nbytes=smaller.nbytes), LAYOUT, "another size than its parts"),
+        (record(1), LAYOUT, "another id or size"),
+        (record(0, digest=record(1).digest), LAYOUT, "does not match its digest"),
+        (record(0, parent=IDS[1]), LAYOUT, "other tokens"),
+        (record(0, tokens=pack_tokens(other)), LAYOUT, "other tokens"),
+    ):
 
-    assert "another size" in pulled(pair, smaller).reason
+        def script(said: Source, head: bytes = messages.pack_entry(wrong, layout)) -> None:
+            said.find()
+            said.fetch(head)
+            said.data(0)
 
-    def exchanged(said: Source) -> None:
-        said.find()
-        said.fetch(HEADS[0])
-        said.data(1)
-
-    assert pulled(pair, exchanged).stop is Stop.DAMAGED
-
-    def others(said: Source) -> None:
-        said.find()
-        said.fetch(messages.pack_entry(pack_tokens([1, 2]), LAYOUT))
-        said.data(0)
-
-    result = pulled(pair, others)
-    assert (result.stop, result.reason) == (Stop.MISSING, "entry 0: it has other tokens")
+        result = pulled(pair, script, tokens=[token for block in BLOCKS for token in block.tokens])
+        assert said in result.reason
+        assert result.stop is (Stop.UNREACHABLE if "size" in said else Stop.DAMAGED)
 
 
 @pytest.mark.parametrize("forgery", ["changed", "plain", "repeated", "skipped", "of another key"])
@@ -171,25 +171,19 @@ def test_no_byte_of_an_entry_is_taken_that_was_forged_on_the_way(pair, forgery: 
         said.fetch(HEADS[0])
         data = bytes_of(0)
         sealed = bytearray(len(data) + SEAL_BYTES)
-        seal = Acceptor.seals(said_by(said))[0] if forgery == "of another key" else said.link._out
+        seal = Seal(bytes(32)) if forgery == "of another key" else said.link._out
         for _ in range({"skipped": 2, "plain": 0}.get(forgery, 1)):
             seal.seal_into(data, memoryview(sealed))
         sealed[5] ^= forgery == "changed"
         said.link.send(data + bytes(SEAL_BYTES) if forgery == "plain" else sealed)
         if forgery == "repeated":
-            said.link.send_message(messages.pack("sent"))
+            said.link.send_message(HEADS[1])
             said.link.send(sealed)
-
-    def said_by(said: Source) -> Acceptor:
-        other = Acceptor(CLUSTER_KEY, "mac0", b"\1" * NONCE_BYTES)
-        other.challenge(bytes(NONCE_BYTES) + b"\4mac1\4mac0")
-        other.peer = "mac1"
-        return other
 
     result = pulled(pair, script)
     # What came before the repeated frame was right.
     assert result.blocks == (forgery == "repeated")
-    assert result.stop is (Stop.DAMAGED if result.blocks else Stop.UNREACHABLE)
+    assert result.stop is Stop.UNREACHABLE
     assert result.blocks or "verify" in result.reason
 
 
@@ -203,16 +197,27 @@ def test_a_message_has_a_possible_length(pair, length: int):
 
 
 def test_a_tail_is_of_the_tokens_that_are_wanted_and_named_by_them(pair):
-    for tokens, entry_id, right in (
-        (REST[:2], None, True),
-        (REST, None, True),
-        ([7, 9], None, False),
-        ([*REST, 1], None, False),
-        (REST[:2], bytes(32), False),
-        (REST[:2], tail_id(ROOT, REST[:2]), False),
-    ):
-        what = Described(entry_id or tail_id(IDS[1], tokens), bytes(16), 100, 0, False)
-        payload = messages.pack_found([None, None], [(pack_tokens(tokens), what)])
-        result = pulled(pair, lambda said, payload=payload: said.find(payload), rest=REST)
-        assert result.stop is (Stop.MISSING if right else Stop.UNREACHABLE)
-        assert right or "a tail does not match" in result.reason
+    assert pulled(pair, lambda said: said.find(messages.pack_found([None, None], [(2, OFFERED)])), rest=REST).stop is (
+        Stop.MISSING
+    )
+    for count in (0, 4):
+        payload = messages.pack_found([None, None], [(count, OFFERED)])
+        assert pulled(pair, lambda said, payload=payload: said.find(payload), rest=REST).stop is Stop.UNREACHABLE
+    end = record(0, id=tail_id(IDS[1], REST[:2]), parent=IDS[1], tail=True, tokens=pack_tokens(REST[:2]))
+    other = record(0, id=tail_id(ROOT, REST[:2]), parent=ROOT, tail=True, tokens=pack_tokens(REST[:2]))
+    for sent, stop in ((end, Stop.COMPLETE), (other, Stop.UNREACHABLE), (replace(end, parent=ROOT), Stop.UNREACHABLE)):
+
+        def script(said: Source, sent: EntryRecord = sent) -> None:
+            said.find(messages.pack_found([OFFERED, OFFERED], [(2, OFFERED)]))
+            said.fetch(HEADS[0])
+            said.data(0)
+            said.link.send_message(HEADS[1])
+            said.data(1)
+            said.link.send_message(messages.pack_entry(sent, LAYOUT))
+            said.data(0)
+
+        evict(pair.target.store, 0)
+        puller = pair.puller(limits=PullLimits(backoff_s=0.001, stall_s=0.5))
+        with source(script) as address:
+            result = pair.pull(wanted(BLOCKS, rest=REST), [address], puller=puller)
+        assert result.stop is stop and pair.target.has(*BLOCKS)

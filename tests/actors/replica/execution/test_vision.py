@@ -359,7 +359,7 @@ def fetch(scene: Scene, source: Node, target: Node) -> None:
         branches.append((head, Content(array("I", tokens).tobytes(), "", b"[]")))
     peers: Any = SimpleNamespace()
     giver, taker = (
-        NodeBlocks(node.store, bytes(range(32)), ClusterNode(name=name), "s1", peers, node.store)
+        NodeBlocks(node.store, bytes(range(32)), ClusterNode(name=name), peers, node.store)
         for name, node in (("mac0", source), ("mac1", target))
     )
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.kv_store.disk.segment_reader import read_header
+from satchel.actors.kv_store.disk.segment_reader import read_footer
 from satchel.actors.kv_store.disk.segments import grouped, model_folder, write_segment
 from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, block_ids, root_id
@@ -104,10 +104,10 @@ class Files:
         """Flip one bit of one array of a block."""
         location = self.where[block]
         path = model_folder(self.root, MODEL) / location.name
-        header = read_header(path, self.key)
-        number = [each.name for each in header.parts].index(part)
+        footer = read_footer(path, self.key)
+        number = [each.name for each in footer.layout.parts].index(part)
         data = bytearray(path.read_bytes())
-        data[header.offset(location.slot) + sum(each.nbytes for each in header.parts[:number]) + 7] ^= 4
+        data[footer.offset(location.slot) + sum(each.nbytes for each in footer.layout.parts[:number]) + 7] ^= 4
         path.write_bytes(data)
 
 
@@ -347,10 +347,10 @@ def test_counters_say_what_was_damaged_what_is_gone_and_what_was_read(loaded: Lo
         location = root.store.locate(loaded.model_id, ids)[at]
         assert location is not None
         path = model_folder(root.root, loaded.model_id) / location.name
-        header = read_header(path, root.store.key)
+        footer = read_footer(path, root.store.key)
         if damaged:
             data = bytearray(path.read_bytes())
-            data[header.offset(location.slot)] ^= 1
+            data[footer.offset(location.slot)] ^= 1
             path.write_bytes(data)
         else:
             path.unlink()
