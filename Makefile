@@ -35,7 +35,7 @@ serve: .venv/.runtime ## Serve the models of CONFIG=configs/one-mac.yaml, on POR
 	@exec $(BIN)/satchel serve --config "$(CONFIG)" $(if $(PORT),--port "$(PORT)")
 
 test: .venv/.development ## Run all tests
-	@$(BIN)/python -m pytest tests -n 2 --durations 15
+	@$(BIN)/python -m pytest tests -n 3 --durations 15
 
 test-slow: .venv/.development ## Run the tests that take long and say little that others do not, and long simulations
 	@$(BIN)/python -m pytest tests -m slow

@@ -261,7 +261,10 @@ def test_whatever_fails_a_small_cluster_keeps_its_laws(mode, monkeypatch, caplog
         assert sum(len(turns) for each in played for turns in each.acknowledged.values()) > 2 * count
 
 
-@pytest.mark.parametrize(("mode", "nodes"), [("crashes", 16), ("links", 16), ("disks", 16), ("crashes", 64)])
+@pytest.mark.parametrize(
+    ("mode", "nodes"),
+    [("crashes", 16), ("links", 16), ("disks", 16), pytest.param("crashes", 64, marks=pytest.mark.slow)],
+)
 def test_whatever_fails_a_large_cluster_keeps_its_laws(mode, nodes, monkeypatch, caplog):
     caplog.set_level("CRITICAL")
     simulate_many(mode, nodes, range(FIRST, FIRST + max(1, SEEDS // (3 * nodes))), monkeypatch)

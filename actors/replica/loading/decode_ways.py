@@ -96,7 +96,7 @@ def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads) -> str:
     try:
         for way in (Reads.DEQUANTIZED, reads):
             caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=kernels), way)
-            mx.eval(model(_prompt(BLOCK_TOKENS + 2), cache=caches), [cache.state for cache in caches])
+            _prefill(model, caches, BLOCK_TOKENS + 2)
             logits.append([_step(model, caches, token) for token in (0, 1, 0)])
             tried.append(caches)
         sealed = [cache for cache in tried[-1] if isinstance(cache, PagedKVCache)]
@@ -141,7 +141,7 @@ def _batch_steps(model: Any, spec: ModelCacheSpec, step: CompiledStep | None) ->
     pool, rows, logits = new_pool(spec, kernels=True), [], []
     for count in (BLOCK_TOKENS + 2, 3):
         rows.append(new_caches(spec, make_prompt_cache(model), pool, Reads.KERNEL))
-        mx.eval(model(_prompt(count), cache=rows[-1]), [cache.state for cache in rows[-1]])
+        _prefill(model, rows[-1], count)
     batch = merge(rows)
     for token in (0, 1, 0):
         inputs = mx.array([token, 1 - token], mx.uint32)
@@ -150,8 +150,10 @@ def _batch_steps(model: Any, spec: ModelCacheSpec, step: CompiledStep | None) ->
     return logits
 
 
-def _prompt(tokens: int) -> mx.array:
-    return mx.array([[number % 2 for number in range(tokens)]], mx.uint32)
+def _prefill(model: Any, caches: Sequence[Any], tokens: int) -> None:
+    model(mx.array([[number % 2 for number in range(tokens)]], mx.uint32), cache=caches)
+    # The output layer is not computed.
+    mx.eval([cache.state for cache in caches])
 
 
 def _step(model: Any, caches: Sequence[Any], token: int) -> mx.array:

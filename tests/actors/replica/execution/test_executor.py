@@ -200,11 +200,11 @@ def test_the_warm_up_meets_every_shape_in_pieces_and_leaves_nothing_behind(
     assert pool is not None
     before = pool.taken_bytes
     warm_up.meet_usual(loaded)
-    pieces = warm_up.WarmUp(replace(loaded, context_tokens=1500), 512)
+    pieces = warm_up.WarmUp(replace(loaded, context_tokens=1500), 256)
     while pieces.step():
         # Between two steps the pool may shrink, whatever rows a piece has there.
         pool.shrink(0)
-    assert {width for width, _ in met} == {64, 128, 192, 256, 384, 512}
+    assert {width for width, _ in met} == {64, 128, 192, 256, 384}
     assert {history for width, history in met if width == 64} == {0, 256, 512, 768, 1024}
     assert all(
         history % BLOCK_TOKENS == 0 and size_class(history // BLOCK_TOKENS or 1) * 256 in (history, 256)

@@ -18,7 +18,7 @@ from tests.worlds.vision_families import write_model
 from .test_families import TOLERANCE, Forced, Logits
 from .test_vision import Script, in_one_pass, picture_of, written
 
-PAIRS, SIDE, ANSWER = 200, 56, 1
+PAIRS, SIDE, ANSWER = 130, 56, 1
 PICTURES = 2 * PAIRS
 
 
