@@ -422,6 +422,9 @@ class PagedKVCache:
         """One token a row, each at its own place in the tail."""
         self._reserve(BLOCK_TOKENS)
         assert self._keys is not None and self._values is not None
+        if self._keys.shape[2] > BLOCK_TOKENS:
+            # Padded prompts leave more. When a row fills its block, the others' tails stay where they are.
+            self._keys, self._values = self._keys[:, :, :BLOCK_TOKENS], self._values[:, :, :BLOCK_TOKENS]
         place = opened[0]
         if opened.count(place) == len(opened):
             span = (slice(None), slice(None), slice(place, place + 1))

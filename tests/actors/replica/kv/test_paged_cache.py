@@ -283,6 +283,25 @@ def in_place(cache: PagedKVCache, rows: Sequence[Row]) -> np.ndarray:
     return np.array(attention.attend(queries, cache.view, cache.policy, scale))
 
 
+@pytest.mark.parametrize("policy", LAWS, ids=lambda policy: policy.name)
+def test_a_row_whose_padding_made_its_tail_wider_than_a_block_costs_no_other_its_own(policy: SealPolicy):
+    """It fills its block while others decode beside it."""
+    lengths = [1, 255, 300]
+    rows = [make_row(seed, tokens + 4) for seed, tokens in enumerate(lengths)]
+    caches = [filled(short(row, 4), policy) for row in rows]
+    caches[1] = new_cache(policy)
+    for start, count, padding in ((0, 64, 0), (64, 191, 65)):
+        caches[1].prepare(lengths=[count], right_padding=[padding])
+        attend(caches[1], [rows[1]], [start], count + padding)
+        caches[1].finalize()
+    cache = merged(caches)
+    outs = [np.array(attend(cache, rows, [length + step for length in lengths], 1)) for step in range(4)]
+    for index, row in enumerate(rows):
+        want = expected(row, policy)[:, :, -4:]
+        got = np.concatenate([out[index : index + 1] for out in outs], axis=2)
+        assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max(), lengths[index]
+
+
 def test_sinks_take_their_share_of_the_softmax():
     row = make_row(1, 601)
     cache = filled(short(row))
@@ -307,8 +326,8 @@ def scores_of(row: Row, scale: float) -> np.ndarray:
     return np.einsum("htd,hd->ht", keys, np.array(row[0])[0, :, -1]) * scale
 
 
-def short(row: Row) -> Row:
-    return row[0][:, :, :-1], row[1][:, :, :-1], row[2][:, :, :-1]
+def short(row: Row, by: int = 1) -> Row:
+    return row[0][:, :, :-by], row[1][:, :, :-by], row[2][:, :, :-by]
 
 
 def test_rows_that_fill_a_block_at_the_same_step_are_sealed_each_for_itself():
