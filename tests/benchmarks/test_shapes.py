@@ -26,7 +26,7 @@ def processor() -> Any:
 @pytest.mark.parametrize(
     ("count", "every", "least"),
     [
-        (4, 18, {"pure colours on white": 1.0, "what is in it": 0.9}),
+        pytest.param(4, 18, {"pure colours on white": 1.0, "what is in it": 0.9}, marks=pytest.mark.slow),
         pytest.param(
             20,
             1,
