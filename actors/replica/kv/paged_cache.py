@@ -225,10 +225,8 @@ class PagedKVCache:
         assert self._keys is not None and self._values is not None
         rows = self._once(("kernel", self._number), lambda: self._row_blocks(self._step(1)))
         if not self._writable:
-            self._reserve(BLOCK_TOKENS)
-            # Padded prompts leave more columns than a block has.
-            whole = self._keys[:, :, :BLOCK_TOKENS], self._values[:, :, :BLOCK_TOKENS]
-            self._keys, self._values = mx.contiguous(whole[0]), mx.contiguous(whole[1])
+            self._fit(BLOCK_TOKENS)
+            self._keys, self._values = mx.contiguous(self._keys), mx.contiguous(self._values)
             self._writable = True
         if self._group.is_written(self._place):
             pool = self._group.layer(self._place)
@@ -420,11 +418,9 @@ class PagedKVCache:
 
     def _append_step(self, keys: mx.array, values: mx.array, opened: list[int]) -> None:
         """One token a row, each at its own place in the tail."""
-        self._reserve(BLOCK_TOKENS)
+        # With more columns, a row that fills its block would take the others' tails with it.
+        self._fit(BLOCK_TOKENS)
         assert self._keys is not None and self._values is not None
-        if self._keys.shape[2] > BLOCK_TOKENS:
-            # Padded prompts leave more. When a row fills its block, the others' tails stay where they are.
-            self._keys, self._values = self._keys[:, :, :BLOCK_TOKENS], self._values[:, :, :BLOCK_TOKENS]
         place = opened[0]
         if opened.count(place) == len(opened):
             span = (slice(None), slice(None), slice(place, place + 1))
@@ -442,7 +438,7 @@ class PagedKVCache:
             # As below, with operations for which CUDA needs no kernel compiled.
             self._keys = mx.concatenate([self._keys[:, :, :before], keys], axis=2)
             self._values = mx.concatenate([self._values[:, :, :before], values], axis=2)
-            self._reserve(step.columns)
+            self._fit(step.columns)
             return
 
         def make() -> mx.array:
@@ -455,12 +451,15 @@ class PagedKVCache:
         self._keys = mx.take_along_axis(mx.concatenate([self._keys[:, :, :before], keys], axis=2), places, axis=2)
         self._values = mx.take_along_axis(mx.concatenate([self._values[:, :, :before], values], axis=2), places, axis=2)
 
-    def _reserve(self, columns: int) -> None:
+    def _fit(self, columns: int) -> None:
+        """Gives the tail so many columns: padded prompts leave more than a block has."""
         assert self._keys is not None and self._values is not None
         more = columns - self._keys.shape[2]
         if more > 0:
             widths = [(0, 0), (0, 0), (0, more), (0, 0)]
             self._keys, self._values = mx.pad(self._keys, widths), mx.pad(self._values, widths)
+        elif more < 0:
+            self._keys, self._values = self._keys[:, :, :columns], self._values[:, :, :columns]
 
     def _seal(self, before: list[int], step: Step) -> None:
         """Seals the blocks that became full in a step of rows with these lengths before it."""
