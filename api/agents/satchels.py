@@ -13,9 +13,9 @@ from typing import Any, BinaryIO, NamedTuple
 from ...actors.protocol.store_messages import Limits
 from ...cluster.errors import AgentExists, AgentNotFound, DiskError, DiskFull, Unavailable
 from .memory import AgentMemory
+from .satchel_files import PIECE_BYTES
 from .store import Store
 
-PIECE_BYTES = 2**20
 _ROOM_BYTES = 64 * 2**20
 """For so much more there must be room whenever a satchel of unknown length has filled what there was."""
 
