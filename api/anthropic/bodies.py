@@ -168,6 +168,7 @@ class PromptBody(RequestBody):
             opening=opening,
             prefill=prefill,
             tools=self.tools.tools,
+            tool_places=self.tools.places,
             tool_use=read_tool_choice(self.tool_choice, self.tools),
             form=self.form,
             template_kwargs=self._template_kwargs(),

@@ -239,10 +239,12 @@ class ToolSet:
 
     Attributes:
         tools: those that the client runs and describes, as chat templates take them.
+        places: where each one's schema stands in the body.
         left_out: types of the others, which Anthropic runs or describes, each once.
     """
 
     tools: list[dict[str, Any]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
 
@@ -256,8 +258,7 @@ def read_tools(value: Any) -> ToolSet:
         return ToolSet()
     if not isinstance(value, list):
         raise wrong("tools", "must be a list")
-    tools: list[dict[str, Any]] = []
-    left_out: dict[str, None] = {}
+    found, left_out = ToolSet(), dict[str, None]()
     for index, given in enumerate(value):
         where = f"tools[{index}]"
         if not isinstance(given, dict):
@@ -266,23 +267,27 @@ def read_tools(value: Any) -> ToolSet:
         if not isinstance(kind, str | None) or kind == "":
             raise wrong(f"{where}.type", "must be a string")
         if kind in (None, "custom"):
-            tools.append(_tool(given, where))
+            found.tools.append(_tool(given, where))
+            found.places.append(f"{where}.input_schema")
         else:
             left_out[kind] = None
-    return ToolSet(tools, list(left_out))
+    found.left_out.extend(left_out)
+    return found
 
 
 def _tool(given: dict[str, Any], where: str) -> dict[str, Any]:
     """Only what describes the tool to a model is taken over: a hint that moves must not change the prompt."""
-    name, schema = string_of(given, "name", where), given.get("input_schema")
+    name, schema, strict = string_of(given, "name", where), given.get("input_schema"), given.get("strict")
     if not 0 < len(name) <= _TOOL_NAME_CHARACTERS_MAX:
         raise wrong(f"{where}.name", f"must have 1 to {_TOOL_NAME_CHARACTERS_MAX} characters")
     if not isinstance(schema, dict):
         raise wrong(f"{where}.input_schema", "must be an object")
+    if not isinstance(strict, bool | None):
+        raise wrong(f"{where}.strict", "must be a boolean")
     function: dict[str, Any] = {"name": name}
     if given.get("description") is not None:
         function["description"] = string_of(given, "description", where)
-    return {"type": "function", "function": {**function, "parameters": schema}}
+    return {"type": "function", "function": {**function, "parameters": schema, **({"strict": True} if strict else {})}}
 
 
 _BLOCKS = {"type": "array", "items": {"type": "object"}}

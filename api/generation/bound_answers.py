@@ -50,7 +50,7 @@ def bound_calls(request: ChatRequest) -> BoundCalls | None:
         BoundTool(
             tool["function"]["name"],
             tool["function"].get("parameters") or {},
-            f"tools[{index}].function.parameters",
+            request.tool_places[index] if request.tool_places else f"tools[{index}].function.parameters",
             bool(tool["function"].get("strict")),
         )
         for index, tool in enumerate(request.tools)

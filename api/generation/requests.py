@@ -101,7 +101,8 @@ class ToolUse:
 class ChatRequest(Request):
     """A conversation to continue.
 
-    `tools` are as chat templates take them, in OpenAI's form. `template_kwargs` are variables for the template.
+    `tools` are as chat templates take them, in OpenAI's form; `tool_places` says where each one's schema stands in the
+    body, for errors. `template_kwargs` are variables for the template.
 
     With `agent_continue` the messages are appended to the agent's stored transcript, or to `opening` if there is none.
 
@@ -112,6 +113,7 @@ class ChatRequest(Request):
 
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] = ()
+    tool_places: Sequence[str] = ()
     tool_use: ToolUse = ToolUse()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     agent_continue: bool = False

@@ -263,6 +263,7 @@ class ChatBody(GenerationBody):
             messages=self.messages[:-1] if self.continue_final_message else self.messages,
             prefill=begun,
             tools=self._tools,
+            tool_places=[f"functions[{index}].parameters" for index in range(len(self.functions or ()))],
             tool_use=use if self.functions is None else tool_use_of(self.function_call),
             form=self.form,
             template_kwargs=self._template_kwargs,

@@ -180,6 +180,7 @@ class AskedBody(RequestBody):
             messages=list(messages) if agent_continue else [*opening, *messages],
             opening=opening if agent_continue else [],
             tools=self.tools.tools,
+            tool_places=self.tools.places,
             tool_use=self.tool_use,
             form=self.form,
             template_kwargs=kwargs,

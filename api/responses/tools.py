@@ -41,12 +41,14 @@ class OfferedTools:
     Attributes:
         given: as the client wrote them.
         tools: those that the client runs, as chat templates take them.
+        places: where each one's schema stands in the body.
         known: how the client knows these, by the names that the model is shown.
         left_out: types of the others, which OpenAI's servers run or explain, each once.
     """
 
     given: list[Any] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
     known: dict[str, OfferedTool] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
@@ -113,6 +115,7 @@ class _Reader:
         known[shown] = OfferedTool(kind, name, namespace)
         function = _function(given, where) if kind == "function" else _free_text(given, where)
         self.offered.tools.append({"type": "function", "function": {"name": shown, **function}})
+        self.offered.places.append(f"{where}.parameters" if kind == "function" else f"{where}.format")
 
 
 def _function(given: Mapping[str, Any], where: str) -> dict[str, Any]:

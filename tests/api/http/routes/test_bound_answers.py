@@ -348,6 +348,53 @@ async def test_what_cannot_be_kept_to_is_refused_with_its_place(world: World):
         assert error["param"] == param and message in error["message"], (fields, error)
 
 
+WRONG = {"type": "object", "properties": {"a": {"type": "x"}}}
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        (
+            "messages",
+            {
+                **ASKED,
+                "tools": [
+                    {"type": "web_search_20250305", "name": "web_search"},
+                    {"name": "f", "input_schema": WRONG, "strict": True},
+                ],
+            },
+            "tools[1].input_schema.properties.a",
+        ),
+        (
+            "responses",
+            {
+                "input": "Hi",
+                "tools": [
+                    {"type": "web_search"},
+                    {
+                        "type": "namespace",
+                        "name": "n",
+                        "tools": [{"type": "function", "name": "f", "parameters": WRONG, "strict": True}],
+                    },
+                ],
+            },
+            "tools[1].tools[0].parameters.properties.a",
+        ),
+        (
+            "chat/completions",
+            {**ASKED, "functions": [{"name": "f", "parameters": WRONG}], "function_call": {"name": "f"}},
+            "functions[0].parameters.properties.a",
+        ),
+    ],
+)
+async def test_a_tools_schema_is_blamed_where_the_client_wrote_it(
+    world: World, path: str, body: dict[str, Any], place: str
+) -> None:
+    answer = await world.client.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(f"{place}: "), answer.text
+
+
 async def test_unknown_keywords_are_errors_only_where_strict_asks_for_it(world: World):
     schema = {"type": "object", "properties": {"a": {"type": "boolean", "not": {"const": False}}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "additionalProperties": False}}}

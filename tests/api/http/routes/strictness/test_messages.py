@@ -54,6 +54,7 @@ FIELDS = [
     ("metadata", ["x", [], {"user_id": 5}]),
     ("tools", ["x", {}, 5, ["x"], [{}], [{"name": "f"}], [{"type": 5}], [{**TOOL, "name": ""}]]),
     ("tools", [[{**TOOL, "name": "n" * 200}], [{**TOOL, "input_schema": "x"}], [{**TOOL, "description": 5}]]),
+    ("tools", [[{**TOOL, "strict": value}] for value in (5, "yes")]),
     ("tool_choice", ["auto", "any", {}, {"type": "some"}, {"type": "tool"}, {"type": "tool", "name": "g"}]),
     ("tool_choice", [{"type": "auto", "name": 5}]),
     ("tool_choice", [{"type": "auto", "disable_parallel_tool_use": value} for value in (1, "x")]),
