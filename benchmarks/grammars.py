@@ -1,7 +1,9 @@
-"""What rows with a grammar cost the others: decode steps of plain rows, with and without bound rows beside them.
+"""What rows with a grammar cost the others: decode steps of plain rows, with and without bound rows beside them; and
+what a bound row that is alone saves by getting the tokens together of which its grammar leaves no choice.
 
 `python -m benchmarks.grammars` prints medians in ms, of runs of steps taken in turns so that a busy machine troubles
-all alike, and whether the plain rows said the same. The bound rows write a list of strings that does not end meanwhile.
+all alike, and whether the rows said the same. The bound rows write a list of strings that does not end meanwhile; the
+one that is alone writes calls of a tool.
 """
 
 from __future__ import annotations
@@ -10,16 +12,32 @@ import argparse
 import json
 import statistics
 import time
+from collections import Counter
 from typing import Any
 
 from satchel.actors.protocol.messages import Sampling
-from satchel.actors.replica.execution.executor import BatchExecutor
+from satchel.actors.replica.execution import executor
+from satchel.actors.replica.execution.executor import FORCED_MAX, BatchExecutor
 from satchel.actors.replica.execution.grammar import Grammars, RowGrammar
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.models import LoadedModel
 
 WORDS = {"type": "array", "minItems": 500, "items": {"type": "string", "maxLength": 20}}
 GRAMMAR = "start: form\nform: %json " + json.dumps(WORDS)
+ARGUMENTS = {
+    "type": "object",
+    "properties": {
+        "file_path": {"type": "string", "maxLength": 20},
+        "offset": {"type": "integer", "minimum": 0, "maximum": 99},
+        "replace_all": {"type": "boolean"},
+        "description": {"type": "string", "maxLength": 16},
+    },
+    "required": ["file_path", "offset", "replace_all", "description"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+CALL = 'start: "{\\"name\\": \\"replace\\", \\"arguments\\": " form "}"\nform: %json ' + json.dumps(ARGUMENTS)
+CALLS = 12
 RUN_STEPS = 30
 BATCHES = {
     "plain": (8, 0),
@@ -56,8 +74,7 @@ class Batch:
             self.tokens.setdefault(drawn.row_id, []).append(drawn.token)
 
 
-def measure(source: str, steps: int, prompt_tokens: int) -> dict[str, dict[str, Any]]:
-    loaded = models.load(source, context_tokens_max=None, progress=lambda what, fraction: None)
+def measure(loaded: LoadedModel, steps: int, prompt_tokens: int) -> dict[str, dict[str, Any]]:
     grammars = Grammars(loaded)
     batches = {name: Batch(loaded, grammars, *rows, prompt_tokens) for name, rows in BATCHES.items()}
     for _ in range(steps // RUN_STEPS):
@@ -77,14 +94,45 @@ def measure(source: str, steps: int, prompt_tokens: int) -> dict[str, dict[str, 
     }
 
 
+def measure_calls(loaded: LoadedModel, prompt_tokens: int) -> dict[str, Any]:
+    """Returns what `CALLS` calls take with tokens together and one by one, taken in turns."""
+    grammars = Grammars(loaded)
+    tokens: dict[bool, list[list[int]]] = {True: [], False: []}
+    steps, seconds = Counter[bool](), dict.fromkeys(tokens, 0.0)
+    for seed in range(CALLS):
+        for together in (True, False):
+            executor.FORCED_MAX = FORCED_MAX if together else 0
+            batch = BatchExecutor(loaded)
+            prompt = [100 + index % 900 for index in range(prompt_tokens)]
+            batch.open("call", [], None, 0)
+            batch.prefill([("call", prompt[:-1])])
+            asked = Sampling(temperature=1.0, seed=seed, max_tokens=300, grammar="x")
+            batch.join("call", prompt, asked, 0, grammars.row(CALL, []))
+            said: list[int] = []
+            began = time.perf_counter()
+            while not loaded.eos_token_ids.intersection(said):
+                said += [drawn.token for drawn in batch.step()]
+                steps[together] += 1
+            seconds[together] += time.perf_counter() - began
+            tokens[together].append(said)
+    return {
+        "tokens": sum(map(len, tokens[True])),
+        "steps": (steps[True], steps[False]),
+        "time": round(seconds[True] / seconds[False], 2),
+        "same": tokens[True] == tokens[False],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=str(models.EMBEDDED / "recall"))
     parser.add_argument("--steps", type=int, default=180)
     parser.add_argument("--prompt-tokens", type=int, default=200)
     given = parser.parse_args()
-    for name, figures in measure(given.model, given.steps, given.prompt_tokens).items():
+    loaded = models.load(given.model, context_tokens_max=None, progress=lambda what, fraction: None)
+    for name, figures in measure(loaded, given.steps, given.prompt_tokens).items():
         print(f"{name:16} {figures}")
+    print(f"calls, together and one by one: {measure_calls(loaded, given.prompt_tokens)}")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,10 @@ class DecodeLoop:
         self._pace.note_step(time.perf_counter() - started)
         delivery.counters.steps += 1
         for drawn in ready:
-            if drawn.row_id not in delivered:
+            if drawn.row_id in delivered:
+                # Further ones of this row come with the same step.
+                delivered.remove(drawn.row_id)
+            elif drawn.row_id in delivery.rows:
                 delivery.tell_next(drawn)
         return True
 

@@ -170,11 +170,13 @@ def _add_pictures(
 
 def _for_tokens(inputs: dict[str, Any], given: Sequence[int], wanted: Sequence[int], first: int) -> dict[str, Any]:
     """Returns inputs of the `given` tokens for the `wanted` ones, which begin or end otherwise. What says something of
-    each token, such as which are a picture's, would else say it of others.
+    each token, such as which are a picture's, would else say it of others; it is left out where no picture was given.
 
     Args:
         first: the place of the first picture's first token in the wanted ones.
     """
+    if wanted[first] not in given:
+        return {name: value for name, value in inputs.items() if getattr(value, "shape", None) != (1, len(given))}
     before = first - list(given).index(wanted[first])
 
     def moved(value: Any) -> Any:

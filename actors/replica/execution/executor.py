@@ -4,17 +4,20 @@ Everything here runs on one thread, because a lazy MLX array can be evaluated on
 
 Decode steps are pipelined: `step` launches the computation of token t+1 of every row, then returns token t, which is
 ready. So the Python work between two steps overlaps with the device's. If rows have grammars, their masks are made of
-token t between the launch of the model and that of sampling. The first input of a row that joins is the last token of
-its prompt. Joins and leaves take effect together at the next step, because each copies the whole batch.
+token t between the launch of the model and that of sampling. A row that is alone, and whose grammar leaves it no choice
+for several tokens, gets these in one step; its words are the same. The first input of a row that joins is the last
+token of its prompt. Joins and leaves take effect together at the next step, because each copies the whole batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import numpy as np
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.messages import Sampling, TokenLogprobs
@@ -22,6 +25,7 @@ from ..kv import caches as kv_cache
 from ..kv.apart import RowsApart
 from ..kv.caches import PooledBlock, Records, Slab
 from ..kv.device import on_gpu, size_class
+from ..kv.paged_cache import PagedKVCache
 from ..kv.row_view import RowView, Stacks
 from .compiled_step import CompiledStep
 from .grammar import MaskMaker, RowGrammar, RowMasks
@@ -38,6 +42,13 @@ PADDING_MAX = 2.0
 
 SHAPE_TOKENS = 64
 """Batches of prompts are padded to a `size_class` of this."""
+
+FORCED_MAX = 8
+"""Tokens of one step: so many cost a device little more than one."""
+
+FORCED_HISTORY_MAX = 4096
+"""Tokens before them, for each token that is spared a step: a chunk unpacks a row's blocks, where a step reads them in
+place."""
 
 CLEAR_EVERY_TOKENS = 8192
 """Prefilled tokens after which MLX's cache of freed buffers is emptied; decoding cannot use many of them."""
@@ -109,10 +120,12 @@ class _Prefilling:
 @dataclass
 class _DecodingRow:
     """A decoding row. `length` tokens have KV once the step in flight is done. `fed` after its first step, `begun`
-    after the step that returned its first token."""
+    after the step that returned its first token. It ends with one of `ends`, or when it has `tokens_max` tokens."""
 
     row_id: str
     length: int
+    tokens_max: int = 0
+    ends: frozenset[int] = frozenset()
     fed: bool = False
     begun: bool = False
     pictures: RowPictures | None = None
@@ -277,9 +290,10 @@ class BatchExecutor:
         row = self._prefilling.pop(row_id)
         if grammar is not None:
             grammar.resume(tokens[len(tokens) - drawn :])
-        self._joining[row_id] = _Joining(
-            _DecodingRow(row_id, row.length, pictures=row.pictures, grammar=grammar), row, tokens, sampling, drawn
-        )
+        decoding = _DecodingRow(row_id, row.length, pictures=row.pictures, grammar=grammar)
+        decoding.tokens_max = row.length + 1 + sampling.max_tokens - drawn
+        decoding.ends = self._loaded.eos_token_ids.union(sampling.stop_token_ids)
+        self._joining[row_id] = _Joining(decoding, row, tokens, sampling, drawn)
 
     def first(self) -> list[Ready]:
         """Returns the first tokens of rows that have just joined, so that they can be delivered before the next step is
@@ -316,8 +330,11 @@ class BatchExecutor:
         seals = any(row.length % BLOCK_TOKENS == BLOCK_TOKENS - 1 for row in self._rows)
         if seals:
             self._settle()
-        logits = self._logits(inputs)
-        draw = self._sampler(logits, self._masks(inputs, logits))
+        forced, self._forced = self._forced if len(self._rows) == 1 else (), ()
+        if forced:
+            self._sampler.passed(forced[1:])
+        logits = self._logits(forced or inputs)
+        draw = self._sampler(logits, self._masks(forced or inputs, logits))
         self._inputs, self._draw = draw.tokens.astype(mx.uint32), (draw, [row.row_id for row in self._rows])
         mx.async_eval(self._inputs, *draw.arrays(), *(self._pool_arrays() if seals else ()))
         if seals:
@@ -329,40 +346,66 @@ class BatchExecutor:
             for row, token in zip(self._rows, tokens, strict=True)
             if row.fed
         ]
+        ready += [Ready(self._rows[0].row_id, token) for token in forced[1:]]
         for row in self._rows:
             row.begun, row.fed = row.fed, True
-            row.length += 1
+            row.length += len(forced) or 1
         self._steps += 1
         if self._steps % CLEAR_EVERY_STEPS == 0:
             mx.clear_cache()
         return ready
 
-    def _logits(self, inputs: mx.array) -> mx.array:
-        """Launches the model for one token of every row."""
+    def _logits(self, inputs: mx.array | Sequence[int]) -> mx.array:
+        """Launches the model for one token of every row, `(rows,)`, or for several of the only one."""
         caches = self._caches
+        if not isinstance(inputs, mx.array):
+            (row,) = self._rows
+            if self._settles_always:
+                # The step in flight writes into the open blocks that are read here.
+                mx.synchronize()
+            extra = self._inputs_besides([RowPart(inputs, row.length, row.pictures)], len(inputs))
+            return self._model(mx.array([inputs], mx.uint32), cache=caches, **extra)[:, -1, :]
         if isinstance(caches, RowsApart):
             return caches.step(self._model, inputs, lambda row: self._besides(self._rows[row : row + 1]))
         extra = self._besides(self._rows)
         logits = None if self._compiled is None else self._compiled(inputs, caches, extra)
         return self._model(inputs[:, None], cache=caches, **extra)[:, -1, :] if logits is None else logits
 
+    def _forced_after(self, length: int, mask: np.ndarray) -> Sequence[int]:
+        """Returns the tokens that follow the first `length` of the only row, whose next one `mask`, `(words,) uint32`,
+        limits; () if they are no two, or cannot come together."""
+        (row,) = self._rows
+        # The step that fills a block has one token.
+        most = min(FORCED_MAX, row.tokens_max - length, BLOCK_TOKENS - 1 - length % BLOCK_TOKENS)
+        caches = self._caches
+        paged = not isinstance(caches, RowsApart) and all(isinstance(cache, PagedKVCache) for cache in caches)
+        # CUDA would make a plan for every length, or compute them padded.
+        if row.grammar is None or not paged or mx.cuda.is_available() or not self._sampler.can_pass():
+            return ()
+        found = list(takewhile(lambda token: token not in row.ends, row.grammar.forced(mask, most)))
+        return found if (len(found) - 1) * FORCED_HISTORY_MAX > length else ()
+
     def _besides(self, rows: Sequence[_DecodingRow]) -> dict[str, Any]:
         """Returns the model's inputs besides tokens and caches for a step of these rows."""
         vision = self._loaded.vision
         return {} if vision is None else vision.steps([row.length for row in rows], [row.pictures for row in rows])
 
-    def _masks(self, inputs: mx.array, logits: mx.array) -> RowMasks | None:
-        """Reads the `inputs`, `(rows,)`, for the rows with grammars, while the model computes `logits` of them; returns
-        what these rows may draw next."""
+    def _masks(self, inputs: mx.array | Sequence[int], logits: mx.array) -> RowMasks | None:
+        """Reads the inputs, as for `_logits`, for the rows with grammars, while the model computes `logits` of them;
+        returns what these rows may draw next."""
         if not any(row.grammar is not None for row in self._rows):
             return None
         mx.async_eval(logits)
-        tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
         bound = [(index, row.grammar) for index, row in enumerate(self._rows) if row.grammar is not None]
+        tokens = [[token] for token in inputs.tolist()] if isinstance(inputs, mx.array) else [inputs]  # type: ignore[union-attr]
         for index, grammar in bound:
             if self._rows[index].fed:
-                grammar.follow(tokens[index])
-        return self._make_masks(bound)
+                for token in tokens[index]:
+                    grammar.follow(token)
+        masks = self._make_masks(bound)
+        if masks is not None and len(self._rows) == 1:
+            self._forced = self._forced_after(self._rows[0].length + len(tokens[0]), masks.words[0])
+        return masks
 
     def check(self) -> None:
         """Checks the pool: see `BlockPool.check`."""
@@ -487,6 +530,8 @@ class BatchExecutor:
         self._stacks = Stacks()
         self._inputs: mx.array | None = None
         self._draw: tuple[Draw, list[str]] | None = None
+        # The next tokens of a row that is alone, two at least, if they are known: the first is its input.
+        self._forced: Sequence[int] = ()
         self._sampler = self.make_sampler()
 
     def _change_batch(self) -> None:

@@ -3,9 +3,7 @@
 A mask for the next token needs the token before it. So a step launches the model first, which needs only that token
 too, and makes the masks beside it; only sampling waits for them. Rows without a grammar have no part in this.
 
-Not done: where a grammar leaves one continuation (`LLMatcher.compute_ff_tokens`), its tokens could be fed in one chunk
-instead of a step each. They are a quarter to a half of a forced call, in runs of two to seven (docs/choices.md), for
-which a row would leave the batch and come back; that gains something only with rows of several tokens in a step.
+Where a grammar leaves one token only, several times after one another, a row that is alone is fed these together.
 """
 
 from __future__ import annotations
@@ -70,6 +68,19 @@ class RowGrammar:
         if not self.error and not self.matcher.consume_token(token) and self.matcher.is_error():
             self.error = _TOO_COMPLEX
 
+    def forced(self, mask: np.ndarray, most: int) -> list[int]:
+        """Returns the next tokens as far as each is the only one that the grammar allows, `most` at most. `mask`,
+        `(words,)`, is that of the first."""
+        matcher, words, found = None, mask, list[int]()
+        while len(found) < most and (token := _only(words)) is not None:
+            if matcher is None:
+                matcher, words = self.matcher.deep_copy(), np.empty_like(mask)
+            if not matcher.consume_token(token):
+                break
+            found.append(token)
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        return found
+
     def check(self, mask: np.ndarray) -> None:
         """Notes what went wrong while the row's `mask`, `(words,) int32`, was made, and frees the row then."""
         if self.matcher.is_error():
@@ -78,6 +89,15 @@ class RowGrammar:
             self.error = "the model has no token that continues the grammar"
         if self.error:
             mask.fill(-1)
+
+
+def _only(mask: np.ndarray) -> int | None:
+    """Returns the only token of a mask, None if there are several."""
+    places = np.flatnonzero(mask)
+    if len(places) != 1:
+        return None
+    word = int(mask[places[0]]) & 0xFFFFFFFF
+    return None if word & (word - 1) else 32 * int(places[0]) + word.bit_length() - 1
 
 
 @dataclass(frozen=True)

@@ -318,6 +318,19 @@ class BatchSampler:
             row.position += 1
         return draw
 
+    def can_pass(self) -> bool:
+        """Whether the batch's only row may be given tokens instead of drawing them."""
+        (row,) = self._rows
+        return row.sampling.logprobs is None and row.limits is None
+
+    def passed(self, tokens: Sequence[int]) -> None:
+        """Counts tokens that the batch's only row was given."""
+        (row,) = self._rows
+        row.position += len(tokens)
+        if self._counts is not None:
+            for token in tokens:
+                self._counts = self._counts.at[0, token].add(2)
+
     def _held_back(self, row: _SampledRow) -> Sequence[int]:
         return row.banned if row.position < row.sampling.min_tokens else ()
 

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from satchel.actors.model_files.grammars import GrammarCompiler
+from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.grammar import PARALLEL_ROWS_MIN, MaskMaker, RowGrammar
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.models import LoadedModel
@@ -141,6 +142,62 @@ def test_preempted_rows_go_on_in_their_grammars(recall: LoadedModel, tokenizer: 
     assert [bench.rows[str(seed)].tokens for seed in range(5)] == expected
     assert sent_back
     assert all(set(text_of(tokenizer, bench.rows[str(seed)])) <= set("abcd") for seed in range(5))
+
+
+CALL = 'start: "{\\"name\\": \\"str_replace_based_edit\\", \\"arguments\\": " form "}"\nform: %json ' + json.dumps(
+    {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}
+)
+
+
+@pytest.mark.parametrize("how", HOW[1:3])
+def test_a_row_that_is_alone_gets_tokens_together_where_its_grammar_leaves_no_choice(
+    recall: LoadedModel, prompt: list[int], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """In fewer steps, also where blocks become full; and its next turn finds the same."""
+
+    def said(tokens: list[int]) -> tuple[list[int], int, list[int]]:
+        bench = Bench(recall)
+        submit(bench, "row", tokens, grammar=CALL, **how)
+        bench.drain()
+        row = bench.rows["row"]
+        submit(bench, "next", [*tokens, *row.tokens, *prompt], grammar="", max_tokens=5)
+        bench.drain()
+        last = bench.rows["next"]
+        assert last.cached is not None and last.cached >= len(tokens) + len(row.tokens) - 1
+        return row.tokens, bench.engine.counters.steps, last.tokens
+
+    prompts = [prompt, (prompt * 20)[:215], (prompt * 20)[:250]]
+    together = [said(tokens) for tokens in prompts]
+    monkeypatch.setattr(executor, "FORCED_MAX", 0)
+    one_by_one = [said(tokens) for tokens in prompts]
+    for (tokens, steps, last), (expected, more, also) in zip(together, one_by_one, strict=True):
+        assert tokens == expected and last == also and steps < 0.8 * more
+
+
+def test_mates_that_come_and_go_change_no_word_of_a_row_that_got_tokens_together(
+    recall: LoadedModel, prompt: list[int]
+):
+    expected = [alone(recall, prompt, grammar=CALL, **how).tokens for how in HOW]
+    rng = random.Random(5)
+    bench = Bench(recall)
+    for index, how in enumerate(HOW):
+        submit(bench, str(index), prompt, grammar=CALL, **how)
+        for mate in range(4):
+            for _ in range(rng.randrange(9)):
+                bench.turn()
+            submit(bench, f"{index}, {mate}", prompt, grammar="", max_tokens=rng.randrange(1, 6))
+        bench.drain()
+    assert [bench.rows[str(index)].tokens for index in range(len(HOW))] == expected
+
+
+def test_tokens_that_come_together_end_where_a_limit_or_a_stop_token_is(recall: LoadedModel, prompt: list[int]):
+    whole = alone(recall, prompt, grammar=CALL).tokens
+    for most in range(1, 12):
+        row = alone(recall, prompt, grammar=CALL, max_tokens=most)
+        assert (row.finish, row.tokens) == ("length", whole[:most])
+    for token in whole[2:9]:
+        row = alone(recall, prompt, grammar=CALL, stop_token_ids=[token])
+        assert (row.finish, row.tokens) == ("stop", whole[: whole.index(token) + 1])
 
 
 def test_a_token_limit_cuts_the_text(recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]):

@@ -30,7 +30,7 @@ def shipped() -> Script:
 @pytest.mark.parametrize(
     ("offered", "call"),
     [
-        (["Bash", "Read"], ("Read", {"file_path": "/tmp/a.txt"})),
+        (["Bash", "Read"], ("Read", {"file_path": "/tmp/a.txt", "filepath": "/tmp/a.txt"})),
         (["shell"], ("shell", {"command": ["cat", "/tmp/a.txt"]})),
         (["Write"], None),
         ([], None),
