@@ -18,12 +18,13 @@ from satchel.actors.kv_store.agents.roles import Place
 from satchel.actors.kv_store.disk.segment_reader import read_entries
 from satchel.actors.kv_store.disk.segments import write_segment
 from satchel.actors.kv_store.disk.store import DiskStore
+from satchel.actors.kv_store.replication.peers import secondary_nodes
 from satchel.actors.kv_store.services.ownership import Ownership
 from satchel.actors.protocol.codec import decode, encode
 from satchel.actors.protocol.entries import Entry, Failure
 from satchel.actors.protocol.router_messages import StoreReport
 from satchel.actors.protocol.store_client import StoreClient
-from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Content
+from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Content, TakeSecondary
 from satchel.actors.router.places import AgentPlaces
 from satchel.cluster.config import parse_config
 from satchel.cluster.errors import Unavailable
@@ -90,6 +91,13 @@ class Cluster:
 
     def is_cut(self, one: str, other: str) -> bool:
         return frozenset((one, other)) in self.cut
+
+    def copied(self, agent: str, home: str) -> list[str]:
+        """Where an agent's copies belong."""
+        return secondary_nodes(agent, [name for name in self.listed if name != home], self.config.replication)
+
+    def sent_copies(self) -> list[TakeSecondary]:
+        return [decode(TakeSecondary, asked) for _, _, method, asked in self.calls if method == "take_secondary"]
 
     def start(self, name: str) -> KVStoreActor:
         given = Surroundings(self.folder / name, CLUSTER_KEY, Peers(self, name))
