@@ -52,13 +52,14 @@ from ..generation.truncation import truncated
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
-from ..text.answers.call_format import KeyedFormat
+from ..text.answers.call_format import KeyedFormat, TaggedFormat
 from ..text.answers.call_reader import reader_of
 from ..text.answers.grammars import AnswerForm, BoundCalls, Thought
 from ..text.answers.harmony import HarmonySplitter
 from ..text.answers.keyed_reader import keyed_parser
 from ..text.answers.reasoning import ReasoningSplitter
 from ..text.answers.row_text import RowText
+from ..text.answers.tagged_reader import tagged_reader_of
 from ..text.answers.template_calls import IN_JSON
 from ..text.answers.tool_calls import ToolCallSplitter, call_parser, first_of
 from ..text.model import TextModel, load_text_model
@@ -383,7 +384,10 @@ class Generator:
             parser = first_of(keyed_parser(known, start), parser)
         parse = call_parser(parser, tools)
         # Calls are read while they are written, or as a whole.
-        reader = reader_of(known, start, end, frozenset(tool["function"]["name"] for tool in tools))
+        if isinstance(known, TaggedFormat):
+            reader = tagged_reader_of(known, start, end, parser, tools)
+        else:
+            reader = reader_of(known, start, end, frozenset(tool["function"]["name"] for tool in tools))
         return lambda: ToolCallSplitter(start, end, parse, calls_max, reader)
 
     async def _media(self, request: ChatRequest, model: ServedModel, text: TextModel) -> Sequence[Medium]:

@@ -18,9 +18,14 @@ class Reader(Protocol):
     Attributes:
         lost: whether it is not written as the model's template writes calls. Then it is parsed as a whole at its end,
             or no call at all.
+        rest: what makes the arguments that it said whole, if the call ends here though it should not; "" if nothing
+            does.
     """
 
     lost: bool
+
+    @property
+    def rest(self) -> str: ...
 
     def add(self, text: str) -> list[Said]:
         """Takes more of the text, and returns what it says."""
@@ -34,6 +39,8 @@ class CallReader:
         lead, middle: what stands before and after the name.
         names: of the tools that may be called.
     """
+
+    rest = ""
 
     def __init__(self, lead: str, middle: str, names: Collection[str]) -> None:
         self._lead = lead
@@ -99,8 +106,8 @@ class CallReader:
 
 
 def reader_of(known: Format | None, start: str, end: str, names: Collection[str]) -> Callable[[], Reader] | None:
-    """Returns what makes a reader for each call of an answer; None for a format whose calls are read as a whole:
-    arguments as text between tags, ids before them, or several calls of JSON between two markers.
+    """Returns what makes a reader for each call of an answer; None for a format whose calls are read as a whole: ids
+    before the arguments, or several calls of JSON between two markers. `tagged_reader` has those with tags.
 
     Args:
         start, end: the model's markers around a call.

@@ -36,6 +36,8 @@ class KeyedReader:
         names: of the tools that may be called.
     """
 
+    rest = ""
+
     def __init__(self, known: KeyedFormat, start: str, names: Collection[str]) -> None:
         self._known = known
         self._lead = known.head.removeprefix(start)

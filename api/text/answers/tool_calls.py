@@ -208,8 +208,7 @@ class ToolCallSplitter:
         if self._is_call:
             self._is_call = False
             self._skip_rest(body + end, out)
-            same = len(calls) == 1 and self._begun is not None and calls[0][0] == self._begun.name
-            self._end_begun(calls[0][1] if same else None, out)
+            self._complete(calls, out)
             return
         if not calls:
             self._text(self._start + body + end, out)
@@ -220,6 +219,20 @@ class ToolCallSplitter:
             self._count += 1
         self._space = ""
         self._after_call = True
+
+    def _complete(self, calls: list[tuple[str, str]], out: list[Piece]) -> None:
+        """Ends the call that came in pieces last, with what is missing of its arguments; `calls` are what the parser
+        found."""
+        begun, written, whole = self._begun, "".join(self._arguments), None
+        if begun is None or self._reader is None:
+            return
+        if len(calls) == 1 and calls[0][0] == begun.name:
+            whole = calls[0][1]
+        rest = whole[len(written) :] if whole is not None and whole.startswith(written) else self._reader.rest
+        if rest:
+            whole = written + rest
+            out.append(CallArguments(begun.index, rest))
+        self._end_begun(whole, out)
 
     def _text(self, text: str, out: list[Piece]) -> None:
         solid = text.rstrip()
