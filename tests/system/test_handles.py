@@ -13,12 +13,18 @@ from satchel.api.client.cluster import Cluster
 from satchel.cluster.errors import AgentExists, AgentNotFound, ContextLengthExceeded, InvalidRequest, InvalidSatchel
 
 
+async def test_an_answer_comes_piece_by_piece(handles: Cluster):
+    """What a slow reader has not taken is joined, so the answer is a long one."""
+    agent = handles.agent("writer")
+    pieces = [piece async for piece in agent.chat("Go on.", temperature=0, max_tokens=300, ignore_eos=True)]
+    assert len(pieces) > 1
+
+
 async def test_an_agent_continues_its_own_transcript(handles: Cluster):
     agent = handles.agent("alice")
     assert await agent.ask("Remember: the code of dora is 7777.", temperature=0) == "Noted."
     pieces = [piece async for piece in agent.chat("What is the code of dora?", temperature=0)]
     assert "".join(pieces) == "The code of dora is 7777."
-    assert len(pieces) > 1, "it comes piece by piece"
     # Another handle, and another cluster object, mean the same agent.
     assert await Cluster().agent("alice").ask("What is the code of dora?", temperature=0) == "The code of dora is 7777."
     roles = [message["role"] for message in await agent.transcript()]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,9 @@ from .sealing import Sealed, token_axes
 
 GROW_MIN, GROW_FRACTION = 16, 0.25
 """A group that is full grows by this many slots at least, and by this part of what it has, within its limit."""
+
+CHECKS, CHECK_PAUSE_S = 100, 0.01
+"""So often a group is counted, with pauses between, before what does not add up counts as wrong."""
 
 
 class Field(NamedTuple):
@@ -286,11 +290,16 @@ class SlotGroup:
         Raises:
             AssertionError: something does not add up.
         """
-        held = Counter(slot.number for slot in list(self._taken))
-        free = Counter(list(self._free))
-        # A slot whose last reference is just going on another thread may be in both.
-        if held | free != Counter(range(self.capacity)):
-            raise AssertionError(f"{self.capacity} slots, of which {len(held)} are held and {len(free)} free")
+        # A slot that the garbage collection of another thread is just freeing is in neither for a moment.
+        for left in reversed(range(CHECKS)):
+            held = Counter(slot.number for slot in list(self._taken))
+            free = Counter(list(self._free))
+            # One whose last reference is just going may be in both.
+            if held | free == Counter(range(self.capacity)):
+                return
+            if left:
+                time.sleep(CHECK_PAUSE_S)
+        raise AssertionError(f"{self.capacity} slots, of which {len(held)} are held and {len(free)} free")
 
 
 def _joined(array: mx.array, rows: int, blocks: int, axis: int) -> mx.array:

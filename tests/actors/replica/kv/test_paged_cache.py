@@ -6,7 +6,11 @@ is. Rows that go through caches in any other way must equal it within rounding, 
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
+import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
@@ -20,7 +24,7 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kv import attention, sealing
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv.paged_cache import DecodeView, PagedBatch, PagedKVCache, Reads
-from satchel.actors.replica.kv.pool import BlockPool, slots_of
+from satchel.actors.replica.kv.pool import BlockPool, SlotGroup, slots_of
 from satchel.actors.replica.kv.sealing import POLICIES, SealPolicy
 from satchel.actors.replica.kv.steps import first_block, mask_of, step_of
 
@@ -448,6 +452,40 @@ def test_a_pool_that_grows_keeps_what_it_has():
         row = make_row(seed, 700)
         fresh = sealing.seal(row[1][:, :, :512], row[2][:, :, :512], Q4)
         assert sealed_bytes(caches[seed]) == [np.array(array).tobytes() for array in fresh]
+
+
+def test_a_slot_that_another_thread_is_just_collecting_is_not_lost(monkeypatch: pytest.MonkeyPatch):
+    class Ring:
+        """In a cycle, so that only the garbage collection ends it."""
+
+        def __init__(self, slot: object) -> None:
+            self.itself, self.slot = self, slot
+
+    group, collecting = SlotGroup([0]), threading.Event()
+
+    def linger(_: object) -> None:
+        # Weak references are cleared now, and the slot is not freed yet.
+        collecting.set()
+        time.sleep(0.05)
+
+    gc.disable()
+    try:
+        ring = Ring(group.take(1)[0])
+        watch = weakref.ref(ring, linger)
+        del ring
+        collector = threading.Thread(target=gc.collect)
+        collector.start()
+        assert collecting.wait(10)
+        group.check()
+        collector.join()
+    finally:
+        gc.enable()
+    assert watch() is None and group.taken == 0
+    monkeypatch.setattr("satchel.actors.replica.kv.pool.CHECK_PAUSE_S", 0)
+    (lost,) = group.take(1)
+    group._taken.discard(lost)
+    with pytest.raises(AssertionError, match="16 slots, of which 0 are held and 15 free"):
+        group.check()
 
 
 def test_writing_a_slot_copies_no_others():
