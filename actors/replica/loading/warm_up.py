@@ -83,8 +83,9 @@ class WarmUp:
         time."""
         try:
             while next(self._steps, self) is self:
+                # Every shape leaves buffers of sizes of its own, which MLX would keep: tens of GB.
+                mx.clear_cache()
                 if not self._pieces:
-                    mx.clear_cache()
                     return False
                 self._steps = self._pieces.popleft()()
         except RuntimeError as error:
