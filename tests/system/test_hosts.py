@@ -147,7 +147,7 @@ def test_an_agent_moves_and_outlives_its_host_in_the_middle_of_an_answer(world: 
     wait_until(lambda: talk.where(alice)["copies"] == ["mac0"], 20)
 
     def kill(pieces: int) -> None:
-        if pieces == 30:
+        if pieces == 3:
             world.kill(world.second)
 
     text = talk.stream(alice, NUMBERS, kill, max_tokens=400)
