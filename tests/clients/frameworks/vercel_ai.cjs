@@ -36,7 +36,8 @@ const said = "It says: the heron sleeps at /note.txt";
     let pieces = 0;
     for await (const _ of stream.textStream) pieces += 1;
     assert.strictEqual(await stream.text, said, name);
-    assert.ok(pieces > 5, name);
+    // A slow reader gets what was written meanwhile in one piece.
+    assert.ok(pieces > 1, name);
     const { object } = await generateObject({ model, schema: person, prompt: "Who is it?" });
     assert.ok(person.safeParse(object).success, name);
   }
