@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from .call_format import KeyedFormat
-from .pipeline import Begun, Ended, Said, longest_held
+from .pipeline import Begun, Ended, StepReader, longest_held
 
 _KEY_CHARACTERS_MAX = 256
 _HELD_CHARACTERS_MAX = 4096
@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _KEY_ENDS = re.compile(r"[:=]")
 
 
-class KeyedReader:
+class KeyedReader(StepReader):
     """A reader of calls in one place, one after the other; see `call_reader.Reader`.
 
     Args:
@@ -36,29 +36,15 @@ class KeyedReader:
         names: of the tools that may be called.
     """
 
-    rest = ""
-
     def __init__(self, known: KeyedFormat, start: str, names: Collection[str]) -> None:
+        super().__init__(self._read_lead)
         self._known = known
         self._lead = known.head.removeprefix(start)
         self._begins = {f"{name}{known.opening}": name for name in names}
         self._quotes = tuple(dict.fromkeys(filter(None, (known.quote, '"', "'"))))
-        self._buffer = ""
         self._open: list[str] = []
         self._quote = ""
-        self._said: list[Said] = []
-        self._step: Callable[[], bool] = self._read_lead
         self._first = True
-        self.lost = False
-
-    def add(self, text: str) -> list[Said]:
-        self._buffer += text
-        self._said = []
-        while not self.lost and self._step():
-            pass
-        return self._said
-
-    # Each step takes what it can from the buffer. It returns False if it needs more.
 
     def _read_lead(self) -> bool:
         if not self._buffer.startswith(self._lead):
@@ -225,16 +211,6 @@ class KeyedReader:
     def _wait(self) -> bool:
         self.lost = len(self._buffer) > _HELD_CHARACTERS_MAX
         return False
-
-    def _take(self, count: int) -> None:
-        self._buffer = self._buffer[count:]
-
-    def _say(self, *said: Said) -> None:
-        for each in said:
-            if isinstance(each, str) and self._said and isinstance(self._said[-1], str):
-                self._said[-1] += each
-            elif each != "":
-                self._said.append(each)
 
 
 def keyed_parser(known: KeyedFormat, start: str) -> Callable[[str, Any], list[dict[str, Any]]]:

@@ -14,7 +14,7 @@ mapped back to tokens by counting characters.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -145,3 +145,36 @@ def _through(stage: Stage, pieces: list[Piece]) -> list[Piece]:
         else:
             out.append(piece)
     return out
+
+
+class StepReader:
+    """What readers of calls share: a buffer, and steps that each take what they can from it and return False if they
+    need more; see `call_reader.Reader`.
+
+    Args:
+        first: the step to begin with.
+    """
+
+    def __init__(self, first: Callable[[], bool]) -> None:
+        self._buffer = ""
+        self._said: list[Said] = []
+        self._step = first
+        self.lost = False
+        self.rest = ""
+
+    def add(self, text: str) -> list[Said]:
+        self._buffer += text
+        self._said = []
+        while not self.lost and self._step():
+            pass
+        return self._said
+
+    def _take(self, count: int) -> None:
+        self._buffer = self._buffer[count:]
+
+    def _say(self, *said: Said) -> None:
+        for each in said:
+            if isinstance(each, str) and self._said and isinstance(self._said[-1], str):
+                self._said[-1] += each
+            elif each != "":
+                self._said.append(each)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .call_format import TaggedFormat
-from .pipeline import Begun, Said, longest_held
+from .pipeline import Begun, StepReader, longest_held
 
 _KEY_CHARACTERS_MAX = 256
 _KEY = re.compile(r"[^\s<>\"']+")
@@ -41,7 +41,7 @@ class _Habits:
     nulls: bool
 
 
-class TaggedReader:
+class TaggedReader(StepReader):
     """A reader of one call; see `call_reader.Reader`. What it says is the beginning of the call's arguments as JSON,
     without the last bracket.
 
@@ -60,6 +60,7 @@ class TaggedReader:
         parse_value: Callable[[str, str, str], Any],
         habits: _Habits,
     ) -> None:
+        super().__init__(self._read_begin)
         self._known = known
         self._lead = known.head.removeprefix(start)
         self._closing = known.closing.removesuffix(end)
@@ -67,23 +68,9 @@ class TaggedReader:
         self._properties = properties
         self._parse_value = parse_value
         self._habits = habits
-        self._buffer = ""
         self._searched = 0
         self._name = ""
         self._keys: list[str] = []
-        self._said: list[Said] = []
-        self._step: Callable[[], bool] = self._read_begin
-        self.lost = False
-        self.rest = ""
-
-    def add(self, text: str) -> list[Said]:
-        self._buffer += text
-        self._said = []
-        while not self.lost and self._step():
-            pass
-        return self._said
-
-    # Each step takes what it can from the buffer. It returns False if it needs more.
 
     def _read_begin(self) -> bool:
         """Takes all up to the first argument's key. A call without arguments is not begun."""
@@ -91,7 +78,7 @@ class TaggedReader:
             if self._buffer.startswith(f"{self._lead}{begin}"):
                 self._take(len(self._lead) + len(begin))
                 self._name, self._step = name, self._read_key
-                self._said += [Begun(name), "{"]
+                self._say(Begun(name), "{")
                 self.rest = "}"
                 return True
         self.lost = not any(f"{self._lead}{begin}".startswith(self._buffer) for begin in self._begins)
@@ -189,15 +176,6 @@ class TaggedReader:
         self._take(at + len(self._known.end))
         self.rest, self._step = "}", self._read_next
         return True
-
-    def _take(self, count: int) -> None:
-        self._buffer = self._buffer[count:]
-
-    def _say(self, text: str) -> None:
-        if self._said and isinstance(self._said[-1], str):
-            self._said[-1] += text
-        elif text:
-            self._said.append(text)
 
 
 def tagged_reader_of(
