@@ -440,30 +440,13 @@ class ReplicaActor:
             # Imported here, so that callers need not import MLX and the event loop answers meanwhile.
             from .engine import Engine
             from .kv.device import on_cuda, on_gpu
-            from .loading import models
             from .loading.warm_up import WarmUp
             from .replica_memory import ReplicaMemory
             from .reports import EngineReports
             from .tiers.disk_tier import DiskTier
-            from .trial import prove
 
             with ReplicaMemory(default_home().memory_claims, self._name, self._of_node, self._scheduling) as memory:
-                loaded = models.load(
-                    self._model.source,
-                    dtype=self._model.dtype,
-                    adapter=self._model.adapter,
-                    weights=self._model.weights,
-                    kv=self._model.kv,
-                    numerics=self._model.numerics,
-                    digests=default_home().digests_file,
-                    trials=default_home().trials_file,
-                    trust_remote_code=self._model.trust_remote_code,
-                    context_tokens_max=self._model.context_tokens_max,
-                    progress=self._note_progress,
-                    claim=memory.make_way,
-                )
-                proven = prove(loaded, self._model, self._note_progress, default_home().trials_file)
-                self._proven = proven
+                self._proven = proven = self._prove(memory.make_way)
                 loaded = proven.loaded
                 memory_bytes = memory.settle(loaded)
         except SatchelError as error:
@@ -509,6 +492,28 @@ class ReplicaActor:
             # The process is useless without its engine: Ray starts another.
             logger.exception("the engine stopped")
             os._exit(1)
+
+    def _prove(self, claim: Callable[[int], None]) -> Proven:
+        """Loads the model and tries it. Raises `SatchelError`."""
+        from .loading import models
+        from .trial import prove
+
+        model, home = self._model, default_home()
+        loaded = models.load(
+            model.source,
+            dtype=model.dtype,
+            adapter=model.adapter,
+            weights=model.weights,
+            kv=model.kv,
+            numerics=model.numerics,
+            digests=home.digests_file,
+            trials=home.trials_file,
+            trust_remote_code=model.trust_remote_code,
+            context_tokens_max=model.context_tokens_max,
+            progress=self._note_progress,
+            claim=claim,
+        )
+        return prove(loaded, model, self._note_progress, home.trials_file)
 
     def _pause(self) -> None:
         """Waits if earlier processes of this replica ended soon after their start, longer every time: a replica that

@@ -127,6 +127,28 @@ def show_status(home: Home, *, as_json: bool) -> None:
     Raises:
         NotRunning: no server runs on the home, or it does not answer.
     """
+    found = _status(home)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    console = Console()
+    process = f"process {found['pid']}, version {found['version']}"
+    console.print(f"{found['url']}  {found['status'] or 'unknown'}  ({process})")
+    if nodes := found["nodes"]:
+        console.print(_node_table(nodes))
+        for node in nodes:
+            if node.get("disk_error"):
+                console.print(Text(f"{node['name']} keeps no KV on disk, and tries again: {node['disk_error']}"))
+            if node.get("agents_let_go"):
+                count = node["agents_let_go"]
+                console.print(Text(f"{node['name']} let {count} agents go for others (transcripts_bytes_max)"))
+    console.print(_replica_table(found["replicas"], found["models"]))
+    for name, entry in sorted(found["replicas"].items()):
+        for line in _replica_lines(entry):
+            console.print(Text(f"{name} {line}"))
+
+
+def _status(home: Home) -> dict[str, Any]:
     record, url = running_endpoint(home)
     with client(home, timeout_s=15.0) as session:
         health = get_json(session, "/health", also=(503,))
@@ -137,66 +159,45 @@ def show_status(home: Home, *, as_json: bool) -> None:
     replicas = _replicas(metrics.text)
     for each in cluster.get("replicas", []):
         if each["id"] in replicas:
-            names = (
-                "node",
-                "tokens_per_s",
-                "pid",
-                "model_id",
-                "differs",
-                "slots",
-                "memory_bytes",
-                "memory_bytes_max",
-                "decoding",
-            )
-            replicas[each["id"]].update({name: each.get(name) for name in names})
-    if as_json:
-        found = {
-            "home": str(home.root),
-            "url": url,
-            "pid": record.pid,
-            "version": record.version,
-            "logs": str(record.log_dir),
-            "status": health.get("status"),
-            "models": health.get("models", {}),
-            "disk_errors": health.get("disk_errors", {}),
-            "nodes": cluster.get("nodes", []),
-            "replicas": replicas,
-        }
-        print(json.dumps(found, indent=2))
-        return
-    console = Console()
-    console.print(f"{url}  {health.get('status', 'unknown')}  (process {record.pid}, version {record.version})")
-    if nodes := cluster.get("nodes"):
-        console.print(_node_table(nodes))
-        for node in nodes:
-            if node.get("disk_error"):
-                console.print(Text(f"{node['name']} keeps no KV on disk, and tries again: {node['disk_error']}"))
-            if node.get("agents_let_go"):
-                count = node["agents_let_go"]
-                console.print(Text(f"{node['name']} let {count} agents go for others (transcripts_bytes_max)"))
-    shown = table("replica", "node", "model", "up", numbers=(*_COLUMNS.values(), "tokens/s"))
+            replicas[each["id"]].update({name: each.get(name) for name in _OF_REPLICA})
+    return {
+        "home": str(home.root),
+        "url": url,
+        "pid": record.pid,
+        "version": record.version,
+        "logs": str(record.log_dir),
+        "status": health.get("status"),
+        "models": health.get("models", {}),
+        "disk_errors": health.get("disk_errors", {}),
+        "nodes": cluster.get("nodes", []),
+        "replicas": replicas,
+    }
+
+
+def _replica_table(replicas: dict[str, dict[str, Any]], models: dict[str, bool]) -> Table:
+    made = table("replica", "node", "model", "up", numbers=(*_COLUMNS.values(), "tokens/s"))
     for name, entry in sorted(replicas.items()):
         numbers = [str(entry.get(metric, "")) for metric in _COLUMNS]
         rate = entry.get("tokens_per_s")
         up = "yes" if entry.get("up") else "no"
         names = [Text(name), Text(entry.get("node", "")), Text(entry.get("model", ""))]
-        shown.add_row(*names, up, *numbers, "" if rate is None else f"{rate:g}")
-    for name, answers in health.get("models", {}).items():
+        made.add_row(*names, up, *numbers, "" if rate is None else f"{rate:g}")
+    for name, answers in models.items():
         if not any(entry.get("model") == name for entry in replicas.values()):
-            shown.add_row("", "", Text(name), "yes" if answers else "no")
-    console.print(shown)
-    for name, entry in sorted(replicas.items()):
-        if most := entry.get("memory_bytes_max"):
-            used = f"{size(entry['memory_bytes'])} of {size(most)} for KV and pictures"
-            slots = ", ".join(f"{count} {state}" for state, count in entry["slots"].items())
-            console.print(Text(f"{name} has {used}; slots for blocks: {slots}"))
-        if decoding := entry.get("decoding"):
-            console.print(Text(f"{name} reads KV {decoding}"))
-        if differs := entry.get("differs"):
-            how = ", ".join(f"{setting} {value}" for setting, value in differs.items())
-            console.print(
-                Text(f"{name} computes differently from others ({how}): it shares agents' transcripts, not their KV")
-            )
+            made.add_row("", "", Text(name), "yes" if answers else "no")
+    return made
+
+
+def _replica_lines(entry: dict[str, Any]) -> Iterator[str]:
+    """What is said of a replica below the table."""
+    if most := entry.get("memory_bytes_max"):
+        slots = ", ".join(f"{count} {state}" for state, count in entry["slots"].items())
+        yield f"has {size(entry['memory_bytes'])} of {size(most)} for KV and pictures; slots for blocks: {slots}"
+    if decoding := entry.get("decoding"):
+        yield f"reads KV {decoding}"
+    if differs := entry.get("differs"):
+        how = ", ".join(f"{setting} {value}" for setting, value in differs.items())
+        yield f"computes differently from others ({how}): it shares agents' transcripts, not their KV"
 
 
 def show_models(home: Home, *, as_json: bool) -> None:

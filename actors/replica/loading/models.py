@@ -32,7 +32,7 @@ from ...model_files.source import (
     resolve,
     resolve_adapter,
 )
-from ...model_files.weights import bytes_in_memory, missing_files, read_weight_file, read_weight_files
+from ...model_files.weights import WeightFile, bytes_in_memory, missing_files, read_weight_file, read_weight_files
 from ...protocol.messages import EmbeddingInfo
 from ..execution import vision
 from ..execution.deferral import Deferral
@@ -160,21 +160,15 @@ def load(
     adapter_folder = resolve_adapter(adapter, progress) if adapter is not None else None
     what = f"loading {source}"
     progress(what, None)
-    chosen = _pick_dtype(dtype)
-    named = read_json(folder / "config.json")
-    refuse_model_file(source, named, trusted=trust_remote_code)
-    refuse_elsewhere(source, named)
-    _refuse_encoders(source, str(named.get("model_type", "")))
-    weight_files = read_weight_files(folder)
-    needed = bytes_in_memory(weight_files, chosen.size if chosen is not None else None)
-    claim(needed)
-    _check_memory(source, needed)
+    how = _How(
+        source, folder, adapter_folder, _pick_dtype(dtype), weights, kv, numerics, trust_remote_code, what, progress
+    )
+    weight_files = _claimed_weights(how, claim)
     # Before loading, which then reads the files from the system's cache if memory allows.
     paths = files_of(folder, adapter_folder)
     digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
-    how = _How(source, folder, adapter_folder, chosen, weights, kv, numerics, trust_remote_code, what, progress)
     running, blind = _started(how)
-    whole, model, spec, logits, seeing = running.whole, running.model, running.spec, running.logits, running.seeing
+    whole, model, spec, vocabulary_size = running.whole, running.model, running.spec, int(running.logits.shape[-1])
     way = DEQUANTIZED
     fit_masks(running.language, model)
     if spec.policy is not None:
@@ -185,19 +179,10 @@ def load(
     context = context_length(running.config, getattr(whole, "args", None))
     if context.guessed:
         logger.warning("%s does not say how long its context is; it is taken to be %d tokens", source, context.tokens)
-    used = str(logits.dtype).removeprefix("mlx.core.")
-    identity = Identity(
-        files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, weight_files),
-        computing=computing(
-            dtype=used if chosen is not None else f"{used}, own",
-            weights=f"{running.kept}, joined" if running.products else running.kept,
-            kv=_format(spec),
-            numerics=numerics,
-            seeing=seeing,
-        ),
-    )
+    files = {name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, weight_files)
+    identity = Identity(files=files, computing=_computing(how, running, spec))
     seen = None
-    if seeing:
+    if running.seeing:
         seen, blind = _vision(how, whole, spec, Findings(trials, identity.model_id))
     if blind:
         logger.warning("%s is served for text alone: %s", source, blind)
@@ -210,16 +195,16 @@ def load(
         identity=identity,
         spec=spec,
         context_tokens=min(context.tokens, context_tokens_max or context.tokens),
-        vocabulary_size=int(logits.shape[-1]),
+        vocabulary_size=vocabulary_size,
         eos_token_ids=_end_tokens(source, folder, trusted=trust_remote_code),
-        dtype=used,
+        dtype=running.dtype,
         weights=running.kept,
         pool=new_pool(spec, kernels=way.reads is Reads.KERNEL),
         way=way,
         apart=not all(map(joins, make_prompt_cache(model))),
         vision=seen,
         blind=blind,
-        hidden=_hidden(running.called, int(logits.shape[-1])),
+        hidden=_hidden(running.called, vocabulary_size),
         sentences=read_sentence_modules(folder),
     )
     if on_cuda() if warm is None else warm:
@@ -259,6 +244,35 @@ class _Running:
     products: int
     logits: mx.array
     spec: ModelCacheSpec
+
+    @property
+    def dtype(self) -> str:
+        """What it computes in."""
+        return str(self.logits.dtype).removeprefix("mlx.core.")
+
+
+def _claimed_weights(how: _How, claim: Callable[[int], None]) -> list[WeightFile]:
+    """Returns the files of a model's weights, once it may be loaded and there is memory for them."""
+    config = read_json(how.folder / "config.json")
+    refuse_model_file(how.source, config, trusted=how.trusted)
+    refuse_elsewhere(how.source, config)
+    _refuse_encoders(how.source, str(config.get("model_type", "")))
+    files = read_weight_files(how.folder)
+    needed = bytes_in_memory(files, how.dtype.size if how.dtype is not None else None)
+    claim(needed)
+    _check_memory(how.source, needed)
+    return files
+
+
+def _computing(how: _How, running: _Running, spec: ModelCacheSpec) -> dict[str, str]:
+    """How a model computes, for its id."""
+    return computing(
+        dtype=running.dtype if how.dtype is not None else f"{running.dtype}, own",
+        weights=f"{running.kept}, joined" if running.products else running.kept,
+        kv=_format(spec),
+        numerics=how.numerics,
+        seeing=running.seeing,
+    )
 
 
 def _started(how: _How) -> tuple[_Running, str]:
