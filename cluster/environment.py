@@ -10,7 +10,8 @@ import hmac
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from .config import Home
@@ -105,6 +106,26 @@ def mlx_settings(home: Home) -> dict[str, str]:
 def mlx_rounding() -> dict[str, str]:
     """Returns the setting that changes how MLX rounds products on a GPU: its float32 is TF32 by default."""
     return {"MLX_ENABLE_TF32": os.environ.get("MLX_ENABLE_TF32", "1")}
+
+
+def wants_openblas() -> bool:
+    """Returns whether products on a CPU may be OpenBLAS's: unless SATCHEL_OPENBLAS is 0."""
+    return os.environ.get("SATCHEL_OPENBLAS") != "0"
+
+
+@contextmanager
+def set_during(**variables: str) -> Iterator[None]:
+    """Sets variables for as long as a library is loaded that reads them."""
+    saved = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def child_environment(home: Home, *, one_machine: bool = True, heartbeats: Path | None = None) -> dict[str, str]:

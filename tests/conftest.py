@@ -15,6 +15,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
+from satchel.actors.replica.loading import blas
 from satchel.cluster import environment
 from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Home
@@ -56,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
     prepare_home(home)
     ensure_token(home)
     environment.enter_ray_environment(home)
+    # Before tests of pictures load OpenBLAS for something else.
+    blas.chosen()
     config.stash[_HOME] = home
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 19
+VERSION = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +288,8 @@ class ReplicaStats:
     """How it computes, by setting; see `identity.computing`."""
     decoding: str = ""
     """How decode steps read KV, and why not faster; see `decode_ways.py`."""
+    multiplying: str = ""
+    """With what a CPU multiplies, and why not faster; see `blas.py`. Empty for a GPU."""
 
 
 @dataclass(frozen=True, slots=True)

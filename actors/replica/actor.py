@@ -174,6 +174,7 @@ class ReplicaActor:
             model_id=engine.loaded.model_id.hex(),
             computing=dict(engine.loaded.identity.computing),
             decoding=engine.loaded.way.describe(),
+            multiplying=engine.loaded.multiplying,
             answers=not self._watchdog.is_slow(ENGINE),
             running=engine.scheduler.running,
             waiting=engine.waiting,
@@ -440,6 +441,7 @@ class ReplicaActor:
             # Imported here, so that callers need not import MLX and the event loop answers meanwhile.
             from .engine import Engine
             from .kv.device import on_cuda, on_gpu
+            from .loading import blas
             from .loading.warm_up import WarmUp
             from .replica_memory import ReplicaMemory
             from .reports import EngineReports
@@ -458,6 +460,8 @@ class ReplicaActor:
             return
         if loaded.way.is_fallback:
             note_incident(default_home(), "slower", f"{self._model.name} decodes {loaded.way.describe()}")
+        if not on_gpu() and blas.chosen().is_fallback:
+            note_incident(default_home(), "slower", f"{self._model.name} multiplies {loaded.multiplying}")
         if loaded.spec.reusable:
             store, unwritten_bytes_max = StoreClient(self._node, self._timing), self._scheduling.unwritten_bytes_max
             self._disk = DiskTier(loaded.spec, loaded.model_id, store, unwritten_bytes_max, self._timing)

@@ -29,6 +29,7 @@ _OF_REPLICA = (
     "model_id",
     "differs",
     "decoding",
+    "multiplying",
     "slots",
     "memory_bytes",
     "memory_bytes_max",
@@ -195,6 +196,8 @@ def _replica_lines(entry: dict[str, Any]) -> Iterator[str]:
         yield f"has {size(entry['memory_bytes'])} of {size(most)} for KV and pictures; slots for blocks: {slots}"
     if decoding := entry.get("decoding"):
         yield f"reads KV {decoding}"
+    if multiplying := entry.get("multiplying"):
+        yield f"multiplies {multiplying}"
     if differs := entry.get("differs"):
         how = ", ".join(f"{setting} {value}" for setting, value in differs.items())
         yield f"computes differently from others ({how}): it shares agents' transcripts, not their KV"

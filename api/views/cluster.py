@@ -199,6 +199,7 @@ def _replica_view(
         "waiting": stats.waiting,
         "tokens_per_s": None if rate is None else round(rate, 1),
         "decoding": stats.decoding or None,
+        "multiplying": stats.multiplying or None,
         "slots": {"running": stats.slots_running, "kept": stats.slots_kept, "free": stats.slots_free},
         "memory_bytes": stats.memory_bytes,
         "memory_bytes_max": stats.memory_bytes_max,

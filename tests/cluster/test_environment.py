@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -46,3 +47,19 @@ def test_several_machines_speak_tls_and_one_does_not_whatever_is_inherited(
 def test_metal_keeps_its_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not child(tmp_path).keys() & NAMES
+
+
+def test_variables_are_set_for_a_while_and_then_as_before(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SATCHEL_TEST_ONE", "before")
+    monkeypatch.delenv("SATCHEL_TEST_TWO", raising=False)
+    with pytest.raises(OSError), environment.set_during(SATCHEL_TEST_ONE="1", SATCHEL_TEST_TWO="2"):
+        assert (os.environ["SATCHEL_TEST_ONE"], os.environ["SATCHEL_TEST_TWO"]) == ("1", "2")
+        raise OSError
+    assert os.environ["SATCHEL_TEST_ONE"] == "before" and "SATCHEL_TEST_TWO" not in os.environ
+
+
+def test_openblas_is_wanted_unless_it_is_switched_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("SATCHEL_OPENBLAS", raising=False)
+    assert environment.wants_openblas()
+    monkeypatch.setenv("SATCHEL_OPENBLAS", "0")
+    assert not environment.wants_openblas()

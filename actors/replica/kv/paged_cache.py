@@ -137,6 +137,7 @@ class PagedKVCache:
         if self._reads_in_place(N, step):
             return None
         alike = not self._ragged and len(set(self.lengths)) == 1
+        alike = alike and step.columns == step.opened[0] + N
         if N > 1 and step.exact and alike and not (window_size or return_array or self.batch.both_ways):
             # Its columns are the positions themselves.
             return "causal"
@@ -172,10 +173,12 @@ class PagedKVCache:
         if count == 1:
             self._append_step(keys, values, step.opened)
         elif not any(step.opened):
-            self._keys, self._values = keys[:, :, : step.columns], values[:, :, : step.columns]
+            self._keys, self._values = keys, values
+            self._fit(step.columns)
         elif self._ragged is None and len(self.lengths) == 1:
             self._keys = mx.concatenate([self._keys[:, :, : step.opened[0]], keys], axis=2)
             self._values = mx.concatenate([self._values[:, :, : step.opened[0]], values], axis=2)
+            self._fit(step.columns)
         else:
             self._append_ragged(keys, values, step)
         open_keys, open_values = self._keys[:, :, : step.columns], self._values[:, :, : step.columns]

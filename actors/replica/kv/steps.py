@@ -1,6 +1,7 @@
 """The numbers of a call of the model: what every row has before and after it, and which columns its queries may see.
 
-Shapes and dtypes are `paged_cache.py`'s. On a GPU rows are padded, so that it meets few shapes.
+Shapes and dtypes are `paged_cache.py`'s. On a GPU rows are padded, so that it meets few shapes. On a CPU columns are
+even in number: OpenBLAS does not multiply others (`blas.py`), and the BLAS that does is slow.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from .device import size_class
+from .device import on_gpu, size_class
 
 Runs = Sequence[tuple[int, int]]
 """[start, stop) of tokens of a row."""
@@ -28,7 +29,7 @@ class Step:
         first: the first block of every row that its queries can see.
         full: blocks that every row fills.
         used: sealed blocks that the longest row's queries see, and padding.
-        columns: of the tail with the new tokens, and padding.
+        columns: of the tail with the new tokens, and padding; even on a CPU.
         rest: (rows, 1, 256, 1), which of them follow the blocks that are filled; None where none do, or in one row.
         exact: whether sealed blocks are as computed, so that the blocks that the call fills need not be read as sealed.
     """
@@ -62,6 +63,8 @@ def step_of(lengths: list[int], window: int, new: list[int], width: int | None =
     if width is not None:
         columns = width + BLOCK_TOKENS * any(opened)
         used = size_class(used + 1) - any(opened) if used or any(opened) else 0
+    if not on_gpu():
+        columns += columns % 2
     rest = None
     if any(full) and max(new) > 1 and len(new) > 1:
         places = mx.array(full)[:, None] * BLOCK_TOKENS + mx.arange(BLOCK_TOKENS)
@@ -80,7 +83,8 @@ def mask_of(
         both_ways: of every row the tokens that attend to each other, whatever the window; empty for none.
     """
     alike = len(set(lengths)) == 1 and len(set(first)) == 1
-    if count == 1 and alike and not (window and first[0] * BLOCK_TOKENS <= lengths[0] - window):
+    behind = window and first[0] * BLOCK_TOKENS <= lengths[0] - window
+    if count == 1 and alike and not behind and step.columns == step.opened[0] + 1:
         return None
     before, after = mx.array(lengths)[:, None], mx.array(step.after)[:, None]
     # A query in the padding sees what the row's last one sees: with nothing to see it would be no number.
@@ -116,7 +120,7 @@ def _own_runs(queries: np.ndarray, both_ways: Sequence[Runs]) -> tuple[mx.array,
 
 def seen_of(step: Step, window: int) -> mx.array | None:
     """(rows, 1, 1, columns) bool, which columns of the tail a step of one token sees; None for all."""
-    if len(set(step.opened)) == 1 and not window:
+    if set(step.opened) == {step.columns - 1} and not window:
         return None
     opened, columns = mx.array(step.opened)[:, None, None, None], mx.arange(step.columns)
     seen = columns <= opened

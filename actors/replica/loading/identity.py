@@ -22,6 +22,7 @@ mlx-lm takes the one that the folder lists last, so then the order is included t
     device      CPU, Metal or CUDA. On a CPU equal tokens give equal bits, which a GPU's would not be; how much two
                 kinds of GPU differ is not measured. Chips of one kind are equal within the tolerance stated for GPUs,
                 so KV moves from Mac to Mac; `reproducible` includes the chip, as another one adds in another order
+    blas        what multiplies on a CPU if it is not MLX's own: layers with a bias add that in another order
     rounding    environment variables with which MLX multiplies float32 in a shorter format, on a GPU
     versions    of the libraries that compute, because kernels and models' code change; for models that take pictures
                 also of those that prepare them
@@ -51,6 +52,7 @@ from ...model_files.source import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, WEIGHT
 from ...model_files.weights import WeightFile
 from ...protocol.block_ids import digest
 from ..kv.device import device_kind, device_name, on_gpu
+from . import blas
 
 _FILES_TAG = b"satchel.files.1"
 _MODEL_TAG = b"satchel.model.2"
@@ -132,9 +134,13 @@ def computing(*, dtype: str, weights: str, kv: str, numerics: str, seeing: bool)
         "kv": kv,
         "numerics": numerics,
         "device": f"{kind}, {name}" if numerics == "reproducible" else kind,
-        **(mlx_rounding() if on_gpu() else {}),
+        **(mlx_rounding() if on_gpu() else _blas()),
         **{library: version(library) for library in libraries},
     }
+
+
+def _blas() -> dict[str, str]:
+    return {"blas": name} if (name := blas.chosen().name) else {}
 
 
 def refuse_elsewhere(source: str, config: Mapping[str, object]) -> None:

@@ -45,7 +45,7 @@ from ..kv.device import device_bytes, on_cuda, on_gpu
 from ..kv.paged_cache import Reads
 from ..kv.pool import BlockPool
 from ..kv.sealing import FULL_PRECISION, POLICIES, SealPolicy
-from . import decode_ways, few_rows_trial, joined
+from . import blas, decode_ways, few_rows_trial, joined
 from .decode_ways import DEQUANTIZED, DecodeWay
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
@@ -111,6 +111,11 @@ class LoadedModel:
         """How KV is kept: `q4`, `k8v4` or `fp16`. Always `fp16` if the model's layers cannot be sealed."""
         return FULL_PRECISION if self.spec.policy is None else self.spec.policy.name
 
+    @property
+    def multiplying(self) -> str:
+        """With what a CPU multiplies; empty for a GPU."""
+        return "" if on_gpu() else blas.chosen().describe()
+
     @cached_property
     def deferral(self) -> Deferral | None:
         """What recorded steps leave to the kernel; None for nothing."""
@@ -156,6 +161,9 @@ def load(
     Raises:
         ModelLoadError: the model cannot be loaded; the message says why in one sentence.
     """
+    if not on_gpu():
+        # Before any library takes OpenBLAS for itself.
+        blas.chosen()
     folder = resolve(source, progress, code=trust_remote_code)
     adapter_folder = resolve_adapter(adapter, progress) if adapter is not None else None
     what = f"loading {source}"

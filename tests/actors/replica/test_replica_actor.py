@@ -144,6 +144,7 @@ async def test_an_engine_that_stands_still_makes_the_replica_not_ready(
     usage = dict.fromkeys(("slots_running", "slots_kept", "slots_free", "memory_bytes", "memory_bytes_max"), 0)
     monkeypatch.setattr(replica._engine, "room", SimpleNamespace(usage=usage), raising=False)
     replica._engine.loaded.identity = SimpleNamespace(computing={})  # type: ignore[union-attr]
+    replica._engine.loaded.multiplying = ""  # type: ignore[union-attr]
     replica._engine.loaded.way = DEQUANTIZED  # type: ignore[union-attr]
     assert (await client(replica).stats()).answers is False
     monkeypatch.setattr(replica._watchdog, "is_slow", lambda part: False)

@@ -26,7 +26,8 @@ from tests.worlds.remembering import Remembering
 
 from ..http.routes.test_operations import samples
 
-MEMORY = {"decoding": None, "slots": {"running": 0, "kept": 0, "free": 0}, "memory_bytes": 0, "memory_bytes_max": 0}
+SLOTS = {"running": 0, "kept": 0, "free": 0}
+MEMORY = {"decoding": None, "multiplying": None, "slots": SLOTS, "memory_bytes": 0, "memory_bytes_max": 0}
 
 TWO = [
     NodeState(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kv.steps import mask_of, step_of
+from satchel.actors.replica.kv.device import on_gpu
+from satchel.actors.replica.kv.steps import mask_of, seen_of, step_of
 
 RUN = (230, 300)
 TOKENS = 600
@@ -34,6 +35,22 @@ def test_a_run_is_seen_whole_by_its_tokens_and_by_no_others_early(window: int, e
         assert len(found) == len(wanted) and {at for at, _ in found} == wanted
         own = query // BLOCK_TOKENS * BLOCK_TOKENS
         assert exact or all(sealed == (at < own) for at, sealed in found)
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU multiplies an odd number of columns as others")
+@pytest.mark.parametrize("opened", [0, 1, 2, 254, 255])
+def test_a_step_on_a_cpu_has_an_even_number_of_columns_and_sees_its_tokens(opened: int) -> None:
+    lengths = [512 + opened]
+    step = step_of(lengths, 0, [1])
+    wanted = [True] * (opened + 1) + [False] * (step.columns - opened - 1)
+    mask, tail = mask_of(step, lengths, step.first, 1, 0), seen_of(step, 0)
+    assert step.columns % 2 == 0 and len(wanted) == step.columns
+    if all(wanted):
+        assert mask is None and tail is None
+    else:
+        assert mask is not None and tail is not None
+        assert np.array(mask).flatten().tolist() == [True] * 512 + wanted
+        assert np.array(tail).flatten().tolist() == wanted
 
 
 @pytest.mark.parametrize("cuts", [(0, 230, TOKENS), (0, 300, 310, TOKENS), (0, 100, 350, TOKENS)])

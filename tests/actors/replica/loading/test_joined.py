@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from satchel.actors.replica.kv.device import on_gpu
-from satchel.actors.replica.loading import joined, models, prepare
+from satchel.actors.replica.loading import blas, joined, models, prepare
 from satchel.actors.replica.loading.joined import Joined, Part
 from satchel.actors.replica.loading.models import LoadedModel
 from tests.worlds import families, vision_families
@@ -54,6 +54,12 @@ def sizes(module: nn.Module) -> dict[str, int]:
 
 def parts(module: nn.Module) -> set[str]:
     return {name.rpartition(".")[2] for name, layer in module.named_modules() if isinstance(layer, Part)}
+
+
+@pytest.fixture(autouse=True)
+def layers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are joined there, and those with a bias are of another kind on a CPU with OpenBLAS."""
+    monkeypatch.setattr(blas, "chosen", lambda: blas.Blas(reason="it is not wanted"))
 
 
 def lay_out(module: nn.Module) -> None:
