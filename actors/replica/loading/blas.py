@@ -5,8 +5,8 @@ mlx-vlm needs, brings OpenBLAS. Its fastest kernels break the position law: what
 many others there are. The one for Nehalem processors (SSE, so any x86-64 has it) adds up the products of each number
 one after the other, as the reference does, with these exceptions:
 
-    More than 512 products are added up in parts, of which the last two depend on how many there are, as attention
-    over other numbers of keys would. So parts are made longer than any row of keys here (`_SIZES`).
+    More than 512 products are added up in parts, of which the last two depend on how many there are, and so would
+    attention on how many keys stand behind those that count. So parts are made longer than any row of keys (`_SIZES`).
     The last column of an odd number of them depends on the number of rows. Such products stay the reference's; caches
     give even numbers of columns, so that attention is not among them (`kv/steps.py`).
     Sums that begin with other numbers, as a bias, are added to these at the end. They are OpenBLAS's for any number of
@@ -17,8 +17,9 @@ the same bits, a row in company equals the row alone.
 
 MLX calls `cblas_sgemm` by an address in a table of its library that the system's linker filled. There `_FORK` is put,
 a few instructions that go on to one of the two, if the address is the reference's and if OpenBLAS has computed some
-products that were the sums in order to the last bit. So MLX's factorizations stay its own: OpenBLAS's of float32 do not
-work with these sizes, and nothing else here has any.
+products that were the sums in order to the last bit. So MLX's factorizations stay its own: OpenBLAS's of float32
+(Cholesky, LU, inverses) end the process with these sizes. OpenCV would call them for matrices of 100 rows and more, and
+nothing in a replica asks it to.
 """
 
 from __future__ import annotations
