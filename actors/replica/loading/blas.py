@@ -6,7 +6,8 @@ many others there are. The one for Nehalem processors (SSE, so any x86-64 has it
 one after the other, as the reference does, with these exceptions:
 
     More than 512 products are added up in parts, of which the last two depend on how many there are, and so would
-    attention on how many keys stand behind those that count. So parts are made longer than any row of keys (`_SIZES`).
+    attention on how many keys stand behind those that count. So parts are made long (`_SIZES`), and sums that are
+    longer all the same, of more than 131,072 keys, stay the reference's.
     The last column of an odd number of them depends on the number of rows. Such products stay the reference's; caches
     give even numbers of columns, so that attention is not among them (`kv/steps.py`).
     Sums that begin with other numbers, as a bias, are added to these at the end. They are OpenBLAS's for any number of
@@ -56,14 +57,15 @@ _SUMMED = 1100
 
 _FORK = (
     b"\xf3\x0f\x1e\xfa"  # endbr64
-    b"\x0f\x57\xd2\x0f\x2e\xca\x75\x0b"  # xorps xmm2, xmm2; ucomiss xmm1, xmm2; jne openblas: beta is not 0
-    b"\x83\xf9\x01\x74\x12"  # cmp ecx, 1; je reference: one row
-    b"\x41\xf6\xc0\x01\x75\x0c"  # test r8b, 1; jne reference: an odd number of columns
+    b"\x0f\x57\xd2\x0f\x2e\xca\x75\x14"  # xorps xmm2, xmm2; ucomiss xmm1, xmm2; jne openblas: beta is not 0
+    b"\x83\xf9\x01\x74\x1b"  # cmp ecx, 1; je reference: one row
+    b"\x41\xf6\xc0\x01\x75\x15"  # test r8b, 1; jne reference: an odd number of columns
+    b"\x41\x81\xf9%b\x7f\x0c"  # cmp r9d, _SIZES[1]; jg reference: more products than a part has
     b"\x48\xb8%b\xff\xe0"  # openblas: movabs rax, ...; jmp rax
     b"\x48\xb8%b\xff\xe0"  # reference: movabs rax, ...; jmp rax
 )
 """Goes on to OpenBLAS's or the reference's `cblas_sgemm`, with all arguments where they are: by x86-64's convention of
-calls the rows are in ecx, the columns in r8d, and beta in xmm1."""
+calls the rows are in ecx, the columns in r8d, the products of a sum in r9d, and beta in xmm1."""
 
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
 _SYMBOLS, _RELOCATIONS, _JUMP_SLOT = 11, 4, 7
@@ -199,7 +201,7 @@ def _redirect(library: ctypes.CDLL) -> None:
 
 def _fork(openblas: int, reference: int) -> int:
     """Returns the address of `_FORK`, which stays for as long as this process."""
-    code = _FORK % (openblas.to_bytes(8, "little"), reference.to_bytes(8, "little"))
+    code = _FORK % (_SIZES[1].to_bytes(4, "little"), openblas.to_bytes(8, "little"), reference.to_bytes(8, "little"))
     try:
         usage, flags = mmap.PROT_READ | mmap.PROT_EXEC, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         page = mmap.mmap(-1, mmap.PAGESIZE, flags, usage | mmap.PROT_WRITE)

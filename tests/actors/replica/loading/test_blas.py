@@ -51,6 +51,12 @@ def test_each_number_is_its_sum_in_order(summed: int, transposed: bool):
 
 
 @here_only
+def test_a_sum_longer_than_a_part_is_in_order_too():
+    left, right = numbers(0, 3, 140_000), numbers(1, 140_000, 2)
+    assert np.array_equal(np.array(mx.array(left) @ mx.array(right)), in_order(left, right))
+
+
+@here_only
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (600, 33), (96, 1)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_computes_a_row_in_company_as_alone(inputs: int, outputs: int, bias: bool):
