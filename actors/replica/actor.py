@@ -460,7 +460,7 @@ class ReplicaActor:
             return
         if loaded.way.is_fallback:
             note_incident(default_home(), "slower", f"{self._model.name} decodes {loaded.way.describe()}")
-        if not on_gpu() and blas.chosen().is_fallback:
+        if blas.chosen().is_fallback:
             note_incident(default_home(), "slower", f"{self._model.name} multiplies {loaded.multiplying}")
         if loaded.spec.reusable:
             store, unwritten_bytes_max = StoreClient(self._node, self._timing), self._scheduling.unwritten_bytes_max

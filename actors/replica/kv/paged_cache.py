@@ -136,8 +136,7 @@ class PagedKVCache:
         step = self._step(N)
         if self._reads_in_place(N, step):
             return None
-        alike = not self._ragged and len(set(self.lengths)) == 1
-        alike = alike and step.columns == step.opened[0] + N
+        alike = not self._ragged and len(set(self.lengths)) == 1 and step.columns == step.opened[0] + N
         if N > 1 and step.exact and alike and not (window_size or return_array or self.batch.both_ways):
             # Its columns are the positions themselves.
             return "causal"

@@ -40,6 +40,7 @@ from pathlib import Path
 from struct import unpack_from
 
 from ....cluster.environment import set_during, wants_openblas
+from ..kv.device import on_gpu
 
 _CORE = "Nehalem"
 _VERSION = "OpenBLAS 0.3.15"
@@ -98,14 +99,13 @@ class _Unfit(Exception):
 @cache
 def chosen() -> Blas:
     """Lets MLX multiply with OpenBLAS in this process if it can, the first time that it is called."""
+    if on_gpu():
+        return Blas(reason="a GPU multiplies", meant=False)
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return Blas(reason="OpenBLAS is for Linux on x86-64", meant=False)
     if not wants_openblas():
         return Blas(reason="SATCHEL_OPENBLAS is 0", meant=False)
     try:
-        # MLX is bound to its own by now.
-        import mlx.core  # noqa: F401
-
         library = _load(_bundled())
         _lengthen(library)
         _redirect(library)

@@ -161,9 +161,8 @@ def load(
     Raises:
         ModelLoadError: the model cannot be loaded; the message says why in one sentence.
     """
-    if not on_gpu():
-        # Before any library takes OpenBLAS for itself.
-        blas.chosen()
+    # Before any library takes OpenBLAS for itself.
+    blas.chosen()
     folder = resolve(source, progress, code=trust_remote_code)
     adapter_folder = resolve_adapter(adapter, progress) if adapter is not None else None
     what = f"loading {source}"
