@@ -49,8 +49,8 @@ class Draw:
 
     Attributes:
         tokens: `(rows,) uint32`.
-        sound: `(rows,) bool`, False if the logit of the token is not a finite number: the model is broken for that row
-            and the token is meaningless.
+        sound: `(rows,) bool`, False if any of the row's logits is NaN or +inf, or the token's is not a finite number:
+            the model is broken for that row and the token is meaningless.
         chosen: logprobs of the tokens, `(asking,) float32`, of the rows that ask for logprobs; None if none does.
         top_tokens: `(asking, widest) uint32`, candidates for the most likely tokens, unsorted, padded with zeros.
         top_logprobs: their logprobs, `(asking, widest) float32`.
@@ -301,14 +301,16 @@ class BatchSampler:
         ]
         if layout.untouched and not held and masks is None:
             tokens = mx.argmax(logits, axis=-1)
-            draw = Draw(tokens, self._sound(logits, tokens))
+            # The token's logit is the largest one.
+            draw = Draw(tokens, self._sound(logits))
         else:
             own = logits.astype(mx.float32)
             changed = self._changed(own, layout, held)
             if masks is not None:
                 changed = self._masked(changed, masks)
             tokens = self._choose(changed, layout)
-            draw = self._with_logprobs(Draw(tokens, self._sound(own, tokens), asking=layout.asking), own)
+            mine = mx.take_along_axis(own, tokens[:, None], axis=-1)[:, 0]
+            draw = self._with_logprobs(Draw(tokens, self._sound(own) & mx.isfinite(mine), asking=layout.asking), own)
         if self._counts is not None:
             drawn = _pick(draw.tokens, layout.counted)
             self._counts = self._counts.at[mx.arange(len(layout.counted)), drawn].add(2)
@@ -391,9 +393,10 @@ class BatchSampler:
         return _put(mx.argmax(logits, axis=-1), layout.noisy, drawn)
 
     @staticmethod
-    def _sound(logits: mx.array, tokens: mx.array) -> mx.array:
-        """Returns whether each token's logit is finite, `(rows,) bool`."""
-        return mx.isfinite(mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0])
+    def _sound(logits: mx.array) -> mx.array:
+        """Returns whether no logit of a row is NaN or +inf and one at least is finite, `(rows,) bool`. MLX's maximum is
+        NaN if a number is, on every device; `argmax` and sorts pass over NaN on Metal."""
+        return mx.isfinite(mx.max(logits, axis=-1))
 
     def _with_logprobs(self, draw: Draw, own: mx.array) -> Draw:
         """Adds logprobs of the model's `own` logits, `(rows, vocabulary) float32`, for the rows that ask."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from satchel.actors.protocol.messages import Sampling, TokenLogprobs
 from satchel.actors.replica.execution.grammar import RowMasks
 from satchel.actors.replica.execution.sampling import BatchSampler, Draw, noise_key
+from tests.worlds import metal_on_cpu
 
 LOGITS = mx.array(np.random.default_rng(0).normal(size=(1, 50)).astype(np.float32) * 2)
 VOCABULARY = 1500
@@ -313,6 +315,43 @@ def test_a_model_that_says_nonsense_is_found_out(broken: float):
             batch.add(Sampling(temperature=temperature), [], [])
         logits = mx.concatenate([LOGITS, mx.full((1, 50), broken), LOGITS])
         assert np.array(batch(logits).sound).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 20, 49])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
+        {"temperature": 0.0, "allowed_token_ids": [3, 4]},
+    ],
+)
+@pytest.mark.parametrize("bound", [False, True])
+def test_one_broken_logit_is_found_out_though_argmax_passes_over_it(
+    asked: dict[str, Any], broken: float, place: int, bound: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where the token that is drawn is another one, or may not be drawn at all. The rows beside it are sound."""
+    metal_on_cpu.passes_over_nan(monkeypatch)
+    batch = BatchSampler(50, frozenset())
+    for _ in range(3):
+        batch.add(Sampling(**asked), [], [])
+    logits = mx.repeat(LOGITS, 3, axis=0)
+    logits[1, place] = broken
+    masks = RowMasks([1], np.array([[1 << 3, 0]], dtype=np.uint32)) if bound else None
+    assert np.array(batch(logits, masks).sound).tolist() == [True, False, True]
+
+
+def test_masked_logits_are_sound_and_a_row_without_any_other_is_not():
+    for temperature in (0.0, 1.0):
+        batch = BatchSampler(50, frozenset())
+        for _ in range(2):
+            batch.add(Sampling(temperature=temperature), [], [])
+        logits = mx.concatenate([mx.where(mx.arange(50) == 7, LOGITS, -mx.inf), mx.full((1, 50), -mx.inf)])
+        draw = batch(logits)
+        assert draw.tokens.tolist()[0] == 7 and draw.sound.tolist() == [True, False]  # type: ignore[index]
 
 
 def test_tokens_outside_the_vocabulary_change_nothing():
