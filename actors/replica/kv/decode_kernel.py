@@ -38,9 +38,9 @@ SHARED_BYTES_MAX = 30 * 2**10
 
 # Template: T, P (type of sealed values, or of their scales), DK, DV, PV (padded value channels), VG (their group), KV
 # heads, G queries a KV head, GC of them a group of threads, KB key bits, SINKS, QN and KN (whether queries and keys are
-# normed), ROPE (channels that are rotated), NEXT (whether pairs of them are neighbours), POWERS (whether frequencies are
-# given as exponents of 2: the device computes these as MLX does). Groups whose row is -1 are padding. PLAIN: sealed
-# blocks are as computed, and read eight numbers at a time.
+# normed), ROPE (channels that are rotated), NEXT (whether pairs of them are neighbours), POWERS (whether frequencies
+# are exponents of 2, which the device raises as MLX does). Groups whose row is -1 are padding. PLAIN: sealed blocks are
+# as computed, and read eight numbers at a time.
 _BODY = """
   constexpr int NW = 4, WD = PV / 8, BW = PV > 64 ? PV : 64, KW = KB == 4 ? 32 : 64;
   constexpr int LPT = WD <= 4 ? 4 : WD <= 8 ? 8 : WD <= 16 ? 16 : 32, STEP = 32 / LPT, CH = G / GC;
