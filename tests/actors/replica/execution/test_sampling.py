@@ -12,8 +12,16 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.messages import Sampling, TokenLogprobs
+from satchel.actors.replica.execution import sampling
 from satchel.actors.replica.execution.grammar import RowMasks
-from satchel.actors.replica.execution.sampling import BatchSampler, Draw, noise_key
+from satchel.actors.replica.execution.sampling import (
+    BatchSampler,
+    Draw,
+    _largest,
+    _likeliest,
+    _stretches,
+    noise_key,
+)
 from tests.worlds import metal_on_cpu
 
 LOGITS = mx.array(np.random.default_rng(0).normal(size=(1, 50)).astype(np.float32) * 2)
@@ -298,6 +306,45 @@ def test_equally_likely_tokens_are_told_by_their_ids():
     assert [token for token, _ in said[1]][:3] == [20, 30, 40]
 
 
+@pytest.mark.parametrize("vocabulary", [8192, 8193, 20_000, 151_936])
+@pytest.mark.parametrize("masked", [0.0, 0.9999])
+def test_the_largest_logits_of_a_large_vocabulary_are_those_of_the_whole(vocabulary: int, masked: float):
+    """They are looked for in a few stretches of it: also where many are in one, where many are equal, and where few
+    are more than -inf."""
+    rng = np.random.default_rng(vocabulary)
+    logits = rng.normal(size=(4, vocabulary)).astype(np.float32)
+    logits[1, 700:760] += 9
+    logits[2] = np.round(logits[2])
+    logits[3, -3:] += 20
+    logits[rng.random(logits.shape) < masked] = -np.inf
+    wanted = -np.sort(-logits, axis=-1)[:, :32]
+    assert _stretches(mx.array(logits), 32) is not None
+    assert np.array_equal(-np.sort(-np.array(_largest(mx.array(logits), 32)), axis=-1), wanted)
+    tokens = np.array(_likeliest(mx.array(logits), 32))
+    assert np.array_equal(-np.sort(-np.take_along_axis(logits, tokens, axis=-1), axis=-1), wanted)
+    assert (tokens < vocabulary).all()
+
+
+def test_a_large_vocabulary_is_drawn_from_as_if_it_were_sorted_as_a_whole(monkeypatch: pytest.MonkeyPatch):
+    """The same tokens and the same logprobs of them and of the likeliest."""
+    rows = [
+        {"top_k": 20},
+        {"top_k": 32, "top_p": 0.8},
+        {"top_k": 5, "logprobs": 5},
+        {"temperature": 0.0, "logprobs": 20},
+    ]
+    said = []
+    for stretch in (sampling.STRETCH, 10**6):
+        monkeypatch.setattr(sampling, "STRETCH", stretch)
+        batch = BatchSampler(20_000, frozenset())
+        for seed, asked in enumerate(rows):
+            batch.add(Sampling(seed=seed, **asked), [], [])
+        rng = np.random.default_rng(1)
+        draws = [batch(mx.array(rng.normal(size=(4, 20_000)).astype(np.float32) * 3)) for _ in range(20)]
+        said.append([(draw.tokens.tolist(), draw.logprobs()) for draw in draws])
+    assert said[0] == said[1]
+
+
 def test_no_row_asks_no_logprobs():
     batch = BatchSampler(50, frozenset())
     batch.add(Sampling(temperature=0), [], [])
@@ -358,9 +405,9 @@ def test_tokens_outside_the_vocabulary_change_nothing():
     plain = Sampling(seed=8, repetition_penalty=1.5, min_tokens=5)
     odd = dataclasses.replace(plain, logit_bias=[(50, 5.0), (-1, 5.0), (2**40, 5.0)], stop_token_ids=[-3, 50, 2**40])
     tokens = []
-    for sampling, prompt in ((plain, [3]), (odd, [3, 50, -1, 10**6])):
+    for asked, prompt in ((plain, [3]), (odd, [3, 50, -1, 10**6])):
         batch = BatchSampler(50, frozenset())
-        batch.add(sampling, prompt, [])
+        batch.add(asked, prompt, [])
         tokens.append([np.array(batch(LOGITS).tokens).item() for _ in range(10)])
     assert tokens[0] == tokens[1]
 
