@@ -58,7 +58,7 @@ from ..kv.device import device_kind, device_name, has_tensor_units, multiplies_e
 from . import blas
 
 _FILES_TAG = b"satchel.files.1"
-_MODEL_TAG = b"satchel.model.2"
+_MODEL_TAG = b"satchel.model.3"
 
 _NOT_READ = (
     ".*",
