@@ -232,9 +232,11 @@ def _log_softmax(logits: mx.array) -> mx.array:
 
 def _difference(own: mx.array, other: mx.array) -> tuple[np.ndarray, np.ndarray]:
     probability = mx.exp(own)
-    # A token masked out in both distributions (-inf) would give NaN.
-    terms = mx.where(probability > 0, probability * (own - other), 0.0)
-    return np.array(mx.maximum(terms.sum(axis=-1), 0.0)), np.array(mx.argmax(own, -1) == mx.argmax(other, -1))
+    # A token masked out in both distributions (-inf) would give NaN. What a broken model computes stays NaN, and is
+    # never the same.
+    terms = mx.where(probability == 0, 0.0, probability * (own - other))
+    kl = mx.maximum(terms.sum(axis=-1), 0.0)
+    return np.array(kl), np.array((mx.argmax(own, -1) == mx.argmax(other, -1)) & ~mx.isnan(kl))
 
 
 def right_answers(model: Any, quiz: Quiz, caches: list[Any]) -> int:

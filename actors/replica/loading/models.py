@@ -177,15 +177,16 @@ def load(
     running, blind = _started(how)
     whole, model, spec, vocabulary_size = running.whole, running.model, running.spec, int(running.logits.shape[-1])
     way = DEQUANTIZED
-    fit_masks(running.language, model)
-    if spec.policy is not None:
-        spec = with_windows(model, replace(spec, shares=shares_kv(model, spec)))
-        way = decode_ways.fastest(model, spec) if attention.install(whole) and numerics == "fast" else way
-    elif kv != FULL_PRECISION:
-        logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
     context = context_length(running.config, getattr(whole, "args", None))
     if context.guessed:
         logger.warning("%s does not say how long its context is; it is taken to be %d tokens", source, context.tokens)
+    fit_masks(running.language, model)
+    if spec.policy is not None:
+        spec = with_windows(model, replace(spec, shares=shares_kv(model, spec)))
+        if attention.install(whole) and numerics == "fast":
+            way = decode_ways.fastest(model, spec, context.tokens)
+    elif kv != FULL_PRECISION:
+        logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
     files = {name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, weight_files)
     identity = Identity(files=files, computing=_computing(how, running, spec))
     seen = None
