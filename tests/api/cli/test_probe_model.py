@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from satchel.actors.replica.execution.divergence import Scores, compare, logits_of
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.models import LoadedModel
 from satchel.api.cli import probe as cli_probe
@@ -21,11 +22,8 @@ from satchel.api.cli.probe_model import (
     KVSize,
     ProbeResult,
     Report,
-    Scores,
     caches_of,
-    compare,
     continue_greedily,
-    logits_of,
     probe,
     recommend,
     right_answers,
@@ -87,7 +85,8 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Distributions are not looked at, which takes most of a probe's time."""
 
     def compare(model: Any, tokens: Any, spans: Sequence[tuple[int, int]], reference: Any, others: Any) -> Any:
-        return {name: [Scores(np.zeros(3), np.ones(3, bool)) for _ in spans] for name in others}
+        zeros = np.zeros(3)
+        return {name: [Scores(zeros, np.ones(3, bool), zeros, zeros) for _ in spans] for name in others}
 
     monkeypatch.setattr(probing, "compare", compare)
 
@@ -199,19 +198,33 @@ def test_the_same_seed_writes_the_same_and_another_one_something_else(texts: Tex
 
 
 def test_without_documentation_the_prose_is_common_words(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_text, "_paragraphs", list)
+    monkeypatch.setattr(probe_text, "paragraphs", list)
     plain = Texts(load_tokenizer(loaded.folder))
     assert plain.source == "common words" and len(plain.talk(random.Random(1), 600)) == 600
 
 
-def test_without_a_chat_template_recall_is_left_out_with_a_note(loaded: LoadedModel, blind: None) -> None:
+def test_without_a_chat_template_codes_are_asked_for_in_plain_text(loaded: LoadedModel) -> None:
+    """Each code's span has that code, and the words that ask for it stand before it."""
     tokenizer = load_tokenizer(loaded.folder)
     tokenizer.chat_template = None
     bare = Texts(tokenizer)
     assert not bare.chats
-    report = ask(loaded, bare)
+    quiz = bare.quiz(random.Random(3), 1024, 6)
+    text = tokenizer.decode(quiz.tokens)
+    assert len(quiz.codes) == 6 and len(quiz.tokens) <= 1024 and "<|im_start|>" not in text
+    for start, stop in quiz.codes:
+        name = tokenizer.decode(quiz.tokens[:start]).rpartition("The code of ")[2].partition(" is")[0]
+        assert f"Remember: the code of {name} is {tokenizer.decode(quiz.tokens[start:stop]).strip()}." in text
+
+
+def test_without_places_of_tokens_recall_is_left_out_with_a_note(
+    loaded: LoadedModel, blind: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Texts(load_tokenizer(loaded.folder))
+    monkeypatch.setattr(Texts, "quizzes", False)
+    report = ask(loaded, slow)
     assert all(row.right is None for row in report.rows)
-    assert any("no chat template" in note for note in report.notes)
+    assert any(note.startswith("Recall is left out") for note in report.notes)
 
 
 def test_recall_that_full_precision_lacks_is_left_out_with_a_note(
