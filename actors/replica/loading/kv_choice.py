@@ -73,13 +73,13 @@ class Measured:
     places: int
 
 
-def decide(measured: Mapping[str, Measured], kl_max: float = KL_MAX) -> KVChoice:
+def decide(measured: Mapping[str, Measured]) -> KVChoice:
     """Chooses among policies, in their order the smallest first: the first within the bound, else full precision."""
     refused: list[str] = []
     for name, found in measured.items():
-        told = f"KL {found.kl:.2g} of at most {kl_max:g} over {found.places} places"
+        told = f"KL {found.kl:.2g} of at most {KL_MAX:g} over {found.places} places"
         # Also false for what is no number.
-        if found.kl <= kl_max:
+        if found.kl <= KL_MAX:
             return KVChoice(name, "; ".join([told, *refused]))
         refused.append(f"{name} has {told}")
     return KVChoice(FULL_PRECISION, "; ".join(refused) or "nothing else was compared")

@@ -47,10 +47,10 @@ def paragraphs() -> list[str]:
     return [part for part in prose if len(part.split()) >= PARAGRAPH_WORDS_MIN and part.isascii()]
 
 
-def sources(modules: Sequence[str] = MODULES) -> Iterator[str]:
+def sources() -> Iterator[str]:
     """Yields the source text of modules, one after the other, then of this folder's own. Omits what an installation has
     in another form alone."""
-    for name in modules:
+    for name in MODULES:
         try:
             spec = importlib.util.find_spec(name)
             if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):

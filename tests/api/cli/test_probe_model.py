@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from satchel.actors.replica.execution.divergence import Scores, compare, logits_of
+from satchel.actors.replica.execution.divergence import Scores, compare
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.models import LoadedModel
 from satchel.api.cli import probe as cli_probe
@@ -32,36 +31,7 @@ from satchel.api.cli.probe_model import (
 )
 from satchel.api.cli.probe_text import Quiz, Texts, load_tokenizer
 from satchel.cluster.errors import GenerationFailed, InvalidRequest, ModelLoadError
-
-VOCABULARY = 50
-
-
-class Tape:
-    """A cache that only counts the tokens it has seen."""
-
-    def __init__(self, sharpness: float = 1.0) -> None:
-        self.sharpness = sharpness
-        self.seen = 0
-
-    @property
-    def state(self) -> list[mx.array]:
-        return []
-
-
-class Table:
-    """A model whose logits follow from the token and its position alone."""
-
-    def __init__(self) -> None:
-        self.logits = np.random.default_rng(3).normal(size=(4096, VOCABULARY)).astype(np.float32)
-
-    def row(self, position: int, token: int, sharpness: float) -> np.ndarray:
-        return self.logits[(position * 7 + token) % 4096] * np.float32(sharpness)
-
-    def __call__(self, tokens: mx.array, cache: Sequence[Tape]) -> mx.array:
-        read = np.array(tokens)[0].tolist()
-        rows = [self.row(cache[0].seen + at, token, cache[0].sharpness) for at, token in enumerate(read)]
-        cache[0].seen += len(read)
-        return mx.array(np.stack(rows)[None])
+from tests.worlds.table_model import VOCABULARY, Table, Tape
 
 
 @pytest.fixture(scope="module")
@@ -98,37 +68,6 @@ def silent(what: str, fraction: float | None) -> None:
 def ask(loaded: LoadedModel, texts: Texts, **fields: Any) -> probing.Report:
     wanted = {"lengths": [512], "policies": ["q4"], "samples": 1, "seed": 1, "progress": silent, **fields}
     return probe("m", loaded, texts, **wanted)
-
-
-def test_divergence_is_kl_from_the_reference_at_the_very_places_of_the_spans() -> None:
-    rng = random.Random(5)
-    tokens = [rng.randrange(VOCABULARY) for _ in range(1000)]
-    spans, table = [(3, 200), (200, 207), (900, 1000)], Table()
-    found = compare(table, tokens, spans, lambda: [Tape()], {"sharp": lambda: [Tape(1.7)], "equal": lambda: [Tape()]})
-    for (start, stop), sharp, equal in zip(spans, found["sharp"], found["equal"], strict=True):
-        assert len(sharp.kl) == len(sharp.same) == stop - start
-        assert not equal.kl.any() and equal.same.all()
-        for place in range(start, stop):
-            p, q = (
-                np.exp(row) / np.exp(row).sum()
-                for row in (table.row(place, tokens[place], s).astype(np.float64) for s in (1.0, 1.7))
-            )
-            assert sharp.kl[place - start] == pytest.approx(float((p * np.log(p / q)).sum()), rel=1e-3)
-
-
-def test_the_likeliest_tokens_are_compared_with_those_of_the_same_place() -> None:
-    tokens = list(range(40))
-    (flipped,) = compare(Table(), tokens, [(0, 40)], lambda: [Tape()], {"x": lambda: [Tape(-1.0)]})["x"]
-    assert not flipped.same.any() and flipped.kl.min() > 0
-
-
-def test_pieces_do_not_depend_on_where_spans_begin() -> None:
-    tokens = [int(token) for token in np.random.default_rng(1).integers(0, VOCABULARY, 1500)]
-    table = Table()
-    pieces = list(logits_of(table, tokens, [Tape()], [(0, 10), (523, 1400)]))
-    rows = np.concatenate([np.array(piece) for piece in pieces])
-    places = [*range(10), *range(523, 1400)]
-    assert all((rows[i] == table.row(place, int(tokens[place]), 1.0)).all() for i, place in enumerate(places))
 
 
 def test_spans_are_the_last_block_before_each_length_and_never_overlap() -> None:
