@@ -35,7 +35,7 @@ AUTO = "auto"
 """The name in the config that leaves the policy open."""
 
 USUAL = "q4"
-"""What models have that are not compared: those that ship with Satchel, which its tests have tried."""
+"""What models have that ship with Satchel."""
 
 KL_MAX = 0.01
 """The most that a policy may change next-token distributions: the mean of KL(full precision || policy), in nats."""
@@ -54,7 +54,7 @@ TOKENS_KNOWN_MIN = 32
 
 CHARACTERS_PER_TOKEN = 8
 _WHAT, _VERSION = "kv", 1
-"""Raised whenever policies are compared otherwise."""
+"""Raised whenever policies are compared otherwise, or with another bound."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ def choose(
     spec_under: Callable[[str], ModelCacheSpec],
     findings: Findings,
     *,
+    tested: bool,
     trusted: bool,
 ) -> KVChoice:
     """Chooses how a loaded model keeps its KV. Never fails.
@@ -104,9 +105,10 @@ def choose(
         context_tokens: of the model itself.
         spec_under: its spec under a policy, by name.
         findings: of this model, whatever policy it has.
+        tested: whether it ships with Satchel, whose tests have tried it with `USUAL`.
         trusted: whether code in its folder may run.
     """
-    if source.startswith("embedded:"):
+    if tested:
         return KVChoice(USUAL, "chosen by Satchel's own tests")
     if (known := _known(findings.read(_WHAT, _VERSION))) is not None:
         return known

@@ -294,9 +294,16 @@ def _keeping(
         asked = _computing(how, running, " ".join(sorted([AUTO, *(policy.format for policy in POLICIES.values())])))
         findings = Findings(trials, Identity(files=files, computing=asked).model_id)
         how.progress(f"choosing how {how.source} keeps its KV", None)
-        vocabulary_size = int(running.logits.shape[-1])
         choice = kv_choice.choose(
-            how.source, how.folder, model, vocabulary_size, context_tokens, spec_under, findings, trusted=how.trusted
+            how.source,
+            how.folder,
+            model,
+            int(running.logits.shape[-1]),
+            context_tokens,
+            spec_under,
+            findings,
+            tested=how.source.startswith("embedded:") and how.adapter is None,
+            trusted=how.trusted,
         )
         spec, why = spec_under(choice.policy), choice.why
     way = decode_ways.fastest(model, spec) if installed and how.numerics == "fast" else DEQUANTIZED
