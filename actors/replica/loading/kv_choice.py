@@ -40,7 +40,7 @@ USUAL = "q4"
 KL_MAX = 0.01
 """The most that a policy may change next-token distributions: the mean of KL(full precision || policy), in nats."""
 
-GPU_TOKENS, CPU_TOKENS = 1024, 512
+GPU_TOKENS, CPU_TOKENS = 1024, 384
 """Of the text that is read; those behind the first block, which have a sealed one before them, are scored."""
 
 PLACES_MIN = 64
