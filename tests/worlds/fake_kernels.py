@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kv import attention, block_kernels, decode_kernel, gpu_kernels, sealing
+from satchel.actors.replica.kv import attention, block_kernels, decode_kernel, gpu_kernels, seal_kernel, sealing
 from satchel.actors.replica.kv.paged_cache import DecodeView, KernelView, heads_of
 from satchel.actors.replica.kv.pool import SlotGroup
 from satchel.actors.replica.kv.sealing import Sealed, SealPolicy
@@ -33,6 +33,7 @@ def kernels() -> Iterator[None]:
         patch.setattr(block_kernels, "write", write)
         patch.setattr(block_kernels, "write_records", write_records)
         patch.setattr(block_kernels, "unseal", unseal)
+        patch.setattr(seal_kernel, "seal", seal)
         mx.disable_compile()
         try:
             yield
@@ -78,6 +79,15 @@ def attend(
         heads = heads_of(owner, slots, keys.shape[1])
     reference = DecodeView(keys, values, seen_ones, step.pool, slots, owner, list(counts), behind_ones, heads)
     return attention.attend(queries, reference, policy, scale, sinks)
+
+
+def seal(
+    keys: mx.array, values: mx.array, bits: tuple[int, int], groups: tuple[int, int], padded: int, scale: mx.Dtype
+) -> list[mx.array]:
+    sealed = sealing.seal(keys, values, SealPolicy("", *bits, key_group=groups[0]))
+    assert isinstance(sealed, sealing.Quantized) and groups[1] == sealing.value_group(values.shape[3])
+    assert padded == sealed.value_codes.shape[3] * 8 and scale == sealing.scale_dtype(keys.dtype)
+    return list(sealed)
 
 
 def write(pool: Sealed, slots: mx.array, blocks: Sealed, order: mx.array) -> mx.array:

@@ -19,7 +19,7 @@ import mlx.core as mx
 from . import decode_kernel
 from .device import on_cuda, on_gpu
 from .paged_cache import DecodeView, KernelView, PagedKVCache
-from .sealing import KEY_GROUP, Plain, SealPolicy, value_group
+from .sealing import Plain, SealPolicy, value_group
 
 NAME = "scaled_dot_product_attention"
 
@@ -85,8 +85,10 @@ def attend(
         of_rows, of_slots, of_blocks = view.heads
         scores = _gathered(grouped, pool.block_keys, of_rows, of_slots).astype(mx.float32)
     else:
-        keys = (pool.key_codes, pool.key_scales, pool.key_biases)
-        scores = _multiply(grouped[view.rows], keys, view.slots, KEY_GROUP, policy.key_bits).astype(mx.float32)
+        keys, asking = (pool.key_codes, pool.key_scales, pool.key_biases), grouped[view.rows]
+        scores = _multiply(asking, keys, view.slots, policy.key_group, policy.key_bits)
+        exact = (asking * pool.key_exact[view.slots].swapaxes(2, 3)).sum(axis=-1, keepdims=True)
+        scores = mx.concatenate([exact, scores[..., 1:]], axis=-1).astype(mx.float32)
     opened = (grouped @ view.keys.swapaxes(2, 3)).astype(mx.float32)
     least = mx.finfo(mx.float32).min
     if view.behind is not None:
@@ -107,6 +109,7 @@ def attend(
     else:
         values = (pool.value_codes, pool.value_scales, pool.value_biases)
         parts = _multiply(weights, values, view.slots, value_group(value_dim), policy.value_bits)[..., :value_dim]
+        parts = parts + weights[..., :1] * pool.value_exact[view.slots]
     out = (inside.astype(dtype) @ view.values).astype(mx.float32).at[view.rows].add(parts.astype(mx.float32))
     return (out / total[..., None]).astype(dtype).reshape(rows, heads, 1, value_dim)
 

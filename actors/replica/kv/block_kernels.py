@@ -33,10 +33,10 @@ _WRITE_RECORDS = """
 # 256 tokens that are not sealed; `sizes` are the numbers of both. Keys lie transposed, so they pass through shared
 # memory.
 _UNSEAL = """
-  constexpr int KW = KB == 4 ? 32 : 64, PW = PV / 8, TILE = 64;
+  constexpr int KW = 8 * KB, KS = 256 / KG, PW = PV / 8, TILE = 64;
   SHARED unsigned int codes_s[TILE * (KW + 1)];
-  SHARED float scales_s[TILE * 4];
-  SHARED float biases_s[TILE * 4];
+  SHARED float scales_s[TILE * KS];
+  SHARED float biases_s[TILE * KS];
   const int used = sizes[0], C = sizes[1], places = used + (C + 255) / 256;
   const int place = GROUP % places, rk = GROUP / places;
   const long row0 = (long)rk * (used * 256 + C);
@@ -52,16 +52,23 @@ _UNSEAL = """
     const int n = DK - d0 < TILE ? DK - d0 : TILE;
     const long from = base * DK + d0;
     for (int i = THREAD; i < n * KW; i += 256) codes_s[i / KW * (KW + 1) + i % KW] = key_codes[from * KW + i];
-    for (int i = THREAD; i < n * 4; i += 256) {
-      scales_s[i] = static_cast<float>(key_scales[from * 4 + i]);
-      biases_s[i] = static_cast<float>(key_biases[from * 4 + i]);
+    for (int i = THREAD; i < n * KS; i += 256) {
+      scales_s[i] = static_cast<float>(key_scales[from * KS + i]);
+      biases_s[i] = static_cast<float>(key_biases[from * KS + i]);
     }
     SYNC();
     for (int i = THREAD; i < 256 * n; i += 256) {
       const int t = i / n, d = i % n;
-      const unsigned int word = codes_s[d * (KW + 1) + t * KB / 32];
-      const float code = static_cast<float>((word >> (t * KB % 32)) & (KB == 4 ? 15u : 255u));
-      keys[(to + t) * DK + d0 + d] = static_cast<T>(scales_s[d * 4 + t / 64] * code + biases_s[d * 4 + t / 64]);
+      if (t == 0) {
+        keys[to * DK + d0 + d] = key_exact[from + d];
+        continue;
+      }
+      const int w = d * (KW + 1) + t * KB / 32, bit = t * KB % 32;
+      unsigned int code = codes_s[w] >> bit;
+      if (bit + KB > 32) code |= codes_s[w + 1] << (32 - bit);
+      const int at = d * KS + t / KG;
+      const float number = scales_s[at] * static_cast<float>(code & ((1u << KB) - 1u)) + biases_s[at];
+      keys[(to + t) * DK + d0 + d] = static_cast<T>(number);
     }
     SYNC();
   }
@@ -71,7 +78,9 @@ _UNSEAL = """
     const float s = static_cast<float>(value_scales[(base * 256 + t) * (PV / VG) + w * 8 / VG]);
     const float b = static_cast<float>(value_biases[(base * 256 + t) * (PV / VG) + w * 8 / VG]);
     for (int j = 0; j < 8 && w * 8 + j < DV; j++) {
-      values[(to + t) * DV + w * 8 + j] = static_cast<T>(s * static_cast<float>((word >> (4 * j)) & 15u) + b);
+      const int d = w * 8 + j;
+      const float number = s * static_cast<float>((word >> (4 * j)) & 15u) + b;
+      values[(to + t) * DV + d] = t == 0 ? value_exact[base * DV + d] : static_cast<T>(number);
     }
   }
 """
@@ -195,7 +204,8 @@ def unseal(
         inputs=[*pool, table, _sizes(blocks, tokens), keys, values, order],
         template=[
             *(("T", keys.dtype), ("DK", key_dim), ("DV", value_dim), ("PV", -(-value_dim // 32) * 32)),
-            *(("VG", value_group(value_dim)), ("KV", kv_heads), ("KB", policy.key_bits)),
+            *(("VG", value_group(value_dim)), ("KV", kv_heads)),
+            *(("KB", policy.key_bits), ("KG", policy.key_group)),
         ],
         grid=(groups * 256, 1, 1),
         threadgroup=(256, 1, 1),

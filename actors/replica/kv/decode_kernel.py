@@ -37,11 +37,11 @@ SHARED_BYTES_MAX = 30 * 2**10
 """Of a group: Metal has 32 KiB."""
 
 # Template: T, P (type of sealed values, or of their scales), DK, DV, PV (padded value channels), VG (their group), KV
-# heads, G queries a KV head, GC of them a group of threads, KB key bits, SINKS, QN and KN (whether queries and keys are
-# normed), ROPE (channels that are rotated), NEXT (whether pairs of them are neighbours). Groups whose row is -1 are
-# padding. PLAIN: sealed blocks are as computed, and read eight numbers at a time.
+# heads, G queries a KV head, GC of them a group of threads, KB key bits, KG (tokens whose keys share a scale), SINKS,
+# QN and KN (whether queries and keys are normed), ROPE (channels that are rotated), NEXT (whether pairs of them are
+# neighbours). Groups whose row is -1 are padding. PLAIN: sealed blocks are as computed, and read eight numbers at once.
 _BODY = """
-  constexpr int NW = 4, WD = PV / 8, BW = PV > 64 ? PV : 64, KW = KB == 4 ? 32 : 64;
+  constexpr int NW = 4, WD = PV / 8, BW = PV > 64 ? PV : 64, KW = 8 * KB, KS = 256 / KG;
   constexpr int LPT = WD <= 4 ? 4 : WD <= 8 ? 8 : WD <= 16 ? 16 : 32, STEP = 32 / LPT, CH = G / GC;
   constexpr float LOW = -1e30f;
   #define ROUND(x) static_cast<float>(static_cast<T>(x))
@@ -113,13 +113,15 @@ _BODY = """
     if (sealed) {
       // Eight lanes have eight tokens each, and the four groups of lanes every fourth channel.
       const int piece = LANE & 7;
-      float bias[GC];
-      for (int g = 0; g < GC; g++) bias[g] = 0.f;
+      float bias[GC], exact[GC];
+      for (int g = 0; g < GC; g++) bias[g] = exact[g] = 0.f;
       #if PLAIN
       const DEVICE Eight* keys = (const DEVICE Eight*)block_keys + base * DK * 32 + quarter * 8 + piece;
       #else
-      const long codes_at = base * DK * KW, scales_at = base * DK * 4 + quarter;
+      const long codes_at = base * DK * KW, scales_at = base * DK * KS + (quarter * 64 + piece * 8) / KG;
       #endif
+      // The block's first token, as computed.
+      const bool first_token = !PLAIN && quarter == 0 && piece == 0;
       #pragma unroll 4
       for (int d = LANE >> 3; d < DK; d += 4) {
         float k[8];
@@ -127,9 +129,17 @@ _BODY = """
         const Eight eight = keys[d * 32];
         for (int j = 0; j < 8; j++) k[j] = static_cast<float>(eight.x[j]);
         #else
-        const float s = static_cast<float>(key_scales[scales_at + d * 4]);
-        const float b = static_cast<float>(key_biases[scales_at + d * 4]);
-        if (KB == 4) {
+        const float s = static_cast<float>(key_scales[scales_at + d * KS]);
+        const float b = static_cast<float>(key_biases[scales_at + d * KS]);
+        const float e = first_token ? static_cast<float>(key_exact[base * DK + d]) : 0.f;
+        if (KB == 6) {
+          const DEVICE unsigned short* c = (const DEVICE unsigned short*)(key_codes + codes_at + d * KW);
+          c += quarter * 24 + piece * 3;
+          const unsigned int low = c[0] | (unsigned int)c[1] << 16, high = c[2];
+          for (int j = 0; j < 5; j++) k[j] = static_cast<float>((low >> (6 * j)) & 63u);
+          k[5] = static_cast<float>(low >> 30 | (high & 15u) << 2);
+          for (int j = 0; j < 2; j++) k[6 + j] = static_cast<float>((high >> (4 + 6 * j)) & 63u);
+        } else if (KB == 4) {
           const unsigned int c = key_codes[codes_at + d * KW + quarter * 8 + piece];
           for (int j = 0; j < 8; j++) k[j] = static_cast<float>((c >> (4 * j)) & 15u);
         } else {
@@ -145,7 +155,7 @@ _BODY = """
           const float qs = q_s[g * DK + d];
           #else
           const float q = q_s[g * DK + d], qs = q * s;
-          bias[g] += q * b;
+          bias[g] += q * b; exact[g] += q * e;
           #endif
           #pragma unroll
           for (int j = 0; j < 8; j++) sc[g][j] += qs * k[j];
@@ -153,7 +163,7 @@ _BODY = """
       }
       const int first = (u >> 2) * 256 + quarter * 64 + piece * 8;
       for (int g = 0; g < GC; g++) for (int j = 0; j < 8; j++) {
-        float x = sc[g][j] + bias[g];
+        float x = j == 0 && first_token ? exact[g] : sc[g][j] + bias[g];
         x += XOR(x, 8);
         x += XOR(x, 16);
         sc[g][j] = first + j < hide ? LOW : x;
@@ -206,6 +216,10 @@ _BODY = """
           const float s = static_cast<float>(value_scales[at * (PV / VG) + word * 8 / VG]);
           const float b = static_cast<float>(value_biases[at * (PV / VG) + word * 8 / VG]);
           for (int j = 0; j < 8; j++) v[j] = s * static_cast<float>((c >> (4 * j)) & 15u) + b;
+          if (quarter == 0 && t == 0) {
+            const DEVICE T* own = value_exact + base * DV + word * 8;
+            for (int j = 0; j < 8 && word * 8 + j < DV; j++) v[j] = static_cast<float>(own[j]);
+          }
           #endif
           #pragma unroll
           for (int g = 0; g < GC; g++) {
@@ -354,10 +368,12 @@ def attend(
     count, heads, _, key_dim = queries.shape
     kv_heads, value_dim = tails[0].shape[1], tails[1].shape[3]
     grouped, kind = heads // kv_heads, type(step.pool)
-    types = queries.dtype, step.pool[-1].dtype
+    pool = step.pool
+    types = queries.dtype, pool.block_values.dtype if isinstance(pool, Plain) else pool.value_scales.dtype
     transform = view.transform(key_dim)
     shape = key_dim, value_dim, kv_heads, grouped
-    plan = _plan(kind, types, shape, policy.key_bits, _left(transform), sinks=sinks is not None)
+    coded = policy.key_bits, policy.key_group
+    plan = _plan(kind, types, shape, coded, _left(transform), sinks=sinks is not None)
     one = rows.count == count
     constants = _unchanged(scale) if transform is NOTHING else mx.array([scale, *transform.constants], mx.float32)
     sink = constants if sinks is None else sinks
@@ -403,7 +419,7 @@ def _plan(
     kind: type[Sealed],
     types: tuple[mx.Dtype, mx.Dtype],
     shape: tuple[int, int, int, int],
-    bits: int,
+    coded: tuple[int, int],
     left: tuple[bool, bool, int, bool],
     *,
     sinks: bool,
@@ -422,7 +438,8 @@ def _plan(
         ("PV", padded),
         ("VG", value_group(value_dim)),
     ]
-    template += [("KV", kv_heads), ("G", grouped), ("GC", together), ("KB", bits), ("SINKS", sinks)]
+    template += [("KV", kv_heads), ("G", grouped), ("GC", together)]
+    template += [*zip(("KB", "KG"), coded, strict=True), ("SINKS", sinks)]
     template += zip(("QN", "KN", "ROPE", "NEXT"), left, strict=True)
     name, body = f"{kind.__name__.lower()}_decode", f"  #define PLAIN {int(plain)}\n{_BODY}"
     read = (*_ROWS[0], *kind._fields, *_ROWS[1], *_NUMBERS)

@@ -2,32 +2,40 @@
 
 Keys are quantized per channel, in groups along the *token* axis, because a key channel keeps its magnitude from token
 to token and channels differ much; so they are stored transposed. Values are quantized per token, in groups along the
-channels. Sealing rounds scales and biases to 16 bits (float16, or bfloat16 for bfloat16 keys), and attention uses the
-rounded ones: 4.5 bits per element with 4-bit codes in groups of 64. Keys as computed are stored transposed too: so a
-decode step reads them fastest.
+channels. A group's codes run from its least to its greatest number: `number = bias + scale * code`. They are computed
+here and in `seal_kernel.py`, the same on every device, and not by `mx.quantize`: on GPUs that lets every group reach to
+0, which leaves few codes to a channel whose keys are all negative. Scales and biases have 16 bits (float16, or bfloat16
+for bfloat16 keys), and codes are chosen for them as they are then.
+
+The first token of each block is kept as computed and is in no group of keys. A sequence's first token is what heads
+attend to that look for nothing, with keys and values unlike all others'. With 4-bit keys in groups of 32 an element
+takes 4.8 bits.
 
 Shapes, for `rows` rows of `blocks` blocks and T = 256 * blocks tokens; keys and values are in the model's dtype, codes
-are uint32, and `padded` is `value_dim` rounded up to a multiple of 32:
+are uint32, a stream of bits from the lowest on, and `padded` is `value_dim` rounded up to a multiple of 32:
 
     keys      (rows, kv_heads, T, key_dim)         codes    (rows, kv_heads, key_dim, T * bits / 32)
-                                                   scales   (rows, kv_heads, key_dim, T / 64); biases alike
+                                                   scales   (rows, kv_heads, key_dim, T / group); biases alike
+                                                   exact    (rows, kv_heads, key_dim, blocks)
                                                    plain    (rows, kv_heads, key_dim, T)
     values    (rows, kv_heads, T, value_dim)       codes    (rows, kv_heads, T, padded * bits / 32)
                                                    scales   (rows, kv_heads, T, padded / group); biases alike
+                                                   exact    (rows, kv_heads, blocks, value_dim)
                                                    plain    (rows, kv_heads, T, value_dim)
+
+The codes of exact tokens mean nothing, and those of their values are zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
-
-KEY_GROUP = 64
+from . import seal_kernel
 
 
 @dataclass(frozen=True)
@@ -35,13 +43,15 @@ class SealPolicy:
     """The bits of a key's and of a value's code; 0 for blocks as computed.
 
     Attributes:
+        key_group: tokens whose keys share a scale.
         version: of the layout and rounding; a part of the model id.
     """
 
     name: str
     key_bits: int
     value_bits: int
-    version: int = 1
+    key_group: int = 64
+    version: int = 2
 
     @property
     def format(self) -> str:
@@ -57,9 +67,18 @@ FULL_PRECISION = "fp16"
 
 POLICIES = {
     policy.name: policy
-    for policy in (SealPolicy("q4", 4, 4), SealPolicy("k8v4", 8, 4), SealPolicy(FULL_PRECISION, 0, 0, version=2))
+    for policy in (
+        SealPolicy("q4", 4, 4, key_group=32),
+        SealPolicy("k6v4", 6, 4),
+        SealPolicy("k8v4", 8, 4),
+        SealPolicy(FULL_PRECISION, 0, 0),
+    )
 }
-"""Policies by the name in a model's config."""
+"""Policies by the name in a model's config, the smallest first."""
+
+
+CODES_OFF_MAX = 1e-3
+"""The most of a kernel's codes that may differ from those of plain operations."""
 
 
 class Quantized(NamedTuple):
@@ -68,9 +87,11 @@ class Quantized(NamedTuple):
     key_codes: mx.array
     key_scales: mx.array
     key_biases: mx.array
+    key_exact: mx.array
     value_codes: mx.array
     value_scales: mx.array
     value_biases: mx.array
+    value_exact: mx.array
 
 
 class Plain(NamedTuple):
@@ -107,17 +128,22 @@ def sealed_token_bytes(kv_heads: int, key_dim: int, value_dim: int, policy: Seal
     """
     if not policy.quantizes:
         return kv_heads * (key_dim + value_dim) * itemsize
-    keys = key_dim * (policy.key_bits / 8 + 4 / KEY_GROUP)
+    keys = key_dim * (policy.key_bits / 8 + 4 / policy.key_group)
     values = _padded(value_dim) * (policy.value_bits / 8 + 4 / value_group(value_dim))
-    return -int(-kv_heads * (keys + values) // 1)
+    exact = (key_dim + value_dim) * itemsize / BLOCK_TOKENS
+    return -int(-kv_heads * (keys + values + exact) // 1)
 
 
-def _scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
+def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
+    """Returns the dtype of scales and biases for keys and values in `dtype`."""
     return dtype if dtype.size == 2 else mx.float16
 
 
-def seal(keys: mx.array, values: mx.array, policy: SealPolicy) -> Sealed:
+def seal(keys: mx.array, values: mx.array, policy: SealPolicy, *, kernels: bool = False) -> Sealed:
     """Seals whole blocks; shapes and dtypes as in the module's docstring.
+
+    Args:
+        kernels: whether a GPU's kernel computes codes, where there are any.
 
     Raises:
         ValueError: the tokens are not whole blocks.
@@ -126,24 +152,82 @@ def seal(keys: mx.array, values: mx.array, policy: SealPolicy) -> Sealed:
         raise ValueError(f"{keys.shape[2]} tokens are no whole blocks")
     if not policy.quantizes:
         return Plain(keys.swapaxes(2, 3), values)
-    dim = values.shape[3]
+    dim, scale = values.shape[3], scale_dtype(keys.dtype)
+    if kernels:
+        bits = policy.key_bits, policy.value_bits
+        groups = policy.key_group, value_group(dim)
+        return Quantized(*seal_kernel.seal(keys, values, bits, groups, _padded(dim), scale))
+    turned = _by_blocks(mx.contiguous(keys.swapaxes(2, 3)), 3)
+    key_exact, rest = turned[..., 0], turned[..., 1:]
+    # The second token's keys, which are in that group anyway.
+    codable = mx.concatenate([rest[..., :1], rest], axis=-1).flatten(3)
+    split = _by_blocks(values, 2)
+    value_exact = split[:, :, :, 0]
+    codable_values = mx.concatenate([mx.zeros_like(split[:, :, :, :1]), split[:, :, :, 1:]], axis=3).flatten(2, 3)
     if _padded(dim) != dim:
-        values = mx.pad(values, [(0, 0), (0, 0), (0, 0), (0, _padded(dim) - dim)])
-    scale = _scale_dtype(keys.dtype)
-    key_codes, key_scales, key_biases = mx.quantize(
-        mx.contiguous(keys.swapaxes(2, 3)), group_size=KEY_GROUP, bits=policy.key_bits
-    )
-    value_codes, value_scales, value_biases = mx.quantize(
-        mx.contiguous(values), group_size=value_group(dim), bits=policy.value_bits
-    )
+        codable_values = mx.pad(codable_values, [(0, 0), (0, 0), (0, 0), (0, _padded(dim) - dim)])
     return Quantized(
-        key_codes,
-        key_scales.astype(scale),
-        key_biases.astype(scale),
-        value_codes,
-        value_scales.astype(scale),
-        value_biases.astype(scale),
+        *quantize(codable, policy.key_group, policy.key_bits, scale),
+        copied(key_exact),
+        *quantize(codable_values, value_group(dim), policy.value_bits, scale),
+        copied(value_exact),
     )
+
+
+def _by_blocks(array: mx.array, axis: int) -> mx.array:
+    """Returns an array with its token axis divided into blocks and their tokens."""
+    return array.reshape(*array.shape[:axis], -1, BLOCK_TOKENS, *array.shape[axis + 1 :])
+
+
+def quantize(array: mx.array, group: int, bits: int, scale: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
+    """Quantizes groups along the last axis, both ends of each group included.
+
+    The bias is the least number of a group, or the next below it of 16 bits; the scale is the rest's range divided by
+    the greatest code. A group that has a number that is not finite gets a scale that is none.
+
+    Args:
+        array: (..., n), of any dtype.
+        group: numbers in a group; divides n.
+        bits: of a code: 4, 6 or 8.
+        scale: dtype of scales and biases, of 16 bits.
+
+    Returns:
+        Codes (..., n * bits / 32) uint32, scales and biases (..., n / group).
+    """
+    top, last = float(mx.finfo(scale).max), 2**bits - 1
+    numbers = array.astype(mx.float32).reshape(*array.shape[:-1], -1, group)
+    least, most = numbers.min(axis=-1), numbers.max(axis=-1)
+    bias = _rounded(least, scale, top)
+    # A bias above the least number would cut that off.
+    bias = mx.where(bias > least, _rounded(least - mx.abs(least) * _step(scale), scale, top), bias)
+    # Zero, or no number if one of the group is not finite.
+    wrong = (numbers * 0).sum(axis=-1)
+    step = _rounded((most - bias) / last, scale, top) + wrong
+    codes = mx.where(step[..., None] > 0, (numbers - bias[..., None]) / step[..., None], 0)
+    codes = mx.clip(mx.round(codes), 0, last).astype(mx.uint32).reshape(*array.shape)
+    return _packed(codes, bits), step.astype(scale), bias.astype(scale)
+
+
+def _rounded(numbers: mx.array, dtype: mx.Dtype, top: float) -> mx.array:
+    """Returns float32 numbers as `dtype`, whose greatest is `top`, has them."""
+    return mx.clip(numbers, -top, top).astype(dtype).astype(mx.float32)
+
+
+def _step(dtype: mx.Dtype) -> float:
+    """Returns the most by which a number's neighbours in a dtype of 16 bits differ from it, as a part of it."""
+    return float(mx.finfo(dtype).eps)
+
+
+def _packed(codes: mx.array, bits: int) -> mx.array:
+    """Returns codes (..., n) uint32 as a stream of bits, (..., n * bits / 32) uint32."""
+    if 32 % bits == 0:
+        apart = codes.reshape(*codes.shape[:-1], -1, 32 // bits)
+        return (apart << mx.arange(0, 32, bits, dtype=mx.uint32)).sum(axis=-1)
+    # Four codes of six bits are three bytes.
+    apart = codes.reshape(*codes.shape[:-1], -1, 4)
+    words = (apart << mx.arange(0, 24, bits, dtype=mx.uint32)).sum(axis=-1)[..., None]
+    octets = (words >> mx.arange(0, 24, 8, dtype=mx.uint32)) & 255
+    return octets.astype(mx.uint8).flatten(-2).view(mx.uint32)
 
 
 def unseal(sealed: Sealed, policy: SealPolicy, value_dim: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
@@ -154,9 +238,9 @@ def unseal(sealed: Sealed, policy: SealPolicy, value_dim: int, dtype: mx.Dtype) 
         sealed.key_codes,
         sealed.key_scales.astype(dtype),
         sealed.key_biases.astype(dtype),
-        group_size=KEY_GROUP,
+        group_size=policy.key_group,
         bits=policy.key_bits,
-    ).swapaxes(2, 3)
+    )
     values = mx.dequantize(
         sealed.value_codes,
         sealed.value_scales.astype(dtype),
@@ -164,7 +248,24 @@ def unseal(sealed: Sealed, policy: SealPolicy, value_dim: int, dtype: mx.Dtype) 
         group_size=value_group(value_dim),
         bits=policy.value_bits,
     )
-    return keys, values if values.shape[3] == value_dim else values[..., :value_dim]
+    if values.shape[3] != value_dim:
+        values = values[..., :value_dim]
+    firsts = slice(None, None, BLOCK_TOKENS)
+    keys = put(keys, (..., firsts), sealed.key_exact.astype(dtype))
+    values = put(values, (slice(None), slice(None), firsts), sealed.value_exact.astype(dtype))
+    return keys.swapaxes(2, 3), values
+
+
+def are_alike(one: Sealed, other: Sealed) -> bool:
+    """Whether two computations of the same blocks agree: to the bit, but that a device may round what lies between two
+    codes to either of them."""
+    for name, ours, theirs in zip(one._fields, one, other, strict=True):
+        if name.endswith("_codes"):
+            if (mx.view(ours, mx.uint8) != mx.view(theirs, mx.uint8)).mean() > CODES_OFF_MAX:
+                return False
+        elif not mx.array_equal(ours, theirs):
+            return False
+    return True
 
 
 def rows_joined(parts: Sequence[mx.array | None], rows: Sequence[int], axis: int) -> mx.array:
@@ -190,7 +291,7 @@ def rows_joined(parts: Sequence[mx.array | None], rows: Sequence[int], axis: int
     return joined
 
 
-def put(array: mx.array, span: tuple[slice, ...], new: mx.array) -> mx.array:
+def put(array: mx.array, span: tuple[Any, ...], new: mx.array) -> mx.array:
     """Returns the array with `new`, of its dtype and the span's shape, at `span`; in place if it has no other
     reference."""
     # The assignment rebinds only this new array object, so the caller's stays unchanged.

@@ -114,7 +114,7 @@ class LoadedModel:
 
     @property
     def kv(self) -> str:
-        """How KV is kept: `q4`, `k8v4` or `fp16`. Always `fp16` if the model's layers cannot be sealed."""
+        """The policy by which KV is kept, by name. Always `fp16` if the model's layers cannot be sealed."""
         return FULL_PRECISION if self.spec.policy is None else self.spec.policy.name
 
     @property
@@ -155,7 +155,7 @@ def load(
         context_tokens_max: lowers the model's own context.
         adapter: a folder or Hub id of a LoRA or DoRA adapter as mlx-lm writes them.
         weights: see `prepare_weights`.
-        kv: how KV is kept, `q4`, `k8v4` or `fp16`; `auto` chooses, see `kv_choice`.
+        kv: how KV is kept, one of `POLICIES`; `auto` chooses, see `kv_choice`.
         numerics: `fast` lets a decode step read sealed blocks in the pool, and a kernel multiply few rows;
             `reproducible` lets it compute as prefill does, bit for bit, and encodes pictures one by one.
         digests: a file for the digests of the model's files.

@@ -1,0 +1,128 @@
+"""Sealing as one kernel for GPUs: what `sealing.seal` computes in some thirty operations, to the same numbers.
+
+A device may divide with another last bit than IEEE 754 has it; then a number in the middle between two codes may get
+the other one. It is used only where it agreed with the plain operations (`paged_cache.writes`).
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ...protocol.block_ids import BLOCK_TOKENS
+from .gpu_kernels import kernel
+
+PARTS = 8
+"""Groups of threads for a block of a row's KV head: the first half of them has keys, the other values."""
+
+# Template: T, P (type of scales), DK, DV, PV (padded value channels), KG and VG (numbers in a group), KB and VB (bits
+# of a code), HALF (whether scales are float16). A thread has a group of keys, or eight values of a token, whose group
+# its neighbours share.
+_BODY = """
+  const float TOP = HALF ? 65504.f : 3.3895314e38f, EPSILON = HALF ? 9.765625e-4f : 7.8125e-3f;
+  #define ROUNDED(x) static_cast<float>(static_cast<P>(MAX(MIN(x, TOP), -TOP)))
+  #define SCALE(last) \\
+    float bias = ROUNDED(least); \\
+    if (bias > least) bias = ROUNDED(least - ABS(least) * EPSILON); \\
+    const float scale = ROUNDED((most - bias) / last) + wrong;
+  #define CODE(x, last) (scale > 0.f ? static_cast<unsigned int>(MAX(MIN(RINT((x - bias) / scale), last), 0.f)) : 0u)
+  const int tokens = sizes[0], blocks = tokens / 256;
+  const int part = GROUP % PARTS, block = GROUP / PARTS % blocks, rk = GROUP / PARTS / blocks;
+  if (part < PARTS / 2) {
+    constexpr int NG = 256 / KG, EACH = NG / (PARTS / 2), WORDS = KG * KB / 32;
+    constexpr float LAST = static_cast<float>((1 << KB) - 1);
+    for (int i = THREAD; i < DK * EACH; i += 256) {
+      const int d = i % DK, g = part * EACH + i / DK;
+      const DEVICE T* from = keys + ((long)rk * tokens + block * 256 + g * KG) * DK + d;
+      float least = 3.4e38f, most = -3.4e38f, wrong = 0.f;
+      for (int t = g == 0; t < KG; t++) {
+        const float x = static_cast<float>(from[t * DK]);
+        least = MIN(least, x); most = MAX(most, x); wrong += x * 0.f;
+      }
+      SCALE(LAST)
+      DEVICE unsigned int* to = key_codes + ((long)rk * DK + d) * (tokens * KB / 32) + block * 8 * KB + g * WORDS;
+      unsigned int word = 0; int filled = 0;
+      for (int t = 0; t < KG; t++) {
+        const float x = static_cast<float>(from[(g == 0 && t == 0 ? 1 : t) * DK]);
+        const unsigned int code = CODE(x, LAST);
+        word |= code << filled; filled += KB;
+        if (filled >= 32) { *to++ = word; filled -= 32; word = code >> (KB - filled); }
+      }
+      const long at = ((long)rk * DK + d) * (tokens / KG) + block * NG + g;
+      key_scales[at] = static_cast<P>(scale); key_biases[at] = static_cast<P>(bias);
+      if (g == 0) key_exact[((long)rk * DK + d) * blocks + block] = from[0];
+    }
+  } else {
+    constexpr int PW = PV / 8, LANES = VG / 8, SPAN = 256 / (PARTS / 2);
+    constexpr float LAST = static_cast<float>((1 << VB) - 1);
+    const int first = (part - PARTS / 2) * SPAN;
+    const long token0 = (long)rk * tokens + block * 256 + first;
+    for (int i = THREAD; i < SPAN * PW; i += 256) {
+      const int t = i / PW, w = i % PW;
+      const bool coded = first + t > 0;
+      float x[8], least = 3.4e38f, most = -3.4e38f, wrong = 0.f;
+      for (int j = 0; j < 8; j++) {
+        x[j] = coded && w * 8 + j < DV ? static_cast<float>(values[(token0 + t) * DV + w * 8 + j]) : 0.f;
+        least = MIN(least, x[j]); most = MAX(most, x[j]); wrong += x[j] * 0.f;
+      }
+      for (int o = LANES / 2; o; o >>= 1) {
+        const float low = XOR(least, o), high = XOR(most, o);
+        least = MIN(least, low); most = MAX(most, high); wrong += XOR(wrong, o);
+      }
+      SCALE(LAST)
+      unsigned int word = 0;
+      for (int j = 0; j < 8; j++) word |= CODE(x[j], LAST) << (VB * j);
+      value_codes[(token0 + t) * PW + w] = word;
+      if (w % LANES == 0) {
+        const long at = (token0 + t) * (PV / VG) + w / LANES;
+        value_scales[at] = static_cast<P>(scale); value_biases[at] = static_cast<P>(bias);
+      }
+    }
+    if (first == 0) {
+      const long at = ((long)rk * blocks + block) * DV;
+      for (int d = THREAD; d < DV; d += 256) value_exact[at + d] = values[token0 * DV + d];
+    }
+  }
+"""
+
+_FIELDS = (
+    *("key_codes", "key_scales", "key_biases", "key_exact"),
+    *("value_codes", "value_scales", "value_biases", "value_exact"),
+)
+
+
+def seal(
+    keys: mx.array, values: mx.array, bits: tuple[int, int], groups: tuple[int, int], padded: int, scale: mx.Dtype
+) -> list[mx.array]:
+    """Seals whole blocks.
+
+    Args:
+        keys, values: (rows, kv_heads, 256 * blocks, dim).
+        bits, groups: of keys and of values, which have 4 bits.
+        padded: value channels, with padding.
+        scale: dtype of scales.
+
+    Returns:
+        The fields of `sealing.Quantized`.
+    """
+    rows, kv_heads, tokens, key_dim = keys.shape
+    value_dim, blocks = values.shape[3], tokens // BLOCK_TOKENS
+    heads = rows, kv_heads
+    return kernel("seal", ("keys", "values", "sizes"), _FIELDS, _BODY)(
+        inputs=[keys, values, mx.array([tokens], mx.int32)],
+        template=[
+            *(("T", keys.dtype), ("P", scale), ("DK", key_dim), ("DV", value_dim), ("PV", padded)),
+            *(("KG", groups[0]), ("VG", groups[1]), ("KB", bits[0]), ("VB", bits[1])),
+            *(("HALF", scale == mx.float16), ("PARTS", PARTS)),
+        ],
+        grid=(rows * kv_heads * blocks * PARTS * 256, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[
+            (*heads, key_dim, tokens * bits[0] // 32),
+            *[(*heads, key_dim, tokens // groups[0])] * 2,
+            (*heads, key_dim, blocks),
+            (*heads, tokens, padded * bits[1] // 32),
+            *[(*heads, tokens, padded // groups[1])] * 2,
+            (*heads, blocks, value_dim),
+        ],
+        output_dtypes=[mx.uint32, scale, scale, keys.dtype, mx.uint32, scale, scale, values.dtype],
+    )
