@@ -274,6 +274,7 @@ class ReplicaStats:
     split_requests_total: int = 0
     split_fallbacks_total: int = 0
     failed_checks_total: int = 0
+    device_failures_total: int = 0
     embedded_tokens_total: int = 0
     vision_cache_hits_total: int = 0
     vision_encodes_total: int = 0

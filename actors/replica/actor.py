@@ -189,6 +189,7 @@ class ReplicaActor:
             prefix_hits_total=counters.prefix_hits,
             prefix_misses_total=counters.prefix_misses,
             failed_checks_total=engine.failed_checks,
+            device_failures_total=counters.device_failures,
             vision_cache_hits_total=engine.pictures.embeddings.hits,
             vision_encodes_total=engine.pictures.embeddings.encodes,
             vision_bytes=engine.pictures.embeddings.nbytes,
@@ -476,6 +477,7 @@ class ReplicaActor:
             self._disk,
             self._timing,
             further,
+            lambda why: note_incident(default_home(), "device", f"{self._model.name}: {why}"),
             trust_remote_code=self._model.trust_remote_code,
         )
         threading.Thread(target=memory.watch, args=(engine,), name="memory", daemon=True).start()

@@ -40,6 +40,7 @@ class Counters:
     steps: int = 0
     prefix_hits: int = 0
     prefix_misses: int = 0
+    device_failures: int = 0
 
 
 class Delivery:
@@ -139,9 +140,12 @@ class Delivery:
 
     def finish(self, sequence: Sequence, last: RowUpdate) -> None:
         """Ends a row that is complete, and keeps its KV."""
-        self._keeping.keep(sequence, ended=True)
-        self._scheduler.finish(sequence.id)
-        self._leave(sequence.id, last)
+        try:
+            self._keeping.keep(sequence, ended=True)
+        finally:
+            # Its tokens are right, even if the device has failed since.
+            self._scheduler.finish(sequence.id)
+            self._leave(sequence.id, last)
 
     def end(self, request_id: str, finish: str, error: SatchelError | None = None, *, ended: bool = False) -> None:
         """Ends a row without a further token, and keeps its KV. The scheduler may have dropped it already.
@@ -149,10 +153,12 @@ class Delivery:
         Args:
             ended: whether the answer is complete, not aborted.
         """
-        self._keeping.keep(self.rows[request_id], ended=ended)
-        if self._scheduler.row(request_id) is not None:
-            self._scheduler.finish(request_id)
-        self._leave(request_id, RowUpdate(request_id, [], finish, error=error.to_wire() if error else None))
+        try:
+            self._keeping.keep(self.rows[request_id], ended=ended)
+        finally:
+            if self._scheduler.row(request_id) is not None:
+                self._scheduler.finish(request_id)
+            self._leave(request_id, RowUpdate(request_id, [], finish, error=error.to_wire() if error else None))
 
     def fail(self, request_id: str, why: str) -> None:
         """Ends a row with an error, and drops its KV, which is useless."""

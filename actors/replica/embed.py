@@ -25,6 +25,7 @@ from ...cluster.errors import (
 )
 from ..protocol.messages import PooledTexts, PoolingRequest
 from .delivery import Counters
+from .execution.device_errors import on_device
 from .execution.hidden_states import HiddenStates
 from .execution.pooling import LongText, PoolingText, TextPooler
 from .kv.device import on_gpu
@@ -86,6 +87,7 @@ class EmbedLoop:
             self._pooler = TextPooler(loaded.hidden, loaded.sentences.pooling, normalizes=loaded.sentences.normalizes)
         self._asked: dict[str, _Embedding] = {}
         self._long: LongText | None = None
+        self._picks: list[Pick] = []
         self._on_gpu = on_gpu()
 
     @property
@@ -158,6 +160,14 @@ class EmbedLoop:
         if self.queue.long_text is None:
             self._long = None
 
+    def lose(self, error: SatchelError) -> None:
+        """Ends the requests of which something is on the device."""
+        for request_id in {pick.job.request_id for pick in self._picks}:
+            self.end(request_id, error)
+        if self.queue.long_text is not None:
+            self.end(self.queue.long_text[0], error)
+        self._picks, self._long = [], None
+
     # Steps.
 
     def step(self, *, decoding: bool) -> bool:
@@ -174,13 +184,16 @@ class EmbedLoop:
         if self._on_gpu:
             # A power of two, for few different shapes: devices compile kernels for every new one.
             picks = picks[: 1 << (len(picks).bit_length() - 1)]
+        self._picks = picks
         self._compute(picks)
+        self._picks = []
         return True
 
     def _compute(self, picks: list[Pick]) -> None:
         started = time.perf_counter()
         try:
-            vectors = self._vectors(picks)
+            with on_device():
+                vectors = self._vectors(picks)
         except Exception as error:
             if len(picks) > 1:
                 logger.exception("embedding %d texts failed; they are embedded one by one", len(picks))

@@ -8,6 +8,7 @@ tokens are delivered earlier, before the decode step.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from .decode import DecodeLoop
 from .delivery import Delivery, Outbox
 from .embed import EmbedLoop, Reply
 from .encode_queue import PictureQueue
+from .execution.device_errors import DeviceFailed, on_device
 from .execution.executor import BatchExecutor
 from .execution.grammar import Grammars, RowGrammar
 from .execution.vision import ImageEmbeddings
@@ -30,6 +32,7 @@ from .loading.models import LoadedModel
 from .loading.warm_up import WarmUp
 from .memory_room import MemoryRoom, limits_of
 from .prefill import PrefillLoop
+from .recovery import Recovery
 from .scheduling.prefill_budget import PrefillPace
 from .scheduling.scheduler import Scheduler
 from .tiers.disk_tier import DiskTier, Prompt
@@ -39,6 +42,8 @@ from .tiers.memory import RowMemory
 from .tiers.restores import Restores
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 QUIET_S = 1.0
 """The warm-up goes on after so long without a request: one that comes meanwhile waits for a piece of it."""
@@ -54,6 +59,7 @@ class Engine:
         disk: where what agents' rows leave is written; None for nowhere.
         timing: for how long a row waits to be read back.
         warm_up: what is run while nobody asks for anything; None for nothing.
+        tell: called with what the device has failed at.
         trust_remote_code: whether code in the model's folder may run, where its tokenizer is read.
     """
 
@@ -66,6 +72,7 @@ class Engine:
         disk: DiskTier | None = None,
         timing: Timing = USUAL,
         warm_up: WarmUp | None = None,
+        tell: Callable[[str], None] = lambda why: None,
         *,
         trust_remote_code: bool = False,
     ) -> None:
@@ -113,6 +120,9 @@ class Engine:
         self.decode = DecodeLoop(scheduler, executor, keeping, self.pace, delivery)
         self.embed = EmbedLoop(
             loaded, lambda: self.room.budget.bytes_max, limits.queue_requests_max, self.pace, delivery.counters
+        )
+        self._recovery = Recovery(
+            scheduler, executor, memory, keeping, pictures, self.restores, self.embed, delivery, tell
         )
         self._embeds_next = False
         self._disk = disk
@@ -192,6 +202,9 @@ class Engine:
                 done.set_result(action())
             except Exception as error:
                 done.set_exception(error)
+            except DeviceFailed:
+                done.set_exception(Unavailable("the device failed"))
+                raise
 
         self.call(run)
         return done
@@ -259,8 +272,19 @@ class Engine:
                 self._wait()
 
     def step(self) -> bool:
-        """Runs one step of the loop. Returns False if there was nothing to do."""
-        moved, delivery = False, self.delivery
+        """Runs one step of the loop. Returns False if there was nothing to do.
+
+        Raises:
+            DeviceFailed: as `Recovery.begin_anew`.
+        """
+        try:
+            return self._step()
+        except DeviceFailed as error:
+            self._recovery.begin_anew(error)
+            return True
+
+    def _step(self) -> bool:
+        moved, delivery, generated = False, self.delivery, self.counters.generated_tokens
         self.keeping.hand_over()
         self._take_commands()
         for row in self.pictures.step(delivery.attempt):
@@ -286,6 +310,8 @@ class Engine:
         computed = self._prefill_or_embed()
         decoded = self.decode.step()
         delivery.flush()
+        if self.counters.generated_tokens > generated:
+            self._recovery.note_sound()
         return bool(computed or decoded or moved or plan.expired or plan.cut or plan.preempted)
 
     def _prefill_or_embed(self) -> bool:
@@ -302,12 +328,21 @@ class Engine:
         else:
             self._idle.rest(now)
             if self._warm_up is not None and self._idle.idle_s(now) >= QUIET_S:
-                if not self._warm_up.step():
-                    self._warm_up = None
+                self._warm_further(self._warm_up)
                 return
         command = self._inbox.wait(0.05 if has_rows else 0.5)
         if command is not None:
             self._handle(command)
+
+    def _warm_further(self, warm_up: WarmUp) -> None:
+        """Runs a step of the warm-up, which ends if it fails: it only saves time."""
+        self._warm_up = None
+        try:
+            with on_device():
+                self._warm_up = warm_up if warm_up.step() else None
+        except DeviceFailed as error:
+            logger.warning("the warm-up of further shapes failed")
+            self._recovery.begin_anew(error)
 
     def _take_commands(self) -> None:
         for command in self._inbox.take():

@@ -52,6 +52,7 @@ class _Replicas(Collector):
         yield self._counter("satchel_split_requests", "Answers that another node prefilled.", "split_requests_total")
         fell_back = "Answers of these whose prefill did not come entirely, so that the rest was computed."
         yield self._counter("satchel_split_fallbacks", fell_back, "split_fallbacks_total")
+        yield self._counter("satchel_device_failures", "Times rows were begun anew for it.", "device_failures_total")
         yield self._counter("satchel_failed_checks", "Times KV was dropped for wrong tables.", "failed_checks_total")
         hits = "Pictures that were not encoded, because their embeddings or KV were known."
         yield self._counter("satchel_vision_cache_hits", hits, "vision_cache_hits_total")

@@ -47,6 +47,7 @@ _MENDS = {
     "given_up": "report the request with its model: it crashes every replica that computes it",
     "refused": "raise that limit, or have clients ask less at once",
     "slower": "answers are right; report it with the model and the device",
+    "device": "nothing that it touched was kept; lower memory_bytes_max if it ran out of memory",
     "certificate": "mend the files of endpoint.tls; they are taken within seconds",
 }
 _PINNED = ("ray", "mlx", "mlx-lm", "mlx-vlm")

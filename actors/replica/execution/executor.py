@@ -1,6 +1,7 @@
 """The MLX side of a replica: rows' caches, prefill chunks, and the batched decode step. No policy.
 
-Everything here runs on one thread, because a lazy MLX array can be evaluated only on the thread that made it.
+Everything here runs on one thread, because a lazy MLX array can be evaluated only on the thread that made it. What
+computes or waits may raise `DeviceFailed`; then `reset` is to follow.
 
 Decode steps are pipelined: `step` launches the computation of token t+1 of every row, then returns token t, which is
 ready. So the Python work between two steps overlaps with the device's. If rows have grammars, their masks are made of
@@ -28,6 +29,7 @@ from ..kv.device import on_gpu, size_class
 from ..kv.paged_cache import PagedKVCache
 from ..kv.row_view import RowView, Stacks
 from .compiled_step import CompiledStep
+from .device_errors import on_device
 from .grammar import MaskMaker, RowGrammar, RowMasks
 from .sampling import BatchSampler, Draw
 from .vision import RowPart, RowPictures
@@ -185,6 +187,7 @@ class BatchExecutor:
         self._steps = 0
         self._forget()
 
+    @on_device()
     def open(
         self,
         row_id: str,
@@ -204,6 +207,7 @@ class BatchExecutor:
         length = sum(block.tokens for block in blocks) + tail_tokens
         self._prefilling[row_id] = _Prefilling(row_id, length, caches, pictures=pictures)
 
+    @on_device()
     def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
         """Computes the KV of some rows' next tokens, (row id, tokens) each.
 
@@ -295,6 +299,7 @@ class BatchExecutor:
         decoding.ends = self._loaded.eos_token_ids.union(sampling.stop_token_ids)
         self._joining[row_id] = _Joining(decoding, row, tokens, sampling, drawn)
 
+    @on_device()
     def first(self) -> list[Ready]:
         """Returns the first tokens of rows that have just joined, so that they can be delivered before the next step is
         launched; that step returns them again. Empty if this would delay more rows than have just joined."""
@@ -306,6 +311,7 @@ class BatchExecutor:
         drawn = _read(*self._draw)
         return [Ready(row.row_id, tokens[index], *drawn[row.row_id], row.grammar_error) for index, row in begun]
 
+    @on_device()
     def drawn(self, row_id: str) -> Ready | None:
         """Returns a decoding row's last token, which the next step would return; None if it has none yet."""
         if self._inputs is None or self._draw is None or row_id in self._prefilling:
@@ -316,6 +322,7 @@ class BatchExecutor:
                 return Ready(row_id, token, *_read(*self._draw)[row_id], row.grammar_error)
         return None
 
+    @on_device()
     def step(self) -> list[Ready]:
         """Runs one decode step for the whole batch.
 
@@ -417,6 +424,7 @@ class BatchExecutor:
         """Rows that have left, but whose KV is here until the next step."""
         return len(self._leaving)
 
+    @on_device()
     def give_back(self, bytes_max: int) -> None:
         """Shrinks the pool to `bytes_max` bytes or to what is held; blocks get other slots. Only between two steps."""
         pool = self._loaded.pool
@@ -460,6 +468,7 @@ class BatchExecutor:
             return self._joining[row_id].row.length
         return self._rows[self._index(row_id)].length
 
+    @on_device()
     def cut(self, row_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab | PooledBlock]:
         """Returns a row's KV for spans [start, stop) of its tokens: blocks in the pool as they are, else copies."""
         if self._settles_always:
@@ -484,6 +493,7 @@ class BatchExecutor:
         kv_cache.evaluate(cuts)
         return cuts
 
+    @on_device()
     def adopt(self, records: Records) -> list[PooledBlock]:
         """Blocks that come from the disk, put into the pool, which the model must have.
 
@@ -496,6 +506,7 @@ class BatchExecutor:
         mx.async_eval(self._pool_arrays())
         return blocks
 
+    @on_device()
     def copied(self, kept: Slab | PooledBlock) -> Slab:
         """A block as the disk takes it; its arrays are being computed."""
         if isinstance(kept, Slab):
@@ -517,6 +528,14 @@ class BatchExecutor:
         self._leaving.update(row.row_id for row in self._rows if row.row_id in gone)
         if self._rows and len(self._leaving) == len(self._rows):
             self._forget()
+
+    def reset(self) -> None:
+        """Forgets every row and every block, after the device has failed."""
+        self._prefilling.clear()
+        self._joining.clear()
+        self._forget()
+        if self._loaded.pool is not None:
+            self._loaded.pool.reset()
 
     def clear_batch(self) -> None:
         """Forgets every decoding row and every row that was about to join. Used after a step failed."""

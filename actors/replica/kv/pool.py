@@ -272,6 +272,16 @@ class SlotGroup:
         self._free.extend(places)
         self.capacity = capacity
 
+    def reset(self) -> None:
+        """Forgets all slots and what is in them. Those that somebody holds are none of this group's any more."""
+        nothing = mx.zeros((1,), mx.uint32)
+        mx.eval(nothing)
+        self._written = [nothing] * len(self.layers)
+        self._arrays = [None] * len(self.layers)
+        self._free, self._taken = deque(), weakref.WeakSet()
+        self.capacity = self._seen_bytes = 0
+        self._kind = None
+
     def _replace(self, make: Callable[[mx.array], mx.array]) -> None:
         for arrays in filter(None, self._arrays):
             for kind in range(len(arrays)):
@@ -384,6 +394,12 @@ class BlockPool:
             excess = self.nbytes - bytes_max
             if excess > 0 and group.slot_bytes:
                 group.shrink(group.capacity - -(-excess // group.slot_bytes))
+
+    def reset(self) -> None:
+        """As `SlotGroup.reset`, of every group."""
+        self.moves += 1
+        for group in self.groups:
+            group.reset()
 
     def arrays(self) -> list[mx.array]:
         return [array for group in self.groups for array in group.arrays()]

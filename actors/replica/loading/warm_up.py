@@ -79,19 +79,17 @@ class WarmUp:
         self._pieces += _histories(loaded, chunk_tokens)
 
     def step(self) -> bool:
-        """Runs the next step. Returns False if there was none. One that fails ends the warm-up, which only saves
-        time."""
-        try:
-            while next(self._steps, self) is self:
-                # Every shape leaves buffers of sizes of its own, which MLX would keep: tens of GB.
-                mx.clear_cache()
-                if not self._pieces:
-                    return False
-                self._steps = self._pieces.popleft()()
-        except RuntimeError as error:
-            logger.warning("the warm-up of further shapes failed: %s", error)
-            self._pieces.clear()
-            self._steps = iter(())
+        """Runs the next step. Returns False if there was none.
+
+        Raises:
+            RuntimeError: MLX failed. What it tells may be about anything that was computed before.
+        """
+        while next(self._steps, self) is self:
+            # Every shape leaves buffers of sizes of its own, which MLX would keep: tens of GB.
+            mx.clear_cache()
+            if not self._pieces:
+                return False
+            self._steps = self._pieces.popleft()()
         return True
 
 

@@ -3,7 +3,7 @@
 A row waits, is prefilled in chunks, then decodes with all others until it finishes::
 
     add -> waiting -> prefilling -> running -> finish
-              ^-----------------------/ preempt, batch_failed
+              ^-----------------------/ preempt, batch_failed, device_failed
 
 The engine's step is: `plan(now)` (which rows leave), then `admit` and `next_chunk` until the step's prefill budget is
 used, then one decode step of every running row; so a long prompt never stops the others.
@@ -314,6 +314,21 @@ class Scheduler:
         """
         rows = list(self._running.values())
         culprits = rows if len(rows) == 1 else [row for row in rows if row.suspect]
+        for row in rows:
+            if row not in culprits:
+                row.suspect = not culprits
+                self._requeue(row)
+        return [row.request_id for row in culprits]
+
+    def device_failed(self) -> list[str]:
+        """Requeues every row that holds a place, as `batch_failed` does, after the device has failed and nothing of any
+        row is left. It may be another row's fault, or nobody's: only a row that was suspected before is a culprit.
+
+        Returns:
+            The row to end, if it is known.
+        """
+        rows = self._placed()
+        culprits = [row for row in rows if row.suspect]
         for row in rows:
             if row not in culprits:
                 row.suspect = not culprits

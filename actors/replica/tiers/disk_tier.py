@@ -309,6 +309,12 @@ class DiskTier:
             self._waiting += job.nbytes
             return True
 
+    def withdraw(self, job: WriteJob) -> None:
+        """Takes an accepted job back whose KV is gone."""
+        with self._lock:
+            self._waiting -= job.nbytes
+            self.counters.unwritten_turns += 1
+
     def write(self, job: WriteJob) -> None:
         """Writes an accepted job in the background, after waiting for its arrays."""
         mx.eval([array for item in job.unsaved for array in item.kept.value.arrays()])

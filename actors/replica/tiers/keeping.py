@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ..execution.device_errors import on_device
 from ..execution.executor import BatchExecutor
 from .disk_tier import DiskTier, WriteJob
 from .memory import Restored, RowMemory, Sequence, Unsaved
@@ -130,11 +131,22 @@ class Keeping:
 
     def hand_over(self) -> None:
         """Hands the write jobs of the step before to the disk."""
+        while self._noted:
+            assert self._disk is not None
+            job = self._noted[0]
+            with on_device():
+                job.unsaved = [self._memory.copied(item) for item in job.unsaved]
+                self._disk.write(job)
+            # Not before: a job that is not handed over is withdrawn if the device has failed.
+            del self._noted[0]
+
+    def reset(self) -> None:
+        """Forgets the write jobs that were not handed over: their KV is gone."""
         noted, self._noted = self._noted, []
+        self._coming.clear()
         for job in noted:
             assert self._disk is not None
-            job.unsaved = [self._memory.copied(item) for item in job.unsaved]
-            self._disk.write(job)
+            self._disk.withdraw(job)
 
     def _disk_of(self, sequence: Sequence) -> DiskTier | None:
         return self._disk if self._memory.is_written(sequence) else None

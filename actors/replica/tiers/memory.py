@@ -66,6 +66,12 @@ class Sequence:
                 tokens[first:last] = media.tokens[first + start - media.start : last + start - media.start]
         return tokens
 
+    def forget(self) -> None:
+        """Forgets all KV that was cut of it."""
+        self.kept = 0
+        self.tail = self.prompt_tail = self.prompt_end = None
+        self.snapshots.clear()
+
 
 def is_remembered(request: GenerateRequest) -> bool:
     """Whether a row becomes part of its agent's memory; of several choices only the first does."""

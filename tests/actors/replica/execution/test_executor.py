@@ -21,7 +21,7 @@ from satchel.actors.replica.kv.device import size_class
 from satchel.actors.replica.loading import warm_up
 from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.tiers.slab_codec import Layout, to_parts
-from tests.worlds.bench import load_tiny
+from tests.worlds.bench import Bench, load_tiny
 
 GREEDY = Sampling(temperature=0.0, max_tokens=100)
 LENGTHS = (250, 250, 300, 40, 520)
@@ -225,8 +225,11 @@ def test_a_warm_up_that_fails_is_over_and_fails_nothing(loaded: LoadedModel, mon
 
     monkeypatch.setattr(warm_up, "_prefill", fail)
     warm_up.meet_usual(loaded)
-    pieces = warm_up.WarmUp(loaded, 256)
-    assert pieces.step() and not pieces.step()
+    bench = Bench(loaded)
+    pieces = bench.engine._warm_up = warm_up.WarmUp(loaded, 256)
+    bench.engine._warm_further(pieces)
+    assert bench.engine._warm_up is None
+    assert bench.run("row", prompts_of([20])[0]).finish == "length"
 
 
 def test_a_block_is_written_into_the_pool_without_a_copy_of_it(tmp_path: Path):
