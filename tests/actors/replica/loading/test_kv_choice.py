@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from satchel.actors.replica.execution.divergence import Scores
+from satchel.actors.replica.kv import sealing
 from satchel.actors.replica.kv.sealing import POLICIES
 from satchel.actors.replica.loading import kv_choice, models, real_text
 from satchel.actors.replica.loading.kv_choice import KL_MAX, Measured, decide
@@ -97,6 +98,20 @@ def test_a_sound_model_has_the_smallest_and_the_next_load_compares_nothing(
     monkeypatch.setattr(kv_choice, "compare", lambda *_, **__: pytest.fail("it was compared before"))
     again = load(recall, trials=tmp_path / "trials.json")
     assert (again.kv, again.kv_why, again.model_id) == (first.kv, first.kv_why, first.model_id)
+
+
+def test_sealing_that_loses_what_keys_say_is_not_taken(recall: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured in earnest: with one number for each group no policy is within the bound."""
+    honest = sealing.quantize
+
+    def quantize(*given: Any) -> Any:
+        codes, scales, biases = honest(*given)
+        return codes, scales * 0, biases
+
+    monkeypatch.setattr(sealing, "quantize", quantize)
+    loaded = load(recall)
+    assert loaded.kv == "fp16"
+    assert all(f"{name} has KL" in loaded.kv_why for name, policy in POLICIES.items() if policy.quantizes)
 
 
 def test_what_was_found_belongs_to_how_the_model_computes(recall: Path, tmp_path: Path, told: Any) -> None:
