@@ -54,6 +54,8 @@ def read_options(on_gpu: bool) -> argparse.Namespace:
     add("--out", type=Path, default=RESULTS)
     add("--machine", help="the machine's name in the results' file names")
     options = parser.parse_args()
+    if not options.models:
+        parser.error("name a model at least")
     if unknown := set(options.parts) - {*TEXTS, RECALL}:
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
     return options
