@@ -154,8 +154,8 @@ class Scheduling:
     max_tokens_max: Count | None = None
     """The most tokens a request may ask for; None is limited by the context alone."""
     memory_bytes_max: Bytes | None = None
-    """Memory of each node for all of its replicas: models, KV and pictures. None takes the recommended working set on
-    Metal, what is free at the first model's loading on CUDA, and half of the RAM for a CPU."""
+    """Memory of each node for all of its replicas: models, KV and pictures. None takes 90% of the recommended working
+    set on Metal, what is free at the first model's loading on CUDA, and half of the RAM for a CPU."""
     kv_bytes_max: Bytes | None = None
     """Deprecated, use `memory_bytes_max`. Of that, a node's running rows have at most so much."""
     prefix_bytes_max: Bytes | None = None

@@ -101,7 +101,8 @@ def convert(source: str, target: Path, recipe: str, dtype: str, progress: Progre
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        with redirect_stdout(StringIO()):
+        # On GPUs `mx.quantize` takes the range of a group of one sign to reach to 0.
+        with redirect_stdout(StringIO()), mx.stream(mx.cpu):
             model, config = quantize_model(model, config, chosen.group_size, 4, quant_predicate=chosen)
         per_weight = compute_bits_per_weight(model)
         save_model(partial, model, donate_model=True)

@@ -88,6 +88,7 @@ class EmbedLoop:
         self._asked: dict[str, _Embedding] = {}
         self._long: LongText | None = None
         self._picks: list[Pick] = []
+        self._suspects: set[str] = set()
         self._on_gpu = on_gpu()
 
     @property
@@ -156,17 +157,23 @@ class EmbedLoop:
         embedding = self._asked.pop(request_id, None)
         if embedding is not None:
             self.queue.remove(request_id)
+            self._suspects.discard(request_id)
             embedding.reply(error)
         if self.queue.long_text is None:
             self._long = None
 
-    def lose(self, error: SatchelError) -> None:
-        """Ends the requests of which something is on the device."""
-        for request_id in {pick.job.request_id for pick in self._picks}:
-            self.end(request_id, error)
-        if self.queue.long_text is not None:
-            self.end(self.queue.long_text[0], error)
+    def begin_anew(self) -> None:
+        """Computes again what was on the device when it failed. At first the culprit is unknown, and requests of that
+        batch are computed alone; one at which the device fails again ends."""
+        lost = {pick.job.request_id for pick in self._picks}
         self._picks, self._long = [], None
+        self.queue.begin_anew()
+        if lost <= self._suspects:
+            for request_id in lost:
+                self._suspects.discard(request_id)
+                self.end(request_id, GenerationFailed("the device failed while it was embedded, twice"))
+        else:
+            self._suspects |= lost
 
     # Steps.
 
@@ -184,9 +191,15 @@ class EmbedLoop:
         if self._on_gpu:
             # A power of two, for few different shapes: devices compile kernels for every new one.
             picks = picks[: 1 << (len(picks).bit_length() - 1)]
+        first = picks[0].job
+        if first.request_id in self._suspects:
+            picks = [pick for pick in picks if pick.job is first]
+        else:
+            picks = [pick for pick in picks if pick.job.request_id not in self._suspects]
         self._picks = picks
         self._compute(picks)
         self._picks = []
+        self._suspects.discard(first.request_id)
         return True
 
     def _compute(self, picks: list[Pick]) -> None:

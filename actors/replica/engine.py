@@ -283,8 +283,13 @@ class Engine:
             self._recovery.begin_anew(error)
             return True
 
+    @property
+    def _done(self) -> int:
+        """Tokens that were read from the device."""
+        return self.counters.generated_tokens + self.counters.embedded_tokens
+
     def _step(self) -> bool:
-        moved, delivery, generated = False, self.delivery, self.counters.generated_tokens
+        moved, delivery, done = False, self.delivery, self._done
         self.keeping.hand_over()
         self._take_commands()
         for row in self.pictures.step(delivery.attempt):
@@ -310,7 +315,7 @@ class Engine:
         computed = self._prefill_or_embed()
         decoded = self.decode.step()
         delivery.flush()
-        if self.counters.generated_tokens > generated:
+        if self._done > done:
             self._recovery.note_sound()
         return bool(computed or decoded or moved or plan.expired or plan.cut or plan.preempted)
 

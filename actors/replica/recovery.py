@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ...cluster.errors import Unavailable
 from .delivery import Delivery
 from .embed import EmbedLoop
 from .encode_queue import PictureQueue
@@ -86,5 +85,5 @@ class Recovery:
             sequence.forget()
         for request_id in self._scheduler.device_failed():
             self._delivery.fail(request_id, "the device failed while it was computed, twice")
-        self._embed.lose(Unavailable("the device failed while it was embedded; ask again", retry_after_s=1.0))
+        self._embed.begin_anew()
         mx.clear_cache()

@@ -33,9 +33,11 @@ from .scheduling.memory_budget import MemoryClaim, share_bytes, workspace_bytes
 
 logger = logging.getLogger(__name__)
 
-CPU_PART, CUDA_PART, LEAST_PART = 1 / 2, 15 / 16, 1 / 16
-"""Of a machine's memory what its replicas use on a CPU, of a card's free memory what they use on CUDA (the rest is for
-kernels and graphs), and of either what a replica has at the least where the config names no figure."""
+PARTS, LEAST_PART = {"cpu": 1 / 2, "metal": 9 / 10, "cuda": 15 / 16}, 1 / 16
+"""What a node's replicas use by kind of device: of a machine's memory on a CPU, of Metal's recommended working set, and
+of a card's free memory on CUDA, where the rest is for kernels and graphs. From 95% of Metal's working set on MLX gives
+the buffers that it keeps for later back with every allocation, so some must be left for them below that. The second is
+what a replica has of either at the least where the config names no figure."""
 
 POLL_S = 1.0
 
@@ -172,12 +174,17 @@ def _read_claim(path: Path) -> _Noted | None:
 
 def _device_now() -> int:
     """Returns what the device can give the replicas of a node, if none of them runs yet."""
-    kind = device_kind()
+    kind, whole = device_kind(), psutil.virtual_memory().total
     if kind == "metal":
-        return int(mx.device_info().get("max_recommended_working_set_size", device_bytes()))
-    if kind == "cuda":
-        return int(device_bytes(free=True) * CUDA_PART)
-    return int(psutil.virtual_memory().total * CPU_PART)
+        whole = int(mx.device_info().get("max_recommended_working_set_size", device_bytes()))
+    elif kind == "cuda":
+        whole = device_bytes(free=True)
+    return usable_bytes(kind, whole)
+
+
+def usable_bytes(kind: str, whole: int) -> int:
+    """Returns what replicas use of a device's bytes; `kind` as `device_kind` returns it."""
+    return int(whole * PARTS[kind])
 
 
 def _workspace_of(loaded: LoadedModel, chunk_tokens: int, memory_bytes: int) -> int:

@@ -26,6 +26,7 @@ _NAMES = {
     mx.float32: "float",
     mx.uint32: "unsigned int",
     mx.int32: "int",
+    mx.uint8: "unsigned char",
 }
 
 _PRELUDE = r"""
@@ -152,6 +153,7 @@ extern "C" void launch(void** given, int groups, int count) {
 }
 """
 
+_INDICES = "  const unsigned GROUP = group, THREAD = thread, LANE = thread & 31, WARP = thread >> 5;\n"
 _PRODUCT = re.compile(r'asm volatile\("mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\..*?"r"\(b1\)\)', re.DOTALL)
 
 
@@ -160,8 +162,21 @@ def can_run() -> bool:
     return shutil.which("g++") is not None
 
 
-def kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Callable[..., list[mx.array]]:
-    """Stands for `gpu_kernels.kernel`."""
+def kernel(
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    body: str,
+    *,
+    before: str = "",
+    indices: str = _INDICES,
+) -> Callable[..., list[mx.array]]:
+    """Stands for `gpu_kernels.kernel`. What it changes in place is changed.
+
+    Args:
+        before: definitions that its text needs.
+        indices: what its text begins with: where a thread is, of `thread` in `group`.
+    """
 
     def run(
         *,
@@ -173,7 +188,8 @@ def kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: s
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
         dtypes = [*(array.dtype for array in inputs), *output_dtypes]
-        library = _built(_text(names, dtypes, template, body))
+        library = _built(_text(names, dtypes, template, body, before, indices))
+        mx.eval(list(inputs))
         given = [_plain(array) for array in inputs]
         made = [
             _plain(mx.zeros(shape, dtype)).copy() for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
@@ -190,10 +206,17 @@ def kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: s
 
 
 def _plain(array: mx.array) -> np.ndarray:
-    return np.ascontiguousarray(np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array))
+    return np.ascontiguousarray(np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False))
 
 
-def _text(names: Sequence[str], dtypes: Sequence[mx.Dtype], template: Sequence[tuple[str, Any]], body: str) -> str:
+def _text(
+    names: Sequence[str],
+    dtypes: Sequence[mx.Dtype],
+    template: Sequence[tuple[str, Any]],
+    body: str,
+    before: str,
+    indices: str,
+) -> str:
     constants = "".join(
         f"  using {name} = {_NAMES[value]};\n"
         if isinstance(value, mx.Dtype)
@@ -204,10 +227,9 @@ def _text(names: Sequence[str], dtypes: Sequence[mx.Dtype], template: Sequence[t
         f"  {_NAMES[dtype]}* {name} = ({_NAMES[dtype]}*)given[{at}];\n"
         for at, (name, dtype) in enumerate(zip(names, dtypes, strict=True))
     )
-    indices = "  const unsigned GROUP = group, THREAD = thread, LANE = thread & 31, WARP = thread >> 5;\n"
     body = _PRODUCT.sub(r"multiply<\1>(c, a0, a1, a2, a3, b0, b1)", body)
     function = f"static void body(void** given, int group, int thread) {{\n{constants}{arguments}{indices}{body}}}\n"
-    return _PRELUDE + function + _LAUNCH
+    return _PRELUDE + before + function + _LAUNCH
 
 
 @cache

@@ -26,7 +26,7 @@ class Scores:
 
     Attributes:
         kl: KL(reference || other) in nats, float32; NaN where a distribution is none.
-        same: whether both have the same likeliest token, bool.
+        same: whether both have the same likeliest token, bool; false where `kl` is NaN.
         loss: of the token that stands next under the other, in nats, float32; NaN where the text ends.
         reference_loss: the same under the reference.
     """
@@ -123,4 +123,6 @@ def _scores(own: mx.array, other: mx.array, follow: np.ndarray) -> Scores:
     taken = mx.array(np.maximum(follow, 0))[:, None]
     losses = [-np.array(mx.take_along_axis(each, taken, axis=-1)[:, 0]) for each in (other, own)]
     losses = [np.where(follow >= 0, loss, np.nan).astype(np.float32) for loss in losses]
-    return Scores(kl, np.array(mx.argmax(own, -1) == mx.argmax(other, -1)), *losses)
+    # A GPU's argmax may pass over what is no number.
+    same = np.array(mx.argmax(own, -1) == mx.argmax(other, -1)) & ~np.isnan(kl)
+    return Scores(kl, same, *losses)

@@ -39,7 +39,8 @@ SHARED_BYTES_MAX = 30 * 2**10
 # Template: T, P (type of sealed values, or of their scales), DK, DV, PV (padded value channels), VG (their group), KV
 # heads, G queries a KV head, GC of them a group of threads, KB key bits, KG (tokens whose keys share a scale), SINKS,
 # QN and KN (whether queries and keys are normed), ROPE (channels that are rotated), NEXT (whether pairs of them are
-# neighbours). Groups whose row is -1 are padding. PLAIN: sealed blocks are as computed, and read eight numbers at once.
+# neighbours), POWERS (whether frequencies are exponents of 2, which the device raises as MLX does). Groups whose row is
+# -1 are padding. PLAIN: sealed blocks are as computed, and read eight numbers at a time.
 _BODY = """
   constexpr int NW = 4, WD = PV / 8, BW = PV > 64 ? PV : 64, KW = 8 * KB, KS = 256 / KG;
   constexpr int LPT = WD <= 4 ? 4 : WD <= 8 ? 8 : WD <= 16 ? 16 : 32, STEP = 32 / LPT, CH = G / GC;
@@ -85,7 +86,7 @@ _BODY = """
     const float place = constants[3] * static_cast<float>(lengths[row]);
     for (int i = THREAD; i < (GC + 1) * (ROPE / 2); i += NW * 32) {
       const int h = i / (ROPE / 2 + !ROPE), j = i % (ROPE / 2 + !ROPE);
-      const float c = COS(place * frequencies[j]), s = SIN(place * frequencies[j]);
+      const float angle = place * (POWERS ? EXP2(frequencies[j]) : frequencies[j]), c = COS(angle), s = SIN(angle);
       const int a = h * DK + (NEXT ? 2 * j : j), b = NEXT ? a + 1 : a + ROPE / 2;
       const float x = q_s[a], y = q_s[b];
       q_s[a] = ROUND(x * c - y * s); q_s[b] = ROUND(x * s + y * c);
@@ -420,7 +421,7 @@ def _plan(
     types: tuple[mx.Dtype, mx.Dtype],
     shape: tuple[int, int, int, int],
     coded: tuple[int, int],
-    left: tuple[bool, bool, int, bool],
+    left: tuple[bool, bool, int, bool, bool],
     *,
     sinks: bool,
 ) -> _Kernels:
@@ -440,7 +441,7 @@ def _plan(
     ]
     template += [("KV", kv_heads), ("G", grouped), ("GC", together)]
     template += [*zip(("KB", "KG"), coded, strict=True), ("SINKS", sinks)]
-    template += zip(("QN", "KN", "ROPE", "NEXT"), left, strict=True)
+    template += zip(("QN", "KN", "ROPE", "NEXT", "POWERS"), left, strict=True)
     name, body = f"{kind.__name__.lower()}_decode", f"  #define PLAIN {int(plain)}\n{_BODY}"
     read = (*_ROWS[0], *kind._fields, *_ROWS[1], *_NUMBERS)
     one = kernel(f"{name}_one", read, ("out",), body.replace("FINISH", _FINISH_ONE))
@@ -463,9 +464,9 @@ def _unchanged(scale: float) -> mx.array:
     return mx.array([scale, *NOTHING.constants], mx.float32)
 
 
-def _left(transform: HeadTransform) -> tuple[bool, bool, int, bool]:
+def _left(transform: HeadTransform) -> tuple[bool, bool, int, bool, bool]:
     """Returns what the kernel is to do with queries and keys, as constants of the template."""
     normed = transform.query_norm is not None, transform.key_norm is not None
     if (rotation := transform.rotation) is None:
-        return *normed, 0, False
-    return *normed, rotation.dims, rotation.traditional
+        return *normed, 0, False, False
+    return *normed, rotation.dims, rotation.traditional, rotation.exponents is not None

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import platform
+import re
+
 import mlx.core as mx
 import psutil
+
+from ....cluster.environment import mlx_rounding
+
+TENSOR_GENERATION, TENSOR_GENERATION_PHONE, TENSOR_MACOS = 17, 18, (26, 2)
+"""From which generation of Apple's GPUs and version of macOS on MLX multiplies with tensor units: M5 is the 17th."""
 
 
 def on_gpu() -> bool:
@@ -17,9 +25,35 @@ def on_cuda() -> bool:
 
 
 def multiplies_exactly(dtype: mx.Dtype) -> bool:
-    """Whether matrices are multiplied with float32's own precision: CUDA uses TF32, whose fractions have as many bits
-    as float16's."""
-    return dtype == mx.float32 and not on_cuda()
+    """Whether matrices are multiplied with float32's own precision: CUDA and the tensor units of Macs use TF32, whose
+    fractions have as many bits as float16's."""
+    if dtype != mx.float32 or on_cuda():
+        return False
+    return not (has_tensor_units() and mlx_rounding()["MLX_ENABLE_TF32"] != "0")
+
+
+def has_tensor_units() -> bool:
+    """Whether MLX multiplies with a Mac's tensor units."""
+    if device_kind() != "metal":
+        return False
+    return uses_tensor_units(str(mx.device_info().get("architecture", "")), platform.mac_ver()[0])
+
+
+def uses_tensor_units(architecture: str, macos: str) -> bool:
+    """Whether MLX uses the tensor units of a GPU, as its `is_nax_available` decides. MLX that was built for an older
+    macOS has no kernels for them; it is taken to have some.
+
+    Args:
+        architecture: such as `applegpu_g17s`: a generation and a letter for the size, `p` for phones.
+        macos: its version. Programs built for an older one are told 16 instead of 26.
+    """
+    generation = re.search(r"(\d\d)([a-z])$", architecture)
+    version = [int(part) for part in re.findall(r"\d+", macos)[:2]]
+    if generation is None or not version:
+        return False
+    least = TENSOR_GENERATION_PHONE if generation[2] == "p" else TENSOR_GENERATION
+    major = version[0] + 10 if version[0] == 16 else version[0]
+    return int(generation[1]) >= least and (major, *version[1:]) >= TENSOR_MACOS
 
 
 def device_kind() -> str:

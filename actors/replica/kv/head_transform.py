@@ -15,10 +15,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-CHECK_POSITIONS = (0, 1, 300, 5000)
+CHECK_POSITIONS = (0, 1, 300, 5000, 33_000, 131_000)
 TOLERANCE, TOLERANCE_16 = 2e-3, 2e-2
 """How far a module may be off what is known of it, of the largest number, in float32 and in 16 bits: it rounds angles
 of thousands otherwise."""
+
+ANGLE_TOLERANCE = 2**-21
+"""How far it may be off beyond that for each position: its frequencies and angles have 24 bits of precision, and Metal
+divides angles by a turn in as many."""
 
 _CALL_ERRORS = (ValueError, TypeError, RuntimeError)
 """What a module of another kind raises if it is called as these are."""
@@ -54,13 +58,15 @@ class Norm:
 class Rotation:
     """A rotation of the first `dims` channels of a head by its token's position. Pairs of channels are neighbours if
     `traditional`, else half of `dims` apart; a pair's angle is the position times `scale` times its entry in
-    `frequencies`, (dims / 2,) float32."""
+    `frequencies`, (dims / 2,) float32. MLX's GPU kernels compute these as powers of two if they are given by a base:
+    the `exponents`."""
 
     module: Callable[..., mx.array]
     dims: int
     traditional: bool
     scale: float
     frequencies: mx.array
+    exponents: mx.array | None = None
 
     @classmethod
     def of(cls, module: Any, dim: int, dtype: mx.Dtype) -> Rotation | None:
@@ -68,22 +74,26 @@ class Rotation:
         dims, base, periods = (getattr(module, name, None) for name in ("dims", "base", "_freqs"))
         if not isinstance(dims, int) or dims % 2 or dims > dim:
             return None
+        exponents = None
         if isinstance(periods, mx.array) and periods.shape == (dims // 2,):
             frequencies = 1 / periods.astype(mx.float32)
         elif isinstance(base, int | float):
-            # As MLX computes them.
-            exponents = np.arange(dims // 2, dtype=np.float32) / np.float32(dims // 2)
-            frequencies = mx.array(np.exp2(-exponents * np.log2(np.float32(base))))
+            parts = np.arange(dims // 2, dtype=np.float32) / np.float32(dims // 2)
+            powers = -parts * np.log2(np.float32(base))
+            exponents, frequencies = mx.array(powers), mx.array(np.exp2(powers))
         else:
             return None
         scale, traditional = getattr(module, "scale", 1.0), getattr(module, "traditional", False)
-        rotation = cls(module, dims, bool(traditional), float(scale), frequencies)
-        x = _random((len(CHECK_POSITIONS), 2, 1, dim), dtype)
-        positions = mx.array(CHECK_POSITIONS)
+        rotation = cls(module, dims, bool(traditional), float(scale), frequencies, exponents)
+        x = _random((1, 2, 1, dim), dtype)
         try:
-            return rotation if _agree(module(x, offset=positions), rotation(x, positions)) else None
+            for position in CHECK_POSITIONS:
+                at = mx.array([position])
+                if not _agree(module(x, offset=at), rotation(x, at), ANGLE_TOLERANCE * position * abs(scale)):
+                    return None
         except _CALL_ERRORS:
             return None
+        return rotation
 
     def __call__(self, x: mx.array, positions: mx.array) -> mx.array:
         """Rotates (rows, heads, 1, dim), in float32, by (rows,) positions."""
@@ -109,12 +119,13 @@ class HeadTransform:
     @cached_property
     def constants(self) -> list[float]:
         """What the kernel reads: both norms' eps, the rotation's scale, the weights of the norms that there are, and
-        the rotation's frequencies."""
+        the rotation's frequencies or their exponents."""
         numbers = [0.0 if norm is None else norm.eps for norm in (self.query_norm, self.key_norm)]
         numbers.append(1.0 if self.rotation is None else self.rotation.scale)
         for norm in (self.query_norm, self.key_norm):
             numbers += [] if norm is None else np.array(norm.weight).tolist()
-        numbers += [] if self.rotation is None else np.array(self.rotation.frequencies).tolist()
+        if (turn := self.rotation) is not None:
+            numbers += np.array(turn.frequencies if turn.exponents is None else turn.exponents).tolist()
         # Metal puts short arrays elsewhere, where the kernel could not point to them.
         return numbers + [0.0] * max(0, 8 - len(numbers))
 
@@ -139,9 +150,9 @@ def _random(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     return mx.array(np.random.default_rng(7).standard_normal(shape, np.float32)).astype(dtype)
 
 
-def _agree(one: mx.array, other: mx.array) -> bool:
+def _agree(one: mx.array, other: mx.array, more: float = 0.0) -> bool:
     if one.shape != other.shape:
         return False
-    tolerance = TOLERANCE if one.dtype == mx.float32 else TOLERANCE_16
+    tolerance = more + (TOLERANCE if one.dtype == mx.float32 else TOLERANCE_16)
     off = mx.abs(one.astype(mx.float32) - other.astype(mx.float32)).max()
     return bool(off <= tolerance * mx.abs(other).max())

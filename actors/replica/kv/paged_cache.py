@@ -29,6 +29,10 @@ from .pool import BlockTable, SlotGroup, slots_of
 from .sealing import Sealed, SealPolicy
 from .steps import Step, mask_of, seen_of, step_of
 
+JOINED_MAX = 2**31 - 1
+"""Numbers of an array that is concatenated along its tokens. Metal counts where they go in 32 bits, from the begin of
+the whole. A larger one is put together of such arrays along its first axis, where it counts from the begin of each."""
+
 
 @dataclass(frozen=True)
 class DecodeView:
@@ -212,7 +216,7 @@ class PagedKVCache:
             return block_kernels.unseal(pool, index, open_keys, open_values, self.policy, order)
         sealed = self._group.gather(self._place, index)
         before = sealing.unseal(sealed, self.policy, open_values.shape[3], open_keys.dtype)
-        return mx.concatenate([before[0], open_keys], axis=2), mx.concatenate([before[1], open_values], axis=2)
+        return _with_open(before[0], open_keys), _with_open(before[1], open_values)
 
     # What the executor calls.
 
@@ -509,6 +513,18 @@ class PagedKVCache:
             return mx.array([number for numbers in found for number in numbers], mx.uint32)
 
         return self.batch.get(before, self._ragged, ("fresh", self._number), make)
+
+
+def _with_open(before: mx.array, opened: mx.array) -> mx.array:
+    """Concatenates blocks and open blocks, (rows, kv_heads, tokens, dim), along the tokens."""
+    if before.size + opened.size <= JOINED_MAX:
+        return mx.concatenate([before, opened], axis=2)
+    rows, heads, tokens, dim = before.shape
+    at_once = max(1, JOINED_MAX // ((tokens + opened.shape[2]) * dim))
+    pairs = before.flatten(0, 1), opened.flatten(0, 1)
+    spans = [slice(first, first + at_once) for first in range(0, rows * heads, at_once)]
+    parts = [mx.concatenate([array[span] for array in pairs], axis=1) for span in spans]
+    return mx.concatenate(parts, axis=0).reshape(rows, heads, -1, dim)
 
 
 def on_device(numbers: list[int]) -> mx.array:

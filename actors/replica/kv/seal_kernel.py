@@ -18,13 +18,14 @@ PARTS = 8
 # of a code), HALF (whether scales are float16). A thread has a group of keys, or eight values of a token, whose group
 # its neighbours share.
 _BODY = """
-  const float TOP = HALF ? 65504.f : 3.3895314e38f, EPSILON = HALF ? 9.765625e-4f : 7.8125e-3f;
-  #define ROUNDED(x) static_cast<float>(static_cast<P>(MAX(MIN(x, TOP), -TOP)))
+  const float EPSILON = HALF ? 9.765625e-4f : 7.8125e-3f;
+  #define ROUNDED(x) static_cast<float>(static_cast<P>(x))
   #define SCALE(last) \\
     float bias = ROUNDED(least); \\
     if (bias > least) bias = ROUNDED(least - ABS(least) * EPSILON); \\
     const float scale = ROUNDED((most - bias) / last) + wrong;
-  #define CODE(x, last) (scale > 0.f ? static_cast<unsigned int>(MAX(MIN(RINT((x - bias) / scale), last), 0.f)) : 0u)
+  #define CODED(x, last) static_cast<unsigned int>(MAX(MIN(RINT((x - bias) / scale), last), 0.f))
+  #define CODE(x, last) (scale > 0.f && scale < 3.4e38f ? CODED(x, last) : 0u)
   const int tokens = sizes[0], blocks = tokens / 256;
   const int part = GROUP % PARTS, block = GROUP / PARTS % blocks, rk = GROUP / PARTS / blocks;
   if (part < PARTS / 2) {

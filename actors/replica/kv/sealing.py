@@ -182,8 +182,8 @@ def _by_blocks(array: mx.array, axis: int) -> mx.array:
 def quantize(array: mx.array, group: int, bits: int, scale: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
     """Quantizes groups along the last axis, both ends of each group included.
 
-    The bias is the least number of a group, or the next below it of 16 bits; the scale is the rest's range divided by
-    the greatest code. A group that has a number that is not finite gets a scale that is none.
+    The bias is the least number of a group, or one below it of 16 bits; the scale is the range from there divided by
+    the greatest code. A group of which a number is not finite, or too large for 16 bits, gets scales that are none.
 
     Args:
         array: (..., n), of any dtype.
@@ -194,28 +194,24 @@ def quantize(array: mx.array, group: int, bits: int, scale: mx.Dtype) -> tuple[m
     Returns:
         Codes (..., n * bits / 32) uint32, scales and biases (..., n / group).
     """
-    top, last = float(mx.finfo(scale).max), 2**bits - 1
+    last = 2**bits - 1
     numbers = array.astype(mx.float32).reshape(*array.shape[:-1], -1, group)
     least, most = numbers.min(axis=-1), numbers.max(axis=-1)
-    bias = _rounded(least, scale, top)
+    bias = _rounded(least, scale)
     # A bias above the least number would cut that off.
-    bias = mx.where(bias > least, _rounded(least - mx.abs(least) * _step(scale), scale, top), bias)
+    bias = mx.where(bias > least, _rounded(least - mx.abs(least) * float(mx.finfo(scale).eps), scale), bias)
     # Zero, or no number if one of the group is not finite.
     wrong = (numbers * 0).sum(axis=-1)
-    step = _rounded((most - bias) / last, scale, top) + wrong
-    codes = mx.where(step[..., None] > 0, (numbers - bias[..., None]) / step[..., None], 0)
+    step = _rounded((most - bias) / last, scale) + wrong
+    coded = (step > 0) & (step < mx.inf)
+    codes = mx.where(coded[..., None], (numbers - bias[..., None]) / step[..., None], 0)
     codes = mx.clip(mx.round(codes), 0, last).astype(mx.uint32).reshape(*array.shape)
     return _packed(codes, bits), step.astype(scale), bias.astype(scale)
 
 
-def _rounded(numbers: mx.array, dtype: mx.Dtype, top: float) -> mx.array:
-    """Returns float32 numbers as `dtype`, whose greatest is `top`, has them."""
-    return mx.clip(numbers, -top, top).astype(dtype).astype(mx.float32)
-
-
-def _step(dtype: mx.Dtype) -> float:
-    """Returns the most by which a number's neighbours in a dtype of 16 bits differ from it, as a part of it."""
-    return float(mx.finfo(dtype).eps)
+def _rounded(numbers: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Returns float32 numbers as `dtype` has them."""
+    return numbers.astype(dtype).astype(mx.float32)
 
 
 def _packed(codes: mx.array, bits: int) -> mx.array:

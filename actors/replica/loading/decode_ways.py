@@ -21,11 +21,15 @@ from ..execution.agreement import MODEL_ERRORS, TOLERANCE_16, agree
 from ..execution.compiled_step import CompiledStep
 from ..execution.deferral import Deferral
 from ..kv import gpu_kernels
-from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool
+from ..kv.caches import ModelCacheSpec, Slab, merge, new_caches, new_pool, restore
 from ..kv.device import on_gpu
 from ..kv.paged_cache import PagedKVCache, Reads
+from ..kv.row_view import RowView
 
 logger = logging.getLogger(__name__)
+
+FAR_TOKENS_MAX = 131_072
+"""How long a row claims to be that shows whether recorded steps compute the same at a far position."""
 
 TIMED_STEPS, TIMED_ROUNDS = 8, 4
 SLOWER_MOST = 1.5
@@ -63,8 +67,8 @@ DEQUANTIZED = DecodeWay(Reads.DEQUANTIZED)
 """As prefill reads them, which makes both equal to the last bit."""
 
 
-def fastest(model: Any, spec: ModelCacheSpec) -> DecodeWay:
-    """Tries the ways of this device. What does not hold is logged."""
+def fastest(model: Any, spec: ModelCacheSpec, context_tokens: int) -> DecodeWay:
+    """Tries the ways of this device, in rows of at most `context_tokens`. What does not hold is logged."""
     wanted = Reads.KERNEL if gpu_kernels.is_available() else Reads.IN_PLACE
     if on_gpu() and wanted is not Reads.KERNEL:
         return DecodeWay(Reads.DEQUANTIZED, reason="this device has no kernels")
@@ -77,11 +81,11 @@ def fastest(model: Any, spec: ModelCacheSpec) -> DecodeWay:
     deferral = Deferral(model)
     reason = "it has none of the kinds that are known"
     if not deferral.is_empty:
-        reason = _why_not_compiled(model, spec, deferral)
+        reason = _why_not_compiled(model, spec, context_tokens, deferral)
     if not reason:
         return DecodeWay(wanted, compiled=True, fused=True)
     logger.info("norms and rotations are not left to the kernel: %s", reason)
-    reason = _why_not_compiled(model, spec)
+    reason = _why_not_compiled(model, spec, context_tokens)
     if reason:
         logger.warning("decode steps are not compiled: %s", reason)
     return DecodeWay(wanted, compiled=not reason, reason=reason)
@@ -124,27 +128,42 @@ def is_slower(dequantized_s: float, kernel_s: float) -> bool:
     return kernel_s > SLOWER_MOST * dequantized_s
 
 
-def _why_not_compiled(model: Any, spec: ModelCacheSpec, deferral: Deferral | None = None) -> str:
+def _why_not_compiled(model: Any, spec: ModelCacheSpec, context_tokens: int, deferral: Deferral | None = None) -> str:
     """Why a recorded step does not compute what the model does; empty if it does. One that decides by lengths cannot be
     recorded."""
     if not all(layer.sealed for layer in spec.layers):
         return "it has layers of other kinds"
+    far_blocks = min(FAR_TOKENS_MAX, context_tokens) // BLOCK_TOKENS - 1
     try:
-        plain, recorded = (_batch_steps(model, spec, step) for step in (None, CompiledStep(model, deferral)))
+        plain, recorded = (
+            _batch_steps(model, spec, step, far_blocks) for step in (None, CompiledStep(model, deferral))
+        )
     except MODEL_ERRORS as error:
         return f"recording fails: {first_sentence(error)}"
     return "" if agree(plain, recorded, TOLERANCE_16) else "a recorded step computes something else"
 
 
-def _batch_steps(model: Any, spec: ModelCacheSpec, step: CompiledStep | None) -> list[mx.array]:
-    """Returns the logits of some steps of two rows of different lengths."""
-    pool, rows, logits = new_pool(spec, kernels=True), [], []
-    for count in (BLOCK_TOKENS + 2, 3):
-        rows.append(new_caches(spec, make_prompt_cache(model), pool, Reads.KERNEL))
-        _prefill(model, rows[-1], count)
+def _batch_steps(model: Any, spec: ModelCacheSpec, step: CompiledStep | None, far_blocks: int) -> list[mx.array]:
+    """Returns the logits of some steps of rows of different lengths: more than a block, less, and `far_blocks`."""
+    pool, logits = new_pool(spec, kernels=True), []
+
+    def row() -> list[Any]:
+        return new_caches(spec, make_prompt_cache(model), pool, Reads.KERNEL)
+
+    rows = [row(), row()]
+    _prefill(model, rows[0], BLOCK_TOKENS)
+    block = RowView(spec, rows[0], None, BLOCK_TOKENS).cut(0, BLOCK_TOKENS)
+    _prefill(model, rows[0], 2)
+    _prefill(model, rows[1], 3)
+    if far_blocks > 1:
+        # Its blocks are all the same one, and cost no memory.
+        tail = RowView(spec, rows[0], None, BLOCK_TOKENS + 2).cut(BLOCK_TOKENS, BLOCK_TOKENS + 2)
+        assert isinstance(tail, Slab)
+        rows.append(row())
+        restore(spec, rows[-1], [block] * far_blocks, tail, tail.tokens)
     batch = merge(rows)
     for token in (0, 1, 0):
-        inputs = mx.array([token, 1 - token], mx.uint32)
+        inputs = mx.array([token, 1 - token, token][: len(rows)], mx.uint32)
         logits.append(model(inputs[:, None], cache=batch)[:, -1] if step is None else step(inputs, batch, {}))
         mx.eval(logits[-1])
     return logits

@@ -23,7 +23,8 @@ mlx-lm takes the one that the folder lists last, so then the order is included t
                 kinds of GPU differ is not measured. Chips of one kind are equal within the tolerance stated for GPUs,
                 so KV moves from Mac to Mac; `reproducible` includes the chip, as another one adds in another order
     blas        what multiplies on a CPU if it is not MLX's own: layers with a bias add that in another order
-    rounding    environment variables with which MLX multiplies float32 in a shorter format, on a GPU
+    products    where float32 is multiplied in a shorter format, on Macs with tensor units (M5) and on CUDA, unless an
+                environment variable forbids it. Other formats are rounded alike with such units and without
     versions    of the libraries that compute, because kernels and models' code change; for models that take pictures
                 also of those that prepare them
 
@@ -46,16 +47,18 @@ from glob import glob
 from importlib.metadata import version
 from pathlib import Path
 
+import mlx.core as mx
+
 from ....cluster.environment import mlx_rounding
 from ....cluster.errors import ModelLoadError
 from ...model_files.source import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, WEIGHTS, named_by_index
 from ...model_files.weights import WeightFile
 from ...protocol.block_ids import digest
-from ..kv.device import device_kind, device_name, on_gpu
+from ..kv.device import device_kind, device_name, has_tensor_units, multiplies_exactly
 from . import blas
 
 _FILES_TAG = b"satchel.files.1"
-_MODEL_TAG = b"satchel.model.2"
+_MODEL_TAG = b"satchel.model.3"
 
 _NOT_READ = (
     ".*",
@@ -134,13 +137,21 @@ def computing(*, dtype: str, weights: str, kv: str, numerics: str, seeing: bool)
         "kv": kv,
         "numerics": numerics,
         "device": f"{kind}, {name}" if numerics == "reproducible" else kind,
-        **(mlx_rounding() if on_gpu() else _blas()),
+        **_products(kind, dtype, numerics),
         **{library: version(library) for library in libraries},
     }
 
 
-def _blas() -> dict[str, str]:
-    return {"blas": name} if (name := blas.chosen().name) else {}
+def _products(kind: str, dtype: str, numerics: str) -> dict[str, str]:
+    """Returns what of a device decides how products are rounded."""
+    if kind == "cpu":
+        return {"blas": name} if (name := blas.chosen().name) else {}
+    if kind == "cuda":
+        return mlx_rounding()
+    if dtype.startswith("float32") and not multiplies_exactly(mx.float32):
+        return {"products": "tf32"}
+    # They add in another order.
+    return {"products": "by tensor units"} if numerics == "reproducible" and has_tensor_units() else {}
 
 
 def refuse_elsewhere(source: str, config: Mapping[str, object]) -> None:

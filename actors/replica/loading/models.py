@@ -306,8 +306,9 @@ def _keeping(
             trusted=how.trusted,
         )
         spec, why = spec_under(choice.policy), choice.why
-    way = decode_ways.fastest(model, spec) if installed and how.numerics == "fast" else DEQUANTIZED
-    return spec, way, why
+    if installed and how.numerics == "fast":
+        return spec, decode_ways.fastest(model, spec, context_tokens), why
+    return spec, DEQUANTIZED, why
 
 
 def _spec_under(model: Any, policy: SealPolicy | None, *, shares: bool) -> ModelCacheSpec:

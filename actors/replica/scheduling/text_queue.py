@@ -118,6 +118,10 @@ class TextQueue:
         if self._long is not None and self._long.job is job:
             self._long = None
 
+    def begin_anew(self) -> None:
+        """Forgets what is computed of a long text."""
+        self._long = None
+
     def expired(self, now: float) -> list[str]:
         """Returns the requests whose deadlines have passed at `now`, in seconds on their clock."""
         return [job.request_id for job in self._jobs.values() if job.deadline <= now]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +17,7 @@ from satchel.actors.model_files.conversion import Converted, convert
 from satchel.actors.replica.loading import models
 from satchel.api.cli.main import app
 from satchel.cluster.errors import ModelLoadError
+from tests.worlds import metal_on_cpu
 from tests.worlds.families import TOKENIZER_FILES, write_model
 from tests.worlds.vision_families import write_model as write_vision_model
 
@@ -54,6 +58,36 @@ def test_attention_has_eight_bits_and_the_rest_four(tmp_path: Path):
     for name in TOKENIZER_FILES:
         assert (tmp_path / "made" / name).read_bytes() == (source / name).read_bytes(), name
     assert not list(tmp_path.glob(".made-*"))
+
+
+def test_weights_of_one_sign_are_as_near_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whose own rule stretches their ranges to 0: every weight is within half a step of its group, and what rounding
+    the group's ends adds."""
+    source = write_model(tmp_path / "float", "qwen3")
+    name = "model.layers.0.mlp.up_proj"
+    weights: dict[str, mx.array] = dict(mx.load(str(source / "model.safetensors")))  # type: ignore[arg-type]
+    wanted = weights[f"{name}.weight"] = mx.random.uniform(-3.1, -3.0, weights[f"{name}.weight"].shape)
+    mx.save_safetensors(str(source / "model.safetensors"), weights, {"format": "mlx"})
+    on_cpu, cpu_quantizes, streams = [], mx.quantize, mx.stream
+
+    @contextmanager
+    def stream(which: mx.Device | mx.Stream) -> Iterator[None]:
+        on_cpu.append(which == mx.cpu)
+        with streams(which):
+            yield
+        on_cpu.pop()
+
+    def quantize(w: mx.array, group_size: int, bits: int, **other: Any) -> Any:
+        rule = cpu_quantizes if on_cpu and on_cpu[-1] else metal_on_cpu.quantize
+        return rule(w, group_size=group_size, bits=bits, **other)
+
+    monkeypatch.setattr(mx, "stream", stream)
+    monkeypatch.setattr(mx, "quantize", quantize)
+    converted(source, tmp_path / "made", "4")
+    made: dict[str, mx.array] = dict(mx.load(str(tmp_path / "made" / "model.safetensors")))  # type: ignore[arg-type]
+    parts = [made[f"{name}.{part}"] for part in ("weight", "scales", "biases")]
+    off = mx.abs(mx.dequantize(*parts, group_size=64, bits=4) - wanted).max()
+    assert float(off) <= 0.1 / 15
 
 
 def test_more_bits_for_attention_are_nearer_than_four_everywhere(tmp_path: Path):

@@ -72,6 +72,15 @@ def test_without_a_figure_the_device_says_and_a_later_replica_believes_the_first
     assert first.share_bytes() == GIB, "a sixteenth is left for whoever runs already"
 
 
+def test_on_metal_the_plan_stays_below_where_mlx_gives_its_buffers_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is 95% of the working set, with the buffers that are kept for later."""
+    monkeypatch.setattr(replica_memory, "device_kind", lambda: "metal")
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 100 * GIB})
+    assert 85 * GIB <= replica_memory._device_now() <= 92 * GIB
+    assert replica_memory.usable_bytes("cuda", 16 * GIB) == 15 * GIB
+    assert replica_memory.usable_bytes("cpu", 16 * GIB) == 8 * GIB
+
+
 def test_a_model_waits_until_others_have_made_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no longer than its limit; alone it waits for nobody."""
     free, slept = [GIB, GIB, 3 * GIB], []

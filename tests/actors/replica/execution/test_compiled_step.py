@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.kv import gpu_kernels
 from satchel.actors.replica.kv.caches import new_pool
 from satchel.actors.replica.kv.device import on_gpu
+from satchel.actors.replica.kv.head_transform import HeadTransform, Norm
 from satchel.actors.replica.kv.paged_cache import Reads
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.decode_ways import DecodeWay
@@ -60,6 +62,26 @@ def test_rows_that_join_fill_blocks_and_leave_get_the_same_tokens_and_kv(family:
     assert answers == story(replace(loaded, way=DecodeWay(Reads.KERNEL)))
     if not on_gpu():
         assert answers == story(without_kernels(loaded, Reads.IN_PLACE)) == story(without_kernels(loaded))
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has its own kernel")
+@pytest.mark.parametrize("context", [4_096, 32_768])
+def test_a_kernel_that_rotates_otherwise_far_away_is_found_out(
+    context: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Where rows can be as long. Then the model rotates itself."""
+    model_does = HeadTransform._apply
+
+    def apply(self: HeadTransform, norm: Norm | None, x: mx.array, positions: mx.array) -> mx.array:
+        return model_does(self, norm, x, mx.where(positions > 20_000, -positions, positions))
+
+    monkeypatch.setattr(HeadTransform, "_apply", apply)
+    folder = write_model(tmp_path / "model", "qwen2", max_position_embeddings=context)
+    with fake_kernels.kernels():
+        loaded = models.load(
+            str(folder), context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm=False
+        )
+    assert loaded.way.compiled and loaded.way.fused is (context < 20_000)
 
 
 @pytest.mark.skipif(on_gpu(), reason="a GPU rounds otherwise without kernels")

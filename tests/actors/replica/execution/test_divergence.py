@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -38,6 +39,25 @@ def test_the_likeliest_tokens_are_compared_with_those_of_the_same_place() -> Non
     tokens = list(range(40))
     (flipped,) = compare(Table(), tokens, [(0, 40)], lambda: [Tape()], {"x": lambda: [Tape(-1.0)]})["x"]
     assert not flipped.same.any() and flipped.kl.min() > 0
+
+
+@pytest.mark.parametrize("broken", ["reference", "other"])
+def test_a_place_without_numbers_is_never_the_same(broken: str) -> None:
+    """Whichever of the two has a NaN there, and though Metal's `argmax` passes over it."""
+
+    class Broken(Tape):
+        pass
+
+    class Model(Table):
+        def __call__(self, tokens: mx.array, cache: Sequence[Tape]) -> mx.array:
+            logits = super().__call__(tokens, cache)
+            if isinstance(cache[0], Broken):
+                logits[0, 3, 5] = mx.nan
+            return logits
+
+    kinds = (Broken, Tape) if broken == "reference" else (Tape, Broken)
+    (scores,) = compare(Model(), list(range(40)), [(0, 40)], lambda: [kinds[0]()], {"x": lambda: [kinds[1]()]})["x"]
+    assert scores.same.tolist() == [place != 3 for place in range(40)] and np.isnan(scores.kl[3])
 
 
 def test_pieces_do_not_depend_on_where_spans_begin() -> None:

@@ -5,14 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from satchel.actors.protocol.messages import Sampling, TokenLogprobs
+from satchel.actors.replica.execution import sampling
 from satchel.actors.replica.execution.grammar import RowMasks
-from satchel.actors.replica.execution.sampling import BatchSampler, Draw, noise_key
+from satchel.actors.replica.execution.sampling import (
+    BatchSampler,
+    Draw,
+    _largest,
+    _likeliest,
+    _stretches,
+    noise_key,
+)
+from tests.worlds import metal_on_cpu
 
 LOGITS = mx.array(np.random.default_rng(0).normal(size=(1, 50)).astype(np.float32) * 2)
 VOCABULARY = 1500
@@ -296,6 +306,45 @@ def test_equally_likely_tokens_are_told_by_their_ids():
     assert [token for token, _ in said[1]][:3] == [20, 30, 40]
 
 
+@pytest.mark.parametrize("vocabulary", [8192, 8193, 20_000, 151_936])
+@pytest.mark.parametrize("masked", [0.0, 0.9999])
+def test_the_largest_logits_of_a_large_vocabulary_are_those_of_the_whole(vocabulary: int, masked: float):
+    """They are looked for in a few stretches of it: also where many are in one, where many are equal, and where few
+    are more than -inf."""
+    rng = np.random.default_rng(vocabulary)
+    logits = rng.normal(size=(4, vocabulary)).astype(np.float32)
+    logits[1, 700:760] += 9
+    logits[2] = np.round(logits[2])
+    logits[3, -3:] += 20
+    logits[rng.random(logits.shape) < masked] = -np.inf
+    wanted = -np.sort(-logits, axis=-1)[:, :32]
+    assert _stretches(mx.array(logits), 32) is not None
+    assert np.array_equal(-np.sort(-np.array(_largest(mx.array(logits), 32)), axis=-1), wanted)
+    tokens = np.array(_likeliest(mx.array(logits), 32))
+    assert np.array_equal(-np.sort(-np.take_along_axis(logits, tokens, axis=-1), axis=-1), wanted)
+    assert (tokens < vocabulary).all()
+
+
+def test_a_large_vocabulary_is_drawn_from_as_if_it_were_sorted_as_a_whole(monkeypatch: pytest.MonkeyPatch):
+    """The same tokens and the same logprobs of them and of the likeliest."""
+    rows = [
+        {"top_k": 20},
+        {"top_k": 32, "top_p": 0.8},
+        {"top_k": 5, "logprobs": 5},
+        {"temperature": 0.0, "logprobs": 20},
+    ]
+    said = []
+    for stretch in (sampling.STRETCH, 10**6):
+        monkeypatch.setattr(sampling, "STRETCH", stretch)
+        batch = BatchSampler(20_000, frozenset())
+        for seed, asked in enumerate(rows):
+            batch.add(Sampling(seed=seed, **asked), [], [])
+        rng = np.random.default_rng(1)
+        draws = [batch(mx.array(rng.normal(size=(4, 20_000)).astype(np.float32) * 3)) for _ in range(20)]
+        said.append([(draw.tokens.tolist(), draw.logprobs()) for draw in draws])
+    assert said[0] == said[1]
+
+
 def test_no_row_asks_no_logprobs():
     batch = BatchSampler(50, frozenset())
     batch.add(Sampling(temperature=0), [], [])
@@ -315,13 +364,50 @@ def test_a_model_that_says_nonsense_is_found_out(broken: float):
         assert np.array(batch(logits).sound).tolist() == [True, False, True]
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 20, 49])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
+        {"temperature": 0.0, "allowed_token_ids": [3, 4]},
+    ],
+)
+@pytest.mark.parametrize("bound", [False, True])
+def test_one_broken_logit_is_found_out_though_argmax_passes_over_it(
+    asked: dict[str, Any], broken: float, place: int, bound: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where the token that is drawn is another one, or may not be drawn at all. The rows beside it are sound."""
+    metal_on_cpu.passes_over_nan(monkeypatch)
+    batch = BatchSampler(50, frozenset())
+    for _ in range(3):
+        batch.add(Sampling(**asked), [], [])
+    logits = mx.repeat(LOGITS, 3, axis=0)
+    logits[1, place] = broken
+    masks = RowMasks([1], np.array([[1 << 3, 0]], dtype=np.uint32)) if bound else None
+    assert np.array(batch(logits, masks).sound).tolist() == [True, False, True]
+
+
+def test_masked_logits_are_sound_and_a_row_without_any_other_is_not():
+    for temperature in (0.0, 1.0):
+        batch = BatchSampler(50, frozenset())
+        for _ in range(2):
+            batch.add(Sampling(temperature=temperature), [], [])
+        logits = mx.concatenate([mx.where(mx.arange(50) == 7, LOGITS, -mx.inf), mx.full((1, 50), -mx.inf)])
+        draw = batch(logits)
+        assert draw.tokens.tolist()[0] == 7 and draw.sound.tolist() == [True, False]  # type: ignore[index]
+
+
 def test_tokens_outside_the_vocabulary_change_nothing():
     plain = Sampling(seed=8, repetition_penalty=1.5, min_tokens=5)
     odd = dataclasses.replace(plain, logit_bias=[(50, 5.0), (-1, 5.0), (2**40, 5.0)], stop_token_ids=[-3, 50, 2**40])
     tokens = []
-    for sampling, prompt in ((plain, [3]), (odd, [3, 50, -1, 10**6])):
+    for asked, prompt in ((plain, [3]), (odd, [3, 50, -1, 10**6])):
         batch = BatchSampler(50, frozenset())
-        batch.add(sampling, prompt, [])
+        batch.add(asked, prompt, [])
         tokens.append([np.array(batch(LOGITS).tokens).item() for _ in range(10)])
     assert tokens[0] == tokens[1]
 

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,9 +17,11 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kv import block_kernels, decode_kernel, gpu_kernels, sealing
 from satchel.actors.replica.kv.decode_kernel import RowBlocks
 from satchel.actors.replica.kv.device import size_class
+from satchel.actors.replica.kv.head_transform import HeadTransform, Rotation
 from satchel.actors.replica.kv.paged_cache import KernelStep, KernelView
 from satchel.actors.replica.kv.pool import Field, LayerFields, SlotGroup, slots_of
 from satchel.actors.replica.kv.sealing import POLICIES
+from tests.worlds import cuda_on_cpu, metal_on_cpu
 
 
 @given(rows=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 256)), min_size=1, max_size=40))
@@ -73,6 +76,30 @@ def test_a_kernel_gets_what_it_names(
     assert decode_kernel.attend(queries, view, POLICIES[policy], 0.1).shape == queries.shape
     assert names[-1].endswith("join") == (len(lengths) > 1)
     decode_kernel._plan.cache_clear()
+
+
+@pytest.mark.skipif(not cuda_on_cpu.can_run(), reason="no compiler")
+@pytest.mark.parametrize("position", [0, 5003, 131_071, 1_000_003])
+def test_far_tokens_are_rotated_as_metal_rotates_a_prompt(position: int, monkeypatch: pytest.MonkeyPatch):
+    """The kernel's text for Metal, run here, puts the same new key into a row's open block as MLX's rotations with
+    their fast cosines do in prefill, wherever the row is."""
+    monkeypatch.setattr(decode_kernel, "kernel", metal_on_cpu.kernel)
+    decode_kernel._plan.cache_clear()
+    dim, policy, numbers = 64, POLICIES["q4"], np.random.default_rng(position)
+    rotation = Rotation.of(nn.RoPE(dim, base=1e6), dim, mx.float32)
+    pool = block_kernels.empty_slot(1, dim, dim, mx.float32, policy)
+    nothing = mx.zeros((1,), mx.uint32)
+    rows = RowBlocks.of(mx.zeros((64,), mx.uint32), [0, 0], [position], [0], 1)
+    tails = mx.zeros((1, 1, BLOCK_TOKENS, dim)), mx.zeros((1, 1, BLOCK_TOKENS, dim))
+    query, key, value = (mx.array(numbers.standard_normal((1, 1, 1, dim), np.float32)) for _ in range(3))
+    step = KernelStep(tails, pool, rows, nothing)
+    view = KernelView(key, value, step, lambda _: HeadTransform(rotation=rotation))
+    mx.eval(tails)
+    mx.eval(decode_kernel.attend(query, view, policy, 1))
+    decode_kernel._plan.cache_clear()
+    got = np.array(tails[0])[0, 0, position % BLOCK_TOKENS]
+    assert np.abs(got - metal_on_cpu.rotate(np.array(key)[0, 0, 0], position, 1e6)).max() < 1e-5
+    assert np.array_equal(np.array(tails[1])[0, 0, position % BLOCK_TOKENS], np.array(value)[0, 0, 0])
 
 
 @pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -36,7 +38,17 @@ def test_rotations_are_known(module: nn.Module, dtype: mx.Dtype):
     assert len(HeadTransform(rotation=known).constants) == 3 + known.dims // 2
 
 
-@pytest.mark.parametrize("module", [initialize_rope(DIM, 1e4, False, DYNAMIC, 4096), nn.Linear(DIM, DIM), None])
+class FarOtherwise(nn.RoPE):
+    """A rotation that has other frequencies beyond what the model was trained on."""
+
+    def __call__(self, x: mx.array, offset: Any) -> mx.array:  # type: ignore[override]
+        near = super().__call__(x, offset)
+        return near if int(offset.max()) < 65_536 else nn.RoPE(self.dims, base=self.base * 8)(x, offset)
+
+
+@pytest.mark.parametrize(
+    "module", [initialize_rope(DIM, 1e4, False, DYNAMIC, 4096), FarOtherwise(DIM), nn.Linear(DIM, DIM), None]
+)
 def test_what_rotates_otherwise_is_left_alone(module: object):
     assert Rotation.of(module, DIM, mx.float32) is None
 

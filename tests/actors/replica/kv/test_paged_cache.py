@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -21,12 +22,13 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kv import attention, sealing
+from satchel.actors.replica.kv import attention, paged_cache, sealing
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv.paged_cache import DecodeView, PagedBatch, PagedKVCache, Reads
 from satchel.actors.replica.kv.pool import BlockPool, SlotGroup, slots_of
 from satchel.actors.replica.kv.sealing import POLICIES, SealPolicy
 from satchel.actors.replica.kv.steps import first_block, mask_of, step_of
+from tests.worlds import metal_on_cpu
 
 KV_HEADS, HEADS = 2, 4
 TOLERANCE = 2e-6
@@ -304,6 +306,37 @@ def test_a_row_whose_padding_made_its_tail_wider_than_a_block_costs_no_other_its
         want = expected(row, policy)[:, :, -4:]
         got = np.concatenate([out[index : index + 1] for out in outs], axis=2)
         assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max(), lengths[index]
+
+
+@pytest.mark.parametrize("policy", LAWS, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("count", [1, 20])
+def test_rows_too_long_to_be_joined_at_once_attend_as_alone(
+    count: int, policy: SealPolicy, monkeypatch: pytest.MonkeyPatch
+):
+    """On Metal, which writes what lies too far from a whole's begin somewhere else: here beyond the numbers of two of
+    five rows, and of one and a half."""
+    lengths = [600, 256, 700, 5, 640]
+    rows = [make_row(seed, tokens + count) for seed, tokens in enumerate(lengths)]
+    want = [
+        np.array(attend(filled(short(row, count), policy), [row], [row[0].shape[2] - count], count)) for row in rows
+    ]
+    for most in (2 * KV_HEADS * 1000 * 64, KV_HEADS * 1500 * 64):
+        with monkeypatch.context() as patch:
+            patch.setattr(mx, "concatenate", partial(metal_on_cpu.concatenate, most=most))
+            patch.setattr(paged_cache, "JOINED_MAX", most)
+            cache = merged([filled(short(row, count), policy) for row in rows])
+            got = attend(cache, rows, lengths, count)
+            assert np.array_equal(np.array(got), np.concatenate(want))
+
+
+def test_a_row_that_is_too_long_by_itself_is_joined_head_by_head(monkeypatch: pytest.MonkeyPatch):
+    before, opened = (mx.random.normal((2, 3, tokens, 4)) for tokens in (40, 7))
+    want = mx.concatenate([before, opened], axis=2)
+    for most in (3 * 47 * 4 - 1, 2 * 47 * 4, 47 * 4):
+        with monkeypatch.context() as patch:
+            patch.setattr(mx, "concatenate", partial(metal_on_cpu.concatenate, most=most))
+            patch.setattr(paged_cache, "JOINED_MAX", most)
+            assert mx.array_equal(paged_cache._with_open(before, opened), want)
 
 
 def test_sinks_take_their_share_of_the_softmax():

@@ -122,6 +122,16 @@ def test_what_is_no_number_stays_none_and_stays_where_it_is(policy: SealPolicy, 
     assert finite[0].sum() == finite[0].size - policy.key_group and finite[1].sum() == finite[1].size - 64
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("number", [1e5, -1e5])
+def test_what_is_too_large_for_16_bits_is_no_number(number: float, kernels: bool):
+    """A model with such keys is noticed when it is tried, and kept as computed."""
+    array = mx.full((1, 1, 256, 64), number) + mx.arange(64)
+    back = sealing.unseal(sealing.seal(array, array, POLICIES["q4"], kernels=kernels), POLICIES["q4"], 64, mx.float32)
+    for numbers in map(as_numpy, back):
+        assert not np.isfinite(numbers[:, :, 1:]).any()
+
+
 @pytest.mark.parametrize("policy", QUANTIZING, ids=lambda policy: policy.name)
 def test_sealing_does_not_ask_mlx_to_quantize(policy: SealPolicy, monkeypatch: pytest.MonkeyPatch):
     """MLX's own rule is another one on each device: on GPUs a group's greatest number is at least 0."""

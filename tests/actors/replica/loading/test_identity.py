@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 import struct
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 
 from satchel.actors.model_files.digests import digest_files
 from satchel.actors.model_files.weights import read_weight_file
+from satchel.actors.replica.kv import device
 from satchel.actors.replica.loading import identity, models
 from satchel.actors.replica.loading.identity import Identity, computing, files_of, order_of_weights
 from satchel.actors.replica.loading.models import LoadedModel
@@ -187,7 +189,6 @@ def test_a_device_of_another_kind_is_another_model(folder: Path, monkeypatch: py
     for kind, name in (("cpu", "a"), ("metal", "M1"), ("metal", "M4"), ("cuda", "H200")):
         monkeypatch.setattr(identity, "device_kind", lambda kind=kind: kind)
         monkeypatch.setattr(identity, "device_name", lambda name=name: name)
-        monkeypatch.setattr(identity, "on_gpu", lambda kind=kind: kind != "cpu")
         for numerics, ids in found.items():
             ids.append(identity_of(folder, numerics=numerics).model_id)
     assert len(set(found["fast"])) == 3 and found["fast"][1] == found["fast"][2]
@@ -196,6 +197,27 @@ def test_a_device_of_another_kind_is_another_model(folder: Path, monkeypatch: py
     before = identity_of(folder)
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
     assert identity_of(folder).model_id != before.model_id, "by which a GPU rounds otherwise"
+
+
+def test_macs_that_multiply_float32_otherwise_share_none(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """An M5 has TF32 for it where the system lets MLX use its tensor units; 16 bits it multiplies as an M1 does, so
+    these exchange KV. Who forbids TF32 has float32 as an M1."""
+    monkeypatch.setattr(identity, "device_kind", lambda: "metal")
+    monkeypatch.setattr(device, "device_kind", lambda: "metal")
+    monkeypatch.setattr(device, "on_cuda", lambda: False)
+
+    def ids(architecture: str, macos: str, numerics: str = "fast") -> tuple[bytes, bytes]:
+        monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
+        monkeypatch.setattr(platform, "mac_ver", lambda: (macos, ("", "", ""), "arm64"))
+        wide, short = (identity_of(folder, dtype=dtype, numerics=numerics) for dtype in ("float32, own", "bfloat16"))
+        return wide.model_id, short.model_id
+
+    one, five, older = ids("applegpu_g13s", "26.2"), ids("applegpu_g17s", "26.2"), ids("applegpu_g17s", "26.1")
+    assert one == older and one[0] != five[0] and one[1] == five[1]
+    reproducible = [ids("applegpu_g17s", macos, "reproducible") for macos in ("26.1", "26.2")]
+    assert not set(reproducible[0]) & set(reproducible[1]), "which promises bits"
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    assert ids("applegpu_g17s", "26.2") == ids("applegpu_g13s", "26.2") == one
 
 
 def test_a_library_of_another_version_makes_another_model(folder: Path, monkeypatch: pytest.MonkeyPatch):
