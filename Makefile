@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-slow test-clients test-zoo test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
-	bench-vision bench-scenarios bench-templates bench-recipe soak attack
+	bench-vision bench-scenarios bench-templates bench-recipe bench-quality soak attack
 
 PYTHON ?= python3
 CONFIG ?= configs/one-mac.yaml
@@ -14,6 +14,7 @@ BODIES ?=
 ONLY ?=
 TRACES ?=
 TEMPLATES ?=
+MODELS ?=
 ZOO ?=
 URL ?= http://127.0.0.1:8000
 UV_VERSION := 0.13.8
@@ -100,6 +101,9 @@ bench-templates: .venv/.development ## Measure what chat templates forget: TEMPL
 
 bench-recipe: .venv/.development ## Measure recipes of quantized weights; BENCH="--model qwen3-0.6b --recipes 4,8-4-4" options
 	@$(BIN)/python -m benchmarks.recipes $(BENCH)
+
+bench-quality: .venv/.development ## Measure what 4-bit KV does to answers on real text: MODELS="folder folder", BENCH="--lengths 1024" options
+	@$(BIN)/python -m benchmarks.quality.run --models "$(MODELS)" $(BENCH)
 
 soak: .venv/.development ## Kill a server and fill its disk for MINUTES=60 while agents talk, and compare; BENCH="--disk tenth" options
 	@$(BIN)/python -m benchmarks.soak.run $(if $(MINUTES),--minutes "$(MINUTES)") $(BENCH)

@@ -19,12 +19,13 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def earlier(path: Path, result: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The parts `names` that other runs with the same machine and versions have left in the results: each says when it
-    was measured. What is measured now takes their places."""
+def earlier(path: Path, result: dict[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
+    """The parts `names`, or all where that is None, that other runs with the same machine and versions have left in the
+    results: each says when it was measured. What is measured now takes their places."""
     try:
         kept = json.loads(path.with_name(path.name + ".json").read_text(encoding="utf-8"))
         same = all({**kept[name], "load_before": 0} == {**result[name], "load_before": 0} for name in FACTS)
+        names = list(kept["parts"]) if names is None else names
         return {name: part for name in names if (part := kept["parts"].get(name)) is not None} if same else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -73,7 +73,7 @@ def markdown(result: dict[str, Any]) -> str:
     """The results as tables."""
     machine, versions = result["machine"], result["versions"]
     lines = [
-        "# Memory",
+        f"# {result.get('title', 'Memory')}",
         "",
         f"{machine['gpu'] or machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB, "
         f"{machine['system']}, Python {machine['python']}; {', '.join(f'{n} {v}' for n, v in versions.items())}. "
@@ -91,7 +91,7 @@ def markdown(result: dict[str, Any]) -> str:
             verdict = "met" if target["met"] else "**missed**"
             lines.append(f"- {target['what']}: {shown(target['found'])}, wanted {target['wanted']}: {verdict}")
         lines += [f"- {note}" for note in part["notes"]]
-        lines += [f"- `--parts {name}` in {part['seconds']:.0f} s", ""]
+        lines += [f"- `{name}` in {part['seconds']:.0f} s", ""]
     return "\n".join(lines)
 
 

@@ -108,8 +108,9 @@ class Model:
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     weights: Literal["auto", "stored", "dequantized", "both"] = "auto"
     """Whether quantized weights are multiplied as stored; `auto` takes what is faster on the device."""
-    kv: Literal["q4", "k6v4", "k8v4", "fp16"] = "q4"
-    """How KV is kept: 4-bit blocks, 8-bit keys and 4-bit values, or as computed. KV is not shared between formats."""
+    kv: Literal["auto", "q4", "k6v4", "k8v4", "fp16"] = "auto"
+    """How KV is kept: 4-bit blocks, 6- or 8-bit keys and 4-bit values, or as computed. `auto` compares them on real
+    text at the model's first load, and takes the smallest that changes little. KV is not shared between formats."""
     numerics: Literal["fast", "reproducible"] = "fast"
     """`reproducible`: decoding and prefill give equal bits on a CPU; `fast`: equal within rounding. KV is not shared
     between the two."""

@@ -213,9 +213,9 @@ class EmbeddingInfo:
 class ModelInfo:
     """A model as a replica has loaded it. `model_id` is derived from `files` and `computing`, `files_id` from `files`
     alone, each a table by name. `layers` describes for people what each kind of layer keeps. `created` is Unix time.
-    `pictures` says whether it takes pictures and videos, `blind` why one that could see does not, and `stills` why one
-    that could takes a video's frames as single pictures. `notes` say in sentences what of it is not served as
-    asked."""
+    `kv` is the policy by which KV is kept, and `kv_why` the reason. `pictures` says whether it takes pictures and
+    videos, `blind` why one that could see does not, and `stills` why one that could takes a video's frames as single
+    pictures. `notes` say in sentences what of it is not served as asked."""
 
     replica: str
     node: str
@@ -234,6 +234,7 @@ class ModelInfo:
     layers: str
     created: int
     pid: int
+    kv_why: str = ""
     pictures: bool = False
     blind: str = ""
     stills: str = ""

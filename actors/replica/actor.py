@@ -149,6 +149,7 @@ class ReplicaActor:
             dtype=loaded.dtype,
             weights=loaded.weights,
             kv=loaded.kv,
+            kv_why=loaded.kv_why,
             layers=loaded.spec.describe(),
             created=int((loaded.folder / "config.json").stat().st_mtime),
             pid=os.getpid(),

@@ -135,7 +135,7 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
     if not verdict.usual_way:
         loaded = replace(loaded, way=DEQUANTIZED)
     if verdict.kv:
-        loaded = resealed(loaded, POLICIES.get(verdict.kv))
+        loaded = replace(resealed(loaded, POLICIES.get(verdict.kv)), kv_why="nothing else held when it was tried")
     if verdict.apart:
         loaded = replace(loaded, apart=True)
     if not verdict.reuses:

@@ -28,15 +28,15 @@ def probe(
         str, typer.Option("--lengths", metavar="TOKENS,…", help="Conversations of these lengths, 512 or more.")
     ] = "512,1024,2048,4096",
     policies: Annotated[
-        str, typer.Option("--policies", metavar="NAME,…", help="Among q4, k8v4 and fp16.")
-    ] = "q4,k8v4,fp16",
+        str, typer.Option("--policies", metavar="NAME,…", help="Among q4, k6v4, k8v4 and fp16.")
+    ] = "q4,k6v4,k8v4,fp16",
     samples: Annotated[
         int, typer.Option("--samples", min=1, max=_SAMPLES_MAX, help="Conversations of each length.")
     ] = 4,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="The type it computes in.")] = Dtype.auto,
     json: JsonOption = False,
 ) -> None:
-    """Measure what q4 and k8v4 KV do to a model's answers, and recommend one."""
+    """Measure what quantized KV does to a model's answers, and recommend one."""
     chosen_lengths, chosen_policies = _numbers(lengths), _names(policies)
     from .progress import ProgressDisplay
 
@@ -68,7 +68,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _names(text: str) -> list[str]:
-    known = ("q4", "k8v4", "fp16")
+    known = ("q4", "k6v4", "k8v4", "fp16")
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found or any(name not in known for name in found):
         raise typer.BadParameter(f"policies are among {', '.join(known)}", param_hint="--policies")

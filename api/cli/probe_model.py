@@ -10,7 +10,7 @@ conversation and asked for at its end. An answer is right if greedy decoding pre
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,10 +20,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ...actors.model_files.source import Progress, first_sentence
 from ...actors.protocol.block_ids import BLOCK_TOKENS
-from ...actors.replica.kv.caches import ModelCacheSpec, new_caches, new_pool, read_spec
+from ...actors.replica.execution.divergence import CHUNK_TOKENS, NewCaches, Scores, Span, compare, logits_of, read
+from ...actors.replica.kv.caches import ModelCacheSpec, new_caches, new_pool
 from ...actors.replica.kv.paged_cache import Reads
 from ...actors.replica.kv.sealing import FULL_PRECISION, POLICIES
-from ...actors.replica.loading.models import LoadedModel
+from ...actors.replica.loading.models import LoadedModel, resealed
 from ...cluster.errors import GenerationFailed, InvalidRequest
 from .probe_text import Quiz, Texts
 
@@ -36,22 +37,6 @@ TOP1_MIN = 0.99
 RECALL_LOSS_MAX = 0.005
 RECALL_FP16_MIN = 0.5
 """If a model recalls a smaller share in full precision, its recall says nothing about a policy."""
-
-CHUNK_TOKENS = 512
-SCORED_TOKENS = 64
-"""Read at once if logits are needed: those of a large vocabulary take much memory."""
-
-NewCaches = Callable[[], list[Any]]
-Span = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores of a span's positions: `kl`, KL(reference || other) in nats, `(positions,)` float32; `same`, whether both
-    have the same likeliest token, `(positions,)` bool."""
-
-    kl: np.ndarray
-    same: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -165,10 +150,7 @@ def probe(
 
 def spec_of(loaded: LoadedModel, policy: str) -> ModelCacheSpec:
     """Returns a loaded model's cache spec under a policy; its `policy` is None if the layers' KV cannot be sealed."""
-    caches = make_prompt_cache(loaded.model)
-    logits = loaded.model(mx.array([[0, 0]]), cache=caches)
-    mx.eval(logits, [cache.state for cache in caches])
-    return read_spec(caches, 2, POLICIES[policy])
+    return resealed(loaded, POLICIES[policy]).spec
 
 
 def caches_of(loaded: LoadedModel, spec: ModelCacheSpec) -> NewCaches:
@@ -178,65 +160,6 @@ def caches_of(loaded: LoadedModel, spec: ModelCacheSpec) -> NewCaches:
 
 def memory_of(name: str, spec: ModelCacheSpec, tokens: int) -> KVSize:
     return KVSize(name, spec.bytes_per_token, tokens, spec.bytes_per_token * tokens + spec.bytes_per_row)
-
-
-def logits_of(model: Any, tokens: Sequence[int], caches: list[Any], spans: Sequence[Span]) -> Iterator[mx.array]:
-    """Reads the tokens up to the last span's end, and yields the logits after the tokens in spans piece by piece, each
-    `(positions, vocabulary)` in the model's dtype. Spans are sorted and do not overlap. Equal arguments give equal
-    pieces."""
-    at = 0
-    for start, stop in spans:
-        while at < start:
-            _read(model, tokens[at : min(at + CHUNK_TOKENS, start)], caches)
-            at = min(at + CHUNK_TOKENS, start)
-        while at < stop:
-            yield _read(model, tokens[at : min(at + SCORED_TOKENS, stop)], caches)
-            at = min(at + SCORED_TOKENS, stop)
-    # MLX would keep the buffers of these shapes.
-    mx.clear_cache()
-
-
-def _read(model: Any, tokens: Sequence[int], caches: list[Any]) -> mx.array:
-    # Lazy: the output layer is computed only if the logits are used.
-    logits: mx.array = model(mx.array([list(tokens)]), cache=caches)[0]
-    mx.eval([cache.state for cache in caches])
-    return logits
-
-
-def compare(
-    model: Any, tokens: Sequence[int], spans: Sequence[Span], reference: NewCaches, others: Mapping[str, NewCaches]
-) -> dict[str, list[Scores]]:
-    """Compares the next-token distributions under other caches with those under `reference`'s.
-
-    Returns:
-        The scores of every span, by name.
-    """
-    readers = {name: logits_of(model, tokens, make(), spans) for name, make in others.items()}
-    pieces: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in others}
-    for logits in logits_of(model, tokens, reference(), spans):
-        own = _log_softmax(logits)
-        for name, reader in readers.items():
-            pieces[name].append(_difference(own, _log_softmax(next(reader))))
-    sizes = np.cumsum([stop - start for start, stop in spans])[:-1]
-    scores: dict[str, list[Scores]] = {}
-    for name, scored in pieces.items():
-        kl, same = (np.concatenate(parts) for parts in zip(*scored, strict=True))
-        scores[name] = [Scores(*parts) for parts in zip(np.split(kl, sizes), np.split(same, sizes), strict=True)]
-    return scores
-
-
-def _log_softmax(logits: mx.array) -> mx.array:
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
-def _difference(own: mx.array, other: mx.array) -> tuple[np.ndarray, np.ndarray]:
-    probability = mx.exp(own)
-    # A token masked out in both distributions (-inf) would give NaN. What a broken model computes stays NaN, and is
-    # never the same.
-    terms = mx.where(probability == 0, 0.0, probability * (own - other))
-    kl = mx.maximum(terms.sum(axis=-1), 0.0)
-    return np.array(kl), np.array((mx.argmax(own, -1) == mx.argmax(other, -1)) & ~mx.isnan(kl))
 
 
 def right_answers(model: Any, quiz: Quiz, caches: list[Any]) -> int:
@@ -324,7 +247,7 @@ class _Probe:
         written = list(tokens)
         for start, stop in spans:
             for begin in range(at, start - 1, CHUNK_TOKENS):
-                _read(self._loaded.model, written[begin : min(begin + CHUNK_TOKENS, start - 1)], caches)
+                read(self._loaded.model, written[begin : min(begin + CHUNK_TOKENS, start - 1)], caches)
             at = stop - 1
             written[start:stop] = continue_greedily(
                 self._loaded.model, caches, written[start - 1], stop - start, sorted(self._loaded.eos_token_ids)
@@ -334,10 +257,7 @@ class _Probe:
     def _recalls(self) -> dict[int, dict[str, int]]:
         """Returns, by length, the number of right answers of every policy, and of questions under ""."""
         if not self._texts.quizzes:
-            missing = (
-                "its tokenizer does not say where a text's tokens are" if self._texts.chats else "no chat template"
-            )
-            self.notes.append(f"Recall is left out: {missing}.")
+            self.notes.append("Recall is left out: its tokenizer does not say where a text's tokens are.")
             return {}
         found: dict[int, dict[str, int]] = {}
         for number, length in enumerate(self._lengths):

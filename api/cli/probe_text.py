@@ -1,4 +1,5 @@
-"""The texts of a probe: conversations in the model's template, with codes to remember in between.
+"""The texts of a probe: conversations in the model's template, with codes to remember in between; plain text for a
+model that has none.
 
 Prose comes from Python's own documentation, or from common words if an installation lacks it. Equal random sources
 give equal conversations.
@@ -6,15 +7,14 @@ give equal conversations.
 
 from __future__ import annotations
 
-import importlib
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...actors.model_files.source import first_sentence
+from ...actors.replica.loading.real_text import paragraphs
 from ...cluster.errors import ModelLoadError
 
 Message = dict[str, str]
@@ -73,7 +73,7 @@ class Texts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._paragraphs = _paragraphs()
+        self._paragraphs = paragraphs()
         self.source = "Python's documentation" if self._paragraphs else "common words"
         self._frame = self._frame_tokens()
         self.chats = self._frame is not None
@@ -81,7 +81,7 @@ class Texts:
     @property
     def quizzes(self) -> bool:
         """Whether quizzes are possible: they need the token positions of the answers."""
-        return self.chats and bool(getattr(self._tokenizer, "is_fast", False))
+        return bool(getattr(self._tokenizer, "is_fast", False))
 
     def talk(self, rng: random.Random, tokens: int) -> list[int]:
         """Returns the first `tokens` tokens of a conversation, or of prose if the model has no chat template."""
@@ -91,7 +91,8 @@ class Texts:
             pairs.append(self._exchange(rng, told))
             size += self._size(*pairs[-1])
         while True:
-            encoded = self._encode(self._render(pairs))
+            # A template has the special tokens itself.
+            encoded = self._tokenizer.encode(self._render(pairs), add_special_tokens=not self.chats)
             if len(encoded) >= tokens:
                 return encoded[:tokens]
             # Sizes are estimates: a template may drop a part of a pair.
@@ -107,7 +108,7 @@ class Texts:
         asked = rng.sample(list(codes), len(codes))
         while True:
             told = [(f"Remember: the code of {name} is {code}.", NOTED) for name, code in codes.items()]
-            asking = [_question(name, codes[name]) for name in asked]
+            asking = [self._asking(name, codes[name]) for name in asked]
             room = tokens - sum(self._size(*pair) for pair in [*told, *asking])
             if room >= 0 or len(codes) == 1:
                 break
@@ -120,8 +121,13 @@ class Texts:
                 filler.append(pair)
         return self._quiz_of(self._render([*_spread(told, filler), *asking]), [(name, codes[name]) for name in asked])
 
+    def _asking(self, name: str, code: str) -> tuple[str, str]:
+        # Plain text has what is said alone, so that goes on with the answer.
+        question, answer = _question(name, code)
+        return (question, answer) if self.chats else (answer, "")
+
     def _quiz_of(self, text: str, asked: Sequence[tuple[str, str]]) -> Quiz:
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self._tokenizer(text, add_special_tokens=not self.chats, return_offsets_mapping=True)
         offsets: list[tuple[int, int]] = encoded["offset_mapping"]
         spans, depths, at = [], [], 0
         for name, code in asked:
@@ -196,14 +202,3 @@ def _spread(told: Sequence[tuple[str, str]], filler: Sequence[tuple[str, str]]) 
         start, stop = (len(filler) * number // len(told) for number in (index, index + 1))
         pairs += [pair, *filler[start:stop]]
     return pairs
-
-
-def _paragraphs() -> list[str]:
-    """Returns paragraphs of ordinary prose from the topics of Python's `help`; none if an installation lacks them."""
-    try:
-        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    except ImportError:
-        return []
-    parts = (part for _, text in sorted(topics.items()) for part in re.split(r"\n\s*\n", text))
-    prose = (" ".join(part.split()) for part in parts if not part.startswith((" ", "*", "-", "+", "|", ".")))
-    return [part for part in prose if len(part.split()) >= PROSE_WORDS[0] and part.isascii()]

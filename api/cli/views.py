@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import httpx
@@ -21,6 +21,9 @@ from ...cluster.config import Config, Home
 from ...cluster.connection import ClusterRecord, find_cluster
 from ...cluster.errors import NotRunning, SatchelError
 from ...cluster.keys import owner_key
+
+if TYPE_CHECKING:
+    from ...cluster.bring_up.doctor import Check
 
 _OF_REPLICA = (
     "node",
@@ -220,8 +223,16 @@ def show_models(home: Home, *, as_json: bool) -> None:
     console = Console(markup=False, highlight=False)
     console.print(shown)
     for model in found.get("data", []):
+        if kept := kv_line(model):
+            console.print(f"{model.get('id', '')} keeps its KV as {kept}")
         for note in model.get("notes", []):
             console.print(f"{model.get('id', '')}: {note}")
+
+
+def kv_line(model: dict[str, Any]) -> str:
+    """Returns how an entry of `/v1/models` keeps its KV, and why; "" if it does not say."""
+    kept = model.get("kv") or {}
+    return f"{kept['policy']}: {kept['why']}" if kept.get("policy") else ""
 
 
 def show_decision(home: Home, request_id: str, *, as_json: bool) -> None:
@@ -260,7 +271,7 @@ def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:
     """Prints the doctor's checks. Exits with 1 if one failed."""
     from ...cluster.bring_up.doctor import examine
 
-    checks = examine(config, home)
+    checks = [*examine(config, home), *_kv_checks(home)]
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
@@ -273,6 +284,19 @@ def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:
         Console().print(shown)
     if any(check.result == "fail" for check in checks):
         raise typer.Exit(1)
+
+
+def _kv_checks(home: Home) -> list[Check]:
+    """Returns how each served model keeps its KV, and why; none if no server answers."""
+    from ...cluster.bring_up.doctor import Check
+
+    try:
+        with client(home, timeout_s=5.0) as session:
+            models = get_json(session, "/v1/models").get("data", [])
+    except SatchelError:
+        # The other checks say what is wrong with it.
+        return []
+    return [Check(f"kv of {model.get('id', '')}", "ok", kept) for model in models if (kept := kv_line(model))]
 
 
 def running_endpoint(home: Home) -> tuple[ClusterRecord, str]:

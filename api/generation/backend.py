@@ -39,6 +39,8 @@ class ServedModel:
     vocabulary_size: int
     created: int
     memory: str = ""
+    kv: str = ""
+    kv_why: str = ""
     trust_remote_code: bool = False
     pictures: bool = False
     blind: str = ""

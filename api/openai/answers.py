@@ -294,8 +294,9 @@ def _logprobs(body: Callable[[list[ShownToken]], dict[str, Any]], tokens: list[S
 
 def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
     """Returns an entry of the list of models. `max_model_len` is the context in tokens, as vLLM names it, and
-    `context_length` as OpenRouter does, whose `architecture` has the modalities; `memory` is what its layers keep, and
-    `embedding` how it embeds texts. `notes` say what of it is not served as asked, and what its chat template forgets.
+    `context_length` as OpenRouter does, whose `architecture` has the modalities; `memory` is what its layers keep, `kv`
+    by which policy and why, and `embedding` how it embeds texts. `notes` say what of it is not served as asked, and
+    what its chat template forgets.
     """
     seen = ["image", "video"] if model.pictures else []
     return {
@@ -307,6 +308,7 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
         "context_length": model.context_tokens,
         "architecture": {"input_modalities": ["text", *seen], "output_modalities": ["text"]},
         "memory": model.memory,
+        "kv": {"policy": model.kv, "why": model.kv_why},
         "notes": list(notes),
         "embedding": _embedding_body(model.embedding),
     }

@@ -157,6 +157,8 @@ def _served(info: ModelInfo, entry: ServedEntry) -> ServedModel:
         vocabulary_size=info.vocabulary_size,
         created=info.created,
         memory=info.layers,
+        kv=info.kv,
+        kv_why=info.kv_why,
         files_id=info.files_id,
         trust_remote_code=info.trust_remote_code,
         pictures=info.pictures,

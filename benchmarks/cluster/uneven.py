@@ -97,7 +97,7 @@ def uneven_nodes(work: Path) -> Iterator[UnevenNodes]:
             },
         ]
         # Its trial would take the time of the paces.
-        model = {"name": "tiny", "source": str(folder), "trial": False}
+        model = {"name": "tiny", "source": str(folder), "trial": False, "kv": "q4"}
         endpoint = {"listen": head.address, "port": PORT}
         # Agents share no KV, so that all may be told the same.
         config = {"models": [model], "nodes": nodes, "endpoint": endpoint, "replication": 0, "share": "agent"}

@@ -10,9 +10,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 from tokenizers import Tokenizer
 
+from satchel.actors.replica.execution.divergence import Scores, compare
 from satchel.actors.replica.kv.sealing import FULL_PRECISION
 from satchel.actors.replica.loading import models
-from satchel.api.cli.probe_model import Scores, caches_of, compare, row_of, scored_spans, spec_of
+from satchel.api.cli.probe_model import caches_of, row_of, scored_spans, spec_of
 
 from ..embedded import data
 from ..parts import Budget, ResultTable, Say

@@ -45,9 +45,10 @@ from ..kv.device import device_bytes, on_cuda, on_gpu
 from ..kv.paged_cache import Reads
 from ..kv.pool import BlockPool
 from ..kv.sealing import FULL_PRECISION, POLICIES, SealPolicy
-from . import blas, decode_ways, few_rows_trial, joined
+from . import blas, decode_ways, few_rows_trial, joined, kv_choice
 from .decode_ways import DEQUANTIZED, DecodeWay
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
+from .kv_choice import AUTO
 from .prepare import prepare_weights
 from .quirks import FlatCaches, fit_masks, shares_kv, with_windows
 from .warm_up import meet_usual
@@ -61,6 +62,9 @@ _GIB = 2**30
 PICTURES_NEED_THE_POOL = (
     "a picture's tokens attend to each other both ways, for which its KV would have to be kept in the pool"
 )
+IN_CONFIG = "set in the config"
+"""Why KV is kept as it is, where it is kept as it was asked for."""
+
 _LOAD_ERRORS = (Exception, SystemExit)
 """What libraries raise if a folder does not match its config: anything. Some of mlx-lm's models even exit where a
 package is missing."""
@@ -69,7 +73,8 @@ package is missing."""
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
-    `pool` has the sealed blocks of all its rows, None if nothing is sealed; `way` says how decode steps read them, and
+    `kv_why` says why KV is kept as it is; `pool` has the sealed blocks of all its rows, None if nothing is sealed;
+    `way` says how decode steps read them, and
     `apart` whether they compute row by row; `vision` encodes pictures, None for a model of text; `blind` is why one
     that could see does not, and `stills` why one is shown videos as single pictures that could take more, both empty
     for others; `hidden` computes hidden states, or is why nothing does, and `sentences` says what becomes of them."""
@@ -83,6 +88,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     dtype: str
     weights: str
+    kv_why: str = IN_CONFIG
     pool: BlockPool | None = None
     way: DecodeWay = DEQUANTIZED
     apart: bool = False
@@ -108,7 +114,7 @@ class LoadedModel:
 
     @property
     def kv(self) -> str:
-        """How KV is kept: `q4`, `k8v4` or `fp16`. Always `fp16` if the model's layers cannot be sealed."""
+        """The policy by which KV is kept, by name. Always `fp16` if the model's layers cannot be sealed."""
         return FULL_PRECISION if self.spec.policy is None else self.spec.policy.name
 
     @property
@@ -149,7 +155,7 @@ def load(
         context_tokens_max: lowers the model's own context.
         adapter: a folder or Hub id of a LoRA or DoRA adapter as mlx-lm writes them.
         weights: see `prepare_weights`.
-        kv: how KV is kept, `q4`, `k8v4` or `fp16`.
+        kv: how KV is kept, one of `POLICIES`; `auto` chooses, see `kv_choice`.
         numerics: `fast` lets a decode step read sealed blocks in the pool, and a kernel multiply few rows;
             `reproducible` lets it compute as prefill does, bit for bit, and encodes pictures one by one.
         digests: a file for the digests of the model's files.
@@ -175,20 +181,14 @@ def load(
     paths = files_of(folder, adapter_folder)
     digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
     running, blind = _started(how)
-    whole, model, spec, vocabulary_size = running.whole, running.model, running.spec, int(running.logits.shape[-1])
-    way = DEQUANTIZED
+    whole, model, vocabulary_size = running.whole, running.model, int(running.logits.shape[-1])
+    fit_masks(running.language, model)
     context = context_length(running.config, getattr(whole, "args", None))
     if context.guessed:
         logger.warning("%s does not say how long its context is; it is taken to be %d tokens", source, context.tokens)
-    fit_masks(running.language, model)
-    if spec.policy is not None:
-        spec = with_windows(model, replace(spec, shares=shares_kv(model, spec)))
-        if attention.install(whole) and numerics == "fast":
-            way = decode_ways.fastest(model, spec, context.tokens)
-    elif kv != FULL_PRECISION:
-        logger.warning("%s keeps its KV in full precision: %s cannot be sealed", source, spec.describe())
     files = {name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, weight_files)
-    identity = Identity(files=files, computing=_computing(how, running, spec))
+    spec, way, kv_why = _keeping(how, running, context.tokens, files, trials)
+    identity = Identity(files=files, computing=_computing(how, running, _format(spec)))
     seen = None
     if running.seeing:
         seen, blind = _vision(how, whole, spec, Findings(trials, identity.model_id))
@@ -207,6 +207,7 @@ def load(
         eos_token_ids=_end_tokens(source, folder, trusted=trust_remote_code),
         dtype=running.dtype,
         weights=running.kept,
+        kv_why=kv_why,
         pool=new_pool(spec, kernels=way.reads is Reads.KERNEL),
         way=way,
         apart=not all(map(joins, make_prompt_cache(model))),
@@ -272,12 +273,61 @@ def _claimed_weights(how: _How, claim: Callable[[int], None]) -> list[WeightFile
     return files
 
 
-def _computing(how: _How, running: _Running, spec: ModelCacheSpec) -> dict[str, str]:
-    """How a model computes, for its id."""
+def _keeping(
+    how: _How, running: _Running, context_tokens: int, files: dict[str, str], trials: Path | None
+) -> tuple[ModelCacheSpec, DecodeWay, str]:
+    """Returns how a model's KV is kept, how decode steps read it, and why it is kept so."""
+    model, spec = running.model, running.spec
+    if spec.policy is None:
+        why = f"its layers ({spec.describe().partition(';')[0]}) cannot be sealed"
+        if how.kv != FULL_PRECISION:
+            logger.warning("%s keeps its KV in full precision: %s", how.source, why)
+        return spec, DEQUANTIZED, IN_CONFIG if how.kv == FULL_PRECISION else why
+    spec, why = with_windows(model, replace(spec, shares=shares_kv(model, spec))), IN_CONFIG
+    installed = attention.install(running.whole)
+    if how.kv == AUTO:
+
+        def spec_under(policy: str) -> ModelCacheSpec:
+            return _spec_under(model, POLICIES[policy], shares=spec.shares)
+
+        # Whatever is chosen, the question was this one.
+        asked = _computing(how, running, " ".join(sorted([AUTO, *(policy.format for policy in POLICIES.values())])))
+        findings = Findings(trials, Identity(files=files, computing=asked).model_id)
+        how.progress(f"choosing how {how.source} keeps its KV", None)
+        choice = kv_choice.choose(
+            how.source,
+            how.folder,
+            model,
+            int(running.logits.shape[-1]),
+            context_tokens,
+            spec_under,
+            findings,
+            tested=how.source.startswith("embedded:") and how.adapter is None,
+            trusted=how.trusted,
+        )
+        spec, why = spec_under(choice.policy), choice.why
+    if installed and how.numerics == "fast":
+        return spec, decode_ways.fastest(model, spec, context_tokens), why
+    return spec, DEQUANTIZED, why
+
+
+def _spec_under(model: Any, policy: SealPolicy | None, *, shares: bool) -> ModelCacheSpec:
+    """Returns a running model's spec under a policy.
+
+    Args:
+        shares: as the spec has it.
+    """
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[0, 0]], mx.uint32), cache=caches), [cache.state for cache in caches])
+    return with_windows(model, replace(read_spec(caches, 2, policy), shares=shares))
+
+
+def _computing(how: _How, running: _Running, kv: str) -> dict[str, str]:
+    """How a model computes, for its id; `kv` is the format of sealed blocks."""
     return computing(
         dtype=running.dtype if how.dtype is not None else f"{running.dtype}, own",
         weights=f"{running.kept}, joined" if running.products else running.kept,
-        kv=_format(spec),
+        kv=kv,
         numerics=how.numerics,
         seeing=running.seeing,
     )
@@ -346,16 +396,14 @@ def _start(how: _How, *, seeing: bool) -> _Running:
     caches = make_prompt_cache(model)
     logits = model(mx.array([[0, 0]], mx.uint32), cache=caches)
     mx.eval(logits, [cache.state for cache in caches])
-    spec = read_spec(caches, 2, POLICIES[how.kv])
+    spec = read_spec(caches, 2, POLICIES[FULL_PRECISION if how.kv == AUTO else how.kv])
     return _Running(seeing, whole, config, called, model, language, kept, products, logits, spec)
 
 
 def resealed(loaded: LoadedModel, policy: SealPolicy | None) -> LoadedModel:
     """Returns a model whose KV is sealed otherwise, and copied together for decode steps; with None it stays in the
     model's own caches."""
-    caches = make_prompt_cache(loaded.model)
-    mx.eval(loaded.model(mx.array([[0, 0]], mx.uint32), cache=caches), [cache.state for cache in caches])
-    spec = with_windows(loaded.model, replace(read_spec(caches, 2, policy), shares=loaded.spec.shares))
+    spec = _spec_under(loaded.model, policy, shares=loaded.spec.shares)
     identity = replace(loaded.identity, computing={**loaded.identity.computing, "kv": _format(spec)})
     resealed = replace(loaded, spec=spec, pool=new_pool(spec), way=DEQUANTIZED, identity=identity)
     if loaded.vision is None:

@@ -110,6 +110,7 @@ def test_numbers_that_overflow_in_few_bits_are_kept_as_computed(loaded: LoadedMo
     proven = tried(with_fault(loaded, if_quantized))
     assert (proven.loaded.kv, proven.loaded.pool is None, proven.together) == ("fp16", False, True)
     assert proven.loaded.model_id != loaded.model_id, "its KV is another"
+    assert "when it was tried" in proven.loaded.kv_why
     assert proven.notes == ["KV is kept as computed: otherwise it computes numbers that are not finite"]
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -97,6 +97,20 @@ async def test_models_are_listed_with_what_their_templates_forget(served: Served
     text._habits["{}"] = TemplateHabits(dated=True)
     (line,) = [line for line in (await served.says("models")).splitlines() if "template" in line]
     assert line.startswith("other: the template shows the date")
+
+
+async def test_models_and_doctor_say_how_kv_is_kept_and_why(served: Served, backend) -> None:
+    """Of a model that does not say it, as one that was loaded by an earlier version, nothing is said."""
+    why = "KL 0.0021 of at most 0.01 over 256 places"
+    backend.served[0] = replace(backend.served[0], kv="q4", kv_why=why)
+    found = {model["id"]: model["kv"] for model in json.loads(await served.says("models", "--json"))}
+    assert found["satchel/tiny"] == {"policy": "q4", "why": why}
+    (line,) = [line for line in (await served.says("models")).splitlines() if "keeps its KV" in line]
+    assert line == f"satchel/tiny keeps its KV as q4: {why}"
+    # Other checks may fail on this machine.
+    checks = json.loads((await served.run("doctor", "--json")).output)
+    (check,) = [check for check in checks if check["name"].startswith("kv of ")]
+    assert (check["name"], check["result"], check["found"]) == ("kv of satchel/tiny", "ok", f"q4: {why}")
 
 
 async def test_an_agent_is_shown_with_its_home(served: Served) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from satchel.actors.replica.execution.divergence import Scores, compare
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.models import LoadedModel
 from satchel.api.cli import probe as cli_probe
@@ -21,11 +21,8 @@ from satchel.api.cli.probe_model import (
     KVSize,
     ProbeResult,
     Report,
-    Scores,
     caches_of,
-    compare,
     continue_greedily,
-    logits_of,
     probe,
     recommend,
     right_answers,
@@ -34,36 +31,7 @@ from satchel.api.cli.probe_model import (
 )
 from satchel.api.cli.probe_text import Quiz, Texts, load_tokenizer
 from satchel.cluster.errors import GenerationFailed, InvalidRequest, ModelLoadError
-
-VOCABULARY = 50
-
-
-class Tape:
-    """A cache that only counts the tokens it has seen."""
-
-    def __init__(self, sharpness: float = 1.0) -> None:
-        self.sharpness = sharpness
-        self.seen = 0
-
-    @property
-    def state(self) -> list[mx.array]:
-        return []
-
-
-class Table:
-    """A model whose logits follow from the token and its position alone."""
-
-    def __init__(self) -> None:
-        self.logits = np.random.default_rng(3).normal(size=(4096, VOCABULARY)).astype(np.float32)
-
-    def row(self, position: int, token: int, sharpness: float) -> np.ndarray:
-        return self.logits[(position * 7 + token) % 4096] * np.float32(sharpness)
-
-    def __call__(self, tokens: mx.array, cache: Sequence[Tape]) -> mx.array:
-        read = np.array(tokens)[0].tolist()
-        rows = [self.row(cache[0].seen + at, token, cache[0].sharpness) for at, token in enumerate(read)]
-        cache[0].seen += len(read)
-        return mx.array(np.stack(rows)[None])
+from tests.worlds.table_model import VOCABULARY, Table, Tape
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +55,8 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Distributions are not looked at, which takes most of a probe's time."""
 
     def compare(model: Any, tokens: Any, spans: Sequence[tuple[int, int]], reference: Any, others: Any) -> Any:
-        return {name: [Scores(np.zeros(3), np.ones(3, bool)) for _ in spans] for name in others}
+        zeros = np.zeros(3)
+        return {name: [Scores(zeros, np.ones(3, bool), zeros, zeros) for _ in spans] for name in others}
 
     monkeypatch.setattr(probing, "compare", compare)
 
@@ -99,56 +68,6 @@ def silent(what: str, fraction: float | None) -> None:
 def ask(loaded: LoadedModel, texts: Texts, **fields: Any) -> probing.Report:
     wanted = {"lengths": [512], "policies": ["q4"], "samples": 1, "seed": 1, "progress": silent, **fields}
     return probe("m", loaded, texts, **wanted)
-
-
-def test_divergence_is_kl_from_the_reference_at_the_very_places_of_the_spans() -> None:
-    rng = random.Random(5)
-    tokens = [rng.randrange(VOCABULARY) for _ in range(1000)]
-    spans, table = [(3, 200), (200, 207), (900, 1000)], Table()
-    found = compare(table, tokens, spans, lambda: [Tape()], {"sharp": lambda: [Tape(1.7)], "equal": lambda: [Tape()]})
-    for (start, stop), sharp, equal in zip(spans, found["sharp"], found["equal"], strict=True):
-        assert len(sharp.kl) == len(sharp.same) == stop - start
-        assert not equal.kl.any() and equal.same.all()
-        for place in range(start, stop):
-            p, q = (
-                np.exp(row) / np.exp(row).sum()
-                for row in (table.row(place, tokens[place], s).astype(np.float64) for s in (1.0, 1.7))
-            )
-            assert sharp.kl[place - start] == pytest.approx(float((p * np.log(p / q)).sum()), rel=1e-3)
-
-
-def test_the_likeliest_tokens_are_compared_with_those_of_the_same_place() -> None:
-    tokens = list(range(40))
-    (flipped,) = compare(Table(), tokens, [(0, 40)], lambda: [Tape()], {"x": lambda: [Tape(-1.0)]})["x"]
-    assert not flipped.same.any() and flipped.kl.min() > 0
-
-
-@pytest.mark.parametrize("broken", ["reference", "other"])
-def test_a_place_without_numbers_is_never_the_same(broken: str) -> None:
-    """Whichever of the two has a NaN there, and though Metal's `argmax` passes over it."""
-
-    class Broken(Tape):
-        pass
-
-    class Model(Table):
-        def __call__(self, tokens: mx.array, cache: Sequence[Tape]) -> mx.array:
-            logits = super().__call__(tokens, cache)
-            if isinstance(cache[0], Broken):
-                logits[0, 3, 5] = mx.nan
-            return logits
-
-    kinds = (Broken, Tape) if broken == "reference" else (Tape, Broken)
-    (scores,) = compare(Model(), list(range(40)), [(0, 40)], lambda: [kinds[0]()], {"x": lambda: [kinds[1]()]})["x"]
-    assert scores.same.tolist() == [place != 3 for place in range(40)] and np.isnan(scores.kl[3])
-
-
-def test_pieces_do_not_depend_on_where_spans_begin() -> None:
-    tokens = [int(token) for token in np.random.default_rng(1).integers(0, VOCABULARY, 1500)]
-    table = Table()
-    pieces = list(logits_of(table, tokens, [Tape()], [(0, 10), (523, 1400)]))
-    rows = np.concatenate([np.array(piece) for piece in pieces])
-    places = [*range(10), *range(523, 1400)]
-    assert all((rows[i] == table.row(place, int(tokens[place]), 1.0)).all() for i, place in enumerate(places))
 
 
 def test_spans_are_the_last_block_before_each_length_and_never_overlap() -> None:
@@ -218,19 +137,33 @@ def test_the_same_seed_writes_the_same_and_another_one_something_else(texts: Tex
 
 
 def test_without_documentation_the_prose_is_common_words(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_text, "_paragraphs", list)
+    monkeypatch.setattr(probe_text, "paragraphs", list)
     plain = Texts(load_tokenizer(loaded.folder))
     assert plain.source == "common words" and len(plain.talk(random.Random(1), 600)) == 600
 
 
-def test_without_a_chat_template_recall_is_left_out_with_a_note(loaded: LoadedModel, blind: None) -> None:
+def test_without_a_chat_template_codes_are_asked_for_in_plain_text(loaded: LoadedModel) -> None:
+    """Each code's span has that code, and the words that ask for it stand before it."""
     tokenizer = load_tokenizer(loaded.folder)
     tokenizer.chat_template = None
     bare = Texts(tokenizer)
     assert not bare.chats
-    report = ask(loaded, bare)
+    quiz = bare.quiz(random.Random(3), 1024, 6)
+    text = tokenizer.decode(quiz.tokens)
+    assert len(quiz.codes) == 6 and len(quiz.tokens) <= 1024 and "<|im_start|>" not in text
+    for start, stop in quiz.codes:
+        name = tokenizer.decode(quiz.tokens[:start]).rpartition("The code of ")[2].partition(" is")[0]
+        assert f"Remember: the code of {name} is {tokenizer.decode(quiz.tokens[start:stop]).strip()}." in text
+
+
+def test_without_places_of_tokens_recall_is_left_out_with_a_note(
+    loaded: LoadedModel, blind: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Texts(load_tokenizer(loaded.folder))
+    monkeypatch.setattr(Texts, "quizzes", False)
+    report = ask(loaded, slow)
     assert all(row.right is None for row in report.rows)
-    assert any("no chat template" in note for note in report.notes)
+    assert any(note.startswith("Recall is left out") for note in report.notes)
 
 
 def test_recall_that_full_precision_lacks_is_left_out_with_a_note(
@@ -250,8 +183,8 @@ def test_a_probe_finds_what_the_model_bears(loaded: LoadedModel, texts: Texts) -
     assert all(row.places == 256 and row.top1 > 0.97 for row in report.rows)
     assert 0 < rows["q4"].kl_mean < rows["q4"].kl_p99 < 0.1
     memory = {kept.policy: kept.token_bytes for kept in report.memory}
-    # Six layers of two heads of 64, keys and values: 4.5 bits an element, and the type it computes in.
-    assert memory == {"fp16": 6 * 2 * 128 * 4, "q4": 864}
+    # Six layers of two heads of 64, keys and values: 4.875 bits an element, and the type it computes in.
+    assert memory == {"fp16": 6 * 2 * 128 * 4, "q4": 936}
     assert any(note.startswith("9000 tokens are left out") for note in report.notes)
 
 

@@ -1,0 +1,1 @@
+"""What quantized KV does to what models say of real text."""
