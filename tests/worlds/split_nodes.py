@@ -174,10 +174,10 @@ class SplitNodes:
 
     # Requests.
 
-    async def begin(self, name: str, prompt: list[int], tokens: int = 12) -> RayGeneration:
+    async def begin(self, name: str, prompt: list[int], tokens: int = 12, logprobs: int | None = 2) -> RayGeneration:
         """A row of an agent; its KV is only found by the agent itself."""
         root = root_id(self.loaded.model_id, f"agent:{name}")
-        sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=2)
+        sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=logprobs)
         request = GenerateRequest(
             name, "", MODEL, f"t/{name}", prompt, block_ids(root, prompt), root, sampling,
             model_id=self.loaded.model_id, tenant="t",
@@ -186,8 +186,8 @@ class SplitNodes:
         await row.start()
         return row
 
-    async def answer(self, name: str, prompt: list[int], tokens: int = 12) -> list[RowUpdate]:
-        return [update async for update in await self.begin(name, prompt, tokens)]
+    async def answer(self, name: str, prompt: list[int], tokens: int = 12, logprobs: int | None = 2) -> list[RowUpdate]:
+        return [update async for update in await self.begin(name, prompt, tokens, logprobs)]
 
     async def written(self, node: str) -> None:
         """What the node's rows have left is on its disk."""

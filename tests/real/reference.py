@@ -1,0 +1,118 @@
+"""What mlx-lm computes of a checkpoint, in float32, and how far others may be off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import stream_generate
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
+
+from tests.worlds.bench import Logits
+
+TOLERANCE, DEVICE_TOLERANCE = 2e-5, 1e-3
+"""How far logits may be off, of the largest of them, in float32: on a CPU, where the same numbers are at most added up
+in another order, and on other devices, which round products and may give sealed numbers other codes."""
+
+TIE = 10
+"""So many tolerances between the two best tokens are a tie: either may be said."""
+
+EXEMPT_MAX = 0.02
+"""Of all positions, the share that may be ties on a CPU; one always may."""
+
+ON_CPU = mx.default_device() == mx.cpu
+
+
+@dataclass
+class Tally:
+    """Counts positions, and those that are ties, until it is `close`d.
+
+    Attributes:
+        worst: how far logits were off, of their scale.
+    """
+
+    tolerance: float = TOLERANCE if ON_CPU else DEVICE_TOLERANCE
+    positions: int = 0
+    exempt: int = 0
+    worst: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+    def logits(self, expected: Logits, got: Logits) -> None:
+        """Compares logits of forced rows: within the tolerance, and the same likeliest token but for ties."""
+        for place, one in expected.items():
+            scale, off = np.abs(one).max(), np.abs(got[place] - one).max()
+            self.worst = max(self.worst, float(off / scale))
+            if off > self.tolerance * scale:
+                self.wrong.append(f"row {place[0]}, draw {place[1]}: off by {off / scale:.1e} of its logits")
+            self._token(one, int(got[place].argmax()), f"row {place[0]}, draw {place[1]}")
+
+    def words(self, expected: np.ndarray, tokens: Sequence[int], what: str) -> None:
+        """Compares greedy tokens with the logits, `(tokens, vocabulary)`, of who was told the same tokens before."""
+        for at, token in enumerate(tokens):
+            self._token(expected[at], token, f"{what}, token {at}")
+
+    def _token(self, expected: np.ndarray, token: int, where: str) -> None:
+        best, second = np.partition(expected, -2)[-2:][::-1]
+        tie = TIE * self.tolerance * np.abs(expected).max()
+        self.positions += 1
+        self.exempt += best - second <= tie
+        if expected[token] < best - tie:
+            self.wrong.append(f"{where}: {token} instead of {expected.argmax()}, {best - expected[token]:.2f} likelier")
+
+    def close(self, what: str) -> None:
+        """Prints what was counted; nothing may have been wrong."""
+        print(f"{what}: {self.exempt} of {self.positions} positions are ties; off by at most {self.worst:.1e}")
+        assert not self.wrong, f"{what}: {self.wrong[:5]}"
+        assert not ON_CPU or self.exempt <= max(1, EXEMPT_MAX * self.positions), (
+            f"{what}: {self.exempt} of {self.positions} are ties"
+        )
+
+
+@dataclass(frozen=True)
+class Words:
+    """A greedy answer."""
+
+    text: str
+    tokens: list[int]
+
+
+class Reference:
+    """mlx-lm's own model and tokenizer of a folder. Its weights are multiplied in float32, as a CPU can."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokenizer: Any = load_tokenizer(folder)
+
+    @cached_property
+    def model(self) -> Any:
+        model, _ = load_model(self.folder, lazy=True)
+        model.set_dtype(mx.float32)
+        model = dequantize_model(model)
+        mx.eval(model.parameters())
+        return model
+
+    @property
+    def chats(self) -> bool:
+        return self.tokenizer.has_chat_template
+
+    def prompt(self, said: str | list[dict[str, Any]]) -> list[int]:
+        """The tokens that mlx-lm's programs make of a text or a conversation."""
+        if isinstance(said, str):
+            return list(self.tokenizer.encode(said))
+        return list(self.tokenizer.apply_chat_template(said, add_generation_prompt=True))
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> Words:
+        """What mlx-lm says."""
+        pieces = list(stream_generate(self.model, self.tokenizer, list(prompt), max_tokens))
+        return Words("".join(piece.text for piece in pieces), [piece.token for piece in pieces])
+
+    def logits(self, prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
+        """What it computes before each token of an answer that it is told, `(tokens, vocabulary) float32`."""
+        told = mx.array([[*prompt, *answer][:-1]])
+        return np.array(self.model(told, cache=make_prompt_cache(self.model))[0, len(prompt) - 1 :])
