@@ -16,28 +16,29 @@ from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
 from tests.worlds.bench import Logits
 
-TOLERANCE, DEVICE_TOLERANCE = 2e-5, 1e-3
-"""How far logits may be off, of the largest of them, in float32: on a CPU, where the same numbers are at most added up
-in another order, and on other devices, which round products and may give sealed numbers other codes."""
+ON_CPU = mx.default_device() == mx.cpu
+
+TOLERANCE, SERVED_TOLERANCE = 2e-5, 1e-3
+"""How far logits may be off, of the largest of them, in float32: where the same numbers are added up on a CPU, and
+elsewhere. Real keys have channels in the hundreds, so another order of sums shows more than with random weights."""
 
 TIE = 10
-"""So many tolerances between the two best tokens are a tie: either may be said."""
+"""So many tolerances between a token and the best one are a tie: either may be said."""
 
 EXEMPT_MAX = 0.02
-"""Of all positions, the share that may be ties on a CPU; one always may."""
-
-ON_CPU = mx.default_device() == mx.cpu
+"""The share of positions at which another token than the best one may be said, because it is a tie."""
 
 
 @dataclass
 class Tally:
-    """Counts positions, and those that are ties, until it is `close`d.
+    """Counts positions, and those that were exempt, until it is `close`d.
 
     Attributes:
+        exempt: where another token than the best one was taken, and it was a tie.
         worst: how far logits were off, of their scale.
     """
 
-    tolerance: float = TOLERANCE if ON_CPU else DEVICE_TOLERANCE
+    tolerance: float = SERVED_TOLERANCE
     positions: int = 0
     exempt: int = 0
     worst: float = 0.0
@@ -58,20 +59,19 @@ class Tally:
             self._token(expected[at], token, f"{what}, token {at}")
 
     def _token(self, expected: np.ndarray, token: int, where: str) -> None:
-        best, second = np.partition(expected, -2)[-2:][::-1]
-        tie = TIE * self.tolerance * np.abs(expected).max()
+        best = expected.max()
         self.positions += 1
-        self.exempt += best - second <= tie
-        if expected[token] < best - tie:
+        if expected[token] == best:
+            return
+        self.exempt += 1
+        if best - expected[token] > TIE * self.tolerance * np.abs(expected).max():
             self.wrong.append(f"{where}: {token} instead of {expected.argmax()}, {best - expected[token]:.2f} likelier")
 
     def close(self, what: str) -> None:
         """Prints what was counted; nothing may have been wrong."""
-        print(f"{what}: {self.exempt} of {self.positions} positions are ties; off by at most {self.worst:.1e}")
+        print(f"{what}: {self.exempt} of {self.positions} positions are exempt; off by at most {self.worst:.1e}")
         assert not self.wrong, f"{what}: {self.wrong[:5]}"
-        assert not ON_CPU or self.exempt <= max(1, EXEMPT_MAX * self.positions), (
-            f"{what}: {self.exempt} of {self.positions} are ties"
-        )
+        assert self.exempt <= max(1, EXEMPT_MAX * self.positions), f"{what}: too many positions are exempt"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
-from .reference import TIE, Reference, Tally, Words
+from .reference import SERVED_TOLERANCE, Reference, Tally, Words
 from .served import SAID, Answer, Asked, Server, own_source, user
 
 pytestmark = pytest.mark.real
@@ -96,7 +96,9 @@ def test_the_words_are_mlx_lm_s(reference: Reference, told: dict[str, Asked], al
         answer = alone[name]
         assert answer.prompt == reference.prompt(said), name
         own: Words = reference.greedy(answer.prompt, SAID)
-        assert answer.text == own.text or answer.tokens != own.tokens, name
+        if answer.tokens == own.tokens:
+            # mlx-lm leaves out a space at the beginning.
+            assert own.text in (answer.text, answer.text.removeprefix(" ")), name
         tally.words(reference.logits(answer.prompt, answer.tokens), answer.tokens, name)
     tally.close("as mlx-lm's greedy answers")
 
@@ -136,13 +138,13 @@ def test_an_answer_ends_before_a_stop_string(server: Server, told: dict[str, Ask
 
 def test_logprobs_are_those_of_mlx_lm(reference: Reference, server: Server, alone: dict[str, Answer]):
     """Of the said token and the five likeliest ones, in their order."""
-    tally = Tally()
     for name in ("code", "prose"):
         answer = server.ask(TEXTS[name], logprobs=5)
         assert answer.tokens == alone[name].tokens
         logits = reference.logits(answer.prompt, answer.tokens)
         exact = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
-        allowed = TIE * tally.tolerance * np.abs(logits).max(axis=1)
+        # Of both logits, and of the sum of all.
+        allowed = 2 * SERVED_TOLERANCE * np.abs(logits).max(axis=1)
         for at, token in enumerate(answer.tokens):
             said, top = answer.logprobs[at].said, list(answer.logprobs[at].top.values())
             assert abs(said - exact[at, token]) <= allowed[at], (name, at)
