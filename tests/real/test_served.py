@@ -10,7 +10,7 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
-from .reference import SERVED_TOLERANCE, Reference, Tally, Words
+from .reference import TIE, TOLERANCE, Reference, Tally, Words
 from .served import SAID, Answer, Asked, Server, own_source, user
 
 pytestmark = pytest.mark.real
@@ -56,8 +56,8 @@ PERSON = {
     "additionalProperties": False,
 }
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
-TIE_NATS = 0.3
-"""Of two tokens' logprobs, where KV that was sealed in another order of sums may lie between."""
+TIE_NATS = 30 * TIE * TOLERANCE
+"""Of two tokens' logprobs, of logits up to about 30."""
 
 LONG_TOKENS, LONG_SAID = 1500, 8
 
@@ -141,10 +141,11 @@ def test_logprobs_are_those_of_mlx_lm(reference: Reference, server: Server, alon
     for name in ("code", "prose"):
         answer = server.ask(TEXTS[name], logprobs=5)
         assert answer.tokens == alone[name].tokens
-        logits = reference.logits(answer.prompt, answer.tokens)
+        # In float32 the sum over a large vocabulary is off by a thousandth.
+        logits = reference.logits(answer.prompt, answer.tokens).astype(np.float64)
         exact = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
         # Of both logits, and of the sum of all.
-        allowed = 2 * SERVED_TOLERANCE * np.abs(logits).max(axis=1)
+        allowed = 2 * TOLERANCE * np.abs(logits).max(axis=1)
         for at, token in enumerate(answer.tokens):
             said, top = answer.logprobs[at].said, list(answer.logprobs[at].top.values())
             assert abs(said - exact[at, token]) <= allowed[at], (name, at)
