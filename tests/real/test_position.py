@@ -6,6 +6,7 @@ the cold row's to the last bit where attention is all there is, and with mlx-lm'
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +24,10 @@ from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from tests.worlds.bench import Bench, Forced, Logits
 from tests.worlds.bench_disk import Node, process, write_down
-from tests.worlds.split_nodes import split_nodes
+from tests.worlds.split_nodes import TIMING, split_nodes
 
 from .reference import ON_CPU, Reference, Tally
-from .served import own_source
+from .served import ANSWER_S, own_source
 
 pytestmark = pytest.mark.real
 
@@ -41,6 +42,9 @@ TURN = 2 * BLOCK_TOKENS - SAID // 2
 """Tokens of that turn's prompt."""
 
 AGENT = "default/reader"
+
+PATIENT = replace(TIMING, answer_s=ANSWER_S, brief_answer_s=ANSWER_S, ask_s=ANSWER_S, frame_silence_s=ANSWER_S)
+"""A step holds up the loop on which both nodes live."""
 
 
 class Rows:
@@ -195,10 +199,8 @@ async def test_what_another_node_computed_gives_the_same(
 ):
     """One node reads the prompt and another one answers, with the KV that it pulls from there."""
     noted = force({0: rows.scripts[0]})
-    async with split_nodes(tmp_path, rows.loaded, monkeypatch) as nodes:
-        for engine in nodes.engines.values():
-            # A step holds up the loop on which both nodes live.
-            monkeypatch.setattr(engine.prefill.pace, "budget", lambda decoding: 16)
+    async with split_nodes(tmp_path, rows.loaded, monkeypatch, PATIENT) as nodes, asyncio.timeout(ANSWER_S):
+        nodes.wait_s = ANSWER_S
         await nodes.answer("moved", rows.scripts[0][: PROMPTS[0]], ANSWER, logprobs=None)
         counters = nodes.disks["air"].counters
         assert (counters.followed_rows, counters.lost_prefills) == (1, 0)
