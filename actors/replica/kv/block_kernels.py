@@ -33,10 +33,11 @@ _WRITE_RECORDS = """
 # 256 tokens that are not sealed; `sizes` are the numbers of both. Keys lie transposed, so they pass through shared
 # memory.
 _UNSEAL = """
-  constexpr int KW = 8 * KB, KS = 256 / KG, PW = PV / 8, TILE = 64;
+  constexpr int KW = 8 * KB, KS = 256 / KG, PAD = KS + 1, PW = PV / 8, TILE = 64;
   SHARED unsigned int codes_s[TILE * (KW + 1)];
-  SHARED float scales_s[TILE * KS];
-  SHARED float biases_s[TILE * KS];
+  // Padded, for then neighbours read different banks.
+  SHARED float scales_s[TILE * PAD];
+  SHARED float biases_s[TILE * PAD];
   const int used = sizes[0], C = sizes[1], places = used + (C + 255) / 256;
   const int place = GROUP % places, rk = GROUP / places;
   const long row0 = (long)rk * (used * 256 + C);
@@ -53,8 +54,9 @@ _UNSEAL = """
     const long from = base * DK + d0;
     for (int i = THREAD; i < n * KW; i += 256) codes_s[i / KW * (KW + 1) + i % KW] = key_codes[from * KW + i];
     for (int i = THREAD; i < n * KS; i += 256) {
-      scales_s[i] = static_cast<float>(key_scales[from * KS + i]);
-      biases_s[i] = static_cast<float>(key_biases[from * KS + i]);
+      const int at = i / KS * PAD + i % KS;
+      scales_s[at] = static_cast<float>(key_scales[from * KS + i]);
+      biases_s[at] = static_cast<float>(key_biases[from * KS + i]);
     }
     SYNC();
     for (int i = THREAD; i < 256 * n; i += 256) {
@@ -66,7 +68,7 @@ _UNSEAL = """
       const int w = d * (KW + 1) + t * KB / 32, bit = t * KB % 32;
       unsigned int code = codes_s[w] >> bit;
       if (bit + KB > 32) code |= codes_s[w + 1] << (32 - bit);
-      const int at = d * KS + t / KG;
+      const int at = d * PAD + t / KG;
       const float number = scales_s[at] * static_cast<float>(code & ((1u << KB) - 1u)) + biases_s[at];
       keys[(to + t) * DK + d0 + d] = static_cast<T>(number);
     }

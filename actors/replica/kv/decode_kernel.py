@@ -114,15 +114,13 @@ _BODY = """
     if (sealed) {
       // Eight lanes have eight tokens each, and the four groups of lanes every fourth channel.
       const int piece = LANE & 7;
-      float bias[GC], exact[GC];
-      for (int g = 0; g < GC; g++) bias[g] = exact[g] = 0.f;
+      float bias[GC];
+      for (int g = 0; g < GC; g++) bias[g] = 0.f;
       #if PLAIN
       const DEVICE Eight* keys = (const DEVICE Eight*)block_keys + base * DK * 32 + quarter * 8 + piece;
       #else
       const long codes_at = base * DK * KW, scales_at = base * DK * KS + (quarter * 64 + piece * 8) / KG;
       #endif
-      // The block's first token, as computed.
-      const bool first_token = !PLAIN && quarter == 0 && piece == 0;
       #pragma unroll 4
       for (int d = LANE >> 3; d < DK; d += 4) {
         float k[8];
@@ -132,7 +130,6 @@ _BODY = """
         #else
         const float s = static_cast<float>(key_scales[scales_at + d * KS]);
         const float b = static_cast<float>(key_biases[scales_at + d * KS]);
-        const float e = first_token ? static_cast<float>(key_exact[base * DK + d]) : 0.f;
         if (KB == 6) {
           const DEVICE unsigned short* c = (const DEVICE unsigned short*)(key_codes + codes_at + d * KW);
           c += quarter * 24 + piece * 3;
@@ -156,7 +153,7 @@ _BODY = """
           const float qs = q_s[g * DK + d];
           #else
           const float q = q_s[g * DK + d], qs = q * s;
-          bias[g] += q * b; exact[g] += q * e;
+          bias[g] += q * b;
           #endif
           #pragma unroll
           for (int j = 0; j < 8; j++) sc[g][j] += qs * k[j];
@@ -164,11 +161,20 @@ _BODY = """
       }
       const int first = (u >> 2) * 256 + quarter * 64 + piece * 8;
       for (int g = 0; g < GC; g++) for (int j = 0; j < 8; j++) {
-        float x = j == 0 && first_token ? exact[g] : sc[g][j] + bias[g];
+        float x = sc[g][j] + bias[g];
         x += XOR(x, 8);
         x += XOR(x, 16);
         sc[g][j] = first + j < hide ? LOW : x;
       }
+      #if !PLAIN
+      // The block's first token, as computed.
+      if (quarter == 0) for (int g = 0; g < GC; g++) {
+        float x = 0.f;
+        for (int d = LANE; d < DK; d += 32) x += q_s[g * DK + d] * static_cast<float>(key_exact[base * DK + d]);
+        for (int o = 16; o; o >>= 1) x += XOR(x, o);
+        if (piece == 0) sc[g][0] = first < hide ? LOW : x;
+      }
+      #endif
     } else {
       const int t = column0 + LANE;
       if (t < tl && nb * 256 + t >= hide) {
@@ -217,10 +223,6 @@ _BODY = """
           const float s = static_cast<float>(value_scales[at * (PV / VG) + word * 8 / VG]);
           const float b = static_cast<float>(value_biases[at * (PV / VG) + word * 8 / VG]);
           for (int j = 0; j < 8; j++) v[j] = s * static_cast<float>((c >> (4 * j)) & 15u) + b;
-          if (quarter == 0 && t == 0) {
-            const DEVICE T* own = value_exact + base * DV + word * 8;
-            for (int j = 0; j < 8 && word * 8 + j < DV; j++) v[j] = static_cast<float>(own[j]);
-          }
           #endif
           #pragma unroll
           for (int g = 0; g < GC; g++) {
@@ -229,6 +231,13 @@ _BODY = """
             for (int j = 0; j < 8; j++) acc[g][j] += p * v[j];
           }
         }
+        #if !PLAIN
+        // The codes of the first token's values are zeros.
+        if (quarter == 0 && half_ == 0) for (int j = 0; j < 8 && word * 8 + j < DV; j++) {
+          const float v = static_cast<float>(value_exact[base * DV + word * 8 + j]);
+          for (int g = 0; g < GC; g++) acc[g][j] += buf[probs + g * BW] * v;
+        }
+        #endif
       } else {
         const int most = tl - column0 < 32 ? tl - column0 : 32;
         for (int t = half_; t < most; t += STEP) {
