@@ -19,7 +19,7 @@ import mlx.core as mx
 from . import decode_kernel
 from .device import on_cuda, on_gpu
 from .paged_cache import DecodeView, KernelView, PagedKVCache
-from .sealing import Plain, SealPolicy, value_group
+from .sealing import Plain, SealPolicy, put, value_group
 
 NAME = "scaled_dot_product_attention"
 
@@ -88,7 +88,7 @@ def attend(
         keys, asking = (pool.key_codes, pool.key_scales, pool.key_biases), grouped[view.rows]
         scores = _multiply(asking, keys, view.slots, policy.key_group, policy.key_bits)
         exact = (asking * pool.key_exact[view.slots].swapaxes(2, 3)).sum(axis=-1, keepdims=True)
-        scores = mx.concatenate([exact, scores[..., 1:]], axis=-1).astype(mx.float32)
+        scores = put(scores, (..., slice(0, 1)), exact).astype(mx.float32)
     opened = (grouped @ view.keys.swapaxes(2, 3)).astype(mx.float32)
     least = mx.finfo(mx.float32).min
     if view.behind is not None:
