@@ -1,7 +1,7 @@
 # Works with GNU make 3.81, which is what macOS ships.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow test-clients test-zoo test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
+.PHONY: help serve test test-slow test-clients test-real test-zoo test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
 	bench-vision bench-scenarios bench-templates bench-recipe bench-quality soak attack
 
 PYTHON ?= python3
@@ -12,6 +12,7 @@ BENCH ?=
 MINUTES ?=
 BODIES ?=
 ONLY ?=
+MODELS ?=
 TRACES ?=
 TEMPLATES ?=
 MODELS ?=
@@ -44,6 +45,10 @@ test-slow: .venv/.development ## Run the tests that take long and say little tha
 
 test-clients: .venv/.development build/clients/.ready build/clients/venv/.ready ## Run agent programs and frameworks against a server; needs Node.js
 	@$(BIN)/python -m pytest tests/clients -m clients
+
+test-real: .venv/.development ## Serve real checkpoints and compare with mlx-lm: MODELS="folder folder"
+	@test -n "$(MODELS)" || { echo "Name the folders of some models, as mlx-lm loads them: make test-real MODELS=folder" >&2; exit 1; }
+	@SATCHEL_REAL_MODELS="$(MODELS)" $(BIN)/python -m pytest tests/real -m real -v --durations 15
 
 test-zoo: .venv/.development ## Check how every type of mlx-lm and mlx-vlm is served (30 minutes); ZOO="gemma2 mamba" for some
 	@$(BIN)/python -m tests.zoo.run $(ZOO)

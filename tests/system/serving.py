@@ -19,7 +19,7 @@ RECALL = {"name": "satchel/recall", "source": "embedded:recall"}
 
 
 @contextmanager
-def serving(home: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def serving(home: Path, *arguments: str, ready_s: float = 240.0) -> Iterator[subprocess.Popen[bytes]]:
     """A server on `home`, ready to answer, in a session of its own; ended in order afterwards if it still runs."""
     output = (home / "output").open("w")
     process = subprocess.Popen(
@@ -29,7 +29,7 @@ def serving(home: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         start_new_session=True,
     )
     try:
-        ends = time.monotonic() + 240
+        ends = time.monotonic() + ready_s
         while "Ready" not in (home / "output").read_text():
             assert process.poll() is None and time.monotonic() < ends, (home / "output").read_text()
             time.sleep(0.1)

@@ -103,9 +103,13 @@ class SplitNodes:
     """
 
     def __init__(
-        self, loaded: LoadedModel, stores: store_nodes.Cluster, stores_loop: asyncio.AbstractEventLoop
+        self,
+        loaded: LoadedModel,
+        stores: store_nodes.Cluster,
+        stores_loop: asyncio.AbstractEventLoop,
+        timing: Timing = TIMING,
     ) -> None:
-        self.loaded, self.stores = loaded, stores
+        self.loaded, self.stores, self._timing = loaded, stores, timing
         self.held: set[str] = set()
         self.pause_s: dict[str, float] = {}
         self._again = {"studio": 0.0, "air": 0.0}
@@ -118,7 +122,7 @@ class SplitNodes:
         for name in ("studio", "air"):
             self._start(name)
         config = parse_config({"models": [{"name": MODEL, "source": "s"}]})
-        self.backend = dispatch.RayBackend(replace(config, timing=TIMING))
+        self.backend = dispatch.RayBackend(replace(config, timing=timing))
         backend: Any = self.backend
         backend._locator = SimpleNamespace(known=lambda agent: "", check=_is_there)
         backend.decide, backend.release, backend.lose = self._decide, self._release, lambda replica: None
@@ -134,10 +138,10 @@ class SplitNodes:
                 asyncio.run_coroutine_threadsafe(getattr(store, method)(asked), self._loop)
             )
 
-        actor = ReplicaActor(name, SimpleNamespace(name=MODEL), Scheduling(), Node(name=name), TIMING)  # type: ignore[arg-type]
+        actor = ReplicaActor(name, SimpleNamespace(name=MODEL), Scheduling(), Node(name=name), self._timing)  # type: ignore[arg-type]
         # From the engine's threads as from the shell's event loop.
-        client = carried(name, carry, asyncio.get_running_loop(), TIMING)
-        disk = CountedDisk(self.loaded.spec, self.loaded.model_id, client, timing=TIMING)
+        client = carried(name, carry, asyncio.get_running_loop(), self._timing)
+        disk = CountedDisk(self.loaded.spec, self.loaded.model_id, client, timing=self._timing)
         self.disks[name] = actor._disk = disk
         settings = Scheduling(rows_max=4, prefill_chunk_tokens=CHUNK_TOKENS)
         actor._engine = self.engines[name] = Engine(self.loaded, settings, 2**32, actor._send, disk)
@@ -174,10 +178,10 @@ class SplitNodes:
 
     # Requests.
 
-    async def begin(self, name: str, prompt: list[int], tokens: int = 12) -> RayGeneration:
+    async def begin(self, name: str, prompt: list[int], tokens: int = 12, logprobs: int | None = 2) -> RayGeneration:
         """A row of an agent; its KV is only found by the agent itself."""
         root = root_id(self.loaded.model_id, f"agent:{name}")
-        sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=2)
+        sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=logprobs)
         request = GenerateRequest(
             name, "", MODEL, f"t/{name}", prompt, block_ids(root, prompt), root, sampling,
             model_id=self.loaded.model_id, tenant="t",
@@ -186,8 +190,8 @@ class SplitNodes:
         await row.start()
         return row
 
-    async def answer(self, name: str, prompt: list[int], tokens: int = 12) -> list[RowUpdate]:
-        return [update async for update in await self.begin(name, prompt, tokens)]
+    async def answer(self, name: str, prompt: list[int], tokens: int = 12, logprobs: int | None = 2) -> list[RowUpdate]:
+        return [update async for update in await self.begin(name, prompt, tokens, logprobs)]
 
     async def written(self, node: str) -> None:
         """What the node's rows have left is on its disk."""
@@ -250,7 +254,9 @@ async def _is_there(node: str) -> bool:
 
 
 @asynccontextmanager
-async def split_nodes(folder: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SplitNodes]:
+async def split_nodes(
+    folder: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, timing: Timing = TIMING
+) -> AsyncIterator[SplitNodes]:
     """Two nodes, at rest again at the end."""
     monkeypatch.setattr(ReplicaActor, "_run_engine", lambda self: None)
     monkeypatch.setattr(ReplicaActor, "_end_when_unwanted", lambda self: None)
@@ -264,7 +270,7 @@ async def split_nodes(folder: Path, loaded: LoadedModel, monkeypatch: pytest.Mon
         return store_nodes.Cluster(folder, ("studio", "air"))
 
     stores = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(made(), stores_loop))
-    nodes = SplitNodes(loaded, stores, stores_loop)
+    nodes = SplitNodes(loaded, stores, stores_loop, timing)
 
     def client(name: str, timing: Timing, handle: Any = None) -> ReplicaClient:
         return ReplicaClient(name, timing, nodes.processes[name])
