@@ -35,19 +35,19 @@ class Tally:
 
     Attributes:
         exempt: where another token than the best one was taken, and it was a tie.
-        worst: how far logits were off, of their scale.
+        worst: how far logits were off, of their scale; None where only tokens are compared.
     """
 
     positions: int = 0
     exempt: int = 0
-    worst: float = 0.0
+    worst: float | None = None
     wrong: list[str] = field(default_factory=list)
 
     def logits(self, expected: Logits, got: Logits) -> None:
         """Compares logits of forced rows: within the tolerance, and the same likeliest token but for ties."""
         for place, one in expected.items():
             scale, off = np.abs(one).max(), np.abs(got[place] - one).max()
-            self.worst = max(self.worst, float(off / scale))
+            self.worst = max(self.worst or 0.0, float(off / scale))
             if off > TOLERANCE * scale:
                 self.wrong.append(f"row {place[0]}, draw {place[1]}: off by {off / scale:.1e} of its logits")
             self._token(one, int(got[place].argmax()), f"row {place[0]}, draw {place[1]}")
@@ -68,7 +68,8 @@ class Tally:
 
     def close(self, what: str) -> None:
         """Prints what was counted; nothing may have been wrong."""
-        print(f"{what}: {self.exempt} of {self.positions} positions are exempt; off by at most {self.worst:.1e}")
+        off = "" if self.worst is None else f"; off by at most {self.worst:.1e}"
+        print(f"{what}: {self.exempt} of {self.positions} positions are exempt{off}")
         assert not self.wrong, f"{what}: {self.wrong[:5]}"
         assert self.exempt <= max(1, EXEMPT_MAX * self.positions), f"{what}: too many positions are exempt"
 

@@ -297,6 +297,20 @@ def test_logprobs_are_the_models_own():
         assert all(type(token) is int and type(value) is float for token, value in said[1])
 
 
+@pytest.mark.parametrize("vocabulary", [151_936, 262_145])
+def test_logprobs_of_a_large_vocabulary_are_exact(vocabulary: int):
+    """A CPU's sum of so many float32 numbers, one after the other, is not."""
+    logits = 3 * np.random.default_rng(0).normal(size=(2, vocabulary)).astype(np.float32)
+    logits[1, 9::2] = -np.inf
+    batch = BatchSampler(vocabulary, frozenset())
+    for _ in logits:
+        batch.add(Sampling(temperature=0.0, logprobs=1), [], [])
+    for row, said in enumerate(batch(mx.array(logits)).logprobs()):
+        exact = logits[row].astype(np.float64)
+        assert said is not None
+        assert abs(said[0] - (exact.max() - np.logaddexp.reduce(exact))) < 1e-5
+
+
 def test_equally_likely_tokens_are_told_by_their_ids():
     batch = BatchSampler(50, frozenset())
     batch.add(Sampling(logprobs=4), [], [])
