@@ -13,7 +13,7 @@ from satchel.actors.replica.kv.sealing import POLICIES, sealed_token_bytes, valu
 
 from ..parts import ResultTable
 
-GROUP_64_MAX, GROUP_32_MAX = 0.285, 0.32
+GROUP_64_MAX, GROUP_32_MAX = 0.302, 0.32
 WHOLE_TOKENS = (1_100, 4_000, 16_000)
 
 

@@ -159,7 +159,7 @@ def test_company_and_chunks_change_nothing(rows: Rows, force: Forcing, monkeypat
 def test_as_it_is_served_the_same_is_computed(rows: Rows, force: Forcing):
     """By the way that decode steps go by default here, which may add up in another order."""
     loaded = rows.loaded
-    way = decode_ways.fastest(loaded.model, loaded.spec)
+    way = decode_ways.fastest(loaded.model, loaded.spec, loaded.context_tokens)
     print(f"decode steps: {way.describe()}")
     noted = force(rows.scripts)
     bench = Bench(replace(loaded, way=way, pool=new_pool(loaded.spec, kernels=way.reads is Reads.KERNEL)))
