@@ -13,7 +13,7 @@ token of its prompt. Joins and leaves take effect together at the next step, bec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from ..kv.row_view import RowView, Stacks
 from .compiled_step import CompiledStep
 from .device_errors import on_device
 from .grammar import MaskMaker, RowGrammar, RowMasks
+from .row_states import DecodingRow, Joining, Prefilling, Together
 from .sampling import BatchSampler, Draw
 from .vision import RowPart, RowPictures
 
@@ -78,79 +79,6 @@ def padded_tokens(longest: int) -> int:
     return SHAPE_TOKENS * size_class(-(-longest // SHAPE_TOKENS))
 
 
-@dataclass
-class _Together:
-    """Caches of rows that were prefilled in one batch; never changed afterwards. `rows` maps row ids to batch rows,
-    without rows that left or have own caches. `size` is the number of batch rows."""
-
-    caches: list[Any]
-    rows: dict[str, int]
-    size: int
-    stacks: Stacks = field(default_factory=Stacks)
-
-
-@dataclass
-class _Prefilling:
-    """A row in prefill, with `length` tokens of KV in its own `caches`, or if `together` is set, in a row of that batch
-    until own ones are needed. `failure` is what the model raised while it changed the caches, which are useless then.
-    """
-
-    row_id: str
-    length: int
-    caches: list[Any] = field(default_factory=list)
-    together: _Together | None = None
-    failure: Exception | None = None
-    pictures: RowPictures | None = None
-
-    def part(self, tokens: Sequence[int]) -> RowPart:
-        """Returns the row's next tokens with its pictures."""
-        return RowPart(tokens, self.length, self.pictures)
-
-    def own(self) -> list[Any]:
-        """Returns the row's own caches; extracts them (lazily) if its KV is in a batch."""
-        if self.together is not None:
-            self.caches = kv_cache.extract(self.together.caches, self.together.rows.pop(self.row_id))
-            self.together = None
-        return self.caches
-
-    def leave(self) -> None:
-        """Removes the row from the batch that it was prefilled in."""
-        if self.together is not None:
-            del self.together.rows[self.row_id]
-
-
-@dataclass
-class _DecodingRow:
-    """A decoding row. `length` tokens have KV once the step in flight is done. `fed` after its first step, `begun`
-    after the step that returned its first token. It ends with one of `ends`, or when it has `tokens_max` tokens."""
-
-    row_id: str
-    length: int
-    tokens_max: int = 0
-    ends: frozenset[int] = frozenset()
-    fed: bool = False
-    begun: bool = False
-    pictures: RowPictures | None = None
-    grammar: RowGrammar | None = None
-
-    @property
-    def grammar_error(self) -> str:
-        """What is wrong about the last token drawn, which has not been returned yet."""
-        return "" if self.grammar is None else self.grammar.error
-
-
-@dataclass(frozen=True)
-class _Joining:
-    """A row that joins at the next step. The last `drawn` of its `tokens` were generated; the very last is its first
-    input."""
-
-    row: _DecodingRow
-    prefilled: _Prefilling
-    tokens: Sequence[int]
-    sampling: Sampling
-    drawn: int
-
-
 class BatchExecutor:
     """The rows in prefill and the batch of decoding rows. Used by the engine.
 
@@ -177,8 +105,8 @@ class BatchExecutor:
         self._compiled = (
             CompiledStep(self._model, loaded.deferral) if loaded.way.compiled and not loaded.apart else None
         )
-        self._prefilling: dict[str, _Prefilling] = {}
-        self._joining: dict[str, _Joining] = {}
+        self._prefilling: dict[str, Prefilling] = {}
+        self._joining: dict[str, Joining] = {}
         self._leaving: set[str] = set()
         self._since_clear = 0
         self._make_masks = MaskMaker()
@@ -205,7 +133,7 @@ class BatchExecutor:
         caches = self._loaded.new_caches()
         kv_cache.restore(self._loaded.spec, caches, blocks, tail, tail_tokens)
         length = sum(block.tokens for block in blocks) + tail_tokens
-        self._prefilling[row_id] = _Prefilling(row_id, length, caches, pictures=pictures)
+        self._prefilling[row_id] = Prefilling(row_id, length, caches, pictures=pictures)
 
     @on_device()
     def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
@@ -250,14 +178,14 @@ class BatchExecutor:
         return {} if vision is None else vision.inputs(parts, width)
 
     @staticmethod
-    def _is_dense(rows: Sequence[tuple[_Prefilling, Sequence[int]]]) -> bool:
+    def _is_dense(rows: Sequence[tuple[Prefilling, Sequence[int]]]) -> bool:
         """Whether one batch of these rows would have little padding."""
         lengths = [len(tokens) for _, tokens in rows]
         held = [row.length for row, _ in rows]
         places = len(rows) * max(lengths), len(rows) * max(held)
         return places[0] <= PADDING_MAX * sum(lengths) and places[1] <= PADDING_MAX * (sum(held) + sum(lengths))
 
-    def _prefill_together(self, rows: Sequence[tuple[_Prefilling, Sequence[int]]]) -> None:
+    def _prefill_together(self, rows: Sequence[tuple[Prefilling, Sequence[int]]]) -> None:
         lengths = [len(tokens) for _, tokens in rows]
         longest = padded_tokens(max(lengths))
         padding = [longest - length for length in lengths]
@@ -277,7 +205,7 @@ class BatchExecutor:
         kv_cache.see_both_ways(caches, [])
         mx.eval([cache.state for cache in caches])
         # Rows prefilled together mostly join the batch together, and extracting a row costs two copies a layer.
-        together = _Together(caches, {row.row_id: index for index, (row, _) in enumerate(rows)}, len(rows))
+        together = Together(caches, {row.row_id: index for index, (row, _) in enumerate(rows)}, len(rows))
         for row, tokens in rows:
             row.caches, row.together, row.length = [], together, row.length + len(tokens)
 
@@ -294,10 +222,10 @@ class BatchExecutor:
         row = self._prefilling.pop(row_id)
         if grammar is not None:
             grammar.resume(tokens[len(tokens) - drawn :])
-        decoding = _DecodingRow(row_id, row.length, pictures=row.pictures, grammar=grammar)
+        decoding = DecodingRow(row_id, row.length, pictures=row.pictures, grammar=grammar)
         decoding.tokens_max = row.length + 1 + sampling.max_tokens - drawn
         decoding.ends = self._loaded.eos_token_ids.union(sampling.stop_token_ids)
-        self._joining[row_id] = _Joining(decoding, row, tokens, sampling, drawn)
+        self._joining[row_id] = Joining(decoding, row, tokens, sampling, drawn)
 
     @on_device()
     def first(self) -> list[Ready]:
@@ -392,7 +320,7 @@ class BatchExecutor:
         found = list(takewhile(lambda token: token not in row.ends, row.grammar.forced(mask, most)))
         return found if (len(found) - 1) * FORCED_HISTORY_MAX > length else ()
 
-    def _besides(self, rows: Sequence[_DecodingRow]) -> dict[str, Any]:
+    def _besides(self, rows: Sequence[DecodingRow]) -> dict[str, Any]:
         """Returns the model's inputs besides tokens and caches for a step of these rows."""
         vision = self._loaded.vision
         return {} if vision is None else vision.steps([row.length for row in rows], [row.pictures for row in rows])
@@ -544,7 +472,7 @@ class BatchExecutor:
 
     def _forget(self) -> None:
         self._leaving.clear()
-        self._rows: list[_DecodingRow] = []
+        self._rows: list[DecodingRow] = []
         self._caches: list[Any] | RowsApart = []
         self._stacks = Stacks()
         self._inputs: mx.array | None = None
@@ -584,9 +512,9 @@ class BatchExecutor:
                 self._rows.append(entry.row)
         self._joining.clear()
 
-    def _arriving(self) -> list[tuple[Any, list[_Joining]]]:
+    def _arriving(self) -> list[tuple[Any, list[Joining]]]:
         """Returns the rows that join now, as batches: rows prefilled together stay one batch, the others are merged."""
-        arriving: list[tuple[Any, list[_Joining]]] = []
+        arriving: list[tuple[Any, list[Joining]]] = []
         joining = dict(self._joining)
         for entry in list(joining.values()):
             together = entry.prefilled.together
