@@ -153,7 +153,7 @@ def test_blocks_are_written_from_their_records(policy: str, dtype: mx.Dtype):
 
 @pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
-@pytest.mark.parametrize("policy", ["q4", "k8v4"])
+@pytest.mark.parametrize("policy", [policy.name for policy in POLICIES.values() if policy.quantizes])
 @pytest.mark.parametrize("key_dim, value_dim", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
 def test_blocks_are_dequantized_as_by_mlx(key_dim: int, value_dim: int, policy: str, dtype: mx.Dtype):
     mx.random.seed(3)
