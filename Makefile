@@ -15,7 +15,6 @@ ONLY ?=
 MODELS ?=
 TRACES ?=
 TEMPLATES ?=
-MODELS ?=
 ZOO ?=
 URL ?= http://127.0.0.1:8000
 UV_VERSION := 0.13.8

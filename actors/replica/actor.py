@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from ...cluster.config import Model, Scheduling
 from ...cluster.environment import default_home
 from ...cluster.errors import GenerationFailed, ModelLoadError, NoReplica, SatchelError, Unavailable
-from ...cluster.incidents import note_incident
+from ...cluster.incidents import note_incident, note_incident_aside
 from ...cluster.nodes import Node
 from ...cluster.timing import Timing
 from ..protocol import registry
@@ -49,6 +49,7 @@ from ..protocol.store_client import StoreClient
 from ..supervision.stall import limit_s, pause_s
 from ..supervision.watchdog import Watchdog
 from .consumers import Consumers
+from .execution.device_errors import DeviceFailed
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -456,7 +457,7 @@ class ReplicaActor:
         except SatchelError as error:
             self._loading.error = error
             return
-        except Exception as error:
+        except (Exception, DeviceFailed) as error:
             logger.exception("loading %s failed", self._model.source)
             self._loading.error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
@@ -477,7 +478,7 @@ class ReplicaActor:
             self._disk,
             self._timing,
             further,
-            lambda why: note_incident(default_home(), "device", f"{self._model.name}: {why}"),
+            lambda why: note_incident_aside(default_home(), "device", f"{self._model.name}: {why}"),
             trust_remote_code=self._model.trust_remote_code,
         )
         threading.Thread(target=memory.watch, args=(engine,), name="memory", daemon=True).start()

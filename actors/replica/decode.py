@@ -36,6 +36,7 @@ class DecodeLoop:
         if not decoding:
             return False
         delivery = self._delivery
+        delivery.check()
         self._keeping.before_step([delivery.rows[request_id] for request_id in decoding])
         started = time.perf_counter()
         try:
@@ -57,6 +58,7 @@ class DecodeLoop:
                 delivered.remove(drawn.row_id)
             elif drawn.row_id in delivery.rows:
                 delivery.tell_next(drawn)
+        delivery.check()
         return True
 
     def _begin_answers(self) -> set[str]:

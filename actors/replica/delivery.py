@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from ...cluster.errors import GenerationFailed, SatchelError
 from ..protocol.messages import RowUpdate
 from .encode_queue import PictureQueue
+from .execution.device_errors import DeviceFailed
 from .execution.executor import BatchExecutor, Ready
 from .scheduling.scheduler import Scheduler
 from .tiers.keeping import Keeping
@@ -52,6 +53,7 @@ class Delivery:
 
     Attributes:
         rows: rows that were accepted and have not ended, by request id.
+        told: tokens that were told, and rows that were completed.
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class Delivery:
         self._end_tokens = end_tokens
         self._outbox = outbox
         self._out: dict[str, list[RowUpdate]] = defaultdict(list)
+        self._failed: DeviceFailed | None = None
+        self.told = 0
 
     def begin(self, sequence: Sequence) -> None:
         """Adds an accepted row."""
@@ -125,6 +129,7 @@ class Delivery:
         sequence.tokens.append(drawn.token)
         sequence.emitted += 1
         self.counters.generated_tokens += 1
+        self.told += 1
 
     def tell(self, sequence: Sequence, update: RowUpdate) -> None:
         """Queues an update for the next `flush`."""
@@ -140,12 +145,10 @@ class Delivery:
 
     def finish(self, sequence: Sequence, last: RowUpdate) -> None:
         """Ends a row that is complete, and keeps its KV."""
-        try:
-            self._keeping.keep(sequence, ended=True)
-        finally:
-            # Its tokens are right, even if the device has failed since.
-            self._scheduler.finish(sequence.id)
-            self._leave(sequence.id, last)
+        self._keep(sequence, ended=True)
+        self._scheduler.finish(sequence.id)
+        self._leave(sequence.id, last)
+        self.told += 1
 
     def end(self, request_id: str, finish: str, error: SatchelError | None = None, *, ended: bool = False) -> None:
         """Ends a row without a further token, and keeps its KV. The scheduler may have dropped it already.
@@ -153,12 +156,29 @@ class Delivery:
         Args:
             ended: whether the answer is complete, not aborted.
         """
-        try:
-            self._keeping.keep(self.rows[request_id], ended=ended)
-        finally:
-            if self._scheduler.row(request_id) is not None:
-                self._scheduler.finish(request_id)
-            self._leave(request_id, RowUpdate(request_id, [], finish, error=error.to_wire() if error else None))
+        self._keep(self.rows[request_id], ended=ended)
+        if self._scheduler.row(request_id) is not None:
+            self._scheduler.finish(request_id)
+        self._leave(request_id, RowUpdate(request_id, [], finish, error=error.to_wire() if error else None))
+
+    def _keep(self, sequence: Sequence, *, ended: bool) -> None:
+        """Keeps a row's KV. If the device has failed, the row ends all the same, and `check` says so: what it was told
+        is right, and others that end with it must not be forgotten."""
+        if self._failed is None:
+            try:
+                self._keeping.keep(sequence, ended=ended)
+            except DeviceFailed as error:
+                self._failed = error
+
+    def check(self) -> None:
+        """To be called before anything else is read from the device.
+
+        Raises:
+            DeviceFailed: it failed while rows ended.
+        """
+        if self._failed is not None:
+            error, self._failed = self._failed, None
+            raise error
 
     def fail(self, request_id: str, why: str) -> None:
         """Ends a row with an error, and drops its KV, which is useless."""

@@ -24,6 +24,7 @@ from ...cluster.errors import InvalidRequest, PictureLost, SatchelError
 from ..model_files.processors import SpanLayout
 from ..protocol.media_ids import embeddings_id, is_media_token, name_at
 from ..protocol.messages import GenerateRequest, MediaSpan
+from .execution.device_errors import on_device
 from .execution.vision import ImageEmbeddings, RowPictures, Vision
 from .scheduling.fairness import FairShares
 from .scheduling.scheduler import ScheduledRow
@@ -331,7 +332,9 @@ class PictureQueue:
 
     def encode(self, sequence: Sequence, index: int) -> None:
         """Encodes a picture of a row on the engine's thread, blocking all rows."""
-        (embeddings,), seconds = self._work([(sequence, index)])()
+        work = self._work([(sequence, index)])
+        with on_device():
+            (embeddings,), seconds = work()
         self._encoded(sequence, index, embeddings, seconds)
 
     def _work(self, pictures: list[_Picture]) -> Callable[[], _Made]:

@@ -8,7 +8,6 @@ tokens are delivered earlier, before the decode step.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -39,11 +38,9 @@ from .tiers.disk_tier import DiskTier, Prompt
 from .tiers.embedding_tier import EmbeddingTier
 from .tiers.keeping import Keeping
 from .tiers.memory import RowMemory
-from .tiers.restores import Restores
+from .tiers.restores import NotWaiting, Restores
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 QUIET_S = 1.0
 """The warm-up goes on after so long without a request: one that comes meanwhile waits for a piece of it."""
@@ -72,7 +69,7 @@ class Engine:
         disk: DiskTier | None = None,
         timing: Timing = USUAL,
         warm_up: WarmUp | None = None,
-        tell: Callable[[str], None] = lambda why: None,
+        tell: Callable[[str], object] = lambda why: None,
         *,
         trust_remote_code: bool = False,
     ) -> None:
@@ -203,7 +200,8 @@ class Engine:
             except Exception as error:
                 done.set_exception(error)
             except DeviceFailed:
-                done.set_exception(Unavailable("the device failed"))
+                # The row that it was for begins anew.
+                done.set_exception(NotWaiting())
                 raise
 
         self.call(run)
@@ -267,9 +265,8 @@ class Engine:
     def run(self) -> None:
         """Runs steps until `stop`."""
         while not self._stopped.is_set():
-            busy = self.step()
-            if not busy:
-                self._wait()
+            if not self.step():
+                self.wait()
 
     def step(self) -> bool:
         """Runs one step of the loop. Returns False if there was nothing to do.
@@ -283,10 +280,21 @@ class Engine:
             self._recovery.begin_anew(error)
             return True
 
+    def wait(self) -> None:
+        """Waits for a command, and does it; only briefly if there are rows, whose deadlines may pass.
+
+        Raises:
+            DeviceFailed: as `step`.
+        """
+        try:
+            self._wait()
+        except DeviceFailed as error:
+            self._recovery.begin_anew(error)
+
     @property
     def _done(self) -> int:
-        """Tokens that were read from the device."""
-        return self.counters.generated_tokens + self.counters.embedded_tokens
+        """How much was told that had been read from the device."""
+        return self.delivery.told + self.counters.embedded_tokens
 
     def _step(self) -> bool:
         moved, delivery, done = False, self.delivery, self._done
@@ -307,6 +315,7 @@ class Engine:
                 # Memory has become less since it was accepted.
                 most = self.scheduler.limits.prompt_tokens_max
                 delivery.end(request_id, "error", ContextLengthExceeded(f"memory holds {most} tokens on this machine"))
+        delivery.check()
         for request_id in plan.preempted:
             delivery.attempt(request_id, self.decode.send_back, request_id)
         if plan.expired or plan.cut or plan.preempted:
@@ -326,7 +335,6 @@ class Engine:
         return prefilled or self.embed.step(decoding=bool(self.scheduler.decoding()))
 
     def _wait(self) -> None:
-        """Waits for a command; only briefly if there are rows, whose deadlines may pass."""
         has_rows, now = bool(self.delivery.rows), time.monotonic()
         if has_rows:
             self._idle.note_work()
@@ -342,12 +350,8 @@ class Engine:
     def _warm_further(self, warm_up: WarmUp) -> None:
         """Runs a step of the warm-up, which ends if it fails: it only saves time."""
         self._warm_up = None
-        try:
-            with on_device():
-                self._warm_up = warm_up if warm_up.step() else None
-        except DeviceFailed as error:
-            logger.warning("the warm-up of further shapes failed")
-            self._recovery.begin_anew(error)
+        with on_device():
+            self._warm_up = warm_up if warm_up.step() else None
 
     def _take_commands(self) -> None:
         for command in self._inbox.take():
@@ -357,7 +361,7 @@ class Engine:
         match command:
             case Submit():
                 self._idle.note_work()
-                command.reply(self._intake.accept(command))
+                self._submit(command)
             case Pool():
                 self._idle.note_work()
                 if self._intake.draining:
@@ -373,3 +377,12 @@ class Engine:
                 self.prefill.open_restored(command.reading, command.restored)
             case RunOnEngine():
                 command.action()
+        self.delivery.check()
+
+    def _submit(self, command: Submit) -> None:
+        try:
+            refusal = self._intake.accept(command)
+        except DeviceFailed:
+            command.reply(Unavailable("the device failed; ask again", retry_after_s=1.0))
+            raise
+        command.reply(refusal)

@@ -20,7 +20,7 @@ from ..model_files.processors import Film
 from .execution.levels import levels_of
 from .execution.vision import RowPart, RowPictures, Vision
 from .forced_rows import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, Shown
-from .kv.device import multiplies_exactly
+from .kv.device import as_numpy, multiplies_exactly
 from .loading.models import LoadedModel
 
 NEAR, NEAR_16 = 1e-3, 5e-2
@@ -184,7 +184,7 @@ class Exhibition:
         logits = [language(ids, cache=caches, **given).logits[0, -1]]
         for token in row.tokens[row.prompt : row.prompt + DRAWN - 1]:
             logits.append(language(mx.array([[token]]), cache=caches).logits[0, -1])
-        return [np.array(each.astype(mx.float32)) for each in logits]
+        return [as_numpy(each.astype(mx.float32)) for each in logits]
 
     def _compare(self, made: dict[str, Any], row: ForcedRow) -> None:
         """Compares the embeddings of a whole prompt with those that are put together of what was encoded alone."""
@@ -219,7 +219,7 @@ class Exhibition:
         for place in range(row.prompt, row.prompt + DRAWN - 1):
             further = self.vision.steps([place], [pictures])
             logits.append(model(mx.array([[row.tokens[place]]]), cache=caches, **further)[0, -1])
-        return [np.array(each.astype(mx.float32)) for each in logits]
+        return [as_numpy(each.astype(mx.float32)) for each in logits]
 
     def in_engine(self, rows: Sequence[ForcedRow], own: Logits, again: int) -> Faults:
         """Forces rows through an engine: alone, in company, and one of them once more with what is kept of it.

@@ -21,9 +21,10 @@ from ..protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from ..protocol.media_ids import media_key, media_tokens, picture_hash
 from ..protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from .engine import Engine
+from .execution.device_errors import DeviceFailed
 from .execution.sampling import Draw
 from .execution.vision import ImageEmbeddings
-from .kv.device import device_bytes, multiplies_exactly
+from .kv.device import as_numpy, device_bytes, multiplies_exactly
 from .kv.sealing import FULL_PRECISION, POLICIES
 from .loading.models import LoadedModel, resealed
 from .scheduling.prefill_budget import PrefillPace
@@ -167,7 +168,7 @@ class _Forced:
         self._rows = [self._rows[index] for index in indices]
 
     def __call__(self, logits: mx.array, masks: object) -> Draw:
-        values, tokens = np.array(logits.astype(mx.float32)), []
+        values, tokens = as_numpy(logits.astype(mx.float32)), []
         for place, (row, prompt, drawn) in enumerate(self._rows):
             script = self._scripts[row].tokens
             self._noted.setdefault((row, drawn), values[place])
@@ -217,6 +218,8 @@ class Scene:
             self._engine.prefixes.clear()
             self._engine.executor.clear_batch()
             self._engine.executor.give_back(0)
+        except DeviceFailed:
+            self._engine.executor.reset()
         finally:
             self._listening.__exit__(None, None, None)
 
@@ -239,7 +242,11 @@ class Scene:
             self._submit(row, more)
         steps, ends = 0, time.monotonic() + _ENCODES_S
         while steps < _STEPS_MAX and time.monotonic() < ends:
-            busy = self._engine.step()
+            try:
+                busy = self._engine.step()
+            except DeviceFailed as error:
+                self._heard.append(error)
+                return
             if waiting and (self.noted or not (busy or self._engine.pictures)):
                 for row in waiting:
                     self._submit(row, more)

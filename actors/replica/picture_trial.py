@@ -21,6 +21,7 @@ from ..protocol.block_ids import BLOCK_TOKENS
 from .execution.vision import Vision
 from .exhibits import Exhibit, Exhibition, UnseenError, noise
 from .forced_rows import Faults, Logits, difference, rounding
+from .kv.device import as_numpy
 from .loading.models import LoadedModel
 
 SIZE = (224, 168)
@@ -90,7 +91,7 @@ def _plain(loaded: LoadedModel) -> Logits:
     """What a prompt of text gives with the model's own caches."""
     tokens = mx.array([[2, 3, 5, 7, 11, 13]], mx.uint32) % loaded.vocabulary_size
     logits = loaded.model(tokens, cache=make_prompt_cache(loaded.model))[0, -1]
-    return {(0, 0): np.array(logits.astype(mx.float32))}
+    return {(0, 0): as_numpy(logits.astype(mx.float32))}
 
 
 class _PictureTrial:

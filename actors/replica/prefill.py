@@ -9,7 +9,6 @@ from collections.abc import Callable
 from ..protocol.messages import RowUpdate
 from .delivery import Delivery
 from .encode_queue import PictureQueue
-from .execution.device_errors import on_device
 from .execution.executor import BatchExecutor
 from .kv.caches import PooledBlock
 from .scheduling.prefill_budget import PrefillPace
@@ -137,9 +136,8 @@ class PrefillLoop:
         self._delivery.flush()
         started = time.perf_counter()
         try:
-            with on_device():
-                for chunk in chunks:
-                    self._pictures.require(rows[chunk.request_id], chunk.start, chunk.stop)
+            for chunk in chunks:
+                self._pictures.require(rows[chunk.request_id], chunk.start, chunk.stop)
             self._executor.prefill(parts)
         except Exception:
             if len(chunks) > 1:
@@ -153,8 +151,7 @@ class PrefillLoop:
 
     def _compute_alone(self, chunk: PrefillChunk, part: tuple[str, list[int]]) -> None:
         if self._executor.length(chunk.request_id) < chunk.stop:
-            with on_device():
-                self._pictures.require(self._delivery.rows[chunk.request_id], chunk.start, chunk.stop)
+            self._pictures.require(self._delivery.rows[chunk.request_id], chunk.start, chunk.stop)
             self._executor.prefill([part])
         self._computed(chunk)
 

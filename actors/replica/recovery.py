@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 import mlx.core as mx
 
@@ -27,6 +28,21 @@ logger = logging.getLogger(__name__)
 
 FAILURES_MAX = 3
 """So often in a row the device may fail before the process ends: another one may do better, or another node."""
+
+ERRORS_MAX = 16
+"""More than can be in flight: a step, a prefill, and copies of rows that end."""
+
+
+def _settled() -> bool:
+    """Waits until all that was launched has ended, with errors of its own. Returns False if there is no end of them."""
+    for _ in range(ERRORS_MAX):
+        try:
+            mx.synchronize()
+        except RuntimeError as error:
+            logger.warning("the device failed at what was launched before, too: %s", error)
+        else:
+            return True
+    return False
 
 
 class Recovery:
@@ -46,7 +62,7 @@ class Recovery:
         restores: Restores,
         embed: EmbedLoop,
         delivery: Delivery,
-        tell: Callable[[str], None],
+        tell: Callable[[str], object],
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -60,7 +76,7 @@ class Recovery:
         self._failures = 0
 
     def note_sound(self) -> None:
-        """Notes that the device was waited for and did what it was asked."""
+        """Notes that something was told that had been read from the device."""
         self._failures = 0
 
     def begin_anew(self, error: DeviceFailed) -> None:
@@ -72,9 +88,12 @@ class Recovery:
         self._failures += 1
         self._delivery.counters.device_failures += 1
         self._tell(f"the device failed ({error})")
-        if self._failures >= FAILURES_MAX:
+        if self._failures >= FAILURES_MAX or not _settled():
             raise error
-        logger.error("the device failed (%s): all that it holds is dropped, and rows are computed again", error)
+        logger.error("the device failed: all that it holds is dropped, and rows are computed again", exc_info=error)
+        with suppress(DeviceFailed):
+            # What rows met that ended meanwhile is dropped too.
+            self._delivery.check()
         self._executor.reset()
         self._memory.reset()
         self._keeping.reset()

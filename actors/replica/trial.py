@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...cluster.config import Model, Scheduling
@@ -29,7 +28,7 @@ from . import picture_trial
 from .execution.agreement import MODEL_ERRORS
 from .execution.findings import Findings
 from .forced_rows import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, not_finite
-from .kv.device import on_gpu
+from .kv.device import as_numpy, on_gpu
 from .kv.paged_cache import Reads
 from .kv.sealing import FULL_PRECISION, POLICIES
 from .loading.decode_ways import DEQUANTIZED, DecodeWay
@@ -269,7 +268,7 @@ class _Trial:
             mx.eval([cache.state for cache in caches])
             for drawn in range(DRAWN):
                 step = loaded.model(mx.array([[script[prompt - 1 + drawn]]], mx.uint32), cache=caches)[0, -1]
-                logits[(number, drawn)] = np.array(step.astype(mx.float32))
+                logits[(number, drawn)] = as_numpy(step.astype(mx.float32))
         return logits
 
     def in_one_piece(self, loaded: LoadedModel) -> Logits:
@@ -279,7 +278,7 @@ class _Trial:
         for number, row in enumerate(self._rows.rows):
             given = mx.array([row.tokens[: row.prompt + DRAWN - 1]], mx.uint32)
             whole = loaded.model(given, cache=make_prompt_cache(loaded.model))[0, row.prompt - 1 :]
-            logits |= {(number, drawn): np.array(one) for drawn, one in enumerate(whole.astype(mx.float32))}
+            logits |= {(number, drawn): as_numpy(one) for drawn, one in enumerate(whole.astype(mx.float32))}
         return logits
 
     def faults(self, loaded: LoadedModel, own: Logits) -> Faults:

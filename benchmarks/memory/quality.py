@@ -11,14 +11,14 @@ from mlx_lm.models.cache import QuantizedKVCache
 from tokenizers import Tokenizer
 
 from satchel.actors.replica.execution.divergence import Scores, compare
-from satchel.actors.replica.kv.sealing import FULL_PRECISION
+from satchel.actors.replica.kv.sealing import FULL_PRECISION, POLICIES
 from satchel.actors.replica.loading import models
 from satchel.api.cli.probe_model import caches_of, row_of, scored_spans, spec_of
 
 from ..embedded import data
 from ..parts import Budget, ResultTable, Say
 
-OURS = ("q4", "k8v4")
+OURS = tuple(name for name, policy in POLICIES.items() if policy.quantizes)
 MLX_4_BIT = "MLX's own, 4 bits"
 KL_OF_MLX_MAX = 1 / 3
 SEED = 11

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from satchel.actors.replica.kv.caches import merge
-from satchel.actors.replica.kv.sealing import FULL_PRECISION
+from satchel.actors.replica.kv.sealing import FULL_PRECISION, POLICIES
 from satchel.actors.replica.loading import models
 from satchel.api.cli.probe_model import caches_of, spec_of
 
@@ -17,7 +17,7 @@ from ..embedded import evaluate
 from ..embedded import questions as questioner
 from ..parts import Budget, ResultTable, Say
 
-POLICIES: tuple[str, ...] = (FULL_PRECISION, "q4", "k8v4")
+COMPARED = (FULL_PRECISION, *(name for name in POLICIES if name != FULL_PRECISION))
 LOSS_MAX = 0.005
 SEED = 23
 SHAPE_TOKENS = 64
@@ -29,7 +29,7 @@ def recall(
     budget: Budget,
     say: Say,
     *,
-    policies: Sequence[str] = POLICIES,
+    policies: Sequence[str] = COMPARED,
     talks: Sequence[tuple[int, int]] | None = None,
 ) -> ResultTable:
     """About `questions` codes at each length, every one asked for after the same conversation under every policy.

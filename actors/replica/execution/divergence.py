@@ -12,6 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..kv.device import as_numpy
+
 CHUNK_TOKENS = 512
 SCORED_TOKENS = 64
 """Read at once if logits are needed."""
@@ -119,10 +121,10 @@ def _scores(own: mx.array, other: mx.array, follow: np.ndarray) -> Scores:
     terms = mx.where(probability > 0, probability * (own - other), 0.0).sum(axis=-1)
     # Without this, a row of NaN alone would have no terms: it is no distribution, and its sum is not 1.
     sums = mx.exp(other).sum(axis=-1) + probability.sum(axis=-1)
-    kl = np.maximum(np.where(np.isfinite(np.array(sums)), np.array(terms), np.nan), 0.0).astype(np.float32)
+    kl = np.maximum(np.where(np.isfinite(as_numpy(sums)), as_numpy(terms), np.nan), 0.0).astype(np.float32)
     taken = mx.array(np.maximum(follow, 0))[:, None]
-    losses = [-np.array(mx.take_along_axis(each, taken, axis=-1)[:, 0]) for each in (other, own)]
+    losses = [-as_numpy(mx.take_along_axis(each, taken, axis=-1)[:, 0]) for each in (other, own)]
     losses = [np.where(follow >= 0, loss, np.nan).astype(np.float32) for loss in losses]
     # A GPU's argmax may pass over what is no number.
-    same = np.array(mx.argmax(own, -1) == mx.argmax(other, -1)) & ~np.isnan(kl)
+    same = as_numpy(mx.argmax(own, -1) == mx.argmax(other, -1)) & ~np.isnan(kl)
     return Scores(kl, same, *losses)

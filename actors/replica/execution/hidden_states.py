@@ -19,7 +19,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..kv.caches import ModelCacheSpec, read_spec
-from ..kv.device import multiplies_exactly
+from ..kv.device import as_numpy, multiplies_exactly
 from .agreement import MODEL_ERRORS, TOLERANCE, TOLERANCE_16, agree
 
 DEPTH_MAX = 3
@@ -196,7 +196,7 @@ def _match(expected: mx.array, logits: mx.array) -> Match:
     if agree([expected], [logits]):
         return Match.EQUAL
     tolerance = TOLERANCE if multiplies_exactly(expected.dtype) else TOLERANCE_16
-    own, other = (np.array(array.astype(mx.float32)) for array in (expected, logits))
+    own, other = (as_numpy(array.astype(mx.float32)) for array in (expected, logits))
     sorted_own = np.take_along_axis(own, np.argsort(other, axis=-1, kind="stable"), axis=-1)
     falls = np.maximum.accumulate(sorted_own, axis=-1) - sorted_own
     reach = own.max(axis=-1) - own.min(axis=-1)

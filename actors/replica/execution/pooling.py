@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ....cluster.errors import GenerationFailed
-from ..kv.device import on_gpu
+from ..kv.device import as_numpy, on_gpu
 from .executor import CLEAR_EVERY_TOKENS, padded_tokens
 from .hidden_states import HiddenStates
 
@@ -151,7 +151,7 @@ class TextPooler:
                 made = made / mx.array([[float(len(text.tokens) - text.skipped)] for text in texts])
             if self._normalizes:
                 made = made / mx.maximum(mx.linalg.norm(made, axis=1, keepdims=True), LENGTH_MIN)
-            vectors = np.array(made)
+            vectors = as_numpy(made)
         if not np.isfinite(vectors).all():
             raise GenerationFailed("the model's output is not a number")
         return vectors
@@ -163,7 +163,7 @@ class TextPooler:
         logits, rows = self._hidden.head(last).astype(mx.float32), mx.arange(len(texts))
         # One token alone is no difference.
         apart = mx.array([float(len(text.score) > 1) for text in texts])
-        return np.array((logits[rows, yes] - apart * logits[rows, no])[:, None])
+        return as_numpy((logits[rows, yes] - apart * logits[rows, no])[:, None])
 
     def _note(self, tokens: int) -> None:
         self._since_clear += tokens

@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...protocol.messages import Sampling, TokenLogprobs
+from ..kv.device import as_numpy
 from .grammar import RowMasks
 from .token_limits import TokenLimits, limits_of
 
@@ -83,7 +84,8 @@ class Draw:
         rows: list[TokenLogprobs | None] = [None] * self.tokens.shape[0]
         if self.chosen is None:
             return rows
-        chosen, tokens, values = np.array(self.chosen), np.array(self.top_tokens), np.array(self.top_logprobs)
+        assert self.top_tokens is not None and self.top_logprobs is not None
+        chosen, tokens, values = as_numpy(self.chosen), as_numpy(self.top_tokens), as_numpy(self.top_logprobs)
         for index, (row, width, wanted) in enumerate(self.asking):
             best = np.lexsort((tokens[index, :width], -values[index, :width]))[:wanted]
             pairs = zip(tokens[index, best].tolist(), values[index, best].tolist(), strict=True)

@@ -26,7 +26,7 @@ from PIL import Image
 from ...model_files.foreign_code import refuse_model_file
 from ...model_files.processors import PictureProcessor, SpanLayout
 from ..kv.caches import is_recurrent
-from ..kv.device import on_gpu
+from ..kv.device import as_numpy, on_gpu
 from ..kv.sealing import copied
 from .agreement import MODEL_ERRORS
 from .both_ways import SIDE, BothWays, find_both_ways, runs_of
@@ -463,18 +463,19 @@ class Vision:
 
     def _place(self, tokens: bytes, grids: tuple[tuple[tuple[int, ...], bool], ...]) -> tuple[np.ndarray, int]:
         """Returns positions, `(axes, tokens)` integers, and the shift of later tokens. Slow: waits for the device many
-        times.
+        times, and first for all of it, for what mlx-vlm reads by NumPy would pass over an error.
 
         Args:
             tokens: token ids as native 32-bit integers.
         """
+        mx.synchronize()
         ids = mx.array(np.frombuffer(tokens, np.int32)[None])
         stills, videos = ([list(grid) for grid, video in grids if grid and video == kind] for kind in (False, True))
         given = {"image_grid_thw": stills, "video_grid_thw": videos}
         given = {name: mx.array(sizes) for name, sizes in given.items() if sizes}
         positions, shift = self._language.get_rope_index(ids, **given)
-        of_row = np.array(positions)[0].T if self._axes_last else np.array(positions)[:, 0]
-        return of_row, int(shift.reshape(-1)[0].item())
+        places = as_numpy(positions)
+        return places[0].T if self._axes_last else places[:, 0], int(shift.reshape(-1)[0].item())
 
     def inputs(self, parts: Sequence[RowPart], width: int) -> dict[str, Any]:
         """Returns the language part's inputs besides token ids for a batch, with rows padded to `width` tokens.
@@ -546,7 +547,7 @@ class Vision:
         places = np.tile(places, (self._own_positions, 1))
         for begin, end, embeddings, first in spans:
             assert embeddings.positions is not None
-            numbers, counts = np.array(embeddings.positions[:, :, first : first + end - begin])
+            numbers, counts = as_numpy(embeddings.positions[:, :, first : first + end - begin])
             places[:, begin:end] = numbers + counts * (part.start + begin - first)
         return places
 

@@ -6,6 +6,7 @@ import platform
 import re
 
 import mlx.core as mx
+import numpy as np
 import psutil
 
 from ....cluster.environment import mlx_rounding
@@ -77,6 +78,19 @@ def device_bytes(*, free: bool = False) -> int:
                 return size
     memory = psutil.virtual_memory()
     return memory.available if free else memory.total
+
+
+def as_numpy(array: mx.array) -> np.ndarray:
+    """Returns an array as NumPy has it, once it is there.
+
+    To be asked for what may still be computed, instead of `np.array`: if the device has failed, that passes over the
+    error while it looks for another way to read, and gets what was never written.
+
+    Raises:
+        RuntimeError: the device has failed.
+    """
+    mx.eval(array)
+    return np.array(array)
 
 
 def size_class(count: int) -> int:

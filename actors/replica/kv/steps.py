@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from .device import on_gpu, size_class
+from .device import as_numpy, on_gpu, size_class
 
 Runs = Sequence[tuple[int, int]]
 """[start, stop) of tokens of a row."""
@@ -102,7 +102,7 @@ def mask_of(
     if window:
         seen = seen & (columns > queries - window)
     if both_ways:
-        starts, stops = _own_runs(np.array(queries).reshape(len(lengths), count), both_ways)
+        starts, stops = _own_runs(as_numpy(queries).reshape(len(lengths), count), both_ways)
         seen = seen | ((columns >= starts) & (columns < stops))
     return seen & known
 

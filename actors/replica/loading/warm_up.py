@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.messages import Sampling
+from ..execution.device_errors import DeviceFailed
 from ..execution.executor import SHAPE_TOKENS, BatchExecutor
 from ..execution.vision import RowPictures, Vision
 from ..kv.caches import PooledBlock, Slab
@@ -55,8 +56,10 @@ def meet_usual(loaded: LoadedModel) -> None:
                 pass
         if loaded.vision is not None:
             _see(loaded, loaded.vision)
-    except (RuntimeError, ValueError) as error:
+    except (DeviceFailed, RuntimeError, ValueError) as error:
         logger.warning("the warm-up failed: %s", error)
+        if loaded.pool is not None:
+            loaded.pool.reset()
     mx.clear_cache()
 
 

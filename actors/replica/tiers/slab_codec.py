@@ -180,7 +180,9 @@ def _kind_of(fields: dict[str, Field], prefix: str) -> tuple[type[Sealed] | None
 def to_numpy(array: mx.array) -> np.ndarray:
     """Returns an evaluated array as it is stored: of the same shape and dtype, but uint16 for bfloat16. It shares the
     array's memory."""
-    return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+    seen = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    mx.eval(seen)
+    return np.asarray(seen)
 
 
 def to_mlx(array: np.ndarray) -> mx.array:

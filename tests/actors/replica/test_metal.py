@@ -11,6 +11,7 @@ import pytest
 from satchel.actors.replica.kv import decode_kernel
 from satchel.actors.replica.kv.device import on_gpu
 from satchel.actors.replica.kv.paged_cache import Reads
+from satchel.actors.replica.kv.sealing import POLICIES
 from satchel.actors.replica.loading import decode_ways, models
 from tests.worlds import fake_kernels
 from tests.worlds.bench import Bench
@@ -18,7 +19,7 @@ from tests.worlds.families import write_model
 
 
 @pytest.mark.skipif(on_gpu(), reason="a GPU has its own kernel")
-@pytest.mark.parametrize("kv", ["q4", "k8v4"])
+@pytest.mark.parametrize("kv", [name for name, policy in POLICIES.items() if policy.quantizes])
 @pytest.mark.parametrize("kernel", ["agrees", "is slower", "is missing"])
 def test_no_product_is_with_what_is_quantized_along_its_columns(
     kernel: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,8 @@ import pytest
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.entries import flat_bytes, signature
 from satchel.actors.protocol.messages import Sampling
+from satchel.actors.replica import engine
+from satchel.actors.replica.execution.device_errors import DeviceFailed
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.kv import paged_cache, row_view, steps
 from satchel.actors.replica.kv.caches import Slab
@@ -219,16 +221,20 @@ def as_on_a_gpu(executor: BatchExecutor, loaded: LoadedModel) -> None:
     executor.batched_prefill = True
 
 
-def test_a_warm_up_that_fails_is_over_and_fails_nothing(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("error", [RuntimeError, DeviceFailed])
+def test_a_warm_up_that_fails_is_over_and_fails_nothing(
+    error: type[BaseException], loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+):
     def fail(loaded: LoadedModel, rows: int, length: int) -> None:
-        raise RuntimeError("out of memory")
+        raise error("out of memory")
 
     monkeypatch.setattr(warm_up, "_prefill", fail)
     warm_up.meet_usual(loaded)
     bench = Bench(loaded)
-    pieces = bench.engine._warm_up = warm_up.WarmUp(loaded, 256)
-    bench.engine._warm_further(pieces)
-    assert bench.engine._warm_up is None
+    bench.engine._warm_up = warm_up.WarmUp(loaded, 256)
+    monkeypatch.setattr(engine, "QUIET_S", 0.0)
+    bench.engine.wait()
+    assert bench.engine._warm_up is None and bench.engine.counters.device_failures == 1
     assert bench.run("row", prompts_of([20])[0]).finish == "length"
 
 
