@@ -49,7 +49,7 @@ from ..protocol.store_client import StoreClient
 from ..supervision.stall import limit_s, pause_s
 from ..supervision.watchdog import Watchdog
 from .consumers import Consumers
-from .execution.device_errors import DeviceFailed
+from .kv.device_errors import DeviceFailed
 
 if TYPE_CHECKING:
     from .engine import Engine

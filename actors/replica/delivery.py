@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from ...cluster.errors import GenerationFailed, SatchelError
 from ..protocol.messages import RowUpdate
 from .encode_queue import PictureQueue
-from .execution.device_errors import DeviceFailed
 from .execution.executor import BatchExecutor, Ready
+from .kv.device_errors import DeviceFailed
 from .scheduling.scheduler import Scheduler
 from .tiers.keeping import Keeping
 from .tiers.memory import RowMemory, Sequence

@@ -14,18 +14,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from queue import SimpleQueue
 
+import mlx.core as mx
 from PIL import Image
 
 from ...cluster.errors import InvalidRequest, PictureLost, SatchelError
 from ..model_files.processors import SpanLayout
 from ..protocol.media_ids import embeddings_id, is_media_token, name_at
 from ..protocol.messages import GenerateRequest, MediaSpan
-from .execution.device_errors import on_device
 from .execution.vision import ImageEmbeddings, RowPictures, Vision
+from .kv.device import settle
 from .scheduling.fairness import FairShares
 from .scheduling.scheduler import ScheduledRow
 from .tiers.embedding_cache import EmbeddingCache
@@ -332,9 +334,14 @@ class PictureQueue:
 
     def encode(self, sequence: Sequence, index: int) -> None:
         """Encodes a picture of a row on the engine's thread, blocking all rows."""
-        work = self._work([(sequence, index)])
-        with on_device():
-            (embeddings,), seconds = work()
+        settle()
+        try:
+            (embeddings,), seconds = self._work([(sequence, index)])()
+        except RuntimeError:
+            # What else of it failed must not be told to others.
+            with suppress(RuntimeError):
+                mx.synchronize()
+            raise
         self._encoded(sequence, index, embeddings, seconds)
 
     def _work(self, pictures: list[_Picture]) -> Callable[[], _Made]:

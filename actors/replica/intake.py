@@ -23,10 +23,10 @@ from ...cluster.errors import (
 from ..protocol.messages import GenerateRequest, PooledTexts, PoolingRequest
 from .delivery import Delivery
 from .encode_queue import PictureQueue
-from .execution.device_errors import DeviceFailed, on_device
 from .execution.executor import BatchExecutor
 from .execution.grammar import RowGrammar
 from .execution.vision import ImageEmbeddings
+from .kv.device_errors import DeviceFailed
 from .loading.models import LoadedModel
 from .scheduling.scheduler import ScheduledRow, Scheduler
 from .tiers.memory import Restored, RowMemory, Sequence
@@ -180,13 +180,11 @@ class Intake:
             pictured = known
             if request.media and not prefixes.is_plain:
                 pictured = prefixes.reusable_tokens(request.root_id, sequence.ids, tokens)
-            # Positions of pictures are read from the device.
-            with on_device():
-                ready = self._pictures.begin(sequence, row, pictured, submitted.embeddings)
+            ready = self._pictures.begin(sequence, row, pictured, submitted.embeddings)
         except DeviceFailed:
             self._pictures.leave(request.request_id)
             raise
-        except (SatchelError, ValueError, IndexError) as error:
+        except (SatchelError, ValueError, IndexError, RuntimeError) as error:
             self._pictures.leave(request.request_id)
             if isinstance(error, SatchelError):
                 return error

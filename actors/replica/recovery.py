@@ -1,6 +1,6 @@
 """Begins anew after the device has failed: what it touched ends or is computed again, and nothing of it is kept.
 
-Which of the computations in flight failed is not known (`execution/device_errors.py`). So all rows leave the device,
+Which of the computations in flight failed is not known (`kv/device_errors.py`). So all rows leave the device,
 and all KV that is kept in memory, noted for the disk or in the pool, and all image embeddings are dropped. What is on
 disk was waited for before it was written. Rows go back to the queue with the tokens that were delivered, which were
 read after a wait too; one that was suspected before ends (`Scheduler.device_failed`).
@@ -17,8 +17,8 @@ import mlx.core as mx
 from .delivery import Delivery
 from .embed import EmbedLoop
 from .encode_queue import PictureQueue
-from .execution.device_errors import DeviceFailed
 from .execution.executor import BatchExecutor
+from .kv.device_errors import DeviceFailed
 from .scheduling.scheduler import Scheduler
 from .tiers.keeping import Keeping
 from .tiers.memory import RowMemory

@@ -26,10 +26,10 @@ from ..kv import caches as kv_cache
 from ..kv.apart import RowsApart
 from ..kv.caches import PooledBlock, Records, Slab
 from ..kv.device import on_gpu, size_class
+from ..kv.device_errors import on_device
 from ..kv.paged_cache import PagedKVCache
 from ..kv.row_view import RowView, Stacks
 from .compiled_step import CompiledStep
-from .device_errors import on_device
 from .grammar import MaskMaker, RowGrammar, RowMasks
 from .row_states import DecodingRow, Joining, Prefilling, Together
 from .sampling import BatchSampler, Draw

@@ -26,7 +26,7 @@ from PIL import Image
 from ...model_files.foreign_code import refuse_model_file
 from ...model_files.processors import PictureProcessor, SpanLayout
 from ..kv.caches import is_recurrent
-from ..kv.device import as_numpy, on_gpu
+from ..kv.device import as_numpy, on_gpu, settle
 from ..kv.sealing import copied
 from .agreement import MODEL_ERRORS
 from .both_ways import SIDE, BothWays, find_both_ways, runs_of
@@ -468,7 +468,7 @@ class Vision:
         Args:
             tokens: token ids as native 32-bit integers.
         """
-        mx.synchronize()
+        settle()
         ids = mx.array(np.frombuffer(tokens, np.int32)[None])
         stills, videos = ([list(grid) for grid, video in grids if grid and video == kind] for kind in (False, True))
         given = {"image_grid_thw": stills, "video_grid_thw": videos}

@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 
 from ....cluster.environment import mlx_rounding
+from .device_errors import on_device
 
 TENSOR_GENERATION, TENSOR_GENERATION_PHONE, TENSOR_MACOS = 17, 18, (26, 2)
 """From which generation of Apple's GPUs and version of macOS on MLX multiplies with tensor units: M5 is the 17th."""
@@ -91,6 +92,16 @@ def as_numpy(array: mx.array) -> np.ndarray:
     """
     mx.eval(array)
     return np.array(array)
+
+
+def settle() -> None:
+    """Waits for all that this thread has launched: what fails afterwards is not its fault.
+
+    Raises:
+        DeviceFailed: the device has failed at it.
+    """
+    with on_device():
+        mx.synchronize()
 
 
 def size_class(count: int) -> int:

@@ -17,11 +17,11 @@ import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.messages import Sampling
-from ..execution.device_errors import DeviceFailed
 from ..execution.executor import SHAPE_TOKENS, BatchExecutor
 from ..execution.vision import RowPictures, Vision
 from ..kv.caches import PooledBlock, Slab
 from ..kv.device import device_bytes, size_class
+from ..kv.device_errors import DeviceFailed
 
 if TYPE_CHECKING:
     from .models import LoadedModel

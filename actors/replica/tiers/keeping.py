@@ -12,8 +12,8 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..execution.device_errors import on_device
 from ..execution.executor import BatchExecutor
+from ..kv.device_errors import on_device
 from .disk_tier import DiskTier, WriteJob
 from .memory import Restored, RowMemory, Sequence, Unsaved
 

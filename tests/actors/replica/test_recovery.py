@@ -11,10 +11,10 @@ import mlx.core as mx
 import pytest
 
 from satchel.actors.replica import trial
-from satchel.actors.replica.execution.device_errors import DeviceFailed, on_device
 from satchel.actors.replica.execution.executor import Ready
 from satchel.actors.replica.kv import caches, row_view, sealing
-from satchel.actors.replica.kv.device import as_numpy
+from satchel.actors.replica.kv.device import as_numpy, settle
+from satchel.actors.replica.kv.device_errors import DeviceFailed, on_device
 from satchel.actors.replica.kv.paged_cache import PagedKVCache
 from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.tiers.disk_tier import DiskTier
@@ -186,7 +186,7 @@ def test_what_is_read_for_a_picture_tells_of_all_rows(loaded: LoadedModel, monke
     begin = pictures.begin
 
     def reading(*given):
-        as_numpy(mx.arange(8) + 1)
+        settle()
         return begin(*given)
 
     monkeypatch.setattr(executor, "_model", fault)
