@@ -21,9 +21,7 @@ from tests.worlds.families import write_model
 @pytest.mark.skipif(on_gpu(), reason="a GPU has its own kernel")
 @pytest.mark.parametrize("kv", [name for name, policy in POLICIES.items() if policy.quantizes])
 @pytest.mark.parametrize("kernel", ["agrees", "is slower", "is missing"])
-def test_no_product_is_with_what_is_quantized_along_its_columns(
-    kernel: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_product_is_with_what_is_quantized_along_its_columns(kernel: str, kv: str, tmp_path: Path):
     """`quantized_matmul(transpose=False)`, neither where the kernel reads sealed blocks nor where they are dequantized;
     on a CPU it is how they are read."""
     inside, asked, product = [], [], mx.quantized_matmul
@@ -33,7 +31,8 @@ def test_no_product_is_with_what_is_quantized_along_its_columns(
             asked.append(transpose)
         return product(*given, transpose=transpose, **how)
 
-    with fake_kernels.kernels():
+    # What is changed of the fakes is put back before these are.
+    with fake_kernels.kernels(), pytest.MonkeyPatch.context() as patch:
         stands_for_kernel = decode_kernel.attend
 
         def attend(*given: Any) -> mx.array:
@@ -42,13 +41,13 @@ def test_no_product_is_with_what_is_quantized_along_its_columns(
             inside.pop()
             return out
 
-        monkeypatch.setattr(decode_kernel, "attend", attend)
-        monkeypatch.setattr(mx, "quantized_matmul", quantized_matmul)
+        patch.setattr(decode_kernel, "attend", attend)
+        patch.setattr(mx, "quantized_matmul", quantized_matmul)
         if kernel == "is slower":
-            monkeypatch.setattr(decode_ways, "is_slower", lambda *_: True)
+            patch.setattr(decode_ways, "is_slower", lambda *_: True)
         if kernel == "is missing":
-            monkeypatch.setattr(decode_ways.gpu_kernels, "is_available", lambda: False)
-            monkeypatch.setattr(decode_ways, "on_gpu", lambda: True)
+            patch.setattr(decode_ways.gpu_kernels, "is_available", lambda: False)
+            patch.setattr(decode_ways, "on_gpu", lambda: True)
         folder = str(write_model(tmp_path / "model", "qwen2", bits=4))
         how: dict[str, Any] = {"dtype": "float32", "weights": "stored", "kv": kv, "warm": False}
         loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, **how)
