@@ -43,7 +43,15 @@ TURN = 2 * BLOCK_TOKENS - SAID // 2
 
 AGENT = "default/reader"
 
-PATIENT = replace(TIMING, answer_s=ANSWER_S, brief_answer_s=ANSWER_S, ask_s=ANSWER_S, frame_silence_s=ANSWER_S)
+PATIENT = replace(
+    TIMING,
+    answer_s=ANSWER_S,
+    brief_answer_s=ANSWER_S,
+    ask_s=ANSWER_S,
+    frame_silence_s=ANSWER_S,
+    consumer_lease_s=ANSWER_S,
+    block_lease_s=ANSWER_S,
+)
 """A step holds up the loop on which both nodes live."""
 
 
