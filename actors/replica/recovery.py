@@ -3,7 +3,7 @@
 Which of the computations in flight failed is not known (`kv/device_errors.py`). So all rows leave the device,
 and all KV that is kept in memory, noted for the disk or in the pool, and all image embeddings are dropped. What is on
 disk was waited for before it was written. Rows go back to the queue with the tokens that were delivered, which were
-read after a wait too; one that was suspected before ends (`Scheduler.device_failed`).
+read after a wait too; one that was suspected before ends (`Scheduler.batch_failed`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Recovery:
             self._restores.leave(sequence.id)
             self._pictures.drop_embeddings(sequence)
             sequence.forget()
-        for request_id in self._scheduler.device_failed():
+        for request_id in self._scheduler.batch_failed(device=True):
             self._delivery.fail(request_id, "the device failed while it was computed, twice")
         self._embed.begin_anew()
         mx.clear_cache()

@@ -3,7 +3,7 @@
 A row waits, is prefilled in chunks, then decodes with all others until it finishes::
 
     add -> waiting -> prefilling -> running -> finish
-              ^-----------------------/ preempt, batch_failed, device_failed
+              ^-----------------------/ preempt, batch_failed
 
 The engine's step is: `plan(now)` (which rows leave), then `admit` and `next_chunk` until the step's prefill budget is
 used, then one decode step of every running row; so a long prompt never stops the others.
@@ -303,32 +303,21 @@ class Scheduler:
             return
         row.prompt, row.max_tokens, row.twin = row.prompt + 1, row.max_tokens - 1, b""
 
-    def batch_failed(self) -> list[str]:
+    def batch_failed(self, *, device: bool = False) -> list[str]:
         """Requeues every running row after a decode step raised, except the culprit.
 
         At first the culprit is unknown: all rows become suspects. Suspects join a batch of cleared rows one at a time,
         and a step that succeeds clears them. So the only suspect in a batch that fails is the culprit.
 
-        Returns:
-            The row to end, if it is known.
-        """
-        rows = list(self._running.values())
-        culprits = rows if len(rows) == 1 else [row for row in rows if row.suspect]
-        for row in rows:
-            if row not in culprits:
-                row.suspect = not culprits
-                self._requeue(row)
-        return [row.request_id for row in culprits]
-
-    def device_failed(self) -> list[str]:
-        """Requeues every row that holds a place, as `batch_failed` does, after the device has failed and nothing of any
-        row is left. It may be another row's fault, or nobody's: only a row that was suspected before is a culprit.
+        Args:
+            device: the device has failed, and nothing of any row that holds a place is left. It may be nobody's fault,
+                so even a row that was alone is only a suspect.
 
         Returns:
             The row to end, if it is known.
         """
-        rows = self._placed()
-        culprits = [row for row in rows if row.suspect]
+        rows = self._placed() if device else list(self._running.values())
+        culprits = rows if len(rows) == 1 and not device else [row for row in rows if row.suspect]
         for row in rows:
             if row not in culprits:
                 row.suspect = not culprits
