@@ -140,6 +140,8 @@ def test_rows_that_end_together_all_end(loaded: LoadedModel, monkeypatch: pytest
     bench.drain()
     assert not bench.engine.delivery.rows
     assert {bench.rows[name].finish for name in ("a", "b", "c")} == {"error"}
+    # If nobody waited for the device any more, whoever comes next is told.
+    assert bench.run("next", SHORT).tokens == Bench(loaded).run("next", SHORT).tokens
     assert bench.engine.counters.device_failures == 1
 
 
