@@ -25,6 +25,8 @@ SAMPLE ?= 12
 SEED ?= 0
 COSMIC_RAY_VERSION := 8.7.0
 COSMIC_RAY := build/cosmic-ray-$(COSMIC_RAY_VERSION)
+# For tests that may take long.
+NO_HURRY := --override-ini faulthandler_timeout=3600
 
 # Where it is set, each of a cluster's processes compiles anew what it imports: two thirds of the time they take to start.
 export PYTHONDONTWRITEBYTECODE =
@@ -39,15 +41,15 @@ test: .venv/.development ## Run all tests
 	@$(BIN)/python -m pytest tests -n 3 --durations 15
 
 test-slow: .venv/.development ## Run the tests that take long and say little that others do not, and long simulations
-	@$(BIN)/python -m pytest tests -m slow
-	@SATCHEL_SIMULATIONS=300 $(BIN)/python -m pytest tests/simulations tests/actors/kv_store/agents/test_roles_simulation.py
+	@$(BIN)/python -m pytest tests -m slow $(NO_HURRY)
+	@SATCHEL_SIMULATIONS=300 $(BIN)/python -m pytest $(NO_HURRY) tests/simulations tests/actors/kv_store/agents/test_roles_simulation.py
 
 test-clients: .venv/.development build/clients/.ready build/clients/venv/.ready ## Run agent programs and frameworks against a server; needs Node.js
-	@$(BIN)/python -m pytest tests/clients -m clients
+	@$(BIN)/python -m pytest tests/clients -m clients $(NO_HURRY)
 
 test-real: .venv/.development ## Serve real checkpoints and compare with mlx-lm: MODELS="folder folder"
 	@test -n "$(MODELS)" || { echo "Name the folders of some models, as mlx-lm loads them: make test-real MODELS=folder" >&2; exit 1; }
-	@SATCHEL_REAL_MODELS="$(MODELS)" $(BIN)/python -m pytest tests/real -m real -v --durations 15
+	@SATCHEL_REAL_MODELS="$(MODELS)" $(BIN)/python -m pytest tests/real -m real -v $(NO_HURRY) --durations 15
 
 test-zoo: .venv/.development ## Check how every type of mlx-lm and mlx-vlm is served (30 minutes); ZOO="gemma2 mamba" for some
 	@$(BIN)/python -m tests.zoo.run $(ZOO)

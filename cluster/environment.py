@@ -45,6 +45,8 @@ def ray_settings(home: Home, *, one_machine: bool = True) -> dict[str, str]:
     """Returns the variables that every process of a cluster gets."""
     return {
         "RAY_AUTH_MODE": "token",
+        # A call that is made after its process has left the cluster fails; Ray would start a cluster of its own for it.
+        "RAY_ENABLE_AUTO_CONNECT": "0",
         "RAY_AUTH_TOKEN_PATH": str(home.token_file),
         **({} if one_machine else _tls_settings(home)),
         # Offline it only delays.

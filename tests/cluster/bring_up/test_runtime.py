@@ -42,6 +42,32 @@ def test_an_endpoint_is_published(cluster: LocalCluster) -> None:
     assert find_cluster(cluster.home).endpoint_url == "http://127.0.0.1:1"
 
 
+def test_a_call_after_its_process_left_the_cluster_starts_no_other(cluster: LocalCluster) -> None:
+    """Ray would start one by itself, and the caller would wait for it for minutes."""
+    program = """
+import sys
+from pathlib import Path
+from satchel.cluster.config import Home
+from satchel.cluster.connection import connect_ray, find_cluster
+
+connect_ray(find_cluster(Home(Path(sys.argv[1]))))
+import ray
+from satchel.actors.protocol.calls import ActorRef
+from satchel.cluster.errors import NoAnswer
+
+left = ray.remote(type("Left", (), {"ping": lambda self: b""})).options(num_cpus=0).remote()
+assert ray.get(left.ping.remote(), timeout=60) == b""
+ray.shutdown()
+try:
+    ActorRef("left", "left", handle=left).call(lambda actor: actor.ping.remote(), bytes, 5).wait()
+except NoAnswer:
+    assert not ray.is_initialized()
+    print("no answer")
+"""
+    told = subprocess.run([sys.executable, "-c", program, str(cluster.home.root)], capture_output=True, text=True)
+    assert told.stdout.strip() == "no answer", told.stderr
+
+
 def test_the_home_is_taken(cluster: LocalCluster) -> None:
     with pytest.raises(HomeInUse):
         LocalCluster(cluster.home).start()
