@@ -20,7 +20,8 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...model_files.source import first_sentence
-from ..execution.agreement import MODEL_ERRORS, agree
+from ..execution.agreement import MODEL_ERRORS, TOLERANCE_16, agree
+from ..kv.device import multiplies_exactly
 from . import few_rows
 from .prepare import LinearByRows
 
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 KINDS = (nn.Linear, nn.QuantizedLinear, LinearByRows)
 """Layers that are joined. Any other, as one with an adapter, may do more than multiply."""
+
+OWN_MOST = 8
+"""If rounding alone changes a model's logits by so many times the usual tolerance, they tell nothing."""
 
 _RUNS = ([0, 1], [1])
 """Tokens of a prompt and of a decode step, in which some models compute in another way."""
@@ -51,7 +55,7 @@ def join(module: nn.Module, model: Any) -> int:
     for names in groups:
         _replace(module, names, _joined)
     try:
-        reason = "" if agree(before, _run(model)) else "the model computes something else"
+        reason = "" if _is_the_same(module, model, groups, before) else "the model computes something else"
     except MODEL_ERRORS as error:
         reason = f"the model needs its layers: {first_sentence(error)}"
     if reason:
@@ -142,6 +146,19 @@ class _Recorder(nn.Module):
         return super().__getattr__(key) if layer is None or key == "layer" else getattr(layer, key)
 
 
+class _RoundsOtherwise(nn.Module):
+    """A layer half of whose outputs are the next larger number of their dtype, or the one after."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __call__(self, x: mx.array) -> mx.array:
+        output = self["layer"](x)
+        more = mx.random.bernoulli(shape=output.shape, key=mx.random.key(0))
+        return output * (1 + mx.finfo(output.dtype).eps * more).astype(output.dtype)
+
+
 def _record(module: nn.Module, model: Any) -> tuple[list[mx.array], list[list[str]]]:
     """Returns the logits of all runs, and the names of layers that can be joined, in groups."""
     found = {name: layer for name, layer in reversed(module.named_modules()) if type(layer) in KINDS and name}
@@ -163,6 +180,25 @@ def _record(module: nn.Module, model: Any) -> tuple[list[mx.array], list[list[st
             key = (_parent(name), _kind(layers[name]), *map(id, given[name]))
             groups.setdefault(key, []).append(name)
     return logits, [names for names in groups.values() if len(names) > 1]
+
+
+def _is_the_same(module: nn.Module, model: Any, groups: Sequence[Sequence[str]], before: Sequence[mx.array]) -> bool:
+    """Whether the joined model computes what it did before: as closely as 16-bit logits usually agree, or as it agrees
+    with itself if each of these layers rounds otherwise, for some models make much of the last bit."""
+    logits = _run(model)
+    if agree(before, logits):
+        return True
+    if multiplies_exactly(logits[0].dtype):
+        return False
+    parts = [(name, _at(module, name)) for names in groups for name in names]
+    module.update_modules(tree_unflatten([(name, _RoundsOtherwise(part)) for name, part in parts]))
+    try:
+        otherwise = _run(model)
+    finally:
+        module.update_modules(tree_unflatten(parts))
+    steps = (number * TOLERANCE_16 for number in range(1, OWN_MOST))
+    own = next((tolerance for tolerance in steps if agree(logits, otherwise, tolerance)), None)
+    return own is not None and agree(before, logits, 2 * own)
 
 
 def _run(model: Any, after: Callable[[], None] = lambda: None) -> list[mx.array]:

@@ -13,6 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
+from satchel.actors.replica.execution.agreement import agree
 from satchel.actors.replica.kv.device import on_gpu
 from satchel.actors.replica.loading import blas, joined, models, prepare
 from satchel.actors.replica.loading.joined import Joined, Part
@@ -218,6 +219,38 @@ def test_layers_are_put_back_if_the_model_needs_them(block: type[Pair], says: st
     assert says in caplog.text
     assert type(model.block.one) is nn.Linear and sizes(model) == were
     np.testing.assert_allclose(run(model), before, rtol=1e-5, atol=1e-5)
+
+
+class MakesMuchOfRounding(Pair):
+    """The outputs cancel, but for a hundredth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.two.update({"weight": self.one.weight * 0.99, "bias": self.one.bias * 0.99})
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.one(x) - self.two(x)
+
+
+@pytest.mark.parametrize(("differs", "products"), [("in the last bit", 1), ("by a twentieth", 0)])
+def test_the_last_bit_counts_as_much_as_the_model_makes_of_it(
+    differs: str, products: int, monkeypatch: pytest.MonkeyPatch
+):
+    def multiply(self: Joined, x: mx.array) -> list[mx.array | None]:
+        output = self.layer(x)
+        odd = mx.arange(output.shape[-1]) % 2
+        factor = 1 + (mx.finfo(output.dtype).eps if products else 0.05) * odd
+        return [*mx.split(output * factor.astype(output.dtype), [32], axis=-1)]
+
+    mx.random.seed(3)
+    model = Model(MakesMuchOfRounding())
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    before = [model(mx.array([STEPS[0]]), None)]
+    monkeypatch.setattr(Joined, "_multiply", multiply)
+    assert joined.join(model, model) == products
+    if products:
+        assert not agree(before, [model(mx.array([STEPS[0]]), None)]), "a usual model agrees better"
 
 
 def test_a_model_that_cannot_be_recorded_is_as_it_was(caplog: pytest.LogCaptureFixture):
