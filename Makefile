@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-slow test-clients test-real test-zoo test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
-	bench-vision bench-scenarios bench-templates bench-recipe bench-quality soak attack
+	bench-vision bench-scenarios bench-templates bench-recipe bench-quality bench-checkpoints soak attack
 
 PYTHON ?= python3
 CONFIG ?= configs/one-mac.yaml
@@ -110,6 +110,9 @@ bench-recipe: .venv/.development ## Measure recipes of quantized weights; BENCH=
 
 bench-quality: .venv/.development ## Measure what 4-bit KV does to answers on real text: MODELS="folder folder", BENCH="--lengths 1024" options
 	@$(BIN)/python -m benchmarks.quality.run --models "$(MODELS)" $(BENCH)
+
+bench-checkpoints: .venv/.development ## Measure how real checkpoints start, go on, call tools and keep to schemas: MODELS="folder folder"
+	@$(BIN)/python -m benchmarks.checkpoints.run --models "$(MODELS)" $(BENCH)
 
 soak: .venv/.development ## Kill a server and fill its disk for MINUTES=60 while agents talk, and compare; BENCH="--disk tenth" options
 	@$(BIN)/python -m benchmarks.soak.run $(if $(MINUTES),--minutes "$(MINUTES)") $(BENCH)

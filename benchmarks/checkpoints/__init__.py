@@ -1,0 +1,1 @@
+"""How real checkpoints are served."""

@@ -1,0 +1,123 @@
+"""What memory saves a conversation: the first token of a next turn with the conversation in memory, and without.
+
+The conversations are about files of Python's library, so every machine has the same ones for its version of Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+from satchel.actors.replica.loading import real_text
+
+from ..parts import Budget, ResultTable, Say, median
+from .server import Message, Server, Streamed, assistant, user
+
+CHARACTERS_A_TOKEN = 4
+"""Of code, about."""
+
+QUESTIONS = (
+    "What does the first function here do?",
+    "Which errors can it raise, and when?",
+    "Write a short test for it.",
+    "How would you make it faster?",
+)
+ANSWER_TOKENS = 48
+TIE = 0.05
+"""Two tokens whose log probabilities differ by less are a tie: rounding chooses between them."""
+
+REUSED_MIN = 2000
+"""From so many reused tokens on a first token takes at most half of what it takes without."""
+
+
+@dataclass
+class Pairs:
+    """The same turns, answered with the conversation in memory and without."""
+
+    hot: list[Streamed] = field(default_factory=list)
+    cold: list[Streamed] = field(default_factory=list)
+
+
+def turns(
+    name: str, server: Server, lengths: Sequence[int], agents: Sequence[int], budget: Budget, say: Say
+) -> ResultTable:
+    """Has agents' conversations go on, and asks the same again without an agent, which computes all of it.
+
+    Args:
+        lengths: of the files, tokens about.
+        agents: how many conversations go on at once.
+    """
+    table = ResultTable(f"{name}: the first token of a next turn, ms")
+    files = itertools.cycle(real_text.sources())
+    for length, at_once in itertools.product(lengths, agents):
+        if budget.left_s <= 0:
+            table.notes.append(f"{length} tokens, {at_once} at once: no time was left.")
+            continue
+        texts = [next(files)[: length * CHARACTERS_A_TOKEN] for _ in range(at_once)]
+        pairs = asyncio.run(_conversations(server, texts))
+        reused = median([answer.cached for answer in pairs.hot])
+        hot, anew = (median([answer.first_s * 1000 for answer in found]) for found in (pairs.hot, pairs.cold))
+        table.rows.append(
+            {
+                "conversations at once": at_once,
+                "prompt": round(median([answer.prompt for answer in pairs.hot])),
+                "reused": round(reused),
+                "hot": hot,
+                "cold": anew,
+                "hot / cold": hot / anew,
+                **_compared(pairs),
+            }
+        )
+        if reused >= REUSED_MIN:
+            table.at_most(f"hot / cold, {reused:.0f} tokens reused, {at_once} at once", hot / anew, 0.5)
+        say(f"  {length} tokens, {at_once} at once: {hot:.0f} ms hot, {anew:.0f} ms cold")
+    table.notes.append(
+        f"Greedy answers of {ANSWER_TOKENS} tokens. They part at a tie where the likeliest two tokens differ by less "
+        f"than {TIE} in log probability."
+    )
+    return table
+
+
+async def _conversations(server: Server, files: Sequence[str]) -> Pairs:
+    pairs = Pairs()
+    names = [uuid.uuid4().hex for _ in files]
+    talks: list[list[Message]] = [[user(f"{text}\n\n{QUESTIONS[0]}")] for text in files]
+    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as client:
+
+        async def all_of(agents: Sequence[str]) -> list[Streamed]:
+            asked = zip(talks, agents, strict=True)
+            return await asyncio.gather(*[server.stream(client, talk, ANSWER_TOKENS, agent) for talk, agent in asked])
+
+        said = await all_of(names)
+        for question in QUESTIONS[1:]:
+            for talk, answer in zip(talks, said, strict=True):
+                talk += [assistant(answer.text), user(question)]
+            said = await all_of(names)
+            pairs.hot += said
+            pairs.cold += await all_of([""] * len(files))
+    return pairs
+
+
+def _compared(pairs: Pairs) -> dict[str, int]:
+    """Returns how many answers are equal, and how many of the others part at a tie."""
+    equal = ties = 0
+    for hot, cold in zip(pairs.hot, pairs.cold, strict=True):
+        parted = next(
+            (place for place, (one, other) in enumerate(zip(hot.tokens, cold.tokens, strict=False)) if one != other),
+            None,
+        )
+        if hot.text == cold.text:
+            equal += 1
+        elif parted is not None and min(hot.gaps[parted], cold.gaps[parted]) < TIE:
+            ties += 1
+    return {
+        "answers": len(pairs.hot),
+        "equal": equal,
+        "part at a tie": ties,
+        "part elsewhere": len(pairs.hot) - equal - ties,
+    }
