@@ -23,6 +23,7 @@ class Memory:
         self.full = False
         self.syncs: Callable[[], None] = lambda: None
         self._inside = False
+        self._actions: list[Callable[[], object]] = []
         self.rows: dict[str, dict[int, tuple[Head, Content]]] = {}
         self.places: dict[str, Place] = {}
         self.graves: dict[str, tuple[int, float]] = {}
@@ -38,6 +39,7 @@ class Memory:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         before = {agent: dict(rows) for agent, rows in self.rows.items()}, dict(self.places), dict(self.graves)
+        actions = len(self._actions)
         inner, self._inside = self._inside, True
         try:
             yield
@@ -45,9 +47,20 @@ class Memory:
             self._sync()
         except BaseException:
             self.rows, self.places, self.graves = before
+            del self._actions[actions:]
             raise
         finally:
             self._inside = inner
+        if not inner:
+            done, self._actions = self._actions, []
+            for action in done:
+                action()
+
+    def after_commit(self, action: Callable[[], object]) -> None:
+        if self._inside:
+            self._actions.append(action)
+        else:
+            action()
 
     def _sync(self) -> None:
         """Before what is written outside of a transaction, and at the end of one."""

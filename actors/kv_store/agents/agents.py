@@ -157,8 +157,10 @@ class Agents:
         self._turns.pop(agent, None)
 
     def retake(self, agent: str, turn: str, now: float, lease_s: float) -> None:
-        """Returns a turn to its owner after a failed commit, unless another turn has begun."""
-        self._turns.setdefault(agent, _TurnLease(turn, now + lease_s))
+        """Extends the lease of a turn whose commit failed, or gives it one, unless another turn has begun."""
+        held = self._turns.setdefault(agent, _TurnLease(turn, now + lease_s))
+        if held.name == turn:
+            held.ends = now + lease_s
 
     def commit(self, agent: str, commit: Commit, now: float, unix_now: float) -> CommitOutcome:
         """Ends a turn and stores its branch. A refused commit only ends the turn.
@@ -175,9 +177,9 @@ class Agents:
                 outcome = self._write(agent, commit, now, unix_now)
             except _NoRoom:
                 outcome = CommitOutcome("no room")
-        # Last: if the storage raised, the owner can still commit or abandon the turn.
+        # If the storage fails, the owner can still commit or abandon the turn.
         if commit.turn:
-            self._turns.pop(agent, None)
+            self._storage.after_commit(lambda: self.end_turn(agent))
         return outcome
 
     def fork(self, source: str, target: str, now: float, unix_now: float) -> int:
@@ -214,7 +216,7 @@ class Agents:
             self._bring(agent, branches, set(), now)
         except _NoRoom:
             raise InvalidRequest("the agent does not fit into transcripts_bytes_max") from None
-        self._seen.pop(agent, None)
+        self._storage.after_commit(lambda: self._seen.pop(agent, None))
 
     def _bring(self, agent: str, branches: Sequence[tuple[Head, Content]], keep: set[str], now: float) -> None:
         # Ids first, in the order of the old ones: the oldest branch stays the oldest.
@@ -246,9 +248,13 @@ class Agents:
             self._storage.erase(agent)
             self._storage.bury(agent, self._next(), unix_now)
             gone = self._storage.prune(unix_now - self._limits.tombstone_s, self._limits.tombstones_max)
-        self._floor = max(self._floor, gone)
-        self._turns.pop(agent, None)
-        self._seen.pop(agent, None)
+
+        def bar() -> None:
+            self._floor = max(self._floor, gone)
+            self._turns.pop(agent, None)
+            self._seen.pop(agent, None)
+
+        self._storage.after_commit(bar)
 
     def take_in(self, agent: str, branches: Iterable[tuple[Head, Content]], now: float) -> None:
         """Stores branches of a former primary of the agent, under their own numbers if those are free.
@@ -388,7 +394,7 @@ class Agents:
             if old is None:
                 self._make_place(heads)
             self._make_room({agent}, now, trim=head)
-        self._seen.pop(agent, None)
+        self._storage.after_commit(lambda: self._seen.pop(agent, None))
         return CommitOutcome("replaced" if old else "opened", head.branch, epoch)
 
     def _make_place(self, heads: list[Head]) -> None:
@@ -424,6 +430,9 @@ class Agents:
                     self._storage.drop(head)
         if self._over:
             raise _NoRoom
+        self._storage.after_commit(lambda: self._note_evicted(evicted))
+
+    def _note_evicted(self, evicted: Sequence[str]) -> None:
         self.evicted += len(evicted)
         for agent in evicted:
             self._on_let_go(agent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,6 +39,11 @@ class Storage(Protocol):
         ...
 
     def transaction(self) -> AbstractContextManager[None]: ...
+
+    def after_commit(self, action: Callable[[], object]) -> None:
+        """Calls `action`, which changes what is in memory, once the transaction that is open is committed, never if it
+        is rolled back. Outside of one it is called at once."""
+        ...
 
     def sequence(self) -> int:
         """Returns the highest sequence of any branch or tombstone."""

@@ -93,6 +93,7 @@ class AgentDatabase:
         self._tenants: Counter[str] = Counter()
         # Changes of both counts by the open transactions, for rollback.
         self._counted: list[tuple[str, int]] = []
+        self._actions: list[Callable[[], object]] = []
         self._inside = False
         self.damaged_total = 0
         self.set_aside_total = 0
@@ -146,7 +147,7 @@ class AgentDatabase:
             MemoryFull: the disk is full. Nothing has changed.
             Unavailable: the file fails. Nothing has changed.
         """
-        before, db, inner = len(self._counted), self._db, self._inside
+        before, actions, db, inner = len(self._counted), len(self._actions), self._db, self._inside
         self._inside = True
         begin, commit, undo = _INNER if inner else _OUTER
         try:
@@ -155,6 +156,7 @@ class AgentDatabase:
                 yield
                 db.execute(commit)
         except BaseException:
+            del self._actions[actions:]
             # If a damaged file was replaced, its counts were replaced too.
             if db is self._db:
                 self._uncount(before)
@@ -167,6 +169,16 @@ class AgentDatabase:
             self._inside = inner
             if not inner:
                 self._counted.clear()
+        if not inner:
+            done, self._actions = self._actions, []
+            for action in done:
+                action()
+
+    def after_commit(self, action: Callable[[], object]) -> None:
+        if self._inside:
+            self._actions.append(action)
+        else:
+            action()
 
     def sequence(self) -> int:
         with self._guard():
@@ -374,7 +386,7 @@ class AgentDatabase:
             raise unusable(path, error) from error
         saved = 0
         # An open transaction on the old file is over.
-        self._inside = False
+        self._inside, self._actions = False, []
         for head, content in salvage(aside, self._key):
             with self.transaction():
                 self.put(head, content)

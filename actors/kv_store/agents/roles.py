@@ -195,7 +195,7 @@ class RoleTable:
         if place.role is Role.PRIMARY and place.epoch > above:
             return place
         if place.role is not Role.PRIMARY or place.epoch < above:
-            self._end_turn(agent)
+            self._storage.after_commit(lambda: self._end_turn(agent))
         place = Place(max(place.epoch, above) + 1, Role.PRIMARY)
         with self._storage.transaction():
             self._storage.set_place(agent, place)
@@ -220,7 +220,7 @@ class RoleTable:
         with self._storage.transaction():
             # Keeps its own epoch, because its branches are older than the new primary's.
             self._storage.set_place(agent, Place(place.epoch, Role.SECONDARY))
-        self._end_turn(agent)
+        self._storage.after_commit(lambda: self._end_turn(agent))
         return True
 
     def let_go_copy(self, agent: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from .device import size_class
-from .pool import BlockPool, BlockTable
+from .pool import BlockPool, BlockTable, Slot
 
 SLOTS_MIN = 64
 """The least that a kernel is given, with padding: few shapes."""
@@ -44,6 +44,7 @@ class PagedBatch:
         self._masks: dict[int, mx.array] = {}
         self.both_ways: list[Sequence[tuple[int, int]]] = []
         self._blocks: dict[int, tuple[Any, tuple[mx.array, list[int]]]] = {}
+        self._blanks: dict[int, Slot] = {}
         self._lengths: list[int] | None = None
         self._ragged: list[int] | None = None
         self._kept: dict[Any, Any] = {}
@@ -79,6 +80,11 @@ class PagedBatch:
             made = mx.array(slots, mx.uint32) + 0, starts
             self._blocks[group] = asked, made
         return made
+
+    def blank(self, group: int) -> int:
+        """Returns the number of a group's slot of zeros, which the batch holds from then on."""
+        self._blanks[group] = self.pool.groups[group].blank()
+        return self._blanks[group].number
 
     def see_both_ways(self, runs: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Sets `both_ways` for the next call of the model."""

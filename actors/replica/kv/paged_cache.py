@@ -377,15 +377,17 @@ class PagedKVCache:
         return [row[self._number] for row in self.batch.tables]
 
     def _table(self, step: Step) -> mx.array:
-        """(rows, step.used) uint32, slots; rows that have fewer repeat their last."""
+        """(rows, step.used) uint32, slots; rows that have fewer repeat their last, or read one of zeros."""
 
         def make() -> mx.array:
             self._reach(step)
             found = []
             for table, first in zip(self._tables(), step.first, strict=True):
                 numbers = table.numbers(first, first + step.used)
-                # Its own block again: another row's might be no numbers, which spread even if they are masked.
-                found.append(numbers + (numbers[-1:] or [0]) * (step.used - len(numbers)))
+                if missing := step.used - len(numbers):
+                    # Not another row's: it might be no numbers, which spread even if they are masked.
+                    numbers += [numbers[-1] if numbers else self.batch.blank(self._number)] * missing
+                found.append(numbers)
             return mx.array(found, dtype=mx.uint32)
 
         return self._once(("table", self._number), make)

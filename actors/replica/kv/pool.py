@@ -99,6 +99,7 @@ class SlotGroup:
         self._arrays: list[list[mx.array] | None] = [None] * len(self.layers)
         self._free: deque[int] = deque()
         self._taken: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self._blank: weakref.ref[Slot] | None = None
 
     @property
     def taken(self) -> int:
@@ -128,6 +129,21 @@ class SlotGroup:
         """Grows until nobody holds `count` slots."""
         if count > len(self._free):
             self._grow(count - len(self._free))
+
+    def blank(self) -> Slot:
+        """Returns a slot of zeros, the same one as long as somebody holds it. A row without a block reads it where
+        others have theirs: what is in any other slot may be no numbers, which a mask does not make zero."""
+        slot = None if self._blank is None else self._blank()
+        if slot is None:
+            (slot,) = self.take(1)
+            self._blank = weakref.ref(slot)
+            if self._kind is not None:
+                target = mx.array([slot.number], mx.uint32)
+                for place, arrays in enumerate(self._arrays):
+                    if arrays is not None:
+                        zeros = [mx.zeros((1, *array.shape[1:]), array.dtype) for array in arrays]
+                        self.write(place, target, self._kind._make(zeros))
+        return slot
 
     def is_written(self, place: int) -> bool:
         """Whether the group's layer number `place` has had a block."""
@@ -278,7 +294,7 @@ class SlotGroup:
         mx.eval(nothing)
         self._written = [nothing] * len(self.layers)
         self._arrays = [None] * len(self.layers)
-        self._free, self._taken = deque(), weakref.WeakSet()
+        self._free, self._taken, self._blank = deque(), weakref.WeakSet(), None
         self.capacity = self._seen_bytes = 0
         self._kind = None
 
