@@ -9,14 +9,18 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from satchel.actors.replica.execution.executor import Ready
 from satchel.actors.replica.kv import caches as kv_cache
+from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.models import LoadedModel
 from tests.worlds.bench import Bench
+from tests.worlds.families import write_model
 
 MakeBench = Callable[..., Bench]
 
@@ -247,6 +251,35 @@ def test_a_model_that_says_nothing_sensible_ends_that_row_only(
     engine.drain()
     assert (engine.rows["bad"].finish, engine.rows["bad"].tokens) == ("error", [])
     assert engine.rows["2"].tokens == alone[2] and engine.rows["6"].tokens == alone[6]
+
+
+@pytest.mark.parametrize("numerics", ["reproducible", "fast"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_is_no_number_of_one_row_is_never_read_by_another(numerics: str, padded: bool, tmp_path: Path):
+    """Not in its slots after it, not beside it, and not where a short row has no block and a long one has."""
+    folder, poison = write_model(tmp_path, "llama"), 7
+    loaded = models.load(str(folder), context_tokens_max=None, progress=lambda *_: None, numerics=numerics)
+    weights: Any = loaded.model.model.embed_tokens
+    weights.weight[poison] = mx.nan
+    short, long = [11 + number for number in range(100)], [20 + number % 900 for number in range(600)]
+
+    def new() -> Bench:
+        made = Bench(loaded)
+        made.engine.executor.batched_prefill = padded
+        return made
+
+    alone = new().run("short", short, max_tokens=20).tokens
+    bench = new()
+    bad = bench.run("bad", [20] * 100 + [poison] * 500, max_tokens=5, reusable=False)
+    assert bad.finish == "error", "the fault that this is about"
+    bench.engine.prefixes.clear()
+    bench.run("warm", long, max_tokens=1)
+    bench.submit("long", [*long, *range(30, 200)], max_tokens=40)
+    bench.submit("bad again", [*long[:300], *[poison] * 300], max_tokens=5, reusable=False)
+    bench.submit("short", short, max_tokens=20)
+    bench.drain()
+    assert bench.rows["bad again"].finish == "error" and bench.rows["long"].finish == "length"
+    assert bench.rows["short"].tokens == alone
 
 
 def test_an_aborted_row_leaves_within_one_step(bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]):
