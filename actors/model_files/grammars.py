@@ -138,7 +138,8 @@ def load_compiler(
     with own_code_only(name, folder, trusted=trusted):
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-        except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+        except Exception as error:
+            # What a config's own classes raise, too.
             raise ModelLoadError(f"the tokenizer of {name!r} does not load: {error}") from error
     return GrammarCompiler(tokenizer_json(tokenizer), end_tokens, vocabulary_size)
 

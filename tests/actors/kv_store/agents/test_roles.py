@@ -197,6 +197,18 @@ def test_branches_that_are_taken_in_keep_apart_from_those_that_are_there():
     home.agents.check([X])
 
 
+def test_branches_that_are_taken_in_are_a_newer_version():
+    """Copies are sent again only if the sequence has grown, here with numbers that were free."""
+    home = Node()
+    home.speak("here")
+    home.speak("more")
+    (head, *_), before = home.agents.heads(X), home.agents.sequence
+    home.forget("t/other")
+    free = replace(head, branch=0, epoch=0)
+    home.agents.take_in(X, [(free, content("there"))], 0.0)
+    assert home.agents.sequence > before + 1
+
+
 def test_a_life_that_is_over_ends_every_home_of_it_and_the_next_is_above():
     home = Node()
     home.speak("one")

@@ -151,6 +151,15 @@ def test_the_least_recently_used_file_goes_first_and_real_bytes_count(bench):
     assert len(evict(bench.store, 0)) == 2 and bench.files() == []
 
 
+def test_a_commit_is_a_use_also_after_a_restart(bench):
+    first, second = chain(1), chain(1, first=10)
+    records = [bench.write(first), bench.write(second)]
+    for record in reversed(records):
+        bench.store.commit(record)
+    bench.open(bytes_max=2 * records[0].nbytes + 3, session="s2")
+    assert bench.put(chain(1, first=20)).retracted == [second[0].id]
+
+
 def test_the_beginning_of_a_chain_stays_longest(bench):
     entries = chain(3)
     for entry in entries:
@@ -297,7 +306,7 @@ def test_a_commit_must_fit_its_file(bench):
         with pytest.raises(InvalidRecord):
             bench.store.commit(SegmentRecord(**{**values, **change}))
         path.write_bytes(kept)
-    for damaged in (kept[:-1], kept + b"\0", b"", kept[:-20] + b"!" + kept[-19:]):
+    for damaged in (kept[:-1], kept + b"\0", b"", kept[:-20] + bytes([kept[-20] ^ 1]) + kept[-19:]):
         path.write_bytes(damaged)
         with pytest.raises(InvalidRecord):
             bench.store.commit(record)

@@ -68,6 +68,33 @@ def test_what_others_committed_or_used_survives_until_they_are_forgotten_too(ben
     assert bench.store.forget("default/carol") == [shared[1].id] and bench.files() == []
 
 
+def test_after_a_start_no_file_names_who_was_forgotten(bench):
+    """Others own the entry too, so it stays, and its file is written anew."""
+    alice, bob = "default/alice", "default/bob"
+    (entry,) = chain(1, owners=(alice, bob))
+    bench.put([entry])
+    assert bench.store.forget(alice) == []
+    bench.open(settles=False)
+    (record,) = bench.store.uncertain()
+    assert record.owners == (owner_tag(bench.store.key, bob),)
+    assert owner_tag(bench.store.key, alice) not in bench.bytes_on_disk()
+
+
+def test_only_what_an_earlier_opening_wrote_is_settled(bench):
+    key, (old, new) = bench.store.key, (chain(1, owners=("default/alice",)), chain(1, first=5, owners=("default/bob",)))
+    bench.put(old)
+    bench.open(settles=False)
+    bench.put(new)
+    more = [Entry(old[0].id, ROOT, old[0].tokens, arrays(0, state=True), snapshot=True, owners=("default/bob",))]
+    bench.put(more)
+    assert [record.id for record in bench.store.uncertain()] == [old[0].id], "a copy knows its own owners alone"
+    carol = owner_tag(key, "default/carol")
+    assert bench.store.settle({old[0].id: [carol], new[0].id: [carol]}) == 1
+    assert list(bench.store.uncertain()) == []
+    assert bench.store.forget("default/alice") == [] and bench.store.forget("default/carol") == []
+    assert bench.store.forget("default/bob") == [new[0].id, old[0].id]
+
+
 def test_what_nobody_in_particular_owns_is_just_cache(bench):
     entries = chain(1)
     bench.put(entries)

@@ -142,6 +142,18 @@ def test_one_that_adds_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch):
 
 
 @here_only
+def test_sizes_that_do_not_hold_are_put_back():
+    found = in_new_process("""
+import ctypes
+blas._adds_in_order = lambda library: False
+assert "adds up in another order" in blas.chosen().reason
+table = ctypes.POINTER(ctypes.c_int).in_dll(blas._load(blas._bundled()), "gotoblas")
+print([table[blas._SIZES_AT + at] for at in range(5)])
+""")
+    assert found == str(blas._USUAL_SIZES)
+
+
+@here_only
 @pytest.mark.parametrize("rows", [2, 13])
 def test_a_wrong_sum_is_seen(rows: int):
     """A library that multiplies with parts of the usual length does not pass."""
