@@ -21,6 +21,9 @@ from .remembered import Remembered
 _ABORT_WAIT_S = 5.0
 _INTERLEAVED_EVENTS_MAX = 256
 
+WAITING = b": waiting\n\n"
+"""A comment among server-sent events: proxies see life, and clients skip it."""
+
 
 @dataclass(frozen=True)
 class Usage:

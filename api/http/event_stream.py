@@ -29,7 +29,7 @@ HEADERS_WAIT_S = 5.0
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 PING_S = 10.0
-"""After so long without an event a protocol that has pings sends one: proxies and clients give up silent streams."""
+"""After so long without an event something is sent that says nothing: proxies and clients give up silent streams."""
 
 
 class Encoder(Protocol):
@@ -39,7 +39,7 @@ class Encoder(Protocol):
 
     @property
     def idle(self) -> bytes:
-        """What is sent while nothing comes, b"" if the protocol has no such event."""
+        """What is sent while nothing comes, which clients ignore."""
         ...
 
     def start(self, streams: Sequence[TextStream]) -> bytes: ...
@@ -205,7 +205,7 @@ async def encoded(
 
 @asynccontextmanager
 async def _pinging(send: Send, ping: bytes) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
-    """Yields what sends a chunk of the body, and sends `ping` by itself after `PING_S` without one; b"" for none."""
+    """Yields what sends a chunk of the body, and sends `ping` by itself after `PING_S` without one."""
     loop = asyncio.get_running_loop()
     sent_at = loop.time()
 
@@ -223,9 +223,6 @@ async def _pinging(send: Send, ping: bytes) -> AsyncIterator[Callable[[bytes], A
             else:
                 await send_chunk(ping)
 
-    if not ping:
-        yield send_chunk
-        return
     # A task beside the stream costs nothing per token, where a time limit on each wait for an event would.
     pings = asyncio.create_task(ping_when_idle())
     try:

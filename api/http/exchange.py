@@ -23,9 +23,17 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...cluster.config import Config
-from ...cluster.errors import InvalidRequest, RequestTooLarge, SatchelError, SlowBody, Unavailable
+from ...cluster.errors import (
+    InvalidRequest,
+    RequestTooLarge,
+    SatchelError,
+    SlowBody,
+    Unavailable,
+    UnsupportedMediaType,
+)
 from ..generation.bodies import Body, parse_body
 from ..generation.options import invalid_at
+from .content_coding import codings_of, decoded
 from .error_shapes import error_response, shape_of
 from .metrics import Metrics
 
@@ -194,22 +202,34 @@ class BodyReader:
         self._large = asyncio.Lock()
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """Returns the body, parsed and validated. Large ones are parsed one at a time.
+        """Returns the body, decoded, parsed and validated. Large and compressed ones are parsed one at a time.
 
         Raises:
-            InvalidRequest: as `parse_body`.
+            InvalidRequest: as `parse_body` and `content_coding.decoded`.
+            UnsupportedMediaType: as `content_coding.codings_of`.
             RequestTooLarge, Unavailable, SlowBody, ClientDisconnect: as `_reading`.
         """
-        async with self._reading(request) as data, self._large if len(data) > _LARGE_BYTES else nullcontext():
-            return await asyncio.to_thread(parse_body, kind, data, self._limits)
+        codings = codings_of(request)
+
+        def parse(data: bytearray) -> Body:
+            return parse_body(kind, decoded(data, codings, self._limits.body_bytes_max), self._limits)
+
+        async with (
+            self._reading(request) as data,
+            self._large if codings or len(data) > _LARGE_BYTES else nullcontext(),
+        ):
+            return await asyncio.to_thread(parse, data)
 
     async def save(self, request: Request, take: Callable[[bytes], Awaitable[object]]) -> None:
         """Gives a body that is not held in memory to `take`, piece by piece. While that waits, nothing more is read.
 
         Raises:
+            UnsupportedMediaType: it has a content encoding.
             SlowBody: it comes too slowly.
             ClientDisconnect: the client disconnected first.
         """
+        if codings_of(request):
+            raise UnsupportedMediaType("this route takes no content encoding")
         loop, waited_s, count = asyncio.get_running_loop(), 0.0, 0
         stream, pieces = aiter(request.stream()), bytearray()
         while True:

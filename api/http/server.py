@@ -124,6 +124,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = -1
         self._head_ends.cancel()
         super().on_headers_complete()
+        if self.cycle is not None and self.scope["http_version"] == "1.0":
+            # That version has no chunks: the connection's end is the answer's.
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UntilTheEnd()
 
     def on_body(self, body: bytes) -> None:
         self._in_body = True
@@ -164,6 +167,21 @@ class HttpProtocol(HttpToolsProtocol):
         again = "retry-after: 1\r\n" if status == 503 else ""
         self.transport.write(STATUS_LINE[status] + f"{head}{again}\r\n{body}".encode())
         self.transport.close()
+
+
+class _UntilTheEnd(int):
+    """How many bytes of an answer are still expected, if the connection's end tells: none is too many or missing."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> _UntilTheEnd:
+        return self
+
+    __hash__ = int.__hash__
 
 
 class HttpServer:

@@ -33,7 +33,8 @@ class AnswerLines:
 
     @property
     def idle(self) -> bytes:
-        return b""
+        # White space before the next object: clients parse line by line, and an empty line is no object.
+        return b" "
 
     def start(self, streams: Sequence[TextStream]) -> bytes:
         self._stream = streams[0]

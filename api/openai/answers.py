@@ -14,7 +14,7 @@ from ...actors.protocol.messages import EmbeddingInfo
 from ...cluster.errors import SatchelError
 from ..generation.backend import ServedModel
 from ..generation.remembered import Remembered
-from ..generation.streams import Answer, Finished, TextStream, Usage
+from ..generation.streams import WAITING, Answer, Finished, TextStream, Usage
 from ..text.answers.logprobs import ShownToken, chat_logprobs, completion_logprobs
 from ..text.answers.pipeline import CallArguments, CallBegun, ToolCall
 from ..text.answers.row_text import TextDelta
@@ -180,7 +180,7 @@ class _Chunks:
 
     @property
     def idle(self) -> bytes:
-        return b""
+        return WAITING
 
     def end(self, total: Usage) -> bytes:
         if not self._include_usage:

@@ -10,7 +10,7 @@ from typing import Any
 from ...cluster.errors import GenerationFailed, SatchelError
 from ..generation.history import Message, answer_message
 from ..generation.remembered import Remembered
-from ..generation.streams import Answer, Finished, TextStream, Usage
+from ..generation.streams import WAITING, Answer, Finished, TextStream, Usage
 from ..text.answers.pipeline import CallArguments, CallBegun, ToolCall
 from ..text.answers.row_text import TextDelta
 from .answers import (
@@ -28,9 +28,6 @@ from .answers import (
 )
 from .bodies import ResponseBody
 from .tools import INPUT, OfferedTools
-
-PING = b": waiting\n\n"
-"""A comment: proxies see life, and clients skip it."""
 
 _LOST = (
     "the answer is not here: the endpoint was started anew before it was complete, or kept it nowhere but in its memory"
@@ -65,7 +62,7 @@ class ResponseEvents:
 
     @property
     def idle(self) -> bytes:
-        return PING
+        return WAITING
 
     def queued(self) -> bytes:
         """What comes first of a response that is made in the background."""

@@ -29,7 +29,7 @@ from ...generation.callers import Caller
 from ...generation.history import Message
 from ...generation.identity import Identity
 from ...generation.requests import ChatRequest, agent_key
-from ...generation.streams import abort_all, interleave
+from ...generation.streams import WAITING, abort_all, interleave
 from ...responses.answers import COMPLETED, INCOMPLETE, ResponseObject
 from ...responses.background import BackgroundResponse, BackgroundResponses, EventLog
 from ...responses.bodies import AskedBody, InputTokensBody, ResponseBody
@@ -43,7 +43,7 @@ from ...responses.chains import (
     only_text,
     read_response_id,
 )
-from ...responses.events import PING, ResponseEvents, recovered, whole
+from ...responses.events import ResponseEvents, recovered, whole
 from ...responses.listing import item_page
 from ...views.agents import agent_transcripts, forget_agent
 from ..answering import Answering
@@ -223,7 +223,7 @@ class ResponseRoutes:
             message = "stream: the events of a response that is not in the background are sent once"
             raise InvalidRequest(message, param="stream")
         kept.log.check(after)
-        return FollowedStream(kept.log.follow(after), PING, {})
+        return FollowedStream(kept.log.follow(after), WAITING, {})
 
     async def delete(self, request: Request, response_id: str) -> Response:
         """Deletes a response. With the last one of a chain that nobody's name is on, its memory is forgotten."""

@@ -44,6 +44,20 @@ ASKS = POST + b"Content-Length: %d\r\n\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
+async def test_an_answer_in_http_1_0_has_no_chunks_and_ends_with_the_connection(server: str):
+    for more in ({}, {"stream": True}):
+        body = json.dumps({**BODY, **more}).encode()
+        reader, writer = await send(server, (ASKS % len(body)).replace(b"HTTP/1.1", b"HTTP/1.0"), body)
+        async with asyncio.timeout(10):
+            head, _, said = (await reader.read()).partition(b"\r\n\r\n")
+        assert b" 200 " in head and b"transfer-encoding" not in head.lower()
+        if more:
+            assert said.startswith(b"data: ") and said.endswith(b"data: [DONE]\n\n")
+        else:
+            assert json.loads(said)["choices"] and f"content-length: {len(said)}".encode() in head.lower()
+        writer.close()
+
+
 @pytest.mark.parametrize(("endless", "said"), ENDLESS, ids=["headers", "one header"])
 async def test_a_head_without_end_is_refused(server: str, endless: bytes, said: str):
     start = b"GET /health HTTP/1.1\r\nHost: satchel\r\nX: "

@@ -50,6 +50,34 @@ async def test_the_prompt_is_the_rendered_template(api, backend):
     )
 
 
+SILENT = {
+    "/v1/chat/completions": ({"messages": [{"role": "user", "content": "Hi"}]}, b": waiting\n\n"),
+    "/v1/completions": ({"prompt": "Hi"}, b": waiting\n\n"),
+    "/v1/responses": ({"input": "Hi"}, b": waiting\n\n"),
+    "/api/chat": ({"messages": [{"role": "user", "content": "Hi"}]}, b" "),
+    "/api/generate": ({"prompt": "Hi"}, b" "),
+}
+
+
+@pytest.mark.parametrize("path", SILENT)
+async def test_a_stream_is_not_silent_while_its_prompt_is_read(api, backend, monkeypatch, path: str):
+    """And what comes meanwhile is nothing to those who read its events or its lines."""
+    for name in ("PING_S", "HEADERS_WAIT_S"):
+        monkeypatch.setattr(f"satchel.api.http.event_stream.{name}", 0.03)
+    body, waiting = SILENT[path]
+    hello = RowUpdate("r", backend.text.encode("Hello"), cached_tokens=0)
+    backend.play(0.3, hello, 0.2, RowUpdate("r", [], finish="stop"))
+    answer = await api.client.post(path, json={"model": "satchel/tiny", "stream": True, **body})
+    assert answer.status_code == 200
+    assert answer.content.count(waiting) >= 6 and "Hello" in answer.text
+    assert not path.startswith("/api") or answer.text.startswith("   "), "from the beginning"
+    for line in answer.text.splitlines():
+        if path.startswith("/api"):
+            assert isinstance(json.loads(line), dict), "clients parse every line"
+        else:
+            assert not line or line.startswith(("data: ", "event: ", ": waiting"))
+
+
 async def test_a_stream_is_role_then_text_then_finish_then_done(api, backend):
     backend.say("Hello 日本語 😀")
     *chunks, done = await api.stream()

@@ -1,0 +1,80 @@
+"""Bodies that clients compress: `Content-Encoding`, as RFC 9110, section 8.4, has it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+from fastapi import Request
+
+from ...cluster.errors import InvalidRequest, RequestTooLarge, UnsupportedMediaType
+
+_GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
+
+
+def codings_of(request: Request) -> list[str]:
+    """Returns the codings of a request's body, in the order in which they were applied.
+
+    Raises:
+        UnsupportedMediaType: one of them is unknown here.
+    """
+    named = ",".join(request.headers.getlist("content-encoding")).lower().split(",")
+    codings = [name for coding in named if (name := coding.strip()) not in ("", "identity")]
+    for name in codings:
+        if name not in _DECODERS:
+            raise UnsupportedMediaType(
+                f"the content encoding {name[:40]!r} is unknown here: gzip and deflate are known"
+            )
+    return codings
+
+
+def decoded(body: bytes | bytearray, codings: list[str], bytes_max: int) -> bytes | bytearray:
+    """Returns a body without its codings.
+
+    Raises:
+        InvalidRequest: it is not what a coding says, or its end is missing.
+        RequestTooLarge: it is larger than `bytes_max`, after any of them.
+    """
+    for name in reversed(codings):
+        try:
+            body = _DECODERS[name](body, bytes_max)
+        except zlib.error as error:
+            raise InvalidRequest(f"the body is not {name}, as Content-Encoding says: {error}") from None
+    return body
+
+
+def _gunzip(body: bytes | bytearray, bytes_max: int) -> bytearray:
+    """A file of gzip may have several members, one after the other."""
+    whole, rest = bytearray(), bytes(body)
+    while rest:
+        member, rest = _inflate(rest, _GZIP, bytes_max - len(whole))
+        whole += member
+        # Some writers fill blocks up.
+        rest = rest.lstrip(b"\0")
+    return whole
+
+
+def _undeflate(body: bytes | bytearray, bytes_max: int) -> bytes:
+    """The standard means zlib's format, but some clients send its bare content."""
+    try:
+        return _inflate(bytes(body), _ZLIB, bytes_max)[0]
+    except zlib.error:
+        return _inflate(bytes(body), _RAW, bytes_max)[0]
+
+
+def _inflate(data: bytes, window: int, bytes_max: int) -> tuple[bytes, bytes]:
+    """Returns what was compressed, and what follows it."""
+    inflater = zlib.decompressobj(window)
+    found = inflater.decompress(data, bytes_max + 1)
+    if len(found) > bytes_max:
+        raise RequestTooLarge("the body without its content encoding is larger than endpoint.body_bytes_max")
+    if not inflater.eof:
+        raise zlib.error("its end is missing")
+    return found, inflater.unused_data
+
+
+_DECODERS: dict[str, Callable[[bytes | bytearray, int], bytes | bytearray]] = {
+    "gzip": _gunzip,
+    "x-gzip": _gunzip,
+    "deflate": _undeflate,
+}

@@ -1,0 +1,82 @@
+"""Compressed bodies are decoded within the limits, or refused by what they are."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from satchel.api.http.app import create_app
+
+BODY = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}).encode()
+
+
+def bare(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return packer.compress(data) + packer.flush()
+
+
+WAYS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "gzip": ("gzip", gzip.compress),
+    "an old name": ("x-gzip", gzip.compress),
+    "in capitals": ("GZIP", gzip.compress),
+    "several members": ("gzip", lambda data: gzip.compress(data[:9]) + gzip.compress(data[9:]) + bytes(7)),
+    "deflate": ("deflate", zlib.compress),
+    "deflate without a head": ("deflate", bare),
+    "two codings": ("deflate, gzip", lambda data: gzip.compress(zlib.compress(data))),
+    "none": ("identity", bytes),
+    "nothing": ("", bytes),
+}
+
+
+async def post(api: httpx.AsyncClient, coding: str, data: bytes, path: str = "/v1/chat/completions") -> httpx.Response:
+    headers = {"Content-Type": "application/json", "Content-Encoding": coding}
+    return await api.post(path, content=data, headers=headers)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_body_is_decoded(api: httpx.AsyncClient, way: str) -> None:
+    coding, pack = WAYS[way]
+    answer = await post(api, coding, pack(BODY))
+    assert answer.status_code == 200 and answer.json()["choices"], answer.text
+
+
+@pytest.mark.parametrize("coding", ["br", "zstd", "compress", "gzip, br", "x" * 500])
+async def test_another_coding_is_refused_by_its_name(api: httpx.AsyncClient, coding: str) -> None:
+    for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
+        answer = await post(api, coding, BODY, path)
+        assert answer.status_code == 415 and "content encoding" in answer.text and len(answer.text) < 300
+
+
+@pytest.mark.parametrize(
+    ("coding", "data"),
+    [
+        ("gzip", BODY),
+        ("deflate", b"\xff" + BODY),
+        ("gzip", gzip.compress(BODY)[:-9]),
+        ("deflate", zlib.compress(BODY)[:-5]),
+        ("gzip", gzip.compress(BODY) + b"more"),
+        ("gzip, deflate", gzip.compress(BODY)),
+    ],
+)
+async def test_what_is_not_what_it_says_is_a_clear_error(api: httpx.AsyncClient, coding: str, data: bytes) -> None:
+    answer = await post(api, coding, data)
+    assert answer.status_code == 400 and "as Content-Encoding says" in answer.json()["error"]["message"]
+
+
+async def test_a_small_body_that_grows_is_refused_before_it_does(backend, config) -> None:
+    limited = replace(config, endpoint=replace(config.endpoint, body_bytes_max=100_000))
+    transport = httpx.ASGITransport(create_app(backend, limited))
+    async with httpx.AsyncClient(transport=transport, base_url="http://satchel") as api:
+        for coding, data in (
+            ("gzip", gzip.compress(bytes(10**7))),
+            ("gzip, gzip", gzip.compress(gzip.compress(bytes(10**7)) * 8)),
+        ):
+            answer = await post(api, coding, data)
+            assert answer.status_code == 413 and "body_bytes_max" in answer.text
+        assert (await post(api, "gzip", gzip.compress(BODY))).status_code == 200
