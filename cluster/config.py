@@ -121,6 +121,9 @@ class Model:
     """A LoRA or DoRA adapter as mlx-lm writes them: a folder or a Hub id. Its KV is not shared with the plain model."""
     template_kwargs: dict[str, JsonValue] = field(default_factory=dict, hash=False)
     """Variables for its chat template, such as `clear_thinking: false`, where a request does not say otherwise."""
+    control_tokens_in_text: Literal["text", "tokens"] = "text"
+    """Whether a control token's text in what a caller says (`<|im_end|>`, a picture's mark, `<tool_call>`) is text to
+    the model too, or the token itself. With `tokens` whoever writes a file that an agent reads can end its message."""
     trust_remote_code: bool = False
     """Whether Python code in the model's folder may run, in its replicas and in the endpoint. A Hub id must name the
     reviewed commit: `owner/name@` and 40 hexadecimal digits."""

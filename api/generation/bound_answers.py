@@ -26,6 +26,7 @@ from ..text.answers.grammars import (
     schema_of_arguments,
 )
 from ..text.answers.pipeline import ToolCall
+from ..text.callers_text import CallersText
 from ..text.model import TextModel
 from ..text.script import Script, answer_tokens, token_grammar
 from .conversation import with_arguments
@@ -89,8 +90,10 @@ def scripted_grammar(
         for index, (name, arguments) in enumerate(reply.calls)
     ]
     answer = with_arguments([answer_message(reply.text, "", made)])
-    prompt = text.render(said, chat.tools, request.template_kwargs)
-    whole = text.render([*said, *answer], chat.tools, request.template_kwargs, generation_prompt=False)
+    guard = CallersText(text, request.scope)
+    shown, tools = guard.messages([*said, *answer]), guard.value(chat.tools)
+    prompt = text.render(shown[: len(said)], tools, request.template_kwargs)
+    whole = text.render(shown, tools, request.template_kwargs, generation_prompt=False)
     return token_grammar(answer_tokens(text, prompt, whole))
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from ...cluster.errors import InvalidRequest
+from ..text.callers_text import CallersText
+from ..text.control_tokens import refuse_breaks
 from ..text.model import TextModel
 from .backend import ServedModel
 from .requests import CompletionRequest, check_least, check_length, kept_tokens
@@ -65,12 +67,15 @@ def entries(
 def _encoded(text: TextModel, model: ServedModel, request: CompletionRequest, prompt: str, where: str) -> list[int]:
     check_least(text, prompt + request.suffix, model, where, cut=request.truncate_prompt_tokens is not None)
     if not request.suffix:
-        return text.encode_prompt(prompt, request.scope, special_tokens=request.special_tokens)
+        # A bare prompt is the template: its marks are tokens.
+        return text.encode_prompt(refuse_breaks(prompt), request.scope, special_tokens=request.special_tokens)
     if (marks := text.infill_marks) is None:
         message = f"suffix: the model {model.name!r} has no tokens for a text between two others"
         raise InvalidRequest(message, param="suffix")
     first = text.begin_tokens if request.special_tokens else []
-    return [*first, *marks.prompt(text.encode(prompt), text.encode(request.suffix))]
+    guard = CallersText(text, as_tokens=model.marks_are_tokens)
+    before, after = guard.text(prompt), guard.text(request.suffix)
+    return [*first, *marks.prompt(text.encode(before), text.encode(after))]
 
 
 def text_tokens(text: TextModel, model: ServedModel, request: CompletionRequest) -> list[int]:
@@ -81,7 +86,7 @@ def text_tokens(text: TextModel, model: ServedModel, request: CompletionRequest)
     """
     assert isinstance(request.prompt, str)
     check_least(text, request.prompt, model, "prompt", cut=True)
-    return text.encode_prompt(request.prompt, request.scope, special_tokens=request.special_tokens)
+    return text.encode_prompt(refuse_breaks(request.prompt), request.scope, special_tokens=request.special_tokens)
 
 
 def check_vocabulary(tokens: list[int], size: int, where: str) -> None:

@@ -16,7 +16,9 @@ from ...cluster.errors import ContextLengthExceeded, InvalidRequest
 from ...cluster.keys import OWNER
 from ..media.prompt import MediaPrompt, Medium, media_said, place, with_media_tokens, with_references
 from ..text.answers.grammars import AnswerForm, Thought
+from ..text.callers_text import CallersText
 from ..text.continuation import PICTURES_CHANGED, Continuation, Match, StoredBranch, continue_text
+from ..text.control_tokens import refuse_breaks, unbroken
 from ..text.model import TextModel
 from ..text.spelling import common_length
 from .backend import ServedModel
@@ -312,7 +314,7 @@ def prepare_chat(
         prompt,
         tools,
         text.ends_in_thought(rendered),
-        rendered,
+        unbroken(rendered),
         transcript,
         continuation,
         spans,
@@ -394,7 +396,7 @@ def _encoded(text: TextModel, request: Request, conversation: _Conversation, *, 
 
 @dataclass(frozen=True)
 class _Conversation:
-    """The text of a prompt, the messages and tools in it, its media as the model is shown them, and their places."""
+    """The guarded text of a prompt, the messages and tools in it, its media as the model is shown them, and their places."""
 
     text: str
     messages: list[Message]
@@ -421,22 +423,26 @@ def _render(
     tools = list(request.tools) if request.tool_use.shown else []
     if tools and not text.has_tool_calls:
         raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
-    said = with_arguments(messages)
+    guard = CallersText(text, request.scope, past.lines, model.marks_are_tokens)
+    said, shown_tools = guard.messages(with_arguments(messages)), guard.value(tools)
+    variables = guard.value(dict(request.template_kwargs))
     shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
     at = past.shown_at(with_references(messages, shown), time.time()) if past.began and text.shows_date else None
     try:
-        rendered = text.render(said, tools, request.template_kwargs, at=at)
+        rendered = text.render(said, shown_tools, variables, at=at)
     except InvalidRequest:
         said, given = with_system_first(said), said
         if said == given:
             raise
-        rendered = text.render(said, tools, request.template_kwargs, at=at)
+        rendered = text.render(said, shown_tools, variables, at=at)
     if not reply:
-        closed = text.render(said, tools, request.template_kwargs, generation_prompt=False, at=at)
+        closed = text.render(said, shown_tools, variables, generation_prompt=False, at=at)
         # Some templates end a conversation in a way that no answer could follow.
         rendered = closed if closed and rendered.startswith(closed) else rendered
     elif request.prefill:
-        rendered = text.prefilled(rendered, request.prefill)
+        rendered = text.prefilled(rendered, guard.beginning(request.prefill))
+    if model.marks_are_tokens:
+        refuse_breaks(rendered)
     placed = None if pictures is None else place(pictures, rendered, shown)
     return _Conversation(rendered if placed is None else placed.text, messages, tools, shown, placed)
 

@@ -165,6 +165,7 @@ def _served(info: ModelInfo, entry: ServedEntry) -> ServedModel:
         blind=info.blind,
         stills=info.stills,
         template_kwargs=entry.model.template_kwargs,
+        marks_are_tokens=entry.model.control_tokens_in_text == "tokens",
         embedding=info.embedding,
         notes=tuple(info.notes),
     )

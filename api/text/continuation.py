@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...cluster.errors import InvalidRequest
+from .control_tokens import BREAK, unbroken
 from .spelling import IndexedLine, Spelling, StoredBranch, common_length, utf8
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def index_line(line: StoredBranch, model: TextModel) -> IndexedLine:
 
 
 def continue_text(text: str, lines: Sequence[StoredBranch], model: TextModel) -> Continuation:
-    """Returns the token ids of `text`, continuing the line of which the most tokens can be kept.
+    """Returns the token ids of `text`, which may be guarded, continuing the line of which the most tokens can be kept.
 
     Ties go to the longest common text, then to the first line. No special tokens are added around the text. Takes some
     milliseconds plus the encoding of the new text, so it belongs in a worker thread. Lines from `index_line` save most
@@ -130,6 +131,7 @@ def continue_text(text: str, lines: Sequence[StoredBranch], model: TextModel) ->
         if best is not None and (kept_max, common, place) < best[0]:
             break
         indexed = spelling.index(line)
+        common = new.agreed(indexed, common)
         if best is not None and (indexed.tokens_within(common), common, place) < best[0]:
             continue
         seam = new.seam(indexed, common)
@@ -142,7 +144,7 @@ def continue_text(text: str, lines: Sequence[StoredBranch], model: TextModel) ->
     return Continuation(
         tokens=_ids(indexed.tokens[:kept]) + seam.rest[seam.rest_from :],
         line=-place,
-        match=_match(text, indexed.text, characters),
+        match=_match(unbroken(text), indexed.text, characters),
         common_characters=characters,
         kept_tokens=kept,
         reason=_reason(indexed, common, kept),
@@ -174,13 +176,21 @@ def _reason(line: IndexedLine, common: int, kept: int) -> str:
 
 
 class _NewText:
-    """The new text, compared with lines to find seams."""
+    """The new text, compared with lines to find seams.
+
+    Attributes:
+        data: the text in UTF-8, without its breaks.
+        breaks: `(breaks,) int64`: the bytes before which it has them, in order.
+    """
 
     def __init__(self, text: str, model: TextModel, spelling: Spelling) -> None:
+        pieces = text.split(BREAK)
         try:
-            self.data = text.encode("utf-8")
+            encoded = [piece.encode("utf-8") for piece in pieces]
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"text with an unpaired surrogate at character {error.start}") from None
+        self.data = b"".join(encoded)
+        self.breaks = np.cumsum([len(piece) for piece in encoded[:-1]], dtype=np.int64)
         self._model = model
         self._spelling = spelling
         self._encoded: dict[int, list[int]] = {}
@@ -188,6 +198,24 @@ class _NewText:
     def common(self, data: bytes) -> int:
         """Returns the length in bytes of the common prefix, cut at a character border."""
         return _at_character(self.data, common_length(self.data, data))
+
+    def agreed(self, line: IndexedLine, common: int) -> int:
+        """Returns where the first `common` bytes, which are equal, begin to have other tokens: a control token where
+        the line has its text, or the text where it has the token; `common` if nowhere."""
+        if len(self.breaks):
+            # The first control token that ends behind each break.
+            at = np.searchsorted(line.controls[:, 1], self.breaks, side="right")
+            crossed = at[at < len(line.controls)]
+            broken = line.controls[crossed, 0] < self.breaks[: len(crossed)]
+            if broken.any():
+                common = min(common, int(line.controls[crossed[int(broken.argmax())], 0]))
+        plain = line.plain[line.plain[:, 1] <= common]
+        if len(plain):
+            at = np.searchsorted(self.breaks, plain[:, 0], side="right")
+            behind = np.append(self.breaks, len(self.data) + 1)[at]
+            if (whole := behind >= plain[:, 1]).any():
+                common = min(common, int(plain[int(whole.argmax()), 0]))
+        return common
 
     def seam(self, line: IndexedLine, common: int) -> _Seam:
         """Returns the last seam within the first `common` bytes."""
@@ -232,7 +260,7 @@ class _NewText:
     def _encode(self, start: int) -> list[int]:
         """Returns the ids of the text from byte `start`, which begins a character."""
         if start not in self._encoded:
-            self._encoded[start] = self._model.encode(self.data[start:].decode())
+            self._encoded[start] = self._model.encode(_guarded(self.data, self.breaks, start, len(self.data)))
         return self._encoded[start]
 
     def _last_added(self, line: IndexedLine, within: int) -> int | None:
@@ -270,8 +298,14 @@ class _NewText:
         """
         sizes = start + self._spelling.sizes(seam.rest)
         since = self._word_before(start, common, sizes)
-        windows = [data[since : _at_character(data, common + _AHEAD_BYTES)] for data in (self.data, line.data)]
-        ends = [since + self._spelling.word_borders(window) for window in windows]
+        broken = np.array([_behind_character(line.data, start) for start in line.plain[:, 0].tolist()], np.int64)
+        ends = [
+            since
+            + self._spelling.word_borders(
+                _guarded(data, breaks, since, _at_character(data, common + _AHEAD_BYTES), errors="replace")
+            )
+            for data, breaks in ((self.data, self.breaks), (line.data, broken))
+        ]
         count = min(len(ends[0]), len(ends[1]))
         different = np.flatnonzero(ends[0][:count] != ends[1][:count])
         shared = ends[0][: int(different[0]) if len(different) else count]
@@ -297,9 +331,16 @@ class _NewText:
             token = self._spelling.added_at(self.data, at, after_space=False)
             if token is None or self._is_put_in(line, kept):
                 continue
-            if self._spelling.backend is not None or self._cut_holds(at, at + len(self._spelling.content(token))):
+            end = at + len(self._spelling.content(token))
+            if self._is_broken(at, end):
+                continue
+            if self._spelling.backend is not None or self._cut_holds(at, end):
                 return _Seam(kept, self._encode(at), 0)
         return seam
+
+    def _is_broken(self, start: int, end: int) -> bool:
+        """Returns whether there is a break in the text of [start, end)."""
+        return bool(np.searchsorted(self.breaks, end) > np.searchsorted(self.breaks, start, side="right"))
 
     @staticmethod
     def _is_put_in(line: IndexedLine, kept: int) -> bool:
@@ -326,6 +367,21 @@ class _NewText:
                 if sizes[border] == match.end():
                     return match.end()
         return start
+
+
+def _guarded(data: bytes, breaks: np.ndarray, start: int, end: int, errors: str = "strict") -> str:
+    """Returns bytes `start` to `end` of `data` as text with the breaks between them."""
+    first, last = int(np.searchsorted(breaks, start, side="right")), int(np.searchsorted(breaks, end))
+    edges = [start, *breaks[first:last].tolist(), end]
+    return BREAK.join(data[one:other].decode("utf-8", errors) for one, other in zip(edges, edges[1:], strict=False))
+
+
+def _behind_character(data: bytes, at: int) -> int:
+    """Returns where the character that begins at byte `at` ends."""
+    at += 1
+    while at < len(data) and 0x80 <= data[at] < 0xC0:
+        at += 1
+    return at
 
 
 def _at_character(data: bytes, at: int) -> int:

@@ -28,6 +28,9 @@ from .answers import harmony
 from .answers.call_format import KeyedFormat, unshown_format, with_calls
 from .answers.detokenizing import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from .answers.template_calls import KeyedCalls, TemplateCalls, find_calls
+from .callers_text import GivenAnswers
+from .control_tokens import BREAK, ESCAPED_BREAK, ControlTokens, unbroken
+from .guarded_encoding import GuardedEncoder
 from .recent import RecentTexts
 from .script import Script
 from .spelling import Spelling
@@ -137,7 +140,7 @@ class TextModel:
         generation_prompt: bool = True,
         at: datetime | None = None,
     ) -> str:
-        """Returns the prompt text of a conversation.
+        """Returns the prompt text of a conversation, guarded as far as what is given is (see `control_tokens`).
 
         Args:
             template_kwargs: variables for the template, such as `enable_thinking`.
@@ -163,12 +166,13 @@ class TextModel:
             extra |= {"chat_template": template.text} | template.variables(at)
         try:
             # A template is a program of the model's author: it may raise anything for messages it does not expect.
-            return self._wrapper.apply_chat_template(
+            rendered = self._wrapper.apply_chat_template(
                 messages, tools=tools or None, add_generation_prompt=generation_prompt, tokenize=False, **extra
             )
         except Exception as error:
             reason = str(error) or type(error).__name__
-            raise InvalidRequest(f"the model's chat template refused: {reason}", param="messages") from error
+            raise InvalidRequest(f"the model's chat template refused: {unbroken(reason)}", param="messages") from error
+        return self.controls.rendered(rendered) if ESCAPED_BREAK in rendered else rendered
 
     def template(self, tools: list[dict[str, Any]] | None = None) -> str:
         """Returns the chat template's text; "" if there is none, or the conversation is rendered by Python code."""
@@ -236,15 +240,19 @@ class TextModel:
         return prompt + beginning
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Returns the token ids of `text`. `special_tokens` adds those that the tokenizer puts around a text.
+        """Returns the token ids of `text`, which may be guarded (see `control_tokens`). `special_tokens` adds those
+        that the tokenizer puts around a text.
 
         Raises:
             InvalidRequest: `text` is not valid Unicode.
         """
+        guarded = BREAK in text
         try:
-            text.encode("utf-8")
+            (unbroken(text) if guarded else text).encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"text with an unpaired surrogate at character {error.start}") from None
+        if guarded:
+            return self.guarded_encoder.encode(text, special_tokens=special_tokens).ids
         if self.backend is None:
             return list(self._tokenizer.encode(text, add_special_tokens=special_tokens))
         # A batch of one, because `Tokenizer.encode` holds the interpreter lock and this does not.
@@ -262,6 +270,21 @@ class TextModel:
     def spelling(self) -> Spelling:
         """The bytes of the tokens."""
         return Spelling(self)
+
+    @cached_property
+    def controls(self) -> ControlTokens:
+        """The control tokens."""
+        return ControlTokens(self)
+
+    @cached_property
+    def guarded_encoder(self) -> GuardedEncoder:
+        """Encodes texts in which some marks are no control tokens."""
+        return GuardedEncoder(self)
+
+    @cached_property
+    def given_answers(self) -> GivenAnswers:
+        """The answers with control tokens that were given lately."""
+        return GivenAnswers(self)
 
     @cached_property
     def recent(self) -> RecentTexts:

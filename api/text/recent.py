@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .control_tokens import unbroken
 from .continuation import Match, continue_text
 from .spelling import IndexedLine, StoredBranch
 
@@ -50,7 +51,7 @@ class RecentTexts:
         self._known: list[_Recent] = []
 
     def encode(self, text: str, scope: str) -> list[int]:
-        """Returns the ids of `text`, as `TextModel.encode` does. How long it takes shows only to the `scope` whether
+        """Returns the ids of `text`, which may be guarded, as `TextModel.encode` does. How long it takes shows only to the `scope` whether
         a text began alike.
 
         Raises:
@@ -64,9 +65,9 @@ class RecentTexts:
         before = None if found.line is None else known[found.line]
         spelling = self._model.spelling
         if before is None:
-            line = spelling.index(StoredBranch(text, found.tokens))
+            line = spelling.index(StoredBranch(unbroken(text), found.tokens))
         else:
-            line = spelling.extended(before.line, found.kept_tokens, text, found.tokens)
+            line = spelling.extended(before.line, found.kept_tokens, unbroken(text), found.tokens)
         line = replace(line, tokens=np.array(found.tokens, np.uint32))
         # A conversation that went on, or was changed near its end, is not sent as it was again.
         self._remember(_Recent(scope, line), None if found.match is Match.DIVERGE else before)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from .control_tokens import BREAK
+
 if TYPE_CHECKING:
     from .model import TextModel
 
@@ -56,6 +58,8 @@ class IndexedLine(StoredBranch):
         ends: `(aligned tokens + 1,) int64`: the first k tokens end at byte `ends[k]` of `data`. Inside a stretch that
             is only aligned as a whole, it is the end of that stretch.
         added: `(added tokens,) int64`: the indexes of added tokens among the aligned ones.
+        controls: `(n, 2) int64`: the first and the last byte, exclusive, of each added token among the aligned ones.
+        plain: `(n, 2) int64`: the same of each place where other tokens spell a control token.
         fault: why the remaining tokens are not aligned; "" if all are.
         fault_at: the byte of `data` where they begin to differ.
     """
@@ -63,6 +67,8 @@ class IndexedLine(StoredBranch):
     data: bytes = field(repr=False)
     ends: np.ndarray = field(repr=False)
     added: np.ndarray = field(repr=False)
+    controls: np.ndarray = field(repr=False)
+    plain: np.ndarray = field(repr=False)
     fault: str
     fault_at: int
 
@@ -128,8 +134,10 @@ class Spelling:
         fault = ""
         if count < len(tokens):
             fault = NO_TEXT if data.startswith(REPLACEMENT.encode(), fault_at) else SPELLS_OTHERWISE
-        added = added[: int(np.searchsorted(added, count))]
-        return IndexedLine(line.text, line.tokens, data, ends[: count + 1], added, fault, fault_at)
+        added, ends = added[: int(np.searchsorted(added, count))], ends[: count + 1]
+        controls = self._spans(tokens, ends, added)
+        plain = self._spelled_plain(data, controls, 0)
+        return IndexedLine(line.text, line.tokens, data, ends, added, controls, plain, fault, fault_at)
 
     def extended(self, line: IndexedLine, kept: int, text: str, tokens: list[int]) -> IndexedLine:
         """Returns the line of `text` and `tokens` with offsets, where `line` has the first `kept` tokens."""
@@ -142,7 +150,26 @@ class Spelling:
         added = np.flatnonzero(np.isin(np.array(rest, np.int64), self._added_tokens)) + kept
         known = line.added[: int(np.searchsorted(line.added, kept))]
         ends, added = np.concatenate((line.ends[: kept + 1], ends)), np.concatenate((known, added))
-        return IndexedLine(text, tokens, data, ends, added, "", len(data))
+        controls = np.concatenate((line.controls[: len(known)], self._spans(tokens, ends, added[len(known) :])))
+        # One that spells a mark may have begun before.
+        plain = line.plain[line.plain[:, 1] <= at]
+        since = max(0, at - max(self._lengths, default=0), int(plain[-1, 1]) if len(plain) else 0)
+        plain = np.concatenate((plain, self._spelled_plain(data, controls, since)))
+        return IndexedLine(text, tokens, data, ends, added, controls, plain, "", len(data))
+
+    def _spans(self, tokens: Sequence[int] | np.ndarray, ends: np.ndarray, added: np.ndarray) -> np.ndarray:
+        """Returns `(n, 2) int64`: the bytes of the added tokens at the indexes `added`."""
+        lengths = np.fromiter((len(self.content(int(tokens[place]))) for place in added), np.int64, len(added))
+        behind = ends[added + 1]
+        return np.stack((behind - lengths, behind), 1)
+
+    def _spelled_plain(self, data: bytes, controls: np.ndarray, since: int) -> np.ndarray:
+        """Returns `(n, 2) int64`: the places from byte `since` on that spell a control token and are none."""
+        spans = np.array(list(self._model.controls.spelled(data, since)), np.int64).reshape(-1, 2)
+        # The first added token that ends behind each begins.
+        at = np.searchsorted(controls[:, 1], spans[:, 0], side="right")
+        begins = np.append(controls[:, 0], len(data) + 1)[at]
+        return spans[begins >= spans[:, 1]]
 
     def sizes(self, tokens: Sequence[int]) -> np.ndarray:
         """Returns `(len(tokens) + 1,) int64`: the bytes of the first k tokens, for every k. Byte-level only."""
@@ -154,12 +181,18 @@ class Spelling:
         """Returns the bytes of `tokens`. Byte-level only."""
         return b"".join(map(self._pieces.__getitem__, tokens))
 
-    def word_borders(self, data: bytes) -> np.ndarray:
-        """Returns `(words,) int64`: the bytes at which the pre-tokenizer's words of a text end. Byte-level only."""
+    def word_borders(self, text: str) -> np.ndarray:
+        """Returns `(words,) int64`: the bytes at which the pre-tokenizer's words of a text end, which may be guarded.
+        Byte-level only."""
         assert self.backend is not None
-        encoding = self.backend.encode_batch([data.decode("utf-8", "replace")], add_special_tokens=False)[0]
-        words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
-        return self.sizes(encoding.ids)[1:][np.append(words[1:] != words[:-1], True)[: len(words)]]
+        if BREAK in text:
+            encoding = self._model.guarded_encoder.encode(text)
+            ids, of = encoding.ids, encoding.words
+        else:
+            whole = self.backend.encode_batch([text], add_special_tokens=False)[0]
+            ids, of = whole.ids, [-1 if word is None else word for word in whole.word_ids]
+        words = np.array(of, np.int64)
+        return self.sizes(ids)[1:][np.append(words[1:] != words[:-1], True)[: len(words)]]
 
     def content(self, token: int) -> bytes:
         """Returns the text of an added token in UTF-8."""

@@ -210,13 +210,14 @@ def pairs(draw: st.DrawFn) -> tuple[str, str]:
 
 
 def redrawn(model: TextModel, tokens: list[int], random: Random, share: float) -> list[int]:
-    """Other ids that spell the same: a share of the tokens in smaller pieces, special ones too."""
+    """Other ids that spell the same: a share of the tokens in smaller pieces, but no control tokens, which would be
+    another text then."""
     tokenizer = model._tokenizer.backend_tokenizer
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
     out: list[int] = []
     for token in tokens:
         written = tokenizer.id_to_token(token)
-        single = written in ("<unk>",) or written.startswith("<0x")
+        single = token in model.controls.ids or written in ("<unk>",) or written.startswith("<0x")
         if single or random.random() >= share or (token in added and (not model.byte_level or model.name == "prefix")):
             out.append(token)
             continue

@@ -1,0 +1,198 @@
+"""What a caller says in a conversation, guarded before the template renders it: messages, tools, variables.
+
+All of it is text, whoever says it, with two exceptions among an assistant's words, which are the model's own. A block of
+reasoning at the beginning of a message is one: clients that know of no reasoning send it so. And where this endpoint or
+the agent's memory knows that the model wrote an answer's mark as a token, it is that token again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from cachetools import LRUCache
+
+from .control_tokens import BREAK, ControlTokens, breaks_of, refuse_breaks, unbroken, with_breaks
+from .spelling import IndexedLine, StoredBranch
+
+if TYPE_CHECKING:
+    from .model import TextModel
+
+_ANSWERS_MAX = 4096
+
+
+class GivenAnswers:
+    """The answers that a model gave lately whose content shows control tokens. Thread-safe."""
+
+    def __init__(self, model: TextModel) -> None:
+        self._model = model
+        self._lock = threading.Lock()
+        self._breaks: LRUCache[bytes, list[int]] = LRUCache(_ANSWERS_MAX)
+
+    def learn(self, scope: str, tokens: Sequence[int], content: str, beginning: str, *, special_tokens: bool) -> None:
+        """Remembers an answer if its content shows control tokens.
+
+        Args:
+            scope: to whom the answer was given.
+            content: what of it was shown as its content.
+            beginning: of the content, guarded, if the prompt had begun it.
+            special_tokens: whether special tokens became text.
+        """
+        model = self._model
+        if model.controls.ids.isdisjoint(tokens):
+            return
+        hidden = model.end_tokens if special_tokens else model.hidden_tokens - model.tool_call_tokens
+        written = self._guarded([token for token in tokens if token not in hidden])
+        at = unbroken(written).rfind(content)
+        if at < 0:
+            return
+        breaks = [place - at for place in breaks_of(written) if at < place < at + len(content)]
+        said = beginning + with_breaks(content, breaks)
+        kept = said.strip()
+        if unbroken(kept):
+            with self._lock:
+                self._breaks[_digest(scope, unbroken(kept))] = breaks_of(kept)
+
+    def _guarded(self, tokens: Sequence[int]) -> str:
+        """Returns the text of an answer with the marks broken that it does not write as tokens."""
+        controls, shown = self._model.controls, self._model.detokenizer()
+        written = [(token in controls.ids, shown.add(token)) for token in tokens]
+        written.append((False, shown.flush()))
+        runs = ((own, "".join(piece for _, piece in run)) for own, run in groupby(written, lambda each: each[0]))
+        return "".join(piece if own else controls.guarded(piece) for own, piece in runs)
+
+    def guarded(self, scope: str, text: str) -> str | None:
+        """Returns an assistant's text as it was given, None if it is not known."""
+        stripped = text.strip()
+        with self._lock:
+            breaks = self._breaks.get(_digest(scope, stripped))
+        if breaks is None:
+            return None
+        begin = text.find(stripped)
+        return with_breaks(text, [begin + place for place in breaks])
+
+
+def _digest(scope: str, text: str) -> bytes:
+    return hashlib.sha256(f"{scope}\0{text}".encode("utf-8", "surrogatepass")).digest()
+
+
+@dataclass(frozen=True)
+class CallersText:
+    """Guards what one request says.
+
+    Args:
+        scope: to whom answers were given that it may send back.
+        lines: what the agent's memory holds.
+        as_tokens: whether marks may be control tokens after all, so that nothing is guarded.
+    """
+
+    model: TextModel
+    scope: str = ""
+    lines: Sequence[StoredBranch] = ()
+    as_tokens: bool = False
+
+    @property
+    def _controls(self) -> ControlTokens:
+        return self.model.controls
+
+    def text(self, text: str) -> str:
+        """Returns a text guarded.
+
+        Raises:
+            InvalidRequest: it has an unpaired surrogate.
+        """
+        return refuse_breaks(text) if self.as_tokens else self._controls.guarded(text)
+
+    def value(self, value: Any) -> Any:
+        """Returns a value of JSON with all its texts and keys guarded.
+
+        Raises:
+            InvalidRequest: a text has an unpaired surrogate.
+        """
+        return value if self.as_tokens else self._controls.guarded_value(value)
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Returns messages as templates take them, guarded.
+
+        Raises:
+            InvalidRequest: a text has an unpaired surrogate.
+        """
+        if self.as_tokens:
+            return [dict(message) for message in messages]
+        return [
+            {
+                key: value
+                if key == "role"
+                else self._said(value)
+                if key == "content" and message["role"] == "assistant"
+                else self.value(value)
+                for key, value in message.items()
+            }
+            for message in messages
+        ]
+
+    def beginning(self, text: str) -> str:
+        """Returns the beginning of an answer, guarded. It may be inside a block of reasoning.
+
+        Raises:
+            InvalidRequest: it has an unpaired surrogate.
+        """
+        return self._assistant(text, opens=True)
+
+    def _said(self, content: Any) -> Any:
+        if isinstance(content, str):
+            return self._assistant(content)
+        if not isinstance(content, list):
+            return self.value(content)
+        return [
+            {**self.value(part), "text": self._assistant(part["text"])}
+            if isinstance(part, dict) and isinstance(part.get("text"), str)
+            else self.value(part)
+            for part in content
+        ]
+
+    def _assistant(self, text: str, *, opens: bool = False) -> str:
+        guarded = self.text(text)
+        if guarded is text or BREAK not in guarded:
+            return guarded
+        if (given := self.model.given_answers.guarded(self.scope, text)) is not None:
+            return given
+        places = set(breaks_of(guarded)) - self._remembered(text)
+        return with_breaks(text, sorted(places - self._thought(text, opens=opens)))
+
+    def _thought(self, text: str, *, opens: bool) -> set[int]:
+        """Returns the breaks in the marks of the block of reasoning that a text begins with."""
+        start, end = self.model.think_start, self.model.think_end
+        begin = len(text) - len(text.lstrip())
+        if not self.model.has_thinking or not start or not text.startswith(start, begin):
+            return set()
+        closed = text.find(end, begin + len(start))
+        if closed < 0:
+            return _inside(begin, start) if opens else set()
+        return _inside(begin, start) | _inside(closed, end)
+
+    def _remembered(self, text: str) -> set[int]:
+        """Returns the breaks in those marks of calls and reasoning that the agent's memory has as tokens in the same
+        text."""
+        own = self.model.tool_call_tokens | self.model.think_tokens
+        said = text.strip()
+        begin = len(text[: text.find(said)].encode())
+        data, found = said.encode("utf-8", "surrogatepass"), set[int]()
+        for line in self.lines:
+            at = line.data.find(data) if isinstance(line, IndexedLine) and data and own else -1
+            if at < 0 or not isinstance(line, IndexedLine):
+                continue
+            for place, (start, end) in zip(line.added.tolist(), line.controls.tolist(), strict=True):
+                if at <= start and end <= at + len(data) and int(line.tokens[place]) in own:
+                    character = len(text.encode()[: begin + start - at].decode())
+                    found |= _inside(character, line.data[start:end].decode())
+        return found
+
+
+def _inside(at: int, mark: str) -> set[int]:
+    return set(range(at + 1, at + len(mark)))
+

@@ -1,0 +1,253 @@
+"""Which of a tokenizer's tokens are control tokens, and how a text says that it names one and means none.
+
+A control token is an added token that is structure: roles, pictures, calls of tools, thoughts. Tokenizers find one
+wherever a text spells it, so a caller's text that mentions `<|im_end|>` would end its message. Therefore each mark that
+a caller wrote is broken before the template renders it: behind its first character stands `BREAK`, a lone surrogate,
+which no valid text has. It passes through templates as a letter would, their searches for a mark do not find a broken
+one, and no control token is found across it (`guarded_encoding`). A text with breaks is called guarded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ...cluster.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from .model import TextModel
+
+BREAK = "\udbff"
+"""Nothing stands here, and no control token reaches across."""
+
+ESCAPED_BREAK = "\\udbff"
+"""As JSON in ASCII has it."""
+
+_SPACES = " \t\r\n\u2581"
+_BRACKETED = re.compile(r"[<\[({◁【［＜].+[>\])}▷】］＞]", re.DOTALL)
+
+# Some tokenizers have a token for each of these, which is a word of the text like any other.
+_HTML = re.compile(
+    r"</?(?:a|b|blockquote|body|br|caption|center|code|dd|div|dl|dt|em|font|footer|form|h[1-6]|head|header|hr|html|i"
+    r"|iframe|img|input|label|li|main|nav|ol|option|p|pre|s|section|select|small|span|strong|sub|sup|table|tbody|td"
+    r"|tfoot|th|thead|tr|u|ul)>"
+)
+
+
+def unbroken(text: str) -> str:
+    """Returns a guarded text without its breaks."""
+    return text.replace(BREAK, "")
+
+
+def breaks_of(text: str) -> list[int]:
+    """Returns the characters of the unbroken text before which a guarded one has its breaks, in order."""
+    places: list[int] = []
+    at = 0
+    for piece in text.split(BREAK)[:-1]:
+        at += len(piece)
+        places.append(at)
+    return places
+
+
+def with_breaks(text: str, places: Sequence[int]) -> str:
+    """Returns `text` with breaks before the characters at `places`, which are in order."""
+    edges = [0, *places, len(text)]
+    return BREAK.join(text[start:end] for start, end in zip(edges, edges[1:], strict=False))
+
+
+def refuse_breaks(text: str) -> str:
+    """Returns a text that a caller wrote.
+
+    Raises:
+        InvalidRequest: it has the surrogate that stands for a break, and so is not valid Unicode.
+    """
+    if BREAK in text:
+        raise InvalidRequest(f"text with an unpaired surrogate at character {text.index(BREAK)}")
+    return text
+
+
+class ControlTokens:
+    """The control tokens of one model. Thread-safe.
+
+    Attributes:
+        ids: the control tokens.
+        marks: what is broken in a caller's text: their texts, and marks of pictures and thoughts that are no tokens.
+    """
+
+    def __init__(self, model: TextModel) -> None:
+        named = "\n".join({model.template(), model.template([{}])})
+        markers = {model.tool_call_start, model.tool_call_end, model.think_start, model.think_end}
+        special = model.hidden_tokens | model.tool_call_tokens | model.think_tokens | model.harmony_tokens
+        contents = {token: entry.content for token, entry in model.added_tokens.items()}
+        ids = {
+            token
+            for token, content in contents.items()
+            if _is_control(content, token in special or content in markers, named)
+        }
+        if ids:
+            # A longer one with another inside is no word either.
+            any_mark = re.compile(_any_of(contents[token] for token in ids))
+            ids |= {token for token, content in contents.items() if any_mark.search(content)}
+        self.ids = frozenset(ids)
+        texts = {contents[token] for token in ids}
+        self._token_marks = frozenset(texts)
+        if model.pictures is not None:
+            texts |= {model.pictures.placeholder.strip(), model.pictures.video_placeholder.strip()}
+        texts |= {mark for mark in (model.think_start, model.think_end) if not mark.strip().isalnum()}
+        self.marks = frozenset(mark for mark in texts if len(mark) > 1)
+        self._model = model
+        self._template = named
+        self._found = re.compile(_any_of(self.marks)) if self.marks else None
+        self._first = re.compile(rf"(?=(?:{_any_of(self.marks)}))(.)", re.DOTALL) if self.marks else None
+        self._begun = frozenset(mark[:size] for mark in self.marks for size in range(1, len(mark)))
+        self._begin_with = frozenset(mark[0] for mark in self.marks)
+        self._longest = max(map(len, self.marks), default=0)
+
+    @cached_property
+    def _token_marks_in_bytes(self) -> re.Pattern[bytes] | None:
+        marks = [mark for mark in self._token_marks if len(mark) > 1]
+        return re.compile(_any_of(marks).encode()) if marks else None
+
+    @cached_property
+    def _continued(self) -> frozenset[str]:
+        """How marks go on of which the template writes the beginning before it writes something else."""
+        rests: set[str] = set()
+        for written in _constants(self._template):
+            for size in range(1, min(self._longest, len(written) + 1)):
+                if (begun := written[-size:]) in self._begun:
+                    rests |= {mark[size:] for mark in self.marks if mark.startswith(begun)}
+        return frozenset(rests)
+
+    @cached_property
+    def _folds(self) -> bool:
+        """Whether the tokenizer finds control tokens in a text that spells them in another way."""
+        backend = self._model.backend
+        if backend is None or backend.normalizer is None:
+            return False
+        normalized = (self._model.added_tokens[token] for token in self.ids)
+        return any(entry.normalized for entry in normalized)
+
+    def guarded(self, text: str) -> str:
+        """Returns what a caller wrote with its marks broken, and the beginning of one at its end: other text may follow.
+
+        Raises:
+            InvalidRequest: it has an unpaired surrogate.
+        """
+        refuse_breaks(text)
+        if self._found is None or self._first is None or not text:
+            return text
+        begins = bool(self._continued) and any(rest.startswith(text[: len(rest)]) for rest in self._continued)
+        ends = self._begun_at_end(text)
+        if self._folds and self._spells_folded(text):
+            return BREAK.join(text)
+        if not ends and not begins and self._found.search(text) is None:
+            return text
+        places = {match.end() for match in self._first.finditer(text)} | ends
+        return with_breaks(text, sorted(places | {0} if begins else places))
+
+    def _begun_at_end(self, text: str) -> set[int]:
+        """Returns the characters behind the first ones of marks of which the text ends with the beginning."""
+        found: set[int] = set()
+        # Templates may strip a text.
+        stripped = text.rstrip()
+        for shown in {text, stripped}:
+            tail = shown[1 - self._longest :] if self._longest > 1 else ""
+            for first in self._begin_with:
+                at = tail.find(first)
+                while at >= 0:
+                    if tail[at:] in self._begun:
+                        found.add(len(shown) - len(tail) + at + 1)
+                    at = tail.find(first, at + 1)
+        return found
+
+    def _spells_folded(self, text: str) -> bool:
+        backend = self._model.backend
+        assert backend is not None and backend.normalizer is not None and self._found is not None
+        try:
+            folded = backend.normalizer.normalize_str(text)
+            marks = {backend.normalizer.normalize_str(mark).strip(_SPACES) for mark in self._token_marks}
+        except UnicodeEncodeError:
+            return False
+        shown = self._found.search(text)
+        return shown is None and any(mark and mark in folded for mark in marks)
+
+    def guarded_value(self, value: Any) -> Any:
+        """Returns a value of JSON with all its texts and keys guarded; the value itself if nothing is to be broken.
+
+        Raises:
+            InvalidRequest: a text has an unpaired surrogate.
+        """
+        if isinstance(value, str):
+            return self.guarded(value)
+        if isinstance(value, list):
+            items = [self.guarded_value(each) for each in value]
+            return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+        if isinstance(value, dict):
+            pairs = [(self.guarded_value(key), self.guarded_value(each)) for key, each in value.items()]
+            same = all(new is key and each is value[key] for (new, each), key in zip(pairs, value, strict=True))
+            return value if same else dict(pairs)
+        return value
+
+    def rendered(self, text: str) -> str:
+        """Returns what the template made of guarded texts, where it may have written breaks as JSON in ASCII does."""
+        if "ensure_ascii" in self._template:
+            return re.sub(r"(?<!\\)((?:\\\\)*)\\udbff", rf"\1{BREAK}", text)
+        return text
+
+    def spelled(self, data: bytes, start: int = 0) -> Iterator[tuple[int, int]]:
+        """Returns the first and the last byte, exclusive, of each place where `data`, text in UTF-8, spells a control
+        token from byte `start` on, whatever its tokens are."""
+        if (pattern := self._token_marks_in_bytes) is not None:
+            for match in pattern.finditer(data, start):
+                yield match.span()
+
+
+def _is_control(content: str, special: bool, template: str) -> bool:
+    if len(content) < 2 or not content.strip(_SPACES):
+        return False
+    if special:
+        return True
+    if _HTML.fullmatch(content):
+        return False
+    return _BRACKETED.fullmatch(content) is not None or (content in template and not content.isalnum())
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """Returns a pattern for the longest of the words that begins at a place. It is a tree of their characters, so that
+    thousands of words take no longer than a few."""
+    tree: dict[str, Any] = {}
+    for word in words:
+        node = tree
+        for character in word:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return _pattern(tree)
+
+
+def _pattern(node: dict[str, Any]) -> str:
+    # A chain of single characters is one piece, so that long words do not nest deeply.
+    chain = ""
+    while len(node) == 1 and "" not in node:
+        ((character, node),) = node.items()
+        chain += re.escape(character)
+    branches = [re.escape(character) + _pattern(rest) for character, rest in sorted(node.items()) if character]
+    if not branches:
+        return chain
+    joined = "(?:" + "|".join(branches) + ")"
+    return f"{chain}{joined}?" if "" in node else f"{chain}{joined}"
+
+
+def _constants(template: str) -> Iterator[str]:
+    """Returns the texts that a chat template itself writes."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        for _, kind, value in Environment().lex(template):
+            if kind == "data":
+                yield value
+            elif kind == "string":
+                yield value[1:-1]
+    except TemplateSyntaxError:
+        return

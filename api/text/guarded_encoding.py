@@ -1,0 +1,177 @@
+"""Encodes guarded texts: control tokens are found in what the template wrote, and never across a break.
+
+The tokenizer itself says where the control tokens are, in the text with something else in the place of each break.
+Stretches between them that have a break are encoded again by a tokenizer of the same model which knows no control
+tokens. So the tokens of a caller's text are those of its spelling, and all others are what they would have been.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .control_tokens import BREAK
+
+if TYPE_CHECKING:
+    from .model import TextModel
+
+_FILLER = "\U0010fffd"
+"""Stands for a break where control tokens are found. Nothing depends on it: no text has it in the middle of a mark."""
+
+_PRIVATE_LAST = 0x10FFFC
+
+
+@dataclass
+class GuardedIds:
+    """Token ids, and for each the number of the pre-tokenizer's word that it belongs to."""
+
+    ids: list[int] = field(default_factory=list)
+    words: list[int] = field(default_factory=list)
+
+    def add(self, ids: list[int], words: list[int | None]) -> None:
+        """Appends a stretch, whose words are numbered from anywhere on."""
+        last, number = object(), self.words[-1] if self.words else -1
+        for word in words:
+            if word != last or word is None:
+                last, number = word, number + 1
+            self.words.append(number)
+        self.ids += ids
+
+
+class GuardedEncoder:
+    """Encodes the guarded texts of one model. Thread-safe."""
+
+    def __init__(self, model: TextModel) -> None:
+        self._model = model
+        self._control = model.controls.ids
+        self._plain: dict[str, _PlainTokenizer] = {}
+
+    def encode(self, text: str, *, special_tokens: bool = False) -> GuardedIds:
+        """Returns the tokens of a guarded text of valid Unicode. `special_tokens` as in `TextModel.encode`."""
+        if self._model.backend is None:
+            return self._in_pieces(text, special_tokens=special_tokens)
+        filled = text.replace(BREAK, _FILLER)
+        whole = self._model.backend.encode_batch([filled], add_special_tokens=special_tokens)[0]
+        ids, offsets, words = whole.ids, whole.offsets, whole.word_ids
+        # What the tokenizer puts around a text.
+        head = _run(whole.special_tokens_mask)
+        tail = max(head, len(ids) - _run(whole.special_tokens_mask[::-1]))
+        breaks = [at for at, character in enumerate(text) if character == BREAK]
+        out = GuardedIds()
+
+        def take(first: int, last: int, start: int, end: int) -> None:
+            """Adds the tokens of the characters between two control tokens."""
+            at = bisect_left(breaks, start)
+            if at == len(breaks) or breaks[at] >= end:
+                out.add(ids[first:last], words[first:last])
+            elif piece := text[start:end].replace(BREAK, ""):
+                out.add(*self._without_control(piece, first=not start))
+
+        out.add(ids[:head], [None] * head)
+        first, start = head, 0
+        for index in range(head, tail):
+            if ids[index] in self._control and self._is_spelled(filled, ids[index], *offsets[index]):
+                take(first, index, start, offsets[index][0])
+                out.add([ids[index]], [None])
+                first, start = index + 1, offsets[index][1]
+        take(first, tail, start, len(text))
+        out.add(ids[tail:], [None] * (len(ids) - tail))
+        return out
+
+    def _is_spelled(self, text: str, token: int, start: int, end: int) -> bool:
+        """Whether a control token stands for its own text, and not for a character that the tokenizer does not know."""
+        entry = self._model.added_tokens[token]
+        return entry.normalized or entry.content in text[start:end]
+
+    def _without_control(self, piece: str, *, first: bool) -> tuple[list[int], list[int | None]]:
+        """Returns the tokens of a text in which nothing is a control token, and their words.
+
+        Args:
+            first: whether the text is the beginning of the whole.
+        """
+        lead = chr(next(code for code in range(_PRIVATE_LAST, 0, -1) if chr(code) not in piece))
+        if (plain := self._plain.get(lead)) is None:
+            plain = _PlainTokenizer(self._model, self._control, lead)
+            if lead == chr(_PRIVATE_LAST):
+                self._plain[lead] = plain
+        return plain.encode(piece, first=first)
+
+    def _in_pieces(self, text: str, *, special_tokens: bool) -> GuardedIds:
+        """Encodes with a tokenizer written in Python: what is between two breaks alone."""
+        model, out = self._model, GuardedIds()
+        begin, end = (model.begin_tokens, model.closing_tokens) if special_tokens else ([], [])
+        out.add(begin, [None] * len(begin))
+        for piece in filter(None, text.split(BREAK)):
+            ids = model.encode(piece)
+            out.add(ids, [None] * len(ids))
+        out.add(end, [None] * len(end))
+        return out
+
+
+def _run(mask: list[int]) -> int:
+    """Returns how many items the mask begins with."""
+    return next((at for at, item in enumerate(mask) if not item), len(mask))
+
+
+class _PlainTokenizer:
+    """The model's tokenizer without its control tokens. It shares the vocabulary, so it costs nothing.
+
+    Args:
+        lead: a character that no text has which is encoded here. A text that does not begin the whole is encoded behind
+            it, because some tokenizers put a space before the first one.
+    """
+
+    def __init__(self, model: TextModel, control: frozenset[int], lead: str) -> None:
+        from tokenizers import AddedToken, Tokenizer
+
+        assert model.backend is not None
+        source = model.backend
+        self._control = control
+        self._contents = {token: model.added_tokens[token].content for token in control}
+        self._model = source.model
+        self._lead = lead
+        self._tokenizer = Tokenizer(source.model)
+        if source.normalizer is not None:
+            self._tokenizer.normalizer = source.normalizer
+        if source.pre_tokenizer is not None:
+            self._tokenizer.pre_tokenizer = source.pre_tokenizer
+        self._tokenizer.encode_special_tokens = source.encode_special_tokens
+        others = {token: entry for token, entry in model.added_tokens.items() if token not in control and entry.content}
+        for special, add in ((True, self._tokenizer.add_special_tokens), (False, self._tokenizer.add_tokens)):
+            add([entry for entry in others.values() if entry.special is special])
+        self._tokenizer.add_tokens([AddedToken(lead, normalized=False)])
+        # Those that the vocabulary does not have are numbered anew.
+        self._own: dict[int, int] = {}
+        for token, entry in others.items():
+            if (number := self._tokenizer.token_to_id(entry.content)) is not None and number != token:
+                self._own[number] = token
+
+    def encode(self, text: str, *, first: bool) -> tuple[list[int], list[int | None]]:
+        """Returns the tokens of `text` and their words."""
+        behind = "" if first else self._lead
+        found = self._tokenizer.encode_batch([behind + text], add_special_tokens=False)[0]
+        ids, words = found.ids[len(behind) :], found.word_ids[len(behind) :]
+        if self._own:
+            ids = [self._own.get(token, token) for token in ids]
+        if self._control.isdisjoint(ids):
+            return ids, words
+        offsets = found.offsets[len(behind) :]
+        out: list[int] = []
+        whose: list[int | None] = []
+        for token, word, (start, end) in zip(ids, words, offsets, strict=True):
+            shown = text[max(0, start - len(behind)) : end - len(behind)]
+            # The vocabulary may have a control token as a word. A character that it does not have is another matter.
+            parts = self._split(token) if token in self._control and self._contents[token] in shown else [token]
+            out += parts
+            whose += [word] * len(parts)
+        return out, whose
+
+    def _split(self, token: int) -> list[int]:
+        """Returns tokens that spell a control token."""
+        return [
+            part.id
+            for character in self._contents[token]
+            for part in self._model.tokenize(character)
+            if part.id not in self._control
+        ]
