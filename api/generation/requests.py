@@ -396,7 +396,7 @@ def _encoded(text: TextModel, request: Request, conversation: _Conversation, *, 
 
 @dataclass(frozen=True)
 class _Conversation:
-    """The guarded text of a prompt, the messages and tools in it, its media as the model is shown them, and their places."""
+    """The guarded text of a prompt, its messages and tools, its media as the model is shown them, and their places."""
 
     text: str
     messages: list[Message]

@@ -14,6 +14,7 @@ from ...cluster.errors import DeadlineExceeded, GenerationFailed, from_wire
 from ..text.answers.logprobs import ShownToken
 from ..text.answers.pipeline import CallArguments, CallBegun, ReasoningDelta, ToolCall
 from ..text.answers.row_text import RowText, TextDelta
+from ..text.callers_text import AnswerLearner
 from .backend import Generation, ServedModel
 from .history import Message, answer_message
 from .remembered import Remembered
@@ -105,6 +106,7 @@ class TextStream:
         keeper: of an agent's turn, which is given back if the stream is left early.
         prompt: the prompt's token ids if they and the answer's are asked for, else None.
         left_out: how many messages the prompt is without, because they did not fit.
+        learner: remembers which marks of an answer were tokens.
 
     Attributes:
         model: the served model.
@@ -128,6 +130,7 @@ class TextStream:
         keeper: AnswerKeeper | None = None,
         prompt: Sequence[int] | None = None,
         left_out: int = 0,
+        learner: AnswerLearner | None = None,
     ) -> None:
         self.model = model
         self.left_out = left_out
@@ -145,6 +148,7 @@ class TextStream:
         self._on_end = on_end
         self._keeper = keeper
         self._prompt = prompt
+        self._learner = learner
         self._over = False
         self._reading = False
         self._cached_tokens = 0
@@ -203,7 +207,7 @@ class TextStream:
                     self._end()
                     raise from_wire(update.error or {"kind": "GenerationFailed", "message": "the row failed"})
                 events = self._row.add(update.tokens, update.logprobs)
-                if self._keeper is not None or self._prompt is not None:
+                if self._keeper is not None or self._prompt is not None or self._learner is not None:
                     self._tokens += update.tokens
                 if finish is not None:
                     self._end()
@@ -218,6 +222,10 @@ class TextStream:
             for event in self._row.finish():
                 yield self._record(event)
                 self._reading = True
+            if self._learner is not None:
+                content = "".join(event.text for event in self._sent if isinstance(event, TextDelta))
+                if self._learner.wants(content):
+                    await asyncio.to_thread(self._learner.learn, self._tokens, content)
             if self._keeper is not None:
                 await self._keeper.keep(self._tokens, _message(self._sent), self._generation)
             reason = "tool_calls" if self._row.calls and finish == "stop" else finish
@@ -234,7 +242,7 @@ class TextStream:
         """Notes an event that is about to be yielded."""
         if self.first_event_at is None:
             self.first_event_at = time.perf_counter()
-        if self._keeper is not None:
+        if self._keeper is not None or self._learner is not None:
             self._sent.append(event)
         self._reading = False
         return event

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ...actors.model_files.sentence_modules import SentenceModules
 from ...cluster.errors import InvalidRequest
+from ..text.callers_text import CallersText
 from ..text.model import TextModel
 from ..text.pairs import PairForm
 from .backend import ServedModel
@@ -136,6 +137,7 @@ class _Encoder:
     def __init__(self, text: TextModel, model: ServedModel, most: int | None, *, special_tokens: bool) -> None:
         self.texts: list[list[int]] = []
         self._text, self._model, self._special = text, model, special_tokens
+        self._guard = CallersText(text, as_tokens=model.marks_are_tokens)
         context = model.context_tokens
         self._most = None if most is None else context if most < 0 else most
         self._behind = len(text.closing_tokens) if special_tokens and most is not None else 0
@@ -144,7 +146,7 @@ class _Encoder:
     def add(self, prompt: str, given: str, where: str) -> None:
         if not given:
             raise InvalidRequest(f"{where} is empty", param=where.partition("[")[0])
-        self._add(self._cut(self._encoded(prompt + given, where)), where)
+        self._add(self._cut(self._encoded(prompt + self._guard.text(given), where)), where)
 
     def add_tokens(self, tokens: list[int], where: str) -> None:
         check_vocabulary(tokens, self._model.vocabulary_size, where)
@@ -154,12 +156,14 @@ class _Encoder:
 
     def add_pair(self, pairs: PairForm, query: str, document: str, where: str) -> None:
         """Adds a query and a document; of the latter as much as there is room for."""
-        tokens = self._encoded(pairs.render(query, document), where)
+        guard = self._guard.text
+        query = guard(query)
+        tokens = self._encoded(pairs.render(query, guard(document)), where)
         if self._most is not None and len(tokens) > self._most:
             rest = max(0, self._most - len(self._text.encode(pairs.render(query, ""))))
-            kept = self._text.decode(self._text.encode(document)[:rest])
+            kept = self._text.decode(self._text.encode(guard(document))[:rest])
             # Two texts may have a token less, or more, than both together.
-            tokens = self._text.encode(pairs.render(query, kept))
+            tokens = self._text.encode(pairs.render(query, guard(kept)))
         self._add(tokens, where)
 
     def _encoded(self, given: str, where: str) -> list[int]:

@@ -1,8 +1,8 @@
 """What a caller says in a conversation, guarded before the template renders it: messages, tools, variables.
 
-All of it is text, whoever says it, with two exceptions among an assistant's words, which are the model's own. A block of
-reasoning at the beginning of a message is one: clients that know of no reasoning send it so. And where this endpoint or
-the agent's memory knows that the model wrote an answer's mark as a token, it is that token again.
+All of it is text, whoever says it, with two exceptions among an assistant's words, which are the model's own. A closed
+block of reasoning at the beginning of a message is one: clients that know of no reasoning send it so. And where this
+endpoint or the agent's memory knows that the model wrote a mark of an answer as a token, it is that token again.
 """
 
 from __future__ import annotations
@@ -26,44 +26,17 @@ _ANSWERS_MAX = 4096
 
 
 class GivenAnswers:
-    """The answers that a model gave lately whose content shows control tokens. Thread-safe."""
+    """The answers that a model gave lately whose content names control tokens. Thread-safe."""
 
-    def __init__(self, model: TextModel) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._breaks: LRUCache[bytes, list[int]] = LRUCache(_ANSWERS_MAX)
 
-    def learn(self, scope: str, tokens: Sequence[int], content: str, beginning: str, *, special_tokens: bool) -> None:
-        """Remembers an answer if its content shows control tokens.
-
-        Args:
-            scope: to whom the answer was given.
-            content: what of it was shown as its content.
-            beginning: of the content, guarded, if the prompt had begun it.
-            special_tokens: whether special tokens became text.
-        """
-        model = self._model
-        if model.controls.ids.isdisjoint(tokens):
-            return
-        hidden = model.end_tokens if special_tokens else model.hidden_tokens - model.tool_call_tokens
-        written = self._guarded([token for token in tokens if token not in hidden])
-        at = unbroken(written).rfind(content)
-        if at < 0:
-            return
-        breaks = [place - at for place in breaks_of(written) if at < place < at + len(content)]
-        said = beginning + with_breaks(content, breaks)
-        kept = said.strip()
-        if unbroken(kept):
-            with self._lock:
-                self._breaks[_digest(scope, unbroken(kept))] = breaks_of(kept)
-
-    def _guarded(self, tokens: Sequence[int]) -> str:
-        """Returns the text of an answer with the marks broken that it does not write as tokens."""
-        controls, shown = self._model.controls, self._model.detokenizer()
-        written = [(token in controls.ids, shown.add(token)) for token in tokens]
-        written.append((False, shown.flush()))
-        runs = ((own, "".join(piece for _, piece in run)) for own, run in groupby(written, lambda each: each[0]))
-        return "".join(piece if own else controls.guarded(piece) for own, piece in runs)
+    def learn(self, scope: str, said: str) -> None:
+        """Remembers an answer's guarded content, which was given to `scope`."""
+        said = said.strip()
+        with self._lock:
+            self._breaks[_digest(scope, unbroken(said))] = breaks_of(said)
 
     def guarded(self, scope: str, text: str) -> str | None:
         """Returns an assistant's text as it was given, None if it is not known."""
@@ -78,6 +51,46 @@ class GivenAnswers:
 
 def _digest(scope: str, text: str) -> bytes:
     return hashlib.sha256(f"{scope}\0{text}".encode("utf-8", "surrogatepass")).digest()
+
+
+@dataclass(frozen=True)
+class AnswerLearner:
+    """Remembers one answer, if its content shows control tokens.
+
+    Args:
+        scope: to whom it is given.
+        prefill: its beginning, which was in the prompt.
+        special_tokens: whether special tokens become text.
+    """
+
+    model: TextModel
+    scope: str
+    prefill: str
+    special_tokens: bool
+
+    def wants(self, content: str) -> bool:
+        """Returns whether the content names a control token, be it in text or as a token."""
+        return BREAK in self.model.controls.guarded(content)
+
+    def learn(self, tokens: Sequence[int], content: str) -> None:
+        """Remembers which of the control tokens that the content names are among `tokens`."""
+        model = self.model
+        hidden = model.end_tokens if self.special_tokens else model.hidden_tokens - model.tool_call_tokens
+        written = self._guarded([token for token in tokens if token not in hidden])
+        # Reasoning is before the content, and may quote it.
+        at = unbroken(written).rfind(content)
+        if at >= 0:
+            breaks = [place - at for place in breaks_of(written) if at < place < at + len(content)]
+            beginning = CallersText(model).beginning(self.prefill)
+            model.given_answers.learn(self.scope, beginning + with_breaks(content, breaks))
+
+    def _guarded(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens with the marks broken that they do not write as tokens."""
+        controls, shown = self.model.controls, self.model.detokenizer()
+        written = [(token in controls.ids, shown.add(token)) for token in tokens]
+        written.append((False, shown.flush()))
+        runs = ((own, "".join(piece for _, piece in run)) for own, run in groupby(written, lambda each: each[0]))
+        return "".join(piece if own else controls.guarded(piece) for own, piece in runs)
 
 
 @dataclass(frozen=True)
@@ -195,4 +208,3 @@ class CallersText:
 
 def _inside(at: int, mark: str) -> set[int]:
     return set(range(at + 1, at + len(mark)))
-

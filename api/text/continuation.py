@@ -24,6 +24,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -201,7 +202,11 @@ class _NewText:
 
     def agreed(self, line: IndexedLine, common: int) -> int:
         """Returns where the first `common` bytes, which are equal, begin to have other tokens: a control token where
-        the line has its text, or the text where it has the token; `common` if nowhere."""
+        the line has its text, or the text where it has the token; `common` if nowhere.
+
+        A mark of a call or of reasoning that a model wrote letter by letter stays so, though the template would write
+        the token.
+        """
         if len(self.breaks):
             # The first control token that ends behind each break.
             at = np.searchsorted(line.controls[:, 1], self.breaks, side="right")
@@ -213,8 +218,10 @@ class _NewText:
         if len(plain):
             at = np.searchsorted(self.breaks, plain[:, 0], side="right")
             behind = np.append(self.breaks, len(self.data) + 1)[at]
-            if (whole := behind >= plain[:, 1]).any():
-                common = min(common, int(plain[int(whole.argmax()), 0]))
+            own = self._model.controls.own_marks
+            for start, end in plain[behind >= plain[:, 1]].tolist():
+                if self.data[start:end] not in own:
+                    return min(common, start)
         return common
 
     def seam(self, line: IndexedLine, common: int) -> _Seam:
@@ -298,7 +305,9 @@ class _NewText:
         """
         sizes = start + self._spelling.sizes(seam.rest)
         since = self._word_before(start, common, sizes)
-        broken = np.array([_behind_character(line.data, start) for start in line.plain[:, 0].tolist()], np.int64)
+        later = line.plain[line.plain[:, 0] >= common, 0].tolist()
+        broken = np.array([_behind_character(line.data, start) for start in later], np.int64)
+        broken = np.concatenate((self.breaks[self.breaks <= common], broken))
         ends = [
             since
             + self._spelling.word_borders(
@@ -373,7 +382,7 @@ def _guarded(data: bytes, breaks: np.ndarray, start: int, end: int, errors: str 
     """Returns bytes `start` to `end` of `data` as text with the breaks between them."""
     first, last = int(np.searchsorted(breaks, start, side="right")), int(np.searchsorted(breaks, end))
     edges = [start, *breaks[first:last].tolist(), end]
-    return BREAK.join(data[one:other].decode("utf-8", errors) for one, other in zip(edges, edges[1:], strict=False))
+    return BREAK.join(data[one:other].decode("utf-8", errors) for one, other in pairwise(edges))
 
 
 def _behind_character(data: bytes, at: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ...cluster.errors import InvalidRequest
@@ -54,7 +55,7 @@ def breaks_of(text: str) -> list[int]:
 def with_breaks(text: str, places: Sequence[int]) -> str:
     """Returns `text` with breaks before the characters at `places`, which are in order."""
     edges = [0, *places, len(text)]
-    return BREAK.join(text[start:end] for start, end in zip(edges, edges[1:], strict=False))
+    return BREAK.join(text[start:end] for start, end in pairwise(edges))
 
 
 def refuse_breaks(text: str) -> str:
@@ -74,6 +75,7 @@ class ControlTokens:
     Attributes:
         ids: the control tokens.
         marks: what is broken in a caller's text: their texts, and marks of pictures and thoughts that are no tokens.
+        own_marks: in UTF-8, the texts of those with which a model marks calls and reasoning in its own answers.
     """
 
     def __init__(self, model: TextModel) -> None:
@@ -93,6 +95,8 @@ class ControlTokens:
         self.ids = frozenset(ids)
         texts = {contents[token] for token in ids}
         self._token_marks = frozenset(texts)
+        own = (model.tool_call_tokens | model.think_tokens) & self.ids
+        self.own_marks = frozenset(contents[token].encode() for token in own)
         if model.pictures is not None:
             texts |= {model.pictures.placeholder.strip(), model.pictures.video_placeholder.strip()}
         texts |= {mark for mark in (model.think_start, model.think_end) if not mark.strip().isalnum()}
@@ -130,7 +134,7 @@ class ControlTokens:
         return any(entry.normalized for entry in normalized)
 
     def guarded(self, text: str) -> str:
-        """Returns what a caller wrote with its marks broken, and the beginning of one at its end: other text may follow.
+        """Returns what a caller wrote with its marks broken, also one that only begins at its end: text may follow.
 
         Raises:
             InvalidRequest: it has an unpaired surrogate.

@@ -283,8 +283,8 @@ class TextModel:
 
     @cached_property
     def given_answers(self) -> GivenAnswers:
-        """The answers with control tokens that were given lately."""
-        return GivenAnswers(self)
+        """The answers that were given lately and name control tokens."""
+        return GivenAnswers()
 
     @cached_property
     def recent(self) -> RecentTexts:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .control_tokens import unbroken
 from .continuation import Match, continue_text
+from .control_tokens import unbroken
 from .spelling import IndexedLine, StoredBranch
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class RecentTexts:
         self._known: list[_Recent] = []
 
     def encode(self, text: str, scope: str) -> list[int]:
-        """Returns the ids of `text`, which may be guarded, as `TextModel.encode` does. How long it takes shows only to the `scope` whether
-        a text began alike.
+        """Returns the ids of `text`, which may be guarded, as `TextModel.encode` does. How long it takes shows only to
+        the `scope` whether a text began alike.
 
         Raises:
             InvalidRequest: `text` is not valid Unicode.

@@ -62,6 +62,7 @@ from ..text.answers.row_text import RowText
 from ..text.answers.tagged_reader import tagged_reader_of
 from ..text.answers.template_calls import IN_JSON
 from ..text.answers.tool_calls import ToolCallSplitter, call_parser, first_of
+from ..text.callers_text import AnswerLearner
 from ..text.model import TextModel, load_text_model
 
 _log = logging.getLogger(__name__)
@@ -536,6 +537,9 @@ class Generator:
             keeper=keeper,
             prompt=job.text.plain(prompt) if request.return_token_ids else None,
             left_out=0 if job.chat is None else job.chat.left_out,
+            learner=None
+            if job.chat is None or model.marks_are_tokens
+            else AnswerLearner(job.text, request.scope, job.chat.prefill, not request.options.skip_special_tokens),
         )
 
     def _max_tokens(self, request: Request, left: int) -> int:

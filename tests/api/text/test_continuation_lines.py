@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 
 import satchel.actors.model_files as model_files
 from satchel.api.text.continuation import IndexedLine, Match, StoredBranch, continue_text, index_line
+from satchel.api.text.control_tokens import unbroken
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.text.spelling import common_length
 from satchel.cluster.errors import InvalidRequest
@@ -78,17 +79,19 @@ def test_an_edited_turn_keeps_what_was_before_it_and_a_title_request_the_shared_
 
 def test_special_tokens_typed_by_a_user_or_spelled_by_the_model_stay_what_they_were(recall: TextModel):
     """What was drawn letter by letter is kept so, and what was drawn as one token too, wherever the text has both."""
-    typed = recall.render([{"role": "user", "content": f"what is {END} for?"}])
+    guard = recall.controls.guarded
+    prompt = recall.render([{"role": "user", "content": guard(f"what is {END} for?")}])
     spelled = letters(recall, f"it ends {END} turns")
-    line = StoredBranch(f"{typed}it ends {END} turns{END}", [*recall.encode(typed), *spelled, *recall.encode(END)])
-    new = f"{line.text}\n<|im_start|>user\nI see.{END}\n"
+    typed = unbroken(prompt)
+    line = StoredBranch(f"{typed}it ends {END} turns{END}", [*recall.encode(prompt), *spelled, *recall.encode(END)])
+    new = f"{prompt}{guard(f'it ends {END} turns')}{END}\n<|im_start|>user\nI see.{END}\n"
     result = continue_text(new, [line], recall)
-    assert (recall.decode(result.tokens), result.kept_tokens) == (new, len(line.tokens))
+    assert (recall.decode(result.tokens), result.kept_tokens) == (unbroken(new), len(line.tokens))
     # Drawn in the middle of an answer, and hidden from the client, who sends the history without it.
-    drawn = StoredBranch(f"{typed}one{END}two", [*recall.encode(f"{typed}one{END}"), *letters(recall, "two")])
-    new = f"{typed}onetwo{END}\n"
+    drawn = StoredBranch(f"{typed}one{END}two", [*recall.encode(f"{prompt}one{END}"), *letters(recall, "two")])
+    new = f"{prompt}onetwo{END}\n"
     result = continue_text(new, [drawn], recall)
-    assert (recall.decode(result.tokens), result.reason) == (new, "text changed")
+    assert (recall.decode(result.tokens), result.reason) == (unbroken(new), "text changed")
     assert result.tokens == recall.encode(new)
 
 
