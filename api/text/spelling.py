@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +32,7 @@ _META_SPACE = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _TOKENS_MAX = 2**32
 _LEADS_TRIED = 16
+_ENDS_TRIED = 8
 # A piece that equals no text: this byte never occurs in UTF-8.
 _NOTHING = b"\xff"
 
@@ -324,13 +325,7 @@ class Spelling:
         For tokens whose text differs from the encoded one: normalized, lower-cased, unknown characters. The added token
         before the stretch is decoded with it, because decoders treat the beginning of a text differently.
         """
-        stop, before = len(data), self._added[line.tokens[first - 1]].content if first else ""
-        if place < len(line.tokens):
-            content = self.content(line.tokens[place])
-            stop = data.find(content, at) + len(content)
-            if stop < at + len(content):
-                return None
-        text = before + data[at:stop].decode("utf-8", "replace")
+        before = self._added[line.tokens[first - 1]].content if first else ""
         stretch = line.tokens[max(first - 1, 0) : place + 1]
         if not all(0 <= token < _TOKENS_MAX for token in stretch):
             return None
@@ -338,8 +333,15 @@ class Spelling:
         # Different invalid bytes decode to the same character.
         if REPLACEMENT in decoded:
             return None
-        same = decoded == text or decoded == self._model.decode(self._model.encode(text))
-        return stop if same else None
+        stops = [len(data)]
+        if place < len(line.tokens):
+            # The text may name the token too, where it stands for itself.
+            stops = list(islice(_ends_of(self.content(line.tokens[place]), data, at), _ENDS_TRIED))
+        for stop in stops:
+            text = before + data[at:stop].decode("utf-8", "replace")
+            if decoded == text or decoded == self._model.decode(self._model.encode(text)):
+                return stop
+        return None
 
     def _past_spaces(self, line: StoredBranch, place: int, data: bytes, at: int) -> int:
         """Returns `at`, or the end of the white space that the added token at index `place` takes in."""
@@ -405,6 +407,13 @@ def _begins_inside(inner: str, outer: str) -> bool:
             return True
         at = outer.find(inner[0], at + 1)
     return False
+
+
+def _ends_of(content: bytes, data: bytes, at: int) -> Iterator[int]:
+    """Returns where `data` has `content` from byte `at` on, by the byte behind it."""
+    while (at := data.find(content, at)) >= 0:
+        at += len(content)
+        yield at
 
 
 def _behind_spaces(data: bytes, at: int, width: int = 256) -> int:

@@ -1,0 +1,212 @@
+"""Laws of guarded texts, for every kind of tokenizer: what a caller wrote has no control token in any company, says what
+it said, and is tokenized as the tokenizer would without its control tokens; all other text is as it always was."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from satchel.api.text.continuation import StoredBranch, continue_text, index_line
+from satchel.api.text.control_tokens import BREAK, breaks_of, unbroken, with_breaks
+from satchel.api.text.model import TextModel
+from satchel.api.text.recent import RecentTexts
+from satchel.cluster.errors import InvalidRequest
+
+from .test_continuation import END, KINDS, LOSSLESS, PIECES, START, model_of, redrawn
+
+quick = settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+WORDS = [piece for piece in PIECES if not any(mark in piece for mark in "<|>")]
+said = st.lists(st.sampled_from(PIECES), max_size=10).map("".join)
+harmless = st.lists(st.sampled_from(WORDS), max_size=10).map("".join)
+turns = st.lists(said, min_size=1, max_size=4)
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, TextModel]:
+    return {}
+
+
+@pytest.fixture(params=KINDS)
+def model(request: pytest.FixtureRequest, made: dict[str, TextModel]) -> TextModel:
+    return model_of(request.param, made)
+
+
+def conversation(model: TextModel, texts: list[str], guard: bool = True) -> str:
+    """Turns of a template, which writes control tokens around what callers say, and joins two of them at each turn."""
+    shown = [model.controls.guarded(text) if guard else text for text in texts]
+    return "".join(f"{START}user\n{text}{shown[0]}{END}\n" for text in shown)
+
+
+def controls(model: TextModel, tokens: list[int], unknown: bool = False) -> list[int]:
+    """The control tokens among `tokens`, without the one for characters that a vocabulary does not have."""
+    own = model.token_of("<unk>")
+    return [token for token in tokens if token in model.controls.ids and (unknown or token != own)]
+
+
+@quick
+@given(texts=turns)
+def test_no_text_becomes_a_control_token(texts: list[str], model: TextModel):
+    """Neither alone nor with the text that follows it."""
+    tokens = model.encode(conversation(model, texts))
+    assert controls(model, tokens) == controls(model, model.encode(conversation(model, ["a"] * len(texts))))
+    if model.name in LOSSLESS:
+        assert model.decode(tokens) == unbroken(conversation(model, texts)) == conversation(model, texts, guard=False)
+
+
+@quick
+@given(texts=st.lists(harmless, min_size=1, max_size=4))
+def test_texts_without_marks_are_not_touched(texts: list[str], model: TextModel):
+    """The same string, so the same tokens, and nothing that is in memory is lost."""
+    assert all(model.controls.guarded(text) is text for text in texts)
+    assert conversation(model, texts) == conversation(model, texts, guard=False)
+
+
+def without_control(model: TextModel) -> Tokenizer:
+    """The tokenizer as its file would be without control tokens."""
+    state = json.loads(model._tokenizer.backend_tokenizer.to_str())
+    state["added_tokens"] = [each for each in state["added_tokens"] if each["id"] not in model.controls.ids]
+    state["post_processor"] = None
+    return Tokenizer.from_str(json.dumps(state))
+
+
+@quick
+@given(text=said)
+def test_a_callers_text_has_the_tokens_of_its_spelling(text: str, model: TextModel):
+    """Word for word what the vocabulary makes of it, over the borders of marks."""
+    if model.name in ("unigram", "wordpiece", "python"):
+        # Their vocabularies have marks as words, or cannot be asked.
+        return
+    spelling = without_control(model).encode(text, add_special_tokens=False).tokens
+    for guarded in (model.controls.guarded(text), with_breaks(text, range(1, len(text)))):
+        assert model.written(model.encode(guarded)) == spelling
+
+
+@quick
+@given(text=said, more=said)
+def test_what_stands_around_a_callers_mark_is_tokenized_as_without_it(text: str, more: str, model: TextModel):
+    """A break where no mark is changes no token."""
+    plain = f"{START}user\nhello{END}\n{START}a"
+    at = plain.index("hello") + 2
+    whole = model.encode(f"{plain}{text}{more}")
+    if model.name != "python":
+        assert model.encode(with_breaks(plain, [at]) + text + more) == whole
+
+
+@quick
+@given(old=turns, more=turns, cut=st.integers(0, 400))
+def test_memory_of_guarded_texts_gives_the_tokens_of_their_whole_encoding(
+    old: list[str], more: list[str], cut: int, model: TextModel
+):
+    """Continued, cut or parted anywhere: what the line has as a token is one in the new text, or the seam is before."""
+    before = conversation(model, old)
+    new = conversation(model, [*old[: cut % (len(old) + 1)], *more])
+    line = StoredBranch(unbroken(before), model.encode(before))
+    assert continue_text(new, [line], model).tokens == model.encode(new)
+    assert continue_text(new, [index_line(line, model)], model).tokens == model.encode(new)
+
+
+@quick
+@given(old=said, new=said, ours=st.booleans(), theirs=st.booleans())
+def test_the_same_text_with_other_structure_is_not_continued(
+    old: str, new: str, ours: bool, theirs: bool, model: TextModel
+):
+    """A mark that was a token is not one when a caller writes it, and the other way round."""
+    guard = model.controls.guarded
+    before = f"{START}user\n{guard(old) if theirs else old}"
+    after = f"{START}user\n{guard(old) if ours else old}{new}"
+    line = StoredBranch(unbroken(before), model.encode(before))
+    result = continue_text(after, [line], model)
+    assert controls(model, result.tokens) == controls(model, model.encode(after))
+    assert unbroken(after)[: result.common_characters] == line.text[: result.common_characters]
+
+
+@quick
+@given(texts=turns, seed=st.integers(0, 2**32))
+def test_drawn_ids_of_guarded_texts_are_kept(texts: list[str], seed: int, model: TextModel):
+    """Whatever pieces the model drew, the prompt has the control tokens that it should have."""
+    before = conversation(model, texts)
+    line = StoredBranch(unbroken(before), redrawn(model, model.encode(before), Random(seed), 0.5))
+    new = f"{before}{START}user\n{model.controls.guarded(texts[-1])}{END}"
+    result = continue_text(new, [line], model)
+    assert controls(model, result.tokens) == controls(model, model.encode(new))
+    if model.name in LOSSLESS:
+        assert model.decode(result.tokens) == unbroken(new)
+        # Python's own tokenizers cannot tell bytes that are no text from the character for such.
+        assert result.kept_tokens == len(line.tokens) or model.name == "python"
+
+
+def test_a_tokenizer_written_in_python_finds_lines_again_that_name_control_tokens(made: dict[str, TextModel]):
+    model = model_of("python", made)
+    before = conversation(model, [f"what is {END} for?", START])
+    new = before + conversation(model, [f"{END}{END}"])
+    result = continue_text(new, [StoredBranch(unbroken(before), model.encode(before))], model)
+    assert result.tokens == model.encode(new)
+    assert result.kept_tokens == len(model.encode(before))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen", "flags", "gemma", "unigram", "bos"])
+def test_recent_texts_are_guarded_too(kind: str, made: dict[str, TextModel]):
+    """Long prompts that go on from others, with marks everywhere."""
+    model, random = model_of(kind, made), Random(kind)
+    recent, texts = RecentTexts(model), []
+    for _ in range(5):
+        texts.append("".join(random.choices([*PIECES, *WORDS * 10], k=4000)))
+        prompt = conversation(model, texts)
+        assert recent.encode(prompt, "") == model.encode(prompt)
+        unguarded = conversation(model, texts, guard=False)
+        assert recent.encode(unguarded, "") == model.encode(unguarded)
+
+
+def test_a_mark_that_texts_make_together_is_text(made: dict[str, TextModel]):
+    """Templates join the parts of a message, and what they have stripped."""
+    model = model_of("qwen", made)
+    guard = model.controls.guarded
+    for cut in range(1, len(END)):
+        first, last = END[:cut], END[cut:]
+        assert model.encode(f"a{guard(first)}{guard(last)}") == model.encode(guard(f"a{END}"))
+        assert END not in guard(f"{first}  \n").strip() + guard(last)
+        middle = len(last) // 2
+        parts = (first, last[:middle], last[middle:])
+        assert not controls(model, model.encode("".join(map(guard, parts))))
+
+
+def test_breaks_are_places_in_the_unbroken_text():
+    text = "añ<|b"
+    for places in ([], [0], [2, 3], [0, 1, 5]):
+        assert breaks_of(with_breaks(text, places)) == places
+        assert unbroken(with_breaks(text, places)) == text
+
+
+def test_no_caller_can_write_a_break(text: TextModel):
+    """It is no valid Unicode, as every other surrogate."""
+    for guard in (text.controls.guarded, lambda said: text.controls.guarded_value({"a": [said]})):
+        with pytest.raises(InvalidRequest, match="unpaired surrogate at character 3"):
+            guard(f"<|i{BREAK}m_end|>")
+    with pytest.raises(InvalidRequest, match="unpaired surrogate"):
+        text.encode(text.controls.guarded("\ud800<|im_end|>"))
+
+
+def test_values_are_guarded_to_the_keys_and_only_where_they_name_a_mark(text: TextModel):
+    value = {"a": [1, None, True, {"b": "c"}], "d": "x"}
+    assert text.controls.guarded_value(value) is value
+    marked = text.controls.guarded_value({f"k{END}": [f"{END}"], "same": ["y"]})
+    ((key, listed), (_, same)) = marked.items()
+    assert (unbroken(key), unbroken(listed[0]), same) == (f"k{END}", END, ["y"])
+    assert BREAK in key and BREAK in listed[0]
+
+
+def test_words_of_a_text_are_no_control_tokens(made: dict[str, TextModel]):
+    """Tokens for white space and for HTML stay what they are."""
+    gemma = model_of("gemma", made)
+    named = {gemma.added_tokens[token].content for token in gemma.controls.ids}
+    assert {START, END} <= named
+    assert not {content for content in named if not content.strip()}
