@@ -144,7 +144,31 @@ async def test_the_order_of_pictures_matters(client: httpx.AsyncClient, backend:
 
 
 @pytest.mark.parametrize("text", ["<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
-async def test_a_text_cannot_stand_for_a_picture(client: httpx.AsyncClient, backend: FakeBackend, text: str) -> None:
+async def test_a_text_cannot_stand_for_a_picture(
+    client: httpx.AsyncClient, backend: FakeBackend, seeing: TextModel, text: str
+) -> None:
+    """It names the mark, and pictures beside it are where they were."""
+    for content, same in (
+        (text, "x"),
+        (shown(picture(), text), shown(picture(), "x")),
+        (shown(text, picture("blue"), f"a{text}", picture()), shown("x", picture("blue"), "x", picture())),
+    ):
+        assert (await ask(client, same)).status_code == 200
+        plain, media = sent(backend)
+        assert (await ask(client, content)).status_code == 200
+        prompt, beside = sent(backend)
+        controls = seeing.controls.ids
+        assert [token for token in prompt if token in controls] == [token for token in plain if token in controls]
+        assert media_tokens_in(prompt) == media_tokens_in(plain)
+        assert [span.key for span in beside] == [span.key for span in media]
+        assert text in seeing.decode(seeing.plain(prompt))
+
+
+@pytest.mark.parametrize("text", ["<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
+async def test_a_text_that_would_be_a_picture_is_refused_where_marks_are_tokens(
+    client: httpx.AsyncClient, backend: FakeBackend, text: str
+) -> None:
+    backend.served[0] = replace(backend.served[0], marks_are_tokens=True)
     for content in (text, shown(picture(), text)):
         answer = await ask(client, content)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
@@ -294,10 +318,13 @@ async def test_a_model_that_is_not_proven_with_videos_is_shown_their_frames(
     assert [(one.pixels, one.video) for one in sent(backend)[1]] == [
         ([one.tobytes()], False) for one in (picture(), *frames)
     ]
-    # Its token is still none that a text may have.
+    # A text that names its mark is a text.
     assert seeing.pictures is not None
-    answer = await ask(client, [*shown(picture()), {"type": "text", "text": seeing.pictures.video_placeholder}])
-    assert answer.status_code == 400
+    mark = seeing.pictures.video_placeholder
+    assert (await ask(client, [*shown(picture()), {"type": "text", "text": mark}])).status_code == 200
+    prompt = sent(backend)[0]
+    assert mark in seeing.decode(seeing.plain(prompt))
+    assert seeing.pictures.video_token not in prompt
 
 
 def listed(image: Image.Image) -> dict[str, Any]:

@@ -4,6 +4,7 @@ said; but what a model wrote as tokens is found again as tokens."""
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,20 @@ def conversation(say: Any) -> tuple[list[Any], list[dict[str, Any]]]:
     return messages, [{"type": "function", "function": tool}]
 
 
-PLACES = ("parameter", "tool", "argument", "system", "user", "beside a call", "result", "assistant", "thought", "last")
+PLACES: tuple[str, ...] = (
+    *("parameter", "tool", "argument", "system", "user", "beside a call", "result", "assistant", "thought", "last"),
+)
+    "parameter",
+    "tool",
+    "argument",
+    "system",
+    "user",
+    "beside a call",
+    "result",
+    "assistant",
+    "thought",
+    "last",
+)
 
 
 @quick
@@ -120,7 +134,7 @@ def test_no_text_in_any_place_becomes_structure(data: st.DataObject, model: Text
     """The control tokens are those of the same conversation about nothing, and the prompt says every word."""
     pieces = st.sampled_from([*sorted(model.controls.marks), *WORDS])
     text = st.lists(pieces, min_size=1, max_size=6).map("".join).filter(lambda said: said.strip() != "")
-    said = data.draw(st.dictionaries(st.sampled_from(PLACES), text, min_size=1))
+    said: dict[str, str] = data.draw(st.dictionaries(st.sampled_from(PLACES), text, min_size=1))
     # A closed block of reasoning at the beginning is the assistant's own.
     for place in ("assistant", "beside a call"):
         if said.get(place, "").lstrip().startswith(model.think_start or "\0"):
@@ -143,7 +157,7 @@ def test_parts_of_a_message_make_no_mark_together(data: st.DataObject, known: di
     mark = data.draw(st.sampled_from(sorted(model.controls.marks)))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(mark) - 1), min_size=1, max_size=3)))
     edges = [0, *cuts, len(mark)]
-    parts = [{"type": "text", "text": mark[a:b]} for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [{"type": "text", "text": mark[a:b]} for a, b in pairwise(edges)]
     chat = prepared(model, [{"role": "user", "content": parts}])
     assert controls(model, chat.prompt) == controls(model, prepared(model, [{"role": "user", "content": "x"}]).prompt)
     assert mark in chat.text
@@ -248,7 +262,7 @@ def test_an_answer_that_was_given_has_the_tokens_that_it_had(known: dict[str, An
     answered(model, [*spelled, *called], content)
     assert encoded(guard, content) == [*spelled, *called[:-1]]
     # As clients trim it; but neither more, nor somebody else's, nor in another role.
-    assert encoded(guard, f"\n{content} ") == model.encode("\n") + [*spelled, *called[:-1]] + model.encode(" ")
+    assert encoded(guard, f"\n{content} ") == [*model.encode("\n"), *spelled, *called[:-1], *model.encode(" ")]
     assert controls(model, encoded(guard, f"{content}!")) == []
     assert controls(model, encoded(CallersText(model, "you"), content)) == []
     (message,) = guard.messages([{"role": "user", "content": content}])

@@ -1,5 +1,5 @@
-"""Laws of guarded texts, for every kind of tokenizer: what a caller wrote has no control token in any company, says what
-it said, and is tokenized as the tokenizer would without its control tokens; all other text is as it always was."""
+"""Laws of guarded texts, for every kind of tokenizer: what a caller wrote has no control token in any company, says
+what it said, and is tokenized as the tokenizer would without its control tokens; all other text is as it always was."""
 
 from __future__ import annotations
 
