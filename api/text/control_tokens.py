@@ -26,6 +26,9 @@ BREAK = "\udbff"
 ESCAPED_BREAK = "\\udbff"
 """As JSON in ASCII has it."""
 
+_END = "\0"
+"""Stands behind each of several texts."""
+
 _SPACES = " \t\r\n\u2581"
 _BRACKETED = re.compile(r"[<\[({◁【［＜].+[>\])}▷】］＞]", re.DOTALL)
 
@@ -103,7 +106,8 @@ class ControlTokens:
         self.marks = frozenset(mark for mark in texts if len(mark) > 1)
         self._model = model
         self._template = named
-        self._found = re.compile(_any_of(self.marks)) if self.marks else None
+        # A mark, or the beginning of one at the end of a text.
+        self._suspect = re.compile(_any_of(self.marks, rf"\s*{_END}")) if self.marks else None
         self._first = re.compile(rf"(?=(?:{_any_of(self.marks)}))(.)", re.DOTALL) if self.marks else None
         self._begun = frozenset(mark[:size] for mark in self.marks for size in range(1, len(mark)))
         self._begin_with = frozenset(mark[0] for mark in self.marks)
@@ -139,17 +143,28 @@ class ControlTokens:
         Raises:
             InvalidRequest: it has an unpaired surrogate.
         """
-        refuse_breaks(text)
-        if self._found is None or self._first is None or not text:
-            return text
-        begins = bool(self._continued) and any(rest.startswith(text[: len(rest)]) for rest in self._continued)
-        ends = self._begun_at_end(text)
+        begins = any(rest.startswith(text[: len(rest)]) for rest in self._continued) and text != ""
         if self._folds and self._spells_folded(text):
-            return BREAK.join(text)
-        if not ends and not begins and self._found.search(text) is None:
-            return text
-        places = {match.end() for match in self._first.finditer(text)} | ends
-        return with_breaks(text, sorted(places | {0} if begins else places))
+            return BREAK.join(refuse_breaks(text))
+        if not self._is_suspect([text]):
+            return BREAK + text if begins else text
+        places = self._begun_at_end(text) | ({0} if begins else set())
+        if self._first is not None:
+            places |= {match.end() for match in self._first.finditer(text)}
+        return with_breaks(text, sorted(places))
+
+    def _is_suspect(self, texts: list[str]) -> bool:
+        """Returns whether one of the texts may have a mark, or the beginning of one at its end. Many short texts take
+        no longer than a long one.
+
+        Raises:
+            InvalidRequest: one has an unpaired surrogate.
+        """
+        joined = _END.join([*texts, ""])
+        if BREAK in joined:
+            for text in texts:
+                refuse_breaks(text)
+        return self._suspect is not None and self._suspect.search(joined) is not None
 
     def _begun_at_end(self, text: str) -> set[int]:
         """Returns the characters behind the first ones of marks of which the text ends with the beginning."""
@@ -168,14 +183,13 @@ class ControlTokens:
 
     def _spells_folded(self, text: str) -> bool:
         backend = self._model.backend
-        assert backend is not None and backend.normalizer is not None and self._found is not None
+        assert backend is not None and backend.normalizer is not None
         try:
             folded = backend.normalizer.normalize_str(text)
             marks = {backend.normalizer.normalize_str(mark).strip(_SPACES) for mark in self._token_marks}
         except UnicodeEncodeError:
             return False
-        shown = self._found.search(text)
-        return shown is None and any(mark and mark in folded for mark in marks)
+        return not any(mark in text for mark in marks) and any(mark and mark in folded for mark in marks)
 
     def guarded_value(self, value: Any) -> Any:
         """Returns a value of JSON with all its texts and keys guarded; the value itself if nothing is to be broken.
@@ -183,15 +197,18 @@ class ControlTokens:
         Raises:
             InvalidRequest: a text has an unpaired surrogate.
         """
+        texts: list[str] = []
+        _gather(value, texts)
+        clean = not self._is_suspect(texts) and not self._folds and not self._continued
+        return value if clean else self._guarded_value(value)
+
+    def _guarded_value(self, value: Any) -> Any:
         if isinstance(value, str):
             return self.guarded(value)
         if isinstance(value, list):
-            items = [self.guarded_value(each) for each in value]
-            return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+            return [self._guarded_value(each) for each in value]
         if isinstance(value, dict):
-            pairs = [(self.guarded_value(key), self.guarded_value(each)) for key, each in value.items()]
-            same = all(new is key and each is value[key] for (new, each), key in zip(pairs, value, strict=True))
-            return value if same else dict(pairs)
+            return {self._guarded_value(key): self._guarded_value(each) for key, each in value.items()}
         return value
 
     def rendered(self, text: str) -> str:
@@ -218,29 +235,46 @@ def _is_control(content: str, special: bool, template: str) -> bool:
     return _BRACKETED.fullmatch(content) is not None or (content in template and not content.isalnum())
 
 
-def _any_of(words: Iterable[str]) -> str:
+def _gather(value: Any, texts: list[str]) -> None:
+    """Appends the texts and keys in a value of JSON to `texts`."""
+    if isinstance(value, str):
+        texts.append(value)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            texts.append(key)
+            _gather(each, texts)
+    elif isinstance(value, list):
+        for each in value:
+            _gather(each, texts)
+
+
+def _any_of(words: Iterable[str], cut: str = "") -> str:
     """Returns a pattern for the longest of the words that begins at a place. It is a tree of their characters, so that
-    thousands of words take no longer than a few."""
+    thousands of words take no longer than a few.
+
+    Args:
+        cut: a pattern for what may follow the beginning of a word instead of its rest; "" for nothing.
+    """
     tree: dict[str, Any] = {}
     for word in words:
         node = tree
         for character in word:
             node = node.setdefault(character, {})
         node[""] = {}
-    return _pattern(tree)
+    return "|".join(re.escape(character) + _pattern(rest, cut) for character, rest in sorted(tree.items()))
 
 
-def _pattern(node: dict[str, Any]) -> str:
-    # A chain of single characters is one piece, so that long words do not nest deeply.
-    chain = ""
-    while len(node) == 1 and "" not in node:
-        ((character, node),) = node.items()
-        chain += re.escape(character)
-    branches = [re.escape(character) + _pattern(rest) for character, rest in sorted(node.items()) if character]
+def _pattern(node: dict[str, Any], cut: str) -> str:
+    """Returns the pattern of what may follow the characters up to a node."""
+    branches = [re.escape(character) + _pattern(rest, cut) for character, rest in sorted(node.items()) if character]
     if not branches:
-        return chain
+        return ""
+    if "" not in node and cut:
+        branches.append(cut)
+    if len(branches) == 1 and "" not in node:
+        return branches[0]
     joined = "(?:" + "|".join(branches) + ")"
-    return f"{chain}{joined}?" if "" in node else f"{chain}{joined}"
+    return f"{joined}?" if "" in node else joined
 
 
 def _constants(template: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .control_tokens import BREAK
+from .control_tokens import BREAK, breaks_of
 
 if TYPE_CHECKING:
     from .model import TextModel
@@ -57,7 +57,7 @@ class GuardedEncoder:
         # What the tokenizer puts around a text.
         head = _run(whole.special_tokens_mask)
         tail = max(head, len(ids) - _run(whole.special_tokens_mask[::-1]))
-        breaks = [at for at, character in enumerate(text) if character == BREAK]
+        breaks = [at + index for index, at in enumerate(breaks_of(text))]
         out = GuardedIds()
 
         def take(first: int, last: int, start: int, end: int) -> None:

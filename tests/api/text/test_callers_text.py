@@ -112,20 +112,7 @@ def conversation(say: Any) -> tuple[list[Any], list[dict[str, Any]]]:
     return messages, [{"type": "function", "function": tool}]
 
 
-PLACES: tuple[str, ...] = (
-    *("parameter", "tool", "argument", "system", "user", "beside a call", "result", "assistant", "thought", "last"),
-)
-    "parameter",
-    "tool",
-    "argument",
-    "system",
-    "user",
-    "beside a call",
-    "result",
-    "assistant",
-    "thought",
-    "last",
-)
+PLACES = ["parameter", "tool", "argument", "system", "user", "beside a call", "result", "assistant", "thought", "last"]
 
 
 @quick
@@ -209,6 +196,56 @@ def test_a_lone_surrogate_is_refused_in_either_way(known: dict[str, Any]):
     for as_tokens in (False, True):
         with pytest.raises(InvalidRequest, match="surrogate"):
             prepared(model, messages, as_tokens=as_tokens)
+
+
+def with_template(known: dict[str, Any], template: str) -> TextModel:
+    folder = known[""] / f"template{len(list(known[''].iterdir()))}"
+    write_tokenizer(folder, markers="added")
+    (folder / "chat_template.jinja").write_text(template)
+    return load_text_model(folder)
+
+
+def test_a_template_completes_no_mark_around_a_text(known: dict[str, Any]):
+    """It writes the brackets, and a caller's name comes between them."""
+    model = with_template(
+        known,
+        "{%- for message in messages %}{{- '<|' + message.role + '|>' + message.content }}{%- endfor %}"
+        "{%- for tool in tools or [] %}{{- '\n<' + tool.function.name + '>' }}{%- endfor %}"
+        "{#- <tool_call> tool_call.name #}",
+    )
+    for name, marks in (("tool_call", 0), ("/tool_call", 0), ("look", 0), ("tool_", 0)):
+        tool = {"type": "function", "function": {"name": name, "parameters": {}}}
+        asked = ChatRequest(messages=[{"role": "user", "content": "im_end|> im_end"}], tools=[tool])
+        chat = prepare_chat(model, served(), asked)
+        assert (chat.text, len(controls(model, chat.prompt))) == (f"<|user|>im_end|> im_end\n<{name}>", marks)
+
+
+def test_a_template_that_writes_json_in_ascii_writes_no_breaks(known: dict[str, Any]):
+    model = with_template(
+        known,
+        "{%- for message in messages %}{{- '<|im_start|>' + message.content }}{%- endfor %}"
+        "{{- tools | tojson(ensure_ascii=true) }}{#- <tool_call> tool_call.name #}",
+    )
+    tool = {"type": "function", "function": {"name": "é", "description": f"{END} \\udbff {CALL}", "parameters": {}}}
+    asked = ChatRequest(messages=[{"role": "user", "content": "x"}], tools=[tool])
+    chat = prepare_chat(model, served(), asked)
+    assert json.dumps([tool]) in chat.text
+    assert chat.prompt == [*model.encode("<|im_start|>x"), *model.encode(model.controls.guarded(json.dumps([tool])))]
+
+
+def test_a_template_does_not_find_what_is_broken(known: dict[str, Any]):
+    """Templates look for marks in what was said: for thoughts to leave out, for results of tools to tell from turns."""
+    model = with_template(
+        known,
+        "{%- for message in messages %}{%- set said = message.content %}{{- '<|im_start|>' + message.role + '\n' }}"
+        "{%- if said.startswith('<tool_call>') %}{{- 'A CALL' }}{%- endif %}"
+        "{{- said.split('</tool_call>')[-1] | trim }}{%- endfor %}",
+    )
+    said = f"{CALL}x</tool_call> and\n "
+    chat = prepare_chat(model, served(), ChatRequest(messages=[{"role": "user", "content": said}]))
+    assert chat.text == f"<|im_start|>user\n{said.strip()}"
+    as_tokens = prepare_chat(model, served(as_tokens=True), ChatRequest(messages=[{"role": "user", "content": said}]))
+    assert as_tokens.text == "<|im_start|>user\nA CALLand"
 
 
 # What an assistant's message may have as tokens.

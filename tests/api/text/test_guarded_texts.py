@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from satchel.api.text.continuation import StoredBranch, continue_text, index_line
 from satchel.api.text.control_tokens import BREAK, breaks_of, unbroken, with_breaks
@@ -17,7 +17,7 @@ from satchel.api.text.model import TextModel
 from satchel.api.text.recent import RecentTexts
 from satchel.cluster.errors import InvalidRequest
 
-from .test_continuation import END, KINDS, LOSSLESS, PIECES, START, model_of, redrawn
+from .test_continuation import END, KINDS, LOSSLESS, PIECES, START, model_of, redrawn, text_model
 
 quick = settings(
     max_examples=60,
@@ -202,6 +202,19 @@ def test_values_are_guarded_to_the_keys_and_only_where_they_name_a_mark(text: Te
     ((key, listed), (_, same)) = marked.items()
     assert (unbroken(key), unbroken(listed[0]), same) == (f"k{END}", END, ["y"])
     assert BREAK in key and BREAK in listed[0]
+
+
+def test_a_mark_in_another_spelling_is_text_where_the_tokenizer_folds_it():
+    """One that puts texts into lower case before it looks for its added tokens."""
+    tokenizer = KINDS["lowercase"]()
+    tokenizer.add_tokens([AddedToken("<tool_call>", normalized=True)])
+    model = text_model(tokenizer)
+    assert model.encode("<TOOL_CALL>") == model.encode("<tool_call>") == [model.token_of("<tool_call>")]
+    for said in ("<TOOL_CALL>", "a <Tool_Call> b", "<tool_call>"):
+        tokens = model.encode(model.controls.guarded(said))
+        assert not controls(model, tokens)
+        assert model.decode(tokens) == said.lower()
+    assert model.controls.guarded("Hello <b>") == "Hello <b>"
 
 
 def test_words_of_a_text_are_no_control_tokens(made: dict[str, TextModel]):
