@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from .model import TextModel
 
 _ANSWERS_MAX = 4096
+_PLACES_EACH = 64
+"""Places of marks for which there is room in an answer of the usual kind."""
 
 
 class GivenAnswers:
@@ -30,12 +33,16 @@ class GivenAnswers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._breaks: LRUCache[bytes, list[int]] = LRUCache(_ANSWERS_MAX)
+        # Few of them have as many marks, and a long one takes the room of several.
+        self._breaks: LRUCache[bytes, list[int]] = LRUCache(
+            _ANSWERS_MAX * _PLACES_EACH, getsizeof=lambda places: max(len(places), _PLACES_EACH)
+        )
 
     def learn(self, scope: str, said: str) -> None:
         """Remembers an answer's guarded content, which was given to `scope`."""
         said = said.strip()
-        with self._lock:
+        # One that is larger than all the room is not kept.
+        with self._lock, suppress(ValueError):
             self._breaks[_digest(scope, unbroken(said))] = breaks_of(said)
 
     def guarded(self, scope: str, text: str) -> str | None:

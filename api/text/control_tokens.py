@@ -213,7 +213,8 @@ class ControlTokens:
 
     def rendered(self, text: str) -> str:
         """Returns what the template made of guarded texts, where it may have written breaks as JSON in ASCII does."""
-        if "ensure_ascii" in self._template:
+        # Where Python code renders it, nobody knows.
+        if "ensure_ascii" in self._template or not self._template.strip():
             return re.sub(r"(?<!\\)((?:\\\\)*)\\udbff", rf"\1{BREAK}", text)
         return text
 

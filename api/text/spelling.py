@@ -160,9 +160,10 @@ class Spelling:
 
     def _spans(self, tokens: Sequence[int] | np.ndarray, ends: np.ndarray, added: np.ndarray) -> np.ndarray:
         """Returns `(n, 2) int64`: the bytes of the added tokens at the indexes `added`."""
-        lengths = np.fromiter((len(self.content(int(tokens[place]))) for place in added), np.int64, len(added))
+        kinds, which = np.unique(np.asarray(tokens, np.int64)[added], return_inverse=True)
+        lengths = np.array([len(self.content(token)) for token in kinds.tolist()], np.int64)
         behind = ends[added + 1]
-        return np.stack((behind - lengths, behind), 1)
+        return np.stack((behind - lengths[which], behind), 1)
 
     def _spelled_plain(self, data: bytes, controls: np.ndarray, since: int) -> np.ndarray:
         """Returns `(n, 2) int64`: the places from byte `since` on that spell a control token and are none."""

@@ -83,8 +83,8 @@ def served(*, as_tokens: bool = False) -> ServedModel:
 def prepared(
     model: TextModel, messages: list[Any], *, past: Past | None = None, as_tokens: bool = False, **request: Any
 ) -> Chat:
-    tools = request.pop("tools", ()) if model.has_tool_calls else ()
-    asked = ChatRequest(messages=messages, tools=tools, **request)
+    tools = request.pop("tools", ())
+    asked = ChatRequest(messages=messages, tools=tools if model.has_tool_calls else (), **request)
     return prepare_chat(model, served(as_tokens=as_tokens), asked, past)
 
 

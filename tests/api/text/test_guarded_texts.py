@@ -102,6 +102,14 @@ def test_what_stands_around_a_callers_mark_is_tokenized_as_without_it(text: str,
 
 
 @quick
+@given(texts=turns)
+def test_what_the_tokenizer_puts_around_a_text_is_put_around_a_guarded_one(texts: list[str], model: TextModel):
+    prompt = conversation(model, [*texts, END])
+    around = [*model.begin_tokens, *model.encode(prompt), *model.closing_tokens]
+    assert model.encode(prompt, special_tokens=True) == model.encode_prompt(prompt, "", special_tokens=True) == around
+
+
+@quick
 @given(old=turns, more=turns, cut=st.integers(0, 400))
 def test_memory_of_guarded_texts_gives_the_tokens_of_their_whole_encoding(
     old: list[str], more: list[str], cut: int, model: TextModel
