@@ -119,23 +119,26 @@ class ControlTokens:
         return re.compile(_any_of(marks).encode()) if marks else None
 
     @cached_property
-    def _continued(self) -> frozenset[str]:
-        """How marks go on of which the template writes the beginning before it writes something else."""
+    def _continued(self) -> re.Pattern[str] | None:
+        """Finds the beginnings of texts that go on as marks do of which the template writes the beginning before it
+        writes something else; None for most templates."""
         rests: set[str] = set()
         for written in _constants(self._template):
             for size in range(1, min(self._longest, len(written) + 1)):
                 if (begun := written[-size:]) in self._begun:
                     rests |= {mark[size:] for mark in self.marks if mark.startswith(begun)}
-        return frozenset(rests)
+        return re.compile(f"{_END}(?:{_any_of(rests, _END)})") if rests else None
 
     @cached_property
-    def _folds(self) -> bool:
-        """Whether the tokenizer finds control tokens in a text that spells them in another way."""
+    def _folded(self) -> re.Pattern[str] | None:
+        """Finds marks in normalized texts, where the tokenizer looks for them there, so that they may be spelled in
+        another way; None for most tokenizers."""
         backend = self._model.backend
-        if backend is None or backend.normalizer is None:
-            return False
-        normalized = (self._model.added_tokens[token] for token in self.ids)
-        return any(entry.normalized for entry in normalized)
+        if backend is None or (normalizer := backend.normalizer) is None:
+            return None
+        entries = [self._model.added_tokens[token] for token in self.ids]
+        marks = {normalizer.normalize_str(entry.content).strip(_SPACES) for entry in entries if entry.normalized}
+        return re.compile(_any_of(marks - {""})) if marks - {""} else None
 
     def guarded(self, text: str) -> str:
         """Returns what a caller wrote with its marks broken, also one that only begins at its end: text may follow.
@@ -143,28 +146,31 @@ class ControlTokens:
         Raises:
             InvalidRequest: it has an unpaired surrogate.
         """
-        begins = any(rest.startswith(text[: len(rest)]) for rest in self._continued) and text != ""
-        if self._folds and self._spells_folded(text):
-            return BREAK.join(refuse_breaks(text))
-        if not self._is_suspect([text]):
-            return BREAK + text if begins else text
-        places = self._begun_at_end(text) | ({0} if begins else set())
+        if not text or not self._is_suspect([text]):
+            return text
+        if self._spells_folded(text):
+            return BREAK.join(text)
+        places = self._begun_at_end(text)
         if self._first is not None:
             places |= {match.end() for match in self._first.finditer(text)}
-        return with_breaks(text, sorted(places))
+        if self._continued is not None and self._continued.match(f"{_END}{text[: self._longest]}{_END}"):
+            places.add(0)
+        return with_breaks(text, sorted(places)) if places else text
 
     def _is_suspect(self, texts: list[str]) -> bool:
-        """Returns whether one of the texts may have a mark, or the beginning of one at its end. Many short texts take
-        no longer than a long one.
+        """Returns whether one of the texts may have a mark, or a part of one at its beginning or end. Many short texts
+        take no longer than a long one.
 
         Raises:
             InvalidRequest: one has an unpaired surrogate.
         """
-        joined = _END.join([*texts, ""])
+        joined = _END.join(["", *texts, ""])
         if BREAK in joined:
             for text in texts:
                 refuse_breaks(text)
-        return self._suspect is not None and self._suspect.search(joined) is not None
+        if any(pattern is not None and pattern.search(joined) for pattern in (self._suspect, self._continued)):
+            return True
+        return self._folded is not None and any(map(self._spells_folded, texts))
 
     def _begun_at_end(self, text: str) -> set[int]:
         """Returns the characters behind the first ones of marks of which the text ends with the beginning."""
@@ -182,14 +188,15 @@ class ControlTokens:
         return found
 
     def _spells_folded(self, text: str) -> bool:
+        """Returns whether the tokenizer finds a mark in the normalized text."""
         backend = self._model.backend
-        assert backend is not None and backend.normalizer is not None
-        try:
-            folded = backend.normalizer.normalize_str(text)
-            marks = {backend.normalizer.normalize_str(mark).strip(_SPACES) for mark in self._token_marks}
-        except UnicodeEncodeError:
+        if self._folded is None or backend is None:
             return False
-        return not any(mark in text for mark in marks) and any(mark and mark in folded for mark in marks)
+        try:
+            return self._folded.search(backend.normalizer.normalize_str(text)) is not None
+        except UnicodeEncodeError:
+            # No valid Unicode: it is refused where it is encoded.
+            return False
 
     def guarded_value(self, value: Any) -> Any:
         """Returns a value of JSON with all its texts and keys guarded; the value itself if nothing is to be broken.
@@ -199,8 +206,7 @@ class ControlTokens:
         """
         texts: list[str] = []
         _gather(value, texts)
-        clean = not self._is_suspect(texts) and not self._folds and not self._continued
-        return value if clean else self._guarded_value(value)
+        return self._guarded_value(value) if self._is_suspect(texts) else value
 
     def _guarded_value(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -218,7 +218,7 @@ def test_a_mark_in_another_spelling_is_text_where_the_tokenizer_folds_it():
     tokenizer.add_tokens([AddedToken("<tool_call>", normalized=True)])
     model = text_model(tokenizer)
     assert model.encode("<TOOL_CALL>") == model.encode("<tool_call>") == [model.token_of("<tool_call>")]
-    for said in ("<TOOL_CALL>", "a <Tool_Call> b", "<tool_call>"):
+    for said in ("<TOOL_CALL>", "a <Tool_Call> b", "<tool_call>", "<tool_call> <TOOL_CALL>"):
         tokens = model.encode(model.controls.guarded(said))
         assert not controls(model, tokens)
         assert model.decode(tokens) == said.lower()
