@@ -27,6 +27,10 @@ ROOT = Path(__file__).parents[2]
         ({"models": [{"name": "///", "source": "b"}]}, "models[0].name"),
         ({"models": [{"name": "two words", "source": "b"}]}, "models[0].name"),
         ({"models": [{"name": "a", "source": "b", "adapter": ""}]}, "models[0].adapter"),
+        (
+            {"models": [{"name": "a", "source": "b", "control_tokens_in_text": "both"}]},
+            "models[0].control_tokens_in_text",
+        ),
         ([1], "(top level)"),
     ],
 )

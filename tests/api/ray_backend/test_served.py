@@ -19,7 +19,7 @@ from satchel.cluster.timing import Timing
 from tests.worlds.direct import model_info
 
 A = Model(name="a", source="s", template_kwargs={"clear_thinking": False})
-B = Model(name="b", source="s", replicas=2)
+B = Model(name="b", source="s", replicas=2, control_tokens_in_text="tokens")
 
 
 def entry(order: int, model: Model) -> ServedEntry:
@@ -74,6 +74,7 @@ async def test_the_first_request_waits_for_a_model_that_answers(world: World):
     world.load("b-1", "b")
     assert await world.names() == ["a", "b"], "one replica of b is enough"
     assert [model.template_kwargs for model in await world.models.models()] == [{"clear_thinking": False}, {}]
+    assert [model.marks_are_tokens for model in await world.models.models()] == [False, True]
     asked = len(world.asked)
     assert await world.names() == ["a", "b"]
     assert (len(world.asked), world.reads) == (asked, 1), "what is known is not asked again"
