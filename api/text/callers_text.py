@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _ANSWERS_MAX = 4096
 _PLACES_EACH = 64
 """Places of marks for which there is room in an answer of the usual kind."""
+_PLACES_TRIED = 16
+"""In how many places of an agent's memory a text is looked at."""
 
 
 class GivenAnswers:
@@ -57,7 +59,7 @@ class GivenAnswers:
 
 
 def _digest(scope: str, text: str) -> bytes:
-    return hashlib.sha256(f"{scope}\0{text}".encode("utf-8", "surrogatepass")).digest()
+    return hashlib.sha256(_utf8(f"{scope}\0{text}")).digest()
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class AnswerLearner:
         # Reasoning is before the content, and may quote it.
         at = unbroken(written).rfind(content)
         if at >= 0:
-            breaks = [place - at for place in breaks_of(written) if at < place < at + len(content)]
+            breaks = [place - at for place in breaks_of(written) if at <= place <= at + len(content)]
             beginning = CallersText(model).beginning(self.prefill)
             model.given_answers.learn(self.scope, beginning + with_breaks(content, breaks))
 
@@ -200,17 +202,34 @@ class CallersText:
         text."""
         own = self.model.tool_call_tokens | self.model.think_tokens
         said = text.strip()
-        begin = len(text[: text.find(said)].encode())
-        data, found = said.encode("utf-8", "surrogatepass"), set[int]()
+        data, begin = _utf8(said), len(_utf8(text[: text.find(said)]))
+        found: set[int] = set()
         for line in self.lines:
-            at = line.data.find(data) if isinstance(line, IndexedLine) and data and own else -1
-            if at < 0 or not isinstance(line, IndexedLine):
+            if not isinstance(line, IndexedLine) or not own or not data:
                 continue
-            for place, (start, end) in zip(line.added.tolist(), line.controls.tolist(), strict=True):
-                if at <= start and end <= at + len(data) and int(line.tokens[place]) in own:
-                    character = len(text.encode()[: begin + start - at].decode())
-                    found |= _inside(character, line.data[start:end].decode())
+            spans = [
+                span
+                for place, span in zip(line.added.tolist(), line.controls.tolist(), strict=True)
+                if int(line.tokens[place]) in own
+            ]
+            for at in islice(_places_of(data, line.data), _PLACES_TRIED):
+                for start, end in spans:
+                    if at <= start and end <= at + len(data):
+                        character = len(_utf8(text)[: begin + start - at].decode("utf-8", "surrogatepass"))
+                        found |= _inside(character, line.data[start:end].decode())
         return found
+
+
+def _places_of(part: bytes, data: bytes) -> Iterator[int]:
+    """Returns the bytes at which `part` begins in `data`."""
+    at = data.find(part)
+    while at >= 0:
+        yield at
+        at = data.find(part, at + len(part))
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _inside(at: int, mark: str) -> set[int]:
