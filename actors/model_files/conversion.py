@@ -24,7 +24,6 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 from mlx_lm.utils import compute_bits_per_weight, quantize_model, save_config, save_model
-from mlx_lm.utils import load_model as mlx_lm_load_model
 
 from ...cluster.errors import ModelLoadError
 from .foreign_code import refuse_model_file
@@ -224,7 +223,7 @@ def _load(source: str, folder: Path, *, seeing: bool) -> Any:
             from mlx_vlm.utils import load_model
 
             return load_model(folder, lazy=True)
-        return mlx_lm_load_model(folder, lazy=True)[0]
+        return load_checkpoint(folder, trusted=False)[0]
     except _ERRORS as error:
         raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
 

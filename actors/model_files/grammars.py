@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster.errors import InvalidRequest, ModelLoadError
+from .byte_level import mend_decoder
 from .foreign_code import own_code_only
 
 GRAMMAR_BYTES_MAX = 256 * 2**10
@@ -153,6 +154,7 @@ def tokenizer_json(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InvalidRequest("this model's tokenizer is written in Python and cannot follow a grammar")
+    mend_decoder(backend)
     return backend.to_str()
 
 

@@ -25,7 +25,7 @@ class Skeleton:
         config = load_config(folder)
         classes, _ = get_model_and_args(config)
         for part in ("text_config", "vision_config", "audio_config"):
-            config.setdefault(part, {})
+            config[part] = config.get(part) or {}
         arguments = classes.ModelConfig.from_dict(config)
         self._model = classes.Model(update_module_configs(arguments, classes, config, [*_PARTS]))
 

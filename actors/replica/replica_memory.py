@@ -190,8 +190,8 @@ def usable_bytes(kind: str, whole: int) -> int:
 def _workspace_of(loaded: LoadedModel, chunk_tokens: int, memory_bytes: int) -> int:
     """Returns what a model's prefill needs for a moment, and its block pool while it grows, with so much memory."""
     config = read_json(loaded.folder / "config.json")
-    config = {**config, **config.get("text_config", {})}
-    spec, hidden = loaded.spec, int(config.get("hidden_size", 0))
+    config = {**config, **(config.get("text_config") or {})}
+    spec, hidden = loaded.spec, int(config.get("hidden_size") or 0)
     experts = int(config.get("num_experts_per_tok") or 1) * int(config.get("moe_intermediate_size") or 0)
     layers = [layer.token_bytes for layer in spec.layers]
     prefill = workspace_bytes(

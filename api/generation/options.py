@@ -83,7 +83,7 @@ def _biases(value: Any) -> Any:
 
 _Int64 = Field(ge=-(2**63), le=2**63 - 1)
 Temperature = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
-TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+TopP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 TopK = Annotated[int, Field(ge=-1, le=2**63 - 1)]
 MinP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 RepetitionPenalty = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
@@ -111,8 +111,8 @@ class Options:
     """Generation options. Numbers out of range raise pydantic's `ValidationError`; `make_options` an `InvalidRequest`.
 
     `Sampling` explains the fields. If `temperature`, `top_p`, `top_k`, `min_p` or `repetition_penalty` is None, the
-    model's generation config sets it; without one it is off (`temperature` 1). `top_k` 0 or -1 is off. `logit_bias` is
-    a mapping from token ids, as numbers or decimal strings.
+    model's generation config sets it; without one it is off (`temperature` 1). `top_k` 0 or -1 is off. With `temperature`
+    0 or `top_p` 0 the likeliest token is taken. `logit_bias` is a mapping from token ids, as numbers or decimal strings.
 
     Without `seed` every prompt draws its own. Without `max_tokens` a row may fill the context, within
     `scheduling.max_tokens_max`; a larger value is cut to what is left of the context. `stop` strings end the answer if
@@ -167,8 +167,8 @@ class Options:
             name: own.get(name, silent) if getattr(self, name) is None else getattr(self, name)
             for name, silent in _SILENT.items()
         }
-        if chosen["temperature"] < _GREEDY_BELOW:
-            chosen["temperature"] = 0.0
+        if chosen["temperature"] < _GREEDY_BELOW or chosen["top_p"] == 0:
+            chosen |= {"temperature": 0.0, "top_p": chosen["top_p"] or 1.0}
         chosen["top_k"] = min(max(int(chosen["top_k"]), 0), vocabulary_size)
         return Sampling(
             **chosen,

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ...actors.model_files.byte_level import mend_decoder
 from ...actors.model_files.end_tokens import read_end_tokens
 from ...actors.model_files.foreign_code import own_code_only
 from ...actors.model_files.infill import infill_marks
@@ -402,6 +403,7 @@ def _rust_tokenizer(tokenizer: Any) -> Any | None:
         return None
     backend.no_truncation()
     backend.no_padding()
+    mend_decoder(backend)
     return backend
 
 
@@ -501,7 +503,7 @@ def _own_sampling(path: Path) -> dict[str, float]:
         return {}
     limits = {
         "temperature": (0.0, 10.0),
-        "top_p": (1e-9, 1.0),
+        "top_p": (0.0, 1.0),
         "top_k": (0, 2**31 - 1),
         "min_p": (0.0, 1.0),
         "repetition_penalty": (1e-9, 10.0),

@@ -13,13 +13,13 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_adapters as mlx_lm_load_adapters
-from mlx_lm.utils import load_model as mlx_lm_load_model
 
 from ....cluster.errors import ModelLoadError
+from ...model_files.checkpoints import load_checkpoint
 from ...model_files.context import context_length
 from ...model_files.digests import check_unchanged, digest_files
-from ...model_files.end_tokens import read_end_tokens
-from ...model_files.foreign_code import own_code_only, refuse_model_file
+from ...model_files.end_tokens import end_tokens
+from ...model_files.foreign_code import refuse_model_file
 from ...model_files.processors import PictureProcessor, in_words, sight
 from ...model_files.sentence_modules import SentenceModules, read_sentence_modules
 from ...model_files.source import (
@@ -204,7 +204,7 @@ def load(
         spec=spec,
         context_tokens=min(context.tokens, context_tokens_max or context.tokens),
         vocabulary_size=vocabulary_size,
-        eos_token_ids=_end_tokens(source, folder, trusted=trust_remote_code),
+        eos_token_ids=end_tokens(folder, source, trusted=trust_remote_code),
         dtype=running.dtype,
         weights=running.kept,
         kv_why=kv_why,
@@ -380,7 +380,7 @@ def _start(how: _How, *, seeing: bool) -> _Running:
     if seeing:
         whole, config = vision.load_weights(how.folder, trusted=how.trusted)
     else:
-        whole, config = mlx_lm_load_model(how.folder, lazy=True, trust_remote_code=how.trusted)
+        whole, config = load_checkpoint(how.folder, trusted=how.trusted)
     called: Any = LanguagePart(whole) if seeing else whole
     model: Any = FlatCaches.of(called)
     if how.adapter is not None:
@@ -506,17 +506,6 @@ def _pick_dtype(wanted: str) -> mx.Dtype | None:
     if wanted != "auto":
         return getattr(mx, wanted)
     return None if on_gpu() else mx.float32
-
-
-def _end_tokens(source: str, folder: Path, *, trusted: bool) -> frozenset[int]:
-    named = read_end_tokens(folder)
-    if named:
-        return named
-    from transformers import AutoTokenizer
-
-    with own_code_only(source, folder, trusted=trusted):
-        own = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted).eos_token_id
-    return frozenset() if own is None else frozenset([own])
 
 
 __all__ = ["EMBEDDED", "LoadedModel", "Progress", "load", "resolve", "resolve_adapter"]
