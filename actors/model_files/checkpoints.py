@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _HEADS = ("lm_head", "output", "output_layer", "embed_out")
 _EMBEDDINGS = (
     *("embed_tokens", "tok_embeddings", "wte", "embed_in", "word_embeddings", "embeddings", "embedding", "embed"),
-    "token_embd",
+    *("token_embd", "token_embeddings"),
 )
 _LEAVES = ("weight", "scales", "biases")
 _TIED = "tie_word_embeddings"

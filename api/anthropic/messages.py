@@ -88,6 +88,8 @@ def _blocks(given: Any, where: str) -> tuple[str, list[tuple[Any, str]]]:
     role, content = given.get("role"), given.get("content")
     if not isinstance(role, str) or role not in _ROLES:
         raise wrong(f"{where}.role", f"is {quoted(role)}; known are {', '.join(_ROLES)}")
+    if content is None and role == "assistant":
+        return role, []
     if isinstance(content, str):
         return role, [({"type": "text", "text": content}, f"{where}.content")]
     if not isinstance(content, list):

@@ -23,9 +23,10 @@ from ..text.model import TextModel
 from ..text.spelling import common_length
 from .backend import ServedModel
 from .callers import OWNING, Caller
-from .conversation import with_arguments, with_shown, with_system_first
+from .conversation import sources_in, with_arguments, with_shown, with_system_first
 from .history import History, Message
 from .options import Options
+from .tool_results import in_call_order, ordered, permuted
 
 _COUNTED_CONTEXTS = 4
 """A prompt of so many contexts is counted roughly: encoding megabytes takes seconds."""
@@ -124,8 +125,10 @@ class ChatRequest(Request):
     truncates: bool = False
 
     def of(self, model: ServedModel) -> Self:
-        """Returns the request with the model's own variables for its template, where it leaves them open."""
-        return replace(self, template_kwargs={**model.template_kwargs, **self.template_kwargs})
+        """Returns the request with the model's own variables for its template, where it leaves them open, and with the
+        results of tools in the order of their calls."""
+        kwargs = {**model.template_kwargs, **self.template_kwargs}
+        return replace(self, template_kwargs=kwargs, messages=in_call_order(self.messages))
 
 
 @dataclass(frozen=True)
@@ -415,11 +418,10 @@ def _render(
     reply: bool,
 ) -> _Conversation:
     pictures = _pictures(text, model)
-    messages = _with_shown(request.messages, media, pictures, model.blind)
+    messages = request.messages
     if request.agent_continue and (before := past.messages or request.opening):
-        earlier_media = media_said(before)
-        messages = [*_with_shown(before, earlier_media, pictures, model.blind), *messages]
-        media = [*earlier_media, *media]
+        messages, media = _appended(before, messages, media)
+    messages = _with_shown(messages, media, pictures, model.blind)
     tools = list(request.tools) if request.tool_use.shown else []
     if tools and not text.has_tool_calls:
         raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
@@ -445,6 +447,22 @@ def _render(
         refuse_breaks(rendered)
     placed = None if pictures is None else place(pictures, rendered, shown)
     return _Conversation(rendered if placed is None else placed.text, messages, tools, shown, placed)
+
+
+def _appended(
+    before: Sequence[Message], messages: Sequence[Message], media: Sequence[Medium]
+) -> tuple[list[Message], list[Medium]]:
+    """Returns a transcript with messages behind it, results of tools behind their calls, and its media in their
+    order."""
+    joined = [*before, *messages]
+    earlier = [media_said([message]) for message in before]
+    sizes = [*map(len, earlier), *(len(sources_in([message])) if media else 0 for message in messages)]
+    order = ordered(joined)
+    known = [medium for each in earlier for medium in each]
+    return (
+        [joined[index] if said is None else said for index, said in order],
+        permuted([index for index, _ in order], sizes, [*known, *media]),
+    )
 
 
 def _pictures(text: TextModel, model: ServedModel) -> PictureProcessor | None:

@@ -75,7 +75,7 @@ class AssistantMessage(TypedDict):
 
 class ToolMessage(TypedDict):
     role: Literal["tool"]
-    content: MessageContent
+    content: NotRequired[MessageContent | None]
     tool_call_id: NotRequired[Label | None]
     name: NotRequired[Label | None]
 
@@ -156,6 +156,8 @@ def _in_newer_form(body: dict[str, Any], index: int) -> dict[str, Any]:
     elif body["role"] == "function":
         # Only one function is called at a time, so the call is that of the message before.
         body = {"content": "", **body, "role": "tool", "tool_call_id": f"function-{index - 1}"}
+    elif body["role"] == "tool":
+        body.setdefault("content", "")
     elif body["role"] == "assistant":
         if (reasoning := body.pop("reasoning", None)) is not None:
             body.setdefault("reasoning_content", reasoning)
@@ -166,8 +168,8 @@ def _in_newer_form(body: dict[str, Any], index: int) -> dict[str, Any]:
                 where = f"messages[{index}].function_call"
                 raise InvalidRequest(f"{where}: the message has tool_calls already", param=where)
             body["tool_calls"] = [{"id": f"function-{index}", "type": "function", "function": called}]
-        if body.get("reasoning_content"):
-            body.setdefault("content", "")
+        # A turn may be empty: of a model that ended at once, or of which only the reasoning was cut off.
+        body.setdefault("content", "")
     return body
 
 
@@ -180,12 +182,8 @@ def _message(body: dict[str, Any], index: int) -> Any:
                 del call["id"]
     elif calls is not None:
         del body["tool_calls"]
-    content = body.get("content")
-    if not isinstance(content, str):
-        where = f"messages[{index}].content"
-        if content is None and not calls:
-            raise wrong(where, "is missing (only an assistant message with tool_calls may do without)")
-        body["content"] = _content(content or [], where)
+    if not isinstance(content := body["content"], str):
+        body["content"] = _content(content, f"messages[{index}].content")
     return body
 
 

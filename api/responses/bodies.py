@@ -19,6 +19,7 @@ from ..generation.bodies import RequestBody, check_counts, check_nested
 from ..generation.history import Message
 from ..generation.options import MaxTokens, Options, Temperature, TopLogprobs, TopP, make_options
 from ..generation.requests import ChatRequest, ToolUse
+from ..generation.tool_results import in_call_order
 from ..text.answers.grammars import AnswerForm
 from .items import Input, InputItems, messages_of
 from .tools import OfferedTools, Tools, read_choice
@@ -163,7 +164,7 @@ class AskedBody(RequestBody):
         said = messages_of(self.input.parts, look_up, earlier)
         if not said and not earlier:
             raise InvalidRequest("input is empty", param="input")
-        return [*earlier, *said]
+        return in_call_order([*earlier, *said])
 
     def chat(self, messages: Sequence[Message], *, agent_continue: bool = False, **fields: Any) -> ChatRequest:
         """Returns the conversation.

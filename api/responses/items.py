@@ -176,7 +176,7 @@ def _message(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
         raise wrong(f"{where}.role", f"is {quoted(role)}; known are {', '.join(_ROLES)}")
     place = f"{where}.content"
     if role == "assistant":
-        text = _content(item.get("content"), place, pictures=False, joint="")
+        text = _content("" if item.get("content") is None else item["content"], place, pictures=False, joint="")
         assert isinstance(text, str)
         return [SpokenPart("text", where, text)]
     content = _content(item.get("content"), place, pictures=role == "user")
@@ -260,10 +260,9 @@ def _call(item: dict[str, Any], where: str, arguments: str) -> SpokenPart:
 
 
 def _output(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
-    id = label_of(item, "call_id", where)
-    return [
-        {"role": "tool", "content": _content(item.get("output"), f"{where}.output", pictures=True), "tool_call_id": id}
-    ]
+    id, given = label_of(item, "call_id", where), item.get("output")
+    content = _content("" if given is None else given, f"{where}.output", pictures=True)
+    return [{"role": "tool", "content": content, "tool_call_id": id}]
 
 
 def _reference(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:

@@ -198,8 +198,9 @@ class Generator:
             Unavailable: the model has not been loaded yet.
         """
         model, text = await self._chosen(request)
+        request = request.of(model)
         media = await self._media(request, model, text)
-        return await asyncio.to_thread(count_prompt, text, model, request.of(model), media)
+        return await asyncio.to_thread(count_prompt, text, model, request, media)
 
     async def tokenize(
         self,
@@ -221,9 +222,10 @@ class Generator:
         """
         model, text = await self._chosen(request)
         if isinstance(request, ChatRequest):
+            request = request.of(model)
             media = await self._media(request, model, text)
             tokens = await asyncio.to_thread(
-                prompt_tokens, text, model, request.of(model), media, reply=reply, special_tokens=special_tokens
+                prompt_tokens, text, model, request, media, reply=reply, special_tokens=special_tokens
             )
         else:
             tokens = await asyncio.to_thread(text_tokens, text, model, request)

@@ -12,9 +12,10 @@ from .call_format import KeyedFormat
 
 TEXT = r"/(.|\n)*/"
 
-_SPACE = r"( |\n[ \t]{0,32})"
-"""White space between JSON's tokens: enough for every usual layout, and no more, because small models repeat it for
-ever."""
+_LAYOUT: dict[str, Any] = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+"""JSON in one line, as `json.dumps` writes it and most models do. There is no choice of white space: a model that draws
+its tokens by chance repeats line breaks and spaces until its limit. Where nothing can be chosen, nothing is computed
+either."""
 
 _REFERENCES_MAX = 8
 _DEPTH_MAX = 64
@@ -41,7 +42,7 @@ class BoundTool:
 
 def json_body(schema: Any, *, strict: bool) -> str:
     """Returns a schema as a rule's body. Without `strict`, unknown keywords and overlapping `oneOf` are not errors."""
-    options: dict[str, Any] = {"whitespace_pattern": _SPACE}
+    options = {**_LAYOUT}
     if not strict:
         options |= {"lenient": True, "coerce_one_of": True}
     if isinstance(schema, bool):
