@@ -34,9 +34,9 @@ _LEAVES = ("weight", "scales", "biases")
 _TIED = "tie_word_embeddings"
 _PARTS = ("text_config",)
 
-_classes_of: Callable[..., tuple[Any, Any]] = inspect.signature(mlx_lm_load_model).parameters[
-    "get_model_classes"
-].default
+_classes_of: Callable[..., tuple[Any, Any]] = (
+    inspect.signature(mlx_lm_load_model).parameters["get_model_classes"].default
+)
 """mlx-lm's own choice of a model's classes by its config."""
 
 
@@ -74,7 +74,7 @@ def load_checkpoint(folder: Path, *, trusted: bool) -> tuple[Any, dict[str, Any]
 def _load(folder: Path, *, trusted: bool, tied: bool) -> tuple[Any, dict[str, Any]]:
     built: list[Any] = []
 
-    def classes(config: dict[str, Any]) -> tuple[Callable[[Any], Any], Any]:
+    def classes(config: dict[str, Any]) -> Any:
         model_class, arguments = _classes_of(config=config)
         drop_nulls(config, arguments)
         if not tied:

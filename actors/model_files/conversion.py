@@ -26,6 +26,7 @@ from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 from mlx_lm.utils import compute_bits_per_weight, quantize_model, save_config, save_model
 
 from ...cluster.errors import ModelLoadError
+from .checkpoints import load_checkpoint
 from .foreign_code import refuse_model_file
 from .processors import sees
 from .source import INDEX, Progress, first_sentence, read_json, resolve

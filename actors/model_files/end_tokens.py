@@ -120,7 +120,7 @@ def _turn_end(folder: Path, numbers: _Numbers) -> str:
         return ""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    words = {
+    words: dict[str, Any] = {
         name: word if isinstance(word, str) else word.get("content", "")
         for name, word in numbers.settings.items()
         if name.endswith("_token") and isinstance(word, str | dict)

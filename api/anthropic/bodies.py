@@ -7,24 +7,26 @@ nobody knows is ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
-from ..generation.bodies import RequestBody, check_counts
+from ..generation.asked import ChatFieldsBody, SamplingBody
+from ..generation.bodies import check_counts
 from ..generation.history import Message
-from ..generation.options import MaxTokens, Options, Stop, Temperature, TopK, TopP, make_options
+from ..generation.neighbours import NAMES
+from ..generation.options import MaxTokens, Options, Stop
 from ..generation.requests import ChatRequest, ToolUse
-from ..text.answers.grammars import AnswerForm
 from .messages import Messages, SystemText, Tools, ToolSet
 
 Unchecked = Annotated[Any, WithJsonSchema({})]
 
 _STRICT = ConfigDict(strict=True, extra="ignore")
-# Templates know three degrees.
-_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
 def _only_list(value: Any) -> Any:
@@ -89,24 +91,12 @@ def read_tool_choice(given: ToolChoiceBody | None, tools: ToolSet) -> ToolUse:
     return ToolUse(True, True, (given.name,), parallel)
 
 
-def read_format(given: dict[str, Any] | None) -> AnswerForm | None:
-    """Reads the `format` of an answer: JSON that follows a schema.
-
-    Raises:
-        InvalidRequest: it is of another type, or has no schema.
-    """
-    if given is None:
-        return None
-    where = "output_config.format"
-    if given.get("type") != "json_schema":
-        raise InvalidRequest(f"{where}.type: only 'json_schema' is possible", param=f"{where}.type")
-    if not isinstance(schema := given.get("schema"), dict):
-        raise InvalidRequest(f"{where}.schema must be an object", param=f"{where}.schema")
-    return AnswerForm("json", schema, f"{where}.schema", True)
-
-
-class PromptBody(RequestBody):
+class PromptBody(ChatFieldsBody):
     """The fields of which a prompt is made. None, written `null`, means the default."""
+
+    own_names: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType({"system": ("system",)})
+    own_forms = ("output_config.format", "output_format")
+    own_switches = ("thinking", "output_config.effort")
 
     model: str | None = None
     messages: Messages
@@ -115,6 +105,7 @@ class PromptBody(RequestBody):
     tool_choice: ToolChoiceBody | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    parallel_tool_calls: bool | None = None
     mcp_servers: Unchecked = None
     context_management: Unchecked = None
 
@@ -125,17 +116,18 @@ class PromptBody(RequestBody):
             check_counts(messages, sum(map(_parts, messages)), limits)
 
     def check(self) -> None:
-        read_tool_choice(self.tool_choice, self.tools)
-        _ = self.form
+        _ = self.tool_use, self.form, self.thinking_said
 
     @property
-    def form(self) -> AnswerForm | None:
-        """What the answer's text must be.
+    def tool_use(self) -> ToolUse:
+        """What the answer does with tools. OpenAI's switch of several calls is read too.
 
         Raises:
-            InvalidRequest: as `read_format`.
+            InvalidRequest: as `read_tool_choice`.
         """
-        return None if self.output_config is None else read_format(self.output_config.format)
+        use = read_tool_choice(self.tool_choice, self.tools)
+        silent = self.tool_choice is None or self.tool_choice.disable_parallel_tool_use is None
+        return replace(use, parallel=False) if silent and self.parallel_tool_calls is False else use
 
     @property
     def left_out(self) -> list[str]:
@@ -169,32 +161,24 @@ class PromptBody(RequestBody):
             prefill=prefill,
             tools=self.tools.tools,
             tool_places=self.tools.places,
-            tool_use=read_tool_choice(self.tool_choice, self.tools),
+            tool_use=self.tool_use,
             form=self.form,
-            template_kwargs=self._template_kwargs(),
+            template_kwargs=self.thinking_said.kwargs,
             model=self.model or "",
             agent_continue=agent_continue,
             **fields,
         )
 
-    def _template_kwargs(self) -> dict[str, Any]:
-        kwargs: dict[str, Any] = {}
-        if self.thinking is not None:
-            kwargs["enable_thinking"] = self.thinking.type != "disabled"
-        if self.output_config is not None and self.output_config.effort is not None:
-            kwargs["reasoning_effort"] = _EFFORTS[self.output_config.effort]
-        return kwargs
 
+class MessagesBody(PromptBody, SamplingBody):
+    """The body of `/v1/messages`. `max_tokens` 0 reads the prompt and answers nothing. Most ways to draw tokens are
+    vLLM's."""
 
-class MessagesBody(PromptBody):
-    """The body of `/v1/messages`. `max_tokens` 0 reads the prompt and answers nothing."""
+    own_names = MappingProxyType({**{name: (name,) for name in NAMES}, "stop": ("stop_sequences",)})
 
     max_tokens: Annotated[int, Field(ge=0, le=2**63 - 1)]
     stream: bool | None = None
     stop_sequences: StopSequences | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
     metadata: Metadata | None = None
     agent_id: str | None = None
     agent_continue: bool | None = None
@@ -207,13 +191,8 @@ class MessagesBody(PromptBody):
     @property
     def options(self) -> Options:
         wanted: MaxTokens | None = self.max_tokens or None
-        return make_options(
-            max_tokens=wanted,
-            stop=self.stop_sequences,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-        )
+        more = {} if self.stop_sequences is None else {"stop": self.stop_sequences}
+        return self.drawing(max_tokens=wanted, logprobs=None, **more)
 
 
 class CountBody(PromptBody):

@@ -2,21 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
 from ..text.json_slices import DEPTH_MAX, TooDeep, TooManyValues, check_values, parse
+from .neighbours import Translated, translated
 from .options import invalid
 
 
 class RequestBody(BaseModel):
-    """The base of bodies that are checked before and after their fields are."""
+    """The base of bodies that are checked before and after their fields are.
+
+    Fields under the names of neighbour protocols are read too (`neighbours`): `own_names` says what of `NAMES` a body
+    has and under which of its own, and `beside` which names it reads by itself. `tolerated` are names of unknown fields
+    that are checked elsewhere.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore")
+
+    own_names: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType({})
+    beside: ClassVar[Sequence[str]] = ()
+    tolerated: ClassVar[Collection[str]] = frozenset()
+
+    _named: dict[str, str] = PrivateAttr(default_factory=dict)
+    _beside: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _translate(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(given, dict):
+            return handler(given)
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        read = translated(given, known | set(cls.tolerated), cls.own_names, cls.beside)
+        cls.adapt(read)
+        try:
+            body = handler(read.fields)
+        except ValidationError as error:
+            if not read.named:
+                raise
+            # The place is the one that the caller knows.
+            raise invalid(error, read.named) from None
+        body._named, body._beside, body._ignored = read.named, read.beside, read.ignored
+        return body
+
+    @classmethod
+    def adapt(cls, read: Translated) -> None:
+        """Changes the raw fields before they are validated, where a protocol says something in several ways.
+
+        Raises:
+            InvalidRequest: one of these is wrong.
+        """
 
     @classmethod
     def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
@@ -35,6 +83,15 @@ class RequestBody(BaseModel):
         Raises:
             InvalidRequest: two fields contradict each other.
         """
+
+    def named(self, name: str) -> str:
+        """Returns how the caller called a field."""
+        return self._named.get(name, name)
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names of fields that change nothing: unknown ones, and second names with another value."""
+        return self._ignored
 
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -12,6 +12,9 @@ from ...cluster.errors import InvalidRequest
 from ..media.sources import PictureSource, VideoSource, check_urls
 from .history import Message, called_with
 
+_CONTINUED = ("partial", "prefix")
+"""The marks of a message that is the beginning of the answer."""
+
 
 def sources_in(messages: Sequence[Message]) -> list[PictureSource | VideoSource]:
     """Returns the pictures and videos of messages, in order, without those of assistants, which `with_shown` refuses.
@@ -108,3 +111,21 @@ def _parts(content: str | list[Any]) -> list[Any]:
 def _parsed(call: Any) -> dict[str, Any]:
     parsed = called_with(call["function"]["arguments"])
     return {**call, "function": {**call["function"], "arguments": parsed}} if isinstance(parsed, dict) else call
+
+
+def mark_of_last(messages: Any, where: str) -> str | None:
+    """Returns the place of the mark by which the last of raw messages is to be continued, None if it has none.
+
+    Raises:
+        InvalidRequest: a mark is no boolean.
+    """
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict):
+        return None
+    for name in _CONTINUED:
+        place = f"{where}[{len(messages) - 1}].{name}"
+        if not isinstance(mark := last.get(name), bool | None):
+            raise InvalidRequest(f"{place} must be a boolean", param=place)
+        if mark:
+            return place
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
@@ -220,10 +221,20 @@ def make_options(**fields: Any) -> Options:
     return options
 
 
-def invalid(error: ValidationError) -> InvalidRequest:
-    """Converts pydantic's first error to an `InvalidRequest`, with the place as `param`."""
+def invalid(error: ValidationError, named: Mapping[str, str] = MappingProxyType({})) -> InvalidRequest:
+    """Converts pydantic's first error to an `InvalidRequest`, with the place as `param`.
+
+    Args:
+        named: how the caller called fields that it called otherwise.
+    """
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return invalid_at(first["loc"], first["msg"])
+    place = first["loc"]
+    for length in (2, 1):
+        own = ".".join(map(str, place[:length]))
+        if own in named:
+            place = (named[own], *place[length:])
+            break
+    return invalid_at(place, first["msg"])
 
 
 def invalid_at(place: Sequence[int | str], complaint: str) -> InvalidRequest:

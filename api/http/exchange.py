@@ -31,7 +31,8 @@ from ...cluster.errors import (
     Unavailable,
     UnsupportedMediaType,
 )
-from ..generation.bodies import Body, parse_body
+from ..generation.bodies import Body, RequestBody, parse_body
+from ..generation.neighbours import names_for_header
 from ..generation.options import invalid_at
 from .content_coding import codings_of, decoded
 from .error_shapes import error_response, shape_of
@@ -41,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 _HEADER_CHARACTERS_MAX = 1024
+_IGNORED = b"x-satchel-ignored"
+"""Names the fields of a body that changed nothing."""
 STALL_S = 60.0
 BODY_GRACE_S = 10.0
 BODY_RATE = 16 * 2**10
@@ -73,7 +76,8 @@ class _Stalled(Exception):
 
 class RequestContext:
     """Outermost middleware: gives every request an id and every response `x-request-id`, counts it, and turns an
-    unexpected exception into a 500 that shows only the id. A client that reads nothing for `STALL_S` counts as
+    unexpected exception into a 500 that shows only the id. What was ignored in a body is named in `x-satchel-ignored`,
+    whatever becomes of the request. A client that reads nothing for `STALL_S` counts as
     disconnected.
     """
 
@@ -98,6 +102,8 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
                 headers = [*message.get("headers", []), *((name, request_id.encode("ascii")) for name in id_headers)]
+                if ignored := scope["state"].get("ignored"):
+                    headers.append((_IGNORED, ignored.encode("ascii")))
                 message = {**message, "headers": headers}
             try:
                 async with asyncio.timeout(STALL_S):
@@ -211,14 +217,16 @@ class BodyReader:
         """
         codings = codings_of(request)
 
-        def parse(data: bytearray) -> Body:
-            return parse_body(kind, decoded(data, codings, self._limits.body_bytes_max), self._limits)
+        def parse(data: bytearray) -> tuple[Body, str]:
+            body = parse_body(kind, decoded(data, codings, self._limits.body_bytes_max), self._limits)
+            return body, names_for_header(body.ignored) if isinstance(body, RequestBody) else ""
 
         async with (
             self._reading(request) as data,
             self._large if codings or len(data) > _LARGE_BYTES else nullcontext(),
         ):
-            return await asyncio.to_thread(parse, data)
+            body, request.state.ignored = await asyncio.to_thread(parse, data)
+            return body
 
     async def save(self, request: Request, take: Callable[[bytes], Awaitable[object]]) -> None:
         """Gives a body that is not held in memory to `take`, piece by piece. While that waits, nothing more is read.

@@ -7,24 +7,24 @@ is too long is never cut, whatever `truncate` and `shift` say; a text that is em
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
+from ..generation.asked import ChatFieldsBody, SamplingBody, with_system
 from ..generation.bodies import RequestBody, check_counts, wrong
 from ..generation.history import Message
+from ..generation.neighbours import NAMES
 from ..generation.options import Options, TopLogprobs
 from ..generation.requests import ChatRequest, CompletionRequest
+from ..generation.thinking import EFFORTS
 from ..generation.vectors import EmbeddingRequest
-from ..openai.bodies import tools_for_templates
-from ..text.answers.grammars import AnswerForm
+from ..openai.bodies import SystemWords, tools_for_templates
 from .messages import OllamaImages, OllamaMessages, OllamaTools, content_of
 from .options import ModelOptions, whole
-
-# Templates know three degrees.
-_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "high"}
 
 
 def _keep_alive(value: Any) -> Any:
@@ -34,8 +34,8 @@ def _keep_alive(value: Any) -> Any:
 
 
 def _think(value: Any) -> Any:
-    if not isinstance(value, bool | None) and not (isinstance(value, str) and value in _EFFORTS):
-        raise ValueError("must be true, false, 'low', 'medium', 'high' or 'max'")
+    if not isinstance(value, bool | None) and not (isinstance(value, str) and value in EFFORTS):
+        raise ValueError(f"must be true, false or one of {', '.join(map(repr, EFFORTS))}")
     return value
 
 
@@ -45,26 +45,24 @@ ModelName = Annotated[str, Field(min_length=1)]
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 
 
-def read_format(given: Any) -> AnswerForm | None:
-    """Reads `format`: JSON, or a schema that it follows.
+class OllamaBody(ChatFieldsBody, SamplingBody):
+    """The fields that both generation routes take. None, written `null`, means the default. Most ways to draw tokens
+    stand in `options`; those beside it are vLLM's."""
 
-    Raises:
-        InvalidRequest: it is neither.
-    """
-    if given is None or given == "":
-        return None
-    if given == "json":
-        return AnswerForm("json", {"type": "object"}, "format")
-    if not isinstance(given, dict):
-        raise wrong("format", "must be 'json' or a JSON schema")
-    return AnswerForm("json", given, "format")
-
-
-class OllamaBody(RequestBody):
-    """The fields that both generation routes take. None, written `null`, means the default."""
+    own_names = MappingProxyType(
+        {
+            **{name: (f"options.{name}",) for name in NAMES},
+            "max_tokens": ("options.num_predict",),
+            "repetition_penalty": ("options.repeat_penalty",),
+            "system": ("system",),
+        }
+    )
+    own_forms = ("format",)
+    own_switches = ("think",)
 
     model: ModelName
     stream: bool | None = None
+    system: SystemWords | None = None
     format: Annotated[Any, WithJsonSchema({"type": ["string", "object", "null"]})] = None
     think: Think = None
     options: ModelOptions | None = None
@@ -78,7 +76,7 @@ class OllamaBody(RequestBody):
     agent_continue: bool | None = None
 
     def check(self) -> None:
-        _ = self.form  # Raises if it is malformed.
+        _ = self.form, self.thinking_said  # Raises if one is malformed.
         if self.options is not None:
             self.options.check()
         if self.debug_render_only:
@@ -89,32 +87,27 @@ class OllamaBody(RequestBody):
         return self.stream is not False
 
     @property
-    def form(self) -> AnswerForm | None:
-        """What the answer's content must be.
-
-        Raises:
-            InvalidRequest: as `read_format`.
-        """
-        return read_format(self.format)
-
-    @property
     def sampling(self) -> Options:
         top = (self.top_logprobs or 0) if self.logprobs else None
-        return (self.options or ModelOptions()).sampling(logprobs=top)
+        return self.drawing(logprobs=top, **(self.options or ModelOptions()).sampling)
+
+    @property
+    def ignored(self) -> list[str]:
+        unknown = [] if self.options is None else self.options.model_extra or {}
+        return [*super().ignored, *(f"options.{name}" for name in unknown)]
 
     def _chat(self, messages: list[Message], agent: str, **fields: Any) -> ChatRequest:
-        kwargs: dict[str, Any] = {} if self.think is None else {"enable_thinking": self.think is not False}
-        if isinstance(self.think, str):
-            kwargs["reasoning_effort"] = _EFFORTS[self.think]
+        opening = with_system(self.system, []) if self.agent_continue else []
         return ChatRequest(
-            messages=messages,
+            messages=messages if self.agent_continue else with_system(self.system, messages),
+            opening=opening,
             form=self.form,
-            template_kwargs=kwargs,
+            template_kwargs=self.thinking_said.kwargs,
             model=self.model,
             agent=agent,
             agent_continue=bool(self.agent_continue),
             options=self.sampling,
-            max_tokens_field="options.num_predict",
+            max_tokens_field=self.named("options.num_predict"),
             **fields,
         )
 
@@ -158,7 +151,6 @@ class OllamaGenerateBody(OllamaBody):
 
     prompt: str | None = None
     suffix: str | None = None
-    system: str | None = None
     template: str | None = None
     context: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "integer"}})] = None
     raw: bool | None = None
@@ -199,11 +191,10 @@ class OllamaGenerateBody(OllamaBody):
                 model=self.model,
                 agent=agent,
                 options=self.sampling,
-                max_tokens_field="options.num_predict",
+                max_tokens_field=self.named("options.num_predict"),
             )
-        opening: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         asked: Message = {"role": "user", "content": content_of(prompt, self.images)}
-        return self._chat([*opening, asked], agent)
+        return self._chat([asked], agent)
 
 
 class OllamaEmbedBody(RequestBody):

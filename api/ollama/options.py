@@ -10,7 +10,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from ...cluster.errors import InvalidRequest
 from ..generation.options import (
     MinP,
-    Options,
     Penalty,
     RepetitionPenalty,
     Seed,
@@ -18,7 +17,6 @@ from ..generation.options import (
     Temperature,
     TopK,
     TopP,
-    make_options,
 )
 
 RANDOM_SEED = -1
@@ -46,9 +44,9 @@ Tolerated = Annotated[Any, PlainValidator(_number_or_switch), WithJsonSchema({"t
 
 class ModelOptions(BaseModel):
     """The field `options`. None means the default, which is the model's own where its files have one. What nobody knows
-    is ignored."""
+    is ignored, and named in the answer's headers."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="allow")
 
     num_predict: Whole | None = None
     temperature: Temperature | None = None
@@ -103,23 +101,24 @@ class ModelOptions(BaseModel):
             message = f"{where} is not supported: penalties count all tokens (-1), or are off (0)"
             raise InvalidRequest(message, param=where)
 
-    def sampling(self, *, logprobs: int | None) -> Options:
-        """Returns the options in the form of all protocols."""
-        fields: dict[str, Any] = {
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The options that say something, under the names of all protocols."""
+        penalties: dict[str, Any] = {
             "repetition_penalty": self.repeat_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
         }
         if self.repeat_last_n == 0:
-            fields = {"repetition_penalty": 1.0}
-        return make_options(
-            **fields,
-            max_tokens=self.num_predict if (self.num_predict or 0) > 0 else None,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=None if self.seed == RANDOM_SEED else self.seed,
-            stop=self.stop,
-            logprobs=logprobs,
-        )
+            penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        given = {
+            **penalties,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "seed": None if self.seed == RANDOM_SEED else self.seed,
+            "stop": self.stop,
+        }
+        said = {name: value for name, value in given.items() if value is not None}
+        return {"max_tokens": self.num_predict if (self.num_predict or 0) > 0 else None, **said}

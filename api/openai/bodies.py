@@ -14,37 +14,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest, quoted
+from ..generation.asked import ChatFieldsBody, FormBody, SamplingBody, with_system
 from ..generation.bodies import RequestBody, check_counts, check_nested
+from ..generation.conversation import mark_of_last
 from ..generation.history import Message
-from ..generation.options import (
-    AllowedTokenIds,
-    BadWords,
-    CacheSalt,
-    Choices,
-    LogitBias,
-    MaxTokens,
-    MinP,
-    MinTokens,
-    Options,
-    Penalty,
-    Priority,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    StopTokenIds,
-    Temperature,
-    TimeoutS,
-    TopK,
-    TopLogprobs,
-    TopP,
-    make_options,
-)
+from ..generation.neighbours import NAMES, Translated, joined_texts
+from ..generation.options import CacheSalt, Choices, MaxTokens, TopLogprobs
 from ..generation.requests import ChatRequest, CompletionRequest
-from ..text.answers.grammars import AnswerForm
-from .forms import read_form, read_tool_choice
 from .functions import FunctionCall, tool_use_of, tools_of
 from .messages import Functions, Messages, Tools
-from .unsupported import refuse_unsupported
+from .tool_choice import read_tool_choice
+from .unsupported import NEUTRAL, refuse_unsupported
 
 COMPLETION_MAX_TOKENS = 16
 """The default `max_tokens` of `/v1/completions`, as OpenAI's."""
@@ -55,18 +35,13 @@ def _tool_choice(value: Any) -> Any:
     return value
 
 
-_FORMS = (
-    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    *("json_schema", "grammar"),
-)
-
 Json = Annotated[Any, WithJsonSchema({})]
-EFFORTS = MappingProxyType(
-    {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+SAMPLING: Mapping[str, Sequence[str]] = MappingProxyType(
+    {"max_tokens": ("max_tokens",), **{name: (name,) for name in NAMES if name not in ("max_tokens", "system")}}
 )
-"""What templates know for what clients say."""
 
 KeptTokens = Annotated[int, Field(ge=-1, le=2**63 - 1)]
+SystemWords = Annotated[str, BeforeValidator(joined_texts)]
 Few = Annotated[dict[str, Any], Field(max_length=100)]
 ToolChoice = Annotated[Literal["auto", "none", "required"] | dict[str, Any] | None, BeforeValidator(_tool_choice)]
 
@@ -96,8 +71,14 @@ PromptBody = Annotated[
 Unchecked = Annotated[Any, WithJsonSchema({})]
 
 
-class GenerationBody(RequestBody):
+class GenerationBody(FormBody, SamplingBody):
     """The fields that both generation routes take. None, written `null`, means the default."""
+
+    own_names = SAMPLING
+    own_forms = (
+        *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("json_schema", "grammar"),
+    )
 
     undone: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields of the other routes that this one does not do, with their neutral values."""
@@ -107,29 +88,10 @@ class GenerationBody(RequestBody):
     stream_options: Few | None = None
     n: Choices | None = None
     best_of: int | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: LogitBias | None = None
-    seed: Seed | None = None
     max_tokens: int | None = None
-    min_tokens: MinTokens | None = None
-    stop: Stop | None = None
-    stop_token_ids: StopTokenIds | None = None
-    ignore_eos: bool | None = None
-    allowed_token_ids: AllowedTokenIds | None = None
-    bad_words: BadWords | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: KeptTokens | None = None
     return_token_ids: bool | None = None
-    priority: Priority | None = None
-    timeout_s: TimeoutS | None = None
     user: str | None = None
     cache_salt: CacheSalt | None = None
     conversation: Unchecked = None
@@ -146,15 +108,6 @@ class GenerationBody(RequestBody):
     guided_grammar: Json = None
     json_schema: Json = None
     grammar: Json = None
-
-    @property
-    def form(self) -> AnswerForm | None:
-        """What the answer's content must be.
-
-        Raises:
-            InvalidRequest: the body says it wrongly, or twice.
-        """
-        return read_form({name: getattr(self, name) for name in _FORMS})
 
     @property
     def include_usage(self) -> bool:
@@ -185,19 +138,20 @@ class GenerationBody(RequestBody):
             raise InvalidRequest(message, param="spaces_between_special_tokens")
         _ = self.form  # Raises if it is malformed.
 
-    def options(self, *, max_tokens: int | None, logprobs: int | None) -> Options:
-        same = {
-            name: getattr(self, name) for name in Options.__dataclass_fields__ if name not in ("max_tokens", "logprobs")
-        }
-        return make_options(**same, max_tokens=max_tokens, logprobs=logprobs)
 
+class ChatBody(GenerationBody, ChatFieldsBody):
+    """The body of `/v1/chat/completions`. `system` comes before the messages, as other protocols have it."""
 
-class ChatBody(GenerationBody):
-    """The body of `/v1/chat/completions`."""
-
+    beside = ChatFieldsBody.beside
+    own_names = MappingProxyType(
+        {**SAMPLING, "max_tokens": ("max_completion_tokens", "max_tokens"), "system": ("system",)}
+    )
+    own_switches = ("chat_template_kwargs", "reasoning_effort")
     undone = MappingProxyType({"echo": (False,), "suffix": ("",), "add_special_tokens": (False,)})
+    tolerated = frozenset({*NEUTRAL, *undone})
 
     messages: Messages
+    system: SystemWords | None = None
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
@@ -229,12 +183,17 @@ class ChatBody(GenerationBody):
 
     def _check_beginning(self) -> None:
         """Checks what says where the answer begins."""
+        _ = self.thinking_said  # Raises if a switch is malformed.
         if not self.continue_final_message:
             if self.add_generation_prompt is False:
                 message = "add_generation_prompt: only with continue_final_message can it be false"
                 raise InvalidRequest(message, param="add_generation_prompt")
             return
-        check_continued(self.messages, self.add_generation_prompt)
+        check_continued(self.messages, self.add_generation_prompt, self.named("continue_final_message"))
+
+    @classmethod
+    def adapt(cls, read: Translated) -> None:
+        continue_marked(read)
 
     @property
     def has_functions(self) -> bool:
@@ -245,39 +204,33 @@ class ChatBody(GenerationBody):
     def _tools(self) -> list[dict[str, Any]]:
         return tools_for_templates(self.tools or () if self.functions is None else tools_of(self.functions))
 
-    @property
-    def _template_kwargs(self) -> dict[str, Any]:
-        effort: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            effort["reasoning_effort"] = EFFORTS[self.reasoning_effort]
-            if self.reasoning_effort in ("none", "minimal"):
-                effort["enable_thinking"] = False
-        return effort | (self.chat_template_kwargs or {})
-
     def request(self, agent: str) -> ChatRequest:
         # The newer name wins if both are given.
         newer = self.max_completion_tokens is not None
         use = read_tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False)
         begun = self.messages[-1]["content"] if self.continue_final_message else ""
+        messages = self.messages[:-1] if self.continue_final_message else self.messages
+        opening = with_system(self.system, []) if self.agent_continue else []
         return ChatRequest(
-            messages=self.messages[:-1] if self.continue_final_message else self.messages,
+            messages=messages if self.agent_continue else with_system(self.system, messages),
+            opening=opening,
             prefill=begun,
             tools=self._tools,
             tool_places=[f"functions[{index}].parameters" for index in range(len(self.functions or ()))],
             tool_use=use if self.functions is None else tool_use_of(self.function_call),
             form=self.form,
-            template_kwargs=self._template_kwargs,
+            template_kwargs=self.thinking_said.kwargs,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             return_token_ids=bool(self.return_token_ids),
             model=self.model or "",
             agent=agent,
             agent_continue=bool(self.agent_continue),
-            options=self.options(
+            options=self.drawing(
                 max_tokens=self.max_completion_tokens if newer else self.max_tokens,
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             ),
             choices=self.choices,
-            max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+            max_tokens_field="max_completion_tokens" if newer else self.named("max_tokens"),
             cache_salt=self.cache_salt or "",
         )
 
@@ -285,7 +238,9 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """The body of `/v1/completions`."""
 
+    beside = FormBody.beside
     undone = MappingProxyType({"functions": ([],), "tools": ([],), "continue_final_message": (False,)})
+    tolerated = frozenset({*NEUTRAL, *undone})
 
     prompt: PromptBody
     max_tokens: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
@@ -322,13 +277,14 @@ class CompletionBody(GenerationBody):
             model=self.model or "",
             agent=agent,
             # Answers are compared by their logprobs.
-            options=self.options(
+            options=self.drawing(
                 max_tokens=self.max_tokens or None,
                 logprobs=0 if self.logprobs is None and self.rows > self.choices else self.logprobs,
             ),
             choices=self.rows,
             # With 0 the prompt is read and nothing is generated.
             max_tokens_default=0 if self.max_tokens == 0 else max(COMPLETION_MAX_TOKENS, self.min_tokens or 0),
+            max_tokens_field=self.named("max_tokens"),
             form=self.form,
             special_tokens=self.add_special_tokens is not False,
             suffix=self.suffix or "",
@@ -388,13 +344,30 @@ def tools_for_templates(tools: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def check_continued(messages: Sequence[Message], generation_prompt: bool | None) -> None:
+def continue_marked(read: Translated) -> None:
+    """Lets a last message be continued that says so itself: `partial` is Moonshot's and Alibaba's word for it, `prefix`
+    DeepSeek's and Mistral's. The marks of earlier messages are history.
+
+    Raises:
+        InvalidRequest: a mark is no boolean.
+    """
+    if (where := mark_of_last(read.fields.get("messages"), "messages")) is None:
+        return
+    read.fields["continue_final_message"] = True
+    read.named["continue_final_message"] = where
+    if read.fields.get("add_generation_prompt") is None:
+        read.fields["add_generation_prompt"] = False
+
+
+def check_continued(messages: Sequence[Message], generation_prompt: bool | None, where: str) -> None:
     """Checks whether the last message can be continued.
+
+    Args:
+        where: the field that says so.
 
     Raises:
         InvalidRequest: it is not the assistant's text, or the request says that a message begins after it.
     """
-    where = "continue_final_message"
     if generation_prompt is not False:
         raise InvalidRequest(f"{where}: only possible with add_generation_prompt false", param=where)
     last = messages[-1] if messages else None

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
+from ..generation.asked import ThinkingBody, with_system
 from ..generation.bodies import RequestBody
+from ..generation.neighbours import Translated
 from ..generation.requests import ChatRequest, CompletionRequest
-from .bodies import Few, check_continued, refuse_many, tools_for_templates
+from .bodies import Few, SystemWords, check_continued, continue_marked, refuse_many, tools_for_templates
 from .messages import Messages, Tools
-from .unsupported import refuse_unsupported
+from .unsupported import NEUTRAL, refuse_unsupported
 
 
-class TokenizeBody(RequestBody):
+class TokenizeBody(ThinkingBody):
     """A text, or messages as the model is shown them. None, written `null`, means the default."""
+
+    own_names = MappingProxyType({"system": ("system",)})
+    own_switches = ("chat_template_kwargs", "reasoning_effort")
+    tolerated = frozenset(NEUTRAL)
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    system: SystemWords | None = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -37,7 +45,13 @@ class TokenizeBody(RequestBody):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("either prompt or messages must be given, and not both", param="prompt")
         if self.continue_final_message:
-            check_continued(self.messages or (), self.add_generation_prompt)
+            where = self.named("continue_final_message")
+            check_continued(self.messages or (), self.add_generation_prompt, where)
+        _ = self.thinking_said
+
+    @classmethod
+    def adapt(cls, read: Translated) -> None:
+        continue_marked(read)
 
     @property
     def reply(self) -> bool:
@@ -51,10 +65,10 @@ class TokenizeBody(RequestBody):
             return CompletionRequest(prompt=self.prompt or "", model=self.model or "", special_tokens=special)
         begun = bool(self.continue_final_message)
         return ChatRequest(
-            messages=self.messages[:-1] if begun else self.messages,
+            messages=with_system(self.system, self.messages[:-1] if begun else self.messages),
             prefill=self.messages[-1]["content"] if begun else "",
             tools=tools_for_templates(self.tools or ()),
-            template_kwargs=self.chat_template_kwargs or {},
+            template_kwargs=self.thinking_said.kwargs,
             model=self.model or "",
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...cluster.errors import InvalidRequest
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI's.
     "modalities": (["text"],),
     "audio": (),
@@ -29,7 +29,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (True,),
     "documents": ([],),
     # llama.cpp's and mlx-lm's.
-    "repeat_penalty": (1.0, 1),
     "typical_p": (1.0, 1),
     "mirostat": (0,),
     "dynatemp_range": (0.0, 0),
@@ -51,7 +50,7 @@ def refuse_unsupported(fields: Mapping[str, Any], more: Mapping[str, tuple[Any, 
     Raises:
         InvalidRequest: a field has a value that is not neutral; `param` is its name.
     """
-    for name, neutral in (*_NEUTRAL.items(), *more.items()):
+    for name, neutral in (*NEUTRAL.items(), *more.items()):
         value = fields.get(name)
         # True equals 1 in Python, so types are compared too.
         if value is None or any(type(value) is type(known) and value == known for known in neutral):

@@ -8,19 +8,22 @@ nobody knows is ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from ...cluster.config import Endpoint
-from ...cluster.errors import InvalidRequest, quoted
-from ..generation.bodies import RequestBody, check_counts, check_nested
+from ...cluster.errors import InvalidRequest
+from ..generation.asked import ChatFieldsBody, SamplingBody
+from ..generation.bodies import check_counts, check_nested
+from ..generation.conversation import mark_of_last
 from ..generation.history import Message
-from ..generation.options import MaxTokens, Options, Temperature, TopLogprobs, TopP, make_options
+from ..generation.neighbours import NAMES, Translated
+from ..generation.options import MaxTokens, Options, TopLogprobs
 from ..generation.requests import ChatRequest, ToolUse
 from ..generation.tool_results import in_call_order
-from ..text.answers.grammars import AnswerForm
 from .items import Input, InputItems, messages_of
 from .tools import OfferedTools, Tools, read_choice
 
@@ -31,15 +34,15 @@ Unchecked = Annotated[Any, WithJsonSchema({})]
 Id = Annotated[str, Field(min_length=1, max_length=1024)]
 
 _STRICT = ConfigDict(strict=True, extra="ignore")
-_NAME_CHARACTERS_MAX = 64
-# Templates know three degrees.
-_EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
 class ReasoningBody(BaseModel):
-    """How long the model thinks, where its template knows that. No summaries are made: `summary` changes nothing."""
+    """How long the model thinks, where its template knows that, and with `enabled` whether it does at all. No summaries
+    are made: `summary` changes nothing."""
 
     model_config = _STRICT
+
+    enabled: bool | None = None
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
@@ -72,32 +75,12 @@ def _conversation(value: Any) -> Any:
 ConversationId = Annotated[str | None, BeforeValidator(_conversation)]
 
 
-def read_format(given: dict[str, Any] | None) -> AnswerForm | None:
-    """Reads the `format` of an answer.
-
-    Raises:
-        InvalidRequest: it is malformed; `param` is the place.
-    """
-    where, kind = "text.format", "text" if given is None else given.get("type")
-    if given is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return AnswerForm("json", {"type": "object"}, where)
-    if kind != "json_schema":
-        known = "'text', 'json_object' and 'json_schema'"
-        raise InvalidRequest(f"{where}.type is {quoted(kind)}; possible are {known}", param=f"{where}.type")
-    if not isinstance(name := given.get("name"), str) or not 0 < len(name) <= _NAME_CHARACTERS_MAX:
-        message = f"{where}.name must be a string of 1 to {_NAME_CHARACTERS_MAX} characters"
-        raise InvalidRequest(message, param=f"{where}.name")
-    if not isinstance(strict := given.get("strict"), bool | None):
-        raise InvalidRequest(f"{where}.strict must be a boolean", param=f"{where}.strict")
-    if not isinstance(schema := given.get("schema"), dict):
-        raise InvalidRequest(f"{where}.schema must be an object", param=f"{where}.schema")
-    return AnswerForm("json", schema, f"{where}.schema", bool(strict))
-
-
-class AskedBody(RequestBody):
+class AskedBody(ChatFieldsBody):
     """The fields of which a prompt is made. None, written `null`, means the default."""
+
+    own_names: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType({"system": ("instructions",)})
+    own_forms = ("text.format",)
+    own_switches = ("reasoning",)
 
     model: str | None = None
     input: Input = Field(default_factory=InputItems)
@@ -111,6 +94,14 @@ class AskedBody(RequestBody):
     text: TextBody | None = None
     truncation: Literal["auto", "disabled"] | None = None
     prompt: Unchecked = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @classmethod
+    def adapt(cls, read: Translated) -> None:
+        if (where := mark_of_last(read.fields.get("input"), "input")) is not None:
+            read.fields |= {"continue_final_message": True, "add_generation_prompt": False}
+            read.named["continue_final_message"] = where
 
     @classmethod
     def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
@@ -129,16 +120,13 @@ class AskedBody(RequestBody):
         if self.previous_response_id is not None and self.conversation is not None:
             message = "conversation: a request goes on with a conversation or with previous_response_id, not with both"
             raise InvalidRequest(message, param="conversation")
-        _ = self.form, self.tool_use
-
-    @property
-    def form(self) -> AnswerForm | None:
-        """What the answer's text must be.
-
-        Raises:
-            InvalidRequest: as `read_format`.
-        """
-        return None if self.text is None else read_format(self.text.format)
+        _ = self.form, self.tool_use, self.thinking_said
+        where = self.named("continue_final_message")
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise InvalidRequest(f"{where}: only possible with add_generation_prompt false", param=where)
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            message = "add_generation_prompt: only with continue_final_message can it be false"
+            raise InvalidRequest(message, param="add_generation_prompt")
 
     @property
     def tool_use(self) -> ToolUse:
@@ -166,6 +154,21 @@ class AskedBody(RequestBody):
             raise InvalidRequest("input is empty", param="input")
         return in_call_order([*earlier, *said])
 
+    def parted(self, messages: list[Message]) -> tuple[list[Message], str]:
+        """Returns messages without the last one if the answer goes on with it, and its text.
+
+        Raises:
+            InvalidRequest: it is not the assistant's text, or there is none before it.
+        """
+        if not self.continue_final_message:
+            return messages, ""
+        last, where = messages[-1], self.named("continue_final_message")
+        if last["role"] != "assistant" or last.get("tool_calls") or not isinstance(begun := last["content"], str):
+            raise InvalidRequest(f"{where}: the last item must be the assistant's, with text only", param=where)
+        if len(messages) == 1:
+            raise InvalidRequest(f"{where}: there must be an item before the last one", param=where)
+        return messages[:-1], begun
+
     def chat(self, messages: Sequence[Message], *, agent_continue: bool = False, **fields: Any) -> ChatRequest:
         """Returns the conversation.
 
@@ -174,9 +177,6 @@ class AskedBody(RequestBody):
             fields: further ones of a `ChatRequest`.
         """
         opening: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        kwargs: dict[str, Any] = {}
-        if self.reasoning is not None and (effort := self.reasoning.effort) is not None:
-            kwargs = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": _EFFORTS[effort]}
         return ChatRequest(
             messages=list(messages) if agent_continue else [*opening, *messages],
             opening=opening if agent_continue else [],
@@ -184,22 +184,29 @@ class AskedBody(RequestBody):
             tool_places=self.tools.places,
             tool_use=self.tool_use,
             form=self.form,
-            template_kwargs=kwargs,
+            template_kwargs=self.thinking_said.kwargs,
             model=self.model or "",
-            max_tokens_field="max_output_tokens",
+            max_tokens_field=self.named("max_output_tokens"),
             agent_continue=agent_continue,
             truncates=self.truncation == "auto",
             **fields,
         )
 
 
-class ResponseBody(AskedBody):
-    """The body of `/v1/responses`. `agent_id` and `agent_continue` are Satchel's."""
+class ResponseBody(AskedBody, SamplingBody):
+    """The body of `/v1/responses`. `agent_id` and `agent_continue` are Satchel's, and most ways to draw tokens are
+    vLLM's."""
+
+    own_names = MappingProxyType(
+        {
+            **{name: (name,) for name in NAMES},
+            "max_tokens": ("max_output_tokens",),
+            "system": ("instructions",),
+        }
+    )
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     max_output_tokens: MaxTokens | None = None
     max_tool_calls: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
     top_logprobs: TopLogprobs | None = None
@@ -235,12 +242,7 @@ class ResponseBody(AskedBody):
     @property
     def options(self) -> Options:
         wanted = self.top_logprobs is not None or LOGPROBS in self.includes
-        return make_options(
-            max_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            logprobs=(self.top_logprobs or 0) if wanted else None,
-        )
+        return self.drawing(max_tokens=self.max_output_tokens, logprobs=(self.top_logprobs or 0) if wanted else None)
 
 
 class InputTokensBody(AskedBody):

@@ -15,7 +15,7 @@ from pydantic import PlainValidator, WithJsonSchema
 from ...cluster.errors import InvalidRequest, quoted
 from ..generation.bodies import wrong
 from ..generation.requests import ToolUse
-from ..openai.forms import read_tool_choice
+from ..openai.tool_choice import read_tool_choice
 
 INPUT = "input"
 """The one argument of a function that stands for a tool with free text."""

@@ -100,11 +100,11 @@ class ResponseRoutes:
         caller: Caller = request.state.caller
         before = await self._before(body, caller, whose)
 
-        def said() -> tuple[list[Message], str]:
-            messages = body.messages(before.messages, self._look_up(caller))
-            return messages, new_response_id(messages, root=before.root)
+        def said() -> tuple[list[Message], str, str]:
+            messages, begun = body.parted(body.messages(before.messages, self._look_up(caller)))
+            return messages, begun, new_response_id(messages, root=before.root)
 
-        messages, id = await asyncio.to_thread(said)
+        messages, begun, id = await asyncio.to_thread(said)
         agent = whose.agent or before.agent
         if not agent and body.kept and self._answering.generator.memory is not None and (own := read_response_id(id)):
             agent = own.agent
@@ -113,6 +113,7 @@ class ResponseRoutes:
             agent=agent,
             agent_continue=bool(body.agent_continue) or body.conversation is not None,
             options=body.options,
+            prefill=begun,
         )
         chat = self._answering.complete(request, chat, whose, any_model=False)
         left_out = self._answering.left_out(body.left_out)
@@ -121,7 +122,7 @@ class ResponseRoutes:
 
         def ended(shown: dict[str, Any], answer: Message) -> None:
             if body.kept:
-                whole_chain = None if chat.agent_continue else [*messages, answer]
+                whole_chain = None if chat.agent_continue else [*messages, _behind(begun, answer)]
                 self._chains.keep(caller.tenant, id, KeptResponse(shown, body.input.given, whole_chain, agent))
 
         def events(model: str) -> ResponseEvents:
@@ -152,7 +153,7 @@ class ResponseRoutes:
         log, id = self._background.log(tenant, shares=bool(chat.caller.key)), background_id(id, tenant, model.name)
 
         def ended(shown: dict[str, Any], answer: Message) -> None:
-            made.answer = answer
+            made.answer = _behind(chat.prefill, answer)
 
         events = ResponseEvents(ResponseObject(id, body, model.name), body.tools, ended)
         made = BackgroundResponse(events, body.input.given, None if chat.agent_continue else messages, chat.agent, log)
@@ -199,7 +200,8 @@ class ResponseRoutes:
         if before.messages and body.conversation is not None:
             # A transcript begins with the instructions of its first turn.
             body.instructions = None
-        chat = self._answering.complete(request, body.chat(messages), any_model=False)
+        messages, begun = body.parted(messages)
+        chat = self._answering.complete(request, body.chat(messages, prefill=begun), any_model=False)
         async with CancelOnDisconnect(request.receive):
             tokens = await self._answering.generator.count(chat)
         shown = {"object": "response.input_tokens", "input_tokens": tokens}
@@ -373,6 +375,11 @@ class _ResponseStream(EventStream):
         told = events.start([]) + events.failed(error, request_id)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": told})
+
+
+def _behind(begun: str, answer: Message) -> Message:
+    """Returns an answer with the beginning that the request had, as one message."""
+    return {**answer, "content": f"{begun}{answer['content']}"} if begun else answer
 
 
 def _too_long(error: ContextLengthExceeded, body: ResponseBody) -> ContextLengthExceeded:
