@@ -17,6 +17,9 @@ from .foreign_code import own_code_only
 
 logger = logging.getLogger(__name__)
 
+_CHANNEL = "<|channel|>"
+"""Of the Harmony format, whose answers have several parts: the token behind one of them ends no answer."""
+
 _SAID = "the answer's words"
 _TURNS = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _SAID}]
 
@@ -26,11 +29,11 @@ def read_end_tokens(folder: Path) -> frozenset[int]:
     not say its own may have one all the same.
 
     Raises:
-        ValueError: one of the files is not JSON.
+        ValueError: one of the model's configs is not JSON.
     """
     tokens: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        data = _object(folder / name)
+        data = _object(folder / name, needed=True)
         value = data.get("eos_token_id")
         if value is None and isinstance(text := data.get("text_config"), dict):
             value = text.get("eos_token_id")
@@ -50,8 +53,8 @@ def end_tokens(folder: Path, name: str, *, trusted: bool) -> frozenset[int]:
         trusted: whether code in the folder may run.
 
     Raises:
-        ValueError: one of the files is not JSON.
-        ModelLoadError: the tokenizer needs code that nobody trusts.
+        ValueError: one of the model's configs is not JSON.
+        Exception: the tokenizer does not load, and no other file names an end token.
     """
     tokens, numbers = read_end_tokens(folder), _Numbers(folder)
     if "eos_token" in numbers.settings:
@@ -63,7 +66,8 @@ def end_tokens(folder: Path, name: str, *, trusted: bool) -> frozenset[int]:
     with own_code_only(name, folder, trusted=trusted):
         try:
             own = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted).eos_token_id
-        except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+        except Exception as error:
+            # Libraries raise anything. The endpoint says what is wrong, and a replica can do without.
             if not tokens:
                 raise
             logger.warning("the tokenizer of %s does not load, so its own end token is not known: %s", name, error)
@@ -116,7 +120,7 @@ def _own_word(settings: Mapping[str, Any]) -> str:
 
 def _turn_end(folder: Path, numbers: _Numbers) -> str:
     """Returns the special token that the chat template puts behind an assistant's words; "" for none."""
-    if not (template := _template(folder, numbers.settings)):
+    if _CHANNEL in numbers.added or not (template := _template(folder, numbers.settings)):
         return ""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -148,9 +152,18 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str:
     return given if isinstance(given, str) else ""
 
 
-def _object(file: Path) -> dict[str, Any]:
-    """Returns what a JSON file says; {} if there is none, or it is no object."""
+def _object(file: Path, *, needed: bool = False) -> dict[str, Any]:
+    """Returns what a JSON file says; {} if there is none, or it is no object.
+
+    Raises:
+        ValueError: it is no JSON, and `needed`.
+    """
     if not file.is_file():
         return {}
-    data = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        if needed:
+            raise
+        return {}
     return data if isinstance(data, dict) else {}

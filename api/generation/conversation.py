@@ -113,6 +113,18 @@ def _parsed(call: Any) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": parsed}} if isinstance(parsed, dict) else call
 
 
+def with_system(words: str | None, messages: Sequence[Message]) -> list[Message]:
+    """Returns messages behind the system's `words`: before those of their own system, because few templates take two of
+    its messages."""
+    said = list(messages)
+    if not words:
+        return said
+    if said and said[0]["role"] == "system" and isinstance(first := said[0]["content"], str):
+        words = f"{words}\n\n{first}"
+        del said[0]
+    return [{"role": "system", "content": words}, *said]
+
+
 def mark_of_last(messages: Any, where: str) -> str | None:
     """Returns the place of the mark by which the last of raw messages is to be continued, None if it has none.
 

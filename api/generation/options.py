@@ -112,8 +112,9 @@ class Options:
     """Generation options. Numbers out of range raise pydantic's `ValidationError`; `make_options` an `InvalidRequest`.
 
     `Sampling` explains the fields. If `temperature`, `top_p`, `top_k`, `min_p` or `repetition_penalty` is None, the
-    model's generation config sets it; without one it is off (`temperature` 1). `top_k` 0 or -1 is off. With `temperature`
-    0 or `top_p` 0 the likeliest token is taken. `logit_bias` is a mapping from token ids, as numbers or decimal strings.
+    model's generation config sets it; without one it is off (`temperature` 1). `top_k` 0 or -1 is off. With
+    `temperature` 0 or `top_p` 0 the likeliest token is taken. `logit_bias` is a mapping from token ids, as numbers or
+    decimal strings.
 
     Without `seed` every prompt draws its own. Without `max_tokens` a row may fill the context, within
     `scheduling.max_tokens_max`; a larger value is cut to what is left of the context. `stop` strings end the answer if

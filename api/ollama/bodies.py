@@ -14,13 +14,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
-from ..generation.asked import ChatFieldsBody, SamplingBody, with_system
 from ..generation.bodies import RequestBody, check_counts, wrong
+from ..generation.conversation import with_system
+from ..generation.fields.neighbours import NAMES
+from ..generation.fields.shared import ChatFieldsBody, SamplingBody
+from ..generation.fields.thinking import EFFORTS
 from ..generation.history import Message
-from ..generation.neighbours import NAMES
 from ..generation.options import Options, TopLogprobs
 from ..generation.requests import ChatRequest, CompletionRequest
-from ..generation.thinking import EFFORTS
 from ..generation.vectors import EmbeddingRequest
 from ..openai.bodies import SystemWords, tools_for_templates
 from .messages import OllamaImages, OllamaMessages, OllamaTools, content_of

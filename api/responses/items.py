@@ -260,7 +260,7 @@ def _call(item: dict[str, Any], where: str, arguments: str) -> SpokenPart:
 
 
 def _output(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
-    id, given = label_of(item, "call_id", where), item.get("output")
+    id, given = label_of(item, "call_id", where), item.get("output", {})
     content = _content("" if given is None else given, f"{where}.output", pictures=True)
     return [{"role": "tool", "content": content, "tool_call_id": id}]
 

@@ -37,6 +37,7 @@ from .script import Script
 from .spelling import Spelling
 from .template_dates import dated, shows_date
 from .template_habits import TemplateHabits, habits_of
+from .thinking_variables import with_thinking
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,8 @@ class TextModel:
             raise InvalidRequest(
                 f"chat_template_kwargs: {min(taken)!r} is not for callers to set", param="chat_template_kwargs"
             )
+        if extra:
+            extra = with_thinking(self.template(tools), extra)
         if at is not None and (template := dated(self.template(tools))) is not None:
             extra |= {"chat_template": template.text} | template.variables(at)
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_unflatten
-from mlx_lm.utils import load_model, quantize_model, save_model
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import _get_classes, load_model, quantize_model, save_model
 
+from satchel.actors.model_files.checkpoints import drop_nulls
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import ModelLoadError
-from tests.worlds.families import config_of, copy_tokenizer, write_model
+from tests.worlds.families import config_of, copy_tokenizer, random_weights, write_model
+from tests.zoo import text_types
 
 PROMPT = mx.array([[5, 700, 41, 2600, 9, 18, 27]])
 NEAR = 1e-4
@@ -55,14 +58,92 @@ def tensors_of(folder: Path) -> dict[str, Any]:
 # Tied and missing weights.
 
 
-def test_a_head_beside_tied_embeddings_does_not_count(tmp_path: Path):
-    folder = write_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
-    tensors = tensors_of(folder)
-    assert "lm_head.weight" not in tensors
-    more = {"lm_head.weight": mx.zeros_like(tensors["model.embed_tokens.weight"])}
-    more |= {"model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones((16,))}
-    write(tmp_path / "both", tensors | more, json.loads((folder / "config.json").read_text()))
+def with_head(folder: Path, into: Path, head: mx.array, name: str = "lm_head.weight") -> Path:
+    """Writes a model again, with an output layer beside its embeddings."""
+    more = {name: head, "model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones((16,))}
+    write(into, tensors_of(folder) | more, json.loads((folder / "config.json").read_text()))
+    return into
+
+
+def tied(folder: Path, kind: str) -> Path:
+    """Writes a tiny model of a type of mlx-lm's, with its output layer tied."""
+    config = {"model_type": kind, **text_types.TYPES[kind], "tie_word_embeddings": True}
+    model_class, arguments = _get_classes(config)
+    model: nn.Module = model_class(arguments.from_dict(json.loads(json.dumps(config))))
+    model.update(random_weights(model, 7))
+    return write(folder, dict(tree_flatten(model.parameters())), config)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "cohere2", "phi3", "qwen3_next", "lfm2", "starcoder2", "exaone4"])
+def test_a_copy_of_tied_embeddings_is_dropped(tmp_path: Path, kind: str):
+    folder = tied(tmp_path / "tied", kind)
+    embeddings = next(
+        value for name, value in tensors_of(folder).items() if name.endswith(("embed_tokens.weight", "wte.weight"))
+    )
+    more = {"lm_head.weight": embeddings}
+    write(tmp_path / "both", tensors_of(folder) | more, json.loads((folder / "config.json").read_text()))
     assert np.array_equal(logits(tmp_path / "both"), logits(folder))
+
+
+def test_a_quantized_copy_is_compared_with_its_scales(tmp_path: Path):
+    folder = write_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    model, config = load_model(folder)
+    model, config = quantize_model(model, config, 64, 4)
+    quantized = dict(tree_flatten(model.parameters()))
+    copy = {f"lm_head.{leaf}": quantized[f"model.embed_tokens.{leaf}"] for leaf in ("weight", "scales", "biases")}
+    write(tmp_path / "one", quantized, config)
+    write(tmp_path / "both", quantized | copy, config)
+    assert np.array_equal(logits(tmp_path / "both"), logits(tmp_path / "one"))
+    other = copy | {"lm_head.scales": copy["lm_head.scales"] * 2}
+    write(tmp_path / "other", quantized | other, config)
+    assert not np.array_equal(logits(tmp_path / "other"), logits(tmp_path / "one"))
+
+
+def test_a_head_that_is_not_the_tied_embeddings_is_a_layer_of_its_own(tmp_path: Path, caplog):
+    folder = write_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    head = mx.random.normal(tensors_of(folder)["model.embed_tokens.weight"].shape, key=mx.random.key(3))
+    both = with_head(folder, tmp_path / "both", head)
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    write(tmp_path / "own", tensors_of(both), config)
+    assert np.array_equal(logits(both), logits(tmp_path / "own"))
+    assert not np.array_equal(logits(both), logits(folder))
+    assert "lm_head.weight is not its embeddings" in caplog.text
+
+
+def test_a_head_for_which_the_type_has_no_place_is_refused(tmp_path: Path):
+    folder = tied(tmp_path / "tied", "gemma2")
+    head = mx.zeros_like(tensors_of(folder)["model.embed_tokens.weight"])
+    with pytest.raises(ModelLoadError, match=r"lm_head\.weight is not its embeddings"):
+        logits(with_head(folder, tmp_path / "both", head))
+
+
+# Nulls.
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["rope_theta", "rope_scaling", "rope_traditional", "attention_bias", "text_config", "vision_config",
+     "quantization", "quantization_config", "architectures", "max_position_embeddings", "nobody_knows"],
+)  # fmt: skip
+def test_a_setting_that_is_null_is_one_that_is_absent(tmp_path: Path, name: str):
+    folder = write_model(tmp_path / "model", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != name}))
+    absent = logits(folder)
+    (folder / "config.json").write_text(json.dumps(config | {name: None}))
+    assert np.array_equal(logits(folder), absent)
+
+
+def test_a_null_that_the_code_takes_stays(tmp_path: Path):
+    config = {"sliding_window": None, "rms_norm_eps": None}
+
+    @dataclass
+    class Arguments:
+        sliding_window: int | None = 4096
+        rms_norm_eps: float = 1e-5
+
+    drop_nulls(config, Arguments)
+    assert config == {"sliding_window": None}
 
 
 def test_a_head_that_is_missing_is_named_where_embeddings_are_not_tied(tmp_path: Path):

@@ -237,7 +237,7 @@ OPTIONS: list[tuple[str, list[Any]]] = [
     ("num_predict", ["5", 1.5, True, 2**63]),
     ("temperature", ["0.5", True, -0.1, 10.1, 1e999]),
     ("top_k", [-2, 1.5, "3"]),
-    ("top_p", [0, 1.1, "1"]),
+    ("top_p", [-0.1, 1.1, "1"]),
     ("min_p", [-0.1, 1.1]),
     ("repeat_penalty", [0, 11, "1"]),
     ("repeat_last_n", [-2, "64"]),

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ...cluster.errors import InvalidRequest, quoted
-from ..text.answers.grammars import AnswerForm
-from ..text.json_slices import TooDeep, TooManyValues, parse
-from .bodies import wrong
+from ....cluster.errors import InvalidRequest, quoted
+from ...text.answers.grammars import AnswerForm
+from ...text.json_slices import TooDeep, TooManyValues, parse
+from ..bodies import wrong
 from .neighbours import FORMS
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)

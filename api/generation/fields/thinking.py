@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from .bodies import wrong
+from ..bodies import wrong
 from .neighbours import SWITCHES
 
 EFFORTS = MappingProxyType(

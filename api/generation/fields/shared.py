@@ -1,16 +1,12 @@
-"""Fields that the bodies of all protocols share: how tokens are drawn, the form of an answer, and how a model thinks."""
+"""Fields that the bodies of all protocols share: how tokens are drawn, an answer's form, and how a model thinks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from ..text.answers.grammars import AnswerForm
-from .bodies import RequestBody
-from .forms import Forms, read_form
-from .history import Message
-from .neighbours import FORMS, SWITCHES
-from .options import (
+from ...text.answers.grammars import AnswerForm
+from ..bodies import RequestBody
+from ..options import (
     AllowedTokenIds,
     BadWords,
     LogitBias,
@@ -29,6 +25,8 @@ from .options import (
     TopP,
     make_options,
 )
+from .forms import Forms, read_form
+from .neighbours import FORMS, SWITCHES
 from .thinking import Thinking, read_thinking
 
 _ELSEWHERE = ("max_tokens", "logprobs")
@@ -119,15 +117,3 @@ class SamplingBody(RequestBody):
             if name not in _ELSEWHERE and (value := getattr(self, name, None)) is not None
         }
         return make_options(**(same | more), max_tokens=max_tokens, logprobs=logprobs)
-
-
-def with_system(words: str | None, messages: Sequence[Message]) -> list[Message]:
-    """Returns messages behind the system's `words`: before those of their own system, because few templates take two of
-    its messages."""
-    said = list(messages)
-    if not words:
-        return said
-    if said and said[0]["role"] == "system" and isinstance(first := said[0]["content"], str):
-        words = f"{words}\n\n{first}"
-        del said[0]
-    return [{"role": "system", "content": words}, *said]
