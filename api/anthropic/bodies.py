@@ -17,9 +17,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
 from ..generation.bodies import check_counts
-from ..generation.fields.neighbours import NAMES
 from ..generation.fields.shared import ChatFieldsBody, SamplingBody
 from ..generation.history import Message
+from ..generation.neighbours import NAMES
 from ..generation.options import MaxTokens, Options, Stop
 from ..generation.requests import ChatRequest, ToolUse
 from .messages import Messages, SystemText, Tools, ToolSet

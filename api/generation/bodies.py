@@ -18,7 +18,7 @@ from pydantic import (
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
 from ..text.json_slices import DEPTH_MAX, TooDeep, TooManyValues, check_values, parse
-from .fields.neighbours import Translated, translated
+from .neighbours import Translated, translated
 from .options import invalid
 
 

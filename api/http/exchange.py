@@ -32,7 +32,7 @@ from ...cluster.errors import (
     UnsupportedMediaType,
 )
 from ..generation.bodies import Body, RequestBody, parse_body
-from ..generation.fields.neighbours import names_for_header
+from ..generation.neighbours import names_for_header
 from ..generation.options import invalid_at
 from .content_coding import codings_of, decoded
 from .error_shapes import error_response, shape_of

@@ -16,10 +16,10 @@ from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
 from ..generation.bodies import RequestBody, check_counts, wrong
 from ..generation.conversation import with_system
-from ..generation.fields.neighbours import NAMES
 from ..generation.fields.shared import ChatFieldsBody, SamplingBody
 from ..generation.fields.thinking import EFFORTS
 from ..generation.history import Message
+from ..generation.neighbours import NAMES
 from ..generation.options import Options, TopLogprobs
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..generation.vectors import EmbeddingRequest

@@ -16,9 +16,9 @@ from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest, quoted
 from ..generation.bodies import RequestBody, check_counts, check_nested
 from ..generation.conversation import mark_of_last, with_system
-from ..generation.fields.neighbours import NAMES, Translated, joined_texts
 from ..generation.fields.shared import ChatFieldsBody, FormBody, SamplingBody
 from ..generation.history import Message
+from ..generation.neighbours import NAMES, Translated, joined_texts
 from ..generation.options import CacheSalt, Choices, MaxTokens, TopLogprobs
 from ..generation.requests import ChatRequest, CompletionRequest
 from .functions import FunctionCall, tool_use_of, tools_of

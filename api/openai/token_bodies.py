@@ -11,8 +11,8 @@ from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
 from ..generation.bodies import RequestBody
 from ..generation.conversation import with_system
-from ..generation.fields.neighbours import Translated
 from ..generation.fields.shared import ThinkingBody
+from ..generation.neighbours import Translated
 from ..generation.requests import ChatRequest, CompletionRequest
 from .bodies import Few, SystemWords, check_continued, continue_marked, refuse_many, tools_for_templates
 from .messages import Messages, Tools

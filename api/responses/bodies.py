@@ -18,9 +18,9 @@ from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
 from ..generation.bodies import check_counts, check_nested
 from ..generation.conversation import mark_of_last
-from ..generation.fields.neighbours import NAMES, Translated
 from ..generation.fields.shared import ChatFieldsBody, SamplingBody
 from ..generation.history import Message
+from ..generation.neighbours import NAMES, Translated
 from ..generation.options import MaxTokens, Options, TopLogprobs
 from ..generation.requests import ChatRequest, ToolUse
 from ..generation.tool_results import in_call_order

@@ -1,7 +1,7 @@
 """The variable by which a chat template switches thinking, which is another one in each family.
 
-Callers say `enable_thinking`, or the name that they know from another model. What the template knows is set too, so that
-a switch reaches it under any of these names.
+Callers say `enable_thinking`, or the name that they know from another model. What the template knows is set too, so
+that a switch reaches it under any of these names.
 """
 
 from __future__ import annotations

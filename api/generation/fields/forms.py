@@ -12,7 +12,7 @@ from ....cluster.errors import InvalidRequest, quoted
 from ...text.answers.grammars import AnswerForm
 from ...text.json_slices import TooDeep, TooManyValues, parse
 from ..bodies import wrong
-from .neighbours import FORMS
+from ..neighbours import FORMS
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _TITLE = re.compile(r"(?s).{1,64}")

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from ...text.answers.grammars import AnswerForm
 from ..bodies import RequestBody
+from ..neighbours import FORMS, SWITCHES
 from ..options import (
     AllowedTokenIds,
     BadWords,
@@ -26,7 +27,6 @@ from ..options import (
     make_options,
 )
 from .forms import Forms, read_form
-from .neighbours import FORMS, SWITCHES
 from .thinking import Thinking, read_thinking
 
 _ELSEWHERE = ("max_tokens", "logprobs")

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..bodies import wrong
-from .neighbours import SWITCHES
+from ..neighbours import SWITCHES
 
 EFFORTS = MappingProxyType(
     {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}

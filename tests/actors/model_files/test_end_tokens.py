@@ -1,4 +1,4 @@
-"""Endpoint and replica end answers at the same tokens: those of the configs, the tokenizer's own, and the template's."""
+"""Endpoint and replica end answers at the same tokens: the configs', the tokenizer's own, and the template's."""
 
 from __future__ import annotations
 

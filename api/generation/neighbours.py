@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ....cluster.errors import InvalidRequest
+from ...cluster.errors import InvalidRequest
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 _UNLIMITED = ("num_predict", "n_predict")
