@@ -10,6 +10,7 @@ Plain functions on plain data; long conversations belong in a worker thread.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -21,19 +22,53 @@ T = TypeVar("T")
 
 @dataclass
 class _Turn:
-    """A message that calls tools, at the index `at`, and the indexes of the results of each of its calls. `loose` are
-    results behind it that no id ties to a call."""
+    """A message that calls tools, at the index `at`, and the indexes of the results of each of its calls. `ids` are the
+    places of its calls by their ids, and `loose` results behind it that no id ties to a call."""
 
     at: int
     calls: Sequence[MessageCall]
     results: list[list[int]]
+    ids: dict[str, int] = field(default_factory=dict)
     loose: list[int] = field(default_factory=list)
 
-    def place(self, id: str, *, answered: bool = False) -> int | None:
-        """Returns which call has an id and no result yet; with `answered` it may have one."""
-        for place, call in enumerate(self.calls):
-            if id and call.get("id") == id and (answered or not self.results[place]):
-                return place
+
+class _Open:
+    """Calls that have no result yet, by their ids: turns in order, and places in each."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, list[tuple[_Turn, deque[int]]]] = {}
+
+    def add(self, turn: _Turn) -> None:
+        for place, call in enumerate(turn.calls):
+            if not (id := call.get("id", "")):
+                continue
+            turn.ids.setdefault(id, place)
+            known = self._calls.setdefault(id, [])
+            if not known or known[-1][0] is not turn:
+                known.append((turn, deque()))
+            known[-1][1].append(place)
+
+    def take_last(self, id: str) -> tuple[_Turn, int] | None:
+        """Returns the first call with an id of the last turn that has one, which is no longer open."""
+        if not (known := self._calls.get(id)):
+            return None
+        turn, places = known[-1]
+        place = places.popleft()
+        if not places:
+            known.pop()
+        return turn, place
+
+    def take_after(self, id: str, index: int) -> tuple[_Turn, int] | None:
+        """As `take_last`, of the first turn behind an index. Indexes must come in order: turns before one are let
+        go."""
+        known = self._calls.get(id, [])
+        while known:
+            turn, places = known[0]
+            place = places.popleft() if turn.at > index else None
+            if place is None or not places:
+                known.pop(0)
+            if place is not None:
+                return turn, place
         return None
 
 
@@ -66,53 +101,51 @@ def ordered(messages: Sequence[Message]) -> list[tuple[int, Message | None]]:
 def _tied(messages: Sequence[Message]) -> dict[int, _Turn]:
     """Returns every message that calls by its index, with its results."""
     turns: dict[int, _Turn] = {}
-    early: list[int] = []
-    run: _Turn | None = None
+    calls_left, early, run = _Open(), list[tuple[int, _Turn | None]](), None
     for index, message in enumerate(messages):
         if calls := message.get("tool_calls"):
             run = turns[index] = _Turn(index, calls, [[] for _ in calls])
+            calls_left.add(run)
         elif message["role"] != "tool":
             run = None
-        elif not _tie_by_id(index, message.get("tool_call_id", ""), turns, run):
-            early.append(index)
-            if run is not None:
-                run.loose.append(index)
-    for index in early:
-        # Its call may come behind it.
-        id = messages[index].get("tool_call_id", "")
-        for turn in turns.values():
-            if turn.at > index and (place := turn.place(id)) is not None:
+        else:
+            id = message.get("tool_call_id", "")
+            # Ids may come again in later turns, so the last one counts.
+            if (call := calls_left.take_last(id)) is not None:
+                turn, place = call
                 turn.results[place].append(index)
-                break
-    placed = {index for turn in turns.values() for results in turn.results for index in results}
+            elif run is not None and (again := run.ids.get(id)) is not None:
+                run.results[again].append(index)
+            else:
+                early.append((index, run))
+    for index, behind in early:
+        # Its call may come behind it.
+        if (call := calls_left.take_after(messages[index].get("tool_call_id", ""), index)) is not None:
+            turn, place = call
+            turn.results[place].append(index)
+        elif behind is not None:
+            behind.loose.append(index)
     for turn in turns.values():
-        _tie_loose(turn, [index for index in turn.loose if index not in placed], messages)
+        if turn.loose:
+            _tie_loose(turn, messages)
     return turns
 
 
-def _tie_by_id(index: int, id: str, turns: dict[int, _Turn], run: _Turn | None) -> bool:
-    """Ties a result to the last call before it that has its id and no result yet. Ids may come again in later turns."""
-    for turn in reversed(turns.values()):
-        if (place := turn.place(id)) is not None:
-            turn.results[place].append(index)
-            return True
-    if run is not None and (place := run.place(id, answered=True)) is not None:
-        run.results[place].append(index)
-        return True
-    return False
-
-
-def _tie_loose(turn: _Turn, loose: list[int], messages: Sequence[Message]) -> None:
+def _tie_loose(turn: _Turn, messages: Sequence[Message]) -> None:
     """Ties results that no id does to the calls without a result: by name first, then in their order."""
-    for by_name in (True, False):
-        for index in tuple(loose):
-            name = messages[index].get("name")
-            for place, call in enumerate(turn.calls):
-                if turn.results[place] or (by_name and call["function"]["name"] != name):
-                    continue
-                turn.results[place].append(index)
-                loose.remove(index)
-                break
+    free = [place for place, results in enumerate(turn.results) if not results]
+    named: dict[str, deque[int]] = {}
+    for place in free:
+        named.setdefault(turn.calls[place]["function"]["name"], deque()).append(place)
+    unnamed: list[int] = []
+    for index in turn.loose:
+        if places := named.get(messages[index].get("name", "")):
+            turn.results[places.popleft()].append(index)
+        else:
+            unnamed.append(index)
+    left = (place for place in free if not turn.results[place])
+    for index, place in zip(unnamed, left, strict=False):
+        turn.results[place].append(index)
 
 
 def _named(result: Message, call: MessageCall) -> Message | None:

@@ -198,7 +198,7 @@ class Generator:
             Unavailable: the model has not been loaded yet.
         """
         model, text = await self._chosen(request)
-        request = request.of(model)
+        request = await asyncio.to_thread(request.of, model)
         media = await self._media(request, model, text)
         return await asyncio.to_thread(count_prompt, text, model, request, media)
 
@@ -222,7 +222,7 @@ class Generator:
         """
         model, text = await self._chosen(request)
         if isinstance(request, ChatRequest):
-            request = request.of(model)
+            request = await asyncio.to_thread(request.of, model)
             media = await self._media(request, model, text)
             tokens = await asyncio.to_thread(
                 prompt_tokens, text, model, request, media, reply=reply, special_tokens=special_tokens
@@ -295,7 +295,7 @@ class Generator:
         if request.agent_continue and self.memory is None:
             raise InvalidRequest("agent_continue: this endpoint keeps no agents' memory", param="agent_continue")
         model, text = await self._chosen(request)
-        request = request.of(model)
+        request = await asyncio.to_thread(request.of, model)
         media = await self._media(request, model, text)
         turn, past = None, None
         if agent and self.memory is not None:

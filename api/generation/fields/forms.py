@@ -34,8 +34,9 @@ _STRICT = ("output_config.format", "output_format")
 """Anthropic's."""
 
 # Fields of vLLM's `structured_outputs` that choose how it works, and what they may be.
-_NEUTRAL = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "structural_tag")
-_IGNORED = ("disable_fallback",)
+_NEUTRAL = ("disable_additional_properties", "whitespace_pattern", "structural_tag")
+# There is one layout of JSON, and nothing to fall back to.
+_IGNORED = ("disable_any_whitespace", "disable_fallback")
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,21 @@ async def test_a_tool_shows_a_picture(messages: Messages, backend: FakeBackend):
         assert begun in prompt and "<|im_start|>user<|vision_start|>" in prompt
 
 
+async def test_pictures_of_results_move_with_them(messages: Messages, backend: FakeBackend):
+    calls = [{"type": "tool_use", "id": id, "name": "screenshot", "input": {}} for id in ("k1", "k2")]
+    results = [
+        {"type": "tool_result", "tool_use_id": id, "content": [text(f"{color}:"), image(png(color))]}
+        for id, color in (("k1", "red"), ("k2", "blue"))
+    ]
+    asked = []
+    for order in (results, results[::-1]):
+        thread = [*HELLO, {"role": "assistant", "content": calls}, {"role": "user", "content": [*order, text("Well?")]}]
+        await messages.say(thread)
+        asked.append(backend.requests[-1])
+    assert asked[0]["prompt"] == asked[1]["prompt"]
+    assert [span.key for span in asked[0]["media"]] == [span.key for span in asked[1]["media"]]
+
+
 async def test_what_is_no_picture_is_named(messages: Messages, backend: FakeBackend):
     for data in ("AAAA", "!"):
         response = await messages.post([{"role": "user", "content": [image(data)]}])

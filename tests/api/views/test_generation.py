@@ -24,7 +24,7 @@ def test_one_stop_string_and_a_list_of_one_are_the_same():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", "0.5"), ("temperature", float("nan")), ("top_p", 0.0), ("seed", 2**63), ("invented", 1)],
+    [("temperature", "0.5"), ("temperature", float("nan")), ("top_p", -0.1), ("seed", 2**63), ("invented", 1)],
 )
 def test_a_wrong_option_is_named(field, value):
     with pytest.raises(InvalidRequest) as error:

@@ -172,3 +172,47 @@ def test_a_family_whose_calls_are_not_understood_is_forced_in_json_or_refused_by
 def test_a_name_is_written_as_it_is(family: TextModel):
     grammar = grammar_of(family, BoundCalls([BoundTool("a.b-c", {}, "tools[0]")], forced=True))
     assert takes(family, grammar, written(family, [("a.b-c", {})]))
+
+
+LAYOUTS = {
+    "one line": lambda value: json.dumps(value, ensure_ascii=False),
+    "no spaces": lambda value: json.dumps(value, separators=(",", ":")),
+    "indented": lambda value: json.dumps(value, indent=2),
+    "behind a space": lambda value: f" {json.dumps(value)}",
+    "before a line break": lambda value: f"{json.dumps(value)}\n",
+}
+VALUE = {"list": [1, [], {}], "deep": {"a": {"b": None}}, "text": "a, b: c\n", "const": {"x": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {},
+        {"type": "object", "properties": {**dict.fromkeys(VALUE, {}), "const": {"const": VALUE["const"]}}},
+        {"anyOf": [{"type": "array"}, {"type": "object", "patternProperties": {"^[a-z]": {}}}]},
+        {"$ref": "#/$defs/all", "$defs": {"all": {"type": "object"}}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_json_has_one_layout(thinker: TextModel, schema: Any, strict: bool):
+    grammar = grammar_of(thinker, None, form=AnswerForm("json", schema, "form", strict))
+    taken = [name for name, write in LAYOUTS.items() if takes(thinker, grammar, write(VALUE))]
+    assert taken == ["one line"]
+
+
+def test_arguments_of_forced_calls_have_the_same_layout(family: TextModel):
+    tool = BoundTool("listed", {"type": "object", "properties": {"items": {"type": "array"}}}, "tools[0]")
+    grammar = grammar_of(family, BoundCalls([tool], forced=True))
+    (call,) = [written(family, [("listed", {"items": [1, 2]})])]
+    assert takes(family, grammar, call)
+    if "[1, 2]" in call:
+        for other in ("[1,2]", "[1,  2]", "[1,\n2]", "[ 1, 2]"):
+            assert not takes(family, grammar, call.replace("[1, 2]", other))
+
+
+def test_a_callers_own_grammar_has_its_own_white_space(thinker: TextModel):
+    form = AnswerForm("grammar", 'start: "a" / +/ "b"', "form")
+    assert takes(thinker, grammar_of(thinker, None, form=form), "a    b")
+    assert takes(thinker, grammar_of(thinker, None, form=AnswerForm("regex", r"\{ *\}", "form")), "{   }")
