@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ def read_end_tokens(folder: Path) -> frozenset[int]:
     Raises:
         ValueError: one of the model's configs is not JSON.
     """
+    return _named(folder, _Numbers(folder))
+
+
+def _named(folder: Path, numbers: _Numbers) -> frozenset[int]:
     tokens: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         data = _object(folder / name, needed=True)
@@ -38,7 +43,6 @@ def read_end_tokens(folder: Path) -> frozenset[int]:
         if value is None and isinstance(text := data.get("text_config"), dict):
             value = text.get("eos_token_id")
         tokens.update(each for each in (value if isinstance(value, list) else [value]) if type(each) is int)
-    numbers = _Numbers(folder)
     for word in (_own_word(numbers.settings), _turn_end(folder, numbers)):
         if word and (token := numbers.token(word)) is not None:
             tokens.add(token)
@@ -56,7 +60,8 @@ def end_tokens(folder: Path, name: str, *, trusted: bool) -> frozenset[int]:
         ValueError: one of the model's configs is not JSON.
         Exception: the tokenizer does not load, and no other file names an end token.
     """
-    tokens, numbers = read_end_tokens(folder), _Numbers(folder)
+    numbers = _Numbers(folder)
+    tokens = _named(folder, numbers)
     if "eos_token" in numbers.settings:
         word = _own_word(numbers.settings)
         if not word or numbers.token(word) is not None:
@@ -76,39 +81,45 @@ def end_tokens(folder: Path, name: str, *, trusted: bool) -> frozenset[int]:
 
 
 class _Numbers:
-    """The numbers of a tokenizer's special words, and its `settings`: what tokenizer_config.json says."""
+    """The numbers of a tokenizer's special words, and its `settings`: what tokenizer_config.json says. The tokenizer
+    itself, which may be large, is read only where the settings do not say enough."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.settings = _object(folder / "tokenizer_config.json")
-        self._added: dict[str, int] | None = None
-        self._vocabulary: Any = None
 
-    @property
-    def added(self) -> Mapping[str, int]:
+    @cached_property
+    def special(self) -> Mapping[str, int]:
         """The special tokens that were added to the vocabulary."""
-        if self._added is None:
-            self._added = dict(self._read())
-        return self._added
+        decoder = self.settings.get("added_tokens_decoder")
+        said = {
+            str(entry.get("content")): int(token)
+            for token, entry in (decoder.items() if isinstance(decoder, dict) else ())
+            if isinstance(entry, dict) and entry.get("special") and str(token).isdecimal()
+        }
+        return said or self._added
+
+    @cached_property
+    def _whole(self) -> dict[str, Any]:
+        return _object(self._folder / "tokenizer.json")
+
+    @cached_property
+    def _added(self) -> dict[str, int]:
+        return {
+            str(entry.get("content")): token
+            for entry in self._whole.get("added_tokens") or ()
+            if isinstance(entry, dict) and entry.get("special") and type(token := entry.get("id")) is int
+        }
 
     def token(self, word: str) -> int | None:
         """Returns the token that a word is, None if the files do not say."""
-        if (token := self.added.get(word)) is not None:
+        if (token := self.special.get(word)) is not None:
             return token
-        vocabulary = self._vocabulary
+        if (token := self._added.get(word)) is not None:
+            return token
+        model = self._whole.get("model")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
         return token if isinstance(vocabulary, dict) and type(token := vocabulary.get(word)) is int else None
-
-    def _read(self) -> Iterator[tuple[str, int]]:
-        decoder = self.settings.get("added_tokens_decoder")
-        for token, entry in decoder.items() if isinstance(decoder, dict) else ():
-            if isinstance(entry, dict) and entry.get("special") and str(token).isdecimal():
-                yield str(entry.get("content")), int(token)
-        whole = _object(self._folder / "tokenizer.json")
-        model = whole.get("model")
-        self._vocabulary = model.get("vocab") if isinstance(model, dict) else None
-        for entry in whole.get("added_tokens") or ():
-            if isinstance(entry, dict) and entry.get("special") and type(token := entry.get("id")) is int:
-                yield str(entry.get("content")), token
 
 
 def _own_word(settings: Mapping[str, Any]) -> str:
@@ -120,7 +131,7 @@ def _own_word(settings: Mapping[str, Any]) -> str:
 
 def _turn_end(folder: Path, numbers: _Numbers) -> str:
     """Returns the special token that the chat template puts behind an assistant's words; "" for none."""
-    if _CHANNEL in numbers.added or not (template := _template(folder, numbers.settings)):
+    if _CHANNEL in numbers.special or not (template := _template(folder, numbers.settings)):
         return ""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -137,7 +148,7 @@ def _turn_end(folder: Path, numbers: _Numbers) -> str:
         return ""
     _, found, behind = rendered.rpartition(_SAID)
     behind = behind.lstrip()
-    return max((word for word in numbers.added if found and word and behind.startswith(word)), key=len, default="")
+    return max((word for word in numbers.special if found and word and behind.startswith(word)), key=len, default="")
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str:

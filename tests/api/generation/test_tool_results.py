@@ -31,7 +31,7 @@ def result(id: str | None, said: str, name: str = "") -> Any:
 
 def said(messages: list[Any]) -> list[str]:
     """What the results say, or who speaks else."""
-    return [each["content"] if each["role"] == "tool" else each["role"] for each in in_call_order(messages)]
+    return [str(each["content"] if each["role"] == "tool" else each["role"]) for each in in_call_order(messages)]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_ids_that_come_again_in_each_turn_are_those_of_their_turn():
 
 
 def test_results_get_what_they_lack_of_their_calls():
-    one, other = in_call_order([calls("1", "2", names="fg"), result(None, "b", "g"), result("1", "a")])[1:]
+    one, other = map(dict, in_call_order([calls("1", "2", names="fg"), result(None, "b", "g"), result("1", "a")])[1:])
     assert (one["name"], one["tool_call_id"]) == ("f", "1")
     assert (other["name"], other["tool_call_id"]) == ("g", "2")
 

@@ -21,7 +21,7 @@ CHATS = [route for route in ROUTES if route != "/v1/completions"]
 BEGIN = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def post(client: httpx.AsyncClient, route: str, *, status: int = 200, **fields: Any) -> httpx.Response:
+async def post(client: httpx.AsyncClient, route: str, status: Any = 200, /, **fields: Any) -> httpx.Response:
     answer = await client.post(route, json={"model": MODEL, **ROUTES[route], **fields})
     assert answer.status_code == status, answer.text
     return answer
@@ -56,7 +56,7 @@ async def test_what_changes_nothing_is_named_whatever_becomes_of_the_request(cli
     assert "x-evil" not in whole.headers
     streamed = await post(client, route, stream=True, unheard_of=1)
     assert streamed.headers["x-satchel-ignored"] == "unheard_of"
-    refused = await post(client, route, status=404, unheard_of=1, model="nobody") if route != "/v1/messages" else None
+    refused = await post(client, route, 404, unheard_of=1, model="nobody") if route != "/v1/messages" else None
     assert refused is None or refused.headers["x-satchel-ignored"] == "unheard_of"
 
 
@@ -156,7 +156,7 @@ async def test_a_message_without_a_mark_or_behind_which_others_stand_is_not_cont
 )
 async def test_a_mark_that_cannot_be_obeyed_is_refused_by_its_place(client, backend, route, said):
     name = "input" if route == "/v1/responses" else "messages"
-    error = (await post(client, route, status=400, **{name: said})).json()["error"]
+    error = (await post(client, route, 400, **{name: said})).json()["error"]
     mark = next(mark for mark in ("partial", "prefix") if mark in said[-1])
     assert error["message"].startswith(f"{name}[{len(said) - 1}].{mark}") and backend.requests == []
 

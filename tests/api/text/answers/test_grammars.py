@@ -189,7 +189,7 @@ VALUE = {"list": [1, [], {}], "deep": {"a": {"b": None}}, "text": "a, b: c\n", "
     [
         {"type": "object"},
         {},
-        {"type": "object", "properties": {**dict.fromkeys(VALUE, {}), "const": {"const": VALUE["const"]}}},
+        {"type": "object", "properties": {**{key: {} for key in VALUE}, "const": {"const": VALUE["const"]}}},
         {"anyOf": [{"type": "array"}, {"type": "object", "patternProperties": {"^[a-z]": {}}}]},
         {"$ref": "#/$defs/all", "$defs": {"all": {"type": "object"}}},
     ],
