@@ -2,7 +2,7 @@
 
 Bodies are validated strictly: a number is a number, and a field that changes the answer is either obeyed or refused by
 name. What concerns Anthropic's own service (`service_tier`, `container`, `context_management`, unknown betas) and what
-nobody knows is ignored.
+nobody knows is ignored, and named.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """OpenAI's wire format on the way in: request bodies.
 
 Bodies are validated strictly: a number is a number, and a field that changes the answer is either obeyed or refused by
-name. Unknown fields are ignored.
+name. Neighbour protocols' names are read too (`generation.neighbours`); unknown fields are ignored, and named.
 """
 
 from __future__ import annotations
