@@ -91,12 +91,12 @@ def translated(
         if name in known or value is None or name in used:
             continue
         inside = {path for path in used if path.startswith(f"{name}.")}
-        if not inside and not (name == _OPTIONS and isinstance(value, dict)):
-            read.ignored.append(name)
-        elif isinstance(value, dict):
+        if inside and isinstance(value, dict):
             read.ignored += [
                 path for key, each in value.items() if each is not None and (path := f"{name}.{key}") not in inside
             ]
+        else:
+            read.ignored.append(name)
         read.fields.pop(name, None)
     return read
 

@@ -1,8 +1,9 @@
 """Ollama's wire format on the way in: the bodies of `/api/chat`, `/api/generate`, `/api/embed` and `/api/show`.
 
 Bodies are validated strictly: a number is a number, and a field that changes the answer is either obeyed or refused by
-name. What concerns Ollama's own runtime (`keep_alive`, most `options`) and what nobody knows is ignored; the
-latter is named. A prompt that is too long is never cut, whatever `truncate` and `shift` say; a text that is embedded is, unless `truncate` is false.
+name. What concerns Ollama's own runtime (`keep_alive`, most `options`) and what nobody knows is ignored; the latter is
+named. A prompt that is too long is never cut, whatever `truncate` and `shift` say; a text that is embedded is, unless
+`truncate` is false.
 """
 
 from __future__ import annotations
