@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .foreign_code import own_code_only
+from .nulls import without_nulls
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +69,9 @@ def end_tokens(folder: Path, name: str, *, trusted: bool) -> frozenset[int]:
             return tokens
     from transformers import AutoTokenizer
 
-    with own_code_only(name, folder, trusted=trusted):
+    with own_code_only(name, folder, trusted=trusted), without_nulls(folder) as read:
         try:
-            own = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted).eos_token_id
+            own = AutoTokenizer.from_pretrained(read, trust_remote_code=trusted).eos_token_id
         except Exception as error:
             # Libraries raise anything. The endpoint says what is wrong, and a replica can do without.
             if not tokens:

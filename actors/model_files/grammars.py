@@ -16,6 +16,7 @@ from typing import Any
 from ...cluster.errors import InvalidRequest, ModelLoadError
 from .byte_level import mend_decoder
 from .foreign_code import own_code_only
+from .nulls import without_nulls
 
 GRAMMAR_BYTES_MAX = 256 * 2**10
 """How long a grammar may be, as UTF-8. llguidance compiles by recursion, and a process ends if its stack overflows."""
@@ -136,9 +137,9 @@ def load_compiler(
     """
     from transformers import AutoTokenizer
 
-    with own_code_only(name, folder, trusted=trusted):
+    with own_code_only(name, folder, trusted=trusted), without_nulls(folder) as read:
         try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
+            tokenizer: Any = AutoTokenizer.from_pretrained(read, trust_remote_code=trusted)
         except Exception as error:
             # What a config's own classes raise, too.
             raise ModelLoadError(f"the tokenizer of {name!r} does not load: {error}") from error

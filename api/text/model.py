@@ -21,6 +21,7 @@ from ...actors.model_files.byte_level import mend_decoder
 from ...actors.model_files.end_tokens import read_end_tokens
 from ...actors.model_files.foreign_code import own_code_only
 from ...actors.model_files.infill import infill_marks
+from ...actors.model_files.nulls import without_nulls
 from ...actors.model_files.processors import PictureProcessor, in_words, sees
 from ...actors.model_files.source import first_sentence
 from ...actors.protocol.media_ids import is_media_token
@@ -435,9 +436,9 @@ def load_text_model(folder: str | Path, *, name: str = "", trusted: bool = False
     """
     path = Path(folder)
     name = name or path.name
-    with own_code_only(name, path, trusted=trusted):
+    with own_code_only(name, path, trusted=trusted), without_nulls(path) as read:
         try:
-            wrapper = _tokenizer(path, {"trust_remote_code": trusted} | _template_elsewhere(path))
+            wrapper = _tokenizer(read, {"trust_remote_code": trusted} | _template_elsewhere(path))
         except ModelLoadError:
             # It needs code that nobody trusts.
             raise

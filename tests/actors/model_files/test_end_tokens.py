@@ -85,3 +85,13 @@ def test_a_template_that_fails_and_a_tokenizer_that_is_damaged_leave_what_config
     assert read_end_tokens(folder) == {3065, OWN}
     (folder / "tokenizer.json").write_text("{")
     assert end_tokens(folder, "m", trusted=False) == {3065}
+
+
+@pytest.mark.parametrize("name", ["auto_map", "added_tokens_decoder", "eos_token", "chat_template", "model_type"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_null_is_as_good_as_nothing(folder: Path, file: str, name: str):
+    known = json.loads((folder / file).read_text(encoding="utf-8"))
+    (folder / file).write_text(json.dumps({key: value for key, value in known.items() if key != name}))
+    absent = read_end_tokens(folder), load_text_model(folder).end_tokens
+    say(folder, file, **{name: None})
+    assert (read_end_tokens(folder), load_text_model(folder).end_tokens) == absent
