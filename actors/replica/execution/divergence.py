@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..kv.device import as_numpy
+from .pieces import IN_ONE_PIECE, Pieces
 
 CHUNK_TOKENS = 512
 SCORED_TOKENS = 64
@@ -40,7 +41,12 @@ class Scores:
 
 
 def logits_of(
-    model: Any, tokens: Sequence[int], caches: list[Any], spans: Sequence[Span], scored_tokens: int = SCORED_TOKENS
+    model: Any,
+    tokens: Sequence[int],
+    caches: list[Any],
+    spans: Sequence[Span],
+    scored_tokens: int = SCORED_TOKENS,
+    work: Pieces = IN_ONE_PIECE,
 ) -> Iterator[mx.array]:
     """Reads the tokens up to the last span's end, and yields the logits after the tokens in spans piece by piece, each
     `(positions, vocabulary)` in the model's dtype. Spans are sorted and do not overlap. Equal arguments give equal
@@ -48,20 +54,21 @@ def logits_of(
     at = 0
     for start, stop in spans:
         while at < start:
-            read(model, tokens[at : min(at + CHUNK_TOKENS, start)], caches)
+            read(model, tokens[at : min(at + CHUNK_TOKENS, start)], caches, work)
             at = min(at + CHUNK_TOKENS, start)
         while at < stop:
-            yield read(model, tokens[at : min(at + scored_tokens, stop)], caches)
+            yield read(model, tokens[at : min(at + scored_tokens, stop)], caches, work)
             at = min(at + scored_tokens, stop)
     # MLX would keep the buffers of these shapes.
     mx.clear_cache()
 
 
-def read(model: Any, tokens: Sequence[int], caches: list[Any]) -> mx.array:
-    """Reads further tokens of a row, and returns their logits, `(tokens, vocabulary)`, not computed yet."""
+def read(model: Any, tokens: Sequence[int], caches: list[Any], work: Pieces = IN_ONE_PIECE) -> mx.array:
+    """Reads further tokens of a row, and returns their logits, `(tokens, vocabulary)`, not computed yet. Each layer is
+    a piece of `work`."""
     # Lazy: the output layer is computed only if the logits are used.
     logits: mx.array = model(mx.array([list(tokens)]), cache=caches)[0]
-    mx.eval([cache.state for cache in caches])
+    work.evaluate(caches)
     return logits
 
 
@@ -74,25 +81,28 @@ def compare(
     *,
     scored_tokens: int = SCORED_TOKENS,
     enough: Callable[[int], bool] = lambda places: False,
+    work: Pieces = IN_ONE_PIECE,
 ) -> dict[str, list[Scores]]:
     """Compares the next-token distributions under other caches with those under `reference`'s.
 
     Args:
         scored_tokens: of a piece.
         enough: given how many positions are scored, after every piece; whether to leave out those that follow.
+        work: ends a piece after each layer of what is read, and after each comparison.
 
     Returns:
         The scores of every span, by name.
     """
-    readers = {name: logits_of(model, tokens, make(), spans, scored_tokens) for name, make in others.items()}
+    readers = {name: logits_of(model, tokens, make(), spans, scored_tokens, work) for name, make in others.items()}
     pieces: dict[str, list[Scores]] = {name: [] for name in others}
     places = [place for start, stop in spans for place in range(start, stop)]
     done = 0
-    for logits in logits_of(model, tokens, reference(), spans, scored_tokens):
+    for logits in logits_of(model, tokens, reference(), spans, scored_tokens, work):
         own, count = _log_softmax(logits), logits.shape[0]
         follow = [tokens[place + 1] if place + 1 < len(tokens) else -1 for place in places[done : done + count]]
         for name, reader in readers.items():
             pieces[name].append(_scores(own, _log_softmax(next(reader)), np.array(follow)))
+            work.pause()
         done += count
         if enough(done):
             break

@@ -1,9 +1,14 @@
-"""What was found of models at earlier loads, in a file of the home, so that later ones need not find it again."""
+"""What was found of models at earlier loads, in a file of the home, so that later ones need not find it again.
+
+A finding belongs to a model as it computes, which includes its files and the libraries' versions (`identity.py`), to
+the device, to Satchel's version, and to a version of the question.
+"""
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +46,8 @@ class Findings:
             write_private_json(self._path, _entries(self._path) | {self._key(what, version): found})
 
     def _key(self, what: str, version: int) -> str:
-        return digest(f"satchel.{what}".encode(), self._model_id, device_name().encode(), bytes([version])).hex()
+        ours, whose = f"satchel.{what}".encode(), [self._model_id, device_name().encode()]
+        return digest(ours, *whose, bytes([version]), version_of("satchel").encode()).hex()
 
 
 def _entries(path: Path | None) -> dict[str, Any]:
@@ -49,3 +55,7 @@ def _entries(path: Path | None) -> dict[str, Any]:
         if path is not None and isinstance(entries := json.loads(path.read_text(encoding="utf-8")), dict):
             return entries
     return {}
+
+
+NOWHERE = Findings(None, b"")
+"""Nothing is known, and nothing is kept."""

@@ -21,6 +21,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..kv.caches import ModelCacheSpec, read_spec
 from ..kv.device import as_numpy, multiplies_exactly
 from .agreement import MODEL_ERRORS, TOLERANCE, TOLERANCE_16, agree
+from .findings import NOWHERE, Findings
+from .pieces import IN_ONE_PIECE, Pieces
 
 DEPTH_MAX = 3
 """How deep in a model the part is searched."""
@@ -28,6 +30,11 @@ DEPTH_MAX = 3
 _LENGTHS = (7, 4)
 """Tokens of the texts with which it is searched: the shorter one is padded, the longer one cut in chunks."""
 _CHUNK = 3
+
+_WHAT, _VERSION = "hidden_states", 1
+"""Raised whenever they are searched otherwise."""
+
+_NOT_FOUND = "no part of the model gives hidden states from which its output layer makes its logits"
 
 Layer = Callable[[mx.array], mx.array]
 Places = Callable[[mx.array, int], dict[str, mx.array]]
@@ -81,37 +88,91 @@ class HiddenStates:
         return self.spec.bytes_per_row + tokens * self.spec.bytes_per_token
 
 
-def find_hidden_states(model: Any, root: nn.Module, vocabulary: int, places: Places | None = None) -> HiddenStates:
-    """Searches a loaded model. Runs a few tokens through it.
+def find_hidden_states(
+    model: Any,
+    root: nn.Module,
+    vocabulary: int,
+    places: Places | None = None,
+    *,
+    spec: ModelCacheSpec | None = None,
+    findings: Findings = NOWHERE,
+    pieces: Pieces = IN_ONE_PIECE,
+) -> HiddenStates:
+    """Searches a loaded model, for which a few tokens run through it, or takes what an earlier load found.
 
     Args:
         model: what is called with tokens and caches and returns logits, as mlx-lm's models are.
         root: has the modules.
         vocabulary: how many logits a token has.
         places: further inputs that the part may take; None for none.
+        spec: of plain caches, without which what was found earlier is not taken.
+        findings: of this model, whatever policy it has.
+        pieces: the search ends one after each call of the model.
 
     Raises:
         ValueError: no part of the model agrees with it.
     """
+    candidates = _candidates(root, vocabulary, places)
+    known = None if spec is None else findings.read(_WHAT, _VERSION)
+    if spec is not None and known is not None:
+        if known == _NOT_FOUND:
+            raise ValueError(_NOT_FOUND)
+        if (found := _known(known, model, spec, candidates)) is not None:
+            return found
+        candidates = _candidates(root, vocabulary, places)
     step = max(1, vocabulary // sum(_LENGTHS))
     texts = [[(1 + (at + row) * step) % vocabulary for at in range(size)] for row, size in enumerate(_LENGTHS)]
-    expected = [model(mx.array([text], mx.uint32), cache=make_prompt_cache(model))[0] for text in texts]
+    expected = []
+    for text in texts:
+        expected.append(model(mx.array([text], mx.uint32), cache=make_prompt_cache(model))[0])
+        mx.eval(expected[-1])
+        pieces.pause()
+    for candidate in candidates:
+        found = _tried(model, candidate, texts, expected, pieces)
+        if found is not None:
+            kept = {"which": candidate.which, "dimensions": found.dimensions}
+            findings.note(_WHAT, _VERSION, kept | {"batched": found.batched, "exact": found.exact})
+            return found
+    findings.note(_WHAT, _VERSION, _NOT_FOUND)
+    raise ValueError(_NOT_FOUND)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """What may give hidden states: a part of the model, its further inputs, and an output layer. `which` names them in
+    any process."""
+
+    which: str
+    part: nn.Module
+    places: Places
+    head: Layer
+
+
+def _candidates(root: nn.Module, vocabulary: int, places: Places | None) -> Iterator[_Candidate]:
     heads = dict(_heads(root, vocabulary))
-    for part in (*_parts(root), *_headless(root, heads)):
+    for name, part in (*_parts(root), *_headless(root, heads)):
         for given in (places, _nowhere) if places is not None else (_nowhere,):
-            for head in heads.values():
-                found = _tried(model, part, given, head, texts, expected)
-                if found is not None:
-                    return found
-    raise ValueError("no part of the model gives hidden states from which its output layer makes its logits")
+            for head_name, head in heads.items():
+                which = f"{name}{'' if given is _nowhere else ' with places'}, {head_name}"
+                yield _Candidate(which, part, given, head)
 
 
-def _parts(root: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules in the model that have a list of modules, from the outside in."""
+def _known(found: Any, model: Any, spec: ModelCacheSpec, candidates: Iterator[_Candidate]) -> HiddenStates | None:
+    """Reads what an earlier load found; None if that says nothing here."""
+    match found:
+        case {"which": str(which), "dimensions": int(dimensions), "batched": bool(batched), "exact": bool(exact)}:
+            for each in candidates:
+                if each.which == which:
+                    return _hidden_states(model, each, spec, dimensions, batched=batched, exact=exact)
+    return None
+
+
+def _parts(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules in the model that have a list of modules, by name, from the outside in."""
     named = sorted(root.named_modules(), key=lambda each: each[0].count("."))
     for name, module in named:
         if name and name.count(".") < DEPTH_MAX and any(map(_is_list, module.children().values())):
-            yield module
+            yield name, module
 
 
 def _is_list(child: Any) -> bool:
@@ -126,13 +187,13 @@ def _heads(root: nn.Module, vocabulary: int) -> Iterator[tuple[str, Layer]]:
             yield name, getattr(module, "as_linear", module)
 
 
-def _headless(root: nn.Module, heads: dict[str, Layer]) -> Iterator[nn.Module]:
-    """Yields the model with nothing in the place of an output layer; it shares its weights."""
+def _headless(root: nn.Module, heads: dict[str, Layer]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the model with nothing in the place of an output layer, by what it lacks; it shares its weights."""
     for name in heads:
         if name in root.children():
             part = copy.copy(root)
             part[name] = nn.Identity()
-            yield part
+            yield f"all but {name}", part
 
 
 def _nowhere(tokens: mx.array, start: int) -> dict[str, mx.array]:
@@ -145,40 +206,53 @@ def _states(part: Callable[..., Any], places: Places, tokens: mx.array, caches: 
 
 
 def _tried(
-    model: Any, part: nn.Module, places: Places, head: Layer, texts: list[list[int]], expected: list[mx.array]
+    model: Any, candidate: _Candidate, texts: list[list[int]], expected: list[mx.array], pieces: Pieces
 ) -> HiddenStates | None:
-    """Returns how hidden states are computed with this part and this head; None if they do not agree with the model."""
+    """Returns how hidden states are computed with a part and a head; None if they do not agree with the model."""
+    part, places, head = candidate.part, candidate.places, candidate.head
     try:
-        chunked, spec = _in_chunks(model, part, places, texts[0])
+        chunked, spec = _in_chunks(model, part, places, texts[0], pieces)
         match = _match(expected[0], head(chunked))
     except MODEL_ERRORS:
         return None
     if match is Match.NONE:
         return None
+    pieces.pause()
     try:
         together = _in_batch(part, places, texts)
         matches = [_match(logits, head(states)) for logits, states in zip(expected, together, strict=True)]
         batched = Match.NONE not in matches
     except MODEL_ERRORS:
         batched = False
+    pieces.pause()
+    exact = match is Match.EQUAL
+    return _hidden_states(model, candidate, spec, chunked.shape[-1], batched=batched, exact=exact)
+
+
+def _hidden_states(
+    model: Any, candidate: _Candidate, spec: ModelCacheSpec, dimensions: int, *, batched: bool, exact: bool
+) -> HiddenStates:
     return HiddenStates(
-        dimensions=chunked.shape[-1],
+        dimensions=dimensions,
         batched=batched,
-        exact=match is Match.EQUAL,
+        exact=exact,
         spec=spec,
-        head=head,
+        head=candidate.head,
         new_caches=lambda: make_prompt_cache(model),
-        _part=part,
-        _places=places,
+        _part=candidate.part,
+        _places=candidate.places,
     )
 
 
-def _in_chunks(model: Any, part: nn.Module, places: Places, text: list[int]) -> tuple[mx.array, ModelCacheSpec]:
+def _in_chunks(
+    model: Any, part: nn.Module, places: Places, text: list[int], pieces: Pieces
+) -> tuple[mx.array, ModelCacheSpec]:
     """Returns the hidden states `(tokens, dimensions)` of a text in two chunks, and the spec of its caches."""
     caches, states = make_prompt_cache(model), []
     for start, stop in ((0, _CHUNK), (_CHUNK, len(text))):
         states.append(_states(part, places, mx.array([text[start:stop]], mx.uint32), caches, start)[0])
         mx.eval(states[-1], [cache.state for cache in caches])
+        pieces.pause()
     return mx.concatenate(states), read_spec(caches, len(text))
 
 

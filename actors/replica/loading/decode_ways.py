@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,8 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ..execution.agreement import MODEL_ERRORS, TOLERANCE_16, agree
 from ..execution.compiled_step import CompiledStep
 from ..execution.deferral import Deferral
+from ..execution.findings import NOWHERE, Findings
+from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..kv import gpu_kernels
 from ..kv.caches import ModelCacheSpec, Slab, merge, new_caches, new_pool, restore
 from ..kv.device import on_gpu
@@ -35,6 +38,10 @@ TIMED_STEPS, TIMED_ROUNDS = 8, 4
 SLOWER_MOST = 1.5
 """A kernel that takes more than this of what dequantizing takes is not used. It is made for rows that are longer than
 those that are tried, so a little slower says nothing."""
+
+_FAILS = "fails:"
+_WHAT, _VERSION = "decode_way", 1
+"""Raised whenever ways are tried otherwise, or others are."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +74,45 @@ DEQUANTIZED = DecodeWay(Reads.DEQUANTIZED)
 """As prefill reads them, which makes both equal to the last bit."""
 
 
-def fastest(model: Any, spec: ModelCacheSpec, context_tokens: int) -> DecodeWay:
-    """Tries the ways of this device, in rows of at most `context_tokens`. What does not hold is logged."""
+def fastest(
+    model: Any,
+    spec: ModelCacheSpec,
+    context_tokens: int,
+    findings: Findings = NOWHERE,
+    pieces: Pieces = IN_ONE_PIECE,
+) -> DecodeWay:
+    """Tries the ways of this device, or takes what an earlier load found. What does not hold is logged.
+
+    Args:
+        context_tokens: the most that a row has.
+        findings: of this model with KV of this spec.
+        pieces: what is tried ends one after each step, and after each layer of a prompt.
+    """
+    if (known := _known(findings.read(_WHAT, _VERSION))) is not None:
+        if known.reason:
+            logger.warning("decode steps read blocks %s, as an earlier load found", known.describe())
+        return known
+    found = _found(model, spec, context_tokens, pieces)
+    if _FAILS not in found.reason:
+        # Why it fails may be another one's business: memory may have been short.
+        findings.note(_WHAT, _VERSION, asdict(found) | {"reads": found.reads.value})
+    return found
+
+
+def _known(found: Any) -> DecodeWay | None:
+    """Reads what an earlier load found; None if that says nothing here."""
+    match found:
+        case {"reads": str(reads), "compiled": bool(compiled), "fused": bool(fused), "reason": str(reason)}:
+            with suppress(ValueError):
+                return DecodeWay(Reads(reads), compiled, fused, reason)
+    return None
+
+
+def _found(model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces) -> DecodeWay:
     wanted = Reads.KERNEL if gpu_kernels.is_available() else Reads.IN_PLACE
     if on_gpu() and wanted is not Reads.KERNEL:
         return DecodeWay(Reads.DEQUANTIZED, reason="this device has no kernels")
-    reason = _why_not(model, spec, wanted)
+    reason = _why_not(model, spec, wanted, pieces)
     if reason:
         logger.warning("decode steps copy blocks together: %s", reason)
         return DecodeWay(Reads.DEQUANTIZED, reason=reason)
@@ -81,17 +121,17 @@ def fastest(model: Any, spec: ModelCacheSpec, context_tokens: int) -> DecodeWay:
     deferral = Deferral(model)
     reason = "it has none of the kinds that are known"
     if not deferral.is_empty:
-        reason = _why_not_compiled(model, spec, context_tokens, deferral)
+        reason = _why_not_compiled(model, spec, context_tokens, pieces, deferral)
     if not reason:
         return DecodeWay(wanted, compiled=True, fused=True)
     logger.info("norms and rotations are not left to the kernel: %s", reason)
-    reason = _why_not_compiled(model, spec, context_tokens)
+    reason = _why_not_compiled(model, spec, context_tokens, pieces)
     if reason:
         logger.warning("decode steps are not compiled: %s", reason)
     return DecodeWay(wanted, compiled=not reason, reason=reason)
 
 
-def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads) -> str:
+def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads, pieces: Pieces) -> str:
     """Why blocks are not read so; empty if they may be: all sealed layers go through `attention.py` in decode steps and
     agree there with dequantized blocks, and a kernel is no slower."""
     kernels = reads is Reads.KERNEL
@@ -100,8 +140,8 @@ def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads) -> str:
     try:
         for way in (Reads.DEQUANTIZED, reads):
             caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=kernels), way)
-            _prefill(model, caches, BLOCK_TOKENS + 2)
-            logits.append([_step(model, caches, token) for token in (0, 1, 0)])
+            _prefill(model, caches, BLOCK_TOKENS + 2, pieces)
+            logits.append([_step(model, caches, token, pieces) for token in (0, 1, 0)])
             tried.append(caches)
         sealed = [cache for cache in tried[-1] if isinstance(cache, PagedKVCache)]
         if any(cache.view is not None for cache in sealed):
@@ -113,12 +153,13 @@ def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads) -> str:
             return f"reading {reads.value} differs from the reference"
         return "the kernel is slower" if kernels and _is_slower(model, tried[0], tried[1]) else ""
     except MODEL_ERRORS as error:
-        return f"reading {reads.value} fails: {first_sentence(error)}"
+        return f"reading {reads.value} {_FAILS} {first_sentence(error)}"
 
 
 def _is_slower(model: Any, dequantized: Sequence[Any], kernel: Sequence[Any]) -> bool:
     """Whether steps with the second caches take clearly longer in every round: a process's first steps on a device may
     be slow for other reasons."""
+    # Timed in one piece.
     rounds = range(TIMED_ROUNDS)
     return all(is_slower(_step_s(model, dequantized), _step_s(model, kernel)) for _ in rounds)
 
@@ -128,7 +169,9 @@ def is_slower(dequantized_s: float, kernel_s: float) -> bool:
     return kernel_s > SLOWER_MOST * dequantized_s
 
 
-def _why_not_compiled(model: Any, spec: ModelCacheSpec, context_tokens: int, deferral: Deferral | None = None) -> str:
+def _why_not_compiled(
+    model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces, deferral: Deferral | None = None
+) -> str:
     """Why a recorded step does not compute what the model does; empty if it does. One that decides by lengths cannot be
     recorded."""
     if not all(layer.sealed for layer in spec.layers):
@@ -136,14 +179,16 @@ def _why_not_compiled(model: Any, spec: ModelCacheSpec, context_tokens: int, def
     far_blocks = min(FAR_TOKENS_MAX, context_tokens) // BLOCK_TOKENS - 1
     try:
         plain, recorded = (
-            _batch_steps(model, spec, step, far_blocks) for step in (None, CompiledStep(model, deferral))
+            _batch_steps(model, spec, step, far_blocks, pieces) for step in (None, CompiledStep(model, deferral))
         )
     except MODEL_ERRORS as error:
-        return f"recording fails: {first_sentence(error)}"
+        return f"recording {_FAILS} {first_sentence(error)}"
     return "" if agree(plain, recorded, TOLERANCE_16) else "a recorded step computes something else"
 
 
-def _batch_steps(model: Any, spec: ModelCacheSpec, step: CompiledStep | None, far_blocks: int) -> list[mx.array]:
+def _batch_steps(
+    model: Any, spec: ModelCacheSpec, step: CompiledStep | None, far_blocks: int, pieces: Pieces
+) -> list[mx.array]:
     """Returns the logits of some steps of rows of different lengths: more than a block, less, and `far_blocks`."""
     pool, logits = new_pool(spec, kernels=True), []
 
@@ -151,10 +196,10 @@ def _batch_steps(model: Any, spec: ModelCacheSpec, step: CompiledStep | None, fa
         return new_caches(spec, make_prompt_cache(model), pool, Reads.KERNEL)
 
     rows = [row(), row()]
-    _prefill(model, rows[0], BLOCK_TOKENS)
+    _prefill(model, rows[0], BLOCK_TOKENS, pieces)
     block = RowView(spec, rows[0], None, BLOCK_TOKENS).cut(0, BLOCK_TOKENS)
-    _prefill(model, rows[0], 2)
-    _prefill(model, rows[1], 3)
+    _prefill(model, rows[0], 2, pieces)
+    _prefill(model, rows[1], 3, pieces)
     if far_blocks > 1:
         # Its blocks are all the same one, and cost no memory.
         tail = RowView(spec, rows[0], None, BLOCK_TOKENS + 2).cut(BLOCK_TOKENS, BLOCK_TOKENS + 2)
@@ -166,18 +211,20 @@ def _batch_steps(model: Any, spec: ModelCacheSpec, step: CompiledStep | None, fa
         inputs = mx.array([token, 1 - token, token][: len(rows)], mx.uint32)
         logits.append(model(inputs[:, None], cache=batch)[:, -1] if step is None else step(inputs, batch, {}))
         mx.eval(logits[-1])
+        pieces.pause()
     return logits
 
 
-def _prefill(model: Any, caches: Sequence[Any], tokens: int) -> None:
+def _prefill(model: Any, caches: Sequence[Any], tokens: int, pieces: Pieces) -> None:
     model(mx.array([[number % 2 for number in range(tokens)]], mx.uint32), cache=caches)
     # The output layer is not computed.
-    mx.eval([cache.state for cache in caches])
+    pieces.evaluate(caches)
 
 
-def _step(model: Any, caches: Sequence[Any], token: int) -> mx.array:
+def _step(model: Any, caches: Sequence[Any], token: int, pieces: Pieces = IN_ONE_PIECE) -> mx.array:
     logits = model(mx.array([[token]], mx.uint32), cache=caches)[0, -1]
     mx.eval(logits)
+    pieces.pause()
     return logits
 
 

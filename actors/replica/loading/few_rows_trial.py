@@ -13,6 +13,8 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ...model_files.source import first_sentence
+from ..execution.findings import NOWHERE, Findings
+from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..kv import gpu_kernels
 from ..kv.device import on_cuda
 from .few_rows import ROWS_MOST, by_kernel, fits, multiply
@@ -35,9 +37,17 @@ TIMED_PRODUCTS, TIMED_ROUNDS = 8, 5
 _ERRORS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 
 
-def install(model: nn.Module) -> int:
+_WHAT, _VERSION = "few_rows", 1
+"""Raised whenever the kernel is tried otherwise, or is another one."""
+
+
+def install(model: nn.Module, findings: Findings = NOWHERE, pieces: Pieces = IN_ONE_PIECE) -> int:
     """Lets a model's quantized layers multiply few rows by the kernel, where it is right and no slower. The first layer
-    of every shape is tried. What does not hold is logged.
+    of every shape is tried, if no earlier load did. What does not hold is logged.
+
+    Args:
+        findings: of this model, whatever policy it has.
+        pieces: what is tried ends one after each shape.
 
     Returns:
         The number of layers that do.
@@ -45,15 +55,20 @@ def install(model: nn.Module) -> int:
     if not (on_cuda() and gpu_kernels.is_available()):
         return 0
     modules = dict(model.named_modules())
-    most: dict[Any, int] = {}
+    known = findings.read(_WHAT, _VERSION)
+    most: dict[str, int] = {}
+    if isinstance(known, dict):
+        most |= {shape: rows for shape, rows in known.items() if rows in (0, *ROWS_TRIED)}
     better: list[tuple[str, Any]] = []
     for name, layer in modules.items():
         if not fits(layer):
             continue
-        shape = (*layer.weight.shape, layer.group_size, "bias" in layer)
+        shape = str((*layer.weight.shape, layer.group_size, "bias" in layer))
         if shape not in most:
             # A layer in both forms (`prepare.py`) has this one as its `stored`.
             most[shape] = _rows_most(layer, _product(modules[name.removesuffix(".stored")]))
+            findings.note(_WHAT, _VERSION, most)
+            pieces.pause()
         if most[shape]:
             better.append((name, by_kernel(layer, most[shape])))
     model.update_modules(tree_unflatten(better))

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ...model_files.source import first_sentence
 from ..execution.agreement import MODEL_ERRORS, TOLERANCE_16, agree
+from ..execution.findings import NOWHERE, Findings
 from ..kv.device import multiplies_exactly
 from . import few_rows
 from .prepare import LinearByRows
@@ -37,16 +38,26 @@ _RUNS = ([0, 1], [1])
 """Tokens of a prompt and of a decode step, in which some models compute in another way."""
 
 
-def join(module: nn.Module, model: Any) -> int:
-    """Joins what can be joined of a model with weights in memory. Why it is not done is logged.
+_WHAT, _VERSION = "joined", 1
+"""Raised whenever layers are joined otherwise."""
+
+
+def join(module: nn.Module, model: Any, findings: Findings = NOWHERE) -> int:
+    """Joins what can be joined of a model with weights in memory, or what an earlier load could. Why it is not done is
+    logged.
 
     Args:
         module: has the layers.
         model: what is called, as mlx-lm's models are; `module` itself, or what stands for it.
+        findings: of this model before it is joined.
 
     Returns:
         The number of joined products.
     """
+    if (known := _known(findings.read(_WHAT, _VERSION), module)) is not None:
+        for names in known:
+            _replace(module, names, _joined)
+        return len(known)
     try:
         before, groups = _record(module, model)
     except MODEL_ERRORS as error:
@@ -62,8 +73,17 @@ def join(module: nn.Module, model: Any) -> int:
         for names in groups:
             _replace(module, names, _separate)
         logger.warning("products are not joined: %s", reason)
-        return 0
+        groups = []
+    findings.note(_WHAT, _VERSION, groups)
     return len(groups)
+
+
+def _known(found: Any, module: nn.Module) -> list[list[str]] | None:
+    """Reads the groups of names that an earlier load joined; None if they are none of this module's layers."""
+    layers = {name for name, layer in module.named_modules() if type(layer) in KINDS}
+    if not isinstance(found, list) or not all(isinstance(names, list) and len(names) > 1 for names in found):
+        return None
+    return found if all(name in layers for names in found for name in names) else None
 
 
 class Joined(nn.Module):

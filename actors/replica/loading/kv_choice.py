@@ -10,7 +10,6 @@ computed, which is right for every model.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..execution.divergence import NewCaches, compare
 from ..execution.findings import Findings
+from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..kv.caches import ModelCacheSpec, new_caches, new_pool
 from ..kv.device import on_gpu
 from ..kv.paged_cache import Reads
@@ -94,6 +94,7 @@ def choose(
     context_tokens: int,
     spec_under: Callable[[str], ModelCacheSpec],
     findings: Findings,
+    pieces: Pieces = IN_ONE_PIECE,
     *,
     tested: bool,
     trusted: bool,
@@ -106,6 +107,7 @@ def choose(
         context_tokens: of the model itself.
         spec_under: its spec under a policy, by name.
         findings: of this model, whatever policy it has.
+        pieces: see `compare`.
         tested: whether it ships with Satchel, whose tests have tried it with `USUAL`.
         trusted: whether code in its folder may run.
     """
@@ -113,17 +115,17 @@ def choose(
         return KVChoice(USUAL, "chosen by Satchel's own tests")
     if (known := _known(findings.read(_WHAT, _VERSION))) is not None:
         return known
-    began = time.monotonic()
+    began = pieces.now_s()
     try:
         tokens = text_tokens(source, folder, vocabulary_size, context_tokens, trusted=trusted)
-        choice = decide(_measure(model, tokens, spec_under, began))
+        choice = decide(_measure(model, tokens, spec_under, findings, pieces))
     except Exception as error:
         # Whatever a tokenizer or a model raises, the model can be served without knowing this.
         why = f"no other policy could be compared with it: {first_sentence(error)}"
         logger.warning("%s keeps its KV in full precision: %s", source, why, exc_info=True)
         return KVChoice(FULL_PRECISION, why)
     findings.note(_WHAT, _VERSION, asdict(choice))
-    took_s = time.monotonic() - began
+    took_s = pieces.now_s() - began
     logger.info("%s keeps its KV as %s: %s (compared in %.1f s)", source, choice.policy, choice.why, took_s)
     return choice
 
@@ -133,6 +135,14 @@ def _known(found: Any) -> KVChoice | None:
     match found:
         case {"policy": str(policy), "why": str(why)} if policy in POLICIES:
             return KVChoice(policy, why)
+    return None
+
+
+def _measured(found: Any) -> Measured | None:
+    """Reads what an earlier load, which did not come to a choice, measured of a policy; None if that says nothing."""
+    match found:
+        case {"kl": float(kl), "places": int(places)}:
+            return Measured(kl, places)
     return None
 
 
@@ -173,9 +183,14 @@ def encoded(source: str, folder: Path, text: str, *, trusted: bool = False) -> l
 
 
 def _measure(
-    model: Any, tokens: Sequence[int], spec_under: Callable[[str], ModelCacheSpec], began: float
+    model: Any,
+    tokens: Sequence[int],
+    spec_under: Callable[[str], ModelCacheSpec],
+    findings: Findings,
+    pieces: Pieces,
 ) -> dict[str, Measured]:
-    """Measures policies, the smallest first, up to the first within the bound."""
+    """Measures policies, the smallest first, up to the first within the bound. Each is kept once it is measured."""
+    began = pieces.now_s()
     specs = {name: spec_under(name) for name in POLICIES}
 
     def caches_of(name: str) -> NewCaches:
@@ -183,15 +198,20 @@ def _measure(
         return lambda: new_caches(spec, make_prompt_cache(model), new_pool(spec), Reads.DEQUANTIZED)
 
     def enough(places: int) -> bool:
-        return on_gpu() and places >= PLACES_MIN and time.monotonic() - began > COMPARING_S
+        return on_gpu() and places >= PLACES_MIN and pieces.now_s() - began > COMPARING_S
 
     span = (BLOCK_TOKENS, len(tokens))
     measured: dict[str, Measured] = {}
     sealing = [name for name, policy in POLICIES.items() if policy.quantizes]
     for name in sorted(sealing, key=lambda name: specs[name].bytes_per_token):
-        found = compare(model, tokens, [span], caches_of(FULL_PRECISION), {name: caches_of(name)}, enough=enough)
-        (scores,) = found[name]
-        measured[name] = Measured(float(scores.kl.mean()), len(scores.kl))
+        known = _measured(findings.read(f"{_WHAT} {name}", _VERSION))
+        if known is None:
+            others = {name: caches_of(name)}
+            found = compare(model, tokens, [span], caches_of(FULL_PRECISION), others, enough=enough, work=pieces)
+            (scores,) = found[name]
+            known = Measured(float(scores.kl.mean()), len(scores.kl))
+            findings.note(f"{_WHAT} {name}", _VERSION, asdict(known))
+        measured[name] = known
         if measured[name].kl <= KL_MAX:
             break
     return measured

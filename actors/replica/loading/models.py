@@ -38,6 +38,7 @@ from ..execution import vision
 from ..execution.deferral import Deferral
 from ..execution.findings import Findings
 from ..execution.hidden_states import HiddenStates, find_hidden_states
+from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..execution.vision import LanguagePart, NotLeftToRightError, Vision
 from ..kv import attention
 from ..kv.caches import ModelCacheSpec, joins, new_caches, new_pool, read_spec
@@ -62,6 +63,9 @@ _GIB = 2**30
 PICTURES_NEED_THE_POOL = (
     "a picture's tokens attend to each other both ways, for which its KV would have to be kept in the pool"
 )
+_ANY_KV = " ".join(sorted([AUTO, *(policy.format for policy in POLICIES.values())]))
+"""In the id of a model whose KV may be kept in any way."""
+
 IN_CONFIG = "set in the config"
 """Why KV is kept as it is, where it is kept as it was asked for."""
 
@@ -147,8 +151,11 @@ def load(
     trust_remote_code: bool = False,
     warm: bool | None = None,
     claim: Callable[[int], None] = lambda weights_bytes: None,
+    served: Callable[[LoadedModel], None] = lambda plain: None,
+    pieces: Pieces = IN_ONE_PIECE,
 ) -> LoadedModel:
-    """Loads a source, runs two tokens through it, and lets the device meet the shapes of a first request.
+    """Loads a source, runs two tokens through it, finds out how it is computed best, if no earlier load did, and lets
+    the device meet the shapes of a first request.
 
     Args:
         dtype: `auto`, or the name of an MLX float type.
@@ -159,10 +166,12 @@ def load(
         numerics: `fast` lets a decode step read sealed blocks in the pool, and a kernel multiply few rows;
             `reproducible` lets it compute as prefill does, bit for bit, and encodes pictures one by one.
         digests: a file for the digests of the model's files.
-        trials: a file for what is found of the model by running it.
+        trials: a file for what is found of the model by running it: what is there is not looked for again.
         trust_remote_code: whether code in the model's own folder may run.
         warm: whether to meet the usual shapes in advance; None where the device needs that.
         claim: called with the bytes of the weights before they are read.
+        served: called with the model as it may be served at once (see `_plain`), while the rest is found out.
+        pieces: of finding that out.
 
     Raises:
         ModelLoadError: the model cannot be loaded; the message says why in one sentence.
@@ -181,45 +190,62 @@ def load(
     paths = files_of(folder, adapter_folder)
     digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
     running, blind = _started(how)
-    whole, model, vocabulary_size = running.whole, running.model, int(running.logits.shape[-1])
-    fit_masks(running.language, model)
-    context = context_length(running.config, getattr(whole, "args", None))
+    check_unchanged(digested, paths)
+    files = {name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, weight_files)
+    context = context_length(running.config, getattr(running.whole, "args", None))
     if context.guessed:
         logger.warning("%s does not say how long its context is; it is taken to be %d tokens", source, context.tokens)
-    files = {name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, weight_files)
-    spec, way, kv_why = _keeping(how, running, context.tokens, files, trials)
+    plain = _plain(how, running, files, min(context.tokens, context_tokens_max or context.tokens))
+    served(plain)
+    findings = Findings(trials, Identity(files, _computing(how, running, _ANY_KV)).model_id)
+    running = _faster(how, running, findings, pieces)
+    fit_masks(running.language, running.model, findings, pieces)
+    spec, way, kv_why = _keeping(how, running, context.tokens, files, trials, findings, pieces)
     identity = Identity(files=files, computing=_computing(how, running, _format(spec)))
     seen = None
     if running.seeing:
-        seen, blind = _vision(how, whole, spec, Findings(trials, identity.model_id))
+        seen, blind = _vision(how, running.whole, spec, Findings(trials, identity.model_id))
+        pieces.pause()
     if blind:
         logger.warning("%s is served for text alone: %s", source, blind)
     check_unchanged(digested, paths)
     if seen is not None and seen.both_ways:
         identity = replace(identity, computing={**identity.computing, "attention": "both ways in pictures"})
-    loaded = LoadedModel(
-        model=model,
-        folder=folder,
+    loaded = replace(
+        plain,
         identity=identity,
         spec=spec,
-        context_tokens=min(context.tokens, context_tokens_max or context.tokens),
-        vocabulary_size=vocabulary_size,
-        eos_token_ids=end_tokens(folder, source, trusted=trust_remote_code),
-        dtype=running.dtype,
-        weights=running.kept,
         kv_why=kv_why,
         pool=new_pool(spec, kernels=way.reads is Reads.KERNEL),
         way=way,
-        apart=not all(map(joins, make_prompt_cache(model))),
+        apart=not all(map(joins, make_prompt_cache(running.model))),
         vision=seen,
         blind=blind,
-        hidden=_hidden(running.called, vocabulary_size),
-        sentences=read_sentence_modules(folder),
+        hidden=_hidden(running, findings, pieces),
     )
     if on_cuda() if warm is None else warm:
         progress(f"warming up {source}", None)
         meet_usual(loaded)
     return loaded
+
+
+def _plain(how: _How, running: _Running, files: dict[str, str], context_tokens: int) -> LoadedModel:
+    """Returns a model as mlx-lm runs it, before anything else is proven of it: a row at a time, for text, its KV in the
+    model's own caches and never used again."""
+    identity = Identity(files=files, computing=_computing(how, running, f"{FULL_PRECISION}.1"))
+    return LoadedModel(
+        model=running.model,
+        folder=how.folder,
+        identity=identity,
+        spec=replace(read_spec(running.caches, 2), kept=False),
+        context_tokens=context_tokens,
+        vocabulary_size=int(running.logits.shape[-1]),
+        eos_token_ids=end_tokens(how.folder, how.source, trusted=how.trusted),
+        dtype=running.dtype,
+        weights=running.kept,
+        kv_why="how it is kept is still being proven",
+        sentences=read_sentence_modules(how.folder),
+    )
 
 
 @dataclass(frozen=True)
@@ -240,8 +266,8 @@ class _How:
 
 @dataclass(frozen=True)
 class _Running:
-    """A model that has computed two tokens: as a library loads it (`whole`), as it is `called` with a flat list of
-    caches or not (`model`), its `language` part, and what `load` makes of it."""
+    """A model that has computed two tokens, with their `logits` and `caches`: as a library loads it (`whole`), as it is
+    `called` with a flat list of caches or not (`model`), its `language` part, and what `load` makes of it."""
 
     seeing: bool
     whole: Any
@@ -252,7 +278,7 @@ class _Running:
     kept: str
     products: int
     logits: mx.array
-    spec: ModelCacheSpec
+    caches: list[Any]
 
     @property
     def dtype(self) -> str:
@@ -274,25 +300,30 @@ def _claimed_weights(how: _How, claim: Callable[[int], None]) -> list[WeightFile
 
 
 def _keeping(
-    how: _How, running: _Running, context_tokens: int, files: dict[str, str], trials: Path | None
+    how: _How,
+    running: _Running,
+    context_tokens: int,
+    files: dict[str, str],
+    trials: Path | None,
+    findings: Findings,
+    pieces: Pieces,
 ) -> tuple[ModelCacheSpec, DecodeWay, str]:
     """Returns how a model's KV is kept, how decode steps read it, and why it is kept so."""
-    model, spec = running.model, running.spec
+    model = running.model
+    spec, why = _spec_under(running, POLICIES[FULL_PRECISION if how.kv == AUTO else how.kv], shares=False), IN_CONFIG
     if spec.policy is None:
         why = f"its layers ({spec.describe().partition(';')[0]}) cannot be sealed"
         if how.kv != FULL_PRECISION:
             logger.warning("%s keeps its KV in full precision: %s", how.source, why)
         return spec, DEQUANTIZED, IN_CONFIG if how.kv == FULL_PRECISION else why
-    spec, why = with_windows(model, replace(spec, shares=shares_kv(model, spec))), IN_CONFIG
+    spec = replace(spec, shares=_shares(model, spec, findings))
+    pieces.pause()
     installed = attention.install(running.whole)
     if how.kv == AUTO:
 
         def spec_under(policy: str) -> ModelCacheSpec:
-            return _spec_under(model, POLICIES[policy], shares=spec.shares)
+            return _spec_under(running, POLICIES[policy], shares=spec.shares)
 
-        # Whatever is chosen, the question was this one.
-        asked = _computing(how, running, " ".join(sorted([AUTO, *(policy.format for policy in POLICIES.values())])))
-        findings = Findings(trials, Identity(files=files, computing=asked).model_id)
         how.progress(f"choosing how {how.source} keeps its KV", None)
         choice = kv_choice.choose(
             how.source,
@@ -302,24 +333,32 @@ def _keeping(
             context_tokens,
             spec_under,
             findings,
+            pieces,
             tested=how.source.startswith("embedded:") and how.adapter is None,
             trusted=how.trusted,
         )
         spec, why = spec_under(choice.policy), choice.why
     if installed and how.numerics == "fast":
-        return spec, decode_ways.fastest(model, spec, context_tokens), why
+        how.progress(f"trying how {how.source} reads its KV", None)
+        known = Findings(trials, Identity(files, _computing(how, running, _format(spec))).model_id)
+        return spec, decode_ways.fastest(model, spec, context_tokens, known, pieces), why
     return spec, DEQUANTIZED, why
 
 
-def _spec_under(model: Any, policy: SealPolicy | None, *, shares: bool) -> ModelCacheSpec:
+def _shares(model: Any, spec: ModelCacheSpec, findings: Findings) -> bool:
+    """As `shares_kv`, once."""
+    if not isinstance(known := findings.read("shares_kv", 1), bool):
+        findings.note("shares_kv", 1, known := shares_kv(model, spec))
+    return known
+
+
+def _spec_under(running: _Running, policy: SealPolicy | None, *, shares: bool) -> ModelCacheSpec:
     """Returns a running model's spec under a policy.
 
     Args:
         shares: as the spec has it.
     """
-    caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([[0, 0]], mx.uint32), cache=caches), [cache.state for cache in caches])
-    return with_windows(model, replace(read_spec(caches, 2, policy), shares=shares))
+    return with_windows(running.model, replace(read_spec(running.caches, 2, policy), shares=shares))
 
 
 def _computing(how: _How, running: _Running, kv: str) -> dict[str, str]:
@@ -389,21 +428,28 @@ def _start(how: _How, *, seeing: bool) -> _Running:
         _add_adapter(whole, how.adapter)
     kept = prepare_weights(whole, how.dtype, how.weights, lambda fraction: how.progress(how.what, fraction))
     language: Any = whole.language_model if seeing else whole
-    # A CPU computes as long as it takes, however many products there are.
-    products = joined.join(language, model) if on_gpu() else 0
-    if how.numerics == "fast":
-        few_rows_trial.install(language)
     caches = make_prompt_cache(model)
     logits = model(mx.array([[0, 0]], mx.uint32), cache=caches)
     mx.eval(logits, [cache.state for cache in caches])
-    spec = read_spec(caches, 2, POLICIES[FULL_PRECISION if how.kv == AUTO else how.kv])
-    return _Running(seeing, whole, config, called, model, language, kept, products, logits, spec)
+    return _Running(seeing, whole, config, called, model, language, kept, 0, logits, caches)
+
+
+def _faster(how: _How, running: _Running, findings: Findings, pieces: Pieces) -> _Running:
+    """Returns a model that multiplies as is best on this device."""
+    # A CPU computes as long as it takes, however many products there are.
+    products = joined.join(running.language, running.model, findings) if on_gpu() else 0
+    pieces.pause()
+    if how.numerics == "fast":
+        few_rows_trial.install(running.language, findings, pieces)
+    return replace(running, products=products)
 
 
 def resealed(loaded: LoadedModel, policy: SealPolicy | None) -> LoadedModel:
     """Returns a model whose KV is sealed otherwise, and copied together for decode steps; with None it stays in the
     model's own caches."""
-    spec = _spec_under(loaded.model, policy, shares=loaded.spec.shares)
+    caches = make_prompt_cache(loaded.model)
+    mx.eval(loaded.model(mx.array([[0, 0]], mx.uint32), cache=caches), [cache.state for cache in caches])
+    spec = with_windows(loaded.model, replace(read_spec(caches, 2, policy), shares=loaded.spec.shares))
     identity = replace(loaded.identity, computing={**loaded.identity.computing, "kv": _format(spec)})
     resealed = replace(loaded, spec=spec, pool=new_pool(spec), way=DEQUANTIZED, identity=identity)
     if loaded.vision is None:
@@ -446,12 +492,14 @@ def _refuse_encoders(source: str, kind: str) -> None:
         )
 
 
-def _hidden(model: Any, vocabulary: int) -> HiddenStates | str:
+def _hidden(running: _Running, findings: Findings, pieces: Pieces) -> HiddenStates | str:
     """Finds the hidden states of a model with its own caches, or why there are none."""
+    model, vocabulary = running.called, int(running.logits.shape[-1])
+    root, places = (model.root, model.places) if isinstance(model, LanguagePart) else (model, None)
+    # Caches in lists are read otherwise.
+    spec = read_spec(running.caches, 2) if running.model is running.called else None
     try:
-        if isinstance(model, LanguagePart):
-            return find_hidden_states(model, model.root, vocabulary, model.places)
-        return find_hidden_states(model, model, vocabulary)
+        return find_hidden_states(model, root, vocabulary, places, spec=spec, findings=findings, pieces=pieces)
     except _LOAD_ERRORS as error:
         return first_sentence(error)
 

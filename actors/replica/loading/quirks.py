@@ -11,12 +11,18 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 from ..execution.agreement import MODEL_ERRORS, agree
+from ..execution.findings import NOWHERE, Findings
+from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool
 from ..kv.paged_cache import PagedKVCache, Reads
 
 _MASK = "create_attention_mask"
 _ROWS = (4, 2, 3)
 """Tokens of rows that are tried in company."""
+
+_AS_THEY_ARE, _BY_GROUP = "as they are", "by group"
+_WHAT, _VERSION = "masks", 1
+"""Raised whenever masks are tried otherwise."""
 
 
 class FlatCaches:
@@ -88,33 +94,43 @@ def with_windows(model: Any, spec: ModelCacheSpec) -> ModelCacheSpec:
     return replace(spec, layers=tuple(layers))
 
 
-def fit_masks(module: Any, model: Any) -> None:
+def fit_masks(module: Any, model: Any, findings: Findings = NOWHERE, pieces: Pieces = IN_ONE_PIECE) -> None:
     """Lets a batch's masks have an axis for groups of heads, if the model computes rightly in company only so: its
     attention has that axis and adds masks by itself, as Gemma 2's does.
 
     Args:
         module: whose layers' code is meant.
         model: as it is called.
+        findings: of this model, whatever policy it has.
+        pieces: what is tried ends one after each call of the model.
     """
-    if _right_in_company(model):
+    known = findings.read(_WHAT, _VERSION)
+    if known == _AS_THEY_ARE:
+        return
+    if known != _BY_GROUP and _right_in_company(model, pieces):
+        findings.note(_WHAT, _VERSION, _AS_THEY_ARE)
         return
     names = {type(each).__module__ for _, each in module.named_modules()}
     callers = [code for name in names if callable(getattr(code := sys.modules[name], _MASK, None))]
     before = [getattr(code, _MASK) for code in callers]
     for code, plain in zip(callers, before, strict=True):
         setattr(code, _MASK, _by_group(plain))
-    if not _right_in_company(model):
+    # In one piece: a row that is served meanwhile has masks as they are, or as they will be.
+    right = known == _BY_GROUP or _right_in_company(model)
+    if not right:
         for code, plain in zip(callers, before, strict=True):
             setattr(code, _MASK, plain)
+    if known != _BY_GROUP:
+        findings.note(_WHAT, _VERSION, _BY_GROUP if right else _AS_THEY_ARE)
 
 
-def positions_leak(model: Any, far: int) -> bool:
+def positions_leak(model: Any, far: int, pieces: Pieces = IN_ONE_PIECE) -> bool:
     """Whether a row computes otherwise if another one of its batch is `far` tokens further on in its text. Some models
     take the first row's position for all; rows that are short enough compute the same all the same."""
     logits = []
     try:
         for more in (0, far):
-            rows = _begun_rows(model)
+            rows = _begun_rows(model, pieces)
             batch = merge(rows)
             for cache in batch:
                 if isinstance(offset := getattr(cache, "offset", None), mx.array):
@@ -133,20 +149,25 @@ def _by_group(plain: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
-def _begun_rows(model: Any) -> list[list[Any]]:
+def _begun_rows(model: Any, pieces: Pieces = IN_ONE_PIECE) -> list[list[Any]]:
     """Returns the model's own caches of rows of different lengths."""
     rows = [make_prompt_cache(model) for _ in _ROWS]
     for caches, count in zip(rows, _ROWS, strict=True):
         mx.eval(model(mx.array([list(range(count))], mx.uint32), cache=caches))
+        pieces.pause()
     return rows
 
 
-def _right_in_company(model: Any) -> bool:
+def _right_in_company(model: Any, pieces: Pieces = IN_ONE_PIECE) -> bool:
     """Whether a step of rows together computes what each computes alone, with the model's own caches."""
     try:
-        rows = _begun_rows(model)
+        rows = _begun_rows(model, pieces)
         batch = merge(rows)
-        alone = [model(mx.array([[1]], mx.uint32), cache=caches)[0, -1] for caches in rows]
+        alone = []
+        for caches in rows:
+            alone.append(model(mx.array([[1]], mx.uint32), cache=caches)[0, -1])
+            mx.eval(alone[-1])
+            pieces.pause()
         together = model(mx.array([[1]] * len(rows), mx.uint32), cache=batch)[:, -1]
         return agree(alone, list(together))
     except MODEL_ERRORS:

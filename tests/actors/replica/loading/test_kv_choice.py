@@ -122,9 +122,34 @@ def test_what_was_found_belongs_to_how_the_model_computes(recall: Path, tmp_path
         load(recall, trials=trials, **how)
     assert len(asked) == 2
     entries = json.loads(trials.read_text())
-    spoiled = {"policy": "q3", "why": "once upon a time"}
-    trials.write_text(json.dumps({key: spoiled if "why" in value else value for key, value in entries.items()}))
+    choice, measured = {"policy": "q3", "why": "once upon a time"}, {"kl": "low", "places": 1}
+
+    def spoil(found: Any) -> Any:
+        kept = found if isinstance(found, dict) else {}
+        return choice if "why" in kept else measured if "kl" in kept else found
+
+    trials.write_text(json.dumps({key: spoil(found) for key, found in entries.items()}))
     assert load(recall, trials=trials).kv == asked[-1] and len(asked) == 3
+
+
+def test_a_load_that_was_ended_goes_on_with_what_it_had_measured(
+    recall: Path, tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first policy was refused, and the process ended while it compared the second."""
+    kls, asked = told
+    kls["q4"], compare = BAD, kv_choice.compare
+
+    def once(model: Any, tokens: Any, spans: Any, reference: Any, others: dict[str, Any], **how: Any) -> Any:
+        if asked:
+            raise KeyboardInterrupt
+        return compare(model, tokens, spans, reference, others, **how)
+
+    monkeypatch.setattr(kv_choice, "compare", once)
+    with pytest.raises(KeyboardInterrupt):
+        load(recall, trials=tmp_path / "trials.json")
+    monkeypatch.setattr(kv_choice, "compare", compare)
+    chosen = load(recall, trials=tmp_path / "trials.json")
+    assert asked == ["q4", chosen.kv] and chosen.kv != "q4" and "q4 has KL" in chosen.kv_why
 
 
 def without_tokenizer(folder: Path) -> None:
