@@ -25,6 +25,7 @@
     ├── Unavailable                 503  try again after `retry_after_s`
     │   ├── QueueFull               503
     │   ├── NoReplica               503
+    │   ├── ComputesOtherwise       503  than the row's ids were made for: they are to be made anew
     │   ├── ReplicaLost             503
     │   │   └── ReplicaDied         503  its process ended, perhaps by what it was computing
     │   ├── NoAnswer                503  an actor was called, and no answer came
@@ -227,6 +228,10 @@ class QueueFull(Unavailable):
 
 class NoReplica(Unavailable):
     code = "no_replica"
+
+
+class ComputesOtherwise(Unavailable):
+    code = "computes_otherwise"
 
 
 class ReplicaLost(Unavailable):

@@ -25,11 +25,13 @@ FILE_BYTES_MAX = 128 * 2**10
 
 TEXT_CHARACTERS_MAX = 500
 
-Kind = Literal["stuck", "died", "silent", "node", "disk", "given_up", "refused", "certificate", "slower", "device"]
+Kind = Literal[
+    "stuck", "died", "silent", "node", "disk", "given_up", "refused", "certificate", "slower", "device", "unfit"
+]
 """A process was ended because it was stuck (`stuck`), ended by itself and was restarted (`died`), or sent no heartbeat
 (`silent`); a node stopped or resumed reporting; a disk is full or has room again; a request was given up; many requests
 were refused; the endpoint's certificate was replaced by one that cannot be used; a model computes slower than this
-device could; the device failed at something."""
+device could; the device failed at something; a model that was served plainly turned out not to be right."""
 
 
 @dataclass(frozen=True)

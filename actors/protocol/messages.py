@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 20
+VERSION = 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,8 @@ class ModelInfo:
     alone, each a table by name. `layers` describes for people what each kind of layer keeps. `created` is Unix time.
     `kv` is the policy by which KV is kept, and `kv_why` the reason. `pictures` says whether it takes pictures and
     videos, `blind` why one that could see does not, and `stills` why one that could takes a video's frames as single
-    pictures. `notes` say in sentences what of it is not served as asked."""
+    pictures. `notes` say in sentences what of it is not served as asked. `proving` says what of it is still being found
+    out, while it is served plainly, and `proving_since` since when, Unix time; empty and 0 if nothing is."""
 
     replica: str
     node: str
@@ -240,6 +241,8 @@ class ModelInfo:
     stills: str = ""
     embedding: EmbeddingInfo = field(default_factory=EmbeddingInfo)
     notes: list[str] = field(default_factory=list)
+    proving: str = ""
+    proving_since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

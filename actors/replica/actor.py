@@ -20,9 +20,14 @@ import ray
 from ray.exceptions import RayError
 
 from ...cluster.config import Model, Scheduling
-from ...cluster.environment import default_home
-from ...cluster.errors import GenerationFailed, ModelLoadError, NoReplica, SatchelError, Unavailable
-from ...cluster.incidents import note_incident, note_incident_aside
+from ...cluster.errors import (
+    ComputesOtherwise,
+    GenerationFailed,
+    ModelLoadError,
+    NoReplica,
+    SatchelError,
+    Unavailable,
+)
 from ...cluster.nodes import Node
 from ...cluster.timing import Timing
 from ..protocol import registry
@@ -45,11 +50,9 @@ from ..protocol.messages import (
     RowIds,
     RowUpdate,
 )
-from ..protocol.store_client import StoreClient
-from ..supervision.stall import limit_s, pause_s
-from ..supervision.watchdog import Watchdog
+from ..supervision.stall import pause_s
+from ..supervision.watchdog import ENGINE, Watchdog
 from .consumers import Consumers
-from .kv.device_errors import DeviceFailed
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -64,15 +67,8 @@ SWITCH_S = 0.0005
 """Python's thread switch interval. With the default of 5 ms a call to this actor, which switches threads several times,
 takes ten times as long while the engine works."""
 
-ENGINE = "engine"
-COMPILES_TIMES = 4.0
-"""Factor on the watchdog's limit on a GPU, which compiles kernels at the first use of a shape."""
-
 UNWANTED_POLLS = 6
 """How often it is looked, within `unwanted_s`, whether anybody wants the replica."""
-
-SERVED_S = 30.0
-"""A replica that ends sooner after its model was loaded has ended at once, and the next one waits."""
 
 
 @dataclass
@@ -104,6 +100,8 @@ class ReplicaActor:
         sys.setswitchinterval(SWITCH_S)
         self._loading = _LoadProgress()
         self._engine: Engine | None = None
+        self._plain_since = 0.0
+        self._draining = False
         self._proven: Proven | None = None
         self._disk: DiskTier | None = None
         self._looking: set[str] = set()
@@ -159,6 +157,8 @@ class ReplicaActor:
             stills=loaded.stills,
             embedding=loaded.embedding,
             notes=list(self._proven.notes) if self._proven is not None else [],
+            proving=self._loading.what if self._plain_since else "",
+            proving_since=self._plain_since,
         )
 
     @answers(Nothing)
@@ -224,7 +224,7 @@ class ReplicaActor:
             raise NoReplica(f"{self._model.name} is still loading")
         if request.model_id not in (b"", self._engine.loaded.model_id):
             # Its KV would be stored under the block ids of another model.
-            raise Unavailable(f"{self._name} computes otherwise than the request was made for")
+            raise ComputesOtherwise(f"{self._name} computes otherwise than the request was made for")
         loop = asyncio.get_running_loop()
         rows = self._known().rows(request.consumer)
         if request.request_id in rows:
@@ -420,6 +420,7 @@ class ReplicaActor:
         """Refuses new rows from now on, and ends running ones if asked to."""
         # The caller ends this process next.
         self._watchdog.leave()
+        self._draining = True
         if self._engine is not None:
             self._engine.drain()
             if how.end_rows:
@@ -442,86 +443,45 @@ class ReplicaActor:
         self._pause()
         try:
             # Imported here, so that callers need not import MLX and the event loop answers meanwhile.
-            from .engine import Engine
-            from .kv.device import on_cuda, on_gpu
-            from .loading import blas
-            from .loading.warm_up import WarmUp
-            from .replica_memory import ReplicaMemory
-            from .reports import EngineReports
-            from .tiers.disk_tier import DiskTier
-
-            with ReplicaMemory(default_home().memory_claims, self._name, self._of_node, self._scheduling) as memory:
-                self._proven = proven = self._prove(memory.make_way)
-                loaded = proven.loaded
-                memory_bytes = memory.settle(loaded)
-        except SatchelError as error:
-            self._loading.error = error
-            return
-        except (Exception, DeviceFailed) as error:
-            logger.exception("loading %s failed", self._model.source)
+            from .serving import Serving
+        except Exception as error:
+            logger.exception("the replica's libraries cannot be loaded")
             self._loading.error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
-        if loaded.way.is_fallback:
-            note_incident(default_home(), "slower", f"{self._model.name} decodes {loaded.way.describe()}")
-        if blas.chosen().is_fallback:
-            note_incident(default_home(), "slower", f"{self._model.name} multiplies {loaded.multiplying}")
-        if loaded.spec.reusable:
-            store, unwritten_bytes_max = StoreClient(self._node, self._timing), self._scheduling.unwritten_bytes_max
-            self._disk = DiskTier(loaded.spec, loaded.model_id, store, unwritten_bytes_max, self._timing)
-        scheduling = replace(proven.scheduling(self._scheduling), kv_bytes_max=memory.rows_bytes_max())
-        further = WarmUp(loaded, scheduling.prefill_chunk_tokens) if on_cuda() else None
-        self._engine = engine = Engine(
-            loaded,
-            scheduling,
-            memory_bytes,
-            self._send,
-            self._disk,
-            self._timing,
-            further,
-            lambda why: note_incident_aside(default_home(), "device", f"{self._model.name}: {why}"),
-            trust_remote_code=self._model.trust_remote_code,
-        )
-        threading.Thread(target=memory.watch, args=(engine,), name="memory", daemon=True).start()
-        floor_s = self._scheduling.stuck_s * (COMPILES_TIMES if on_gpu() else 1.0)
-        self._watchdog.watch(ENGINE, engine.call, lambda: limit_s(floor_s, engine.pace.usual_s))
+        Serving(self._name, self._model, self._scheduling, self._of_node, self._timing, self).run()
 
-        def is_slow() -> bool:
-            return self._watchdog.is_slow(ENGINE)
+    def take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plainly: bool) -> None:
+        """Has an engine serve the model from now on, in place of the one that does; `plainly` until it is proven."""
+        if self._draining:
+            engine.drain()
+        self._proven, self._plain_since = proven, time.time() if plainly else 0.0
+        self._disk, self._engine = disk, engine
 
-        names = self._name, self._model.name, self._node
-        reports = EngineReports(*names, engine, self._disk, self._timing, is_slow, lambda: list(self._looking))
-        threading.Thread(target=reports.reporter.run, name="reporter", daemon=True).start()
-        served = threading.Timer(SERVED_S, self._note_served)
-        served.daemon = True
-        served.start()
-        try:
-            engine.run()
-        except BaseException:
-            # The process is useless without its engine: Ray starts another.
-            logger.exception("the engine stopped")
-            os._exit(1)
+    def refuse(self, error: SatchelError) -> None:
+        """Notes that the model cannot be served."""
+        self._loading.error, self._plain_since = error, 0.0
 
-    def _prove(self, claim: Callable[[int], None]) -> Proven:
-        """Loads the model and tries it. Raises `SatchelError`."""
-        from .loading import models
-        from .trial import prove
+    @property
+    def engine(self) -> Engine | None:
+        """Serves the model now."""
+        return self._engine
 
-        model, home = self._model, default_home()
-        loaded = models.load(
-            model.source,
-            dtype=model.dtype,
-            adapter=model.adapter,
-            weights=model.weights,
-            kv=model.kv,
-            numerics=model.numerics,
-            digests=home.digests_file,
-            trials=home.trials_file,
-            trust_remote_code=model.trust_remote_code,
-            context_tokens_max=model.context_tokens_max,
-            progress=self._note_progress,
-            claim=claim,
-        )
-        return prove(loaded, model, self._note_progress, home.trials_file)
+    @property
+    def watchdog(self) -> Watchdog:
+        return self._watchdog
+
+    def coming(self) -> list[str]:
+        """Returns the rows that the engine does not know yet."""
+        return list(self._looking)
+
+    def note_progress(self, what: str, fraction: float | None) -> None:
+        """Notes what of loading or proving is done now."""
+        self._loading.what, self._loading.fraction = what, fraction
+
+    def send(self, updates: dict[str, list[RowUpdate]]) -> None:
+        """Delivers what rows have got."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._deliver, updates)
 
     def _pause(self) -> None:
         """Waits if earlier processes of this replica ended soon after their start, longer every time: a replica that
@@ -536,21 +496,8 @@ class ReplicaActor:
         if wait_s:
             reason = f"waiting for {wait_s:g} s, after it has ended {ended} times soon after its start"
             logger.warning("%s: %s", self._name, reason)
-            self._note_progress(reason, None)
+            self.note_progress(reason, None)
             time.sleep(wait_s)
-
-    def _note_served(self) -> None:
-        try:
-            registry.note_served(self._name)
-        except Exception as error:
-            logger.warning("the control store does not answer: %s", error)
-
-    def _note_progress(self, what: str, fraction: float | None) -> None:
-        self._loading.what, self._loading.fraction = what, fraction
-
-    def _send(self, updates: dict[str, list[RowUpdate]]) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._deliver, updates)
 
     # The thread that checks whether the replica is still wanted.
 

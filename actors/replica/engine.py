@@ -15,7 +15,14 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from ...cluster.config import Scheduling
-from ...cluster.errors import ContextLengthExceeded, DeadlineExceeded, Draining, SatchelError, Unavailable
+from ...cluster.errors import (
+    ComputesOtherwise,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    Draining,
+    SatchelError,
+    Unavailable,
+)
 from ...cluster.timing import USUAL, Timing
 from ..protocol.messages import GenerateRequest, PoolingRequest
 from .decode import DecodeLoop
@@ -57,6 +64,7 @@ class Engine:
         timing: for how long a row waits to be read back.
         warm_up: what is run while nobody asks for anything; None for nothing.
         tell: called with what the device has failed at.
+        follows: the engine whose place it takes, with its callers; see `hand_over`.
         trust_remote_code: whether code in the model's folder may run, where its tokenizer is read.
     """
 
@@ -70,6 +78,7 @@ class Engine:
         timing: Timing = USUAL,
         warm_up: WarmUp | None = None,
         tell: Callable[[str], object] = lambda why: None,
+        follows: Engine | None = None,
         *,
         trust_remote_code: bool = False,
     ) -> None:
@@ -82,7 +91,7 @@ class Engine:
         self.executor = executor = BatchExecutor(loaded)
         self.memory = memory = RowMemory(loaded.spec, executor, scheduling.prefix_bytes_max, writes=disk is not None)
         self.prefixes = memory.prefixes
-        self._inbox = Inbox()
+        self._inbox = Inbox() if follows is None else follows._inbox
         self.pictures = pictures = PictureQueue(
             loaded.vision,
             memory_bytes_max if scheduling.vision_bytes_max is None else scheduling.vision_bytes_max,
@@ -241,17 +250,18 @@ class Engine:
 
     def drain(self) -> None:
         """Refuses new requests from now on; accepted ones go on."""
-        self._intake.drain()
+        self._intake.close(Draining("the replica is shutting down"))
+
+    def refuse(self, why: SatchelError) -> None:
+        """Refuses all requests from now on, and ends those that wait."""
+        self._intake.close(why)
+        self._end_waiting(why)
 
     def end_all(self) -> None:
         """Ends every request with an error that says the server is shutting down."""
 
         def end() -> None:
-            closing = Draining("the server is shutting down")
-            for request_id in [*self.delivery.rows]:
-                self.delivery.end(request_id, "error", closing)
-            for request_id in self.embed.queue.request_ids:
-                self.embed.end(request_id, closing)
+            self._end_waiting(Draining("the server is shutting down"))
 
         self.call(end)
 
@@ -267,6 +277,26 @@ class Engine:
         while not self._stopped.is_set():
             if not self.step():
                 self.wait()
+
+    def serve(self) -> None:
+        """Serves whoever waits, until no row is computed any more. Returns at once if nobody waits, and after a row if
+        others wait: then the caller does a piece of its own."""
+        while not self._stopped.is_set() and (self.delivery.rows or self.embed.queue or not self._inbox.empty):
+            if not self.step():
+                self.wait()
+            if not self.scheduler.running:
+                return
+
+    def hand_over(self) -> None:
+        """Ends what waits here, to be asked again of the engine that takes this one's place. No row may be computed.
+        Commands that come from now on are that engine's."""
+        self._end_waiting(ComputesOtherwise("the request was made for a model that computes otherwise"))
+
+    def _end_waiting(self, why: SatchelError) -> None:
+        for request_id in [*self.delivery.rows]:
+            self.delivery.end(request_id, "error", why)
+        for request_id in self.embed.queue.request_ids:
+            self.embed.end(request_id, why)
 
     def step(self) -> bool:
         """Runs one step of the loop. Returns False if there was nothing to do.
@@ -364,8 +394,8 @@ class Engine:
                 self._submit(command)
             case Pool():
                 self._idle.note_work()
-                if self._intake.draining:
-                    command.reply(Draining("the replica is shutting down"))
+                if self._intake.closed is not None:
+                    command.reply(self._intake.closed)
                 else:
                     self.embed.accept(command.request, command.reply)
             case Abort():

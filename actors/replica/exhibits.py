@@ -18,6 +18,7 @@ from PIL import Image
 
 from ..model_files.processors import Film
 from .execution.levels import levels_of
+from .execution.pieces import IN_ONE_PIECE, Pieces
 from .execution.vision import RowPart, RowPictures, Vision
 from .forced_rows import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, Shown
 from .kv.device import as_numpy, multiplies_exactly
@@ -76,9 +77,14 @@ def noise(seed: int, width: int, height: int) -> Image.Image:
 
 
 class Exhibition:
-    """Shows things to a model: as requests do, and as mlx-vlm does."""
+    """Shows things to a model: as requests do, and as mlx-vlm does.
 
-    def __init__(self, loaded: LoadedModel, vision: Vision) -> None:
+    Args:
+        pieces: it ends one after each encoding, and after each prompt of mlx-vlm.
+    """
+
+    def __init__(self, loaded: LoadedModel, vision: Vision, pieces: Pieces = IN_ONE_PIECE) -> None:
+        self._pieces = pieces
         self.loaded, self.vision, self.processor = loaded, vision, vision.processor
         self.near = NEAR if multiplies_exactly(getattr(mx, loaded.dtype)) else NEAR_16
 
@@ -86,6 +92,7 @@ class Exhibition:
         """Encodes a picture."""
         laid = self.processor.layout(*picture.size)
         embeddings = self.vision.encode(laid.span, [[picture]], video=False)[0]
+        self._pieces.pause()
         return Exhibit(
             self.processor.placeholder, laid.text, [Shown(0, laid.span, [picture], embeddings)], pictures=[picture]
         )
@@ -101,6 +108,7 @@ class Exhibition:
         for index, span in enumerate(laid.spans):
             group = frames[index * laid.frames : (index + 1) * laid.frames]
             shown.append(Shown(0, span, group, self.vision.encode(span, [group], video=True)[0], video=True))
+            self._pieces.pause()
         return Exhibit(self.processor.video_placeholder, laid.text, shown, films=[film])
 
     def words(self, count: int) -> str:
@@ -160,6 +168,7 @@ class Exhibition:
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
             logits = self._by_mlx_vlm(prompt, row) or self._in_one_piece(row)
             own |= {(number, drawn): one for drawn, one in enumerate(logits)}
+            self._pieces.pause()
         self.vision.forget()
         return own
 
@@ -228,7 +237,7 @@ class Exhibition:
             own: the expected logits.
             again: that row's number.
         """
-        loaded, found, forced = self.loaded, Faults(), ForcedRows(self.loaded, rows)
+        loaded, found, forced = self.loaded, Faults(), ForcedRows(self.loaded, rows, self._pieces)
         alone, plain, wrong = forced.alone(loaded)
         if wrong := wrong or forced.difference(own, plain):
             found.alone = wrong

@@ -21,6 +21,7 @@ from ..protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from ..protocol.media_ids import media_key, media_tokens, picture_hash
 from ..protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from .engine import Engine
+from .execution.pieces import IN_ONE_PIECE, Pieces
 from .execution.sampling import Draw
 from .execution.vision import ImageEmbeddings
 from .kv.device import as_numpy, device_bytes, multiplies_exactly
@@ -45,6 +46,9 @@ TURN_TOKENS = 9
 
 MORE_TOKENS = 2 * DRAWN + TURN_TOKENS
 """The most that follows a row's prompt."""
+
+NO_DEADLINE_S = 1e6
+"""Others may be served meanwhile for as long as it takes."""
 
 _STEPS_MAX = 4000
 _ENCODES_S = 300.0
@@ -106,6 +110,7 @@ class ForcedRow:
             root_id=root,
             sampling=Sampling(temperature=0.0, max_tokens=DRAWN, seed=number, ignore_eos=True),
             media=media,
+            deadline_s=NO_DEADLINE_S,
         )
 
 
@@ -188,13 +193,17 @@ class _Steady(PrefillPace):
 class Scene:
     """An engine whose rows are forced. What its model raises is heard, not logged.
 
+    Args:
+        pieces: it ends one after each of its steps, and within a step after each layer of a prompt.
+
     Attributes:
         noted: the logits of its rows.
         failure: what went wrong, as the end of a sentence; empty if nothing did.
     """
 
-    def __init__(self, loaded: LoadedModel, rows: Sequence[ForcedRow]) -> None:
+    def __init__(self, loaded: LoadedModel, rows: Sequence[ForcedRow], pieces: Pieces = IN_ONE_PIECE) -> None:
         self.noted: Logits = {}
+        self._pieces = pieces
         self._ends: dict[str, str] = {}
         self._heard: list[BaseException] = []
         self._rows = rows
@@ -203,6 +212,7 @@ class Scene:
         memory_bytes = device_bytes(free=True)
         self._engine = engine = Engine(loaded, Scheduling(rows_max=8), memory_bytes, self._take)
         engine.prefill.pace = _Steady(BLOCK_TOKENS, pause_s=1.0)
+        engine.executor.pieces = Pieces(self._pause)
         engine.executor.make_sampler = lambda: _Forced(rows, self.noted)
         engine.executor.clear_batch()
 
@@ -210,6 +220,15 @@ class Scene:
         self._listening = _listening(self._heard)
         self._listening.__enter__()
         return self
+
+    def _pause(self) -> None:
+        """Ends a piece. What those who are served meanwhile log is theirs."""
+        self._listening.__exit__(None, None, None)
+        try:
+            self._pieces.pause()
+        finally:
+            self._listening = _listening(self._heard)
+            self._listening.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -240,13 +259,14 @@ class Scene:
         waiting = list(later)
         for row in rows:
             self._submit(row, more)
-        steps, ends = 0, time.monotonic() + _ENCODES_S
-        while steps < _STEPS_MAX and time.monotonic() < ends:
+        steps, ends = 0, self._pieces.now_s() + _ENCODES_S
+        while steps < _STEPS_MAX and self._pieces.now_s() < ends:
             try:
                 busy = self._engine.step()
             except DeviceFailed as error:
                 self._heard.append(error)
                 return
+            self._pause()
             if waiting and (self.noted or not (busy or self._engine.pictures)):
                 for row in waiting:
                     self._submit(row, more)
@@ -281,8 +301,8 @@ class Scene:
 class ForcedRows:
     """Rows that are run in engines of a model, in every company that they may come to."""
 
-    def __init__(self, loaded: LoadedModel, rows: Sequence[ForcedRow]) -> None:
-        self.rows = rows
+    def __init__(self, loaded: LoadedModel, rows: Sequence[ForcedRow], pieces: Pieces = IN_ONE_PIECE) -> None:
+        self.rows, self._pieces = rows, pieces
         self._allowed = rounding(loaded)
 
     def difference(self, expected: Logits, got: Logits) -> str:
@@ -303,7 +323,7 @@ class ForcedRows:
         return logits, *self._alone(replace(resealed(loaded, POLICIES[FULL_PRECISION]), way=loaded.way))
 
     def _alone(self, loaded: LoadedModel) -> tuple[Logits, str]:
-        with Scene(loaded, self.rows) as scene:
+        with Scene(loaded, self.rows, self._pieces) as scene:
             for row in range(len(self.rows)):
                 scene.run([row])
         return scene.noted, scene.failure or not_finite(scene.noted)
@@ -311,16 +331,16 @@ class ForcedRows:
     def in_company(self, loaded: LoadedModel, alone: Logits) -> str:
         """Runs all rows together, the last one first. Returns what does not hold of them."""
         *short, long = range(len(self.rows))
-        with Scene(loaded, self.rows) as scene:
+        with Scene(loaded, self.rows, self._pieces) as scene:
             scene.run([long], short)
             return scene.failure or self.difference(alone, scene.noted)
 
     def again(self, loaded: LoadedModel, rows: Sequence[int]) -> str:
         """Runs a second turn of some rows from what the engine keeps, and anew. Returns what does not hold of it."""
         more = DRAWN + TURN_TOKENS
-        with Scene(loaded, self.rows) as anew:
+        with Scene(loaded, self.rows, self._pieces) as anew:
             anew.run(rows, more=more)
-        with Scene(loaded, self.rows) as scene:
+        with Scene(loaded, self.rows, self._pieces) as scene:
             scene.run(rows)
             scene.noted.clear()
             scene.run(rows, more=more)

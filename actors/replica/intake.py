@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ...cluster.errors import (
+    ComputesOtherwise,
     ContextLengthExceeded,
-    Draining,
     InvalidRequest,
     QueueFull,
     SatchelError,
@@ -121,7 +120,7 @@ class Inbox:
 
 
 class Intake:
-    """Accepts or refuses requests. Only `drain` may be called from other threads than the engine's."""
+    """Accepts or refuses requests. Only `close` may be called from other threads than the engine's."""
 
     def __init__(
         self,
@@ -136,15 +135,16 @@ class Intake:
         self._memory = memory
         self._pictures = pictures
         self._delivery = delivery
-        self._draining = threading.Event()
+        self._closed: SatchelError | None = None
 
-    def drain(self) -> None:
+    def close(self, refusal: SatchelError) -> None:
         """Refuses new requests from now on."""
-        self._draining.set()
+        self._closed = refusal
 
     @property
-    def draining(self) -> bool:
-        return self._draining.is_set()
+    def closed(self) -> SatchelError | None:
+        """Why all requests are refused; None if they are not."""
+        return self._closed
 
     def accept(self, submitted: Submit) -> SatchelError | None:
         """Makes a row for the request, which is queued or waits for its pictures.
@@ -195,8 +195,11 @@ class Intake:
         return None
 
     def _refusal(self, request: GenerateRequest, tokens: list[int]) -> SatchelError | None:
-        if self._draining.is_set():
-            return Draining("the replica is shutting down")
+        if self._closed is not None:
+            return self._closed
+        if request.model_id not in (b"", self._loaded.model_id):
+            # Its KV would be stored under the block ids of another model.
+            return ComputesOtherwise("the request was made for a model that computes otherwise")
         if request.request_id in self._delivery.rows:
             return Unavailable(f"request {request.request_id} has not left yet")
         refused = self._pictures.refusal(request.media, tokens)

@@ -9,8 +9,6 @@ video, for models that take more than single pictures.
 
 from __future__ import annotations
 
-import time
-
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
@@ -18,6 +16,7 @@ from PIL import Image
 
 from ..model_files.source import first_sentence
 from ..protocol.block_ids import BLOCK_TOKENS
+from .execution.pieces import IN_ONE_PIECE, Pieces
 from .execution.vision import Vision
 from .exhibits import Exhibit, Exhibition, UnseenError, noise
 from .forced_rows import Faults, Logits, difference, rounding
@@ -45,8 +44,11 @@ DIFFERING = 0.5
 _FEW = 12
 
 
-def faults(loaded: LoadedModel) -> Faults:
+def faults(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> Faults:
     """Tries a model that sees. Whatever its modules note meanwhile is taken back.
+
+    Args:
+        pieces: of the trial; a prompt with a picture, as mlx-vlm computes it, and a picture's encoding are one each.
 
     Returns:
         What does not hold of rows with pictures, as of those of text; if `alone` does not, it cannot take pictures.
@@ -55,7 +57,7 @@ def faults(loaded: LoadedModel) -> Faults:
     assert vision is not None
     try:
         before = _plain(loaded)
-        found = _PictureTrial(loaded, vision).faults()
+        found = _PictureTrial(loaded, vision, pieces).faults()
         if not found.alone and (changed := difference(before, _plain(loaded), rounding(loaded))):
             found.alone = f"after a picture, text is not computed as before: {changed}"
     except UnseenError as reason:
@@ -67,8 +69,11 @@ def faults(loaded: LoadedModel) -> Faults:
     return found
 
 
-def fault_of_videos(loaded: LoadedModel) -> str:
+def fault_of_videos(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> str:
     """Tries a model whose pictures are right with a video, alone and beside a picture.
+
+    Args:
+        pieces: as for `faults`.
 
     Returns:
         What does not hold, as the end of a sentence; empty if all does, or its processor takes no videos.
@@ -78,7 +83,7 @@ def fault_of_videos(loaded: LoadedModel) -> str:
     if not vision.processor.video_placeholder:
         return vision.processor.stills
     try:
-        found = _of_videos(Exhibition(loaded, vision)).first
+        found = _of_videos(Exhibition(loaded, vision, pieces), pieces).first
     except UnseenError as reason:
         found = str(reason)
     except Exception as error:
@@ -95,9 +100,9 @@ def _plain(loaded: LoadedModel) -> Logits:
 
 
 class _PictureTrial:
-    def __init__(self, loaded: LoadedModel, vision: Vision) -> None:
-        self._vision, self._shows = vision, Exhibition(loaded, vision)
-        self._late = time.monotonic() + LATE_S
+    def __init__(self, loaded: LoadedModel, vision: Vision, pieces: Pieces) -> None:
+        self._vision, self._shows, self._pieces = vision, Exhibition(loaded, vision, pieces), pieces
+        self._late = pieces.now_s() + LATE_S
 
     def faults(self) -> Faults:
         """Returns what does not hold.
@@ -122,7 +127,7 @@ class _PictureTrial:
         return found
 
     def _is_late(self) -> bool:
-        return time.monotonic() > self._late
+        return self._pieces.now_s() > self._late
 
     def _encode(self) -> tuple[Exhibit, Exhibit]:
         """Encodes two pictures, and compares them."""
@@ -140,6 +145,7 @@ class _PictureTrial:
                 break
             _leave_noise()
             again = self._vision.encode(span, [[picture]], video=False)[0].inputs
+            self._pieces.pause()
             if not float(mx.abs(again - encoded).max()) <= self._shows.near * float(mx.abs(again).max()):
                 raise UnseenError("its encoder makes something else of the same picture every time")
         return one, other
@@ -154,11 +160,11 @@ class _PictureTrial:
             raise UnseenError(f"a picture of {WIDE[0]} x {WIDE[1]} pixels fails ({first_sentence(error)})") from error
 
 
-def _of_videos(shows: Exhibition) -> Faults:
-    began = time.monotonic()
+def _of_videos(shows: Exhibition, pieces: Pieces) -> Faults:
+    began = pieces.now_s()
     few, video = shows.words(_FEW), shows.video([noise(3 + number, *SIZE) for number in range(len(SECONDS))], SECONDS)
     plans: list[list[str | Exhibit]] = [[few, video, few]]
-    if time.monotonic() < began + LATE_S:
+    if pieces.now_s() < began + LATE_S:
         # One that the end of a block cuts, and one with a picture before it.
         cut = shows.words(max(_FEW, BLOCK_TOKENS - 2 * _FEW - video.tokens // 2))
         plans += [[cut, video, few], [few, shows.picture(noise(1, *SIZE)), few, video, few]]

@@ -11,7 +11,9 @@ import fcntl
 import json
 import logging
 import os
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -57,7 +59,8 @@ class _Noted(MemoryClaim):
 
 
 class ReplicaMemory:
-    """The node's memory as one replica sees it. For one thread at a time. As a context it is given up if that fails.
+    """The node's memory as one replica sees it. For one thread at a time, and `watch` beside it. As a context it is
+    given up if that fails.
 
     Args:
         folder: where all replicas of the node write their claims.
@@ -67,6 +70,7 @@ class ReplicaMemory:
 
     def __init__(self, folder: Path, replica: str, node: Node, scheduling: Scheduling) -> None:
         self._folder, self._scheduling, self._workspace = folder, scheduling, 0
+        self._noting, self._withdrawn = threading.Lock(), False
         self._set_bytes = scheduling.memory_bytes_max if node.memory_bytes_max is None else node.memory_bytes_max
         self._rows_bytes = scheduling.kv_bytes_max if node.kv_bytes_max is None else node.kv_bytes_max
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -81,10 +85,11 @@ class ReplicaMemory:
 
     def note(self, weights: int, workspace: int = 0) -> None:
         """Notes what the model needs, in bytes."""
-        noted = _Noted(weights, workspace, self._own.device)
-        if noted != self._own:
-            self._own = noted
-            self._write()
+        with self._noting:
+            noted = _Noted(weights, workspace, self._own.device)
+            if noted != self._own:
+                self._own = noted
+                self._write()
 
     def make_way(self, weights: int) -> None:
         """Claims a model's weights before they are loaded, and waits until the other replicas have made room."""
@@ -120,6 +125,7 @@ class ReplicaMemory:
 
     def withdraw(self) -> None:
         """Claims nothing any more."""
+        self._withdrawn = True
         os.close(self._file)
 
     def share_bytes(self) -> int:
@@ -133,13 +139,17 @@ class ReplicaMemory:
         """Returns what the deprecated `kv_bytes_max` leaves this replica's rows; None if it is not set."""
         return None if self._rows_bytes is None else self._rows_bytes // (1 + len(self._others()))
 
-    def watch(self, engine: Engine) -> None:
-        """Tells the engine its memory every second, for ever."""
-        weights = self._own.weights
-        while True:
+    def watch(self, engine_of: Callable[[], Engine]) -> None:
+        """Tells the engine its memory every second, until it is withdrawn.
+
+        Args:
+            engine_of: returns the one that serves now.
+        """
+        while not self._withdrawn:
             time.sleep(POLL_S)
+            engine = engine_of()
             try:
-                self.note(weights, max(self._workspace, engine.executor.workspace_bytes))
+                self.note(self._own.weights, max(self._workspace, engine.executor.workspace_bytes))
                 share, free = self.share_bytes(), device_bytes(free=True) + mx.get_cache_memory()
                 engine.call(partial(engine.room.resize, share, free, device_bytes()))
             except OSError as error:

@@ -41,6 +41,10 @@ class EngineReports:
         self._failed_checks = 0
         self._events_taken = False
 
+    def follow(self, engine: Engine, disk: DiskTier | None) -> None:
+        """Reports on another engine from now on, which has taken this one's place."""
+        self._engine, self._disk, self._events_taken, self._failed_checks = engine, disk, False, 0
+
     def _make(self, sequence: int, full: bool) -> ReplicaReport:
         """Makes a report; during a long step it lacks the changes of memory."""
         engine = self._engine

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -27,6 +26,7 @@ from ..model_files.source import Progress, first_sentence
 from . import picture_trial
 from .execution.agreement import MODEL_ERRORS
 from .execution.findings import Findings
+from .execution.pieces import IN_ONE_PIECE, Pieces
 from .forced_rows import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, not_finite
 from .kv.device import as_numpy, on_gpu
 from .kv.paged_cache import Reads
@@ -90,18 +90,25 @@ class Proven:
         return asked if self.together else replace(asked, rows_max=1, prefill_rows_max=1)
 
 
-def prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | None = None) -> Proven:
+def prove(
+    loaded: LoadedModel,
+    model: Model,
+    progress: Progress,
+    known: Path | None = None,
+    pieces: Pieces = IN_ONE_PIECE,
+) -> Proven:
     """Tries a loaded model, or takes what an earlier trial of it on this device found. Models that ship with Satchel
     were tried on CPUs by its tests.
 
     Args:
         known: the file where what was found is kept; None for nowhere.
+        pieces: of the trial.
 
     Raises:
         ModelLoadError: it cannot be served rightly; the message says what is wrong.
     """
     source = model.source
-    proven = _prove(loaded, model, progress, known)
+    proven = _prove(loaded, model, progress, known, pieces)
     blind = proven.loaded.blind
     if blind and not loaded.blind:
         logger.warning("%s is served for text alone: %s", source, blind)
@@ -111,7 +118,7 @@ def prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | N
     return replace(proven, notes=[*proven.notes, *notes]) if notes else proven
 
 
-def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | None) -> Proven:
+def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | None, pieces: Pieces) -> Proven:
     source = model.source
     if not model.trial:
         note = "it was not tried (trial: false), so nobody knows whether it is right in company and from memory"
@@ -123,9 +130,9 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
     verdict = _verdict(findings.read(_WHAT, _VERSION))
     if verdict is None:
         progress(f"trying {source}", None)
-        began = time.perf_counter()
-        verdict = _try(loaded)
-        logger.info("%s was tried in %.1f s", source, time.perf_counter() - began)
+        began = pieces.now_s()
+        verdict = _try(loaded, findings, pieces)
+        logger.info("%s was tried in %.1f s", source, pieces.now_s() - began)
         findings.note(_WHAT, _VERSION, asdict(verdict))
     if verdict.refusal:
         raise ModelLoadError(f"{source} cannot be served: {verdict.refusal}")
@@ -146,21 +153,17 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
     return Proven(loaded, verdict.together, verdict.notes)
 
 
-def _try(loaded: LoadedModel) -> Verdict:
+def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
     if loaded.context_tokens <= MORE_TOKENS + 1:
         return Verdict(notes=["it was not tried: its context is too short"])
-    trial = _Trial(loaded)
-    try:
-        own = trial.alone_with_own_caches(loaded)
-    except MODEL_ERRORS as error:
-        return Verdict(refusal=f"it does not go on from its own caches ({first_sentence(error)})")
-    if not_finite(own):
-        return Verdict(refusal=f"in {loaded.dtype} it computes numbers that are not finite; try another `dtype`")
+    trial = _Trial(loaded, findings, pieces)
+    if refusal := trial.refusal(loaded):
+        return Verdict(refusal=refusal)
     tried: list[tuple[_Variant, Faults]] = []
     for variant in _variants(loaded):
         if variant.apart and not loaded.apart and not any(faults.together for _, faults in tried):
             continue
-        tried.append((variant, trial.faults(variant.of(loaded), own)))
+        tried.append((variant, trial.faults(variant, loaded)))
         if not tried[-1][1]:
             break
     # The first of those that need the least to be given up.
@@ -173,10 +176,10 @@ def _try(loaded: LoadedModel) -> Verdict:
         notes = ["steps compute row by row: its caches cannot be those of a batch", *notes]
     blind = stills = ""
     if loaded.vision is not None:
-        variant, seen = _seen(variant, loaded, notes)
+        variant, seen = _seen(variant, loaded, notes, pieces)
         blind = seen.alone
         if not blind:
-            stills = picture_trial.fault_of_videos(variant.of(loaded))
+            stills = picture_trial.fault_of_videos(variant.of(loaded), pieces)
             faults.together, faults.again = faults.together or seen.together, faults.again or seen.again
     if faults.together:
         notes = [*notes, f"rows are computed one after the other: in company {faults.together}"]
@@ -199,14 +202,14 @@ def _try(loaded: LoadedModel) -> Verdict:
     )
 
 
-def _seen(variant: _Variant, loaded: LoadedModel, notes: list[str]) -> tuple[_Variant, Faults]:
+def _seen(variant: _Variant, loaded: LoadedModel, notes: list[str], pieces: Pieces) -> tuple[_Variant, Faults]:
     """Tries a variant with pictures. Returns what does not hold of it, or of the same that computes row by row if that
     helps, which it then `notes`."""
-    seen = picture_trial.faults(variant.of(loaded))
+    seen = picture_trial.faults(variant.of(loaded), pieces)
     if not seen.together or variant.apart:
         return variant, seen
     apart = replace(variant, apart=True)
-    alone = picture_trial.faults(apart.of(loaded))
+    alone = picture_trial.faults(apart.of(loaded), pieces)
     if alone.weight >= seen.weight:
         return variant, seen
     notes.append(f"steps compute row by row: otherwise in company {seen.together}")
@@ -222,6 +225,11 @@ class _Variant:
     way: DecodeWay
     means: str = ""
     apart: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is called where findings are kept."""
+        return f"{_WHAT}, {self.kv or 'as asked'}, {self.way.describe()}{', apart' if self.apart else ''}"
 
     def of(self, loaded: LoadedModel) -> LoadedModel:
         loaded = replace(loaded, apart=self.apart)
@@ -247,9 +255,12 @@ def _variants(loaded: LoadedModel) -> Iterator[_Variant]:
 
 
 class _Trial:
-    """The rows of a trial. Their tokens are drawn from the vocabulary, always the same ones."""
+    """The rows of a trial. Their tokens are drawn from the vocabulary, always the same ones.
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    What is found of a variant is kept at once: the next start goes on with the one after it, if the process ends.
+    """
+
+    def __init__(self, loaded: LoadedModel, findings: Findings, pieces: Pieces) -> None:
         draw, vocabulary = random.Random(1).randrange, loaded.vocabulary_size
         # The first ones are often special.
         first = min(256, vocabulary // 2)
@@ -257,36 +268,59 @@ class _Trial:
         wanted = [*PROMPTS, *([window + PAST_WINDOW] if window + PAST_WINDOW > PROMPTS[-1] else [])]
         prompts = [min(prompt, loaded.context_tokens - MORE_TOKENS) for prompt in wanted]
         rows = [ForcedRow([draw(first, vocabulary) for _ in range(prompt + MORE_TOKENS)], prompt) for prompt in prompts]
-        self._rows = ForcedRows(loaded, rows)
+        self._rows = ForcedRows(loaded, rows, pieces)
+        self._findings, self._pieces = findings, pieces
+        self._own: Logits = {}
 
-    def alone_with_own_caches(self, loaded: LoadedModel) -> Logits:
+    def refusal(self, loaded: LoadedModel) -> str:
+        """Why the bare model is wrong by itself, as a sentence; empty if it is not."""
+        try:
+            self._own = self._alone_with_own_caches(loaded)
+        except MODEL_ERRORS as error:
+            return f"it does not go on from its own caches ({first_sentence(error)})"
+        if not_finite(self._own):
+            return f"in {loaded.dtype} it computes numbers that are not finite; try another `dtype`"
+        return ""
+
+    def _alone_with_own_caches(self, loaded: LoadedModel) -> Logits:
         """What the bare model computes, as mlx-lm would: a prompt in one piece, then steps."""
         logits: Logits = {}
         for number, row in enumerate(self._rows.rows):
             script, prompt, caches = row.tokens, row.prompt, make_prompt_cache(loaded.model)
             loaded.model(mx.array([script[: prompt - 1]], mx.uint32), cache=caches)
-            mx.eval([cache.state for cache in caches])
+            self._pieces.evaluate(caches)
             for drawn in range(DRAWN):
                 step = loaded.model(mx.array([[script[prompt - 1 + drawn]]], mx.uint32), cache=caches)[0, -1]
                 logits[(number, drawn)] = as_numpy(step.astype(mx.float32))
+                self._pieces.pause()
         return logits
 
-    def in_one_piece(self, loaded: LoadedModel) -> Logits:
+    def _in_one_piece(self, loaded: LoadedModel) -> Logits:
         """What the bare model computes without a step. Some models' windows are one longer in prompts than in steps;
         then either is right."""
         logits: Logits = {}
         for number, row in enumerate(self._rows.rows):
-            given = mx.array([row.tokens[: row.prompt + DRAWN - 1]], mx.uint32)
-            whole = loaded.model(given, cache=make_prompt_cache(loaded.model))[0, row.prompt - 1 :]
+            given, caches = mx.array([row.tokens[: row.prompt + DRAWN - 1]], mx.uint32), make_prompt_cache(loaded.model)
+            whole = loaded.model(given, cache=caches)[0, row.prompt - 1 :]
+            self._pieces.evaluate(caches)
             logits |= {(number, drawn): as_numpy(one) for drawn, one in enumerate(whole.astype(mx.float32))}
+            self._pieces.pause()
         return logits
 
-    def faults(self, loaded: LoadedModel, own: Logits) -> Faults:
-        """What does not hold of a model in an engine."""
+    def faults(self, variant: _Variant, loaded: LoadedModel) -> Faults:
+        """What does not hold of a variant of a model in an engine."""
+        match self._findings.read(variant.name, _VERSION):
+            case {"alone": str(alone), "together": str(together), "again": str(again)}:
+                return Faults(alone, together, again)
+        found = self._faults(variant.of(loaded))
+        self._findings.note(variant.name, _VERSION, asdict(found))
+        return found
+
+    def _faults(self, loaded: LoadedModel) -> Faults:
         found = Faults()
         alone, plain, wrong = self._rows.alone(loaded)
-        found.alone = wrong or self._rows.difference(own, plain)
-        if found.alone and not wrong and not self._rows.difference(self.in_one_piece(loaded), plain):
+        found.alone = wrong or self._rows.difference(self._own, plain)
+        if found.alone and not wrong and not self._rows.difference(self._in_one_piece(loaded), plain):
             found.alone = ""
         if found.alone:
             return found
@@ -294,7 +328,7 @@ class _Trial:
         if (
             not found.together
             and not loaded.apart
-            and positions_leak(loaded.model, loaded.context_tokens - MORE_TOKENS)
+            and positions_leak(loaded.model, loaded.context_tokens - MORE_TOKENS, self._pieces)
         ):
             found.together = "a row's position changes what another one computes"
         if loaded.spec.reusable:

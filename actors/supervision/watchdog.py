@@ -25,6 +25,9 @@ from .stall import Pulse, Stall
 
 logger = logging.getLogger(__name__)
 
+ENGINE = "engine"
+"""The part of a replica that computes."""
+
 LOOP_S = 60.0
 """An event loop that runs nothing for this long is stuck."""
 

@@ -31,6 +31,7 @@ from ..kv.paged_cache import PagedKVCache
 from ..kv.row_view import RowView, Stacks
 from .compiled_step import CompiledStep
 from .grammar import MaskMaker, RowGrammar, RowMasks
+from .pieces import IN_ONE_PIECE
 from .row_states import DecodingRow, Joining, Prefilling, Together
 from .sampling import BatchSampler, Draw
 from .vision import RowPart, RowPictures
@@ -89,6 +90,7 @@ class BatchExecutor:
     Attributes:
         workspace_bytes: the most that a prefill has needed for a moment, beyond what it left.
         make_sampler: makes the `BatchSampler` of a batch, or what trials put in its place.
+        pieces: where others are served between two layers of a prompt, as in trials.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -111,6 +113,7 @@ class BatchExecutor:
         self._since_clear = 0
         self._make_masks = MaskMaker()
         self.make_sampler: Callable[[], Any] = lambda: BatchSampler(loaded.vocabulary_size, loaded.eos_token_ids)
+        self.pieces = IN_ONE_PIECE
         self.workspace_bytes = 0
         self._steps = 0
         self._forget()
@@ -160,7 +163,7 @@ class BatchExecutor:
             try:
                 self._model(inputs, cache=caches, **self._inputs_besides([part], len(tokens)))
                 # The logits are not evaluated, so the output layer is not computed.
-                mx.eval([cache.state for cache in caches])
+                self._evaluate(caches)
             except Exception as error:
                 row.failure = error
                 raise
@@ -171,6 +174,12 @@ class BatchExecutor:
         if self._since_clear >= CLEAR_EVERY_TOKENS:
             self._since_clear = 0
             mx.clear_cache()
+
+    def _evaluate(self, caches: Sequence[Any]) -> None:
+        if self.pieces is IN_ONE_PIECE:
+            mx.eval([cache.state for cache in caches])
+        else:
+            self.pieces.evaluate(caches)
 
     def _inputs_besides(self, parts: Sequence[RowPart], width: int) -> dict[str, Any]:
         """Returns the model's inputs besides tokens and caches, for a padded batch of `width` tokens."""
@@ -203,7 +212,7 @@ class BatchExecutor:
         for cache in caches:
             cache.finalize()
         kv_cache.see_both_ways(caches, [])
-        mx.eval([cache.state for cache in caches])
+        self._evaluate(caches)
         # Rows prefilled together mostly join the batch together, and extracting a row costs two copies a layer.
         together = Together(caches, {row.row_id: index for index, (row, _) in enumerate(rows)}, len(rows))
         for row, tokens in rows:

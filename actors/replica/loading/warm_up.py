@@ -1,8 +1,8 @@
 """Runs work of usual shapes in advance, for devices that compile kernels and plan attention for every new shape.
 
 CUDA does that at the first use of a shape, and a step waits for it: kernels for seconds, plans for 50 ms. A replica
-meets what a single short conversation needs before it is ready, and the rest while nobody asks for anything: batches of
-more rows, and prompts of all padded lengths that go on after histories of all padded lengths.
+meets them while nobody asks for anything: what a single short conversation needs first, then batches of more rows, and
+prompts of all padded lengths that go on after histories of all padded lengths.
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ class WarmUp:
         rows_max = device_bytes(free=True) * MEMORY_FRACTION / per_row
         self._pieces: deque[Piece] = deque()
         self._steps: Iterator[None] = iter(())
+        self._pieces += _pieces_of(loaded, 1)
+        if loaded.vision is not None:
+            self._pieces.append(partial(_seen, loaded, loaded.vision))
         for rows in ROWS:
             if rows <= rows_max:
                 self._pieces += _pieces_of(loaded, rows)
@@ -116,6 +119,14 @@ def _histories(loaded: LoadedModel, chunk_tokens: int) -> Iterator[Piece]:
         for blocks in histories:
             if own <= blocks and blocks * BLOCK_TOKENS + length <= most:
                 yield partial(_go_on, loaded, blocks - own, length)
+
+
+def _seen(loaded: LoadedModel, vision: Vision) -> Iterator[None]:
+    try:
+        _see(loaded, vision)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("the warm-up of pictures failed: %s", error)
+    yield
 
 
 def _see(loaded: LoadedModel, vision: Vision) -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from satchel.actors.replica import trial
 from satchel.actors.replica.execution.executor import Ready
+from satchel.actors.replica.execution.findings import NOWHERE
+from satchel.actors.replica.execution.pieces import IN_ONE_PIECE
 from satchel.actors.replica.kv import caches, row_view, sealing
 from satchel.actors.replica.kv.device import as_numpy, settle
 from satchel.actors.replica.kv.device_errors import DeviceFailed, on_device
@@ -239,4 +241,4 @@ def test_a_model_that_fails_in_the_pool_keeps_kv_by_itself(loaded: LoadedModel):
                 raise RuntimeError("no such kernel")
             return self.model(tokens, cache=cache, **rest)
 
-    assert trial._try(replace(loaded, model=Failing(loaded.model))).kv == trial.OWN
+    assert trial._try(replace(loaded, model=Failing(loaded.model)), NOWHERE, IN_ONE_PIECE).kv == trial.OWN

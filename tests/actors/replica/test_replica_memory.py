@@ -123,5 +123,5 @@ def test_the_engine_is_told_again_and_again(tmp_path: Path, monkeypatch: pytest.
     )
     monkeypatch.setattr(replica_memory, "POLL_S", 0.0)
     with pytest.raises(Enough):
-        memory.watch(engine)  # type: ignore[arg-type]
+        memory.watch(lambda: engine)  # type: ignore[arg-type, return-value]
     assert told and memory.share_bytes() == 7 * GIB, "what prefills needed is measured"

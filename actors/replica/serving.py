@@ -1,0 +1,186 @@
+"""The engine's thread of a replica: loads its model, serves it plainly while it is proven, and then as it was found."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...cluster.config import Model, Scheduling
+from ...cluster.environment import default_home
+from ...cluster.errors import ModelLoadError, SatchelError
+from ...cluster.incidents import note_incident, note_incident_aside
+from ...cluster.nodes import Node
+from ...cluster.timing import Timing
+from ..protocol import registry
+from ..protocol.store_client import StoreClient
+from ..supervision.stall import limit_s
+from ..supervision.watchdog import ENGINE
+from .engine import Engine
+from .kv.device import on_cuda, on_gpu
+from .kv.device_errors import DeviceFailed
+from .loading import blas, models
+from .loading.models import LoadedModel
+from .loading.warm_up import WarmUp
+from .meanwhile import Meanwhile
+from .replica_memory import ReplicaMemory
+from .reports import EngineReports
+from .tiers.disk_tier import DiskTier
+from .trial import Proven, prove
+
+if TYPE_CHECKING:
+    from .actor import ReplicaActor
+
+logger = logging.getLogger(__name__)
+
+COMPILES_TIMES = 4.0
+"""Factor on the watchdog's limit on a GPU, which compiles kernels at the first use of a shape."""
+
+SERVED_S = 30.0
+"""A replica that ends sooner after its model was loaded has ended at once, and the next one waits."""
+
+
+class Serving:
+    """Used on the engine's thread, but for what it starts.
+
+    Args:
+        name: the replica's id.
+        actor: what callers see.
+    """
+
+    def __init__(
+        self, name: str, model: Model, scheduling: Scheduling, node: Node, timing: Timing, actor: ReplicaActor
+    ) -> None:
+        self._name, self._model, self._scheduling = name, model, scheduling
+        self._node, self._timing, self._actor = node, timing, actor
+        self._reports: EngineReports | None = None
+
+    def run(self) -> None:
+        """Loads the model and serves it for as long as the process lives; returns if it cannot be loaded."""
+        try:
+            with ReplicaMemory(default_home().memory_claims, self._name, self._node, self._scheduling) as memory:
+
+                def begin(plain: LoadedModel) -> Engine:
+                    return self._begin(Proven(plain, together=False), memory, memory.settle(plain))
+
+                meanwhile = Meanwhile(self._model.plain_after_s, begin, lambda: os._exit(1))
+                proven = self._prove(memory.make_way, meanwhile)
+                memory_bytes = memory.settle(proven.loaded)
+        except SatchelError as error:
+            self._refuse(error)
+            return
+        except (Exception, DeviceFailed) as error:
+            logger.exception("loading %s failed", self._model.source)
+            self._refuse(ModelLoadError(f"{self._model.source} cannot be loaded: {error}"))
+            return
+        loaded = proven.loaded
+        if loaded.way.is_fallback:
+            note_incident(default_home(), "slower", f"{self._model.name} decodes {loaded.way.describe()}")
+        if blas.chosen().is_fallback:
+            note_incident(default_home(), "slower", f"{self._model.name} multiplies {loaded.multiplying}")
+        further = WarmUp(loaded, self._scheduling.prefill_chunk_tokens) if on_cuda() else None
+        self._run(self._begin(proven, memory, memory_bytes, further, plainly=False))
+
+    def _prove(self, claim: Callable[[int], None], meanwhile: Meanwhile) -> Proven:
+        """Loads the model and tries it. Raises `SatchelError`."""
+        model, home, progress = self._model, default_home(), self._actor.note_progress
+        loaded = models.load(
+            model.source,
+            dtype=model.dtype,
+            adapter=model.adapter,
+            weights=model.weights,
+            kv=model.kv,
+            numerics=model.numerics,
+            digests=home.digests_file,
+            trials=home.trials_file,
+            trust_remote_code=model.trust_remote_code,
+            context_tokens_max=model.context_tokens_max,
+            progress=progress,
+            claim=claim,
+            # What a device has not met yet it meets while nobody asks for anything.
+            warm=False,
+            served=meanwhile.offer,
+            pieces=meanwhile.pieces,
+        )
+        return prove(loaded, model, progress, home.trials_file, meanwhile.pieces)
+
+    def _begin(
+        self,
+        proven: Proven,
+        memory: ReplicaMemory,
+        memory_bytes: int,
+        further: WarmUp | None = None,
+        *,
+        plainly: bool = True,
+    ) -> Engine:
+        """Has an engine serve a model, in place of the one that does. No row is being computed."""
+        loaded, before, disk = proven.loaded, self._actor.engine, None
+        if loaded.spec.reusable:
+            store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
+            disk = DiskTier(loaded.spec, loaded.model_id, store, most, self._timing)
+        engine = Engine(
+            loaded,
+            replace(proven.scheduling(self._scheduling), kv_bytes_max=memory.rows_bytes_max()),
+            memory_bytes,
+            self._actor.send,
+            disk,
+            self._timing,
+            further,
+            lambda why: note_incident_aside(default_home(), "device", f"{self._model.name}: {why}"),
+            before,
+            trust_remote_code=self._model.trust_remote_code,
+        )
+        self._actor.take_up(proven, engine, disk, plainly=plainly)
+        if before is None or self._reports is None:
+            self._watch(engine, disk, memory)
+        else:
+            before.hand_over()
+            self._reports.follow(engine, disk)
+        return engine
+
+    def _watch(self, engine: Engine, disk: DiskTier | None, memory: ReplicaMemory) -> None:
+        """Begins to tell the engine its memory, the router its load, and the watchdog whether it moves."""
+        actor, watchdog = self._actor, self._actor.watchdog
+        floor_s = self._scheduling.stuck_s * (COMPILES_TIMES if on_gpu() else 1.0)
+
+        def serving() -> Engine:
+            return actor.engine or engine
+
+        def is_slow() -> bool:
+            return watchdog.is_slow(ENGINE)
+
+        threading.Thread(target=memory.watch, args=(serving,), name="memory", daemon=True).start()
+        watchdog.watch(ENGINE, lambda do: serving().call(do), lambda: limit_s(floor_s, serving().pace.usual_s))
+        names = self._name, self._model.name, self._node.name
+        self._reports = EngineReports(*names, engine, disk, self._timing, is_slow, actor.coming)
+        threading.Thread(target=self._reports.reporter.run, name="reporter", daemon=True).start()
+        served = threading.Timer(SERVED_S, self._note_served)
+        served.daemon = True
+        served.start()
+
+    def _note_served(self) -> None:
+        try:
+            registry.note_served(self._name)
+        except Exception as error:
+            logger.warning("the control store does not answer: %s", error)
+
+    def _run(self, engine: Engine) -> None:
+        try:
+            engine.run()
+        except BaseException:
+            # The process is useless without its engine: Ray starts another.
+            logger.exception("the engine stopped")
+            os._exit(1)
+
+    def _refuse(self, error: SatchelError) -> None:
+        """Serves the model not at all, or no more: it cannot be loaded, or what it says is wrong."""
+        self._actor.refuse(error)
+        if (engine := self._actor.engine) is None:
+            return
+        # It was served plainly until now.
+        note_incident(default_home(), "unfit", f"{self._model.name} is not served any more: {error.message}")
+        engine.refuse(error)
+        self._run(engine)
