@@ -252,7 +252,8 @@ class ReplicaStats:
     A block has a slot of the pool in each group of layers that are alike: `slots_running` are of rows and of what waits
     to be written, `slots_kept` of prefixes that nobody needs now. `memory_bytes` is all that the replica holds besides
     its model, of `memory_bytes_max` that it may use now. `split_requests_total` counts the rows that another node
-    prefilled, and `split_fallbacks_total` those of them for which not all came.
+    prefilled, and `split_fallbacks_total` those of them for which not all came. `proving` and `proving_since` as in
+    `ModelInfo`.
     """
 
     replica: str
@@ -294,6 +295,8 @@ class ReplicaStats:
     decoding: str = ""
     """How decode steps read KV, and why not faster; see `decode_ways.py`."""
     multiplying: str = ""
+    proving: str = ""
+    proving_since: float = 0.0
     """With what a CPU multiplies, and why not faster; see `blas.py`. Empty for a GPU."""
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import ray
 from ray.exceptions import RayError
@@ -67,6 +67,9 @@ SWITCH_S = 0.0005
 """Python's thread switch interval. With the default of 5 ms a call to this actor, which switches threads several times,
 takes ten times as long while the engine works."""
 
+PROVEN_LATER_S = 5.0
+"""When to ask again for what is not served before it is proven."""
+
 UNWANTED_POLLS = 6
 """How often it is looked, within `unwanted_s`, whether anybody wants the replica."""
 
@@ -76,6 +79,11 @@ class _LoadProgress:
     what: str = "starting"
     fraction: float | None = None
     error: SatchelError | None = None
+
+
+class _Proving(TypedDict):
+    proving: str
+    proving_since: float
 
 
 class ReplicaActor:
@@ -157,9 +165,13 @@ class ReplicaActor:
             stills=loaded.stills,
             embedding=loaded.embedding,
             notes=list(self._proven.notes) if self._proven is not None else [],
-            proving=self._loading.what if self._plain_since else "",
-            proving_since=self._plain_since,
+            **self._proving(),
         )
+
+    def _proving(self) -> _Proving:
+        """What is still being found out, and since when."""
+        since = self._plain_since
+        return {"proving": self._loading.what if since else "", "proving_since": since}
 
     @answers(Nothing)
     async def stats(self, _: Nothing) -> ReplicaStats:
@@ -177,6 +189,7 @@ class ReplicaActor:
             computing=dict(engine.loaded.identity.computing),
             decoding=engine.loaded.way.describe(),
             multiplying=engine.loaded.multiplying,
+            **self._proving(),
             answers=not self._watchdog.is_slow(ENGINE),
             running=engine.scheduler.running,
             waiting=engine.waiting,
@@ -225,6 +238,8 @@ class ReplicaActor:
         if request.model_id not in (b"", self._engine.loaded.model_id):
             # Its KV would be stored under the block ids of another model.
             raise ComputesOtherwise(f"{self._name} computes otherwise than the request was made for")
+        if request.media and self._plain_since:
+            raise Unavailable(f"the pictures of {self._model.name} are still being tried", retry_after_s=PROVEN_LATER_S)
         loop = asyncio.get_running_loop()
         rows = self._known().rows(request.consumer)
         if request.request_id in rows:
@@ -283,6 +298,8 @@ class ReplicaActor:
         engine = self._engine
         if engine is None:
             raise NoReplica(f"{self._model.name} is still loading")
+        if self._plain_since:
+            raise Unavailable(f"how {self._model.name} embeds is still being tried", retry_after_s=PROVEN_LATER_S)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[PooledTexts | SatchelError] = loop.create_future()
 
@@ -465,6 +482,11 @@ class ReplicaActor:
     def engine(self) -> Engine | None:
         """Serves the model now."""
         return self._engine
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is served plainly, as it is not proven yet."""
+        return bool(self._plain_since)
 
     @property
     def watchdog(self) -> Watchdog:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -91,7 +92,7 @@ class Exhibition:
     def picture(self, picture: Image.Image) -> Exhibit:
         """Encodes a picture."""
         laid = self.processor.layout(*picture.size)
-        embeddings = self.vision.encode(laid.span, [[picture]], video=False)[0]
+        embeddings = self._pieces.beside(lambda: self.vision.encode(laid.span, [[picture]], video=False)[0])
         self._pieces.pause()
         return Exhibit(
             self.processor.placeholder, laid.text, [Shown(0, laid.span, [picture], embeddings)], pictures=[picture]
@@ -107,7 +108,8 @@ class Exhibition:
         shown = []
         for index, span in enumerate(laid.spans):
             group = frames[index * laid.frames : (index + 1) * laid.frames]
-            shown.append(Shown(0, span, group, self.vision.encode(span, [group], video=True)[0], video=True))
+            encode = partial(self.vision.encode, span, [group], video=True)
+            shown.append(Shown(0, span, group, self._pieces.beside(encode)[0], video=True))
             self._pieces.pause()
         return Exhibit(self.processor.video_placeholder, laid.text, shown, films=[film])
 

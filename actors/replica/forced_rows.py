@@ -212,7 +212,8 @@ class Scene:
         memory_bytes = device_bytes(free=True)
         self._engine = engine = Engine(loaded, Scheduling(rows_max=8), memory_bytes, self._take)
         engine.prefill.pace = _Steady(BLOCK_TOKENS, pause_s=1.0)
-        engine.executor.pieces = Pieces(self._pause)
+        if pieces is not IN_ONE_PIECE:
+            engine.executor.pieces = Pieces(self._pause)
         engine.executor.make_sampler = lambda: _Forced(rows, self.noted)
         engine.executor.clear_batch()
 
@@ -266,7 +267,8 @@ class Scene:
             except DeviceFailed as error:
                 self._heard.append(error)
                 return
-            self._pause()
+            if self._pieces is not IN_ONE_PIECE:
+                self._pause()
             if waiting and (self.noted or not (busy or self._engine.pictures)):
                 for row in waiting:
                     self._submit(row, more)

@@ -144,7 +144,7 @@ class _PictureTrial:
             if self._is_late():
                 break
             _leave_noise()
-            again = self._vision.encode(span, [[picture]], video=False)[0].inputs
+            again = self._pieces.beside(lambda: self._vision.encode(span, [[picture]], video=False)[0].inputs)
             self._pieces.pause()
             if not float(mx.abs(again - encoded).max()) <= self._shows.near * float(mx.abs(again).max()):
                 raise UnseenError("its encoder makes something else of the same picture every time")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -33,6 +34,7 @@ _OF_REPLICA = (
     "differs",
     "decoding",
     "multiplying",
+    "proving",
     "slots",
     "memory_bytes",
     "memory_bytes_max",
@@ -201,9 +203,17 @@ def _replica_lines(entry: dict[str, Any]) -> Iterator[str]:
         yield f"reads KV {decoding}"
     if multiplying := entry.get("multiplying"):
         yield f"multiplies {multiplying}"
+    if proving := entry.get("proving"):
+        yield f"is served {_plainly(proving)}"
     if differs := entry.get("differs"):
         how = ", ".join(f"{setting} {value}" for setting, value in differs.items())
         yield f"computes differently from others ({how}): it shares agents' transcripts, not their KV"
+
+
+def _plainly(proving: dict[str, Any]) -> str:
+    """Says what of a model or a replica is still being found out, after `is served`."""
+    since = time.strftime("%H:%M:%S", time.localtime(proving["since"]))
+    return f"plainly since {since}, a row at a time with nothing kept, while it is proven: {proving['what']}"
 
 
 def show_models(home: Home, *, as_json: bool) -> None:
@@ -225,6 +235,8 @@ def show_models(home: Home, *, as_json: bool) -> None:
     for model in found.get("data", []):
         if kept := kv_line(model):
             console.print(f"{model.get('id', '')} keeps its KV as {kept}")
+        if proving := model.get("proving"):
+            console.print(f"{model.get('id', '')} is served {_plainly(proving)}")
         for note in model.get("notes", []):
             console.print(f"{model.get('id', '')}: {note}")
 
@@ -271,7 +283,7 @@ def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:
     """Prints the doctor's checks. Exits with 1 if one failed."""
     from ...cluster.bring_up.doctor import examine
 
-    checks = [*examine(config, home), *_kv_checks(home)]
+    checks = [*examine(config, home), *_model_checks(home)]
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
@@ -286,8 +298,9 @@ def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _kv_checks(home: Home) -> list[Check]:
-    """Returns how each served model keeps its KV, and why; none if no server answers."""
+def _model_checks(home: Home) -> list[Check]:
+    """Returns how each served model keeps its KV, and why, and what is still being proven of it; none if no server
+    answers."""
     from ...cluster.bring_up.doctor import Check
 
     try:
@@ -296,7 +309,11 @@ def _kv_checks(home: Home) -> list[Check]:
     except SatchelError:
         # The other checks say what is wrong with it.
         return []
-    return [Check(f"kv of {model.get('id', '')}", "ok", kept) for model in models if (kept := kv_line(model))]
+    checks = [Check(f"kv of {model.get('id', '')}", "ok", kept) for model in models if (kept := kv_line(model))]
+    for model in models:
+        if proving := model.get("proving"):
+            checks.append(Check(f"proof of {model.get('id', '')}", "ok", f"it is served {_plainly(proving)}"))
+    return checks
 
 
 def running_endpoint(home: Home) -> tuple[ClusterRecord, str]:

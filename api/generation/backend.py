@@ -25,7 +25,8 @@ class ServedModel:
     """A configured model as its replicas loaded it. `folder` holds tokenizer and template; `created` is Unix time;
     `memory` tells a reader which layers keep what, and how; `pictures` says whether it takes pictures and videos,
     `blind` why one that could see does not, `stills` why one that could takes a video's frames as single pictures, and
-    `embedding` how it embeds texts. `notes` say what of it is not served as asked, a sentence each.
+    `embedding` how it embeds texts. `notes` say what of it is not served as asked, a sentence each. `proving` says what
+    of it is still being found out, since `proving_since` (Unix time); until then it is served plainly, for text.
 
     `files_id` is the same for all its replicas, and agents' token ids belong to it. `model_id` is one replica's: nodes
     that compute differently have others. `template_kwargs` are variables for its template that requests leave open.
@@ -47,6 +48,8 @@ class ServedModel:
     blind: str = ""
     stills: str = ""
     notes: tuple[str, ...] = ()
+    proving: str = ""
+    proving_since: float = 0.0
     template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     embedding: EmbeddingInfo = field(default_factory=EmbeddingInfo)
     marks_are_tokens: bool = False

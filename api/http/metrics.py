@@ -32,6 +32,12 @@ class _Replicas(Collector):
         for stats in self._stats:
             up.add_metric([stats.replica, stats.model], float(stats.answers))
         yield up
+        proving = GaugeMetricFamily(
+            "satchel_replica_proving", "Whether its model is served plainly while it is proven.", labels=["replica"]
+        )
+        for stats in self._stats:
+            proving.add_metric([stats.replica], float(bool(stats.proving)))
+        yield proving
         yield self._gauge("satchel_requests_running", "Requests in the replica's batch.", "running")
         yield self._gauge("satchel_requests_waiting", "Requests in the replica's queue.", "waiting")
         yield self._gauge("satchel_prefix_blocks", "KV blocks kept for reuse.", "prefix_blocks")

@@ -296,7 +296,7 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
     """Returns an entry of the list of models. `max_model_len` is the context in tokens, as vLLM names it, and
     `context_length` as OpenRouter does, whose `architecture` has the modalities; `memory` is what its layers keep, `kv`
     by which policy and why, and `embedding` how it embeds texts. `notes` say what of it is not served as asked, and
-    what its chat template forgets.
+    what its chat template forgets; `proving` what of it is still being found out, since when (Unix time).
     """
     seen = ["image", "video"] if model.pictures else []
     return {
@@ -310,6 +310,7 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
         "memory": model.memory,
         "kv": {"policy": model.kv, "why": model.kv_why},
         "notes": list(notes),
+        "proving": {"what": model.proving, "since": int(model.proving_since)} if model.proving else None,
         "embedding": _embedding_body(model.embedding),
     }
 

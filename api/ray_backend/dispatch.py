@@ -133,7 +133,7 @@ class RayBackend:
         self.failovers = 0
         self._links: dict[str, ReplicaConnection] = {}
         self._model_ids: dict[str, list[bytes]] = {}
-        self._served = ServedModels(self._info, config.timing)
+        self._served = ServedModels(self.info, config.timing)
         self._router = RouterClient(config.timing)
         self._background = DetachedTasks()
 
@@ -180,7 +180,7 @@ class RayBackend:
 
     async def pids(self) -> dict[str, int]:
         names = list(await self._placed())
-        infos = await asyncio.gather(*map(self._info, names))
+        infos = await asyncio.gather(*map(self.info, names))
         return {name: info.pid for name, info in zip(names, infos, strict=True) if info is not None}
 
     async def nodes(self) -> list[NodeState]:
@@ -308,7 +308,7 @@ class RayBackend:
         entries = await self._served.entries()
         return {name: (entry.model.name, node) for entry in entries for name, node in entry.replicas.items()}
 
-    async def _info(self, replica: str) -> ModelInfo | None:
+    async def info(self, replica: str) -> ModelInfo | None:
         """Returns the replica's description of its model; None if not loaded, or without an answer in time."""
         with suppress(NoAnswer):
             return await ReplicaClient(replica, self.config.timing).info()

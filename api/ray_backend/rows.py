@@ -21,6 +21,7 @@ from ...cluster.environment import default_home
 from ...cluster.errors import (
     ActorLost,
     ActorSilent,
+    ComputesOtherwise,
     GenerationFailed,
     NoAnswer,
     PictureLost,
@@ -163,6 +164,9 @@ class RayGeneration:
                 refusal = await self._submit_split(link, request, decision)
             else:
                 refusal = await self._submit(link, request)
+            if isinstance(refusal, ComputesOtherwise):
+                # The router has not heard of it yet.
+                refusal = await self._submit_anew(link, request, refusal)
         except asyncio.CancelledError:
             await asyncio.shield(self.abort())
             raise
@@ -212,6 +216,18 @@ class RayGeneration:
         if refusal is None:
             link.sent.note(request)
         return refusal
+
+    async def _submit_anew(
+        self, link: ReplicaConnection, request: GenerateRequest, refusal: SatchelError
+    ) -> SatchelError | None:
+        """Submits a refused row with the ids that its replica has now. Returns and raises as `_submit`."""
+        info = await unless_broken(link, self._backend.info(link.replica))
+        if info is None or info.model_id == request.model_id:
+            return refusal
+        self._request, self._prefill = await self._called(info.model_id), None
+        now = self._request
+        named = replace(request, model_id=now.model_id, block_ids=now.block_ids, root_id=now.root_id)
+        return await self._submit(link, replace(named, pull_from="", pull_tokens=0, pull_wait_s=0.0))
 
     async def _submit_split(
         self, link: ReplicaConnection, request: GenerateRequest, decision: Decision
@@ -308,11 +324,13 @@ class RayGeneration:
         return error
 
     def _refused_late(self, update: RowUpdate) -> SatchelError | None:
-        """Returns why a row that waited for another node's prefill was refused then, if others may take it."""
-        if update.error is None or self._prefill is None:
+        """Returns why a row that waited for another node's prefill was refused then, if others may take it; or one that
+        waited while its replica was proven."""
+        if update.error is None:
             return None
         error = from_wire(update.error)
-        return error if isinstance(error, Unavailable) else None
+        tried_again = Unavailable if self._prefill is not None else ComputesOtherwise
+        return error if isinstance(error, tried_again) else None
 
     async def _go_on(self, loss: SatchelError) -> None:
         """Submits the row again, with its tokens so far in the prompt. After a lost replica it goes to another one, or

@@ -99,13 +99,14 @@ class ServedModels:
         now = time.monotonic()
         first = []
         for entry in entries:
-            if entry in self._known:
+            known = self._known.get(entry)
+            if known is not None and not known.proving:
                 continue
             asking = self._asking.get(entry)
             if asking is None or now >= asking.again_at:
                 waits_until = now + FIRST_ANSWER_S if asking is None else now
                 asking = self._asking[entry] = _Asking(detached(self._learn(entry)), waits_until)
-            if now < asking.waits_until and not asking.task.done():
+            if known is None and now < asking.waits_until and not asking.task.done():
                 first.append(asking)
         if first:
             waits_until = max(asking.waits_until for asking in first)
@@ -133,14 +134,15 @@ class ServedModels:
                 asking.task.cancel()
 
     async def _learn(self, entry: ServedEntry) -> None:
-        """Asks all of the model's replicas at once, and takes the first description."""
+        """Asks all of the model's replicas at once, and takes the first description, rather of one that is proven."""
         asked = [asyncio.ensure_future(self._ask(name)) for name in entry.replicas]
         try:
             for answer in asyncio.as_completed(asked):
                 info = await answer
                 if info is not None:
                     self._known[entry] = _served(info, entry)
-                    return
+                    if not info.proving:
+                        return
         finally:
             for task in asked:
                 task.cancel()
@@ -168,4 +170,6 @@ def _served(info: ModelInfo, entry: ServedEntry) -> ServedModel:
         marks_are_tokens=entry.model.control_tokens_in_text == "tokens",
         embedding=info.embedding,
         notes=tuple(info.notes),
+        proving=info.proving,
+        proving_since=info.proving_since,
     )

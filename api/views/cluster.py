@@ -200,6 +200,7 @@ def _replica_view(
         "tokens_per_s": None if rate is None else round(rate, 1),
         "decoding": stats.decoding or None,
         "multiplying": stats.multiplying or None,
+        "proving": {"what": stats.proving, "since": int(stats.proving_since)} if stats.proving else None,
         "slots": {"running": stats.slots_running, "kept": stats.slots_kept, "free": stats.slots_free},
         "memory_bytes": stats.memory_bytes,
         "memory_bytes_max": stats.memory_bytes_max,

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...actors.model_files.sentence_modules import SentenceModules, read_sentence_modules
 from ...actors.protocol.messages import PoolingRequest
-from ...cluster.errors import DeadlineExceeded, InvalidRequest
+from ...cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from ..generation.backend import ServedModel, Vectors
 from ..generation.requests import Request
 from ..generation.vectors import EmbeddingRequest, RankingRequest, TokenTexts, embedding_texts, ranking_texts
@@ -150,6 +150,8 @@ class Embedder:
 
 
 def _check_embeds(model: ServedModel) -> None:
+    if model.proving:
+        raise Unavailable(f"how {model.name!r} embeds is still being tried", retry_after_s=5.0)
     if model.embedding.refusal:
         message = f"the model {model.name!r} embeds no texts: {model.embedding.refusal}"
         raise InvalidRequest(message, param="model")

@@ -48,6 +48,7 @@ _MENDS = {
     "refused": "raise that limit, or have clients ask less at once",
     "slower": "answers are right; report it with the model and the device",
     "device": "nothing that it touched was kept; lower memory_bytes_max if it ran out of memory",
+    "unfit": "take another model, or another dtype; answers until then were as mlx-lm's",
     "certificate": "mend the files of endpoint.tls; they are taken within seconds",
 }
 _PINNED = ("ray", "mlx", "mlx-lm", "mlx-vlm")

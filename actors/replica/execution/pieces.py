@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 import mlx.core as mx
+
+T = TypeVar("T")
+
+BESIDE_S = 0.02
+"""How often it is looked whether somebody waits, while work is done on another thread."""
 
 
 class Pieces:
@@ -29,6 +35,16 @@ class Pieces:
         began = time.monotonic()
         self._serve()
         self._served_s += time.monotonic() - began
+
+    def beside(self, work: Callable[[], T]) -> T:
+        """Does long work that may be done on any thread, while others are served. Returns or raises as `work`."""
+        if self is IN_ONE_PIECE:
+            return work()
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(work)
+            while wait([done], timeout=BESIDE_S).not_done:
+                self.pause()
+            return done.result()
 
     def now_s(self) -> float:
         """Returns the time by a clock that stands still while somebody is served."""
