@@ -297,6 +297,7 @@ class Engine:
             self.delivery.end(request_id, "error", why)
         for request_id in self.embed.queue.request_ids:
             self.embed.end(request_id, why)
+        self.delivery.flush()
 
     def step(self) -> bool:
         """Runs one step of the loop. Returns False if there was nothing to do.

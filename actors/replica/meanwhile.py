@@ -27,7 +27,7 @@ from .loading.models import LoadedModel
 logger = logging.getLogger(__name__)
 
 TOKENS = 24
-_PARTS = (9, 14, 1)
+_PARTS = (9, 1, 14)
 """Of a text that the model reads in parts, and as a whole."""
 
 

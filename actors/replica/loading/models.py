@@ -198,6 +198,7 @@ def load(
     plain = _plain(how, running, files, min(context.tokens, context_tokens_max or context.tokens))
     served(plain)
     findings = Findings(trials, Identity(files, _computing(how, running, _ANY_KV)).model_id)
+    progress(f"trying how {source} is computed best", None)
     running = _faster(how, running, findings, pieces)
     fit_masks(running.language, running.model, findings, pieces)
     spec, way, kv_why = _keeping(how, running, context.tokens, files, trials, findings, pieces)
