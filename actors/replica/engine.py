@@ -119,6 +119,8 @@ class Engine:
         self.delivery = delivery = Delivery(
             scheduler, executor, memory, keeping, pictures, self.restores, loaded.eos_token_ids, outbox
         )
+        if follows is not None:
+            delivery.counters = follows.counters
         self.counters = delivery.counters
         self.prefill = PrefillLoop(
             scheduler, executor, memory, keeping, pictures, self.restores, self.pace, delivery, self.room.fit

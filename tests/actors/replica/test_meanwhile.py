@@ -189,6 +189,7 @@ def test_an_engine_takes_the_place_of_another_with_its_callers(folder: Path) -> 
     old.call(lambda: ran.append("by the new one"))
     new.serve()
     assert isinstance(told.refused["late"], ComputesOtherwise) and ran
+    assert new.counters.requests == 3, "of both engines"
     assert told.tokens["third"] == told.tokens["first"] and told.ends["third"].finish == "length"
 
 
@@ -401,7 +402,8 @@ def test_a_first_start_serves_before_its_proof_ends_and_a_later_one_needs_none(
     held.set()
     shell.until(lambda: not shell.is_plain)
     assert shell.engine is not plain and shell.answer("late") == early
-    assert shell.engine.loaded.spec.reusable and shell.engine.prefixes.blocks
+    proven = shell.engine
+    assert proven is not None and proven.loaded.spec.reusable and proven.prefixes.blocks
     assert [plainly for _, plainly in shell.taken] == [True, False]
     monkeypatch.setattr(trial, "_try", lambda *_: pytest.fail("it was tried before"))
     monkeypatch.setattr(meanwhile, "fault", lambda _: pytest.fail("it need not be served plainly"))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.messages import GenerateRequest, PooledTexts, PoolingRequest, Sampling
+from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, PooledTexts, PoolingRequest, Sampling
 from satchel.actors.replica import actor
 from satchel.actors.replica import reports as engine_reports
 from satchel.actors.replica.actor import ReplicaActor
@@ -88,6 +89,30 @@ async def test_a_request_made_for_another_model_id_is_refused(replica: ReplicaAc
     assert await submitted("r", OWN) is None, "and it left nothing behind"
     assert await submitted("s", b"") is None, "nobody has said"
     assert replica._engine.taken == ["r", "s"]  # type: ignore[union-attr]
+
+
+async def test_what_is_not_proven_yet_is_to_be_asked_for_again(replica: ReplicaActor):
+    """Text is served plainly; pictures and vectors are not before they are tried. An engine that takes over after the
+    replica was told to leave takes nothing more."""
+    engine: Engine = replica._engine  # type: ignore[assignment]
+    engine.drain = lambda: engine.taken.append("drained")  # type: ignore[attr-defined]
+    proven = SimpleNamespace(notes=[])
+    picture = MediaSpan(0, [1], b"k", [], 1, 1, [b"rgb"])
+    text = GenerateRequest("r", "c", "m", "", [1], [], bytes(32), Sampling())
+    replica.take_up(proven, engine, None, plainly=True)  # type: ignore[arg-type]
+    assert replica.is_plain
+    with pytest.raises(Unavailable, match="pictures of m are still being tried"):
+        await client(replica).submit(replace(text, media=[picture]))
+    with pytest.raises(Unavailable, match="embeds is still being tried"):
+        await client(replica).pool(PoolingRequest("v", "m", [[1]]))
+    await client(replica).submit(text)
+    replica.take_up(proven, engine, None, plainly=False)  # type: ignore[arg-type]
+    await client(replica).submit(replace(text, request_id="s", media=[picture]))
+    assert await client(replica).pool(PoolingRequest("v", "m", [[1]])) == PooledTexts(1, b"1234")
+    assert engine.taken == ["r", "s", "v"]
+    replica._draining = True
+    replica.take_up(proven, engine, None, plainly=False)  # type: ignore[arg-type]
+    assert engine.taken[-1] == "drained"
 
 
 async def test_a_grammar_is_compiled_before_its_row_is_taken(replica: ReplicaActor):

@@ -20,9 +20,17 @@ from satchel.actors.replica.consumers import _merge
 from satchel.api.ray_backend.dispatch import SENT_MAX, SentPictures
 from satchel.api.ray_backend.rows import RayGeneration
 from satchel.cluster.config import parse_config
-from satchel.cluster.errors import NoReplica, PictureLost, QueueFull, ReplicaLost, SatchelError, SlowReader
+from satchel.cluster.errors import (
+    ComputesOtherwise,
+    NoReplica,
+    PictureLost,
+    QueueFull,
+    ReplicaLost,
+    SatchelError,
+    SlowReader,
+)
 from satchel.cluster.timing import USUAL, Timing
-from tests.worlds.direct import Direct
+from tests.worlds.direct import Direct, model_info
 
 SAMPLING = Sampling(max_tokens=6, min_tokens=3, logprobs=1)
 REQUEST = GenerateRequest("r", "c", "m", "", [1, 2, 3], [], b"r" * 32, SAMPLING, choices=4)
@@ -94,6 +102,8 @@ class FakeBackend:
         self.ids: list[bytes] = []
         """The model ids that are told, and those that replicas have."""
         self.computing: dict[str, bytes] = {}
+        self.proven: dict[str, bytes] = {}
+        """The ids that replicas have got since they told theirs."""
         self.asked: list[list[GenerateRequest]] = []
         self.tasks: set[asyncio.Task[Any]] = set()
         endpoint = {"unread_tokens_max": UNREAD_MAX}
@@ -105,6 +115,9 @@ class FakeBackend:
 
     def model_ids(self, model: str) -> list[bytes]:
         return self.ids
+
+    async def info(self, replica: str) -> Any:
+        return model_info(model_id=self.proven[replica]) if replica in self.proven else None
 
     async def route(self, request: GenerateRequest, exclude: Any, beside: str, others: Any = ()) -> Decision:
         self.beside.append(beside)
@@ -397,3 +410,38 @@ async def test_a_row_that_goes_on_elsewhere_takes_the_names_of_that_place():
     (taken,) = backend.links["b"].taken
     assert taken.prompt == [*PROMPT, 7, 8] and is_called_as(taken, GPU)
     assert row.model_id == GPU
+
+
+async def test_a_replica_that_has_got_another_id_gets_the_row_with_its_names_at_once():
+    """As where it was proven since the router heard of it. Without another id it has refused."""
+    backend, row = unequal(a=[ComputesOtherwise("otherwise")])
+    backend.proven["a"] = GPU
+    await row.start()
+    (taken,) = backend.links["a"].taken
+    assert is_called_as(taken, GPU) and row.model_id == GPU and row.replica == "a" and len(backend.asked) == 1
+    backend, row = unequal(a=[ComputesOtherwise("otherwise")])
+    backend.proven["a"] = CPU
+    await row.start()
+    assert row.replica == "b"
+
+
+async def test_a_row_that_waited_while_its_replica_was_proven_is_asked_for_again():
+    """With what it has said so far; any other error is its end."""
+    backend, row = unequal()
+    await row.start()
+    backend.computing["a"] = GPU
+    backend.links["a"].say(7, 8)
+    backend.links["a"].say(finish="error", error=ComputesOtherwise("otherwise"))
+
+    async def finish() -> None:
+        async with asyncio.timeout(10):
+            while len(backend.links["a"].taken) < 2:
+                await asyncio.sleep(0.005)
+        backend.links["a"].say(9, finish="stop")
+
+    helper = asyncio.create_task(finish())
+    assert await said(row) == [7, 8, 9]
+    await helper
+    taken = backend.links["a"].taken[1]
+    assert taken.prompt == [*PROMPT, 7, 8] and is_called_as(taken, GPU)
+    assert backend.failovers == 0

@@ -57,8 +57,8 @@ class World:
     async def names(self) -> list[str]:
         return [model.name for model in await self.models.models()]
 
-    def load(self, replica: str, name: str, *, context: int = 8) -> None:
-        self.answers[replica] = model_info(name=name, context_tokens=context)
+    def load(self, replica: str, name: str, *, context: int = 8, proving: str = "") -> None:
+        self.answers[replica] = model_info(name=name, context_tokens=context, proving=proving)
 
     def forget_the_reading(self) -> None:
         self.models._read_at = -math.inf
@@ -134,3 +134,32 @@ async def test_without_the_control_store_what_was_read_last_counts(world: World)
     fresh = ServedModels(world.ask, TIMING)
     with pytest.raises(NoReplica):
         await fresh.models()
+
+
+async def test_a_model_that_is_being_proven_is_asked_again_until_it_is(world: World):
+    """Nobody waits for that: what is known serves meanwhile."""
+    world.load("a-0", "a", proving="how it keeps its KV")
+    world.load("b-0", "b")
+    world.load("b-1", "b")
+    assert [model.proving for model in await world.models.models()] == ["how it keeps its KV", ""]
+    asked = world.asked.count("a-0")
+    del world.answers["a-0"]
+    async with asyncio.timeout(5):
+        assert await world.names() == ["a", "b"]
+    world.load("a-0", "a", context=16)
+    async with asyncio.timeout(5):
+        while (await world.models.models())[0].proving:
+            await asyncio.sleep(0.005)
+    assert (await world.models.models())[0].context_tokens == 16 and world.asked.count("a-0") > asked
+    asked = len(world.asked)
+    assert await world.names() == ["a", "b"] and len(world.asked) == asked
+
+
+@pytest.mark.parametrize("first", ["b-0", "b-1"])
+async def test_a_replica_that_is_proven_speaks_for_its_model(world: World, first: str):
+    world.load("a-0", "a")
+    for name in ("b-0", "b-1"):
+        world.load(name, "b", proving="" if name == first else "how it keeps its KV")
+    async with asyncio.timeout(5):
+        while [model.proving for model in await world.models.models()] != ["", ""]:
+            await asyncio.sleep(0.005)

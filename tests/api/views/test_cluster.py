@@ -13,6 +13,7 @@ import pytest
 from satchel.actors.protocol.registry import NodeEntry
 from satchel.actors.protocol.router_messages import NodeReport
 from satchel.api.agents.memory import FOLLOWING_MAX
+from satchel.api.cli.views import _replica_lines
 from satchel.api.client.agent import Agent
 from satchel.api.client.background import BackgroundLoop
 from satchel.api.generation.backend import NodeState, ReplicaStats
@@ -27,7 +28,8 @@ from tests.worlds.remembering import Remembering
 from ..http.routes.test_operations import samples
 
 SLOTS = {"running": 0, "kept": 0, "free": 0}
-MEMORY = {"decoding": None, "multiplying": None, "slots": SLOTS, "memory_bytes": 0, "memory_bytes_max": 0}
+PLAIN = {"decoding": None, "multiplying": None, "proving": None}
+MEMORY = {**PLAIN, "slots": SLOTS, "memory_bytes": 0, "memory_bytes_max": 0}
 
 TWO = [
     NodeState(
@@ -79,6 +81,15 @@ def error(response: httpx.Response) -> tuple[int, str, str | None]:
     (body,) = response.json().values()
     assert set(body) == {"message", "type", "param", "code"} and body["message"]
     return response.status_code, body["code"], body["param"]
+
+
+async def test_a_replica_says_what_of_its_model_is_still_being_proven(endpoint, backend):
+    backend.replicas[0] = replace(backend.replicas[0], proving="trying m", proving_since=1_700_000_000.5)
+    first, second = (await look(endpoint))["replicas"]
+    assert first["proving"] == {"what": "trying m", "since": 1_700_000_000} and second["proving"] is None
+    (line,) = (line for line in _replica_lines(first) if "plainly" in line)
+    assert line.startswith("is served plainly since ") and line.endswith("while it is proven: trying m")
+    assert not any("plainly" in line for line in _replica_lines(second))
 
 
 async def test_nodes_and_replicas_are_shown_with_what_is_known_and_null_for_what_is_not(endpoint):

@@ -166,6 +166,14 @@ async def test_what_changes_nothing_is_taken(post, backend: FakeBackend):
     assert backend.pooled[-1].priority == 2 and backend.pooled[-1].deadline_s < 5.1
 
 
+async def test_a_model_whose_embedding_is_still_tried_is_to_be_asked_again(post, backend: FakeBackend):
+    """It may embed: nobody knows yet."""
+    tried = EmbeddingInfo(refusal="its hidden states were not looked for")
+    backend.served[1] = replace(backend.served[1], embedding=tried, proving="how it is computed")
+    error = (await post(status=503, input="a", model="other"))["error"]
+    assert error["code"] == "unavailable" and "still being tried" in error["message"] and not backend.pooled
+
+
 async def test_a_model_that_embeds_nothing_says_why(post, backend: FakeBackend):
     backend.served[1] = replace(backend.served[1], embedding=EmbeddingInfo(refusal="its head is odd"))
     error = (await post(status=400, input="a", model="other"))["error"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,6 +19,17 @@ async def test_models_are_listed_the_default_first(api, backend):
     one = await api.client.get("/v1/models/satchel/tiny")
     assert one.json() == body["data"][0]
     assert (await api.client.get("/v1/models/satchel%2Ftiny")).json() == body["data"][0]
+
+
+async def test_a_model_says_what_of_it_is_still_being_proven(api, backend):
+    first, *others = backend.served
+    backend.served = [replace(first, proving="how it keeps its KV", proving_since=1_700_000_000.5), *others]
+    models = (await api.client.get("/v1/models")).json()["data"]
+    assert models[0]["proving"] == {"what": "how it keeps its KV", "since": 1_700_000_000}
+    assert models[1]["proving"] is None
+    backend.replicas = [ReplicaStats("r0", "m", True, proving="how"), ReplicaStats("r1", "m", True)]
+    found = samples((await api.client.get("/metrics")).text)
+    assert [found["satchel_replica_proving", (("replica", name),)] for name in ("r0", "r1")] == [1, 0]
 
 
 async def test_health_is_200_only_when_every_served_model_answers(api, backend):
