@@ -208,7 +208,8 @@ def differing(infos: Mapping[str, ModelInfo]) -> list[str]:
                 f"{', '.join(names)} differ{'s' if len(names) == 1 else ''}"
             )
         names = _differences(info.computing, first.computing)
-        if names:
+        # Until it is proven a model computes otherwise everywhere.
+        if names and not (info.proving or first.proving):
             how = "; ".join(f"{name}: {info.computing.get(name)}, {first.computing.get(name)}" for name in names)
             sentences.append(
                 f"{info.replica} on {info.node} computes differently from {first.replica} on {first.node} "

@@ -284,7 +284,7 @@ class Engine:
         """Serves whoever waits, until no row is computed any more. Returns at once if nobody waits, and after a row if
         others wait: then the caller does a piece of its own."""
         while not self._stopped.is_set() and (self.delivery.rows or self.embed.queue or not self._inbox.empty):
-            if not self.step():
+            if not self.step() and self.delivery.rows:
                 self.wait()
             if not self.scheduler.running:
                 return

@@ -35,7 +35,7 @@ class Meanwhile:
     """Used on the engine's thread.
 
     Args:
-        after_s: how long the model is not served at all.
+        after_s: how long a model that could be served plainly is not served at all.
         begin: makes the engine of a model that is served plainly from now on.
         ends: ends the process, as its engine has failed.
 
@@ -47,17 +47,19 @@ class Meanwhile:
     def __init__(self, after_s: float, begin: Callable[[LoadedModel], Engine], ends: Callable[[], object]) -> None:
         self.pieces = Pieces(self._serve)
         self.engine: Engine | None = None
-        self._begins, self._begin, self._ends = time.monotonic() + after_s, begin, ends
+        self._after_s, self._begin, self._ends = after_s, begin, ends
         self._plain: LoadedModel | None = None
+        self._offered = 0.0
 
     def offer(self, plain: LoadedModel) -> None:
         """Lets a model be served plainly."""
-        self._plain = plain
+        self._plain, self._offered = plain, time.monotonic()
 
     def _serve(self) -> None:
         """Serves whoever waits. Never raises: what was interrupted would take it for a fault of the model."""
-        if self.engine is None and self._plain is not None and time.monotonic() >= self._begins:
-            plain, self._plain = self._plain, None
+        plain = self._plain
+        if plain is not None and time.monotonic() >= self._offered + self._after_s:
+            self._plain = None
             self._start(plain)
         if self.engine is None:
             return

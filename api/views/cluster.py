@@ -209,7 +209,10 @@ def _replica_view(
 
 def _differing(stats: ReplicaStats, every: Iterable[ReplicaStats]) -> dict[str, str]:
     """Returns the replica's computation settings that differ among the replicas of its model."""
-    others = [each.computing for each in every if each.model == stats.model and each.model_id]
+    # Until it is proven a model computes otherwise everywhere.
+    others = [each.computing for each in every if each.model == stats.model and each.model_id and not each.proving]
+    if stats.proving:
+        return {}
     return {name: value for name, value in stats.computing.items() if any(other.get(name) != value for other in others)}
 
 

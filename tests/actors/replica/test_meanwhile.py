@@ -153,6 +153,18 @@ def test_what_others_log_meanwhile_is_no_fault_of_the_model(folder: Path) -> Non
     assert scene.failure == "" and scene.noted
 
 
+def test_commands_of_others_do_not_keep_a_proof_waiting(folder: Path) -> None:
+    """Reports, the memory and the watchdog ask an engine all the time: an idle one answers and goes on."""
+    told = Told()
+    engine = engine_of(plain_of(folder), told)
+    ran: list[int] = []
+    waited: list[float] = []
+    engine.wait = lambda: waited.append(1)  # type: ignore[method-assign]
+    engine.call(lambda: ran.append(1))
+    engine.serve()
+    assert ran and not waited
+
+
 def test_long_work_beside_lets_others_be_served() -> None:
     done, pauses = threading.Event(), list[int]()
 
@@ -355,8 +367,8 @@ def start(folder: Path, home: Home) -> Iterator[Callable[..., Shell]]:
     """Starts a replica of the model in this process."""
     begun: list[tuple[Shell, threading.Thread]] = []
 
-    def begin(plain_after_s: float = 0.0) -> Shell:
-        shell, model = Shell(), Model(name="m", source=str(folder), kv="fp16", plain_after_s=plain_after_s)
+    def begin(plain_after_s: float = 0.0, **how: Any) -> Shell:
+        shell, model = Shell(), Model(name="m", source=str(folder), kv="fp16", plain_after_s=plain_after_s, **how)
         replica = Serving("m-0", model, Scheduling(), Node(name="local"), USUAL, shell)  # type: ignore[arg-type]
         begun.append((shell, threading.Thread(target=replica.run, daemon=True)))
         begun[-1][1].start()
@@ -427,3 +439,10 @@ def test_a_model_that_turns_out_wrong_is_refused_from_then_on(
     assert isinstance(shell.told.refused["late"], ModelLoadError)
     (noted,) = incidents(home, 0.0)
     assert noted.kind == "unfit" and "another model" in noted.text
+
+
+def test_a_model_that_promises_bits_says_the_same_at_every_start(start: Callable[..., Shell]) -> None:
+    """So it is not served before it is proven."""
+    shell = start(numerics="reproducible")
+    shell.until(lambda: shell.engine is not None)
+    assert [plainly for _, plainly in shell.taken] == [False]

@@ -177,6 +177,8 @@ def info(replica: str, files: dict[str, str] | None = None, **computing: str) ->
 def test_replicas_that_compute_differently_are_named_with_what_differs():
     assert differing({}) == []
     assert differing({"a": info("a"), "b": info("b")}) == []
+    proving = replace(info("b", device="metal"), proving="trying it")
+    assert differing({"a": info("a"), "b": proving}) == [], "it computes otherwise until it is proven"
     (said,) = differing({"a": info("a"), "b": info("b", device="metal", dtype="bfloat16, own"), "c": info("c")})
     assert said == (
         "b on node of b computes differently from a on node of a (device: metal, cpu; dtype: bfloat16, own, float32): "
