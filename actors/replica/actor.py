@@ -465,43 +465,18 @@ class ReplicaActor:
             logger.exception("the replica's libraries cannot be loaded")
             self._loading.error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
-        Serving(self._name, self._model, self._scheduling, self._of_node, self._timing, self).run()
+        Serving(self._name, self._model, self._scheduling, self._of_node, self._timing, _Shell(self)).run()
 
-    def take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plainly: bool) -> None:
-        """Has an engine serve the model from now on, in place of the one that does; `plainly` until it is proven."""
+    def _take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plainly: bool) -> None:
         if self._draining:
             engine.drain()
         self._proven, self._plain_since = proven, time.time() if plainly else 0.0
         self._disk, self._engine = disk, engine
 
-    def refuse(self, error: SatchelError) -> None:
-        """Notes that the model cannot be served."""
-        self._loading.error, self._plain_since = error, 0.0
-
-    @property
-    def engine(self) -> Engine | None:
-        """Serves the model now."""
-        return self._engine
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is served plainly, as it is not proven yet."""
-        return bool(self._plain_since)
-
-    @property
-    def watchdog(self) -> Watchdog:
-        return self._watchdog
-
-    def coming(self) -> list[str]:
-        """Returns the rows that the engine does not know yet."""
-        return list(self._looking)
-
-    def note_progress(self, what: str, fraction: float | None) -> None:
-        """Notes what of loading or proving is done now."""
+    def _note_progress(self, what: str, fraction: float | None) -> None:
         self._loading.what, self._loading.fraction = what, fraction
 
-    def send(self, updates: dict[str, list[RowUpdate]]) -> None:
-        """Delivers what rows have got."""
+    def _send(self, updates: dict[str, list[RowUpdate]]) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._deliver, updates)
 
@@ -518,7 +493,7 @@ class ReplicaActor:
         if wait_s:
             reason = f"waiting for {wait_s:g} s, after it has ended {ended} times soon after its start"
             logger.warning("%s: %s", self._name, reason)
-            self.note_progress(reason, None)
+            self._note_progress(reason, None)
             time.sleep(wait_s)
 
     # The thread that checks whether the replica is still wanted.
@@ -539,3 +514,37 @@ class ReplicaActor:
             ray.kill(actor_handle(replica_actor_name(self._name)), no_restart=True)
         except (RayError, ValueError):
             os._exit(0)
+
+
+class _Shell:
+    """The actor as what serves the model sees it (`Shell`): Ray calls none of these."""
+
+    def __init__(self, actor: ReplicaActor) -> None:
+        self._actor = actor
+
+    @property
+    def engine(self) -> Engine | None:
+        return self._actor._engine
+
+    @property
+    def is_plain(self) -> bool:
+        return bool(self._actor._plain_since)
+
+    @property
+    def watchdog(self) -> Watchdog:
+        return self._actor._watchdog
+
+    def take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plainly: bool) -> None:
+        self._actor._take_up(proven, engine, disk, plainly=plainly)
+
+    def refuse(self, error: SatchelError) -> None:
+        self._actor._loading.error, self._actor._plain_since = error, 0.0
+
+    def coming(self) -> list[str]:
+        return list(self._actor._looking)
+
+    def note_progress(self, what: str, fraction: float | None) -> None:
+        self._actor._note_progress(what, fraction)
+
+    def send(self, updates: dict[str, list[RowUpdate]]) -> None:
+        self._actor._send(updates)

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ...cluster.config import Model, Scheduling
 from ...cluster.environment import default_home
@@ -16,9 +16,10 @@ from ...cluster.incidents import note_incident, note_incident_aside
 from ...cluster.nodes import Node
 from ...cluster.timing import Timing
 from ..protocol import registry
+from ..protocol.messages import RowUpdate
 from ..protocol.store_client import StoreClient
 from ..supervision.stall import limit_s
-from ..supervision.watchdog import ENGINE
+from ..supervision.watchdog import ENGINE, Watchdog
 from .engine import Engine
 from .kv.device import on_cuda, on_gpu
 from .kv.device_errors import DeviceFailed
@@ -31,9 +32,6 @@ from .reports import EngineReports
 from .tiers.disk_tier import DiskTier
 from .trial import Proven, prove
 
-if TYPE_CHECKING:
-    from .actor import ReplicaActor
-
 logger = logging.getLogger(__name__)
 
 COMPILES_TIMES = 4.0
@@ -43,19 +41,51 @@ SERVED_S = 30.0
 """A replica that ends sooner after its model was loaded has ended at once, and the next one waits."""
 
 
+class Shell(Protocol):
+    """What callers of a replica see of what serves its model."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """Serves the model now."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is served plainly, as it is not proven yet."""
+        ...
+
+    @property
+    def watchdog(self) -> Watchdog: ...
+
+    def take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plainly: bool) -> None:
+        """Has an engine serve the model from now on, in place of the one that does; `plainly` until it is proven."""
+
+    def refuse(self, error: SatchelError) -> None:
+        """Notes that the model cannot be served."""
+
+    def coming(self) -> list[str]:
+        """Returns the rows that the engine does not know yet."""
+        ...
+
+    def note_progress(self, what: str, fraction: float | None) -> None:
+        """Notes what of loading or proving is done now."""
+
+    def send(self, updates: dict[str, list[RowUpdate]]) -> None:
+        """Delivers what rows have got."""
+
+
 class Serving:
     """Used on the engine's thread, but for what it starts.
 
     Args:
         name: the replica's id.
-        actor: what callers see.
+        shell: what callers see.
     """
 
     def __init__(
-        self, name: str, model: Model, scheduling: Scheduling, node: Node, timing: Timing, actor: ReplicaActor
+        self, name: str, model: Model, scheduling: Scheduling, node: Node, timing: Timing, shell: Shell
     ) -> None:
         self._name, self._model, self._scheduling = name, model, scheduling
-        self._node, self._timing, self._actor = node, timing, actor
+        self._node, self._timing, self._shell = node, timing, shell
         self._reports: EngineReports | None = None
 
     def run(self) -> None:
@@ -86,7 +116,7 @@ class Serving:
 
     def _prove(self, claim: Callable[[int], None], meanwhile: Meanwhile) -> Proven:
         """Loads the model and tries it. Raises `SatchelError`."""
-        model, home, progress = self._model, default_home(), self._actor.note_progress
+        model, home, progress = self._model, default_home(), self._shell.note_progress
         loaded = models.load(
             model.source,
             dtype=model.dtype,
@@ -124,7 +154,7 @@ class Serving:
         plainly: bool = True,
     ) -> Engine:
         """Has an engine serve a model, in place of the one that does. No row is being computed."""
-        loaded, before, disk = proven.loaded, self._actor.engine, None
+        loaded, before, disk = proven.loaded, self._shell.engine, None
         if loaded.spec.reusable:
             store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
             disk = DiskTier(loaded.spec, loaded.model_id, store, most, self._timing)
@@ -132,7 +162,7 @@ class Serving:
             loaded,
             replace(proven.scheduling(self._scheduling), kv_bytes_max=memory.rows_bytes_max()),
             memory_bytes,
-            self._actor.send,
+            self._shell.send,
             disk,
             self._timing,
             further,
@@ -140,7 +170,7 @@ class Serving:
             before,
             trust_remote_code=self._model.trust_remote_code,
         )
-        self._actor.take_up(proven, engine, disk, plainly=plainly)
+        self._shell.take_up(proven, engine, disk, plainly=plainly)
         if before is None or self._reports is None:
             self._watch(engine, disk, memory)
         else:
@@ -150,11 +180,11 @@ class Serving:
 
     def _watch(self, engine: Engine, disk: DiskTier | None, memory: ReplicaMemory) -> None:
         """Begins to tell the engine its memory, the router its load, and the watchdog whether it moves."""
-        actor, watchdog = self._actor, self._actor.watchdog
+        shell, watchdog = self._shell, self._shell.watchdog
         floor_s = self._scheduling.stuck_s * (COMPILES_TIMES if on_gpu() else 1.0)
 
         def serving() -> Engine:
-            return actor.engine or engine
+            return shell.engine or engine
 
         def is_slow() -> bool:
             return watchdog.is_slow(ENGINE)
@@ -163,11 +193,11 @@ class Serving:
 
         def most_s() -> float:
             # A piece of what is proven may take longer than a step: an encoder's look at a picture, on a CPU.
-            return limit_s(floor_s, None if actor.is_plain else serving().pace.usual_s)
+            return limit_s(floor_s, None if shell.is_plain else serving().pace.usual_s)
 
         watchdog.watch(ENGINE, lambda do: serving().call(do), most_s)
         names = self._name, self._model.name, self._node.name
-        self._reports = EngineReports(*names, engine, disk, self._timing, is_slow, actor.coming)
+        self._reports = EngineReports(*names, engine, disk, self._timing, is_slow, shell.coming)
         threading.Thread(target=self._reports.reporter.run, name="reporter", daemon=True).start()
         served = threading.Timer(SERVED_S, self._note_served)
         served.daemon = True
@@ -189,8 +219,8 @@ class Serving:
 
     def _refuse(self, error: SatchelError) -> None:
         """Serves the model not at all, or no more: it cannot be loaded, or what it says is wrong."""
-        self._actor.refuse(error)
-        if (engine := self._actor.engine) is None:
+        self._shell.refuse(error)
+        if (engine := self._shell.engine) is None:
             return
         # It was served plainly until now.
         note_incident(default_home(), "unfit", f"{self._model.name} is not served any more: {error.message}")

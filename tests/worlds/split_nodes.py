@@ -144,7 +144,7 @@ class SplitNodes:
         disk = CountedDisk(self.loaded.spec, self.loaded.model_id, client, timing=self._timing)
         self.disks[name] = actor._disk = disk
         settings = Scheduling(rows_max=4, prefill_chunk_tokens=CHUNK_TOKENS)
-        actor._engine = self.engines[name] = Engine(self.loaded, settings, 2**32, actor.send, disk)
+        actor._engine = self.engines[name] = Engine(self.loaded, settings, 2**32, actor._send, disk)
         self.processes[name] = Process(actor)
 
     async def _step(self) -> None:
