@@ -19,6 +19,7 @@ from PIL import Image
 from ...model_files.processors import PictureProcessor
 from .agreement import MODEL_ERRORS, agree
 from .findings import Findings
+from .pieces import IN_ONE_PIECE, Pieces
 
 SIDE = 224
 """Pixels of the pictures with which a model is tried."""
@@ -47,18 +48,21 @@ def runs_of(tokens: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def find_both_ways(model: Any, processor: PictureProcessor, language: Any, findings: Findings) -> BothWays:
+def find_both_ways(
+    model: Any, processor: PictureProcessor, language: Any, findings: Findings, pieces: Pieces = IN_ONE_PIECE
+) -> BothWays:
     """Looks for tokens whose logits change with a later token's embedding, or takes what an earlier load found.
 
     Args:
         model: as mlx-vlm loads it.
         language: makes the language part's caches.
         findings: where it is kept.
+        pieces: the search ends one after each call of the language part.
     """
     with suppress(ValueError):
         return BothWays(findings.read(_WHAT, _VERSION))
     try:
-        found = _find(model, processor, language)
+        found = _find(model, processor, language, pieces)
     except MODEL_ERRORS:
         # It may want something that only its own loop gives it. Not kept: memory may have been short.
         return BothWays.NONE
@@ -66,14 +70,14 @@ def find_both_ways(model: Any, processor: PictureProcessor, language: Any, findi
     return found
 
 
-def _find(model: Any, processor: PictureProcessor, language: Any) -> BothWays:
-    text = _Prompt(model, language, [*_BEHIND], [*_BEHIND], {})
+def _find(model: Any, processor: PictureProcessor, language: Any, pieces: Pieces) -> BothWays:
+    text = _Prompt(model, language, [*_BEHIND], [*_BEHIND], {}, pieces)
     if text.sees(0, len(_BEHIND) - 1):
         return BothWays.TEXTS
     made = processor.read(processor.placeholder, [Image.new("RGB", (SIDE, SIDE))])
     own = np.array(made.pop("input_ids")).reshape(-1).tolist()
     given = {name: _as_long(value, len(own)) for name, value in made.items() if name != "attention_mask"}
-    prompt = _Prompt(model, language, [*own, *_BEHIND], [*processor.marked(own), *_BEHIND], given)
+    prompt = _Prompt(model, language, [*own, *_BEHIND], [*processor.marked(own), *_BEHIND], given, pieces)
     first, stop = runs_of(own, [processor.token])[0]
     others = [(0, len(own) + len(_BEHIND) - 1), (stop - 1, stop), (max(0, first - 1), stop - 1)]
     if any(prompt.sees(place, later) for place, later in others[: 3 if first else 2]):
@@ -89,9 +93,15 @@ class _Prompt:
     """
 
     def __init__(
-        self, model: Any, language: Any, tokens: Sequence[int], marked: Sequence[int], given: dict[str, Any]
+        self,
+        model: Any,
+        language: Any,
+        tokens: Sequence[int],
+        marked: Sequence[int],
+        given: dict[str, Any],
+        pieces: Pieces,
     ) -> None:
-        self._model, self._language = model, language
+        self._model, self._language, self._pieces = model, language, pieces
         self._ids, ids = mx.array([[*tokens]]), mx.array([[*marked]])
         pixels, mask = given.pop("pixel_values", None), mx.ones(ids.shape, mx.int32)
         features = model.get_input_embeddings(ids, pixels, mask=mask, **given).to_dict()
@@ -104,7 +114,10 @@ class _Prompt:
     def _logits(self, embeds: mx.array) -> mx.array:
         # A new array: some models scale what they are given in place.
         given = {**self._given, "inputs_embeds": embeds + 0, "cache": self._language.make_cache()}
-        return self._model.language_model(self._ids, **given).logits[0]
+        logits: mx.array = self._model.language_model(self._ids, **given).logits[0]
+        mx.eval(logits)
+        self._pieces.pause()
+        return logits
 
     def sees(self, place: int, later: int) -> bool:
         """Whether the logits of the token at a place depend on the embedding of a later one."""

@@ -32,6 +32,7 @@ from .agreement import MODEL_ERRORS
 from .both_ways import SIDE, BothWays, find_both_ways, runs_of
 from .findings import Findings
 from .levels import has_dense_levels, levels_of, spread_levels
+from .pieces import Pieces
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,8 @@ class LanguagePart:
     model was loaded is empty at each call."""
 
     def __init__(self, model: Any) -> None:
-        self._language = model.language_model
+        self.root = self._language = model.language_model
+        """The module that has all of the language part's."""
         self._axes, self._axes_last = _axes_of(self._language), _has_axes_last(self._language)
         self._empty = [name for name, value in vars(self._language).items() if value is None]
 
@@ -218,11 +220,6 @@ class LanguagePart:
             return {}
         places = mx.broadcast_to(mx.array(start).reshape(-1, 1) + mx.arange(tokens.shape[1]), tokens.shape)
         return {"position_ids": mx.stack([places] * self._axes, axis=-1 if self._axes_last else 0)}
-
-    @property
-    def root(self) -> Any:
-        """The module that has all of the language part's."""
-        return self._language
 
     def named_modules(self) -> list[tuple[str, Any]]:
         """Returns the language part's modules."""
@@ -263,7 +260,7 @@ class Vision:
     Args:
         model: as mlx-vlm loads it.
         together: whether small pictures may be encoded together.
-        findings: where it is kept what was found of the model.
+        findings, pieces: as for `find_both_ways`.
 
     Attributes:
         together_tokens: how many tokens those may have; 0 on a CPU, which gains only 3% from it.
@@ -275,7 +272,9 @@ class Vision:
         NotLeftToRightError: no prompts can.
     """
 
-    def __init__(self, model: Any, processor: PictureProcessor, *, together: bool, findings: Findings) -> None:
+    def __init__(
+        self, model: Any, processor: PictureProcessor, *, together: bool, findings: Findings, pieces: Pieces
+    ) -> None:
         # What encoding notes for the language part's next call must not reach it: that may be of another row.
         self._model = copy.copy(model)
         if not isinstance(getattr(type(model), "language_model", None), property):
@@ -288,7 +287,7 @@ class Vision:
         self._tried: set[bool] = set()
         # The next turn of a conversation has its pictures at the same places.
         self._placed = lru_cache(PLACES_KEPT)(self._place)
-        ahead = find_both_ways(self._model, processor, LanguagePart(self._model), findings)
+        ahead = find_both_ways(self._model, processor, LanguagePart(self._model), findings, pieces)
         if ahead is BothWays.TEXTS:
             raise NotLeftToRightError("all tokens of its prompts attend to each other, here only to earlier ones")
         if ahead is BothWays.PROMPTS:

@@ -203,15 +203,6 @@ def load(
     fit_masks(running.language, running.model, findings, pieces)
     spec, way, kv_why = _keeping(how, running, context.tokens, files, trials, findings, pieces)
     identity = Identity(files=files, computing=_computing(how, running, _format(spec)))
-    seen = None
-    if running.seeing:
-        seen, blind = _vision(how, running.whole, spec, Findings(trials, identity.model_id))
-        pieces.pause()
-    if blind:
-        logger.warning("%s is served for text alone: %s", source, blind)
-    check_unchanged(digested, paths)
-    if seen is not None and seen.both_ways:
-        identity = replace(identity, computing={**identity.computing, "attention": "both ways in pictures"})
     loaded = replace(
         plain,
         identity=identity,
@@ -220,10 +211,14 @@ def load(
         pool=new_pool(spec, kernels=way.reads is Reads.KERNEL),
         way=way,
         apart=not all(map(joins, make_prompt_cache(running.model))),
-        vision=seen,
         blind=blind,
         hidden=_hidden(running, findings, pieces),
     )
+    if running.seeing:
+        loaded = _with_vision(how, running, loaded, Findings(trials, identity.model_id), pieces)
+    if loaded.blind:
+        logger.warning("%s is served for text alone: %s", source, loaded.blind)
+    check_unchanged(digested, paths)
     if on_cuda() if warm is None else warm:
         progress(f"warming up {source}", None)
         meet_usual(loaded)
@@ -469,12 +464,23 @@ def _format(spec: ModelCacheSpec) -> str:
     return spec.policy.format if spec.policy else f"{FULL_PRECISION}.1"
 
 
-def _vision(how: _How, model: Any, spec: ModelCacheSpec, findings: Findings) -> tuple[Vision | None, str]:
+def _with_vision(how: _How, running: _Running, loaded: LoadedModel, findings: Findings, pieces: Pieces) -> LoadedModel:
+    """Returns a model with its encoder of pictures, if it has one."""
+    seen, blind = _vision(how, running.whole, loaded.spec, findings, pieces)
+    identity = loaded.identity
+    if seen is not None and seen.both_ways:
+        identity = replace(identity, computing={**identity.computing, "attention": "both ways in pictures"})
+    return replace(loaded, identity=identity, vision=seen, blind=blind)
+
+
+def _vision(
+    how: _How, model: Any, spec: ModelCacheSpec, findings: Findings, pieces: Pieces
+) -> tuple[Vision | None, str]:
     """Returns a model's encoder of pictures, or why there is none."""
     source, folder = how.source, how.folder
     try:
         processor = PictureProcessor.load(folder, trusted=how.trusted)
-        seen = Vision(model, processor, together=how.numerics == "fast", findings=findings)
+        seen = Vision(model, processor, together=how.numerics == "fast", findings=findings, pieces=pieces)
         return _seen_with(seen, spec)
     except NotLeftToRightError as error:
         raise ModelLoadError(f"{source} cannot be served: {error}") from error
