@@ -68,14 +68,20 @@ def join(module: nn.Module, model: Any, findings: Findings = NOWHERE) -> int:
     try:
         reason = "" if _is_the_same(module, model, groups, before) else "the model computes something else"
     except MODEL_ERRORS as error:
-        reason = f"the model needs its layers: {first_sentence(error)}"
+        _put_back(module, groups, f"the model needs its layers: {first_sentence(error)}")
+        # Not kept: memory may have been short.
+        return 0
     if reason:
-        for names in groups:
-            _replace(module, names, _separate)
-        logger.warning("products are not joined: %s", reason)
+        _put_back(module, groups, reason)
         groups = []
     findings.note(_WHAT, _VERSION, groups)
     return len(groups)
+
+
+def _put_back(module: nn.Module, groups: list[list[str]], reason: str) -> None:
+    for names in groups:
+        _replace(module, names, _separate)
+    logger.warning("products are not joined: %s", reason)
 
 
 def _known(found: Any, module: nn.Module) -> list[list[str]] | None:

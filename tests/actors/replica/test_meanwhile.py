@@ -31,6 +31,7 @@ from satchel.cluster.errors import ComputesOtherwise, ModelLoadError, SatchelErr
 from satchel.cluster.incidents import incidents
 from satchel.cluster.nodes import Node
 from satchel.cluster.timing import USUAL
+from tests.worlds import vision_families
 from tests.worlds.families import write_model
 
 PROMPT = [7, 3, 19, 4, 23, 5, 40, 2] * 40
@@ -81,8 +82,14 @@ def engine_of(loaded: LoadedModel, told: Told, follows: Engine | None = None, ro
     return Engine(loaded, Scheduling(rows_max=rows_max), 2**32, told.take, follows=follows)
 
 
-def test_rows_between_all_pieces_of_a_proof_are_right_and_do_not_disturb_it(folder: Path, tmp_path: Path) -> None:
-    """A row comes at every tenth pause. Each is what the proven model says; what is found is what is found alone."""
+@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
+def test_rows_between_all_pieces_of_a_proof_are_right_and_do_not_disturb_it(
+    family: str, folder: Path, tmp_path: Path
+) -> None:
+    """A row comes at every tenth pause. Each is what the proven model says; what is found is what is found alone. The
+    rows of a model that sees are of text, while its pictures are tried."""
+    if family != "llama":
+        folder = vision_families.write_model(tmp_path / family, family)
     model = Model(name="m", source=str(folder), kv="fp16")
     alone = prove(load(folder, IN_ONE_PIECE), model, lambda *_: None)
     told, count, engines = Told(), 0, list[Engine]()
@@ -105,6 +112,7 @@ def test_rows_between_all_pieces_of_a_proof_are_right_and_do_not_disturb_it(fold
     proven = prove(load(folder, between.pieces, served=between.offer), model, lambda *_: None, pieces=between.pieces)
     assert len(told.ends) > 10 and not told.refused
     assert (proven.notes, proven.together) == (alone.notes, alone.together)
+    assert (proven.loaded.vision is not None) == (alone.loaded.vision is not None) == (family != "llama")
     assert (proven.loaded.way, proven.loaded.model_id) == (alone.loaded.way, alone.loaded.model_id)
     final = Told()
     engine = engine_of(proven.loaded, final, rows_max=8)
