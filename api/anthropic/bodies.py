@@ -81,7 +81,10 @@ def read_tool_choice(given: ToolChoiceBody | None, tools: ToolSet) -> ToolUse:
     """
     if given is None:
         return ToolUse()
+    # An answer that must call a tool has one call unless it may have several.
     parallel = not given.disable_parallel_tool_use
+    if given.type in ("any", "tool"):
+        parallel = given.disable_parallel_tool_use is False
     if given.type != "tool":
         return ToolUse(given.type != "none", given.type == "any", parallel=parallel)
     if given.name is None:
