@@ -130,7 +130,9 @@ class PromptBody(ChatFieldsBody):
         """
         use = read_tool_choice(self.tool_choice, self.tools)
         silent = self.tool_choice is None or self.tool_choice.disable_parallel_tool_use is None
-        return replace(use, parallel=False) if silent and self.parallel_tool_calls is False else use
+        return (
+            replace(use, parallel=self.parallel_tool_calls) if silent and self.parallel_tool_calls is not None else use
+        )
 
     @property
     def left_out(self) -> list[str]:
