@@ -127,6 +127,8 @@ class Model:
     control_tokens_in_text: Literal["text", "tokens"] = "text"
     """Whether a control token's text in what a caller says (`<|im_end|>`, a picture's mark, `<tool_call>`) is text to
     the model too, or the token itself. With `tokens` whoever writes a file that an agent reads can end its message."""
+    schema_in_prompt: Literal["auto", "never"] = "auto"
+    """Whether the newest message tells the model the JSON schema that binds its answer, unless the prompt has it."""
     trust_remote_code: bool = False
     """Whether Python code in the model's folder may run, in its replicas and in the endpoint. A Hub id must name the
     reviewed commit: `owner/name@` and 40 hexadecimal digits."""

@@ -48,6 +48,7 @@ from ...cluster.errors import (
 from ...cluster.timing import USUAL, Timing
 from ..generation.history import History, Message
 from ..generation.remembered import FORGOTTEN, FULL, NO_ROOM, OVER_QUOTA, UNANSWERED, Remembered
+from ..generation.sent import kept_of
 from ..text.continuation import Continuation, IndexedLine, Match, StoredBranch, index_line
 from ..text.model import TextModel
 from .store import Store
@@ -371,7 +372,7 @@ class Turn:
             transcript = json.dumps(kept.messages, ensure_ascii=False, separators=(",", ":")).encode()
             tokens = array("I", kept.tokens)
             line = index_line(StoredBranch(kept.text, self._text.plain(tokens)), self._text)
-            return self._base(kept), tokens.tobytes(), transcript, line, History(kept.messages)
+            return self._base(kept), tokens.tobytes(), transcript, line, History(kept.messages, kept_of(kept.messages))
 
         base, token_ids, transcript, line, history = await asyncio.to_thread(pack)
         turns = 1 if base is None else base[2] + 1
@@ -440,10 +441,9 @@ class Turn:
 def _known_line(head: Head, content: Content, text: TextModel) -> KnownLine:
     tokens = array("I")
     tokens.frombytes(content.tokens)
-    line, history = (
-        index_line(StoredBranch(content.text, text.plain(tokens)), text),
-        History(json.loads(content.messages)),
-    )
+    messages = json.loads(content.messages)
+    line = index_line(StoredBranch(content.text, text.plain(tokens)), text)
+    history = History(messages, kept_of(messages))
     return KnownLine(head.branch, head.epoch, head.turns, line, history, media_tokens_in(tokens))
 
 

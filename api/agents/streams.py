@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from ...cluster.errors import InvalidRequest
 from ..generation.backend import Generation
+from ..generation.conversation import with_arguments
 from ..generation.history import Message
 from ..generation.remembered import Remembered
 from ..generation.requests import Chat
@@ -37,6 +39,8 @@ class TurnKeeper:
         spelled = await asyncio.to_thread(spell, text, list(text.plain(chat.prompt[-_CONTEXT_TOKENS:])), tokens)
         if chat.prefill and isinstance(content := message["content"], str):
             message["content"] = chat.prefill + content
+        if written := await asyncio.to_thread(written_otherwise, text, spelled, message):
+            message["written"] = written
         said = [*chat.messages, message]
         kept = CommittedTurn([*chat.prompt, *tokens], chat.text + spelled, said, chat.continuation, generation.model_id)
         await self._turn.commit(kept)
@@ -44,6 +48,25 @@ class TurnKeeper:
 
     def leave(self) -> None:
         self._turn.leave()
+
+
+def written_otherwise(text: TextModel, spelled: str, message: Message) -> str:
+    """Returns an answer with calls as the model wrote it, without its thought; "" if its template writes it so."""
+    if not message.get("tool_calls") or text.is_harmony:
+        return ""
+    for token in text.end_tokens:
+        spelled = spelled.partition(text.decode([token]))[0]
+    if text.has_thinking:
+        spelled = spelled.rpartition(text.think_end)[2].lstrip("\n")
+    asked: Message = {"role": "user", "content": "?"}
+    plain: Message = {"role": "assistant", "content": "Something said."}
+    try:
+        shown = text.render(with_arguments([asked, plain]), None, {}, generation_prompt=False)
+        said = text.render(with_arguments([asked, message]), None, {}, generation_prompt=False)
+    except InvalidRequest:
+        return spelled
+    begin = shown.rfind(str(plain["content"]))
+    return "" if said.startswith(shown[:begin]) and said[begin:].startswith(spelled) else spelled
 
 
 def spell(text: TextModel, prompt: list[int], tokens: list[int]) -> str:

@@ -81,7 +81,10 @@ def read_tool_choice(given: ToolChoiceBody | None, tools: ToolSet) -> ToolUse:
     """
     if given is None:
         return ToolUse()
+    # An answer that must call a tool has one call unless it may have several.
     parallel = not given.disable_parallel_tool_use
+    if given.type in ("any", "tool"):
+        parallel = given.disable_parallel_tool_use is False
     if given.type != "tool":
         return ToolUse(given.type != "none", given.type == "any", parallel=parallel)
     if given.name is None:
@@ -127,7 +130,9 @@ class PromptBody(ChatFieldsBody):
         """
         use = read_tool_choice(self.tool_choice, self.tools)
         silent = self.tool_choice is None or self.tool_choice.disable_parallel_tool_use is None
-        return replace(use, parallel=False) if silent and self.parallel_tool_calls is False else use
+        return (
+            replace(use, parallel=self.parallel_tool_calls) if silent and self.parallel_tool_calls is not None else use
+        )
 
     @property
     def left_out(self) -> list[str]:

@@ -14,6 +14,7 @@ from ..generation.history import Message
 from ..generation.options import make_options
 from ..generation.remembered import Remembered
 from ..generation.requests import ChatRequest, agent_key
+from ..generation.sent import without_kept
 from ..generation.streams import Finished
 from ..openai.messages import read_messages
 from ..text.answers.row_text import TextDelta
@@ -162,7 +163,7 @@ class Agent:
     @on_loop
     async def transcript(self) -> list[dict[str, Any]]:
         """Returns the conversation so far as OpenAI messages; [] for an unknown agent."""
-        return await asyncio.to_thread(json.loads, await self._memory.store.transcript(self._key))
+        return without_kept(await asyncio.to_thread(json.loads, await self._memory.store.transcript(self._key)))
 
     transcript_sync = blocking(transcript)
 

@@ -31,6 +31,7 @@ class ServedModel:
     `files_id` is the same for all its replicas, and agents' token ids belong to it. `model_id` is one replica's: nodes
     that compute differently have others. `template_kwargs` are variables for its template that requests leave open.
     `marks_are_tokens` says that what callers write may become control tokens (`control_tokens_in_text: tokens`).
+    With `schema_in_prompt` it is told the schema that binds its answer.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ServedModel:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     embedding: EmbeddingInfo = field(default_factory=EmbeddingInfo)
     marks_are_tokens: bool = False
+    schema_in_prompt: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -29,7 +29,9 @@ class Message(TypedDict):
     """A message, free of the protocol in which it came; in a transcript, as JSON, it is in OpenAI's form.
 
     `content` is text, or with media a list of parts: text as `{"type": "text", "text": ...}`, a `PictureSource` or a
-    `VideoSource`; in a transcript what `media.prompt.with_references` writes.
+    `VideoSource`; in a transcript what `media.prompt.with_references` writes. `told` is what the model was told behind
+    the content, and `written` the content and calls of an answer as the model wrote them, where its template writes
+    them otherwise; see `sent`.
     """
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -38,6 +40,8 @@ class Message(TypedDict):
     tool_call_id: NotRequired[str]
     tool_calls: NotRequired[list[MessageCall]]
     reasoning_content: NotRequired[str]
+    told: NotRequired[str]
+    written: NotRequired[str]
 
 
 def called_with(arguments: str) -> Any:
@@ -66,24 +70,56 @@ class History:
 
     What clients may drop or change when they send an answer back is ignored: reasoning, the calls' ids, the formatting
     of arguments.
+
+    Attributes:
+        kept: how its messages were shown, as `sent.kept_of` returns it.
     """
 
-    def __init__(self, messages: Sequence[Message]) -> None:
+    def __init__(self, messages: Sequence[Message], kept: Mapping[int, Mapping[str, str]] | None = None) -> None:
         self.length = len(messages)
         self.digest = _digest(messages)
+        self.kept = dict(kept or {})
+        # What came behind a message tells conversations apart that begin alike.
+        self._known_at = {place: place + (messages[place]["role"] != "assistant") for place in self.kept}
+        self._digests = digests(messages, self.known_at)
+
+    @property
+    def known_at(self) -> Collection[int]:
+        """The places up to which another conversation must be the same for `kept_in`."""
+        return set(self._known_at.values())
 
     def begins(self, messages: Sequence[Message]) -> bool:
         """Returns whether `messages` begin with this transcript and are longer. False for an empty one."""
         return 0 < self.length < len(messages) and _digest(messages[: self.length]) == self.digest
 
+    def kept_in(self, known: Mapping[int, bytes]) -> dict[int, Mapping[str, str]]:
+        """Returns how messages were shown that another conversation has too, of which `known` are the `digests`."""
+        own = self._digests
+        same = {place for place, at in self._known_at.items() if at in own and known.get(at) == own[at]}
+        return {place: kept for place, kept in self.kept.items() if place in same}
+
+
+def digests(messages: Sequence[Message], places: Collection[int]) -> dict[int, bytes]:
+    """Returns the digests of a conversation up to and with the messages at these places, as far as it has them."""
+    hasher, found = hashlib.sha256(), dict[int, bytes]()
+    for place, message in enumerate(messages[: max(places, default=-1) + 1]):
+        _add(hasher, message)
+        if place in places:
+            found[place] = hasher.digest()
+    return found
+
 
 def _digest(messages: Sequence[Message]) -> bytes:
     hasher = hashlib.sha256()
     for message in messages:
-        calls = [_normal_call(call["function"]) for call in message.get("tool_calls", ())]
-        line = json.dumps([message["role"], message["content"], calls], sort_keys=True)
-        hasher.update(line.encode("ascii") + b"\n")
+        _add(hasher, message)
     return hasher.digest()
+
+
+def _add(hasher: Any, message: Message) -> None:
+    calls = [_normal_call(call["function"]) for call in message.get("tool_calls", ())]
+    line = json.dumps([message["role"], message["content"], calls], sort_keys=True)
+    hasher.update(line.encode("ascii") + b"\n")
 
 
 def _normal_call(function: dict[str, str]) -> list[Any]:

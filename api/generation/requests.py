@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Self
@@ -24,8 +24,9 @@ from ..text.spelling import common_length
 from .backend import ServedModel
 from .callers import OWNING, Caller
 from .conversation import sources_in, with_arguments, with_shown, with_system_first
-from .history import History, Message
+from .history import History, Message, digests
 from .options import Options
+from .sent import as_shown, with_kept, with_schema
 from .tool_results import in_call_order, ordered, permuted
 
 _COUNTED_CONTEXTS = 4
@@ -192,6 +193,15 @@ class Past:
     media_tokens: Sequence[Sequence[int]] = ()
     began: Sequence[tuple[History, float]] = ()
     date_s: float = 0.0
+
+    def kept(self, messages: Sequence[Message]) -> Mapping[int, Mapping[str, str]]:
+        """Returns how earlier messages of a conversation were shown, by their places."""
+        lines = [history for history, _ in self.began if history.kept]
+        known = digests(messages, {place for history in lines for place in history.known_at})
+        found: dict[int, Mapping[str, str]] = {}
+        for history in lines:
+            found |= history.kept_in(known)
+        return found
 
     def shown_at(self, messages: Sequence[Message], now_s: float) -> datetime:
         """Returns the time whose date the prompt of a conversation shows, in the local time zone."""
@@ -422,21 +432,16 @@ def _render(
     if request.agent_continue and (before := past.messages or request.opening):
         messages, media = _appended(before, messages, media)
     messages = _with_shown(messages, media, pictures, model.blind)
+    messages = with_kept(messages, past.kept(messages))
+    if reply and model.schema_in_prompt and _bound_to_json(request):
+        assert request.form is not None
+        messages = with_schema(messages, request.form)
     tools = list(request.tools) if request.tool_use.shown else []
-    if tools and not text.has_tool_calls:
-        raise InvalidRequest(f"the model {model.name!r} knows no tool calls", param="tools")
     guard = CallersText(text, request.scope, past.lines, model.marks_are_tokens)
-    said, shown_tools = guard.messages(with_arguments(messages)), guard.value(tools)
-    variables = guard.value(dict(request.template_kwargs))
+    shown_tools, variables = guard.value(tools), guard.value(dict(request.template_kwargs))
     shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
     at = past.shown_at(with_references(messages, shown), time.time()) if past.began and text.shows_date else None
-    try:
-        rendered = text.render(said, shown_tools, variables, at=at)
-    except InvalidRequest:
-        said, given = with_system_first(said), said
-        if said == given:
-            raise
-        rendered = text.render(said, shown_tools, variables, at=at)
+    said, rendered = _rendered(messages, guard, lambda said: text.render(said, shown_tools, variables, at=at))
     if not reply:
         closed = text.render(said, shown_tools, variables, generation_prompt=False, at=at)
         # Some templates end a conversation in a way that no answer could follow.
@@ -463,6 +468,33 @@ def _appended(
         [joined[index] if said is None else said for index, said in order],
         permuted([index for index, _ in order], sizes, [*known, *media]),
     )
+
+
+def _rendered(
+    messages: Sequence[Message], guard: CallersText, render: Callable[[list[dict[str, Any]]], str]
+) -> tuple[list[dict[str, Any]], str]:
+    """Returns the messages in the first form that the template takes, guarded, and its text of them."""
+    forms = [{"written": True}]
+    if any("written" in message for message in messages):
+        # Some templates want calls before their results.
+        forms.append({"written": False})
+    refusal: InvalidRequest | None = None
+    for how in forms:
+        said = guard.messages(with_arguments(as_shown(messages, **how)))
+        for form in (said, with_system_first(said)):
+            if refusal is not None and form == said and form is not said:
+                continue
+            try:
+                return form, render(form)
+            except InvalidRequest as error:
+                refusal = error
+    assert refusal is not None
+    raise refusal
+
+
+def _bound_to_json(request: ChatRequest) -> bool:
+    form = request.form
+    return form is not None and form.kind == "json" and not request.tool_use.forced
 
 
 def _pictures(text: TextModel, model: ServedModel) -> PictureProcessor | None:

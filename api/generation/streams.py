@@ -219,13 +219,15 @@ class TextStream:
                     await self.abort()
             if finish not in ("stop", "length"):
                 raise GenerationFailed(f"the row ended with {finish!r} before its answer was complete")
-            for event in self._row.finish():
+            for event in self._row.finish(cut=finish == "length"):
                 yield self._record(event)
                 self._reading = True
             if self._learner is not None:
                 content = "".join(event.text for event in self._sent if isinstance(event, TextDelta))
                 if self._learner.wants(content):
                     await asyncio.to_thread(self._learner.learn, self._tokens, content)
+            # What was held may have said that the answer was over before its limit.
+            finish = "stop" if self._row.called_enough else finish
             if self._keeper is not None:
                 await self._keeper.keep(self._tokens, _message(self._sent), self._generation)
             reason = "tool_calls" if self._row.calls and finish == "stop" else finish

@@ -26,8 +26,9 @@ def message_part(text: str, reasoning: str = "", calls: Sequence[ToolCall] = ())
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning:
         message["thinking"] = reasoning
-    if calls:
-        message["tool_calls"] = [_call_body(call) for call in calls]
+    # What a limit has cut off is no JSON: clients would run it with other arguments.
+    if whole := [(call, given) for call in calls if isinstance(given := called_with(call.arguments), dict)]:
+        message["tool_calls"] = [_call_body(call, given) for call, given in whole]
     return {"message": message}
 
 
@@ -36,10 +37,7 @@ def response_part(text: str, reasoning: str = "", calls: Sequence[ToolCall] = ()
     return {"response": text, **({"thinking": reasoning} if reasoning else {})}
 
 
-def _call_body(call: ToolCall) -> dict[str, Any]:
-    given = called_with(call.arguments)
-    # What a limit has cut off is no JSON.
-    arguments = given if isinstance(given, dict) else {}
+def _call_body(call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": arguments}}
 
 

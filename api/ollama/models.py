@@ -159,7 +159,8 @@ def shown_body(model: ServedModel, facts: ModelFacts, text: TextModel) -> dict[s
         info |= {f"{kind}.{name}": facts.config[given] for name, given in _INFO.items() if given in facts.config}
     can = {
         "completion": True,
-        "tools": text.has_tool_calls,
+        # A template without a place for tools does not keep a model from being told of them.
+        "tools": text.has_tool_calls or bool(text.template()),
         "vision": model.pictures,
         "thinking": text.has_thinking or text.is_harmony,
         "insert": text.infill_marks is not None,

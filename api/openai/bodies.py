@@ -207,7 +207,7 @@ class ChatBody(GenerationBody, ChatFieldsBody):
     def request(self, agent: str) -> ChatRequest:
         # The newer name wins if both are given.
         newer = self.max_completion_tokens is not None
-        use = read_tool_choice(self.tool_choice, parallel=self.parallel_tool_calls is not False)
+        use = read_tool_choice(self.tool_choice, parallel=self.parallel_tool_calls)
         begun = self.messages[-1]["content"] if self.continue_final_message else ""
         messages = self.messages[:-1] if self.continue_final_message else self.messages
         opening = with_system(self.system, []) if self.agent_continue else []

@@ -8,21 +8,22 @@ from typing import Any
 from ..generation.requests import ToolUse
 
 
-def read_tool_choice(choice: Any, *, parallel: bool = True) -> ToolUse:
-    """Returns what `tool_choice` says; `parallel` is what `parallel_tool_calls` does.
+def read_tool_choice(choice: Any, *, parallel: bool | None = None) -> ToolUse:
+    """Returns what `tool_choice` says; `parallel` is what `parallel_tool_calls` does, None if it is not given: then an
+    answer that must call a tool has one call, for models that are made to call go on calling.
 
     Raises:
         ValueError: it is none of OpenAI's forms.
     """
     if choice in (None, "auto"):
-        return ToolUse(parallel=parallel)
+        return ToolUse(parallel=parallel is not False)
     if choice == "none":
         return ToolUse(shown=False)
     if choice == "required":
-        return ToolUse(forced=True, parallel=parallel)
+        return ToolUse(forced=True, parallel=bool(parallel))
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if kind == "function":
-        return ToolUse(forced=True, names=[_function(choice)], parallel=parallel)
+        return ToolUse(forced=True, names=[_function(choice)], parallel=bool(parallel))
     if kind == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
@@ -31,7 +32,9 @@ def read_tool_choice(choice: Any, *, parallel: bool = True) -> ToolUse:
             raise ValueError("allowed_tools needs a mode, 'auto' or 'required'")
         if not isinstance(tools, list) or not tools:
             raise ValueError("allowed_tools needs a list of tools")
-        return ToolUse(forced=mode == "required", names=[_function(tool) for tool in tools], parallel=parallel)
+        forced = mode == "required"
+        several = bool(parallel) if forced else parallel is not False
+        return ToolUse(forced=forced, names=[_function(tool) for tool in tools], parallel=several)
     raise ValueError("must be 'auto', 'none', 'required', a function, or allowed_tools")
 
 

@@ -168,6 +168,7 @@ def _served(info: ModelInfo, entry: ServedEntry) -> ServedModel:
         stills=info.stills,
         template_kwargs=entry.model.template_kwargs,
         marks_are_tokens=entry.model.control_tokens_in_text == "tokens",
+        schema_in_prompt=entry.model.schema_in_prompt == "auto",
         embedding=info.embedding,
         notes=tuple(info.notes),
         proving=info.proving,

@@ -110,7 +110,7 @@ class ResponseObject:
             "max_tool_calls": body.max_tool_calls,
             "model": self._model,
             "output": list(self.output),
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "parallel_tool_calls": body.tool_use.parallel,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},

@@ -135,7 +135,7 @@ class AskedBody(ChatFieldsBody):
         Raises:
             InvalidRequest: as `read_choice`.
         """
-        return read_choice(self.tool_choice, self.tools, parallel=self.parallel_tool_calls is not False)
+        return read_choice(self.tool_choice, self.tools, parallel=self.parallel_tool_calls)
 
     @property
     def left_out(self) -> list[str]:

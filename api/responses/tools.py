@@ -168,8 +168,8 @@ def _name(given: Mapping[str, Any], where: str) -> str:
     return name
 
 
-def read_choice(choice: Any, tools: OfferedTools, *, parallel: bool) -> ToolUse:
-    """Returns what `tool_choice` says; `parallel` is what `parallel_tool_calls` does.
+def read_choice(choice: Any, tools: OfferedTools, *, parallel: bool | None) -> ToolUse:
+    """Returns what `tool_choice` says; `parallel` is as in `read_tool_choice`.
 
     Raises:
         InvalidRequest: it is malformed, or forces what OpenAI's servers would run.

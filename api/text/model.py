@@ -11,7 +11,6 @@ import logging
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +26,7 @@ from ...actors.model_files.source import first_sentence
 from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import InvalidRequest, ModelLoadError
 from .answers import harmony
-from .answers.call_format import KeyedFormat, unshown_format, with_calls
+from .answers.call_format import SHOWN_BY_NAME, KeyedFormat, rendered_calls, unshown_format, with_calls
 from .answers.detokenizing import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from .answers.template_calls import KeyedCalls, TemplateCalls, find_calls
 from .callers_text import GivenAnswers
@@ -38,6 +37,7 @@ from .script import Script
 from .spelling import Spelling
 from .template_dates import dated, shows_date
 from .template_habits import TemplateHabits, habits_of
+from .template_tools import TemplateTools, tools_of
 from .thinking_variables import with_thinking
 
 logger = logging.getLogger(__name__)
@@ -122,14 +122,19 @@ class TextModel:
         if self.is_harmony:
             self.has_tool_calls = harmony.has_calls(template)
             self.harmony_tokens = frozenset(vocabulary[marker] for marker in harmony.MARKERS) - self.end_tokens
+        self.template_tools: TemplateTools | None = None
         self._unshown_calls: KeyedFormat | None = None
         self._unshown_calls = unshown_format(self)
         self.template_calls: TemplateCalls | KeyedCalls | None = None
         if not self.has_tool_calls and (calls := find_calls(self)) is not None:
             self.template_calls, self.has_tool_calls = calls, True
             self.tool_call_start, self.tool_parser = calls.start, calls.parse
-            written = "".join(astuple(calls.format))
-            self.tool_call_tokens = frozenset(self.encode(written)) & self.hidden_tokens - self.end_tokens
+        if not self.is_harmony and self.shown_calls:
+            # All that the template writes around calls may be a part of one.
+            written = frozenset(self.encode(self.shown_calls)) & self.hidden_tokens
+            self.tool_call_tokens |= written - self.end_tokens - self.think_tokens - frozenset(self.begin_tokens)
+        if not self.is_harmony:
+            self.template_tools = tools_of(self)
 
     def _special_added(self) -> frozenset[int]:
         return frozenset(token for token, entry in self.added_tokens.items() if entry.special)
@@ -160,6 +165,10 @@ class TextModel:
             messages = harmony.for_template(messages)
         if self._unshown_calls is not None:
             messages = with_calls(messages, self._unshown_calls)
+        elif self.template_tools is not None:
+            messages = self.template_tools.shown(messages)
+        if tools and self.template_tools is not None and not self.template_tools.shows_tools:
+            messages, tools = self.template_tools.with_tools(messages, tools), None
         extra = dict(template_kwargs or {})
         if extra and (taken := _taken_names() & extra.keys()):
             raise InvalidRequest(
@@ -170,14 +179,27 @@ class TextModel:
         if at is not None and (template := dated(self.template(tools))) is not None:
             extra |= {"chat_template": template.text} | template.variables(at)
         try:
-            # A template is a program of the model's author: it may raise anything for messages it does not expect.
-            rendered = self._wrapper.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=generation_prompt, tokenize=False, **extra
-            )
+            rendered = self._applied(messages, tools, {"add_generation_prompt": generation_prompt, **extra})
         except Exception as error:
             reason = str(error) or type(error).__name__
             raise InvalidRequest(f"the model's chat template refused: {unbroken(reason)}", param="messages") from error
         return self.controls.rendered(rendered) if ESCAPED_BREAK in rendered else rendered
+
+    def _applied(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, extra: Any) -> str:
+        """Raises whatever a template does: it is a program of the model's author."""
+        apply = self._wrapper.apply_chat_template
+        try:
+            return apply(messages, tools=tools or None, tokenize=False, **extra)
+        except Exception as error:
+            if "'functions' is undefined" in str(error):
+                # The name of the tools in old templates, which take them as text.
+                listed = json.dumps([tool["function"] for tool in tools or ()], ensure_ascii=False)
+                old = {"functions": listed, "datetime": f"{datetime.now():%b %d %Y}"}
+                return apply(messages, tools=tools or None, tokenize=False, **old, **extra)
+            if tools:
+                raise
+            # Some templates go through the tools without asking whether there are any.
+            return apply(messages, tools=[], tokenize=False, **extra)
 
     def template(self, tools: list[dict[str, Any]] | None = None) -> str:
         """Returns the chat template's text; "" if there is none, or the conversation is rendered by Python code."""
@@ -202,6 +224,16 @@ class TextModel:
                 self._habits.clear()
             known = self._habits[key] = habits_of(self, template_kwargs or {})
         return known
+
+    @cached_property
+    def shown_calls(self) -> str:
+        """What the chat template writes for two calls, or for one; "" if it shows none."""
+        return next((written for count in (2, 1) for written, _ in rendered_calls(self, count)), "")
+
+    @cached_property
+    def calls_by_name(self) -> bool:
+        """Whether the chat template writes a call as an object whose only key is the name."""
+        return SHOWN_BY_NAME in self.shown_calls
 
     @cached_property
     def shows_date(self) -> bool:

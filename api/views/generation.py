@@ -43,6 +43,7 @@ from ..generation.requests import (
     CompletionRequest,
     Past,
     Request,
+    ToolUse,
     count_prompt,
     prepare_chat,
     prompt_tokens,
@@ -52,16 +53,11 @@ from ..generation.truncation import truncated
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
-from ..text.answers.call_format import KeyedFormat, TaggedFormat
-from ..text.answers.call_reader import reader_of
+from ..text.answers.finding import CallFinder
 from ..text.answers.grammars import AnswerForm, BoundCalls, Thought
 from ..text.answers.harmony import HarmonySplitter
-from ..text.answers.keyed_reader import keyed_parser
 from ..text.answers.reasoning import ReasoningSplitter
 from ..text.answers.row_text import RowText
-from ..text.answers.tagged_reader import tagged_reader_of
-from ..text.answers.template_calls import IN_JSON
-from ..text.answers.tool_calls import ToolCallSplitter, call_parser, first_of
 from ..text.callers_text import AnswerLearner
 from ..text.model import TextModel, load_text_model
 
@@ -333,21 +329,23 @@ class Generator:
         if not grammar:
             grammar = await self._grammar(text, chat.thought, request.form, bound)
         calls_max = None if request.tool_use.parallel else 1
-        calls = await self._call_splitter(text, chat.tools, bound, calls_max)
+        finder = await self._call_finder(text, chat.tools, request.tool_use)
         _check_limits(request, grammar)
-        names = {tool["function"]["name"] for tool in chat.tools}
 
         def row_text(prompt: int) -> RowText:
-            start, end = text.think_start, text.think_end
+            harmony, reasoning = None, None
+            if text.is_harmony:
+                harmony = HarmonySplitter(chat.tools, answering=bool(chat.prefill), calls_max=calls_max)
+            elif text.has_thinking:
+                called = finder.in_thought() if finder is not None else None
+                reasoning = ReasoningSplitter(text.think_start, text.think_end, inside=chat.thinking, calls=called)
             return RowText(
                 text,
                 text.detokenizer(),
-                reasoning=ReasoningSplitter(start, end, inside=chat.thinking) if text.has_thinking else None,
+                reasoning=reasoning,
                 stops=request.options.stop,
-                calls=calls() if calls is not None else None,
-                harmony=HarmonySplitter(names, answering=bool(chat.prefill), calls_max=calls_max)
-                if text.is_harmony
-                else None,
+                calls=finder.stage(harmony) if finder is not None else None,
+                harmony=harmony,
                 **_shown(request.options),
             )
 
@@ -372,26 +370,18 @@ class Generator:
             self._grammars[text] = grammars
         return grammars
 
-    async def _call_splitter(
-        self, text: TextModel, tools: list[dict[str, Any]], bound: BoundCalls | None, calls_max: int | None
-    ) -> Callable[[], ToolCallSplitter] | None:
-        """Returns what makes the stage that finds an answer's calls; None if there are none to find."""
-        if not tools or text.tool_parser is None:
+    async def _call_finder(self, text: TextModel, tools: list[dict[str, Any]], use: ToolUse) -> CallFinder | None:
+        """Returns what finds an answer's calls; None if the model is told of no tools."""
+        if not tools:
             return None
         grammars = self._grammars_of(text)
-        known = await asyncio.to_thread(lambda: grammars.call_format)
-        start, end, parser = text.tool_call_start, text.tool_call_end, text.tool_parser
-        if known is None and bound is not None and bound.forced:
-            start, end, parser = IN_JSON.start, "", IN_JSON.parse
-        elif isinstance(known, KeyedFormat):
-            parser = first_of(keyed_parser(known, start), parser)
-        parse = call_parser(parser, tools)
-        # Calls are read while they are written, or as a whole.
-        if isinstance(known, TaggedFormat):
-            reader = tagged_reader_of(known, start, end, parser, tools)
-        else:
-            reader = reader_of(known, start, end, frozenset(tool["function"]["name"] for tool in tools))
-        return lambda: ToolCallSplitter(start, end, parse, calls_max, reader)
+
+        def find() -> CallFinder:
+            calls_max = None if use.parallel else 1
+            allowed = [tool for tool in tools if use.names is None or tool["function"]["name"] in use.names]
+            return CallFinder(text, allowed, grammars.call_format, forced=use.forced, calls_max=calls_max)
+
+        return await asyncio.to_thread(find)
 
     async def _media(self, request: ChatRequest, model: ServedModel, text: TextModel) -> Sequence[Medium]:
         """Returns the pictures and videos of a request, in order; none for a model that takes none."""

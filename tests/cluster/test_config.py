@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
             {"models": [{"name": "a", "source": "b", "control_tokens_in_text": "both"}]},
             "models[0].control_tokens_in_text",
         ),
+        ({"models": [{"name": "a", "source": "b", "schema_in_prompt": "yes"}]}, "models[0].schema_in_prompt"),
         ([1], "(top level)"),
     ],
 )

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ....cluster.errors import InvalidRequest
+from .lenient.bodies import CallBodies
+from .lenient.declared import DeclaredTools
 from .pipeline import ToolCall
 from .tool_calls import ToolCallSplitter, call_parser
 
@@ -24,7 +26,9 @@ ID = "\ue000"
 """Stands for a call's id in the pieces of a format."""
 
 _ASKED = {"role": "user", "content": "?"}
+_SAID = "Something said."
 _NAMES = ("first_known", "second_known")
+SHOWN_BY_NAME = f'{{"{_NAMES[0]}": {{'
 _ARGUMENTS = ({"key_one": "value one", "key_two": "value two"}, {"key_three": "value three"})
 # Mistral's templates take ids of nine letters and digits only. Kimi's have the name in the id.
 _IDS = (("firstId01", "secondI02"), ("functions.first_known:0", "functions.second_known:1"))
@@ -98,6 +102,8 @@ class KeyedFormat:
 Format = CallFormat | TaggedFormat | KeyedFormat
 
 _PYTHONIC = KeyedFormat("[", "(", "=", ", ", '"', ")", ", ", "]")
+_MARK = re.compile(r"<[|｜]?[/A-Za-z_][^<>\s=\"']{0,40}>|\[/?[A-Z_]{3,20}\]|<\|[^|<>\s]{1,40}\|>|<[a-z_]{1,40}\|>")
+_NO_MARK = ("arg_key", "arg_value", "parameter", "escape", "function=", '"')
 _KEYED = re.compile(r"(?P<assign>\s*[=:]\s*)(?P<quote>\S*)", re.DOTALL)
 _PAIRS = {"(": ")", "{": "}"}
 
@@ -171,18 +177,36 @@ def _rendered(text: TextModel, ids: tuple[str, ...]) -> str:
         {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         for id, name, arguments in zip(ids, _NAMES, _ARGUMENTS, strict=False)
     ]
-    return text.render([_ASKED, {"role": "assistant", "content": "", "tool_calls": calls}], generation_prompt=False)
+    said = [_ASKED, {"role": "assistant", "content": "", "tool_calls": calls}]
+    return text.render(said, None, {}, generation_prompt=False)
 
 
 def rendered_calls(text: TextModel, count: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What the template writes for one or two calls behind its generation prompt, with their ids."""
+    """What the template writes for one or two calls where an answer begins, with their ids."""
     for ids in _IDS:
         try:
-            rendered, prompt = _rendered(text, ids[:count]), text.render([_ASKED])
+            rendered, prompt = _rendered(text, ids[:count]), text.render([_ASKED], None, {})
         except InvalidRequest:
             continue
-        if rendered.startswith(prompt):
-            yield _turn(text, rendered[len(prompt) :]), ids[:count]
+        begin = _answer_begin(text, rendered, prompt)
+        if begin is not None and _NAMES[0] in (written := _turn(text, rendered[begin:])):
+            yield written, ids[:count]
+
+
+def _answer_begin(text: TextModel, rendered: str, prompt: str) -> int | None:
+    """Returns where the assistant's message begins in a conversation; None if it is not found. A prompt may have more
+    than that, as `<think>`."""
+    try:
+        plain = text.render([_ASKED, {"role": "assistant", "content": _SAID}], None, {}, generation_prompt=False)
+    except InvalidRequest:
+        plain = ""
+    if (begin := plain.rfind(_SAID)) > 0 and rendered.startswith(plain[:begin]):
+        return begin
+    if rendered.startswith(prompt):
+        return len(prompt)
+    shared = common_length(prompt, rendered)
+    begin = max(prompt.rfind(end, 0, shared) for end in "\n>") + 1
+    return begin if prompt[begin:].strip() and begin > prompt.rfind(_ASKED["content"]) else None
 
 
 def _turn(text: TextModel, written: str) -> str:
@@ -199,7 +223,23 @@ def _is_read(text: TextModel, written: str) -> bool:
     splitter = ToolCallSplitter(text.tool_call_start, text.tool_call_end, call_parser(text.tool_parser, []))
     pieces = [*splitter.add(written), *splitter.flush()]
     calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCall)]
+    return calls == list(zip(_NAMES, _ARGUMENTS, strict=True)) or read_otherwise(text, written)
+
+
+def read_otherwise(text: TextModel, written: str) -> bool:
+    """Whether both calls are found in it as in other forms than the model's parser reads."""
+    declared = DeclaredTools({"function": {"name": name}} for name in _NAMES)
+    reading = CallBodies(declared, marks_in(text, written)).read(written, final=True)
+    calls = [(name, json.loads(arguments)) for name, arguments in reading.calls]
     return calls == list(zip(_NAMES, _ARGUMENTS, strict=True))
+
+
+def marks_in(text: TextModel, written: str) -> tuple[str, ...]:
+    """Returns the marks around calls that are `written`: special tokens, tags, words in brackets."""
+    hidden = text.hidden_tokens - text.end_tokens
+    special = [text.decode([token]) for token in text.encode(written) if token in hidden] if written else []
+    found = dict.fromkeys(mark.strip() for mark in (*special, *_MARK.findall(written)))
+    return tuple(mark for mark in found if mark and not any(part in mark for part in _NO_MARK))
 
 
 def format_of(written: str, ids: tuple[str, ...]) -> CallFormat | None:
@@ -286,6 +326,14 @@ def keyed_format(written: str) -> KeyedFormat | None:
 
 def _flat(pairs: dict[str, str]) -> list[str]:
     return [word for pair in pairs.items() for word in pair]
+
+
+def common_length(one: str, other: str) -> int:
+    """Returns the length of the beginning that two texts share."""
+    length = 0
+    while length < min(len(one), len(other)) and one[length] == other[length]:
+        length += 1
+    return length
 
 
 def _common_end(one: str, other: str) -> str:

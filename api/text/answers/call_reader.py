@@ -7,6 +7,7 @@ from typing import Protocol
 
 from .call_format import ID, CallFormat, Format, KeyedFormat
 from .keyed_reader import KeyedReader
+from .lenient.values import LooseValue
 from .pipeline import Begun, Said
 
 _NAME_CHARACTERS_MAX = 128
@@ -33,30 +34,29 @@ class Reader(Protocol):
 
 
 class CallReader:
-    """A reader of one call whose arguments are JSON.
+    """A reader of one call whose arguments are JSON, or almost: what it says is JSON.
 
     Args:
         lead, middle: what stands before and after the name.
         names: of the tools that may be called.
     """
 
-    rest = ""
-
     def __init__(self, lead: str, middle: str, names: Collection[str]) -> None:
         self._lead = lead
         self._middle = middle
         self._names = names
         self._buffer = ""
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
+        self._value = LooseValue(words=True)
         self._begun = False
-        self._over = False
         self.lost = False
+
+    @property
+    def rest(self) -> str:
+        return self._value.closing if self._begun else ""
 
     def add(self, text: str) -> list[Said]:
         said: list[Said] = []
-        if self.lost or self._over:
+        if self.lost or self._value.over:
             return said
         if not self._begun:
             self._buffer += text
@@ -64,7 +64,9 @@ class CallReader:
             if not name:
                 return said
             said.append(Begun(name))
-        if taken := text[: self._end(text)]:
+        self._value.add(text)
+        self.lost = self._value.failed
+        if taken := self._value.fresh():
             said.append(taken)
         return said
 
@@ -84,25 +86,6 @@ class CallReader:
                 return buffer[len(lead) : at], buffer[begin:]
             self.lost = True
         return "", ""
-
-    def _end(self, text: str) -> int:
-        """Returns how many of the characters belong to the arguments, which end with their last bracket."""
-        for index, character in enumerate(text):
-            if self._escaped:
-                self._escaped = False
-            elif self._in_string:
-                self._escaped = character == "\\"
-                self._in_string = character != '"'
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    self._over = True
-                    return index + 1
-        return len(text)
 
 
 def reader_of(known: Format | None, start: str, end: str, names: Collection[str]) -> Callable[[], Reader] | None:

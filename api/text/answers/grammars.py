@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from ....cluster.errors import InvalidRequest
 from . import harmony
 from .call_format import ID, CallFormat, Format, KeyedFormat, TaggedFormat
-from .schema_rules import TEXT, BoundTool, KeyedRules, json_body, named, quoted, schema_of_arguments
+from .lenient.schemas import named
+from .schema_rules import TEXT, BoundTool, KeyedRules, json_body, quoted, schema_of_arguments
 from .template_calls import IN_JSON
 
 if TYPE_CHECKING:

@@ -12,13 +12,14 @@ https://cookbook.openai.com/articles/openai-harmony.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from itertools import takewhile
 from typing import Any
 
+from .lenient.declared import DeclaredTools
+from .lenient.harmony_arguments import HarmonyArguments
 from .pipeline import CallArguments, CallBegun, Piece, ReasoningDelta, Skipped, ToolCall, longest_held, new_call_id
 
 START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
@@ -94,18 +95,24 @@ class HarmonySplitter:
     is chunked. Calls come out in pieces. An answer without headers is content.
 
     Args:
-        names: of the tools that may be called; a message to anybody else is content.
+        tools: that may be called, as chat templates take them; a message to anybody else is content.
         answering: whether the prompt has begun a message to the user.
         calls_max: after so many calls the answer is over; None for no limit.
+
+    Attributes:
+        cut: whether the answer was cut at a limit; to be set before `flush`.
     """
 
-    def __init__(self, names: Collection[str] = (), *, answering: bool = False, calls_max: int | None = None) -> None:
-        self._names = names
+    def __init__(
+        self, tools: Sequence[Mapping[str, Any]] = (), *, answering: bool = False, calls_max: int | None = None
+    ) -> None:
+        self._declared = DeclaredTools(tools)
+        self.cut = False
         self._calls_max = calls_max
         self._kind = _Kind.CONTENT if answering else _Kind.HEADER
         self._buffer = ""
         self._call: CallBegun | None = None
-        self._arguments = ""
+        self._arguments = HarmonyArguments(self._declared, "")
         self._count = 0
         self._over = False
 
@@ -135,7 +142,8 @@ class HarmonySplitter:
                 out.append(Skipped(self._buffer) if begun else self._buffer)
         elif not self.full:
             self._say(self._buffer, out)
-            self._close(out)
+            # A call's last token ends the answer, and may be no text.
+            self._close(out, closed=False)
         self._buffer = ""
         return out
 
@@ -176,9 +184,10 @@ class HarmonySplitter:
         self._skip(at + len(MESSAGE), out)
         recipient = _RECIPIENT.search(header)
         channel = header.rpartition(CHANNEL)[2].strip()
-        if recipient is not None and recipient[1] in self._names:
-            self._kind, self._arguments = _Kind.CALL, ""
-            self._call = CallBegun(self._count, new_call_id(), recipient[1])
+        name = None if recipient is None else self._declared.name(recipient[1].rstrip("."), with_json=True)
+        if name is not None:
+            self._kind, self._arguments = _Kind.CALL, HarmonyArguments(self._declared, name)
+            self._call = CallBegun(self._count, new_call_id(), name)
             self._count += 1
             out.append(self._call)
         else:
@@ -191,25 +200,19 @@ class HarmonySplitter:
         if self._kind is _Kind.THOUGHT:
             out.append(ReasoningDelta(text))
         elif self._call is not None:
-            self._arguments += text
-            out += [Skipped(text), CallArguments(self._call.index, text)]
+            out.append(Skipped(text))
+            if said := self._arguments.add(text):
+                out.append(CallArguments(self._call.index, said))
         else:
             out.append(text)
 
-    def _close(self, out: list[Piece]) -> None:
+    def _close(self, out: list[Piece], *, closed: bool = True) -> None:
         if (call := self._call) is not None:
-            out.append(ToolCall(call.index, call.id, call.name, _normal(self._arguments), begun=True))
+            if rest := self._arguments.end(cut=self.cut and not closed):
+                out.append(CallArguments(call.index, rest))
+            out.append(ToolCall(call.index, call.id, call.name, self._arguments.whole, begun=True))
             self._call = None
 
     def _skip(self, length: int, out: list[Piece]) -> None:
         out.append(Skipped(self._buffer[:length]))
         self._buffer = self._buffer[length:]
-
-
-def _normal(written: str) -> str:
-    """Returns a call's arguments as JSON text; what the model wrote if that is no object."""
-    try:
-        given = json.loads(written or "{}")
-    except (ValueError, RecursionError):
-        return written
-    return json.dumps(given, ensure_ascii=False) if isinstance(given, dict) else written

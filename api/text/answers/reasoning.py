@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from .lenient.thoughts import ThoughtCalls
 from .pipeline import Piece, ReasoningDelta, Skipped, longest_held
 
 
@@ -21,17 +22,22 @@ class ReasoningSplitter:
     the answer's end. White space before the block is dropped, and so are line breaks just inside the markers and after
     the block, because templates drop them too when they print an earlier answer.
 
+    A call that the block ends with, behind which there is no answer, is content.
+
     Args:
         start, end: the markers.
         inside: whether the prompt has opened the block.
+        calls: finds such a call; None if there are none.
     """
 
-    def __init__(self, start: str, end: str, *, inside: bool) -> None:
+    def __init__(self, start: str, end: str, *, inside: bool, calls: ThoughtCalls | None = None) -> None:
         self._start = start
         self._end = end
         self._state = _ReasoningState.INSIDE if inside else _ReasoningState.BEFORE
         self._begun = False
         self._buffer = ""
+        self._calls = calls
+        self._searched = 0
 
     @property
     def inside(self) -> bool:
@@ -60,7 +66,7 @@ class ReasoningSplitter:
         """Returns the held pieces at the end of the answer. An unfinished marker is text."""
         out: list[Piece] = []
         if self._state is _ReasoningState.INSIDE:
-            _skip(self._buffer[self._think(self._buffer, out) :], out)
+            self._end_open(out)
         elif self._buffer:
             out.append(self._buffer)
         self._buffer = ""
@@ -77,12 +83,50 @@ class ReasoningSplitter:
             self._buffer = ""
 
     def _close(self, out: list[Piece]) -> None:
+        if self._holds_call(out):
+            return
         at = self._buffer.find(self._end)
-        known = at if at >= 0 else len(self._buffer) - longest_held(self._buffer, (self._end,))
-        self._buffer = self._buffer[(thought := self._think(self._buffer[:known], out)) :]
+        marks = (self._end,) if self._calls is None else (self._end, *self._calls.starts)
+        known = at if at >= 0 else len(self._buffer) - longest_held(self._buffer, marks)
+        thought = self._think(self._buffer[:known], out)
+        self._drop(thought)
         if at >= 0:
             self._state = _ReasoningState.AFTER
             self._skip_to(at - thought + len(self._end), out)
+
+    def _holds_call(self, out: list[Piece]) -> bool:
+        """Whether the block so far ends with what may be a call."""
+        if self._calls is None:
+            return False
+        while (at := self._calls.find(self._buffer, self._searched)) >= 0:
+            call, answer = self._split(at)
+            if call and not answer.strip() and self._calls.may_be(call):
+                self._drop(self._think(self._buffer[:at], out))
+                return True
+            self._searched = at + 1
+        return False
+
+    def _split(self, at: int) -> tuple[str, str]:
+        """Returns what is from `at` on to the end of the block, and what is behind that."""
+        end = self._buffer.find(self._end)
+        if end < 0:
+            return self._buffer[at:], ""
+        return self._buffer[at:end] if at < end else "", self._buffer[end + len(self._end) :]
+
+    def _end_open(self, out: list[Piece]) -> None:
+        """Ends the block at the end of the answer."""
+        if self._calls is not None and (at := self._calls.find(self._buffer, self._searched)) >= 0:
+            call, _ = self._split(at)
+            if call and self._calls.is_call(call):
+                self._drop(self._think(self._buffer[:at], out))
+                at = self._buffer.index(call)
+                _skip(self._buffer[:at], out)
+                out.append(call)
+                _skip(self._buffer[at + len(call) :], out)
+                return
+        end = self._buffer.find(self._end)
+        thought = self._think(self._buffer if end < 0 else self._buffer[:end], out)
+        _skip(self._buffer[thought:], out)
 
     def _begin_content(self, out: list[Piece]) -> None:
         text = self._buffer.lstrip("\n")
@@ -104,7 +148,11 @@ class ReasoningSplitter:
 
     def _skip_to(self, at: int, out: list[Piece]) -> None:
         _skip(self._buffer[:at], out)
-        self._buffer = self._buffer[at:]
+        self._drop(at)
+
+    def _drop(self, count: int) -> None:
+        self._buffer = self._buffer[count:]
+        self._searched = max(0, self._searched - count)
 
 
 def _skip(text: str, out: list[Piece]) -> None:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from ....actors.protocol.messages import TokenLogprobs
 from ....cluster.errors import GenerationFailed
+from .call_stage import CallStage
 from .detokenizing import Detokenizer
 from .harmony import HarmonySplitter
 from .logprobs import ShownToken, TokenLedger
 from .pipeline import CallArguments, CallBegun, Piece, Pipeline, ReasoningDelta, ToolCall, text_of
 from .reasoning import ReasoningSplitter
 from .stops import StopMatcher
-from .tool_calls import ToolCallSplitter
 
 if TYPE_CHECKING:
     from ..model import TextModel
@@ -41,7 +41,7 @@ class RowText:
 
     Args:
         reasoning, stops, calls: the stages of the text's pipeline; None and () for none.
-        harmony: does the work of `reasoning` and `calls`, for models of that format.
+        harmony: does the work of `reasoning`, for models of that format; `calls` has it in it then, if there are any.
         stop_tokens: tokens that end the row without being text, besides the model's own end tokens.
         keeps_stop: whether the stop string or token that ends the row stays in its text.
         special_tokens: whether special tokens become text, other than the end tokens.
@@ -60,7 +60,7 @@ class RowText:
         *,
         reasoning: ReasoningSplitter | None = None,
         stops: Sequence[str] = (),
-        calls: ToolCallSplitter | None = None,
+        calls: CallStage | None = None,
         harmony: HarmonySplitter | None = None,
         stop_tokens: Sequence[int] = (),
         keeps_stop: bool = False,
@@ -78,7 +78,7 @@ class RowText:
         self._stops = StopMatcher(stops, keeps=keeps_stop) if stops else None
         self._splitter = calls
         self._harmony = harmony
-        stages = (harmony, reasoning, self._stops, calls)
+        stages = (reasoning, self._stops, calls) if harmony is None else (calls or harmony, self._stops)
         self._pipeline = Pipeline([stage for stage in stages if stage is not None])
         self._ledger = TokenLedger(text) if logprobs else None
         self.follows_tokens = logprobs
@@ -91,6 +91,11 @@ class RowText:
         """Whether a stop string was found, or there were as many calls as may be."""
         found = self._stops is not None and self._stops.matched
         return found or any(stage is not None and stage.full for stage in (self._splitter, self._harmony))
+
+    @property
+    def called_enough(self) -> bool:
+        """Whether whole calls ended the answer."""
+        return self._splitter is not None and self._splitter.limited
 
     @property
     def stop_string(self) -> str | None:
@@ -126,8 +131,14 @@ class RowText:
         said, self._prelude = self._prelude, ""
         return [TextDelta(said, None if self._ledger is None else [])] if said else []
 
-    def finish(self) -> list[TextEvent]:
-        """Returns the held events, after the last token or a stop string."""
+    def finish(self, *, cut: bool = False) -> list[TextEvent]:
+        """Returns the held events, after the last token or a stop string.
+
+        Args:
+            cut: whether the answer was cut at a limit.
+        """
+        if self._splitter is not None:
+            self._splitter.end(cut=cut)
         pieces: list[Piece] = []
         if piece := self._detokenizer.flush():
             if self._ledger is not None:

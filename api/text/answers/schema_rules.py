@@ -9,6 +9,7 @@ from typing import Any
 
 from ....cluster.errors import InvalidRequest
 from .call_format import KeyedFormat
+from .lenient.schemas import named
 
 TEXT = r"/(.|\n)*/"
 
@@ -17,7 +18,6 @@ _LAYOUT: dict[str, Any] = {"item_separator": ", ", "key_separator": ": ", "white
 its tokens by chance repeats line breaks and spaces until its limit. Where nothing can be chosen, nothing is computed
 either."""
 
-_REFERENCES_MAX = 8
 _DEPTH_MAX = 64
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
@@ -53,18 +53,6 @@ def json_body(schema: Any, *, strict: bool) -> str:
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def named(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema that a `$ref` into `root` names, or the schema itself; {} if it is none."""
-    for _ in range(_REFERENCES_MAX):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str):
-            break
-        schema = root
-        for step in reference.removeprefix("#").split("/")[1:]:
-            schema = schema.get(step) if isinstance(schema, Mapping) else None
-    return schema if isinstance(schema, Mapping) else {}
 
 
 def schema_of_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from .call_format import TaggedFormat
 from .pipeline import Begun, StepReader, longest_held
 
 _KEY_CHARACTERS_MAX = 256
+_CLOSING_TAG = re.compile(r"</[^<>]+>$")
+_OPENING_TAG = re.compile(r"<[^<>]*>?$")
 _KEY = re.compile(r"[^\s<>\"']+")
 
 _KEPT = ['a <b> &amp; "c" \\n\t{1}', "3", "", "true"]
@@ -63,7 +65,10 @@ class TaggedReader(StepReader):
         super().__init__(self._read_begin)
         self._known = known
         self._lead = known.head.removeprefix(start)
-        self._closing = known.closing.removesuffix(end)
+        self._closing = known.closing.removesuffix(end).strip()
+        # What ends a value whose own end is missing: the call's end, or the next key.
+        others = (_CLOSING_TAG.search(self._closing), _OPENING_TAG.search(known.before))
+        self._others = tuple(f"\n{found[0]}" for found in others if found is not None)
         self._begins = {f"{name}{known.opening}{known.before}": name for name in properties}
         self._properties = properties
         self._parse_value = parse_value
@@ -147,7 +152,13 @@ class TaggedReader(StepReader):
             self._take(len(before))
             self._step = self._read_key
             return True
-        self.lost = not before.startswith(self._buffer)
+        closing = self._closing
+        if closing and self._buffer.lstrip().startswith(closing):
+            self._say("}")
+            self.rest, self.lost = "", True
+            return False
+        closes = bool(closing) and closing.startswith(self._buffer.lstrip())
+        self.lost = not (before.startswith(self._buffer) or closes)
         return False
 
     @property
@@ -164,8 +175,15 @@ class TaggedReader(StepReader):
         end, buffer = self._known.end, self._buffer
         tag = end.lstrip() or end
         found = buffer.find(tag, searched)
+        others = [
+            place for other in self._others if (place := buffer.find(other, 0, found if found >= 0 else None)) >= 0
+        ]
+        if others:
+            # The value's end is missing, or the value shows a call.
+            self.lost = True
+            return -1, buffer[: min(others)]
         if found < 0:
-            return -1, buffer[: len(buffer) - longest_held(buffer, (end, tag))]
+            return -1, buffer[: len(buffer) - longest_held(buffer, (end, tag, *self._others))]
         at = found + len(tag) - len(end)
         if at < 0 or not buffer.startswith(end, at):
             self.lost = True

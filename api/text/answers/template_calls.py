@@ -97,10 +97,8 @@ IN_JSON = TemplateCalls(CallFormat('{"name": "', '", "arguments": ', "", "}"), '
 
 
 def find_calls(text: TextModel) -> TemplateCalls | KeyedCalls | None:
-    """Returns how a model writes calls; None if its template shows no tools, or no calls that could be told from text.
-    Takes milliseconds."""
-    if "tools" not in text.template():
-        return None
+    """Returns how a model writes calls; None if its template shows no calls that could be told from text. Takes
+    milliseconds."""
     for count in (2, 1):
         for written, ids in rendered_calls(text, count):
             if (keyed := keyed_format(written)) is not None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from .lenient.fences import FenceLines, inside_value
 from .pipeline import Begun, CallArguments, CallBegun, Ended, Piece, Skipped, ToolCall, longest_held, new_call_id
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def first_of(one: Callable[[str, Any], Any], other: Callable[[str, Any], Any]) -
 def _checked(call: Any) -> tuple[str, str]:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         raise ValueError("a tool call without a name")
-    arguments = call.get("arguments", {})
+    arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
@@ -57,6 +58,14 @@ def _checked(call: Any) -> tuple[str, str]:
         return call["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except TypeError as error:
         raise ValueError(f"tool arguments that JSON cannot hold: {error}") from error
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two texts are the same JSON."""
+    try:
+        return json.loads(one) == json.loads(other)
+    except (ValueError, RecursionError):
+        return False
 
 
 class ToolCallSplitter:
@@ -73,6 +82,11 @@ class ToolCallSplitter:
         parse: see `Parse`.
         calls_max: after so many calls the answer is over; None for no limit.
         reader: makes a reader for each call; None if calls are read as a whole.
+        whole_calls: returns the calls that are whole in text that is cut.
+        forced: whether the answer must call a tool: then what remains of a call that is cut is no text.
+
+    Attributes:
+        cut: whether the answer was cut at a limit; to be set before `flush`.
     """
 
     def __init__(
@@ -82,12 +96,20 @@ class ToolCallSplitter:
         parse: Parse,
         calls_max: int | None = None,
         reader: Callable[[], Reader] | None = None,
+        *,
+        whole_calls: Callable[[str], list[tuple[str, str]]] = lambda text: [],
+        forced: bool = False,
     ) -> None:
         self._start = start
         self._end = end
         self._parse = parse
         self._calls_max = calls_max
         self._make_reader = reader
+        self._whole_calls = whole_calls
+        self._forced = forced
+        self._fences = FenceLines()
+        self._names: list[str] = []
+        self.cut = False
         self._reader: Reader | None = None
         self._begun: CallBegun | None = None
         self._arguments: list[str] = []
@@ -115,17 +137,17 @@ class ToolCallSplitter:
         return out
 
     def flush(self) -> list[Piece]:
-        """Returns the held pieces at the end of the answer. An unfinished call becomes text."""
+        """Returns the held pieces at the end of the answer. An unfinished call becomes text, unless it is one but for
+        its end."""
         out: list[Piece] = []
+        while self.inside and not self.full:
+            self._close_open(out)
+            while not self.full and self._step(out):
+                pass
         if self.full:
             return out
-        if self.inside and not self._end:
-            self._close(self._buffer, "", out)
-        elif self.inside and self._is_call:
-            self._skip_rest(self._buffer, out)
-            self._end_begun(None, out)
-        elif self.inside:
-            self._text(self._start + self._buffer, out)
+        if self._forced and self.cut and self._buffer and self._start.startswith(self._buffer):
+            self._skip_all(self._buffer, out)
         else:
             self._text(self._buffer, out)
         self._buffer = ""
@@ -134,10 +156,52 @@ class ToolCallSplitter:
         self._space = ""
         return out
 
+    def _close_open(self, out: list[Piece]) -> None:
+        """Ends a call whose end marker is missing at the end of the answer."""
+        body, rest = self._buffer, ""
+        if self._reader is not None:
+            self._read(len(body), self._reader, out)
+        if self._is_call and self.cut:
+            self._skip_rest(body, out)
+            self._end_begun(None, out)
+            self.inside = self._is_call = False
+        elif self._is_call or not self.cut:
+            # Where none is left, the end may stand in a string that has no end.
+            at = body.find(self._end) if self._end and not self._is_call else -1
+            if at >= 0:
+                body, rest = body[:at], body[at + len(self._end) :]
+            self._close(body, self._end if at >= 0 else "", out)
+        else:
+            self.inside = False
+            if calls := self._whole_calls(body):
+                self._tell(calls, body, out)
+            elif self._forced or self._count:
+                self._skip_all(self._start + body, out)
+            else:
+                self._text(self._start + body, out)
+        self._buffer, self._searched = rest, 0
+
+    def _skip_all(self, text: str, out: list[Piece]) -> None:
+        out.append(Skipped(self._space + text))
+        self._space = ""
+
+    def _find(self) -> int:
+        """Returns where the next marker is in the buffer, -1 if there is none."""
+        if not self.inside:
+            at = self._buffer.find(self._start)
+            # What stands in a fence may be shown only.
+            while at >= 0 and self._fences.open_after(self._buffer[:at]):
+                at = self._buffer.find(self._start, at + 1)
+            return at
+        at = self._buffer.find(self._end, self._searched) if self._end else -1
+        while at >= 0 and inside_value(self._buffer[:at]):
+            at = self._buffer.find(self._end, at + 1)
+        return at
+
     def _step(self, out: list[Piece]) -> bool:
         """Consumes text up to the next marker. Returns False if more text is needed."""
         marker = self._end if self.inside else self._start
-        at = self._buffer.find(marker, self._searched) if marker else -1
+        at = self._find()
         if self.inside and self._reader is not None:
             held = longest_held(self._buffer, (marker,)) if at < 0 and marker else 0
             self._read(at if at >= 0 else len(self._buffer) - held, self._reader, out)
@@ -159,7 +223,7 @@ class ToolCallSplitter:
             self._close(before, self._end, out)
         else:
             self._text(before, out)
-            self.inside, self._told = True, 0
+            self.inside, self._told, self._names = True, 0, []
             self._reader = None if self._make_reader is None else self._make_reader()
         return True
 
@@ -181,6 +245,7 @@ class ToolCallSplitter:
                     return
                 self._begun, self._arguments = CallBegun(self._count, new_call_id(), each.name), []
                 self._count += 1
+                self._names.append(each.name)
                 out.append(self._begun)
             elif isinstance(each, Ended):
                 self._end_begun(None, out)
@@ -213,28 +278,44 @@ class ToolCallSplitter:
         if not calls:
             self._text(self._start + body + end, out)
             return
-        out.append(Skipped(self._space + self._start + body + end))
+        self._tell(calls, body + end, out)
+
+    def _tell(self, calls: list[tuple[str, str]], written: str, out: list[Piece]) -> None:
+        """Emits calls that did not come in pieces."""
+        out.append(Skipped(self._space + self._start + written))
+        self._add_calls(calls, out)
+        self._space = ""
+        self._after_call = True
+
+    def _add_calls(self, calls: list[tuple[str, str]], out: list[Piece]) -> None:
         for name, arguments in calls[: None if self._calls_max is None else self._calls_max - self._count]:
             out.append(ToolCall(self._count, new_call_id(), name, arguments))
             self._count += 1
-        self._space = ""
-        self._after_call = True
 
     def _complete(self, calls: list[tuple[str, str]], out: list[Piece]) -> None:
         """Ends the call that came in pieces last, with what is missing of its arguments; `calls` are what the parser
         found."""
         begun, written, whole = self._begun, "".join(self._arguments), None
+        count = len(self._names)
+        told = self._names == [name for name, _ in calls[:count]]
         if begun is None or self._reader is None:
+            self._add_calls(calls[count:] if told else [], out)
             return
-        if len(calls) == 1 and calls[0][0] == begun.name:
-            whole = calls[0][1]
-        rest = whole[len(written) :] if whole is not None and whole.startswith(written) else self._reader.rest
-        if rest:
+        if told:
+            whole = calls[count - 1][1]
+        rest = self._reader.rest
+        if whole is not None and whole.startswith(written):
+            rest = whole[len(written) :]
+        elif whole is None or not _same(whole, written + rest):
+            # What was said stays said.
             whole = written + rest
+        if rest:
             out.append(CallArguments(begun.index, rest))
         self._end_begun(whole, out)
+        self._add_calls(calls[count:] if told else [], out)
 
     def _text(self, text: str, out: list[Piece]) -> None:
+        self._fences.add(text)
         solid = text.rstrip()
         if not solid:
             self._space += text

@@ -18,7 +18,7 @@ from satchel.cluster.errors import NoReplica
 from satchel.cluster.timing import Timing
 from tests.worlds.direct import model_info
 
-A = Model(name="a", source="s", template_kwargs={"clear_thinking": False})
+A = Model(name="a", source="s", template_kwargs={"clear_thinking": False}, schema_in_prompt="never")
 B = Model(name="b", source="s", replicas=2, control_tokens_in_text="tokens")
 
 
@@ -73,8 +73,10 @@ async def test_the_first_request_waits_for_a_model_that_answers(world: World):
     world.load("a-0", "a")
     world.load("b-1", "b")
     assert await world.names() == ["a", "b"], "one replica of b is enough"
-    assert [model.template_kwargs for model in await world.models.models()] == [{"clear_thinking": False}, {}]
-    assert [model.marks_are_tokens for model in await world.models.models()] == [False, True]
+    served = await world.models.models()
+    assert [model.template_kwargs for model in served] == [{"clear_thinking": False}, {}]
+    assert [model.schema_in_prompt for model in served] == [False, True]
+    assert [model.marks_are_tokens for model in served] == [False, True]
     asked = len(world.asked)
     assert await world.names() == ["a", "b"]
     assert (len(world.asked), world.reads) == (asked, 1), "what is known is not asked again"

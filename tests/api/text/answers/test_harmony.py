@@ -32,7 +32,7 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 
 
 def split(pieces: list[str], **how: Any) -> list[Piece]:
-    splitter = HarmonySplitter({"weather"}, **how)
+    splitter = HarmonySplitter([{"type": "function", "function": {"name": "weather"}}], **how)
     return [item for piece in pieces if piece for item in splitter.add(piece)] + splitter.flush()
 
 
@@ -55,7 +55,7 @@ ANSWERS: list[tuple[str, tuple[str, str, list[tuple[str, str]], str]]] = [
     ),
     ("<|channel|>analysis<|message|>one<|end|>" + START + THOUGHT, ("oneThey want it.", "", [], "")),
     ("<|channel|>analysis<|message|>cut of", ("cut of", "", [], "")),
-    (TOLD[:-3], ("", "", [("weather", '{"city": "Köl')], '{"city": "Köl')),
+    (TOLD[:-3], ("", "", [("weather", '{"city": "Köl"}')], '{"city": "Köl"}')),
     ("<|channel|>commentary to=python<|message|>print(1)", ("", "print(1)", [], "")),
     ("to be or not", ("", "to be or not", [], "")),
     ("tall", ("", "tall", [], "")),
@@ -183,3 +183,48 @@ async def test_other_protocols_and_forms_have_it_too(api: Chat, client: httpx.As
     await api.chat(tools=[TOOL], tool_choice="required")
     assert "to=functions." in served.requests[-1]["sampling"].grammar
     assert (await api.chat(response_format={"type": "json_object"})).status_code == 200
+
+
+WRAPPED = '{"name": "weather", "arguments": {"city": "Köln"}}'
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(
+    "written",
+    [
+        CALL.replace("weather ", "weatherjson "),
+        CALL.replace(" <|constrain|>json", "json"),
+        CALL.replace('"Köln"}', '"Köln",}'),
+        CALL.replace('{"city": "Köln"}', WRAPPED),
+        CALL.replace('{"city": "Köln"}', '{"arguments": {"city": "Köln"}}'),
+        f"<|channel|>final<|message|>{WRAPPED}",
+        f"<|channel|>final<|message|>```json\n{WRAPPED}\n```<|end|>",
+    ],
+)
+async def test_calls_that_are_written_otherwise(api: Chat, served: FakeBackend, written: str, step: int):
+    served.say(THOUGHT + START + written, step=step)
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+    choice = (await api.chat(tools=tools)).json()["choices"][0]
+    (asked,) = choice["message"]["tool_calls"]
+    assert (asked["function"]["name"], json.loads(asked["function"]["arguments"])) == ("weather", {"city": "Köln"})
+    assert choice["message"]["content"] in ("", None) and choice["message"]["reasoning_content"] == "They want it."
+    chunks = [each for chunk in await api.stream(tools=tools) if chunk != "[DONE]" for each in chunk["choices"]]
+    deltas = [delta["function"] for chunk in chunks for delta in chunk["delta"].get("tool_calls", ())]
+    assert json.loads("".join(delta["arguments"] for delta in deltas)) == {"city": "Köln"}
+    assert not "".join(chunk["delta"].get("content") or "" for chunk in chunks)
+
+
+async def test_arguments_of_the_names_of_a_call_are_arguments(api: Chat, served: FakeBackend):
+    """A tool may have an argument `name`."""
+    schema = {"type": "object", "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    served.say(CALL.replace('{"city": "Köln"}', '{"name": "Köln", "arguments": {}}'))
+    (asked,) = (await api.chat(tools=tools)).json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(asked["function"]["arguments"]) == {"name": "Köln", "arguments": {}}
+
+
+async def test_a_call_that_a_limit_cuts_has_what_there_is(api: Chat, served: FakeBackend):
+    served.say(CALL[: CALL.index("ln")], finish="length")
+    choice = (await api.chat(tools=[TOOL])).json()["choices"][0]
+    (asked,) = choice["message"]["tool_calls"]
+    assert asked["function"]["arguments"] == '{"city": "Kö' and choice["finish_reason"] == "length"

@@ -12,7 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from satchel.actors.protocol.messages import RowUpdate, TokenLogprobs
+from satchel.api.text.answers.call_stage import CallLimit, CallStage
 from satchel.api.text.answers.detokenizing import ByteDetokenizer
+from satchel.api.text.answers.lenient.bodies import CallBodies
+from satchel.api.text.answers.lenient.declared import DeclaredTools
+from satchel.api.text.answers.lenient.stage import LenientCalls, OwnMarks
 from satchel.api.text.answers.logprobs import ShownToken, completion_logprobs
 from satchel.api.text.answers.pipeline import Pipeline, ReasoningDelta, ToolCall, text_of
 from satchel.api.text.answers.reasoning import ReasoningSplitter
@@ -43,11 +47,17 @@ class Bytes:
         return RowText(cast(TextModel, self), ByteDetokenizer(self.token_bytes), logprobs=True, **how)
 
 
+def calls_stage() -> CallStage:
+    declared = DeclaredTools([{"type": "function", "function": {"name": "f"}}])
+    lenient = LenientCalls(CallBodies(declared), OwnMarks())
+    return CallStage(ToolCallSplitter("<tool>", "</tool>", parse), lenient, CallLimit())
+
+
 def stages(*, thinking: bool, stops: list[str], tools: bool) -> dict[str, Any]:
     return {
         "reasoning": ReasoningSplitter("<think>", "</think>", inside=False) if thinking else None,
         "stops": stops,
-        "calls": ToolCallSplitter("<tool>", "</tool>", parse) if tools else None,
+        "calls": calls_stage() if tools else None,
     }
 
 

@@ -196,3 +196,30 @@ async def test_earlier_reasoning_and_template_variables_reach_the_template(api, 
     await api.chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "own", "enable_thinking": False})
     assert "effort: own" in thinker.prompt
     assert thinker.prompt.endswith("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("end", ["", "\n", "\n</think>", "\n</think>\n\n"])
+async def test_a_call_that_an_open_thought_ends_with_is_one(api, thinker, step: int, end: str):
+    thinker.say(f"<think>\nThe weather first.\n{CALL}{end}", step=step)
+    choice = (await api.chat(tools=[WEATHER])).json()["choices"][0]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
+    assert choice["message"]["reasoning_content"] == "The weather first." and choice["finish_reason"] == "tool_calls"
+    chunks = [
+        each["delta"] for chunk in await api.stream(tools=[WEATHER]) if chunk != "[DONE]" for each in chunk["choices"]
+    ]
+    assert "".join(delta.get("reasoning_content") or "" for delta in chunks) == "The weather first."
+    assert (
+        "".join(call["function"].get("name") or "" for delta in chunks for call in delta.get("tool_calls", ()))
+        == "weather"
+    )
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize(
+    "thought", [f"So:\n{CALL}\nThen.", f"So:\n{CALL}", "I could write <tool_call> here.", "<tool_call>\n{"]
+)
+async def test_a_call_in_a_thought_that_goes_on_or_has_an_answer_is_thought(api, thinker, step: int, thought: str):
+    thinker.say(f"<think>\n{thought}\n</think>\n\nNo.", step=step)
+    message = (await api.chat(tools=[WEATHER])).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (thought, "No.") and not message.get("tool_calls")

@@ -125,8 +125,9 @@ OTHER = '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>'
 TWISTED = '<tool_call>\n{"arguments": {"x": 1}, "name": "f"}\n</tool_call>'
 
 
-def read(pieces: list[str], calls_max: int | None = None) -> list[Piece]:
+def read(pieces: list[str], calls_max: int | None = None, *, cut: bool = False) -> list[Piece]:
     splitter = ToolCallSplitter(START, END, parse, calls_max, reader_of(HERMES, START, END, {"f", "g"}))
+    splitter.cut = cut
     return [item for piece in pieces if piece for item in splitter.add(piece)] + splitter.flush()
 
 
@@ -186,9 +187,12 @@ def test_what_is_not_written_as_the_template_does_is_read_as_a_whole():
 
 
 def test_a_call_that_has_begun_stays_a_call():
-    """Cut by a limit, or with arguments that are no JSON: they are what the model wrote."""
-    assert told(read(list(LONG[:45])))[1] == [(0, "f", LONG[39:45], True)]
-    assert told(read(list(WRONG)))[1] == [(0, "f", '{"x": nothing}', True)]
+    """Cut by a limit, its arguments are what there is of them. Else they are JSON, whatever the model wrote."""
+    assert told(read(list(LONG[:45]), cut=True))[1] == [(0, "f", LONG[39:44], True)]
+    assert told(read(list(WRONG)))[1] == [(0, "f", '{"x": "nothing"}', True)]
+    for end in range(40, len(LONG)):
+        ((_, name, arguments, _),) = told(read(list(LONG[:end])))[1]
+        assert name == "f" and isinstance(json.loads(arguments), dict)
 
 
 @pytest.mark.parametrize("text", [LONG + GOOD, TWISTED + GOOD])
