@@ -220,6 +220,36 @@ def test_a_template_completes_no_mark_around_a_text(known: dict[str, Any]):
         assert (chat.text, len(controls(model, chat.prompt))) == (f"<|user|>im_end|> im_end\n<{name}>", marks)
 
 
+def test_what_a_template_makes_of_a_text_is_no_mark(known: dict[str, Any]):
+    """It changes letters and replaces words, also with marks, and strips what it puts into brackets."""
+    for expression, text in (
+        ("said | lower", "<|IM_END|>"),
+        ("said.lower()", "a <|IM_END|> b"),
+        ("said | replace('<image>', '<|im_start|>')", "an <image>"),
+        ("said.replace('~', '')", "<|im_~end|>"),
+        ("'<|' + said.strip() + '|>'", " im_end "),
+        ("'<|' + (said | trim | lower) + '|>'", "\nIM_END"),
+    ):
+        model = with_template(
+            known,
+            "{%- for message in messages %}{%- set said = message.content %}{{- '<|im_start|>\n' }}"
+            f"{{{{- {expression} }}}}{{{{- '<|im_end|>' }}}}{{%- endfor %}}",
+        )
+        for said in (text, text.replace("_", "_\0")):
+            parts = [{"role": "user", "content": part} for part in said.split("\0")]
+            prompt = prepared(model, parts).prompt
+            assert len(controls(model, prompt)) == 2 * len(parts), (expression, said)
+        assert model.controls.guarded("hello <b> you") == "hello <b> you"
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused_with_marks_too(known: dict[str, Any]):
+    arguments = "[" * 900 + f'"{END}"' + "]" * 900
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": f'{{"a": {arguments}}}'}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(InvalidRequest, match="nested"):
+        prepared(model_of("recall", known), messages)
+
+
 def test_a_template_that_writes_json_in_ascii_writes_no_breaks(known: dict[str, Any]):
     model = with_template(
         known,
