@@ -186,19 +186,23 @@ class CallersText:
             return guarded
         if (given := self.model.given_answers.guarded(self.scope, text)) is not None:
             return given
-        places = set(breaks_of(guarded)) - self._remembered(text)
-        return with_breaks(text, sorted(places - self._thought(text, opens=opens)))
+        own, behind = self._thought(text, opens=opens)
+        places = set(breaks_of(guarded)) - self._remembered(text) - own
+        if behind and (given := self.model.given_answers.guarded(self.scope, text[behind:])) is not None:
+            places = {place for place in places if place < behind} | {behind + place for place in breaks_of(given)}
+        return with_breaks(text, sorted(places))
 
-    def _thought(self, text: str, *, opens: bool) -> set[int]:
-        """Returns the breaks in the marks of the block of reasoning that a text begins with."""
+    def _thought(self, text: str, *, opens: bool) -> tuple[set[int], int]:
+        """Returns the breaks in the marks of the block of reasoning that a text begins with, and where that ends; 0 if
+        it does not."""
         start, end = self.model.think_start, self.model.think_end
         begin = len(text) - len(text.lstrip())
         if not self.model.has_thinking or not start or not text.startswith(start, begin):
-            return set()
+            return set(), 0
         closed = text.find(end, begin + len(start))
         if closed < 0:
-            return _inside(begin, start) if opens else set()
-        return _inside(begin, start) | _inside(closed, end)
+            return _inside(begin, start) if opens else set(), 0
+        return _inside(begin, start) | _inside(closed, end), closed + len(end)
 
     def _remembered(self, text: str) -> set[int]:
         """Returns the breaks in those marks of calls and reasoning that the agent's memory has as tokens in the same

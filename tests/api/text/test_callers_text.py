@@ -352,6 +352,21 @@ def test_an_answer_that_ends_in_a_mark_makes_none_with_what_follows(known: dict[
     assert controls(model, model.encode("".join(part["text"] for part in message["content"]))) == model.encode(CALL)
 
 
+def test_an_answer_behind_its_reasoning_has_the_tokens_that_it_had(known: dict[str, Any]):
+    """As a client sends both back that puts them together."""
+    model = model_of("thinking", known)
+    thought = model.encode("<think>\nhm, ") + model.encode(model.controls.guarded(f"{CALL}?"))
+    whole = [*thought, *model.encode(f"\n</think>\n\n{CALL}x</tool_call> and "), *model.encode("</")]
+    whole += [*model.encode("think>"), model.token_of(END)]  # type: ignore[list-item]
+    answered(model, whole, f"{CALL}x</tool_call> and </think>")
+    said = f"<think>\nhm, {CALL}?\n</think>\n\n{CALL}x</tool_call> and </think>"
+    (message,) = CallersText(model, "me").messages([{"role": "assistant", "content": said}])
+    assert unbroken(message["content"]) == said
+    assert controls(model, model.encode(message["content"])) == controls(model, whole[:-1])
+    (message,) = CallersText(model, "you").messages([{"role": "assistant", "content": said}])
+    assert controls(model, model.encode(message["content"])) == [*model.encode("<think>"), *model.encode("</think>")]
+
+
 def test_reasoning_that_quotes_the_answer_is_not_the_answer(known: dict[str, Any]):
     model = model_of("thinking", known)
     spelled = model.encode(model.controls.guarded(f"{CALL}x"))
