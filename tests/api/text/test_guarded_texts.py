@@ -138,6 +138,15 @@ def test_the_same_text_with_other_structure_is_not_continued(
     assert unbroken(after)[: result.common_characters] == line.text[: result.common_characters]
 
 
+def test_a_mark_before_spaces_is_text_in_memory_too(made: dict[str, TextModel]):
+    """Where a token for several spaces is longer than they are."""
+    model = model_of("gemma", made)
+    before = f"{START}user\n{model.controls.guarded(START)}  "
+    line = StoredBranch(unbroken(before), model.encode(before))
+    after = f"{START}user\n{START}  {START}"
+    assert continue_text(after, [line], model).tokens == model.encode(after)
+
+
 @quick
 @given(texts=turns, seed=st.integers(0, 2**32))
 def test_drawn_ids_of_guarded_texts_are_kept(texts: list[str], seed: int, model: TextModel):
