@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from cachetools import LRUCache
 
 from .control_tokens import BREAK, ControlTokens, breaks_of, refuse_breaks, unbroken, with_breaks
@@ -183,41 +186,53 @@ class CallersText:
             return guarded
         if (given := self.model.given_answers.guarded(self.scope, text)) is not None:
             return given
-        places = set(breaks_of(guarded)) - self._remembered(text)
-        return with_breaks(text, sorted(places - self._thought(text, opens=opens)))
+        own, behind = self._thought(text, opens=opens)
+        places = set(breaks_of(guarded)) - self._remembered(text) - own
+        if behind and (given := self.model.given_answers.guarded(self.scope, text[behind:])) is not None:
+            places = {place for place in places if place < behind} | {behind + place for place in breaks_of(given)}
+        return with_breaks(text, sorted(places))
 
-    def _thought(self, text: str, *, opens: bool) -> set[int]:
-        """Returns the breaks in the marks of the block of reasoning that a text begins with."""
+    def _thought(self, text: str, *, opens: bool) -> tuple[set[int], int]:
+        """Returns the breaks in the marks of the block of reasoning that a text begins with, and where that ends; 0 if
+        it does not."""
         start, end = self.model.think_start, self.model.think_end
         begin = len(text) - len(text.lstrip())
         if not self.model.has_thinking or not start or not text.startswith(start, begin):
-            return set()
+            return set(), 0
         closed = text.find(end, begin + len(start))
         if closed < 0:
-            return _inside(begin, start) if opens else set()
-        return _inside(begin, start) | _inside(closed, end)
+            return _inside(begin, start) if opens else set(), 0
+        return _inside(begin, start) | _inside(closed, end), closed + len(end)
 
     def _remembered(self, text: str) -> set[int]:
         """Returns the breaks in those marks of calls and reasoning that the agent's memory has as tokens in the same
         text."""
-        own = self.model.tool_call_tokens | self.model.think_tokens
         said = text.strip()
-        data, begin = _utf8(said), len(_utf8(text[: text.find(said)]))
+        data, begin = _utf8(said), text.find(said)
         found: set[int] = set()
-        for line in self.lines:
-            if not isinstance(line, IndexedLine) or not own or not data:
-                continue
-            spans = [
-                span
-                for place, span in zip(line.added.tolist(), line.controls.tolist(), strict=True)
-                if int(line.tokens[place]) in own
-            ]
+        if not data:
+            return found
+        for line, starts, ends in self._own_marks:
             for at in islice(_places_of(data, line.data), _PLACES_TRIED):
-                for start, end in spans:
-                    if at <= start and end <= at + len(data):
-                        character = len(_utf8(text)[: begin + start - at].decode("utf-8", "surrogatepass"))
-                        found |= _inside(character, line.data[start:end].decode())
+                byte, character = 0, begin
+                for index in range(bisect_left(starts, at), bisect_right(ends, at + len(data))):
+                    start = starts[index] - at
+                    character += len(data[byte:start].decode("utf-8", "surrogatepass"))
+                    byte = start
+                    found |= _inside(character, line.data[starts[index] : ends[index]].decode())
         return found
+
+    @cached_property
+    def _own_marks(self) -> list[tuple[IndexedLine, list[int], list[int]]]:
+        """The lines that have marks of calls and reasoning as tokens, with the bytes at which these begin and end."""
+        own = list(self.model.tool_call_tokens | self.model.think_tokens)
+        marked: list[tuple[IndexedLine, list[int], list[int]]] = []
+        for line in self.lines:
+            if isinstance(line, IndexedLine):
+                tokens = np.asarray(line.tokens, np.int64)[line.added]
+                starts, ends = line.controls[np.isin(tokens, own)].T.tolist()
+                marked += [(line, starts, ends)] if starts else []
+        return marked
 
 
 def _places_of(part: bytes, data: bytes) -> Iterator[int]:

@@ -10,8 +10,8 @@ one, and no control token is found across it (`guarded_encoding`). A text with b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -127,18 +127,25 @@ class ControlTokens:
             for size in range(1, min(self._longest, len(written) + 1)):
                 if (begun := written[-size:]) in self._begun:
                     rests |= {mark[size:] for mark in self.marks if mark.startswith(begun)}
-        return re.compile(f"{_END}(?:{_any_of(rests, _END)})") if rests else None
+        # Templates may strip a text.
+        cut = rf"\s*{_END}"
+        return re.compile(rf"{_END}\s*(?:{_any_of(rests, cut)})") if rests else None
+
+    @cached_property
+    def _rewriting(self) -> list[Callable[[str], str]]:
+        """What the template does to texts that may make a mark of something else."""
+        return list(_rewriting(self._template))
 
     @cached_property
     def _folded(self) -> re.Pattern[str] | None:
-        """Finds marks in normalized texts, where the tokenizer looks for them there, so that they may be spelled in
-        another way; None for most tokenizers."""
+        """Finds marks in normalized texts, or the beginning of one at the end, where the tokenizer looks for them in
+        these, so that they may be spelled in another way; None for most tokenizers."""
         backend = self._model.backend
         if backend is None or (normalizer := backend.normalizer) is None:
             return None
         entries = [self._model.added_tokens[token] for token in self.ids]
         marks = {normalizer.normalize_str(entry.content).strip(_SPACES) for entry in entries if entry.normalized}
-        return re.compile(_any_of(marks - {""})) if marks - {""} else None
+        return re.compile(_any_of(marks - {""}, rf"[\s{_SPACES[-1]}]*{_END}")) if marks - {""} else None
 
     def guarded(self, text: str) -> str:
         """Returns what a caller wrote with its marks broken, also one that only begins at its end: text may follow.
@@ -149,13 +156,14 @@ class ControlTokens:
         if not text or not self._is_suspect([text]):
             return text
         if self._spells_folded(text):
-            return BREAK.join(text)
+            return _all_broken(text)
         places = self._begun_at_end(text)
         if self._first is not None:
             places |= {match.end() for match in self._first.finditer(text)}
-        if self._continued is not None and self._continued.match(f"{_END}{text[: self._longest]}{_END}"):
-            places.add(0)
-        return with_breaks(text, sorted(places)) if places else text
+        if self._continues(text):
+            places.add(len(text) - len(text.lstrip()))
+        shown = with_breaks(text, sorted(places)) if places else text
+        return _all_broken(text) if self._is_rewritten(f"{_END}{shown}{_END}") else shown
 
     def _is_suspect(self, texts: list[str]) -> bool:
         """Returns whether one of the texts may have a mark, or a part of one at its beginning or end. Many short texts
@@ -168,9 +176,16 @@ class ControlTokens:
         if BREAK in joined:
             for text in texts:
                 refuse_breaks(text)
-        if any(pattern is not None and pattern.search(joined) for pattern in (self._suspect, self._continued)):
+        if self._may_spell(joined) or self._is_rewritten(joined):
             return True
         return self._folded is not None and any(map(self._spells_folded, texts))
+
+    def _may_spell(self, joined: str) -> bool:
+        return any(pattern is not None and pattern.search(joined) for pattern in (self._suspect, self._continued))
+
+    def _is_rewritten(self, joined: str) -> bool:
+        """Returns whether the template may make a mark of something else in the texts."""
+        return any(self._may_spell(rewritten(joined)) for rewritten in self._rewriting)
 
     def _begun_at_end(self, text: str) -> set[int]:
         """Returns the characters behind the first ones of marks of which the text ends with the beginning."""
@@ -188,25 +203,37 @@ class ControlTokens:
         return found
 
     def _spells_folded(self, text: str) -> bool:
-        """Returns whether the tokenizer finds a mark in the normalized text."""
+        """Returns whether the tokenizer finds a mark in the normalized text, or may find one that begins at its end or
+        ends at its beginning."""
         backend = self._model.backend
         if self._folded is None or backend is None:
             return False
         try:
-            return self._folded.search(backend.normalizer.normalize_str(text)) is not None
+            shown = backend.normalizer.normalize_str(text)
         except UnicodeEncodeError:
             # No valid Unicode: it is refused where it is encoded.
             return False
+        return self._folded.search(f"{shown}{_END}") is not None or self._continues(shown.lstrip(_SPACES[-1]))
+
+    def _continues(self, text: str) -> bool:
+        """Returns whether a text goes on as a mark does that the template begins."""
+        if self._continued is None:
+            return False
+        size = len(text) - len(text.lstrip()) + self._longest
+        return self._continued.match(f"{_END}{text[:size]}{_END}") is not None
 
     def guarded_value(self, value: Any) -> Any:
         """Returns a value of JSON with all its texts and keys guarded; the value itself if nothing is to be broken.
 
         Raises:
-            InvalidRequest: a text has an unpaired surrogate.
+            InvalidRequest: a text has an unpaired surrogate, or the value is nested too deeply.
         """
         texts: list[str] = []
-        _gather(value, texts)
-        return self._guarded_value(value) if self._is_suspect(texts) else value
+        try:
+            _gather(value, texts)
+            return self._guarded_value(value) if self._is_suspect(texts) else value
+        except RecursionError:
+            raise InvalidRequest("a value in the request is nested too deeply") from None
 
     def _guarded_value(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -284,15 +311,51 @@ def _pattern(node: dict[str, Any], cut: str) -> str:
     return f"{joined}?" if "" in node else joined
 
 
-def _constants(template: str) -> Iterator[str]:
-    """Returns the texts that a chat template itself writes."""
+def _all_broken(text: str) -> str:
+    """Returns a text with breaks around all its characters but the white space around it, which templates may strip."""
+    core = text.strip()
+    return text.replace(core, f"{BREAK}{BREAK.join(core)}{BREAK}", 1) if core else text
+
+
+def _lexed(template: str) -> list[tuple[str, str]]:
+    """Returns the kinds and texts of a chat template's tokens, without white space; none if it is no template."""
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
-        for _, kind, value in Environment().lex(template):
-            if kind == "data":
-                yield value
-            elif kind == "string":
-                yield value[1:-1]
+        return [(kind, value) for _, kind, value in Environment().lex(template) if kind != "whitespace"]
     except TemplateSyntaxError:
-        return
+        return []
+
+
+def _constants(template: str) -> Iterator[str]:
+    """Returns the texts that a chat template itself writes."""
+    for kind, value in _lexed(template):
+        if kind == "data":
+            yield value
+        elif kind == "string":
+            yield _literal(value)
+
+
+def _rewriting(template: str) -> Iterator[Callable[[str], str]]:
+    """Returns what a chat template does to texts with filters and methods that change letters."""
+    tokens = _lexed(template)
+    names = {value for kind, value in tokens if kind == "name"}
+    for name in sorted(names & {"lower", "upper", "capitalize", "title"}):
+        yield getattr(str, name)
+    pairs: set[tuple[str, str]] = set()
+    for at, token in enumerate(tokens):
+        kinds, values = zip(*tokens[at : at + 5], strict=True)
+        if token == ("name", "replace") and kinds[1:] == ("operator", "string", "operator", "string"):
+            pairs.add((_literal(values[2]), _literal(values[4])))
+    for old, new in sorted(pairs):
+        if old:
+            yield partial(_replaced, old=old, new=new)
+
+
+def _replaced(text: str, *, old: str, new: str) -> str:
+    return text.replace(old, new)
+
+
+def _literal(written: str) -> str:
+    """Returns the text of a string in a template."""
+    return written[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")

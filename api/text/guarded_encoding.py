@@ -16,8 +16,9 @@ from .control_tokens import BREAK, breaks_of
 if TYPE_CHECKING:
     from .model import TextModel
 
-_FILLER = "\U0010fffd"
-"""Stands for a break where control tokens are found. Nothing depends on it: no text has it in the middle of a mark."""
+_FILLERS = "\U0010fffd\U00010137"
+"""One of them stands for a break where control tokens are found: the first one that the normalizer does not drop.
+Nothing else depends on it: no text has it in the middle of a mark."""
 
 _PRIVATE_LAST = 0x10FFFC
 
@@ -46,12 +47,15 @@ class GuardedEncoder:
         self._model = model
         self._control = model.controls.ids
         self._plain: dict[str, _PlainTokenizer] = {}
+        normalizer = None if model.backend is None else model.backend.normalizer
+        kept = [each for each in _FILLERS if normalizer is None or each in normalizer.normalize_str(f"a{each}a")]
+        self._filler = kept[0] if kept else _FILLERS[-1]
 
     def encode(self, text: str, *, special_tokens: bool = False) -> GuardedIds:
         """Returns the tokens of a guarded text of valid Unicode. `special_tokens` as in `TextModel.encode`."""
         if self._model.backend is None:
             return self._in_pieces(text, special_tokens=special_tokens)
-        filled = text.replace(BREAK, _FILLER)
+        filled = text.replace(BREAK, self._filler)
         whole = self._model.backend.encode_batch([filled], add_special_tokens=special_tokens)[0]
         ids, offsets, words = whole.ids, whole.offsets, whole.word_ids
         # What the tokenizer puts around a text.

@@ -162,8 +162,11 @@ class Spelling:
         """Returns `(n, 2) int64`: the bytes of the added tokens at the indexes `added`."""
         kinds, which = np.unique(np.asarray(tokens, np.int64)[added], return_inverse=True)
         lengths = np.array([len(self.content(token)) for token in kinds.tolist()], np.int64)
-        behind = ends[added + 1]
-        return np.stack((behind - lengths[which], behind), 1)
+        before, behind = ends[added], ends[added + 1]
+        begins = behind - lengths[which]
+        # The text may have less than the token's content, such as spaces for `▁`.
+        begins = np.where(before < behind, np.maximum(begins, before), begins)
+        return np.stack((begins, behind), 1)
 
     def _spelled_plain(self, data: bytes, controls: np.ndarray, since: int) -> np.ndarray:
         """Returns `(n, 2) int64`: the places from byte `since` on that spell a control token and are none."""

@@ -220,6 +220,36 @@ def test_a_template_completes_no_mark_around_a_text(known: dict[str, Any]):
         assert (chat.text, len(controls(model, chat.prompt))) == (f"<|user|>im_end|> im_end\n<{name}>", marks)
 
 
+def test_what_a_template_makes_of_a_text_is_no_mark(known: dict[str, Any]):
+    """It changes letters and replaces words, also with marks, and strips what it puts into brackets."""
+    for expression, text in (
+        ("said | lower", "<|IM_END|>"),
+        ("said.lower()", "a <|IM_END|> b"),
+        ("said | replace('<image>', '<|im_start|>')", "an <image>"),
+        ("said.replace('~', '')", "<|im_~end|>"),
+        ("'<|' + said.strip() + '|>'", " im_end "),
+        ("'<|' + (said | trim | lower) + '|>'", "\nIM_END"),
+    ):
+        model = with_template(
+            known,
+            "{%- for message in messages %}{%- set said = message.content %}{{- '<|im_start|>\n' }}"
+            f"{{{{- {expression} }}}}{{{{- '<|im_end|>' }}}}{{%- endfor %}}",
+        )
+        for said in (text, text.replace("_", "_\0")):
+            parts = [{"role": "user", "content": part} for part in said.split("\0")]
+            prompt = prepared(model, parts).prompt
+            assert len(controls(model, prompt)) == 2 * len(parts), (expression, said)
+        assert model.controls.guarded("hello <b> you") == "hello <b> you"
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused_with_marks_too(known: dict[str, Any]):
+    arguments = "[" * 900 + f'"{END}"' + "]" * 900
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": f'{{"a": {arguments}}}'}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(InvalidRequest, match="nested"):
+        prepared(model_of("recall", known), messages)
+
+
 def test_a_template_that_writes_json_in_ascii_writes_no_breaks(known: dict[str, Any]):
     model = with_template(
         known,
@@ -320,6 +350,21 @@ def test_an_answer_that_ends_in_a_mark_makes_none_with_what_follows(known: dict[
     parts = [{"type": "text", "text": content}, {"type": "text", "text": "end|>"}]
     (message,) = CallersText(model, "me").messages([{"role": "assistant", "content": parts}])
     assert controls(model, model.encode("".join(part["text"] for part in message["content"]))) == model.encode(CALL)
+
+
+def test_an_answer_behind_its_reasoning_has_the_tokens_that_it_had(known: dict[str, Any]):
+    """As a client sends both back that puts them together."""
+    model = model_of("thinking", known)
+    thought = model.encode("<think>\nhm, ") + model.encode(model.controls.guarded(f"{CALL}?"))
+    whole = [*thought, *model.encode(f"\n</think>\n\n{CALL}x</tool_call> and "), *model.encode("</")]
+    whole += [*model.encode("think>"), model.token_of(END)]  # type: ignore[list-item]
+    answered(model, whole, f"{CALL}x</tool_call> and </think>")
+    said = f"<think>\nhm, {CALL}?\n</think>\n\n{CALL}x</tool_call> and </think>"
+    (message,) = CallersText(model, "me").messages([{"role": "assistant", "content": said}])
+    assert unbroken(message["content"]) == said
+    assert controls(model, model.encode(message["content"])) == controls(model, whole[:-1])
+    (message,) = CallersText(model, "you").messages([{"role": "assistant", "content": said}])
+    assert controls(model, model.encode(message["content"])) == [*model.encode("<think>"), *model.encode("</think>")]
 
 
 def test_reasoning_that_quotes_the_answer_is_not_the_answer(known: dict[str, Any]):

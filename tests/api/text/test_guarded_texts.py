@@ -9,7 +9,8 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, normalizers
+from tokenizers.normalizers import Normalizer
 
 from satchel.api.text.continuation import StoredBranch, continue_text, index_line
 from satchel.api.text.control_tokens import BREAK, breaks_of, unbroken, with_breaks
@@ -137,6 +138,15 @@ def test_the_same_text_with_other_structure_is_not_continued(
     assert unbroken(after)[: result.common_characters] == line.text[: result.common_characters]
 
 
+def test_a_mark_before_spaces_is_text_in_memory_too(made: dict[str, TextModel]):
+    """Where a token for several spaces is longer than they are."""
+    model = model_of("gemma", made)
+    before = f"{START}user\n{model.controls.guarded(START)}  "
+    line = StoredBranch(unbroken(before), model.encode(before))
+    after = f"{START}user\n{START}  {START}"
+    assert continue_text(after, [line], model).tokens == model.encode(after)
+
+
 @quick
 @given(texts=turns, seed=st.integers(0, 2**32))
 def test_drawn_ids_of_guarded_texts_are_kept(texts: list[str], seed: int, model: TextModel):
@@ -223,6 +233,27 @@ def test_a_mark_in_another_spelling_is_text_where_the_tokenizer_folds_it():
         assert not controls(model, tokens)
         assert model.decode(tokens) == said.lower()
     assert model.controls.guarded("Hello <b>") == "Hello <b>"
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [normalizers.Lowercase(), normalizers.NFKC(), normalizers.BertNormalizer()],
+    ids=["lower", "nfkc", "bert"],
+)
+def test_a_mark_in_another_spelling_is_text_in_parts_too(normalizer: Normalizer):
+    """And where the normalizer drops characters that nobody writes."""
+    tokenizer = KINDS["lowercase"]()
+    tokenizer.normalizer = normalizer
+    tokenizer.add_tokens([AddedToken("<|tool|>", normalized=True)])
+    model, guard = text_model(tokenizer), text_model(tokenizer).controls.guarded
+    for mark in ("<|tool|>", "<|TOOL|>", "＜｜tool｜＞", "<|t\u200bool|>"):
+        for said in (mark, f"a {mark} b"):
+            assert not controls(model, model.encode(guard(said))), said
+            for cut in range(1, len(said)):
+                parts = (said[:cut], said[cut:])
+                assert not controls(model, model.encode("".join(map(guard, parts)))), parts
+                assert not controls(model, model.encode(guard(f"{parts[0]}  \n").strip() + guard(parts[1]))), parts
+    assert controls(model, model.encode(f"<|tool|>{guard('<|tool|>')}")) == [model.token_of("<|tool|>")]
 
 
 def test_words_of_a_text_are_no_control_tokens(made: dict[str, TextModel]):
