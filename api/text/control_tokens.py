@@ -39,6 +39,9 @@ _HTML = re.compile(
     r"|tfoot|th|thead|tr|u|ul)>"
 )
 
+# Words that users write to switch reasoning on or off, for which templates look in their texts.
+_SWITCH = re.compile(r"/[a-z_]+")
+
 
 def unbroken(text: str) -> str:
     """Returns a guarded text without its breaks."""
@@ -126,7 +129,8 @@ class ControlTokens:
         for written in _constants(self._template):
             for size in range(1, min(self._longest, len(written) + 1)):
                 if (begun := written[-size:]) in self._begun:
-                    rests |= {mark[size:] for mark in self.marks if mark.startswith(begun)}
+                    # A mark that is the beginning of another is whole: nothing of it is to follow.
+                    rests |= {mark[size:] for mark in self.marks if mark.startswith(begun) and mark != begun}
         # Templates may strip a text.
         cut = rf"\s*{_END}"
         return re.compile(rf"{_END}\s*(?:{_any_of(rests, cut)})") if rests else None
@@ -264,7 +268,7 @@ def _is_control(content: str, special: bool, template: str) -> bool:
         return False
     if special:
         return True
-    if _HTML.fullmatch(content):
+    if _HTML.fullmatch(content) or _SWITCH.fullmatch(content):
         return False
     return _BRACKETED.fullmatch(content) is not None or (content in template and not content.isalnum())
 

@@ -256,6 +256,19 @@ def test_a_mark_in_another_spelling_is_text_in_parts_too(normalizer: Normalizer)
     assert controls(model, model.encode(f"<|tool|>{guard('<|tool|>')}")) == [model.token_of("<|tool|>")]
 
 
+@pytest.mark.parametrize("template", ["{% for message in messages %}<|tool>{{ message.content }}{% endfor %}", ""])
+def test_a_mark_that_begins_another_takes_no_other_text_for_its_rest(template: str):
+    tokenizer = KINDS["qwen"]()
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("<|tool>", "<|tool>begin", "/nothink")])
+    model = text_model(tokenizer)
+    model.template = lambda *_: template  # type: ignore[method-assign]
+    tools = [{"type": "function", "function": {"name": "open_door", "parameters": {"type": "object"}}}]
+    assert model.controls.guarded_value(tools) == tools
+    for said in ("Hello", "function", "Hello /nothink"):
+        assert model.controls.guarded(said) == said or said.endswith("/nothink")
+    assert model.controls.guarded("begin") == (f"{BREAK}begin" if template else "begin")
+
+
 def test_words_of_a_text_are_no_control_tokens(made: dict[str, TextModel]):
     """Tokens for white space and for HTML stay what they are."""
     gemma = model_of("gemma", made)
