@@ -174,7 +174,8 @@ class Spelling:
         # The first added token that ends behind each begins.
         at = np.searchsorted(controls[:, 1], spans[:, 0], side="right")
         begins = np.append(controls[:, 0], len(data) + 1)[at]
-        return spans[begins >= spans[:, 1]]
+        # One that begins within has only its end in common with it.
+        return spans[begins > spans[:, 0]]
 
     def sizes(self, tokens: Sequence[int]) -> np.ndarray:
         """Returns `(len(tokens) + 1,) int64`: the bytes of the first k tokens, for every k. Byte-level only."""

@@ -138,6 +138,13 @@ def test_the_same_text_with_other_structure_is_not_continued(
     assert unbroken(after)[: result.common_characters] == line.text[: result.common_characters]
 
 
+def test_a_mark_whose_end_is_another_tokens_begin_is_text_in_memory_too(made: dict[str, TextModel]):
+    model = model_of("flags", made)
+    before, after = (f"{START}user\n{said}" for said in (model.controls.guarded("> <|user|>!hel"), "> <|user|>!hel"))
+    line = StoredBranch(unbroken(before), model.encode(before))
+    assert continue_text(after, [line], model).tokens == model.encode(after)
+
+
 def test_a_mark_before_spaces_is_text_in_memory_too(made: dict[str, TextModel]):
     """Where a token for several spaces is longer than they are."""
     model = model_of("gemma", made)
