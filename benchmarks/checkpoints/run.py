@@ -11,7 +11,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,12 @@ def _measures(
 ) -> Iterator[tuple[str, Callable[[], ResultTable]]]:
     """Every checkpoint's parts by name."""
 
-    def served(folder: Path, **model: Any) -> AbstractContextManager[Server]:
+    @contextmanager
+    def served(folder: Path, **model: Any) -> Iterator[Server]:
         # What a first start finds out is kept for the other parts.
-        return satchel(folder, place.work / f"home-{folder.name}", place, budget.left_s, **model)
+        with satchel(folder, place.work / f"home-{folder.name}", place, budget.left_s, **model) as server:
+            server.proven_s(budget.left_s)
+            yield server
 
     def turned(name: str, folder: Path) -> ResultTable:
         with served(folder, numerics=options.numerics) as server:

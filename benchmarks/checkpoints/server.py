@@ -64,6 +64,19 @@ class Server:
     ready_s: float
     group: ProcessGroup
 
+    def proven_s(self, timeout_s: float) -> float:
+        """Waits until nothing of the model is being found out any more. Returns when, seconds from the start.
+
+        Raises:
+            CannotStart: it takes longer than `timeout_s`.
+        """
+        while (waited := time.perf_counter() - self.group.started) < timeout_s:
+            (model, *_) = httpx.get(f"{self.url}/v1/models", timeout=ANSWER_S).json()["data"]
+            if not model.get("proving"):
+                return waited
+            time.sleep(1.0)
+        raise CannotStart(f"it is not proven within {timeout_s:.0f} s: {self.group.tail()}")
+
     def ask(self, **body: Any) -> dict[str, Any]:
         """Returns a chat completion; what the server said if it refused, under `error`."""
         answer = httpx.post(f"{self.url}/v1/chat/completions", json={"model": self.model, **body}, timeout=ANSWER_S)
