@@ -67,6 +67,8 @@ class TemplateTools:
             return [dict(message) for message in messages]
         names: dict[Any, str] = {}
         shown: Messages = []
+        # Whether the last one has a result in words, with which the user's next words are one message.
+        told = False
         for message in messages:
             said = dict(message)
             calls = said.get("tool_calls") or ()
@@ -75,14 +77,17 @@ class TemplateTools:
                 said = self._with_calls(said, calls)
             if said["role"] == "tool" and not self.shows_results:
                 name = said.get("name") or names.get(said.get("tool_call_id"), "")
-                result = _joined(f"The result of {name}:\n" if name else "The result:\n", said["content"])
+                told, result = True, _joined(f"The result of {name}:\n" if name else "The result:\n", said["content"])
                 if shown and shown[-1]["role"] == "user":
                     shown[-1] = {**shown[-1], "content": _joined(_joined(shown[-1]["content"], "\n\n"), result)}
                     continue
                 said = {"role": "user", "content": result}
-            elif said["role"] == "user" and shown and shown[-1]["role"] == "user" and not self.shows_results:
+            elif said["role"] == "user" and told:
+                told = False
                 shown[-1] = {**said, "content": _joined(_joined(shown[-1]["content"], "\n\n"), said["content"])}
                 continue
+            else:
+                told = False
             shown.append(said)
         return shown
 

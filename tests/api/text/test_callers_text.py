@@ -237,8 +237,9 @@ def test_what_a_template_makes_of_a_text_is_no_mark(known: dict[str, Any]):
         )
         for said in (text, text.replace("_", "_\0")):
             parts = [{"role": "user", "content": part} for part in said.split("\0")]
-            prompt = prepared(model, parts).prompt
-            assert len(controls(model, prompt)) == 2 * len(parts), (expression, said)
+            plain = [{"role": "user", "content": "x"} for _ in parts]
+            prompts = [prepared(model, messages).prompt for messages in (parts, plain)]
+            assert len({tuple(controls(model, prompt)) for prompt in prompts}) == 1, (expression, said)
         assert model.controls.guarded("hello <b> you") == "hello <b> you"
 
 

@@ -108,3 +108,13 @@ def test_results_of_several_calls_are_one_message_of_the_users():
     result = {"role": "tool", "tool_call_id": "call00002", "content": "Noon."}
     *_, said = tools.shown([ASKED, called, CALLED[2], result, ASKED])
     assert said == {"role": "user", "content": "The result of weather:\nIt rains.\n\nThe result of time:\nNoon.\n\nHi"}
+
+
+def test_messages_of_the_users_are_joined_with_results_alone():
+    """A conversation without tools is rendered as it was before a template was tried with them."""
+    way = TemplateTools(shows_results=False)
+    twice = [ASKED, {"role": "user", "content": "Are you there?"}]
+    assert way.shown(twice) == twice
+    shown = way.shown([*CALLED, *twice])
+    assert [message["role"] for message in shown] == ["user", "assistant", "user", "user"]
+    assert shown[2]["content"] == "The result of weather:\nIt rains.\n\nHi" and shown[3] == twice[1]
