@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from ..serve.processes import ProcessGroup
-from ..serve.targets import CannotStart, RunFolder, free_port
+from ..serve.targets import SERVERS, CannotStart, RunFolder, free_port
 
 ANSWER_S = 600.0
 POLL_S = 0.2
@@ -153,9 +153,8 @@ def mlx_lm_server(folder: Path, place: RunFolder, timeout_s: float) -> Iterator[
         CannotStart: it does not answer in time.
     """
     port = free_port()
-    command = [sys.executable, "-m", "mlx_lm.server", "--model", str(folder), "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--log-level", "WARNING"]
-    with _running(command, port, "default_model", place, timeout_s) as server:
+    launch = SERVERS["mlx_lm.server"](folder, port, place)
+    with _running(launch.command, port, launch.model, place, timeout_s) as server:
         yield server
 
 
