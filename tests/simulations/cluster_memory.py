@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from satchel.actors.kv_store.agents.branches import CommitActions
 from satchel.actors.kv_store.agents.roles import Place
 from satchel.actors.protocol.store_messages import Content, Head
 from satchel.cluster.errors import Unavailable
@@ -23,7 +24,7 @@ class Memory:
         self.full = False
         self.syncs: Callable[[], None] = lambda: None
         self._inside = False
-        self._actions: list[Callable[[], object]] = []
+        self._actions = CommitActions()
         self.rows: dict[str, dict[int, tuple[Head, Content]]] = {}
         self.places: dict[str, Place] = {}
         self.graves: dict[str, tuple[int, float]] = {}
@@ -47,18 +48,16 @@ class Memory:
             self._sync()
         except BaseException:
             self.rows, self.places, self.graves = before
-            del self._actions[actions:]
+            self._actions.take_back(actions)
             raise
         finally:
             self._inside = inner
         if not inner:
-            done, self._actions = self._actions, []
-            for action in done:
-                action()
+            self._actions.run()
 
     def after_commit(self, action: Callable[[], object]) -> None:
         if self._inside:
-            self._actions.append(action)
+            self._actions.add(action)
         else:
             action()
 

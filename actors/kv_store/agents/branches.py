@@ -25,6 +25,28 @@ class AgentLimits:
     tombstone_s: float = 30 * 86400.0
 
 
+class CommitActions:
+    """What is to be done in memory once the open transaction is committed."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], object]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, action: Callable[[], object]) -> None:
+        self._waiting.append(action)
+
+    def take_back(self, since: int) -> None:
+        """Forgets all but the first `since`: what asked for them was rolled back."""
+        del self._waiting[since:]
+
+    def run(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for action in waiting:
+            action()
+
+
 class Storage(Protocol):
     """Durable storage of branches and tombstones, used by `Agents`. Damaged rows are absent. Changes are made inside a
     `transaction`, which commits all of them or none."""

@@ -30,7 +30,7 @@ from ...protocol.entries import KEY_BYTES
 from ...protocol.store_messages import Content, Head
 from ..disk.io import DiskIO
 from ..disk.segments import read_key
-from .branches import ROW_BYTES
+from .branches import ROW_BYTES, CommitActions
 from .roles import Place, Role
 from .schema import is_damage, prepare, says_full, unusable
 
@@ -93,7 +93,7 @@ class AgentDatabase:
         self._tenants: Counter[str] = Counter()
         # Changes of both counts by the open transactions, for rollback.
         self._counted: list[tuple[str, int]] = []
-        self._actions: list[Callable[[], object]] = []
+        self._actions = CommitActions()
         self._inside = False
         self.damaged_total = 0
         self.set_aside_total = 0
@@ -156,7 +156,7 @@ class AgentDatabase:
                 yield
                 db.execute(commit)
         except BaseException:
-            del self._actions[actions:]
+            self._actions.take_back(actions)
             # If a damaged file was replaced, its counts were replaced too.
             if db is self._db:
                 self._uncount(before)
@@ -170,13 +170,11 @@ class AgentDatabase:
             if not inner:
                 self._counted.clear()
         if not inner:
-            done, self._actions = self._actions, []
-            for action in done:
-                action()
+            self._actions.run()
 
     def after_commit(self, action: Callable[[], object]) -> None:
         if self._inside:
-            self._actions.append(action)
+            self._actions.add(action)
         else:
             action()
 
@@ -386,7 +384,8 @@ class AgentDatabase:
             raise unusable(path, error) from error
         saved = 0
         # An open transaction on the old file is over.
-        self._inside, self._actions = False, []
+        self._inside = False
+        self._actions.take_back(0)
         for head, content in salvage(aside, self._key):
             with self.transaction():
                 self.put(head, content)
