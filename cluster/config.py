@@ -117,9 +117,9 @@ class Model:
     trial: bool = True
     """Whether the model is tried when it is loaded: rows in company, in parts and from memory must compute what it
     computes alone. What was found is kept. Without it a family that is new here may say wrong words in company."""
-    plain_after_s: Annotated[float, Field(ge=0.0)] = 2.0
+    plain_after_s: Annotated[float, Field(ge=0.0)] | None = None
     """If it is not known after so long how the model is computed best, it is served all the same while that is found
-    out: one row at a time, of text, with nothing kept."""
+    out: one row at a time, of text, with nothing kept. By default at once at a first start, and after 2 s at others."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """A LoRA or DoRA adapter as mlx-lm writes them: a folder or a Hub id. Its KV is not shared with the plain model."""
     template_kwargs: dict[str, JsonValue] = field(default_factory=dict, hash=False)

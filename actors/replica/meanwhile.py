@@ -26,6 +26,9 @@ from .loading.models import LoadedModel
 
 logger = logging.getLogger(__name__)
 
+KNOWN_S = 2.0
+"""What was found before is read, which is mostly done by then."""
+
 TOKENS = 24
 _PARTS = (9, 1, 14)
 """Of a text that the model reads in parts, and as a whole."""
@@ -35,7 +38,8 @@ class Meanwhile:
     """Used on the engine's thread.
 
     Args:
-        after_s: how long a model that could be served plainly is not served at all.
+        after_s: how long a model that could be served plainly is not served at all. None: not at all at a first start,
+            and `KNOWN_S` where an earlier one has found things out.
         begin: makes the engine of a model that is served plainly from now on.
         ends: ends the process, as its engine has failed.
 
@@ -44,21 +48,24 @@ class Meanwhile:
         engine: serves the model plainly; None if nothing does.
     """
 
-    def __init__(self, after_s: float, begin: Callable[[LoadedModel], Engine], ends: Callable[[], object]) -> None:
+    def __init__(
+        self, after_s: float | None, begin: Callable[[LoadedModel], Engine], ends: Callable[[], object]
+    ) -> None:
         self.pieces = Pieces(self._serve)
         self.engine: Engine | None = None
         self._after_s, self._begin, self._ends = after_s, begin, ends
         self._plain: LoadedModel | None = None
-        self._offered = 0.0
+        self._from_s = 0.0
 
-    def offer(self, plain: LoadedModel) -> None:
-        """Lets a model be served plainly."""
-        self._plain, self._offered = plain, time.monotonic()
+    def offer(self, plain: LoadedModel, known: bool = False) -> None:
+        """Lets a model be served plainly; `known` is whether an earlier start has found things out."""
+        usual_s = KNOWN_S if known else 0.0
+        self._plain, self._from_s = plain, time.monotonic() + (usual_s if self._after_s is None else self._after_s)
 
     def _serve(self) -> None:
         """Serves whoever waits. Never raises: what was interrupted would take it for a fault of the model."""
         plain = self._plain
-        if plain is not None and time.monotonic() >= self._offered + self._after_s:
+        if plain is not None and time.monotonic() >= self._from_s:
             self._plain = None
             self._start(plain)
         if self.engine is None:

@@ -132,7 +132,7 @@ class Serving:
             claim=claim,
             # What a device has not met yet it meets while nobody asks for anything.
             warm=False,
-            served=meanwhile.offer if self._may_be_plain else lambda plain: None,
+            served=meanwhile.offer if self._may_be_plain else lambda plain, known: None,
             pieces=meanwhile.pieces,
         )
         return prove(loaded, model, progress, home.trials_file, meanwhile.pieces)

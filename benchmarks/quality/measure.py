@@ -31,6 +31,12 @@ SCORED_FROM = 512
 
 MLX_BITS = (4, 8)
 PIECE_TOKENS = 256 if on_gpu() else 64
+WHOLE_PIECES, ANSWERING = (PIECE_TOKENS, PIECE_TOKENS), (3, 1)
+"""Sizes of calls: the products of quantized matrices have fewer shapes on some devices than on others."""
+
+PRODUCTS_OFF_MAX = 0.05
+"""Of the largest; 16 bits round much less."""
+
 CHARACTERS_PER_TOKEN = 8
 QUESTIONS_MAX, TOKENS_PER_QUESTION = 24, 96
 SEED = 5
@@ -43,12 +49,18 @@ PUBLISHED = 'The paper "Agent Memory Below the Prompt" states -0.7 to +3.0% of p
 
 @dataclass(frozen=True)
 class Subject:
-    """A loaded model, and what makes its caches by name; `refused` says which of MLX's own cannot be measured here."""
+    """A loaded model, and what makes its caches by name.
+
+    Attributes:
+        decoding: of `others`, those that also take any number of tokens, and one after the other.
+        refused: which of MLX's own cannot be measured here, or not for recall, and why.
+    """
 
     name: str
     loaded: LoadedModel
     reference: NewCaches
     others: dict[str, NewCaches]
+    decoding: dict[str, NewCaches]
     bytes_per_token: dict[str, int]
     refused: tuple[str, ...]
 
@@ -70,29 +82,51 @@ def load(source: str, name: str) -> Subject:
             refused.append(f"{policy} is left out: the model's layers ({spec.describe()}) cannot be sealed.")
         elif policy != FULL_PRECISION:
             others[policy] = caches_of(loaded, spec)
+    decoding = dict(others)
     for bits in MLX_BITS:
-        make = _mlx_caches(loaded.model, bits)
-        if why := _why_not(loaded.model, make):
+        make, own = _mlx_caches(loaded.model, bits), f"MLX's own, {bits} bits"
+        if why := _why_not(loaded.model, make, WHOLE_PIECES):
             refused.append(f"MLX's own cache of {bits} bits cannot be measured here: {why}")
+            continue
+        others[own] = make
+        if why := _why_not(loaded.model, make, ANSWERING):
+            refused.append(
+                f"MLX's own cache of {bits} bits takes whole pieces alone here, so recall is left out: {why}"
+            )
         else:
-            others[f"MLX's own, {bits} bits"] = make
+            decoding[own] = make
     sizes = {policy: spec.bytes_per_token for policy, spec in specs.items()}
-    return Subject(name, loaded, caches_of(loaded, specs[FULL_PRECISION]), others, sizes, tuple(refused))
+    reference = caches_of(loaded, specs[FULL_PRECISION])
+    return Subject(name, loaded, reference, others, decoding, sizes, tuple(refused))
 
 
 def _mlx_caches(model: Any, bits: int) -> NewCaches:
     return lambda: [cache.to_quantized(group_size=64, bits=bits) for cache in make_prompt_cache(model)]
 
 
-def _why_not(model: Any, make: NewCaches) -> str:
-    """Why these caches do not compute on this device; empty if they do."""
+def _why_not(model: Any, make: NewCaches, sizes: Sequence[int]) -> str:
+    """Why these caches do not compute prompts of so many tokens, one after the other, on this device; empty if they
+    do."""
     try:
         caches = make()
-        mx.eval(model(mx.array([[1, 2, 3]]), cache=caches))
-        mx.eval(model(mx.array([[4]]), cache=caches))
+        for size in sizes:
+            mx.eval(model(mx.array([[1 + at for at in range(size)]]), cache=caches))
+        if not _multiplies(caches[0].keys, caches[0].group_size, caches[0].bits, sizes[-1]):
+            return "the products of such shapes are wrong on this device"
     except (NotImplementedError, *MODEL_ERRORS) as error:
         return str(error).splitlines()[0]
     return ""
+
+
+def _multiplies(keys: tuple[mx.array, ...], group_size: int, bits: int, queries: int) -> bool:
+    """Whether MLX multiplies `keys`, quantized `(1, kv_heads, tokens, dim)`, as it would those that they stand for, in
+    the shapes of its attention."""
+    plain = mx.dequantize(*keys, group_size=group_size, bits=bits)[:, :, None]
+    asked = mx.random.normal((1, plain.shape[1], 2, queries, plain.shape[-1])).astype(plain.dtype)
+    codes, scales, biases = (array[:, :, None] for array in keys)
+    got = mx.quantized_matmul(asked, codes, scales, biases, transpose=True, group_size=group_size, bits=bits)
+    expected = asked @ plain.swapaxes(-1, -2)
+    return bool(mx.abs(got - expected).max() <= PRODUCTS_OFF_MAX * mx.abs(expected).max())
 
 
 def divergence(subject: Subject, text: str, lengths: Sequence[int], budget: Budget, say: Say) -> ResultTable:
@@ -168,7 +202,7 @@ def recall(subject: Subject, lengths: Sequence[int], samples: int, budget: Budge
     if not texts.quizzes:
         part.notes.append("Its tokenizer does not say where a text's tokens are.")
         return part
-    makers = {FULL_PRECISION: subject.reference, **subject.others}
+    makers = {FULL_PRECISION: subject.reference, **subject.decoding}
     for length in sorted(length for length in lengths if length <= loaded.context_tokens):
         rng, asked, right = random.Random(f"{SEED}/{length}"), 0, dict.fromkeys(makers, 0)
         for _ in budget.rounds(samples):

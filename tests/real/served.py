@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def user(text: str) -> dict[str, str]:
 
 def own_source(module: str) -> str:
     """The source of a module of the standard library."""
-    return Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8")
+    return Path(str(importlib.import_module(module).__file__)).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,10 @@ class Answer:
 class Server:
     """`satchel serve` with one model on a home of its own. It can be killed and started again there."""
 
-    def __init__(self, folder: Path, home: Path) -> None:
+    def __init__(self, folder: Path, home: Path, dtype: str) -> None:
         self.home = home
-        (home / "config.yaml").write_text(json.dumps({"models": [{"name": "m", "source": str(folder)}]}))
+        model = {"name": "m", "source": str(folder), "dtype": dtype}
+        (home / "config.yaml").write_text(json.dumps({"models": [model]}))
 
     def __enter__(self) -> Server:
         self._stack, self._process = self._started()
@@ -80,7 +81,15 @@ class Server:
             process = stack.enter_context(serving(self.home, *command, ready_s=READY_S))
             url = f"http://127.0.0.1:{port}"
             self.http = stack.enter_context(httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False))
+            self._wait_until_proven()
             return stack.pop_all(), process
+
+    def _wait_until_proven(self) -> None:
+        """Until then it is served plainly, and nothing is kept."""
+        ends = time.monotonic() + READY_S
+        while self.http.get("/v1/models").json()["data"][0].get("proving"):
+            assert time.monotonic() < ends, "a model is proven within minutes"
+            time.sleep(1.0)
 
     def kill_and_restart(self) -> None:
         """As after a power cut."""

@@ -58,14 +58,19 @@ PATIENT = replace(
 class Rows:
     """A loaded model, and rows of real text.
 
+    Args:
+        folder: an empty one, for weights that a GPU multiplies in float32.
+
     Attributes:
         scripts: by row its tokens, prompt and answer.
         cold: the logits of each row, computed alone by an engine that remembers nothing.
     """
 
-    def __init__(self, reference: Reference) -> None:
+    def __init__(self, reference: Reference, folder: Path) -> None:
+        if not ON_CPU:
+            reference.unpack(folder)
         self.loaded: LoadedModel = models.load(
-            str(reference.folder),
+            str(reference.folder if ON_CPU else folder),
             dtype="float32",
             context_tokens_max=None,
             progress=lambda what, fraction: None,
@@ -118,8 +123,8 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Forcing:
 
 
 @pytest.fixture(scope="module")
-def rows(reference: Reference) -> Iterator[Rows]:
-    made = Rows(reference)
+def rows(exact: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rows]:
+    made = Rows(exact, tmp_path_factory.mktemp("unpacked"))
     noted: Logits = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "BatchSampler", lambda *_: Forced(made.scripts, noted))
@@ -139,16 +144,16 @@ def computed(reference: Reference, rows: Rows, row: int) -> Logits:
     return {(row, drawn): one for drawn, one in enumerate(reference.logits(prompt, answer))}
 
 
-def test_nothing_sealed_is_what_mlx_lm_computes(reference: Reference, rows: Rows, force: Forcing):
+def test_nothing_sealed_is_what_mlx_lm_computes(exact: Reference, rows: Rows, force: Forcing):
     """Rows within a block always, and every row where KV is kept in full precision."""
     tally = Tally()
     for row in (1, 2):
-        tally.logits(computed(reference, rows, row), rows.cold)
+        tally.logits(computed(exact, rows, row), rows.cold)
     noted = force(rows.scripts)
     bench = Bench(models.resealed(rows.loaded, POLICIES[FULL_PRECISION]))
     rows.submit(bench, 0)
     bench.drain()
-    tally.logits(computed(reference, rows, 0), noted)
+    tally.logits(computed(exact, rows, 0), noted)
     tally.close("as mlx-lm")
 
 

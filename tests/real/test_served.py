@@ -10,7 +10,7 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
-from .reference import TIE, TOLERANCE, Reference, Tally, Words
+from .reference import Reference, Tally, Words
 from .served import SAID, Answer, Asked, Server, own_source, user
 
 pytestmark = pytest.mark.real
@@ -56,9 +56,6 @@ PERSON = {
     "additionalProperties": False,
 }
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
-TIE_NATS = 30 * TIE * TOLERANCE
-"""Of two tokens' logprobs, of logits up to about 30."""
-
 LONG_TOKENS, LONG_SAID = 1500, 8
 
 
@@ -82,7 +79,7 @@ def chat(reference: Reference) -> None:
 
 def hold(reference: Reference, prompt: list[int], words: dict[str, list[int]], what: str) -> None:
     """Holds tokens of greedy answers to a prompt against mlx-lm's logits."""
-    tally = Tally()
+    tally = Tally(reference.allowed)
     for name, tokens in words.items():
         tally.words(reference.logits(prompt, tokens), tokens, name)
     tally.close(what)
@@ -91,7 +88,7 @@ def hold(reference: Reference, prompt: list[int], words: dict[str, list[int]], w
 def test_the_words_are_mlx_lm_s(reference: Reference, told: dict[str, Asked], alone: dict[str, Answer]):
     """The prompt's tokens are mlx-lm's. So are the answer's, and its text, up to a tie; after one the server's own
     words are what mlx-lm takes for the likeliest. No block of KV is full here, so none is sealed."""
-    tally = Tally()
+    tally = Tally(reference.allowed)
     for name, said in told.items():
         answer = alone[name]
         assert answer.prompt == reference.prompt(said), name
@@ -127,12 +124,18 @@ def test_the_pieces_of_a_stream_are_the_whole_answer(
         assert (streamed.prompt, streamed.total) == (alone[name].prompt, alone[name].total), name
 
 
-def test_an_answer_ends_before_a_stop_string(server: Server, told: dict[str, Asked], alone: dict[str, Answer]):
+def test_an_answer_ends_before_a_stop_string(
+    reference: Reference, server: Server, told: dict[str, Asked], alone: dict[str, Answer]
+):
     """Whole and streamed, wherever tokens end: the string begins within a word."""
     for name, said in told.items():
         text = alone[name].text
         stop = text[len(text) // 2 :][:5]
         for answer in (server.ask(said, stop=[stop]), server.stream(said, stop=[stop])):
+            if answer.tokens != alone[name].tokens[: len(answer.tokens)]:
+                hold(reference, answer.prompt, {name: answer.tokens}, "with a stop string")
+                assert stop not in answer.text
+                continue
             assert (answer.text, answer.finish) == (text[: text.index(stop)], "stop"), (name, stop)
 
 
@@ -140,12 +143,13 @@ def test_logprobs_are_those_of_mlx_lm(reference: Reference, server: Server, alon
     """Of the said token and the five likeliest ones, in their order."""
     for name in ("code", "prose"):
         answer = server.ask(TEXTS[name], logprobs=5)
-        assert answer.tokens == alone[name].tokens
+        if answer.tokens != alone[name].tokens:
+            hold(reference, answer.prompt, {name: answer.tokens}, "with logprobs")
         # In float32 the sum over a large vocabulary is off by a thousandth.
         logits = reference.logits(answer.prompt, answer.tokens).astype(np.float64)
         exact = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
         # Of both logits, and of the sum of all.
-        allowed = 2 * TOLERANCE * np.abs(logits).max(axis=1)
+        allowed = 2 * reference.allowed.off * np.abs(logits).max(axis=1)
         for at, token in enumerate(answer.tokens):
             said, top = answer.logprobs[at].said, list(answer.logprobs[at].top.values())
             assert abs(said - exact[at, token]) <= allowed[at], (name, at)
@@ -170,10 +174,10 @@ def test_a_long_prompt_leaves_short_rows_their_words(reference: Reference, serve
             hold(reference, answer.prompt, {name: answer.tokens}, "beside a long prompt")
     again = server.ask(long, "reader", **asked)
     assert len(first.prompt) > LONG_TOKENS - 10 and again.cached >= len(first.prompt) - 1
-    hold_tie(first, again)
+    hold_tie(reference, first, again)
 
 
-def hold_tie(first: Answer, second: Answer) -> None:
+def hold_tie(reference: Reference, first: Answer, second: Answer) -> None:
     """Two greedy answers to a text are equal until a tie by the first one's logprobs."""
     pairs = zip(first.tokens, second.tokens, strict=False)
     parted = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
@@ -181,7 +185,7 @@ def hold_tie(first: Answer, second: Answer) -> None:
         return
     top, said = first.logprobs[parted].top, second.logprobs[parted].token
     print(f"two answers part at token {parted}: {top}, {said!r}")
-    assert said in top and max(top.values()) - top[said] <= TIE_NATS
+    assert said in top and max(top.values()) - top[said] <= reference.allowed.tie_nats
 
 
 def well_formed(reference: Reference, answer: Answer, what: str) -> None:
@@ -260,4 +264,4 @@ def test_memory_outlives_a_power_cut(reference: Reference, server: Server):
     assert after.cached >= before.total - 1, (before.total, after.cached)
     fresh = server.ask(second, cache_salt="nobody's", **more)
     assert fresh.cached == 0 and fresh.prompt == after.prompt
-    hold_tie(fresh, after)
+    hold_tie(reference, fresh, after)

@@ -20,7 +20,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...model_files.source import first_sentence
-from ..execution.agreement import MODEL_ERRORS, TOLERANCE_16, agree
+from ..execution.agreement import MODEL_ERRORS, agree
 from ..execution.findings import NOWHERE, Findings
 from ..kv.device import multiplies_exactly
 from . import few_rows
@@ -31,14 +31,17 @@ logger = logging.getLogger(__name__)
 KINDS = (nn.Linear, nn.QuantizedLinear, LinearByRows)
 """Layers that are joined. Any other, as one with an adapter, may do more than multiply."""
 
-OWN_MOST = 8
-"""If rounding alone changes a model's logits by so many times the usual tolerance, they tell nothing."""
+LAST_BITS = 4
+"""How far outputs of a product may be off, of the largest, in units of the last bit."""
+
+TF32_EPS = 2.0**-10
+"""The last bit of a float32 as most GPUs multiply it."""
 
 _RUNS = ([0, 1], [1])
 """Tokens of a prompt and of a decode step, in which some models compute in another way."""
 
 
-_WHAT, _VERSION = "joined", 1
+_WHAT, _VERSION = "joined", 2
 """Raised whenever layers are joined otherwise."""
 
 
@@ -172,17 +175,22 @@ class _Recorder(nn.Module):
         return super().__getattr__(key) if layer is None or key == "layer" else getattr(layer, key)
 
 
-class _RoundsOtherwise(nn.Module):
-    """A layer half of whose outputs are the next larger number of their dtype, or the one after."""
+class _Beside(nn.Module):
+    """A product's part beside the layer that stood there, whose outputs it returns; it notes whether the part's are the
+    same but for the last bits."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, part: Part, layer: nn.Module, same: list[mx.array]) -> None:
         super().__init__()
-        self.layer = layer
+        self.part, self.layer = part, layer
+        self._note = same.append
 
     def __call__(self, x: mx.array) -> mx.array:
         output = self["layer"](x)
-        more = mx.random.bernoulli(shape=output.shape, key=mx.random.key(0))
-        return output * (1 + mx.finfo(output.dtype).eps * more).astype(output.dtype)
+        exact = output.dtype != mx.float32 or multiplies_exactly(output.dtype)
+        allowed = LAST_BITS * (mx.finfo(output.dtype).eps if exact else TF32_EPS)
+        off = mx.abs(self["part"](x).astype(mx.float32) - output.astype(mx.float32))
+        self._note(off.max() <= allowed * mx.abs(output).max().astype(mx.float32))
+        return output
 
 
 def _record(module: nn.Module, model: Any) -> tuple[list[mx.array], list[list[str]]]:
@@ -209,22 +217,23 @@ def _record(module: nn.Module, model: Any) -> tuple[list[mx.array], list[list[st
 
 
 def _is_the_same(module: nn.Module, model: Any, groups: Sequence[Sequence[str]], before: Sequence[mx.array]) -> bool:
-    """Whether the joined model computes what it did before: as closely as 16-bit logits usually agree, or as it agrees
-    with itself if each of these layers rounds otherwise, for some models make much of the last bit."""
+    """Whether the joined model computes what it did before: as closely as logits usually agree. Some models make much
+    of the last bit. For these each product is compared with its layers where they stand, and the model runs on what
+    the layers say."""
     logits = _run(model)
     if agree(before, logits):
         return True
-    if multiplies_exactly(logits[0].dtype):
-        return False
-    parts = [(name, _at(module, name)) for names in groups for name in names]
-    module.update_modules(tree_unflatten([(name, _RoundsOtherwise(part)) for name, part in parts]))
+    parts = {name: _at(module, name) for names in groups for name in names}
+    layers = {
+        name: layer for names in groups for name, layer in zip(names, _separate([*map(parts.get, names)]), strict=True)
+    }
+    same: list[mx.array] = []
+    module.update_modules(tree_unflatten([(name, _Beside(parts[name], layers[name], same)) for name in parts]))
     try:
-        otherwise = _run(model)
+        told = _run(model)
     finally:
-        module.update_modules(tree_unflatten(parts))
-    steps = (number * TOLERANCE_16 for number in range(1, OWN_MOST))
-    own = next((tolerance for tolerance in steps if agree(logits, otherwise, tolerance)), None)
-    return own is not None and agree(before, logits, 2 * own)
+        module.update_modules(tree_unflatten(list(parts.items())))
+    return agree(before, told) and all(one.item() for one in same)
 
 
 def _run(model: Any, after: Callable[[], None] = lambda: None) -> list[mx.array]:

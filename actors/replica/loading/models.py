@@ -51,7 +51,7 @@ from .decode_ways import DEQUANTIZED, DecodeWay
 from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
 from .kv_choice import AUTO
 from .prepare import prepare_weights
-from .quirks import FlatCaches, fit_masks, shares_kv, with_windows
+from .quirks import FlatCaches, fit_masks, masks_are_known, shares_kv, with_windows
 from .warm_up import meet_usual
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ def load(
     trust_remote_code: bool = False,
     warm: bool | None = None,
     claim: Callable[[int], None] = lambda weights_bytes: None,
-    served: Callable[[LoadedModel], None] = lambda plain: None,
+    served: Callable[[LoadedModel, bool], None] = lambda plain, known: None,
     pieces: Pieces = IN_ONE_PIECE,
 ) -> LoadedModel:
     """Loads a source, runs two tokens through it, finds out how it is computed best, if no earlier load did, and lets
@@ -170,7 +170,8 @@ def load(
         trust_remote_code: whether code in the model's own folder may run.
         warm: whether to meet the usual shapes in advance; None where the device needs that.
         claim: called with the bytes of the weights before they are read.
-        served: called with the model as it may be served at once (see `_plain`), while the rest is found out.
+        served: called with the model as it may be served at once (see `_plain`), while the rest is found out, and with
+            whether an earlier load has found it.
         pieces: of finding that out.
 
     Raises:
@@ -196,8 +197,8 @@ def load(
     if context.guessed:
         logger.warning("%s does not say how long its context is; it is taken to be %d tokens", source, context.tokens)
     plain = _plain(how, running, files, min(context.tokens, context_tokens_max or context.tokens))
-    served(plain)
     findings = Findings(trials, Identity(files, _computing(how, running, _ANY_KV)).model_id)
+    served(plain, masks_are_known(findings))
     progress(f"trying how {source} is computed best", None)
     running = _faster(how, running, findings, pieces)
     fit_masks(running.language, running.model, findings, pieces)

@@ -94,6 +94,11 @@ def with_windows(model: Any, spec: ModelCacheSpec) -> ModelCacheSpec:
     return replace(spec, layers=tuple(layers))
 
 
+def masks_are_known(findings: Findings) -> bool:
+    """Whether an earlier load has done `fit_masks`, which is among the first that one does."""
+    return findings.read(_WHAT, _VERSION) is not None
+
+
 def fit_masks(module: Any, model: Any, findings: Findings = NOWHERE, pieces: Pieces = IN_ONE_PIECE) -> None:
     """Lets a batch's masks have an axis for groups of heads, if the model computes rightly in company only so: its
     attention has that axis and adds masks by itself, as Gemma 2's does.

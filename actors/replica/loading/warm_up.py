@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -39,6 +40,10 @@ Piece = Callable[[], Iterator[None]]
 """Runs one step of its work each time it is asked for the next one, and holds its rows until then."""
 
 HISTORY_TOKENS_MAX = 2**17
+TOGETHER = (2, 4, 8)
+TOGETHER_TOKENS_MAX = 2**14
+"""Conversations that go on at once, and how long each is at most."""
+
 PROMPT_TOKENS = BLOCK_TOKENS - 24
 STEPS = 16
 
@@ -107,7 +112,7 @@ def _pieces_of(loaded: LoadedModel, rows: int) -> Iterator[Piece]:
 
 
 def _histories(loaded: LoadedModel, chunk_tokens: int) -> Iterator[Piece]:
-    """Short prompts come first: a turn of an agent that goes on is one."""
+    """Short prompts come first: a turn of an agent that goes on is one. Of several agents at once only these."""
     if loaded.pool is None or not BatchExecutor(loaded).batched_prefill:
         return
     lengths = sorted({SHAPE_TOKENS * size_class(count) for count in range(1, chunk_tokens // SHAPE_TOKENS + 1)})
@@ -118,7 +123,11 @@ def _histories(loaded: LoadedModel, chunk_tokens: int) -> Iterator[Piece]:
         own = 1 + length // BLOCK_TOKENS
         for blocks in histories:
             if own <= blocks and blocks * BLOCK_TOKENS + length <= most:
-                yield partial(_go_on, loaded, blocks - own, length)
+                yield partial(_go_on, loaded, 1, blocks - own, length)
+        if length == lengths[0]:
+            for rows, blocks in product(TOGETHER, histories):
+                if own <= blocks and blocks * BLOCK_TOKENS + length <= min(most, TOGETHER_TOKENS_MAX):
+                    yield partial(_go_on, loaded, rows, blocks - own, length)
 
 
 def _seen(loaded: LoadedModel, vision: Vision) -> Iterator[None]:
@@ -151,15 +160,16 @@ def _prefill(loaded: LoadedModel, rows: int, length: int) -> Iterator[None]:
     yield
 
 
-def _go_on(loaded: LoadedModel, blocks: int, length: int) -> Iterator[None]:
-    """Prefills a prompt after a history of so many blocks, which is one block again and again, and a token."""
+def _go_on(loaded: LoadedModel, rows: int, blocks: int, length: int) -> Iterator[None]:
+    """Prefills prompts after histories of so many blocks, which are one block again and again, and a token."""
     executor = BatchExecutor(loaded)
     executor.open("history", [], None, 0)
     executor.prefill([("history", [0] * (BLOCK_TOKENS + 1))])
     block, tail = executor.cut("history", [(0, BLOCK_TOKENS), (BLOCK_TOKENS, BLOCK_TOKENS + 1)])
     assert isinstance(block, PooledBlock) and isinstance(tail, Slab)
-    executor.open("row", [block] * blocks, tail, 1)
-    executor.prefill([("row", [0] * length)])
+    for row in range(rows):
+        executor.open(str(row), [block] * blocks, tail, 1)
+    executor.prefill([(str(row), [0] * length) for row in range(rows)])
     yield
 
 

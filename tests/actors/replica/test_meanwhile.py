@@ -74,7 +74,9 @@ class Told:
 
 def plain_of(folder: Path) -> LoadedModel:
     kept: list[LoadedModel] = []
-    models.load(str(folder), context_tokens_max=None, progress=lambda *_: None, served=kept.append)
+    models.load(
+        str(folder), context_tokens_max=None, progress=lambda *_: None, served=lambda plain, known: kept.append(plain)
+    )
     return kept[0]
 
 
@@ -251,6 +253,27 @@ def test_a_model_that_is_wrong_by_itself_is_not_served_before_it_is_tried(
 def test_a_model_that_is_proven_soon_is_not_served_before(folder: Path) -> None:
     between = Meanwhile(60.0, lambda _: pytest.fail("it is served"), lambda: None)
     load(folder, between.pieces, served=between.offer)
+
+
+def test_a_model_that_an_earlier_start_knows_is_not_served_plainly_at_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a time in the config; once it has taken too long it is."""
+    trials, told = tmp_path / "trials.json", list[bool]()
+
+    def served(between: Meanwhile) -> Callable[[LoadedModel, bool], None]:
+        def offer(plain: LoadedModel, known: bool) -> None:
+            told.append(known)
+            between.offer(plain, known)
+
+        return offer
+
+    for known, after_s, serves in ((False, 2.0, True), (True, 60.0, False), (True, 0.0, True)):
+        monkeypatch.setattr(meanwhile, "KNOWN_S", after_s)
+        between = Meanwhile(None, lambda plain: engine_of(plain, Told()), lambda: None)
+        load(folder, between.pieces, served=served(between), trials=trials)
+        assert (between.engine is not None) == serves
+        assert told.pop() == known
 
 
 def test_no_room_for_a_plain_row_is_no_fault_of_what_is_proven(folder: Path) -> None:

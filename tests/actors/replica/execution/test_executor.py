@@ -186,14 +186,20 @@ def test_a_slab_keeps_no_other_row_alive(loaded: LoadedModel):
 def test_the_warm_up_meets_every_shape_in_pieces_and_leaves_nothing_behind(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ):
-    """Histories are size classes of blocks with the padding, whatever a prompt seals of its own."""
+    """Histories are size classes of blocks with the padding, whatever a prompt seals of its own. Several rows go on
+    together with short prompts."""
     met: set[tuple[int, int]] = set()
+    together: set[tuple[int, int]] = set()
     count = steps.step_of
 
     def counted(lengths: list[int], window: int, new: list[int], width: int | None, exact: bool) -> steps.Step:
         step = count(lengths, window, new, width, exact)
         if width is not None:
-            met.add((width, step.used * BLOCK_TOKENS + step.columns - width))
+            history = step.used * BLOCK_TOKENS + step.columns - width
+            met.add((width, history))
+            if len(lengths) > 1 and min(lengths):
+                assert width == 64
+                together.add((len(lengths), history))
         return step
 
     monkeypatch.setattr(paged_cache, "step_of", counted)
@@ -212,6 +218,7 @@ def test_the_warm_up_meets_every_shape_in_pieces_and_leaves_nothing_behind(
         history % BLOCK_TOKENS == 0 and size_class(history // BLOCK_TOKENS or 1) * 256 in (history, 256)
         for _, history in met
     )
+    assert together == {(rows, history) for rows in (2, 4, 8) for history in (256, 512, 768, 1024)}
     assert pool.taken_bytes <= before
     pool.check()
 
