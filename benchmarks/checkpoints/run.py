@@ -91,7 +91,7 @@ def _measures(
     def served(folder: Path, **model: Any) -> Iterator[Server]:
         # What a first start finds out is kept for the other parts.
         with satchel(folder, place.work / f"home-{folder.name}", place, budget.left_s, **model) as server:
-            server.proven_s(budget.left_s)
+            say(f"  ready after {server.ready_s:.1f} s, proven after {server.proven_s(budget.left_s):.0f} s")
             yield server
 
     def turned(name: str, folder: Path) -> ResultTable:
