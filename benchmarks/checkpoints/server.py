@@ -36,8 +36,9 @@ class Streamed:
 
     Attributes:
         first_s: until the first piece of text, seconds; the whole time if none came.
-        tokens: what the text is made of, as the server spells them.
-        gaps: by how much each of them was likelier than the next likeliest one, in log probability.
+        tokens: their ids.
+        gaps: by how much each of them was likelier than the next likeliest one, in log probability; empty if that was
+            not asked for.
     """
 
     first_s: float = 0.0
@@ -46,7 +47,7 @@ class Streamed:
     finish: str = ""
     prompt: int = 0
     cached: int = 0
-    tokens: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
 
 
@@ -83,19 +84,28 @@ class Server:
         return answer.json()
 
     async def stream(
-        self, client: httpx.AsyncClient, messages: Sequence[Message], tokens: int, agent: str = ""
+        self,
+        client: httpx.AsyncClient,
+        messages: Sequence[Message],
+        tokens: int,
+        agent: str = "",
+        *,
+        gaps: bool = False,
     ) -> Streamed:
-        """Streams a greedy chat completion with the two likeliest tokens at each place.
+        """Streams a greedy chat completion.
 
         Args:
             agent: whose memory is used; empty for none.
+            gaps: whether to ask for the two likeliest tokens at each place too, which takes time.
 
         Raises:
             httpx.HTTPStatusError: the server refused.
         """
         body: dict[str, Any] = {"model": self.model, "messages": [*messages], "max_tokens": tokens, "temperature": 0}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        body |= {"logprobs": True, "top_logprobs": 2}
+        body |= {"return_token_ids": True}
+        if gaps:
+            body |= {"logprobs": True, "top_logprobs": 2}
         if agent:
             body["agent_id"] = agent
         streamed, began = Streamed(), time.perf_counter()
@@ -118,9 +128,9 @@ def _take(chunk: dict[str, Any], streamed: Streamed, now_s: float) -> None:
             streamed.first_s = streamed.first_s or now_s
             streamed.text += text
         streamed.finish = choice.get("finish_reason") or streamed.finish
+        streamed.tokens += choice.get("token_ids") or ()
         for told in (choice.get("logprobs") or {}).get("content") or ():
             best = sorted((other["logprob"] for other in told["top_logprobs"]), reverse=True)
-            streamed.tokens.append(told["token"])
             streamed.gaps.append(best[0] - best[1] if len(best) > 1 else float("inf"))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,10 +38,16 @@ REUSED_MIN = 2000
 
 @dataclass
 class Pairs:
-    """The same turns, answered with the conversation in memory and without."""
+    """The same turns, answered with the conversation in memory and without.
+
+    Attributes:
+        gaps: of each pair by how much the token where they part was likelier than the next, in log probability; None
+            where they are equal.
+    """
 
     hot: list[Streamed] = field(default_factory=list)
     cold: list[Streamed] = field(default_factory=list)
+    gaps: list[float | None] = field(default_factory=list)
 
 
 def turns(
@@ -98,26 +105,31 @@ async def _conversations(server: Server, files: Sequence[str]) -> Pairs:
             for talk, answer in zip(talks, said, strict=True):
                 talk += [assistant(answer.text), user(question)]
             said = await all_of(names)
+            anew = await all_of([""] * len(files))
             pairs.hot += said
-            pairs.cold += await all_of([""] * len(files))
+            pairs.cold += anew
+            pairs.gaps += [await _gap(server, client, *pair) for pair in zip(talks, said, anew, strict=True)]
     return pairs
+
+
+async def _gap(
+    server: Server, client: httpx.AsyncClient, talk: Sequence[Message], hot: Streamed, cold: Streamed
+) -> float | None:
+    """As `Pairs.gaps`. Asked for afterwards: it takes time to look for the likeliest tokens."""
+    if hot.text == cold.text:
+        return None
+    both = zip(hot.tokens, cold.tokens, strict=False)
+    parted = next((place for place, (one, other) in enumerate(both) if one != other), None)
+    if parted is None:
+        return math.inf
+    again = await server.stream(client, talk, parted + 1, gaps=True)
+    told = again.tokens[:parted] == cold.tokens[:parted] and len(again.gaps) > parted
+    return again.gaps[parted] if told else math.inf
 
 
 def _compared(pairs: Pairs) -> dict[str, int]:
     """Returns how many answers are equal, and how many of the others part at a tie."""
-    equal = ties = 0
-    for hot, cold in zip(pairs.hot, pairs.cold, strict=True):
-        parted = next(
-            (place for place, (one, other) in enumerate(zip(hot.tokens, cold.tokens, strict=False)) if one != other),
-            None,
-        )
-        if hot.text == cold.text:
-            equal += 1
-        elif parted is not None and min(hot.gaps[parted], cold.gaps[parted]) < TIE:
-            ties += 1
-    return {
-        "answers": len(pairs.hot),
-        "equal": equal,
-        "part at a tie": ties,
-        "part elsewhere": len(pairs.hot) - equal - ties,
-    }
+    equal = pairs.gaps.count(None)
+    ties = sum(gap is not None and gap < TIE for gap in pairs.gaps)
+    answers = len(pairs.hot)
+    return {"answers": answers, "equal": equal, "part at a tie": ties, "part elsewhere": answers - equal - ties}

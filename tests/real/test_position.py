@@ -26,11 +26,12 @@ from tests.worlds.bench import Bench, Forced, Logits
 from tests.worlds.bench_disk import Node, process, write_down
 from tests.worlds.split_nodes import TIMING, split_nodes
 
-from .reference import ON_CPU, Reference, Tally
+from .reference import ON_CPU, SEALED_OFF, Allowed, Reference, Tally
 from .served import ANSWER_S, own_source
 
 pytestmark = pytest.mark.real
 
+SEALED = Allowed(SEALED_OFF)
 ANSWER = 32
 PROMPTS = (600, 60, 140)
 """Beyond two blocks and a window of 512, and others that stay within a block."""
@@ -100,7 +101,7 @@ class Rows:
         """Holds the logits of rows against the cold ones, of all positions of each."""
         of = {row for row, _ in noted}
         expected = {place: one for place, one in self.cold.items() if place[0] in of}
-        tally = Tally()
+        tally = Tally(SEALED)
         tally.logits(expected, noted)
         tally.close(what)
         if self.exact:
@@ -179,7 +180,7 @@ def test_as_it_is_served_the_same_is_computed(rows: Rows, force: Forcing):
     for row in rows.scripts:
         rows.submit(bench, row)
     bench.drain()
-    tally = Tally()
+    tally = Tally(SEALED)
     tally.logits(rows.cold, noted)
     tally.close("as it is served")
 

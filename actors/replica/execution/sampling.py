@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...protocol.messages import Sampling, TokenLogprobs
-from ..kv.device import as_numpy
+from ..kv.device import as_numpy, on_cuda
 from .grammar import RowMasks
 from .token_limits import TokenLimits, limits_of
 
@@ -35,6 +35,9 @@ SUMMED = 256
 WIDTHS = (32, 1024)
 """How many of a row's largest logits are sorted: the first of these that is enough for the row, else all."""
 
+
+ROUNDS_MAX = 20
+"""So many of the likeliest tokens are looked for one after the other by CUDA, which takes milliseconds for a sort."""
 
 STRETCH = 128
 """Tokens of which the largest logit stands for all: the `width` largest of a vocabulary are in the stretches that have
@@ -116,10 +119,20 @@ def _column(values: list[float]) -> mx.array:
     return mx.array(values, dtype=mx.float32)[:, None]
 
 
+def _by_rounds(count: int) -> bool:
+    """Whether so many of the likeliest tokens are looked for one after the other."""
+    return count <= ROUNDS_MAX and on_cuda()
+
+
 def _width(count: int, vocabulary: int) -> int:
     """Returns how many of the largest logits to sort for a row that needs `count`. It depends on the row alone, so that
     a batch mate never changes the row's computation."""
     return next((width for width in WIDTHS if count <= width < vocabulary), vocabulary)
+
+
+def _asked_width(count: int, vocabulary: int) -> int:
+    """Returns how many of the likeliest tokens to look for, for a row that wants `count`."""
+    return max(1, min(count, vocabulary)) if _by_rounds(count) else _width(count, vocabulary)
 
 
 def _stretches(logits: mx.array, width: int) -> tuple[mx.array, mx.array] | None:
@@ -143,6 +156,8 @@ def _largest(logits: mx.array, width: int) -> mx.array:
 
 def _likeliest(logits: mx.array, width: int) -> mx.array:
     """Returns the tokens that have them, `(rows, width) uint32`."""
+    if _by_rounds(width):
+        return _one_by_one(logits, width)
     found = _stretches(logits, width)
     among = logits if found is None else found[1]
     places = mx.argpartition(-among, width - 1, axis=-1)[:, :width]
@@ -151,6 +166,17 @@ def _likeliest(logits: mx.array, width: int) -> mx.array:
     tokens = mx.take_along_axis(found[0], places // STRETCH, axis=-1) * STRETCH + places % STRETCH
     # What fills the last stretch is -inf, as are then all others that were not larger.
     return mx.minimum(tokens, logits.shape[1] - 1)
+
+
+def _one_by_one(logits: mx.array, width: int) -> mx.array:
+    """Does as `_likeliest`, without a sort; equally likely tokens in the order of their ids."""
+    places, found = mx.arange(logits.shape[1], dtype=mx.uint32), []
+    # Those that are -inf come last, and none twice.
+    logits = mx.maximum(logits, mx.finfo(logits.dtype).min)
+    for _ in range(width):
+        found.append(mx.argmax(logits, axis=-1, keepdims=True))
+        logits = mx.where(places == found[-1], -mx.inf, logits)
+    return mx.concatenate(found, axis=-1)
 
 
 def _pick(array: mx.array, indices: list[int]) -> mx.array:
@@ -268,7 +294,7 @@ class _BatchLayout:
             places = mx.array([place[0] for place in sums]), mx.array([place[1] for place in sums])
             self.bias = places, mx.array(list(sums.values()), dtype=mx.float32)
         self.asking = tuple(
-            (index, _width(row.logprobs, vocabulary), row.logprobs)
+            (index, _asked_width(row.logprobs, vocabulary), row.logprobs)
             for index, row in enumerate(asked)
             if row.logprobs is not None
         )

@@ -19,6 +19,7 @@ from satchel.actors.replica.execution.sampling import (
     Draw,
     _largest,
     _likeliest,
+    _one_by_one,
     _stretches,
     noise_key,
 )
@@ -274,6 +275,14 @@ def test_nothing_ends_before_min_tokens():
             assert tokens == [first, first, target]
 
 
+@pytest.fixture(params=["by sorts", "as on CUDA"])
+def ways_to_look(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of looking for the likeliest tokens."""
+    if request.param == "as on CUDA":
+        monkeypatch.setattr(sampling, "on_cuda", lambda: True)
+
+
+@pytest.mark.usefixtures("ways_to_look")
 def test_logprobs_are_the_models_own():
     """Natural logarithms of the softmax, best first, for who asks, whatever is done to the logits afterwards."""
     batch = BatchSampler(50, frozenset())
@@ -297,6 +306,7 @@ def test_logprobs_are_the_models_own():
         assert all(type(token) is int and type(value) is float for token, value in said[1])
 
 
+@pytest.mark.usefixtures("ways_to_look")
 @pytest.mark.parametrize("vocabulary", [151_936, 262_145])
 def test_logprobs_of_a_large_vocabulary_are_exact(vocabulary: int):
     """A CPU's sum of so many float32 numbers, one after the other, is not."""
@@ -311,6 +321,7 @@ def test_logprobs_of_a_large_vocabulary_are_exact(vocabulary: int):
         assert abs(said[0] - (exact.max() - np.logaddexp.reduce(exact))) < 1e-5
 
 
+@pytest.mark.usefixtures("ways_to_look")
 def test_equally_likely_tokens_are_told_by_their_ids():
     batch = BatchSampler(50, frozenset())
     batch.add(Sampling(logprobs=4), [], [])
@@ -334,13 +345,14 @@ def test_the_largest_logits_of_a_large_vocabulary_are_those_of_the_whole(vocabul
     wanted = -np.sort(-logits, axis=-1)[:, :32]
     assert _stretches(mx.array(logits), 32) is not None
     assert np.array_equal(-np.sort(-np.array(_largest(mx.array(logits), 32)), axis=-1), wanted)
-    tokens = np.array(_likeliest(mx.array(logits), 32))
-    assert np.array_equal(-np.sort(-np.take_along_axis(logits, tokens, axis=-1), axis=-1), wanted)
-    assert (tokens < vocabulary).all()
+    for tokens in (np.array(_likeliest(mx.array(logits), 32)), np.array(_one_by_one(mx.array(logits), 32))):
+        assert np.array_equal(-np.sort(-np.take_along_axis(logits, tokens, axis=-1), axis=-1), wanted)
+        assert (tokens < vocabulary).all()
+    assert all(len({*row}) == 32 for row in tokens.tolist()), "none is told twice"
 
 
 def test_a_large_vocabulary_is_drawn_from_as_if_it_were_sorted_as_a_whole(monkeypatch: pytest.MonkeyPatch):
-    """The same tokens and the same logprobs of them and of the likeliest."""
+    """The same tokens and the same logprobs of them and of the likeliest, which CUDA looks for without a sort."""
     rows = [
         {"top_k": 20},
         {"top_k": 32, "top_p": 0.8},
@@ -348,15 +360,16 @@ def test_a_large_vocabulary_is_drawn_from_as_if_it_were_sorted_as_a_whole(monkey
         {"temperature": 0.0, "logprobs": 20},
     ]
     said = []
-    for stretch in (sampling.STRETCH, 10**6):
+    for stretch, cuda in ((sampling.STRETCH, False), (10**6, False), (10**6, True)):
         monkeypatch.setattr(sampling, "STRETCH", stretch)
+        monkeypatch.setattr(sampling, "on_cuda", lambda on=cuda: on)
         batch = BatchSampler(20_000, frozenset())
         for seed, asked in enumerate(rows):
             batch.add(Sampling(seed=seed, **asked), [], [])
         rng = np.random.default_rng(1)
         draws = [batch(mx.array(rng.normal(size=(4, 20_000)).astype(np.float32) * 3)) for _ in range(20)]
         said.append([(draw.tokens.tolist(), draw.logprobs()) for draw in draws])
-    assert said[0] == said[1]
+    assert said[0] == said[1] == said[2]
 
 
 def test_no_row_asks_no_logprobs():
