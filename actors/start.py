@@ -235,7 +235,7 @@ def leave_node(replicas: Replicas, node: Node, timing: Timing, drain_s: float, f
     Args:
         for_good: whether the node and its replicas are also removed from the registry.
     """
-    asyncio.run(drain(replicas, drain_s, timing))
+    asyncio.run(drain(replicas, drain_s, timing, leaves=True))
     if for_good:
         registry.remove_node(node.name)
         for entry in registry.entries():
@@ -330,8 +330,12 @@ def find_replicas(entries: Iterable[registry.ServedEntry], timing: Timing) -> di
     return replicas
 
 
-async def drain(replicas: Replicas, timeout_s: float, timing: Timing) -> None:
-    """Refuses new requests and waits for the running ones, at most `timeout_s`; then ends the rest."""
+async def drain(replicas: Replicas, timeout_s: float, timing: Timing, *, leaves: bool = False) -> None:
+    """Refuses new requests and waits for the running ones, at most `timeout_s`; then ends the rest.
+
+    Args:
+        leaves: whether only the replicas' node goes: what is ended goes on at other replicas.
+    """
     ends, answer_s = time.monotonic() + timeout_s, timing.brief_answer_s
     await _each(replica.drain().within(answer_s) for replica in replicas.values())
     while time.monotonic() < ends - FLUSH_S:
@@ -339,7 +343,7 @@ async def drain(replicas: Replicas, timeout_s: float, timing: Timing) -> None:
             break
         await asyncio.sleep(POLL_S)
     else:
-        await _each(replica.drain(end_rows=True).within(answer_s) for replica in replicas.values())
+        await _each(replica.drain(end_rows=True, leaves=leaves).within(answer_s) for replica in replicas.values())
     await asyncio.sleep(FLUSH_S)
 
 

@@ -27,7 +27,8 @@
     │   ├── NoReplica               503
     │   ├── ComputesOtherwise       503  than the row's ids were made for: they are to be made anew
     │   ├── ReplicaLost             503
-    │   │   └── ReplicaDied         503  its process ended, perhaps by what it was computing
+    │   │   ├── ReplicaDied         503  its process ended, perhaps by what it was computing
+    │   │   └── ReplicaLeaves       503  in order, with its node: its rows go on elsewhere
     │   ├── NoAnswer                503  an actor was called, and no answer came
     │   │   ├── ActorLost           503  its process has ended, as far as Ray can tell
     │   │   │   └── ActorAway       503  it cannot be reached now, and may come back by itself
@@ -240,6 +241,10 @@ class ReplicaLost(Unavailable):
 
 class ReplicaDied(ReplicaLost):
     pass
+
+
+class ReplicaLeaves(ReplicaLost):
+    code = "replica_leaves"
 
 
 class NoAnswer(Unavailable):

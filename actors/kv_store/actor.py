@@ -45,6 +45,7 @@ from ..protocol.store_messages import (
     Fork,
     FoundKV,
     ListAgents,
+    MoveAgent,
     Moved,
     Packed,
     PrimaryEpoch,
@@ -228,9 +229,9 @@ class KVStoreActor:
 
     # Where agents live.
 
-    @answers(AgentTo)
-    async def move(self, asked: AgentTo) -> Moved:
-        return await self.services.moving.move(asked.agent, asked.to)
+    @answers(MoveAgent)
+    async def move(self, asked: MoveAgent) -> Moved:
+        return await self.services.moving.move(asked.agent, asked.to, at_once=asked.at_once)
 
     @answers(Promote)
     async def promote(self, asked: Promote) -> PrimaryEpoch:

@@ -230,9 +230,10 @@ class ReplicaClient:
         message = Nothing()
         return self.actor.call(lambda replica: replica.clear_cache.remote(encode(message)), _count, self._answer_s)
 
-    def drain(self, *, end_rows: bool = False) -> Call[None]:
-        """Makes the replica refuse new rows; running ones finish, or with `end_rows` end with an error."""
-        message = Drain(end_rows)
+    def drain(self, *, end_rows: bool = False, leaves: bool = False) -> Call[None]:
+        """Makes the replica refuse new rows; running ones finish, or with `end_rows` end with an error. With `leaves`
+        too they go on at other replicas."""
+        message = Drain(end_rows, leaves)
         return self.actor.call(lambda replica: replica.drain.remote(encode(message)), _nothing, self._answer_s)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-VERSION = 21
+VERSION = 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +368,10 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Refuse new rows from now on. Running ones finish, or with `end_rows` end with an error."""
+    """Refuse new rows from now on. Running ones finish, or with `end_rows` end with an error.
+
+    With `leaves` too it is the replica's node that leaves, and not the model: its rows go on at other replicas.
+    """
 
     end_rows: bool = False
+    leaves: bool = False

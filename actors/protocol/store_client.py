@@ -45,6 +45,7 @@ from .store_messages import (
     FoundKV,
     Limits,
     ListAgents,
+    MoveAgent,
     Moved,
     Packed,
     PrimaryEpoch,
@@ -300,14 +301,17 @@ class StoreClient:
 
     # Where agents live.
 
-    def move(self, agent: str, to: str) -> Call[Moved]:
+    def move(self, agent: str, to: str, *, at_once: bool = False) -> Call[Moved]:
         """Moves the agent to another node, between two of its turns.
+
+        Args:
+            at_once: do not wait for the end of a turn; it is committed on the other node.
 
         Raises:
             AgentNotFound, AgentBusy, AgentElsewhere: it cannot be moved from here.
             Unavailable: that node is not present now.
         """
-        message, read = AgentTo(agent, to), partial(decode, Moved)
+        message, read = MoveAgent(agent, to, at_once), partial(decode, Moved)
         return self.actor.call(lambda store: store.move.remote(encode(message)), read, self._patient_s)
 
     def promote(self, agent: str, above: int) -> Call[int]:

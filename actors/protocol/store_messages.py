@@ -408,6 +408,16 @@ class AgentTo:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveAgent:
+    """Moves an agent to the node `to`: between two of its turns, or with `at_once` also during one, which is committed
+    there."""
+
+    agent: str
+    to: str
+    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Moved:
     """The agent's primary is on `node` since home epoch `epoch`; how much KV was moved, and in what time."""
 

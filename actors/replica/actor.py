@@ -441,7 +441,7 @@ class ReplicaActor:
         if self._engine is not None:
             self._engine.drain()
             if how.end_rows:
-                self._engine.end_all()
+                self._engine.end_all(leaves=how.leaves)
 
     def _deliver(self, updates: dict[str, list[RowUpdate]]) -> None:
         self._known().deliver(updates)

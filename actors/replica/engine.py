@@ -20,6 +20,7 @@ from ...cluster.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     Draining,
+    ReplicaLeaves,
     SatchelError,
     Unavailable,
 )
@@ -259,11 +260,12 @@ class Engine:
         self._intake.close(why)
         self._end_waiting(why)
 
-    def end_all(self) -> None:
-        """Ends every request with an error that says the server is shutting down."""
+    def end_all(self, *, leaves: bool = False) -> None:
+        """Ends every request with an error that says the server is shutting down, or that the node `leaves`."""
 
         def end() -> None:
-            self._end_waiting(Draining("the server is shutting down"))
+            why = ReplicaLeaves("the node is leaving") if leaves else Draining("the server is shutting down")
+            self._end_waiting(why)
 
         self.call(end)
 

@@ -1,4 +1,5 @@
-"""Removes a node from its cluster for good: its running answers end, then its agents move to other nodes."""
+"""Removes a node from its cluster for good: its running answers end or go on elsewhere, then its agents move to other
+nodes."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class HandedOver:
 
 
 async def drain_and_hand_over(replicas: Mapping[str, ReplicaClient], node: Node, timing: Timing) -> HandedOver:
-    """Drains a node: accepts no new agents, waits at most `node_drain_s` for its replicas' rows, then moves its agents
-    to other nodes within `hand_over_s`.
+    """Drains a node: accepts no new agents, waits at most `node_drain_s` for its replicas' rows, has the others go on
+    elsewhere, then moves its agents to other nodes within `hand_over_s`.
 
     Raises:
         SatchelError: the node's store or the router does not answer.
@@ -42,7 +43,7 @@ async def drain_and_hand_over(replicas: Mapping[str, ReplicaClient], node: Node,
         store = StoreClient(node.name, timing)
         await store.drain().within(answer_s)
     finally:
-        await drain(replicas, timing.node_drain_s, timing)
+        await drain(replicas, timing.node_drain_s, timing, leaves=True)
 
     router = RouterClient(timing)
     nodes = await router.nodes().within(answer_s)
@@ -56,9 +57,10 @@ async def drain_and_hand_over(replicas: Mapping[str, ReplicaClient], node: Node,
         # A secondary already has most of the agent's data.
         copies = [copy for place in places for copy in place.copies]
         # `hand_over` limits the time.
-        call = store.move(agent, next(iter(copies), secondary_nodes(agent, others, 1)[0])).within(timing.hand_over_s)
+        to = next(iter(copies), secondary_nodes(agent, others, 1)[0])
         try:
-            await call
+            # A turn whose row has just gone to another node may take longer than this node stays.
+            await store.move(agent, to, at_once=True).within(timing.hand_over_s)
         except NoAnswer:
             raise
         except SatchelError as error:

@@ -26,6 +26,7 @@ from ...cluster.errors import (
     NoAnswer,
     PictureLost,
     ReplicaDied,
+    ReplicaLeaves,
     ReplicaLost,
     SatchelError,
     SlowReader,
@@ -297,9 +298,13 @@ class RayGeneration:
                 if isinstance(update, SatchelError):
                     await self._go_on(update)
                     continue
-                if (lost := self._picture_lost(update) or self._refused_late(update)) is not None:
+                lost = self._picture_lost(update) or self._refused_late(update)
+                if lost is not None and not update.tokens:
                     await self._go_on(lost)
                     continue
+                if lost is not None:
+                    # A replica that leaves may end the row in one frame with its latest tokens.
+                    update = replace(update, finish=None, error=None)
                 self._tokens.extend(update.tokens)
                 prefill, self._prefill = self._prefill, None
                 if prefill is not None and update.cached_tokens is not None and prefill.cached_tokens is not None:
@@ -310,6 +315,8 @@ class RayGeneration:
                     update = replace(update, cached_tokens=None)
                 self._over = update.finish is not None
                 yield update
+                if lost is not None:
+                    await self._go_on(lost)
         finally:
             await self.abort()
 
@@ -325,11 +332,11 @@ class RayGeneration:
 
     def _refused_late(self, update: RowUpdate) -> SatchelError | None:
         """Returns why a row that waited for another node's prefill was refused then, if others may take it; or one that
-        waited while its replica was proven."""
+        waited while its replica was proven; or, however far it has come, one whose replica's node leaves."""
         if update.error is None:
             return None
         error = from_wire(update.error)
-        tried_again = Unavailable if self._prefill is not None else ComputesOtherwise
+        tried_again = Unavailable if self._prefill is not None else (ComputesOtherwise, ReplicaLeaves)
         return error if isinstance(error, tried_again) else None
 
     async def _go_on(self, loss: SatchelError) -> None:
@@ -345,7 +352,8 @@ class RayGeneration:
         done = len(self._tokens)
         # Refused only after it had waited for another node's prefill, or lost meanwhile: that is not tried again.
         split = self._prefill is not None
-        self._losses = 1 if done >= PROGRESS_TOKENS else self._losses + 1
+        if not isinstance(loss, ReplicaLeaves):
+            self._losses = 1 if done >= PROGRESS_TOKENS else self._losses + 1
         if done:
             self._deaths = 0
         elif isinstance(loss, ReplicaDied):

@@ -47,8 +47,12 @@ class Moving:
         self._changed = changed
         self.moves = self.moved_bytes = 0
 
-    async def move(self, agent: str, to: str) -> Moved:
+    async def move(self, agent: str, to: str, *, at_once: bool = False) -> Moved:
         """Hand the agent over to another node.
+
+        Args:
+            at_once: do not wait for the end of its turn. The turn is committed at the other node then, as it is after
+                the loss of this one.
 
         Raises:
             AgentNotFound, AgentBusy, AgentElsewhere: it cannot be moved from here.
@@ -69,7 +73,8 @@ class Moving:
         await self._copies.send(agent, to, self._timing.answer_s)
         before = await self._fetched(agent, to, self._timing.fetch_s)
         turn = f"move-{uuid.uuid4().hex}"
-        await self._turns.begin(agent, turn, b"", {})
+        if not at_once:
+            await self._turns.begin(agent, turn, b"", {})
         try:
             sent = await self._copies.send(agent, to, self._timing.answer_s)
             then = await self._fetched(agent, to, self._timing.hold_s) if before is not None else None
@@ -79,7 +84,8 @@ class Moving:
             # Turns that nobody takes may have ended meanwhile.
             await self._succession.step_down(agent, to, above, sent)
         finally:
-            await self._turns.abandon(agent, turn)
+            if not at_once:
+                await self._turns.abandon(agent, turn)
             self._changed(agent)
         before = before or Fetched()
         then = then or replace(before, blocks=0, nbytes=0)

@@ -81,6 +81,7 @@ from satchel.actors.protocol.store_messages import (
     FoundTail,
     Head,
     ListAgents,
+    MoveAgent,
     Moved,
     Packed,
     PrimaryEpoch,
@@ -178,6 +179,7 @@ OF_REPLICA: list[Case] = [
     (replica.clear_cache(), "clear_cache", Nothing(), Count(0), 0),
     (replica.drain(), "drain", Drain(False), None, None),
     (replica.drain(end_rows=True), "drain", Drain(True), None, None),
+    (replica.drain(end_rows=True, leaves=True), "drain", Drain(True, True), None, None),
 ]
 OF_STORE: list[Case] = [
     (
@@ -230,7 +232,7 @@ OF_STORE: list[Case] = [
         None,
     ),
     (store_of.pull(PULL), "pull", PULL, Fetched(1, 2, 3, 0.5), Fetched(1, 2, 3, 0.5)),
-    (store_of.move("t/a", "mac1"), "move", AgentTo("t/a", "mac1"), Moved("mac1", 2), Moved("mac1", 2)),
+    (store_of.move("t/a", "mac1"), "move", MoveAgent("t/a", "mac1"), Moved("mac1", 2), Moved("mac1", 2)),
     (store_of.promote("t/a", 2), "promote", Promote("t/a", 2), PrimaryEpoch(3), 3),
     (store_of.drain(), "drain", Nothing(), None, None),
     (store_of.promote_here("t/a", 2), "promote_here", Promote("t/a", 2), PrimaryEpoch(3), 3),

@@ -19,6 +19,7 @@ from satchel.actors.replica.execution.executor import Ready
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.models import LoadedModel
+from satchel.cluster.errors import Draining, ReplicaLeaves, SatchelError, from_wire
 from tests.worlds.bench import Bench
 from tests.worlds.families import write_model
 
@@ -480,6 +481,20 @@ def test_refusals_name_their_reason(bench: MakeBench, loaded: LoadedModel):
     engine.submit("late", [1, 2, 3])
     engine.turn()
     assert type(engine.refused["late"]).__name__ == "Draining"
+
+
+@pytest.mark.parametrize(("leaves", "kind"), [(False, Draining), (True, ReplicaLeaves)])
+def test_rows_of_a_node_that_leaves_are_told_apart_from_those_of_a_server_that_ends(
+    bench: MakeBench, leaves: bool, kind: type[SatchelError]
+):
+    """The endpoint has the first go on elsewhere."""
+    engine = bench()
+    engine.submit("row", [1, 2, 3], max_tokens=400)
+    engine.turn()
+    engine.engine.end_all(leaves=leaves)
+    engine.drain()
+    error = engine.rows["row"].error
+    assert error is not None and type(from_wire(error)) is kind
 
 
 def test_a_row_past_its_deadline_ends_with_an_error(bench: MakeBench):

@@ -18,13 +18,14 @@ from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpda
 from satchel.actors.protocol.router_messages import Decision
 from satchel.actors.replica.consumers import _merge
 from satchel.api.ray_backend.dispatch import SENT_MAX, SentPictures
-from satchel.api.ray_backend.rows import RayGeneration
+from satchel.api.ray_backend.rows import ATTEMPTS, RayGeneration
 from satchel.cluster.config import parse_config
 from satchel.cluster.errors import (
     ComputesOtherwise,
     NoReplica,
     PictureLost,
     QueueFull,
+    ReplicaLeaves,
     ReplicaLost,
     SatchelError,
     SlowReader,
@@ -445,3 +446,56 @@ async def test_a_row_that_waited_while_its_replica_was_proven_is_asked_for_again
     taken = backend.links["a"].taken[1]
     assert taken.prompt == [*PROMPT, 7, 8] and is_called_as(taken, GPU)
     assert backend.failovers == 0
+
+
+async def leave_first_and_finish_on_second(backend: FakeBackend, *last: int) -> None:
+    """Replica a's node leaves, and b says the rest of the row."""
+    await asyncio.sleep(0.05)
+    backend.links["a"].say(*last, finish="error", error=ReplicaLeaves("the node is leaving"))
+    while not backend.links["b"].taken:
+        await asyncio.sleep(0.01)
+    backend.links["b"].say(9, finish="length")
+
+
+@pytest.mark.parametrize("last", [(), (8,)])
+async def test_a_row_whose_replica_leaves_goes_on_elsewhere_with_all_that_it_said(last: tuple[int, ...]):
+    """Its latest tokens may come in one frame with the news."""
+    backend = FakeBackend(a=[], b=[])
+    row = generation(backend)
+    await row.start()
+    backend.links["a"].say(7)
+    helper = asyncio.create_task(leave_first_and_finish_on_second(backend, *last))
+    updates = [update async for update in row]
+    await helper
+    assert [token for update in updates for token in update.tokens] == [7, *last, 9]
+    assert [update.finish for update in updates if update.finish] == ["length"]
+    assert not [update for update in updates if update.error]
+    (second,) = backend.links["b"].taken
+    assert (second.prompt, second.generated) == ([1, 2, 3, 7, *last], 1 + len(last))
+    assert backend.failovers == 1
+
+
+async def test_nodes_that_leave_one_after_the_other_do_not_exhaust_a_row():
+    """A loss without progress may be the row's own fault, a node that leaves is not."""
+    names = [f"r{number}" for number in range(ATTEMPTS + 3)]
+    backend = FakeBackend(**{name: [] for name in names})
+    row = generation(backend)
+    await row.start()
+
+    async def restart_all() -> None:
+        for name in names[:-1]:
+            link = backend.links[name]
+            while not link.taken:
+                await asyncio.sleep(0.01)
+            # Nobody is sent there any more.
+            del backend.links[name]
+            link.say(finish="error", error=ReplicaLeaves("the node is leaving"))
+        last = backend.links[names[-1]]
+        while not last.taken:
+            await asyncio.sleep(0.01)
+        last.say(9, finish="length")
+
+    helper = asyncio.create_task(restart_all())
+    tokens = await said(row)
+    await helper
+    assert tokens == [9]

@@ -27,7 +27,6 @@ from satchel.actors.protocol.store_messages import (
     AgentBranches,
     AgentKey,
     AgentPage,
-    AgentTo,
     Begin,
     Begun,
     BranchKV,
@@ -39,6 +38,7 @@ from satchel.actors.protocol.store_messages import (
     Fork,
     Head,
     ListAgents,
+    MoveAgent,
     Moved,
     PrimaryEpoch,
     Promote,
@@ -193,7 +193,7 @@ ASKED = {
     "disk_kept": AgentKey,
     "fork": Fork,
     "info": AgentKey,
-    "move": AgentTo,
+    "move": MoveAgent,
     "recall": Recall,
 }
 

@@ -110,6 +110,21 @@ async def test_a_move_that_fails_at_any_step_loses_nothing_and_leaves_one_home(t
         assert await world.at(home).begin(X, "turn", MODEL, {}), "nobody has its turn"
 
 
+async def test_a_node_that_leaves_hands_over_an_agent_in_the_middle_of_its_turn(tmp_path):
+    """Its row goes on elsewhere, and what it says is kept at the new home. Without copies nobody else has its words."""
+    async with cluster(tmp_path, replication=0, timeouts={"turn_wait_s": 0.1}) as world:
+        await world.speak("a", X, "one")
+        await world.at("a").begin(X, "turn", MODEL, {})
+        assert (await world.at("a").move(X, "b", at_once=True)).node == "b"
+        assert world.homes(X) == ["b"] and world.said("b", X) == {"one"}
+        with pytest.raises(AgentElsewhere):
+            await world.speak("a", X, "two", turn="turn")
+        await world.stop("a")
+        assert (await world.speak("b", X, "two", turn="turn")).kept
+        assert world.said("b", X) == {"one", "two"}
+        assert await world.at("b").begin(X, "next", MODEL, {}), "nobody has its turn"
+
+
 async def test_what_a_stateless_turn_says_during_a_move_moves_too(tmp_path, monkeypatch):
     async with cluster(tmp_path, replication=0) as world:
         await world.speak("a", X, "one")
