@@ -353,9 +353,49 @@ class Home:
         return self.tls / "authority.pem"
 
     @property
+    def former_authority_file(self) -> Path:
+        """The authority's certificate of the cluster whose lead this machine has taken over."""
+        return self.tls / "former-authority.pem"
+
+    @property
     def membership_file(self) -> Path:
-        """The door of the cluster that this machine joined last."""
+        """The cluster that this machine joined last: its door, and this machine's name there."""
         return self.tls / "membership.json"
+
+    @property
+    def members_file(self) -> Path:
+        """On a head: the machines that were admitted, and those that were removed."""
+        return self.tls / "members.json"
+
+    @property
+    def door_file(self) -> Path:
+        """On a head: the port of its door, which is the same after a restart."""
+        return self.tls / "door.json"
+
+    @property
+    def estate_file(self) -> Path:
+        """On a joined machine: what it needs to take over the lead."""
+        return self.tls / "estate.json"
+
+    @property
+    def promoted_config_file(self) -> Path:
+        """The config of a cluster whose lead this machine has taken over."""
+        return self.root / "promoted.yaml"
+
+    @property
+    def node_file(self) -> Path:
+        """The process that keeps this machine in a cluster; absent while none does."""
+        return self.run / "node.json"
+
+    @property
+    def node_lock_file(self) -> Path:
+        """Locked by that process."""
+        return self.run / "node.lock"
+
+    @property
+    def node_log_file(self) -> Path:
+        """What the node's processes wrote last."""
+        return self.run / "node.log"
 
     @property
     def endpoint_key_file(self) -> Path:

@@ -52,6 +52,7 @@
         ├── NotRunning              500
         ├── PortInUse               500
         ├── HomeInUse               500
+        ├── NodeRemoved             500  the head has removed this machine from its cluster
         └── LinkError               500  a connection between two nodes' stores
             ├── EntryDamaged        500  an entry does not match its digest
             ├── LinkGarbage         500  the peer speaks another protocol, or was cut off
@@ -343,6 +344,10 @@ class PortInUse(ClusterError):
 
 class HomeInUse(ClusterError):
     code = "home_in_use"
+
+
+class NodeRemoved(ClusterError):
+    code = "node_removed"
 
 
 class LinkError(ClusterError):

@@ -81,12 +81,16 @@ def ensure_token(home: Home) -> Path:
 
 
 class HomeLock:
-    """The lock of a home, held by its server. The kernel frees it when the process ends, however it ends."""
+    """The lock of a home, held by its server. The kernel frees it when the process ends, however it ends.
 
-    def __init__(self, home: Home) -> None:
-        self._path = home.lock_file
+    Args:
+        path: of the lock; None is the home's own.
+    """
+
+    def __init__(self, home: Home, path: Path | None = None) -> None:
+        self._path = path or home.lock_file
         self._root = home.root
-        self._lock = FileLock(home.lock_file, _LOCK_WAIT_S, mode=0o600, thread_local=False, fallback_to_soft=False)
+        self._lock = FileLock(self._path, _LOCK_WAIT_S, mode=0o600, thread_local=False, fallback_to_soft=False)
 
     @property
     def is_held(self) -> bool:

@@ -20,7 +20,7 @@ InvitationArgument = Annotated[
 ]
 NameOption = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option("--name", metavar="NAME", help="Of this node (else the machine's)."),
+    typer.Option("--name", metavar="NAME", help="Of this node (else as before, or the machine's)."),
 ]
 OwnAddressOption = Annotated[str, typer.Option("--address", metavar="ADDR", help="Of this machine, for the others.")]
 WaitOption = Annotated[float, typer.Option("--wait", min=0.0, metavar="SECONDS", help="For its end, at most.")]
@@ -37,6 +37,7 @@ ListenOption = Annotated[
     typer.Option("--listen", metavar="ADDR", help="The endpoint's address (else the config's); 0.0.0.0 is everyone."),
 ]
 OrderedOption = Annotated[bool, typer.Option("--ordered", hidden=True)]
+KeptOption = Annotated[bool, typer.Option("--kept", hidden=True)]
 
 
 def invite(home: HomeOption = None) -> None:
@@ -60,20 +61,21 @@ def join(
     name: NameOption = None,
     own_address: OwnAddressOption = "",
     ordered: OrderedOption = False,
+    kept: KeptOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Make this machine a node of a running cluster, until Ctrl-C."""
-    from ...cluster.bring_up.launch import JoinOrder
-    from .join import invited, own_node, read_order
-    from .join import join as run
-
+    """Make this machine a node of a running cluster, until Ctrl-C. If the cluster is lost, it joins again by itself."""
     where = chosen_home(home)
-    if ordered:
-        order = read_order()
-    else:
-        found = invited(invitation, where)
-        order = JoinOrder(found, own_node(name, own_address, found.door))
-    run(order, where, ordered=ordered)
+    if ordered or kept:
+        from .join import join as run
+        from .join import read_order
+
+        run(read_order(), where, kept=kept)
+        return
+    from .stay import invited, named_node, stay
+
+    found = invited(invitation, where)
+    stay(found, named_node(name, own_address, found, where), where)
 
 
 def leave(wait: WaitOption = 30.0, home: HomeOption = None) -> None:
@@ -142,10 +144,11 @@ def install_service(
     else:
         if name is None:
             raise ConfigError("a node needs `--name`")
-        from .join import invited, let_in, own_node
+        from .join import let_in
+        from .stay import invited, named_node
 
         invitation = invited(join, where)
-        node = own_node(name, own_address, invitation.door)
+        node = named_node(name, own_address, invitation, where)
         if invitation.secret and not only_print:
             # The service joins by its certificate.
             let_in(where, node, invitation)

@@ -1,30 +1,33 @@
-"""`satchel join`: makes this machine a node of a cluster, until a signal comes or the head that started it closes its
-input."""
+"""The process of a node: makes this machine a node of a cluster, until a signal comes, the cluster is lost, or whoever
+started it closes its input: the head, or the `satchel join` that keeps it (`stay.py`)."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-import re
 import select
-import socket
 import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from ...cluster.bring_up.launch import READY, JoinOrder
 from ...cluster.bring_up.runtime import LocalCluster
 from ...cluster.config import Config, Home
-from ...cluster.errors import ActorAway, ClusterError, ModelLoadError, NoAnswer, SatchelError
+from ...cluster.errors import ActorAway, ClusterError, ModelLoadError, NoAnswer, NodeRemoved, NotRunning, SatchelError
 from ...cluster.home import HomeLock, prepare_home
 from ...cluster.nodes import Node
 from ...cluster.timing import USUAL
-from ...cluster.trust.admission import Admission, enter
-from ...cluster.trust.invitations import Invitation, remembered
+from ...cluster.trust.admission import Admission, ask_news, enter, knock
+from ...cluster.trust.estate import digest, keep_estate, kept_estate
+from ...cluster.trust.invitations import Invitation
 from .progress import ProgressDisplay
 from .serve import POLL_S, StopSignals, as_sentence, leave
+
+logger = logging.getLogger(__name__)
 
 ORDER_S = 30.0
 ORDER_BYTES_MAX = 65_536
@@ -35,6 +38,13 @@ RETURN_S = 30.0
 """How long a returning node's replicas may take until they can be called."""
 
 AGAIN_S = 0.5
+NEWS_S = 3.0
+REFUSALS_MAX = 2
+"""So often in a row nobody listens at the head's door, though its machine answers: then its server has ended."""
+
+REMOVED = 4
+"""The exit code of a node that its head has removed."""
+
 END_S = 2.0
 """For ending what runs on a node that leaves."""
 
@@ -58,30 +68,6 @@ def read_order() -> JoinOrder:
         raise ClusterError(str(error)) from None
 
 
-def own_node(name: str | None, address: str, head: str) -> Node:
-    """Returns this machine as a node that no config describes.
-
-    Raises:
-        ClusterError: the name or the head's address (`host:port`) is invalid, or there is no route to the head.
-    """
-    host, _, port = head.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
-        raise ClusterError(f"{head!r} is not the address of a cluster, HOST:PORT")
-    if not address:
-        # Finds the local address of the route to the head; nothing is sent.
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, 9))
-                address = str(probe.getsockname()[0])
-        except OSError as error:
-            raise ClusterError(f"there is no way to {host}: {error.strerror or error}") from None
-    name = name or re.sub(r"[^a-z0-9]+", "-", socket.gethostname().partition(".")[0].lower()).strip("-")[:63]
-    try:
-        return Node(name=name, address=address)
-    except ValueError:
-        raise ClusterError(f"{name!r} at {address!r} is no node: a name has letters, digits and dashes") from None
-
-
 def let_in(home: Home, node: Node, invitation: Invitation) -> Admission:
     """As `enter`, if no process runs on the home, whose cluster credentials must not be replaced.
 
@@ -95,11 +81,12 @@ def let_in(home: Home, node: Node, invitation: Invitation) -> Admission:
     return enter(home, node, invitation)
 
 
-def join(order: JoinOrder, home: Home, *, ordered: bool) -> None:
-    """Joins, serves, leaves, and ends the process: with exit code 0 after an orderly end.
+def join(order: JoinOrder, home: Home, *, kept: bool) -> None:
+    """Joins, prints `READY`, serves, leaves, and ends the process: with exit code 0 after an orderly end, `REMOVED` if
+    the head has removed this machine, else 1 and a sentence.
 
     Args:
-        ordered: leave when standard input closes, and print `READY` for the head.
+        kept: whether `satchel join` keeps this process: then a signal means to leave for good.
     """
     prepare_home(home)
     signals = StopSignals()
@@ -109,28 +96,34 @@ def join(order: JoinOrder, home: Home, *, ordered: bool) -> None:
     start = _Start(order, cluster, progress)
     try:
         start.start()
-        while start.is_alive() and not signals.stop and not (ordered and _input_closed()):
+        while start.is_alive() and not signals.stop and not _input_closed():
             start.join(POLL_S)
             if start.connected.is_set() and not start.go_on.is_set():
                 signals.install()
                 start.go_on.set()
         progress.close()
         if start.is_alive():
-            start.withdraw(for_good=not ordered)
+            start.withdraw(for_good=kept and signals.stop)
             cluster.stop(abandon=True)
             leave(0)
         if start.error is not None:
-            start.withdraw(for_good=not ordered)
+            # Nothing is to wait for a node that never comes; one that was there before tries again.
+            start.withdraw(for_good=kept and bool(order.invitation.secret))
             raise as_sentence(start.error, home)
         signals.install()
-        progress.say(READY if ordered else f"{order.node.name} has joined {order.invitation.door}; Ctrl-C leaves")
-        _stay(cluster, signals, ordered)
+        progress.say(READY)
+        follower = Follower(home, order, cluster.record.address)
+        _stay(cluster, signals, follower)
         progress.say("Leaving")
-        _leave_cluster(start, order.node, progress, for_good=not ordered)
+        for_good = follower.removed is not None or (kept and signals.stop)
+        _leave_cluster(start, order.node, progress, for_good=for_good)
+        if follower.removed is not None:
+            raise follower.removed
     except SatchelError as error:
         cluster.stop()
-        print(f"satchel: {error.message}", file=sys.stderr)
-        leave(1)
+        # Whoever keeps this process reads it there, apart from what libraries write.
+        print(f"satchel: {error.message}", file=sys.stdout if kept else sys.stderr)
+        leave(REMOVED if isinstance(error, NodeRemoved) else 1)
     cluster.stop()
     leave(0)
 
@@ -217,16 +210,66 @@ class _Start(threading.Thread):
             time.sleep(AGAIN_S)
 
 
-def _stay(cluster: LocalCluster, signals: StopSignals, ordered: bool) -> None:
+class Follower(threading.Thread):
+    """Asks the head's door for news while this machine is a node, and stores what it needs to take over the lead.
+
+    Attributes:
+        removed: set once the head has removed this machine.
+        over: why the cluster that was joined has ended, as a sentence; "" while it may still run.
+        silent: whether the head did not answer the last time.
+    """
+
+    def __init__(self, home: Home, order: JoinOrder, ray: str) -> None:
+        super().__init__(name="news", daemon=True)
+        self.removed: NodeRemoved | None = None
+        self.over = ""
+        self.silent = False
+        self._home, self._name, self._ray = home, order.node.name, ray
+        self._door = replace(order.invitation, secret="")
+        self._refusals = 0
+        self.start()
+
+    def run(self) -> None:
+        while self.removed is None and not self.over:
+            self.ask()
+            time.sleep(NEWS_S)
+
+    def ask(self) -> None:
+        """Asks once."""
+        known = kept_estate(self._home)
+        try:
+            news = ask_news(self._home, self._name, self._door, digest(known[1]) if known else "")
+            if news.estate:
+                keep_estate(self._home, news.estate)
+        except NodeRemoved as error:
+            self.removed = error
+            return
+        except NotRunning:
+            self.silent = True
+            self._refusals = self._refusals + 1 if knock(self._door.door) == "refused" else 0
+            if self._refusals >= REFUSALS_MAX:
+                self.over = f"the head at {self._door.door} has ended"
+            return
+        except ClusterError as error:
+            logger.warning("no news of the cluster: %s", error.message)
+            return
+        self.silent, self._refusals = False, 0
+        if news.ray and news.ray != self._ray:
+            self.over = f"the head at {self._door.door} has started again"
+
+
+def _stay(cluster: LocalCluster, signals: StopSignals, follower: Follower) -> None:
     """Returns when it is time to leave.
 
     Raises:
         ClusterError: the cluster is gone.
     """
-    while not signals.stop and not (ordered and _input_closed()):
+    while not signals.stop and not _input_closed() and follower.removed is None:
         time.sleep(POLL_S)
+        if follower.over:
+            raise ClusterError(follower.over)
         if (failure := cluster.failure()) is not None:
-            raise ClusterError(f"the cluster is gone: {failure}")
+            raise ClusterError("the head does not answer" if follower.silent else failure)
         cluster.tend()
 
 
@@ -259,21 +302,3 @@ def _leave_cluster(start: _Start, node: Node, progress: ProgressDisplay, *, for_
 def _input_closed() -> bool:
     readable, _, _ = select.select([sys.stdin.fileno()], [], [], 0.0)
     return bool(readable) and not os.read(sys.stdin.fileno(), 4096)
-
-
-def invited(where: str | None, home: Home) -> Invitation:
-    """Returns the invitation of `satchel join`'s argument: an invitation's text, or None or HOST:PORT for the cluster
-    that this machine was in.
-
-    Raises:
-        ClusterError: the text is no invitation, or this machine has joined no cluster yet.
-    """
-    if where is not None and "#" in where:
-        try:
-            return Invitation.from_text(where)
-        except ValueError as error:
-            raise ClusterError(f"{where.partition('#')[0]}#… is {error}") from None
-    last = remembered(home)
-    if last is None:
-        raise ClusterError("this machine has joined no cluster yet: `satchel invite` on a head says what to type here")
-    return Invitation(where or last.door, last.fingerprint)

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import NoReturn, Protocol
 
@@ -22,10 +23,12 @@ from ...cluster.bring_up.launch import Launcher
 from ...cluster.bring_up.ports import check_endpoint, check_port_free
 from ...cluster.bring_up.runtime import LocalCluster
 from ...cluster.config import Config, Endpoint, Home
-from ...cluster.errors import SatchelError
+from ...cluster.errors import HomeInUse, SatchelError
 from ...cluster.home import prepare_home, write_private
 from ...cluster.keys import write_owner_key
+from ...cluster.node_keeper import find_keeper
 from ...cluster.trust.endpoint_certificate import read_certificate
+from ...cluster.trust.estate import estate_of
 from ...cluster.trust.invitations import invite
 from .progress import ProgressDisplay
 
@@ -112,6 +115,7 @@ class StartUp(threading.Thread):
         self.connected.set()
         self.go_on.wait()
         self._progress.say(f"Ray started in {time.monotonic() - started:.0f} s; its logs are in {record.log_dir}")
+        from ...actors.start import located as located_model
         from ..serve import deploy
 
         machines = self._config.machines
@@ -123,6 +127,9 @@ class StartUp(threading.Thread):
                 self._progress.say,
                 self._config.timing.node_leave_s,
             )
+        # Folders of models are looked for where this server was started; elsewhere they are named in full.
+        located = replace(self._config, models=tuple(map(located_model, self._config.models)))
+        self._cluster.lead_with(estate_of(self._home, located))
         deployment = deploy(self._config, report=self._progress.report)
         if self.launcher is not None:
             self._progress.report("Waiting for the other nodes", None)
@@ -144,6 +151,8 @@ def serve(config: Config, home: Home) -> None:
     """
     check_port_free(config.endpoint.listen, config.endpoint.port)
     prepare_home(home)
+    if (keeper := find_keeper(home)) is not None:
+        raise HomeInUse(f"{home.root} is that of {keeper.name}, a node of {keeper.door}; `satchel leave` ends that")
     advice = check_endpoint(config.endpoint, home)
     write_owner_key(home)
     signals = StopSignals()

@@ -29,6 +29,7 @@ from ...cluster.connection import ClusterRecord, find_cluster
 from ...cluster.environment import is_macos, snapshot
 from ...cluster.errors import ClusterError, HomeInUse, NotRunning
 from ...cluster.home import prepare_home, read_json, write_private
+from ...cluster.node_keeper import find_keeper
 from ...cluster.processes import ProcessMark
 
 POLL_S = 0.1
@@ -135,7 +136,7 @@ def down(home: Home, *, at_once: bool, wait_s: float, say: Say) -> None:
     if record.joined:
         raise ClusterError(f"{record.node} has joined the cluster at {record.address}; `satchel leave` ends that")
     say(f"Ending the server on {home.root} (process {record.pid})" + ("" if at_once else "; running requests finish"))
-    _end(record, wait_s, at_once=at_once)
+    _end(ProcessMark(record.pid, record.pid_created_s), wait_s, at_once=at_once)
     say("Stopped")
 
 
@@ -146,6 +147,11 @@ def leave(home: Home, *, wait_s: float, say: Say) -> None:
         NotRunning: no node runs on the home.
         ClusterError: it is the head, its head started it, or it is still running after `wait_s`.
     """
+    if (keeper := find_keeper(home)) is not None:
+        say(f"{keeper.name} is leaving the cluster at {keeper.door}")
+        _end(keeper.mark, wait_s, at_once=False)
+        say("Gone")
+        return
     record = _running(home, "no node runs on")
     if not record.joined:
         raise ClusterError(
@@ -156,7 +162,7 @@ def leave(home: Home, *, wait_s: float, say: Say) -> None:
             f"{record.node} was started by its head, which would start it again; take it out of the config there"
         )
     say(f"{record.node} is leaving the cluster at {record.address}")
-    _end(record, wait_s, at_once=False)
+    _end(ProcessMark(record.pid, record.pid_created_s), wait_s, at_once=False)
     say("Gone")
 
 
@@ -183,8 +189,7 @@ def _is_kept(pid: int) -> bool:
         return False
 
 
-def _end(record: ClusterRecord, wait_s: float, *, at_once: bool) -> None:
-    mark = ProcessMark(record.pid, record.pid_created_s)
+def _end(mark: ProcessMark, wait_s: float, *, at_once: bool) -> None:
     ends = time.monotonic() + wait_s
     _ask_to_end(mark)
     if at_once:
@@ -192,7 +197,7 @@ def _end(record: ClusterRecord, wait_s: float, *, at_once: bool) -> None:
         _ask_to_end(mark)
     while mark.is_alive():
         if time.monotonic() > ends:
-            raise ClusterError(f"process {record.pid} is still ending after {wait_s:g} s")
+            raise ClusterError(f"process {mark.pid} is still ending after {wait_s:g} s")
         time.sleep(POLL_S)
 
 

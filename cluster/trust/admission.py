@@ -1,4 +1,4 @@
-"""How a machine joins a cluster: at the door (`door.py`) that its invitation names."""
+"""How a machine joins a cluster, and hears of it afterwards: at the door (`door.py`) that its invitation names."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import socket
 import ssl
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..config import Home
 from ..connection import versions
-from ..errors import ClusterError, NotRunning
+from ..errors import ClusterError, NodeRemoved, NotRunning
 from ..home import write_private
 from ..nodes import Node
 from .certificates import fingerprint, keep, request
 from .invitations import Invitation, remember
 
 CONNECT_S = 5.0
+KNOCK_S = 2.0
 TALK_S = 15.0
-ANSWER_BYTES_MAX = 65_536
+ANSWER_BYTES_MAX = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,59 @@ def enter(home: Home, node: Node, invitation: Invitation) -> Admission:
         "request": request(home),
     }
     answer = _ask(home, invitation, json.dumps(message).encode() + b"\n")
-    if "error" in answer:
-        raise ClusterError(f"{invitation.door} does not let {node.name} in: {answer['error']}")
+    _check(answer, node.name, invitation)
     try:
         ray, token, certificate, authority = (str(answer[key]) for key in ("ray", "token", "certificate", "authority"))
     except KeyError:
         raise ClusterError(f"{invitation.door} answers as no cluster of this version does") from None
     write_private(home.token_file, token)
     keep(home, certificate, authority)
-    remember(home, invitation)
+    remember(home, invitation, node)
     return Admission(invitation.door, ray)
+
+
+@dataclass(frozen=True)
+class News:
+    """What the door tells a machine that is in the cluster: the address of its Ray, and the text of the estate if it
+    has changed, else ""."""
+
+    ray: str
+    estate: str
+
+
+def ask_news(home: Home, name: str, door: Invitation, have: str) -> News:
+    """Asks what is new in the cluster that this machine is in.
+
+    Args:
+        have: the digest of the estate that it has, "" for none.
+
+    Raises:
+        NotRunning: nobody answers there.
+        NodeRemoved: the head has removed this machine.
+        ClusterError: another machine answers, or other versions run there.
+    """
+    message = {"news": True, "name": name, "versions": versions(), "have": have}
+    answer = _ask(home, door, json.dumps(message).encode() + b"\n")
+    _check(answer, name, door)
+    return News(str(answer.get("ray", "")), str(answer.get("estate", "")))
+
+
+def knock(door: str) -> Literal["open", "refused", "silent"]:
+    """Returns whether somebody listens at a door: `refused` if its machine answers and says that nobody does."""
+    host, _, port = door.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+    except ConnectionRefusedError:
+        return "refused"
+    except (OSError, ValueError, OverflowError):
+        return "silent"
+    return "open"
+
+
+def _check(answer: dict[str, Any], name: str, invitation: Invitation) -> None:
+    if "error" in answer:
+        kind = NodeRemoved if answer.get("removed") else ClusterError
+        raise kind(f"{invitation.door} does not let {name} in: {answer['error']}")
 
 
 def _ask(home: Home, invitation: Invitation, message: bytes) -> dict[str, Any]:

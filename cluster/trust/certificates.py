@@ -1,8 +1,9 @@
 """A cluster's certificates: its head signs one for each machine; by them Ray's processes know each other (mutual TLS).
 `self_signed.py` makes that of the endpoint in the same way.
 
-The authority's key stays in the head's home, and each machine's own key in its own. There is no revocation: to shut a
-machine out, remove `tls` and `run/ray_token` from the head's home, and invite the others anew.
+The authority's key stays in the head's home, and each machine's own key in its own. There is no revocation: the door
+refuses a machine that was removed, but its certificate stays valid for Ray. To shut it out, remove `tls` and
+`run/ray_token` from the head's home, and invite the others anew.
 """
 
 from __future__ import annotations
@@ -49,8 +50,16 @@ def fingerprint(certificate: bytes) -> str:
     Args:
         certificate: DER.
     """
-    key = x509.load_der_x509_certificate(certificate).public_key()
-    raw = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return _fingerprint(x509.load_der_x509_certificate(certificate))
+
+
+def requested_fingerprint(wanted: str) -> str:
+    """Returns the fingerprint of the key in a certificate request (PEM)."""
+    return _fingerprint(x509.load_pem_x509_csr(wanted.encode()))
+
+
+def _fingerprint(of: x509.Certificate | x509.CertificateSigningRequest) -> str:
+    raw = of.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     return urlsafe_b64encode(hashlib.sha256(raw).digest()).decode().rstrip("=")
 
 

@@ -3,6 +3,9 @@
 TLS 1.3 with the head's certificate, one line of JSON each way. A machine checks the fingerprint of the head's key
 before it sends anything. It sends its invitation's secret, unless it shows a certificate of this cluster, and requests
 a certificate. The answer has Ray's address and secret, the machine's certificate, and the authority's.
+
+A machine that is in the cluster asks for news every few seconds: whether it still belongs to it, where its Ray is, and
+what it would need to take over the lead (`estate.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +16,16 @@ import logging
 import socket
 import ssl
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ..config import Home
 from ..errors import PortInUse
 from ..nodes import Node
-from .certificates import Authority, keep, request
+from .certificates import Authority, fingerprint, keep, request, requested_fingerprint
+from .estate import Estate, digest, door_at
 from .invitations import find_invitation, use_up
+from .members import Member, admit, is_removed
 from .strangers import Strangers
 
 logger = logging.getLogger(__name__)
@@ -44,6 +50,7 @@ class Door:
 
     Attributes:
         address: `HOST:PORT`.
+        estate: reads what a machine needs to take over the lead; None tells nothing.
 
     Raises:
         PortInUse: the port cannot be listened on.
@@ -58,10 +65,14 @@ class Door:
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
         self._context.verify_mode = ssl.CERT_OPTIONAL
         self._context.load_verify_locations(home.authority_file)
+        if home.former_authority_file.exists():
+            # Machines of the cluster whose lead this one has taken over.
+            self._context.load_verify_locations(home.former_authority_file)
         self._context.load_cert_chain(home.certificate_file, home.key_file)
         self._listener = _listener(node.address, port)
         host, found = self._listener.getsockname()[:2]
-        self.address = f"[{host}]:{found}" if ":" in host else f"{host}:{found}"
+        self.address = door_at(host, found)
+        self.estate: Callable[[], Estate] | None = None
         self._ray = ""
         self._strangers: Strangers[socket.socket] = Strangers(CALLERS_MAX)
         self._callers: dict[socket.socket, asyncio.Task[None]] = {}
@@ -123,7 +134,7 @@ class Door:
                 writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
                 received = await reader.readuntil(b"\n")
                 shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-                answer = self._answer(received, member=shown is not None)
+                answer = await asyncio.to_thread(self._answer, received, fingerprint(shown) if shown else "")
                 writer.write(json.dumps(answer).encode() + b"\n")
                 await writer.drain()
                 writer.close()
@@ -139,27 +150,49 @@ class Door:
         del self._callers[sock]
         sock.close()
 
-    def _answer(self, received: bytes, *, member: bool) -> dict[str, Any]:
+    def _answer(self, received: bytes, member: str) -> dict[str, Any]:
+        """Returns the answer to a request. `member` is the fingerprint of a machine that shows a certificate of the
+        cluster, "" for others."""
         try:
             asked = json.loads(received)
+            if member and asked.get("news"):
+                return self._news(str(asked["versions"]), str(asked["have"]), member)
             node = Node(name=asked["name"], address=asked["address"])
             secret, versions = str(asked["secret"]), str(asked["versions"])
-            certificate = self._authority.sign(str(asked["request"]), node)
-        except (ValueError, TypeError, KeyError, RecursionError):
+            wanted = str(asked["request"])
+            certificate, key = self._authority.sign(wanted, node), requested_fingerprint(wanted)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return {"error": "the cluster does not understand this machine; install the same version of Satchel"}
-        invitation = None if member else find_invitation(self._home, secret)
+        invitation = find_invitation(self._home, secret)
         if invitation is None and not member:
             return {"error": "the invitation is not good, or not any more; `satchel invite` on the head makes another"}
+        if invitation is None and is_removed(self._home, member):
+            return _REMOVED
         if versions != self._versions:
             return {"error": f"the cluster runs {self._versions}, this machine {versions}; install the same"}
         if invitation is not None and not use_up(invitation):
             return {"error": "the invitation has been used; `satchel invite` on the head makes another"}
+        admit(self._home, Member(node.name, node.address, key))
         return {
             "ray": self._ray,
             "token": self._home.token_file.read_text(encoding="ascii"),
             "certificate": certificate,
             "authority": self._authority.certificate,
         }
+
+    def _news(self, versions: str, have: str, member: str) -> dict[str, Any]:
+        if is_removed(self._home, member):
+            return _REMOVED
+        if versions != self._versions:
+            return {"error": f"the cluster runs {self._versions}, this machine {versions}; install the same"}
+        text = "" if self.estate is None else self.estate().to_text()
+        return {"ray": self._ray, "estate": text if text and digest(text) != have else ""}
+
+
+_REMOVED = {
+    "error": "it was removed from the cluster; `satchel invite` on the head lets it in again",
+    "removed": True,
+}
 
 
 def _listener(address: str, port: int) -> socket.socket:

@@ -1,7 +1,8 @@
 """Invitations: what a machine needs to join. Each is valid once, for one machine, and for an hour.
 
 It is one word, `HOST:PORT#SECRET.FINGERPRINT`: the door's address, the secret to send there, and the fingerprint of the
-head's key, which is checked first. The head's home keeps only a hash of the secret.
+head's key, which is checked first. The head's home keeps only a hash of the secret. A machine that was admitted before
+needs no secret.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..config import Home
 from ..home import read_json, write_private, write_private_json
+from ..nodes import Node
 from .certificates import own_fingerprint
 
 LIFE_S = 3600.0
-_TEXT = re.compile(r"(?P<door>[^\s#]+)#(?P<secret>[\w-]{32})\.(?P<fingerprint>[\w-]{43})", re.ASCII)
+_TEXT = re.compile(r"(?P<door>[^\s#]+)#(?P<secret>[\w-]{32}|)\.(?P<fingerprint>[\w-]{43})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -82,16 +84,31 @@ def use_up(invitation: Path) -> bool:
     return True
 
 
-def remember(home: Home, invitation: Invitation) -> None:
-    """Stores the cluster that has admitted this machine."""
-    write_private_json(home.membership_file, {"door": invitation.door, "fingerprint": invitation.fingerprint})
+@dataclass(frozen=True)
+class Membership:
+    """The cluster that admitted a machine last, and what the machine is called there ("" if that was not stored)."""
+
+    door: str
+    fingerprint: str
+    name: str = ""
+    address: str = ""
+
+    @property
+    def way_back(self) -> Invitation:
+        return Invitation(self.door, self.fingerprint)
 
 
-def remembered(home: Home) -> Invitation | None:
-    """Returns the way back to the cluster that this machine joined last; None if there is none."""
+def remember(home: Home, invitation: Invitation, node: Node) -> None:
+    """Stores the cluster that has admitted this machine as `node`."""
+    data = Membership(invitation.door, invitation.fingerprint, node.name, node.address)
+    write_private_json(home.membership_file, asdict(data))
+
+
+def remembered(home: Home) -> Membership | None:
+    """Returns the cluster that this machine joined last; None if there is none."""
     data = read_json(home.membership_file) or {}
     with suppress(TypeError):
-        return Invitation(**data)
+        return Membership(**data)
     return None
 
 

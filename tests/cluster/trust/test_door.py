@@ -74,8 +74,9 @@ def test_who_is_invited_learns_all_that_it_must_know_and_comes_in_again_without_
 
     node.token_file.unlink()
     again = remembered(node)
-    assert again is not None and not again.secret
-    assert enter(node, MAC1, again).ray == RAY
+    assert again is not None and not again.way_back.secret
+    assert (again.name, again.address) == ("mac1", "10.0.0.2"), "it keeps its name"
+    assert enter(node, MAC1, again.way_back).ray == RAY
     assert node.token_file.exists()
 
 

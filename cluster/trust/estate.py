@@ -1,0 +1,120 @@
+"""What a head tells the machines of its cluster, so that one of them can take its place (`satchel promote`).
+
+It has the config, the endpoint's keys (their hashes) and certificate, and the members: by these the others know the
+machine that leads then. Whoever has it may run code on the head anyway (`docs/security.md`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..config import Config, Home
+from ..home import write_private
+from .invitations import Membership
+from .members import Members, members
+
+
+@dataclass(frozen=True)
+class Estate:
+    """One cluster, as its head is about to leave it.
+
+    Attributes:
+        head: the name of the head's node.
+        config: as `parse_config` reads it.
+        members: the machines, without the head.
+        keys: the text of the head's file of keys; None if there is none.
+        certificate, certificate_key: of the endpoint, PEM; "" if it has none.
+    """
+
+    head: str
+    config: dict[str, Any]
+    members: Members = field(default_factory=Members)
+    keys: str | None = None
+    certificate: str = ""
+    certificate_key: str = ""
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True, default=str)
+
+    @staticmethod
+    def from_text(text: str) -> Estate:
+        """Reads what `to_text` wrote.
+
+        Raises:
+            ValueError: the text is no estate.
+        """
+        try:
+            data = json.loads(text)
+            return Estate(**{**data, "members": Members.from_dict(data["members"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no estate: {error}") from None
+
+
+def digest(text: str) -> str:
+    """Returns what tells one estate's text from another."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def estate_of(home: Home, config: Config) -> Callable[[], Estate]:
+    """Returns what reads the present estate of the cluster that this home leads with `config`."""
+    plain = asdict(config)
+    tls = config.endpoint.tls
+
+    def read() -> Estate:
+        return Estate(
+            head=config.machines[0].name,
+            config=plain,
+            members=members(home),
+            keys=_text(home.keys_file),
+            certificate="" if tls is None else _text(Path(tls.certificate).expanduser()) or "",
+            certificate_key="" if tls is None else _text(Path(tls.key).expanduser()) or "",
+        )
+
+    return read
+
+
+def keep_estate(home: Home, text: str) -> None:
+    """Stores the estate that the head has told."""
+    write_private(home.estate_file, text)
+
+
+def kept_estate(home: Home) -> tuple[Estate, str] | None:
+    """Returns the estate that the head told last and its text; None if it told none."""
+    text = _text(home.estate_file)
+    if text is None:
+        return None
+    try:
+        return Estate.from_text(text), text
+    except ValueError:
+        return None
+
+
+def ways_back(home: Home, last: Membership) -> list[Membership]:
+    """Returns where a cluster may be found: at its last door, and at the same port of every machine that may have taken
+    over the lead."""
+    port = last.door.rpartition(":")[2]
+    found = kept_estate(home)
+    others = [] if found is None else [*found[0].members.admitted.values()]
+    doors = [
+        Membership(door_at(each.address, port), each.fingerprint, last.name, last.address)
+        for each in others
+        if each.name != last.name
+    ]
+    return [last, *(each for each in doors if each.door != last.door)]
+
+
+def door_at(host: str, port: str | int) -> str:
+    """Returns `HOST:PORT`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
