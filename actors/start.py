@@ -237,14 +237,32 @@ def leave_node(replicas: Replicas, node: Node, timing: Timing, drain_s: float, f
     """
     asyncio.run(drain(replicas, drain_s, timing, leaves=True))
     if for_good:
-        registry.remove_node(node.name)
-        for entry in registry.entries():
-            for replica, where in entry.replicas.items():
-                if where == node.name:
-                    registry.unplace(replica)
+        _unregister(node.name)
     kill(replicas)
+    _kill_store(node.name)
+
+
+def forget_node(name: str) -> None:
+    """Removes a node that is down from the registry, and the actors that wait for it to come back."""
+    replicas = _unregister(name)
+    for replica in replicas:
+        with suppress(ValueError):
+            ray.kill(actor_handle(replica_actor_name(replica)), no_restart=True)
+    _kill_store(name)
+
+
+def _unregister(node: str) -> list[str]:
+    """Removes a node and its replicas from the registry. Returns the replicas."""
+    registry.remove_node(node)
+    placed = [replica for entry in registry.entries() for replica, where in entry.replicas.items() if where == node]
+    for replica in placed:
+        registry.unplace(replica)
+    return placed
+
+
+def _kill_store(node: str) -> None:
     with suppress(ValueError):
-        ray.kill(actor_handle(store_actor_name(node.name)), no_restart=True)
+        ray.kill(actor_handle(store_actor_name(node)), no_restart=True)
 
 
 async def load_model(model: Model, config: Config, report: Report, check: Callable[[ModelInfo], None]) -> None:

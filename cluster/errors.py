@@ -11,6 +11,7 @@
     │   ├── ModelNotFound           404
     │   ├── InvalidSatchel          400  a file that is no satchel, or not whole
     │   ├── AgentNotFound           404
+    │   ├── NodeNotFound            404
     │   ├── ResponseNotFound        404
     │   ├── PreviousResponseNotFound 400
     │   ├── SlowBody                408  the request came too slowly
@@ -154,6 +155,11 @@ class ModelNotFound(RequestError):
 class AgentNotFound(RequestError):
     status = 404
     code = "agent_not_found"
+
+
+class NodeNotFound(RequestError):
+    status = 404
+    code = "node_not_found"
 
 
 class InvalidSatchel(RequestError):

@@ -91,7 +91,11 @@ def join(order: JoinOrder, home: Home, *, kept: bool) -> None:
     prepare_home(home)
     signals = StopSignals()
     signals.install()
-    progress = ProgressDisplay()
+    output = sys.stdout
+    if kept:
+        # What libraries print goes to the log, and not between the sentences.
+        sys.stdout = sys.stderr
+    progress = ProgressDisplay(output)
     cluster = LocalCluster(home, node=order.node)
     start = _Start(order, cluster, progress)
     try:
@@ -121,8 +125,8 @@ def join(order: JoinOrder, home: Home, *, kept: bool) -> None:
             raise follower.removed
     except SatchelError as error:
         cluster.stop()
-        # Whoever keeps this process reads it there, apart from what libraries write.
-        print(f"satchel: {error.message}", file=sys.stdout if kept else sys.stderr)
+        # Whoever keeps this process reads it beside the progress, apart from what libraries write.
+        print(f"satchel: {error.message}", file=output if kept else sys.stderr, flush=True)
         leave(REMOVED if isinstance(error, NodeRemoved) else 1)
     cluster.stop()
     leave(0)

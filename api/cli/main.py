@@ -21,6 +21,7 @@ from .convert import convert
 from .keys import app as keys
 from .models import HomeOption, JsonOption, NoTrialOption, chosen_home
 from .models import app as models
+from .nodes import app as nodes
 from .probe import probe
 from .satchels import app as agents
 
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 
 app.add_typer(models, name="models")
+app.add_typer(nodes, name="nodes")
 app.add_typer(agents, name="agents")
 app.add_typer(keys, name="keys")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -10,10 +11,14 @@ from rich.progress import Progress as Bars
 
 
 class ProgressDisplay:
-    """Lines and steps, from any thread. A reader that goes away (`| head`) does not stop the server."""
+    """Lines and steps, from any thread. A reader that goes away (`| head`) does not stop the server.
 
-    def __init__(self) -> None:
-        self._console = Console(highlight=False, soft_wrap=True, markup=False)
+    Args:
+        output: where they are written; None is standard output.
+    """
+
+    def __init__(self, output: TextIO | None = None) -> None:
+        self._console = Console(file=output, highlight=False, soft_wrap=True, markup=False)
         self._guard = threading.Lock()
         self._bars: Bars | None = None
         self._tasks: dict[str, TaskID] = {}

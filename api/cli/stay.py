@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from ...cluster import environment
-from ...cluster.bring_up.launch import LINE_BYTES_MAX, READY, RETRY_FIRST_S, RETRY_MAX_S, JoinOrder
+from ...cluster.bring_up.launch import LINE_BYTES_MAX, READY, RETRY_FIRST_S, RETRY_MAX_S, SENTENCE, JoinOrder
 from ...cluster.config import Home
 from ...cluster.errors import ClusterError, SatchelError
 from ...cluster.home import HomeLock, prepare_home, write_private
@@ -33,9 +33,6 @@ LOOK_S = 2.0
 """How often a lost cluster is looked for where it may be."""
 
 READ_S = 5.0
-SENTENCE = "satchel: "
-"""With which a command begins the sentence of its failure."""
-
 LEAVE_S = 60.0
 """A node that does not leave within this time is ended."""
 

@@ -106,7 +106,8 @@ def _rate(bytes_per_s: float | None) -> str:
     return "" if bytes_per_s is None else f"{size(int(bytes_per_s))}/s"
 
 
-def _node_table(nodes: list[dict[str, Any]]) -> Table:
+def node_table(nodes: list[dict[str, Any]]) -> Table:
+    """Returns the cluster's nodes as a table."""
     made = table("node", "up", "address", "links", numbers=("memory free", "KV memory", "KV disk", "agents"))
     for node in nodes:
         tiers = node.get("tiers", {})
@@ -141,7 +142,7 @@ def show_status(home: Home, *, as_json: bool) -> None:
     process = f"process {found['pid']}, version {found['version']}"
     console.print(f"{found['url']}  {found['status'] or 'unknown'}  ({process})")
     if nodes := found["nodes"]:
-        console.print(_node_table(nodes))
+        console.print(node_table(nodes))
         for node in nodes:
             if node.get("disk_error"):
                 console.print(Text(f"{node['name']} keeps no KV on disk, and tries again: {node['disk_error']}"))

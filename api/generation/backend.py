@@ -179,6 +179,19 @@ class Backend(Protocol):
         """Returns every machine of the cluster, the head first, whether up or not."""
         ...
 
+    async def remove_node(self, name: str) -> bool:
+        """Removes a machine that has joined from the cluster for good: it is not let in again without an invitation.
+
+        Returns:
+            Whether it is up. Then it hears of it within seconds, hands its agents over and leaves.
+
+        Raises:
+            InvalidRequest: the node is in the config.
+            NodeNotFound: there is no such node.
+            Unavailable: the control store does not answer.
+        """
+        ...
+
     async def explain(self, request_id: str) -> dict[str, Any] | None:
         """Returns why a recent request was routed as it was, as `messages.Explanation`. None for an unknown request.
 

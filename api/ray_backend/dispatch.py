@@ -27,9 +27,21 @@ from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.media_ids import embeddings_needed
 from ...actors.protocol.messages import GenerateRequest, MediaSpan, ModelInfo, PoolingRequest, ReplicaStats, RowUpdate
 from ...actors.protocol.router_messages import Chain, Decision, NodeReport, RouteRequest
+from ...actors.start import forget_node
 from ...cluster.config import Config
-from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, NoReplica, ReplicaDied, ReplicaLost
+from ...cluster.environment import default_home
+from ...cluster.errors import (
+    ActorLost,
+    ActorSilent,
+    InvalidRequest,
+    NoAnswer,
+    NodeNotFound,
+    NoReplica,
+    ReplicaDied,
+    ReplicaLost,
+)
 from ...cluster.timing import USUAL
+from ...cluster.trust.members import remove as remove_member
 from ..generation.backend import NodeState, ServedModel, Vectors
 from ..views.cluster import SeenNodes, node_states
 from .locator import AgentLocator
@@ -191,6 +203,20 @@ class RayBackend:
         """
         reports, seen = await asyncio.gather(self._reports(), self._seen())
         return node_states(self.config.machines, seen, reports)
+
+    async def remove_node(self, name: str) -> bool:
+        """As `Backend.remove_node`."""
+        if name in {machine.name for machine in self.config.machines}:
+            raise InvalidRequest(f"{name} is in the cluster's config: take it out there", param="name")
+        known = next((node for node in await self.nodes() if node.name == name), None)
+        member = await asyncio.to_thread(remove_member, default_home(), name)
+        if known is None and member is None:
+            raise NodeNotFound(f"there is no node {name!r}", param="name")
+        if known is not None and known.up:
+            return True
+        await asyncio.to_thread(forget_node, name)
+        self._tell(self._router.lose_node(name))
+        return False
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
         decision = await self._router.explain(request_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shlex
 import subprocess
 import sys
@@ -41,6 +42,12 @@ NOT_RUN = (126, 127)
 """A shell's exit status if the command is not executable, or not found."""
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
+
+SENTENCE = "satchel: "
+"""With which a command begins the sentence of its failure."""
+
+_OF_RAY = re.compile(r"\s*(\x1b|\(raylet\)|\[[0-9-]+ [0-9:,]+ [A-Z] )")
+"""What Ray's libraries write: a node says in words what happened."""
 
 Say = Callable[[str], None]
 
@@ -203,16 +210,21 @@ class Launcher:
         with suppress(OSError):
             process.stdin.write(order.to_line())
             process.stdin.flush()
+        # Its own sentence says more than what libraries write after it.
+        said = False
         while raw := process.stdout.readline(LINE_BYTES_MAX):
             line = raw.decode(errors="replace").strip()
             if line == READY:
                 # Lines from before it was ready do not explain a later end.
-                launched.last = ""
+                launched.last, said = "", False
                 self._say(f"Node {launched.node.name} is ready")
                 launched.ready.set()
             elif line:
-                launched.last = line.removeprefix("satchel: ")
                 logger.info("%s: %s", launched.node.name, line)
+                if line.startswith(SENTENCE):
+                    launched.last, said = line.removeprefix(SENTENCE), True
+                elif not said and not _OF_RAY.match(line):
+                    launched.last = line
         advice = advice_on(launched.node, process.wait())
         if advice is not None and not launched.ready.is_set():
             launched.last = f"{launched.last}: {advice}" if launched.last else advice

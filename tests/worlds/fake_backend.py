@@ -24,6 +24,7 @@ from satchel.actors.protocol.messages import (
 )
 from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel, Vectors
 from satchel.api.text.model import TextModel
+from satchel.cluster.errors import NodeNotFound
 
 DIMENSIONS = 8
 CONTEXT_TOKENS = 1000
@@ -164,6 +165,13 @@ class FakeBackend:
 
     async def nodes(self) -> list[NodeState]:
         return self.machines
+
+    async def remove_node(self, name: str) -> bool:
+        node = next((node for node in self.machines if node.name == name), None)
+        if node is None:
+            raise NodeNotFound(f"there is no node {name!r}")
+        self.machines.remove(node)
+        return node.up
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
         return self.decisions.get(request_id)

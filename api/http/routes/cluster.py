@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 
+from ....cluster.audit import Audit
 from ....cluster.errors import Unavailable
 from ...agents.memory import AgentMemory
 from ...generation.backend import Backend
@@ -30,8 +31,9 @@ FRESH_S = 1.0
 class ClusterRoutes:
     """Handlers for the state of nodes and replicas, and for routing decisions. For administrators."""
 
-    def __init__(self, backend: Backend, memory: AgentMemory | None) -> None:
+    def __init__(self, backend: Backend, memory: AgentMemory | None, audit: Audit | None = None) -> None:
         self._backend = backend
+        self._audit = audit
         self._store = memory.store if memory is not None else None
         self._rates = TokenRates(time.monotonic)
         self._views: dict[str | None, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
@@ -41,6 +43,7 @@ class ClusterRoutes:
         """Adds the routes to `app`."""
         add_route(app, "GET", "/v1/cluster", self.show)
         add_route(app, "GET", "/v1/cluster/agents/{agent_id}", self.where)
+        add_route(app, "DELETE", "/v1/cluster/nodes/{name}", self.remove_node)
         add_route(app, "GET", "/v1/cluster/decisions/{request_id:path}", self.explain)
 
     async def show(self, request: Request, agents: Annotated[int, Query(ge=0, le=AGENTS_MAX)] = AGENTS_MAX) -> Response:
@@ -81,6 +84,16 @@ class ClusterRoutes:
         place = await self._store.where(key)
         found = {"home": place.home, "alive": place.alive, "epoch": place.epoch, "copies": place.copies}
         return JSONResponse({"id": agent_id, "object": "agent.place", **found})
+
+    async def remove_node(self, request: Request, name: str) -> Response:
+        """Removes a machine that has joined; one that is up leaves in order."""
+        caller: Caller = request.state.caller
+        require_admin(caller)
+        up = await self._backend.remove_node(name)
+        if self._audit is not None:
+            who = {"tenant": caller.tenant, "key": caller.key, "host": caller.host}
+            self._audit.note("node removed", **who, request_id=request.state.request_id, node=name)
+        return JSONResponse({"object": "node", "name": name, "removed": True, "leaves": up})
 
     async def explain(self, request: Request, request_id: str) -> Response:
         """Shows why a recent request was routed as it was."""
