@@ -85,6 +85,20 @@ def leave(wait: WaitOption = 30.0, home: HomeOption = None) -> None:
     run(chosen_home(home), wait_s=wait, say=_say)
 
 
+def promote(
+    listen: ListenOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Although the head answers.")] = False,
+    home: HomeOption = None,
+) -> None:
+    """Lead the cluster that this machine was in, after its head was lost. The other machines find it by themselves."""
+    from .promote import promote as run
+
+    config = run(chosen_home(home), listen=listen, force=force, say=_say)
+    up(config, home=home)
+    _say(f"To start it again: satchel up {config}")
+    _say("The lost head may come back as a node (`satchel invite` here), and must not serve its own config again.")
+
+
 def up(
     config: ConfigArgument = None,
     port: PortOption = None,

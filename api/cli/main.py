@@ -16,7 +16,7 @@ import typer
 from ...cluster.config import Config, default_config, load_config
 from ...cluster.errors import SatchelError
 from .cert import cert
-from .cluster import ListenOption, PortOption, down, install_service, invite, join, leave, up, with_endpoint
+from .cluster import ListenOption, PortOption, down, install_service, invite, join, leave, promote, up, with_endpoint
 from .convert import convert
 from .keys import app as keys
 from .models import HomeOption, JsonOption, NoTrialOption, chosen_home
@@ -128,6 +128,7 @@ app.command()(down)
 app.command()(invite)
 app.command()(join)
 app.command()(leave)
+app.command()(promote)
 app.command()(install_service)
 
 

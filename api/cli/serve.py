@@ -23,10 +23,11 @@ from ...cluster.bring_up.launch import Launcher
 from ...cluster.bring_up.ports import check_endpoint, check_port_free
 from ...cluster.bring_up.runtime import LocalCluster
 from ...cluster.config import Config, Endpoint, Home
-from ...cluster.errors import HomeInUse, SatchelError
+from ...cluster.errors import ClusterError, HomeInUse, SatchelError
 from ...cluster.home import prepare_home, write_private
 from ...cluster.keys import write_owner_key
 from ...cluster.node_keeper import find_keeper
+from ...cluster.trust.admission import led_elsewhere
 from ...cluster.trust.endpoint_certificate import read_certificate
 from ...cluster.trust.estate import estate_of
 from ...cluster.trust.invitations import invite
@@ -153,6 +154,11 @@ def serve(config: Config, home: Home) -> None:
     prepare_home(home)
     if (keeper := find_keeper(home)) is not None:
         raise HomeInUse(f"{home.root} is that of {keeper.name}, a node of {keeper.door}; `satchel leave` ends that")
+    if (head := led_elsewhere(home)) is not None:
+        raise ClusterError(
+            f"another machine leads this cluster now, at {head.door}: `satchel join '{head.to_text()}'` makes this one "
+            "a node of it"
+        )
     advice = check_endpoint(config.endpoint, home)
     write_owner_key(home)
     signals = StopSignals()

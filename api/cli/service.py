@@ -136,7 +136,7 @@ def down(home: Home, *, at_once: bool, wait_s: float, say: Say) -> None:
     if record.joined:
         raise ClusterError(f"{record.node} has joined the cluster at {record.address}; `satchel leave` ends that")
     say(f"Ending the server on {home.root} (process {record.pid})" + ("" if at_once else "; running requests finish"))
-    _end(ProcessMark(record.pid, record.pid_created_s), wait_s, at_once=at_once)
+    end_process(ProcessMark(record.pid, record.pid_created_s), wait_s, at_once=at_once)
     say("Stopped")
 
 
@@ -149,7 +149,7 @@ def leave(home: Home, *, wait_s: float, say: Say) -> None:
     """
     if (keeper := find_keeper(home)) is not None:
         say(f"{keeper.name} is leaving the cluster at {keeper.door}")
-        _end(keeper.mark, wait_s, at_once=False)
+        end_process(keeper.mark, wait_s)
         say("Gone")
         return
     record = _running(home, "no node runs on")
@@ -162,7 +162,7 @@ def leave(home: Home, *, wait_s: float, say: Say) -> None:
             f"{record.node} was started by its head, which would start it again; take it out of the config there"
         )
     say(f"{record.node} is leaving the cluster at {record.address}")
-    _end(ProcessMark(record.pid, record.pid_created_s), wait_s, at_once=False)
+    end_process(ProcessMark(record.pid, record.pid_created_s), wait_s)
     say("Gone")
 
 
@@ -189,7 +189,12 @@ def _is_kept(pid: int) -> bool:
         return False
 
 
-def _end(mark: ProcessMark, wait_s: float, *, at_once: bool) -> None:
+def end_process(mark: ProcessMark, wait_s: float, *, at_once: bool = False) -> None:
+    """Asks a process to end in order, and waits until it is gone.
+
+    Raises:
+        ClusterError: it belongs to another user, or is still there after `wait_s`.
+    """
     ends = time.monotonic() + wait_s
     _ask_to_end(mark)
     if at_once:

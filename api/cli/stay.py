@@ -217,6 +217,8 @@ class _Stay:
             if code == 0 or self._signals.stop:
                 return 0
             if code == REMOVED:
+                if not self._joined:
+                    raise ClusterError(process.last)
                 _say(f"{name} is no node of its cluster any more: {process.last}")
                 return 0
             last = process.last or f"its process ended with code {code}; its output is in {self._home.node_log_file}"

@@ -7,16 +7,19 @@ import json
 import socket
 import ssl
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..config import Home
 from ..connection import versions
 from ..errors import ClusterError, NodeRemoved, NotRunning
-from ..home import write_private
+from ..home import read_json, write_private
 from ..nodes import Node
 from .certificates import fingerprint, keep, request
+from .estate import door_at
 from .invitations import Invitation, remember
+from .members import Member, members
 
 CONNECT_S = 5.0
 KNOCK_S = 2.0
@@ -94,6 +97,31 @@ def knock(door: str) -> Literal["open", "refused", "silent"]:
     except (OSError, ValueError, OverflowError):
         return "silent"
     return "open"
+
+
+def led_elsewhere(home: Home) -> Invitation | None:
+    """Returns the way to a machine that leads this home's cluster in its place now; None if none does.
+
+    A machine that took over the lead has its door at the same port, and takes what the authority of this home signed.
+    """
+    port = (read_json(home.door_file) or {}).get("port")
+    others = [*members(home).admitted.values()]
+    if port is None or not others:
+        return None
+
+    def look(member: Member) -> Invitation | None:
+        door = Invitation(door_at(member.address, port), member.fingerprint)
+        try:
+            if knock(door.door) == "open":
+                ask_news(home, "", door, "")
+                return door
+        except ClusterError:
+            # Whatever listens there is no head.
+            pass
+        return None
+
+    with ThreadPoolExecutor(len(others)) as pool:
+        return next((found for found in pool.map(look, others) if found is not None), None)
 
 
 def _check(answer: dict[str, Any], name: str, invitation: Invitation) -> None:

@@ -93,6 +93,18 @@ def keep(home: Home, certificate: str, authority: str) -> None:
     write_private(home.authority_file, authority)
 
 
+def own_authority(home: Home) -> str:
+    """Returns the certificate (PEM) of the authority in this home; "" if it never led a cluster."""
+    try:
+        return _authority_file(home).read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def _authority_file(home: Home) -> Path:
+    return home.tls / "signing.pem"
+
+
 class Authority:
     """The certificate authority of one cluster, made at the first call for a home.
 
@@ -105,7 +117,7 @@ class Authority:
 
     def __init__(self, home: Home) -> None:
         self._key = own_key(home.tls / "signing.key", lost=home.tls)
-        path = home.tls / "signing.pem"
+        path = _authority_file(home)
         if not path.exists():
             write_private(path, self._own_certificate())
         self.certificate = path.read_text(encoding="ascii")

@@ -105,7 +105,8 @@ def ways_back(home: Home, last: Membership) -> list[Membership]:
         for each in others
         if each.name != last.name
     ]
-    return [last, *(each for each in doors if each.door != last.door)]
+    known = (last.door, last.fingerprint)
+    return [last, *(each for each in doors if (each.door, each.fingerprint) != known)]
 
 
 def door_at(host: str, port: str | int) -> str:
