@@ -12,15 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from satchel.api.cli import join as cli_join
 from satchel.cluster.bring_up import launch
 from satchel.cluster.bring_up.launch import SSH, JoinOrder, Launcher, command_of
 from satchel.cluster.config import Home
-from satchel.cluster.errors import ClusterError
-from satchel.cluster.home import prepare_home
 from satchel.cluster.nodes import Link, Node
 from satchel.cluster.processes import ProcessMark
-from satchel.cluster.trust.invitations import Invitation, remember
+from satchel.cluster.trust.invitations import Invitation
 
 INVITATION = Invitation("10.0.0.1:6379", "f" * 43, "s" * 32)
 
@@ -38,6 +35,10 @@ if how == "refuse":
     sys.exit("satchel: the cluster is not there")
 if how == "long":
     print("x" * 1_000_000, end="", flush=True)
+if how == "raw":
+    print("[2026-11-28 14:21:30,194 E 1 1] rpc_client.h:204: Failed to connect to GCS within 60 seconds.")
+    print("satchel: the head does not answer")
+    sys.exit("\\x1b[33m(raylet)\\x1b[0m The program will terminate.")
 if how == "silent":
     sys.exit(1)
 if how == "stuck":
@@ -192,6 +193,13 @@ def test_a_machine_is_reached_by_ssh_with_its_words_kept_together(tmp_path: Path
     assert own[0] == sys.executable and own[-1] == str(tmp_path / "nodes" / "mac1") and "--ordered" in own
 
 
+def test_a_node_that_ends_says_why_in_words_and_not_in_those_of_ray(world: Callable[[str], World]):
+    raw = world("raw")
+    raw.start()
+    wait_until(lambda: raw.said)
+    assert raw.said[0].startswith("Node mac1 has not come up (the head does not answer); ")
+
+
 @pytest.mark.parametrize(
     ("status", "advice"), [(255, "`ssh me@mac1` has to work"), (127, "`command`"), (126, "`command`")]
 )
@@ -227,32 +235,3 @@ def test_a_secret_is_on_no_command_line_and_in_no_repr(tmp_path: Path):
 def test_what_is_no_order_is_refused(line: bytes):
     with pytest.raises(ValueError):
         JoinOrder.from_line(line)
-
-
-@pytest.mark.parametrize("head", ["mac0", "mac0:", ":6379", "mac0:port", "mac0:0", "mac0:65536", "mac0:٣"])
-def test_what_is_no_address_of_a_cluster_is_refused(head: str):
-    with pytest.raises(ClusterError, match="HOST:PORT"):
-        cli_join.own_node("mac1", "", head)
-
-
-def test_a_machine_that_joins_has_the_address_by_which_it_reaches_the_head():
-    assert cli_join.own_node("mac1", "", "127.0.0.1:6379") == Node(name="mac1", address="127.0.0.1")
-    assert cli_join.own_node("mac1", "10.0.0.7", "10.0.0.1:6379").address == "10.0.0.7"
-    for name, address in (("M_1", ""), ("mac1", "here")):
-        with pytest.raises(ClusterError, match="is no node"):
-            cli_join.own_node(name, address, "127.0.0.1:6379")
-
-
-def test_without_an_invitation_a_machine_joins_the_cluster_that_it_was_in(tmp_path: Path):
-    home = Home(tmp_path)
-    prepare_home(home)
-    for where in (None, "10.0.0.1:1"):
-        with pytest.raises(ClusterError, match="satchel invite"):
-            cli_join.invited(where, home)
-    remember(home, INVITATION)
-    assert cli_join.invited(None, home) == Invitation(INVITATION.door, INVITATION.fingerprint)
-    assert cli_join.invited("10.0.0.9:1", home) == Invitation("10.0.0.9:1", INVITATION.fingerprint)
-    assert cli_join.invited(INVITATION.to_text(), home) == INVITATION
-    with pytest.raises(ClusterError, match="satchel invite") as refused:
-        cli_join.invited(INVITATION.to_text()[:-1], home)
-    assert INVITATION.secret not in refused.value.message

@@ -199,7 +199,7 @@ def test_wrong_services_are_refused(desk: Desk) -> None:
     assert "satchel invite" in desk.refusal(*node), "it has not been let in there"
     assert "satchel invite" in desk.refusal("--join", "10.0.0.1:1#secret", "--name", "mac1")
     prepare_home(Home(desk.home))
-    remember(Home(desk.home), Invitation("10.0.0.1:1", "f" * 43))
+    remember(Home(desk.home), Invitation("10.0.0.1:1", "f" * 43), Node(name="mac1", address="127.0.0.1"))
     for address in ("h", "h:", ":1", "h:0", "h:65536", "h:1e3", "h:" + "9" * 5000):
         assert "HOST:PORT" in desk.refusal("--join", address, "--name", "mac1")
     assert "is no node" in desk.refusal("--join", "10.0.0.1:1", "--name", "Mac 1")
