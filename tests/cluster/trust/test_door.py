@@ -16,16 +16,19 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from satchel.cluster.config import Home
+from satchel.cluster.config import Home, parse_config
 from satchel.cluster.connection import versions
-from satchel.cluster.errors import ClusterError, NotRunning, PortInUse
-from satchel.cluster.home import ensure_token, prepare_home
+from satchel.cluster.errors import ClusterError, NodeRemoved, NotRunning, PortInUse
+from satchel.cluster.home import ensure_token, prepare_home, write_private
+from satchel.cluster.keys import create_key
 from satchel.cluster.nodes import Node
 from satchel.cluster.trust import admission, invitations
-from satchel.cluster.trust.admission import Admission, enter
-from satchel.cluster.trust.certificates import Authority, request
+from satchel.cluster.trust.admission import Admission, News, ask_news, enter, knock, led_elsewhere
+from satchel.cluster.trust.certificates import Authority, own_fingerprint, request
 from satchel.cluster.trust.door import CALLERS_MAX, REQUEST_BYTES_MAX, Door
+from satchel.cluster.trust.estate import Estate, digest, estate_of, keep_estate, kept_estate, ways_back
 from satchel.cluster.trust.invitations import Invitation, find_invitation, invite, remembered, use_up
+from satchel.cluster.trust.members import Members, members, remove
 
 MAC0, MAC1 = Node(name="mac0"), Node(name="mac1", address="10.0.0.2")
 RAY = "10.0.0.1:6379"
@@ -283,3 +286,124 @@ def test_a_head_that_starts_again_is_known_by_the_same_key(head, node):
         enter(node, MAC1, invitation)
         places.append(invitation)
         door.close()
+
+
+def told(found: Estate) -> dict[str, object]:
+    return {"keys": found.keys, "members": set(found.members.admitted)}
+
+
+def test_a_machine_hears_what_it_needs_to_take_over_the_lead_and_only_what_has_changed(head, node, door):
+    """Of keys only their hashes."""
+    enter(node, MAC1, invite(head, door.address))
+    way = Invitation(door.address, own_fingerprint(head))
+    assert ask_news(node, "mac1", way, "") == News(RAY, ""), "nothing is known yet"
+    door.estate = estate_of(head, parse_config({"models": [{"name": "m", "source": "s"}]}))
+    _, secret = create_key(head, "ann")
+    text = ask_news(node, "mac1", way, "").estate
+    assert told(Estate.from_text(text)) == {"keys": head.keys_file.read_text(), "members": {"mac1"}}
+    assert secret not in text and Estate.from_text(text).certificate_key == ""
+    assert ask_news(node, "mac1", way, digest(text)).estate == ""
+    create_key(head, "bob")
+    assert '"bob"' in (Estate.from_text(ask_news(node, "mac1", way, digest(text)).estate).keys or "")
+
+
+def test_news_are_for_machines_of_the_cluster(head, node, door, tmp_path):
+    door.estate = estate_of(head, parse_config({"models": [{"name": "m", "source": "s"}]}))
+    way = Invitation(invite(head, door.address).door, own_fingerprint(head))
+    with pytest.raises(ClusterError, match="no certificate"):
+        ask_news(node, "mac1", way, "")
+    stranger = made(tmp_path / "stranger")
+    foreign = Authority(made(tmp_path / "other"))
+    stranger.certificate_file.write_text(foreign.sign(request(stranger), MAC1))
+    with pytest.raises(NotRunning):
+        ask_news(stranger, "mac1", way, "")
+
+
+def test_a_machine_that_was_removed_is_refused_until_it_is_invited_again(head, node, door, tmp_path):
+    """Whatever it calls itself; another machine may take its name."""
+    enter(node, MAC1, invite(head, door.address))
+    way = remembered(node)
+    assert way is not None
+    assert remove(head, "mac7") is None
+    assert (gone := remove(head, "mac1")) is not None and gone.address == MAC1.address
+    for name in ("mac1", "mac5"):
+        with pytest.raises(NodeRemoved, match="was removed"):
+            enter(node, Node(name=name, address=MAC1.address), way.way_back)
+    with pytest.raises(NodeRemoved, match="was removed"):
+        ask_news(node, "mac1", way.way_back, "")
+    enter(made(tmp_path / "another"), MAC1, invite(head, door.address))
+    with pytest.raises(NodeRemoved):
+        enter(node, MAC1, way.way_back)
+    enter(node, MAC1, invite(head, door.address))
+    assert enter(node, MAC1, way.way_back).ray == RAY and not members(head).removed
+
+
+def test_who_takes_over_the_lead_is_known_by_its_key_and_lets_the_others_in(head, node, door, tmp_path):
+    """The lost head too, which was never told a secret of the new one."""
+    third = made(tmp_path / "third")
+    enter(node, MAC1, invite(head, door.address))
+    enter(third, Node(name="mac2", address="10.0.0.3"), invite(head, door.address))
+    last, first = remembered(node), remembered(third)
+    assert last is not None and first is not None
+    keep_estate(third, Estate("mac0", {}, members(head)).to_text())
+    door.close()
+    before = node.authority_file.read_text()
+    write_private(node.former_authority_file, before)
+    port = int(door.address.rpartition(":")[2])
+    leads = Door(node, replace(MAC1, address="127.0.0.1"), port, versions())
+    leads.open("10.0.0.2:6379")
+    try:
+        assert node.authority_file.read_text() != before, "it signs by a key of its own"
+        ways = ways_back(third, first)
+        assert [way.name for way in ways] == ["mac2", "mac2"] and ways[1].fingerprint == own_fingerprint(node)
+        found = replace(ways[1].way_back, door=leads.address)
+        assert enter(third, Node(name="mac2", address="10.0.0.3"), found).ray == "10.0.0.2:6379"
+        assert third.authority_file.read_text() == node.authority_file.read_text()
+        assert enter(head, MAC0, found).ray == "10.0.0.2:6379"
+        stranger = made(tmp_path / "stranger")
+        stranger.certificate_file.write_text(Authority(made(tmp_path / "other")).sign(request(stranger), MAC1))
+        with pytest.raises(ClusterError):
+            enter(stranger, MAC1, found)
+    finally:
+        leads.close()
+
+
+def test_a_lost_head_that_starts_again_sees_who_leads_in_its_place(head, node, door):
+    there = replace(MAC1, address="127.0.0.1")
+    enter(node, there, invite(head, door.address))
+    port = int(door.address.rpartition(":")[2])
+    head.door_file.write_text(json.dumps({"port": port}))
+    assert led_elsewhere(head) is None, "its own door has another key than the other machine's"
+    door.close()
+    assert led_elsewhere(head) is None, "nobody listens"
+    write_private(node.former_authority_file, node.authority_file.read_text())
+    leads = Door(node, there, port, versions())
+    leads.open("10.0.0.2:6379")
+    try:
+        found = led_elsewhere(head)
+        assert found == Invitation(leads.address, own_fingerprint(node))
+        assert Invitation.from_text(found.to_text()) == found, "it can be typed"
+    finally:
+        leads.close()
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_a_door_is_knocked_at(listening: bool):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        if listening:
+            taken.listen()
+        assert knock(f"127.0.0.1:{taken.getsockname()[1]}") == ("open" if listening else "refused")
+
+
+def test_who_is_no_estate_and_no_members_is_told_apart(tmp_path):
+    home = made(tmp_path)
+    assert kept_estate(home) is None and members(home) == Members()
+    for text in ("", "{}", "[]", '{"head": 1}'):
+        home.estate_file.write_text(text)
+        home.members_file.write_text(text)
+        assert kept_estate(home) is None and members(home) == Members()
+    keep_estate(home, Estate("mac0", {"models": []}).to_text())
+    found = kept_estate(home)
+    assert found is not None and found[0].head == "mac0"
+    assert stat.S_IMODE(home.estate_file.stat().st_mode) == 0o600
