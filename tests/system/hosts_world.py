@@ -38,8 +38,8 @@ class World:
         self.machines = machines
         self.head, self.second, self.third = machines
         # The owner's own agents; without a key the endpoint would not listen beyond this machine.
-        _, key = create_key(self.home("mac0"), OWNER, admin=True)
-        self.talk = Talk(f"http://{self.head.address}:{PORT}", key)
+        _, self.key = create_key(self.home("mac0"), OWNER, admin=True)
+        self.talk = Talk(f"http://{self.head.address}:{PORT}", self.key)
         self.deleted: dict[str, str] = {}
         """Agents that were deleted while a node was away, and a word of what they knew."""
         self.no_secure_shell = secure_shell.missing()

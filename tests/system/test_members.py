@@ -1,0 +1,218 @@
+"""Machines that have joined a cluster by hand: they come and go while streams run, come back by themselves after a cut,
+are removed, and one of them takes the place of a lost head.
+
+The hosts are network namespaces, and the tests tell one story, in order, as those in `test_hosts.py` do.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
+from satchel.cluster.connection import find_cluster
+from satchel.cluster.errors import NotRunning
+from satchel.cluster.node_keeper import find_keeper
+
+from . import hosts as namespaces
+from .hosts import Host, Talk, hosts, named, wait_until
+from .hosts_world import PORT, RETURN_S, START_S, World, ended, hear, succeeds
+from .serving import RECALL
+
+NAMES = ["mac0", "mac1", "mac2"]
+STREAMS = 16
+STORY = "Tell me a story."
+TOKENS = 300
+LEAVE_S = 60.0
+
+GIVE_UP_S = "5"
+"""How long Ray's processes wait for a control store that they cannot reach, instead of 60 s."""
+
+
+class Members(World):
+    """A head, and two machines that no config names."""
+
+    def __init__(self, folder: Path, machines: list[Host]) -> None:
+        super().__init__(folder, machines)
+        nodes = [{"name": "mac0", "address": self.head.address}]
+        endpoint = {"listen": self.head.address, "port": PORT}
+        self.config.write_text(json.dumps({"models": [RECALL], "nodes": nodes, "endpoint": endpoint}))
+        self.kept: dict[str, subprocess.Popen[str]] = {}
+
+    def host(self, name: str) -> Host:
+        return self.machines[NAMES.index(name)]
+
+    def on(self, name: str, *words: str) -> subprocess.Popen[str]:
+        """A command on a host, for its own home."""
+        return self.satchel(self.host(name), *words, home=name)
+
+    def comes(self, name: str, *words: str) -> None:
+        """`satchel join` there, until it has joined."""
+        self.kept[name] = self.on(name, "join", *words)
+        hear(self.kept[name], f"{name} has joined")
+
+    def leaves(self, name: str) -> None:
+        succeeds(self.on(name, "leave", "--wait", str(LEAVE_S)), LEAVE_S + 10)
+        succeeds(self.kept.pop(name), 10)
+
+    def end(self) -> None:
+        for name in NAMES:
+            with suppress(AssertionError):
+                if find_keeper(self.home(name)) is not None:
+                    ended(self.on(name, "leave", "--wait", "30"), 60)
+                with suppress(NotRunning):
+                    find_cluster(self.home(name))
+                    ended(self.on(name, "down", "--now", "--wait", "30"), 60)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Members]:
+    if (reason := namespaces.missing()) is not None:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("members")
+    patched = pytest.MonkeyPatch()
+    patched.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", GIVE_UP_S)
+    try:
+        with hosts(3) as machines:
+            found = Members(folder, machines)
+            try:
+                yield found
+            finally:
+                found.end()
+                for log in folder.glob("*/run/*.log"):
+                    print(log, log.read_text(errors="replace")[-2000:])
+    finally:
+        patched.undo()
+        # Those that were killed have left Ray's folders behind.
+        for name in NAMES:
+            clean_up_after_killed_run(found.home(name))
+
+
+class Streams:
+    """Clients that stream the same answer again and again until they are stopped."""
+
+    def __init__(self, talk: Talk, wanted: str) -> None:
+        self.done = 0
+        self.wrong: list[str] = []
+        self._talk, self._wanted = talk, wanted
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._go_on, args=(number,)) for number in range(STREAMS)]
+        for thread in self._threads:
+            thread.start()
+
+    def _go_on(self, number: int) -> None:
+        turn = 0
+        while not self._stop.is_set() and not self.wrong:
+            turn += 1
+            try:
+                said = self._talk.stream(
+                    f"teller{number}-{turn}", STORY, lambda pieces: None, max_tokens=TOKENS, ignore_eos=True
+                )
+            except Exception as error:
+                self.wrong.append(repr(error))
+                return
+            if said != self._wanted:
+                self.wrong.append(said)
+            self.done += 1
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(120)
+
+
+def test_a_restart_of_every_machine_changes_and_stops_no_stream(world: Members):
+    """One after the other leaves and comes again, under its name, while sixteen clients stream."""
+    talk = world.talk
+    succeeds(world.up(), START_S)
+    for name in NAMES[1:]:
+        world.comes(name, world.invitation().to_text(), "--name", name)
+    wait_until(lambda: talk.answering() == set(NAMES), RETURN_S)
+    assert talk.ask(named("keeper", "mac2", NAMES), "Remember: the code of heron is 2002.").node == "mac2"
+    wanted = talk.stream("reference", STORY, lambda pieces: None, max_tokens=TOKENS, ignore_eos=True)
+    streams = Streams(talk, wanted)
+    try:
+        for name in NAMES[1:]:
+            before = streams.done
+            wait_until(lambda before=before: streams.done > before or streams.wrong, RETURN_S)
+            world.leaves(name)
+            assert name not in talk.nodes()
+            world.comes(name)
+            wait_until(lambda: talk.answering() == set(NAMES), RETURN_S)
+    finally:
+        streams.stop()
+    assert not streams.wrong
+    assert streams.done > STREAMS
+    assert "2002" in talk.ask(named("keeper", "mac2", NAMES), "What is the code of heron?").text
+
+
+def test_a_machine_that_was_cut_off_for_too_long_comes_back_by_itself(world: Members):
+    """Ray gives it up, and it gives Ray up."""
+    talk, kept = world.talk, world.kept["mac1"]
+    world.host("mac1").cut()
+    try:
+        hear(kept, "mac1 has lost the cluster")
+        assert not talk.nodes()["mac1"]
+    finally:
+        world.host("mac1").heal()
+    hear(kept, "mac1 is back in the cluster")
+    wait_until(lambda: talk.answering() == set(NAMES), RETURN_S)
+    wait_until(lambda: all(talk.nodes().values()), RETURN_S)
+    assert kept.poll() is None
+
+
+def test_a_machine_that_does_not_come_back_is_removed_and_stays_out_until_it_is_invited(world: Members):
+    talk = world.talk
+    assert "the cluster's config" in ended(world.on("mac0", "nodes", "remove", "mac0"), 30)
+    assert "there is no node 'mac7'" in ended(world.on("mac0", "nodes", "remove", "mac7"), 30)
+    world.host("mac2").kill_all()
+    wait_until(lambda: not talk.nodes()["mac2"], RETURN_S)
+    assert "mac2" in succeeds(world.on("mac0", "nodes"))
+    assert "mac2 is removed" in succeeds(world.on("mac0", "nodes", "remove", "mac2"))
+    assert set(talk.nodes()) == {"mac0", "mac1"} and talk.answering() == {"mac0", "mac1"}
+    assert "mac2" not in succeeds(world.on("mac0", "nodes", "list"))
+    refused = world.on("mac2", "join")
+    assert "it was removed from the cluster; `satchel invite`" in ended(refused, 30) and refused.returncode == 1
+    world.comes("mac2", world.invitation().to_text())
+    wait_until(lambda: talk.answering() == set(NAMES), RETURN_S)
+
+
+def test_the_heads_word_ends_a_machine_that_is_up(world: Members):
+    assert "mac2 hands its agents over and leaves" in succeeds(world.on("mac0", "nodes", "remove", "mac2"))
+    assert "mac2 is no node of its cluster any more" in succeeds(world.kept.pop("mac2"), LEAVE_S)
+    assert set(world.talk.nodes()) == {"mac0", "mac1"}
+    world.comes("mac2", world.invitation().to_text())
+    wait_until(lambda: world.talk.answering() == set(NAMES), RETURN_S)
+
+
+def test_another_machine_leads_in_the_place_of_a_lost_head(world: Members):
+    """With agents, memory and keys; the third machine finds it by itself, and the former head comes as a node."""
+    talk, ada = world.talk, named("ada", "mac0", NAMES)
+    told = "Remember: the code of quokka is 5813."
+    assert talk.ask(ada, told).node == "mac0"
+    wait_until(lambda: talk.where(ada)["copies"], RETURN_S)
+    assert "answers" in ended(world.on("mac1", "promote"), 60), "the head is there"
+    wait_until((world.home("mac1").estate_file).exists, 30)
+    world.host("mac0").kill_all()
+    hear(world.kept["mac1"], "joins again by itself")
+
+    said = succeeds(world.on("mac1", "promote"), START_S)
+    assert "mac1 is to lead the cluster in place of mac0" in said and "Ready: " in said
+    world.talk = talk = Talk(f"http://{world.host('mac1').address}:{PORT}", world.key)
+    hear(world.kept["mac2"], "mac2 is back in the cluster")
+    wait_until(lambda: talk.answering() == {"mac1", "mac2"}, RETURN_S)
+    answer = talk.ask(ada, "What is the code of quokka?")
+    assert "5813" in answer.text and answer.node in ("mac1", "mac2")
+    assert ada in talk.agents()
+
+    refused = ended(world.up(), 60)
+    assert "another machine leads this cluster now" in refused
+    world.comes("mac0", refused.partition("`satchel join '")[2].partition("'")[0], "--name", "mac0")
+    wait_until(lambda: talk.answering() == set(NAMES), RETURN_S)
+    assert "5813" in talk.ask(ada, "What is the code of quokka?").text
