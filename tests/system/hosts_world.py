@@ -151,11 +151,11 @@ def succeeds(process: subprocess.Popen[str], within_s: float = 60.0) -> str:
     return said
 
 
-def hear(process: subprocess.Popen[str], words: str) -> None:
+def hear(process: subprocess.Popen[str], words: str, within_s: float = RETURN_S) -> None:
     """Wait until the process says that."""
     assert process.stdout is not None
     said = []
-    impatient = threading.Timer(RETURN_S, process.kill)
+    impatient = threading.Timer(within_s, process.kill)
     impatient.start()
     try:
         while not said or words not in said[-1]:

@@ -24,7 +24,7 @@ from satchel.api.http.app import create_app
 from satchel.api.ray_backend.rows import called
 from satchel.api.views.generation import Generator
 from satchel.cluster.config import Config
-from satchel.cluster.errors import SatchelError
+from satchel.cluster.errors import NodeNotFound, SatchelError
 
 from .direct import carried
 from .remembering import LocalStore
@@ -137,6 +137,9 @@ class EngineBackend:
 
     async def pids(self) -> dict[str, int]:
         return {}
+
+    async def remove_node(self, name: str) -> bool:
+        raise NodeNotFound(f"there is no node {name!r}")
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
         return None

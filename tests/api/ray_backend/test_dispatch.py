@@ -478,7 +478,8 @@ async def test_a_row_whose_replica_leaves_goes_on_elsewhere_with_all_that_it_sai
 async def test_nodes_that_leave_one_after_the_other_do_not_exhaust_a_row():
     """A loss without progress may be the row's own fault, a node that leaves is not."""
     names = [f"r{number}" for number in range(ATTEMPTS + 3)]
-    backend = FakeBackend(**{name: [] for name in names})
+    scripts: dict[str, list[Any]] = {name: [] for name in names}
+    backend = FakeBackend(SOON, **scripts)
     row = generation(backend)
     await row.start()
 

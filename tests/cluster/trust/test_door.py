@@ -381,7 +381,7 @@ def test_a_lost_head_that_starts_again_sees_who_leads_in_its_place(head, node, d
     leads.open("10.0.0.2:6379")
     try:
         found = led_elsewhere(head)
-        assert found == Invitation(leads.address, own_fingerprint(node))
+        assert found is not None and found == Invitation(leads.address, own_fingerprint(node))
         assert Invitation.from_text(found.to_text()) == found, "it can be typed"
     finally:
         leads.close()
