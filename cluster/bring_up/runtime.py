@@ -24,14 +24,14 @@ from pathlib import Path
 from .. import environment
 from ..config import Config, Home, Timeouts
 from ..connection import NAMESPACE, ClusterRecord, connect_ray, satchel_version, versions
-from ..errors import ClusterError, NotRunning, PortInUse
+from ..errors import ClusterError, NotRunning
 from ..home import HomeLock, ensure_token, prepare_home, read_json, write_private_json
 from ..incidents import Kind, note_incident_aside
 from ..nodes import Node
 from ..processes import ProcessMark, UnixSession, end_session
 from ..timing import USUAL
 from ..trust.admission import Admission
-from ..trust.door import Door
+from ..trust.door import Door, known_door
 from ..trust.estate import Estate
 from .heartbeats import HeartbeatListener
 from .ray_node import RayReport, RaySpec
@@ -139,7 +139,7 @@ class LocalCluster:
             self._admission = admission
             ensure_token(self._home)
             if admission is None:
-                self._door = self._open_door()
+                self._door = known_door(self._home, self._node, self._port, versions())
             self._launch_head()
             # The import takes a second, while Ray starts.
             environment.enter_ray_environment(self._home, one_machine=self._node.is_loopback)
@@ -162,22 +162,6 @@ class LocalCluster:
         """Tells the machines of the cluster from now on what they need to take over the lead."""
         if self._door is not None:
             self._door.estate = estate
-
-    def _open_door(self) -> Door:
-        """Returns the door, at the port that machines know if it is free; it is stored for the next start.
-
-        Raises:
-            PortInUse: the port that the config names is taken.
-        """
-        known = (read_json(self._home.door_file) or {}).get("port", 0)
-        try:
-            door = Door(self._home, self._node, self._port or (known if isinstance(known, int) else 0), versions())
-        except (PortInUse, OverflowError):
-            if self._port:
-                raise
-            door = Door(self._home, self._node, 0, versions())
-        write_private_json(self._home.door_file, {"port": int(door.address.rpartition(":")[2])})
-        return door
 
     def publish_endpoint(self, url: str, certificate: str | None = None) -> ClusterRecord:
         """Records the endpoint's URL and the file with its certificate for other processes."""

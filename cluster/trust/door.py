@@ -21,6 +21,7 @@ from typing import Any
 
 from ..config import Home
 from ..errors import PortInUse
+from ..home import read_json, write_private_json
 from ..nodes import Node
 from .certificates import Authority, fingerprint, keep, request, requested_fingerprint
 from .estate import Estate, digest, door_at
@@ -187,6 +188,26 @@ class Door:
             return {"error": f"the cluster runs {self._versions}, this machine {versions}; install the same"}
         text = "" if self.estate is None else self.estate().to_text()
         return {"ray": self._ray, "estate": text if text and digest(text) != have else ""}
+
+
+def known_door(home: Home, node: Node, port: int, versions: str) -> Door:
+    """Returns a door at `port`, or if that is 0 at the port that machines know from the last start, if it is free. The
+    port is stored for the next start.
+
+    Raises:
+        PortInUse: `port` is not 0 and is taken.
+        ClusterError: as `Door`.
+    """
+    known = (read_json(home.door_file) or {}).get("port", 0)
+    try:
+        door = Door(home, node, port or (known if isinstance(known, int) else 0), versions)
+    except (PortInUse, OverflowError):
+        if port:
+            raise
+        logger.warning("port %s, where machines joined, is taken: they have to be told another one", known)
+        door = Door(home, node, 0, versions)
+    write_private_json(home.door_file, {"port": int(door.address.rpartition(":")[2])})
+    return door
 
 
 _REMOVED = {

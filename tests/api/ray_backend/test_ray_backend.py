@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from satchel.actors.protocol.router_messages import (
     Chain,
     Decision,
     Explanation,
+    NodeName,
     NodeReport,
     NodeReports,
     RequestId,
@@ -28,9 +30,11 @@ from satchel.actors.protocol.router_messages import (
 from satchel.api.ray_backend import dispatch
 from satchel.api.ray_backend.dispatch import RayBackend
 from satchel.api.views.cluster import SeenNodes
-from satchel.cluster.config import Model, parse_config
-from satchel.cluster.errors import NoReplica, Unavailable
+from satchel.cluster.config import Home, Model, parse_config
+from satchel.cluster.errors import InvalidRequest, NodeNotFound, NoReplica, Unavailable
+from satchel.cluster.home import prepare_home
 from satchel.cluster.timing import Timing
+from satchel.cluster.trust.members import Member, admit, members
 from tests.worlds.direct import answer_of, model_info
 
 MODEL = Model(name="m", source="s")
@@ -214,3 +218,66 @@ async def test_a_replica_whose_process_ends_is_told_from_one_that_is_cut_off(
         await link.broken.wait()
     assert link.died is died and not link.heard
     await world.backend.close()
+
+
+class Removals(World):
+    """A cluster whose mac2 has joined by hand, and what was done to forget a node."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Home) -> None:
+        super().__init__(monkeypatch)
+        prepare_home(home)
+        self.home = home
+        self.forgotten: list[str] = []
+        self.lost: list[str] = []
+        admit(home, Member("mac2", "10.0.0.3", "f" * 43))
+        monkeypatch.setattr(dispatch, "default_home", lambda: home)
+        monkeypatch.setattr(dispatch, "forget_node", self.forgotten.append)
+        entry = registry.NodeEntry("mac2", "10.0.0.3", (), "1", "/home", 0.0)
+        self.seen = SeenNodes((entry,), frozenset({"satchel-node-mac0"}), "satchel-node-mac0", 555)
+
+    def reports(self, up: bool) -> None:
+        self.restart(
+            nodes=lambda _: NodeReports([NodeReport("mac0", True), NodeReport("mac2", up)]),
+            lose_node=lambda which: self.lost.append(decode(NodeName, which).node),
+        )
+
+
+async def test_a_node_that_is_down_is_removed_with_all_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    world = Removals(monkeypatch, Home(tmp_path))
+    world.reports(up=False)
+    assert await world.backend.remove_node("mac2") is False
+    await asyncio.sleep(0.01)
+    assert world.forgotten == ["mac2"] and world.lost == ["mac2"]
+    assert members(world.home).removed == {"f" * 43: "mac2"}
+    world.seen = replace(world.seen, joined=())
+    world.reports(up=True)
+    with pytest.raises(NodeNotFound):
+        await world.backend.remove_node("mac2")
+
+
+async def test_a_node_that_is_up_is_told_at_the_door_and_leaves_by_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    world = Removals(monkeypatch, Home(tmp_path))
+    world.reports(up=True)
+    assert await world.backend.remove_node("mac2") is True
+    assert not world.forgotten and not world.lost and members(world.home).removed
+    # It was killed at that very moment.
+    world.reports(up=False)
+    assert await world.backend.remove_node("mac2") is False
+    assert world.forgotten == ["mac2"]
+
+
+async def test_nodes_of_the_config_and_unknown_ones_are_not_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    world = Removals(monkeypatch, Home(tmp_path))
+    world.reports(up=True)
+    for name in ("mac0", "mac1"):
+        with pytest.raises(InvalidRequest, match="config"):
+            await world.backend.remove_node(name)
+    with pytest.raises(NodeNotFound, match="mac7"):
+        await world.backend.remove_node("mac7")
+    assert not world.forgotten and members(world.home).admitted

@@ -25,7 +25,7 @@ from satchel.cluster.nodes import Node
 from satchel.cluster.trust import admission, invitations
 from satchel.cluster.trust.admission import Admission, News, ask_news, enter, knock, led_elsewhere
 from satchel.cluster.trust.certificates import Authority, own_fingerprint, request
-from satchel.cluster.trust.door import CALLERS_MAX, REQUEST_BYTES_MAX, Door
+from satchel.cluster.trust.door import CALLERS_MAX, REQUEST_BYTES_MAX, Door, known_door
 from satchel.cluster.trust.estate import Estate, digest, estate_of, keep_estate, kept_estate, ways_back
 from satchel.cluster.trust.invitations import Invitation, find_invitation, invite, remembered, use_up
 from satchel.cluster.trust.members import Members, members, remove
@@ -407,3 +407,21 @@ def test_who_is_no_estate_and_no_members_is_told_apart(tmp_path):
     found = kept_estate(home)
     assert found is not None and found[0].head == "mac0"
     assert stat.S_IMODE(home.estate_file.stat().st_mode) == 0o600
+
+
+def test_a_door_keeps_its_port_from_start_to_start(head):
+    first = known_door(head, MAC0, 0, versions())
+    first.close()
+    again = known_door(head, MAC0, 0, versions())
+    assert again.address == first.address
+    # Somebody else has it meanwhile: then machines have to be told, but the cluster starts.
+    other = known_door(head, MAC0, 0, versions())
+    assert other.address != first.address
+    with pytest.raises(PortInUse):
+        known_door(head, MAC0, int(first.address.rpartition(":")[2]), versions())
+    again.close()
+    other.close()
+    head.door_file.write_text('{"port": "odd"}')
+    known_door(head, MAC0, 0, versions()).close()
+    head.door_file.write_text('{"port": 99999999}')
+    known_door(head, MAC0, 0, versions()).close()
