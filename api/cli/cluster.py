@@ -95,7 +95,7 @@ def promote(
 
     config = run(chosen_home(home), listen=listen, force=force, say=_say)
     up(config, home=home)
-    _say(f"To start it again: satchel up {config}")
+    _say(f"To start it again: satchel up {config}; a service: satchel install-service {config}")
     _say("The lost head may come back as a node (`satchel invite` here), and must not serve its own config again.")
 
 

@@ -117,6 +117,7 @@ def join(order: JoinOrder, home: Home, *, kept: bool) -> None:
         signals.install()
         progress.say(READY)
         follower = Follower(home, order, cluster.record.address)
+        follower.start()
         _stay(cluster, signals, follower)
         progress.say("Leaving")
         for_good = follower.removed is not None or (kept and signals.stop)
@@ -231,7 +232,6 @@ class Follower(threading.Thread):
         self._home, self._name, self._ray = home, order.node.name, ray
         self._door = replace(order.invitation, secret="")
         self._refusals = 0
-        self.start()
 
     def run(self) -> None:
         while self.removed is None and not self.over:

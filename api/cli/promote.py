@@ -21,6 +21,7 @@ from ...cluster.home import prepare_home, write_private, write_private_json
 from ...cluster.keys import read_keys
 from ...cluster.node_keeper import find_keeper
 from ...cluster.nodes import Node
+from ...cluster.processes import ProcessMark
 from ...cluster.trust.admission import knock
 from ...cluster.trust.certificates import own_authority
 from ...cluster.trust.estate import Estate, kept_estate
@@ -98,7 +99,8 @@ def _end_node(home: Home, say: Say) -> None:
         return
     if not record.joined:
         raise HomeInUse(f"{home.root} leads a cluster already (process {record.pid})")
-    raise HomeInUse(f"a node runs on {home.root} (process {record.pid}), which its head has started: end it first")
+    say(f"Ending the node {record.node}, which the head had started")
+    end_process(ProcessMark(record.pid, record.pid_created_s), LEAVE_S)
 
 
 def _take_over(home: Home, estate: Estate, last: Membership, config: Config) -> None:

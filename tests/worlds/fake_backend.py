@@ -170,7 +170,7 @@ class FakeBackend:
         node = next((node for node in self.machines if node.name == name), None)
         if node is None:
             raise NodeNotFound(f"there is no node {name!r}")
-        self.machines.remove(node)
+        self.machines = [each for each in self.machines if each is not node]
         return node.up
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:

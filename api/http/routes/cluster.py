@@ -90,6 +90,7 @@ class ClusterRoutes:
         caller: Caller = request.state.caller
         require_admin(caller)
         up = await self._backend.remove_node(name)
+        self._views.clear()
         if self._audit is not None:
             who = {"tenant": caller.tenant, "key": caller.key, "host": caller.host}
             self._audit.note("node removed", **who, request_id=request.state.request_id, node=name)

@@ -1,11 +1,14 @@
 """What a home has before it leads a cluster in the place of the lost head. That the cluster then runs is in
-`tests/system/test_lost_head.py`."""
+`tests/system/test_members.py`."""
 
 from __future__ import annotations
 
 import json
 import socket
 import stat
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
@@ -17,11 +20,12 @@ import pytest
 from satchel.api.cli.promote import promote
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Config, Home, load_config, parse_config
-from satchel.cluster.connection import versions
-from satchel.cluster.errors import ClusterError, PortInUse
-from satchel.cluster.home import ensure_token, prepare_home, write_private
+from satchel.cluster.connection import ClusterRecord, versions
+from satchel.cluster.errors import ClusterError, HomeInUse, PortInUse
+from satchel.cluster.home import ensure_token, prepare_home, write_private, write_private_json
 from satchel.cluster.keys import create_key, read_keys
 from satchel.cluster.nodes import Node
+from satchel.cluster.processes import ProcessMark
 from satchel.cluster.trust.admission import enter
 from satchel.cluster.trust.door import Door
 from satchel.cluster.trust.estate import estate_of, keep_estate
@@ -170,3 +174,28 @@ def test_a_private_file_is_never_left_half_written(world: World, monkeypatch: py
     monkeypatch.setattr("satchel.api.cli.promote.write_private", note)
     world.promote()
     assert written[-1] == world.home.promoted_config_file.name
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_node_that_the_lost_head_had_started_is_ended_and_a_head_is_not(world: World, joined: bool):
+    world.tell(nodes=NODES[:1])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        mark = ProcessMark.of(process.pid)
+        assert mark is not None
+        record = ClusterRecord(
+            "10.0.0.1:1", "h", "satchel", "0", None, mark.pid, mark.created_s, "/tmp/x", 0, "mac1", joined=joined
+        )
+        write_private_json(world.home.cluster_file, asdict(record))
+        # Else it stays as a process that has ended and that nobody has asked about.
+        threading.Thread(target=process.wait, daemon=True).start()
+        if joined:
+            world.promote()
+            assert not mark.is_alive()
+        else:
+            with pytest.raises(HomeInUse, match="leads a cluster already"):
+                world.promote()
+            assert mark.is_alive() and not world.home.promoted_config_file.exists()
+    finally:
+        process.kill()
+        process.wait()

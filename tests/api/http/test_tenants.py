@@ -125,6 +125,7 @@ ADMINISTRATORS = [
     ("GET", "/v1/cluster", None),
     ("GET", "/v1/cluster/agents/a", None),
     ("GET", "/v1/cluster/decisions/x", None),
+    ("DELETE", "/v1/cluster/nodes/local", None),
     ("GET", "/v1/cache/stats", None),
     ("DELETE", "/v1/cache", None),
     ("POST", "/v1/agents/a/move", {"to": "local"}),

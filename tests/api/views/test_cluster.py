@@ -83,6 +83,15 @@ def error(response: httpx.Response) -> tuple[int, str, str | None]:
     return response.status_code, body["code"], body["param"]
 
 
+async def test_a_node_is_removed_and_shown_no_more(endpoint, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cluster_routes, "FRESH_S", 60.0)
+    assert [node["name"] for node in (await look(endpoint))["nodes"]] == ["mac0", "mac1"]
+    gone = await endpoint.client.delete("/v1/cluster/nodes/mac1")
+    assert gone.json() == {"object": "node", "name": "mac1", "removed": True, "leaves": False}
+    assert [node["name"] for node in (await look(endpoint))["nodes"]] == ["mac0"]
+    assert error(await endpoint.client.delete("/v1/cluster/nodes/mac1"))[:2] == (404, "node_not_found")
+
+
 async def test_a_replica_says_what_of_its_model_is_still_being_proven(endpoint, backend):
     backend.replicas[0] = replace(backend.replicas[0], proving="trying m", proving_since=1_700_000_000.5)
     first, second = (await look(endpoint))["replicas"]

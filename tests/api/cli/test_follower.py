@@ -1,0 +1,103 @@
+"""What a node hears of its cluster while it runs, from a real door."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from satchel.api.cli import join as cli_join
+from satchel.api.cli.join import REFUSALS_MAX, Follower
+from satchel.cluster.bring_up.launch import JoinOrder
+from satchel.cluster.config import Home, parse_config
+from satchel.cluster.connection import versions
+from satchel.cluster.errors import NodeRemoved
+from satchel.cluster.home import ensure_token, prepare_home
+from satchel.cluster.keys import create_key
+from satchel.cluster.nodes import Node
+from satchel.cluster.trust.admission import enter
+from satchel.cluster.trust.door import Door
+from satchel.cluster.trust.estate import estate_of, kept_estate
+from satchel.cluster.trust.invitations import invite
+from satchel.cluster.trust.members import remove
+
+RAY = "10.0.0.1:6379"
+MAC1 = Node(name="mac1", address="10.0.0.2")
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.head, self.home = Home(folder / "head"), Home(folder / "node")
+        for home in (self.head, self.home):
+            prepare_home(home)
+        ensure_token(self.head)
+        self.doors: list[Door] = []
+        self.open(RAY)
+        invitation = invite(self.head, self.doors[0].address)
+        enter(self.home, MAC1, invitation)
+        self.follower = Follower(self.home, JoinOrder(invitation, MAC1), RAY)
+
+    def open(self, ray: str) -> None:
+        """The head's server starts, at the port that it had."""
+        port = int(self.doors[-1].address.rpartition(":")[2]) if self.doors else 0
+        door = Door(self.head, Node(name="mac0"), port, versions())
+        config = {"models": [{"name": "m", "source": "s"}], "nodes": [{"name": "mac0"}]}
+        door.estate = estate_of(self.head, parse_config(config))
+        door.open(ray)
+        self.doors.append(door)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    found = World(tmp_path)
+    yield found
+    for door in found.doors:
+        door.close()
+
+
+def test_what_the_head_tells_is_kept_as_it_is_now(world: World):
+    world.follower.ask()
+    known = kept_estate(world.home)
+    assert known is not None and known[0].head == "mac0" and known[0].keys is None
+    create_key(world.head, "ann")
+    world.follower.ask()
+    known = kept_estate(world.home)
+    assert known is not None and known[0].keys == world.head.keys_file.read_text()
+    assert not world.follower.over and world.follower.removed is None and not world.follower.silent
+
+
+def test_a_head_that_has_ended_or_started_again_is_noticed_long_before_ray_does(world: World):
+    world.doors[0].close()
+    for _ in range(REFUSALS_MAX - 1):
+        world.follower.ask()
+    assert world.follower.silent and not world.follower.over, "it may be starting its server again"
+    world.open(RAY)
+    world.follower.ask()
+    assert not world.follower.silent and not world.follower.over
+    world.doors[-1].close()
+    for _ in range(REFUSALS_MAX):
+        world.follower.ask()
+    assert world.follower.over.endswith("has ended")
+
+
+def test_another_ray_behind_the_door_is_a_cluster_that_was_started_again(world: World):
+    world.doors[0].close()
+    world.open("10.0.0.1:7000")
+    world.follower.ask()
+    assert world.follower.over.endswith("has started again")
+
+
+def test_a_cut_is_no_end(world: World, monkeypatch: pytest.MonkeyPatch):
+    """Nobody says that nobody is there."""
+    world.doors[0].close()
+    monkeypatch.setattr(cli_join, "knock", lambda door: "silent")
+    for _ in range(2 * REFUSALS_MAX):
+        world.follower.ask()
+    assert world.follower.silent and not world.follower.over
+
+
+def test_the_heads_word_is_heard(world: World):
+    remove(world.head, "mac1")
+    world.follower.ask()
+    assert isinstance(world.follower.removed, NodeRemoved) and not world.follower.over
