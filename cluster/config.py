@@ -444,7 +444,7 @@ class Home:
 
     @property
     def log_file(self) -> Path:
-        """Ray's output while it started."""
+        """Ray's output while it started, and what it says of the cluster's processes later."""
         return self.run / "ray.log"
 
     @property

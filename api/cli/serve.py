@@ -163,7 +163,9 @@ def serve(config: Config, home: Home) -> None:
     write_owner_key(home)
     signals = StopSignals()
     signals.install()
-    progress = ProgressDisplay()
+    progress = ProgressDisplay(sys.stdout)
+    # What Ray prints about nodes and processes goes to its own log, and not between the sentences.
+    sys.stdout = home.log_file.open("a", buffering=1, encoding="utf-8")
     progress.say(f"Home is {home.root}", *(f"Warning: {each.found}; {each.mend}" for each in advice))
     cluster = LocalCluster(
         home,

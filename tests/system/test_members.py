@@ -176,6 +176,9 @@ def test_a_machine_that_was_cut_off_for_too_long_comes_back_by_itself(world: Mem
     wait_until(lambda: talk.answering() == set(NAMES), RETURN_S)
     wait_until(lambda: all(talk.nodes().values()), RETURN_S)
     assert kept.poll() is None
+    run = world.home("mac0").run
+    wait_until(lambda: "(raylet)" in (run / "ray.log").read_text(), RETURN_S)
+    assert "(raylet)" not in (run / "server.log").read_text(), "people read sentences"
 
 
 def test_the_heads_word_ends_a_machine_and_it_stays_out_until_it_is_invited(world: Members):
