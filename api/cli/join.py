@@ -42,6 +42,9 @@ NEWS_S = 3.0
 REFUSALS_MAX = 2
 """So often in a row nobody listens at the head's door, though its machine answers: then its server has ended."""
 
+SILENT_S = 120.0
+"""For so long a silence of the head explains why Ray has given the cluster up: it does so after 15 to 60 s."""
+
 REMOVED = 4
 """The exit code of a node that its head has removed."""
 
@@ -221,17 +224,21 @@ class Follower(threading.Thread):
     Attributes:
         removed: set once the head has removed this machine.
         over: why the cluster that was joined has ended, as a sentence; "" while it may still run.
-        silent: whether the head did not answer the last time.
+        silent: whether the head did not answer within the last `SILENT_S`.
     """
 
     def __init__(self, home: Home, order: JoinOrder, ray: str) -> None:
         super().__init__(name="news", daemon=True)
         self.removed: NodeRemoved | None = None
         self.over = ""
-        self.silent = False
+        self._silent_at: float | None = None
         self._home, self._name, self._ray = home, order.node.name, ray
         self._door = replace(order.invitation, secret="")
         self._refusals = 0
+
+    @property
+    def silent(self) -> bool:
+        return self._silent_at is not None and time.monotonic() - self._silent_at < SILENT_S
 
     def run(self) -> None:
         while self.removed is None and not self.over:
@@ -249,7 +256,7 @@ class Follower(threading.Thread):
             self.removed = error
             return
         except NotRunning:
-            self.silent = True
+            self._silent_at = time.monotonic()
             self._refusals = self._refusals + 1 if knock(self._door.door) == "refused" else 0
             if self._refusals >= REFUSALS_MAX:
                 self.over = f"the head at {self._door.door} has ended"
@@ -257,7 +264,7 @@ class Follower(threading.Thread):
         except ClusterError as error:
             logger.warning("no news of the cluster: %s", error.message)
             return
-        self.silent, self._refusals = False, 0
+        self._refusals = 0
         if news.ray and news.ray != self._ray:
             self.over = f"the head at {self._door.door} has started again"
 
@@ -273,7 +280,7 @@ def _stay(cluster: LocalCluster, signals: StopSignals, follower: Follower) -> No
         if follower.over:
             raise ClusterError(follower.over)
         if (failure := cluster.failure()) is not None:
-            raise ClusterError("the head does not answer" if follower.silent else failure)
+            raise ClusterError("the head did not answer for too long" if follower.silent else failure)
         cluster.tend()
 
 

@@ -23,6 +23,7 @@ def test_version_and_help(tmp_path: Path) -> None:
     assert satchel("--version", cwd=tmp_path).stdout == f"satchel {satchel_version()}\n"
     help_text = satchel("--help", cwd=tmp_path).stdout
     commands = ("serve", "status", "models", "chat", "probe", "doctor", "agents", "explain", "up", "down", "leave")
+    commands += ("nodes", "promote")
     assert all(command in help_text for command in commands)
 
 
@@ -42,6 +43,9 @@ def test_version_and_help(tmp_path: Path) -> None:
         ["agents", "fork", "ann", "bob"],
         ["agents", "forget", "ann"],
         ["explain", "r1"],
+        ["nodes"],
+        ["nodes", "list"],
+        ["nodes", "remove", "mac1"],
     ],
 )
 def test_without_a_server_there_is_a_sentence(

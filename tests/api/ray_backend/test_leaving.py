@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from satchel.actors import start
+from satchel.actors.protocol.clients import ReplicaClient
+from satchel.actors.protocol.codec import decode, encode
+from satchel.actors.protocol.messages import Drain, Nothing, ReplicaStats
 from satchel.api.ray_backend.leaving import AT_ONCE, HandedOver, hand_over
 from satchel.cluster.errors import ActorLost
+from satchel.cluster.timing import USUAL
+from tests.worlds.direct import Direct
 
 AGENTS = [f"default/agent{number}" for number in range(3 * AT_ONCE)]
 
@@ -53,3 +61,27 @@ async def test_who_has_no_agents_hands_nothing_over():
         raise AssertionError
 
     assert await hand_over([], move, 60.0) == HandedOver()
+
+
+class BusyReplica:
+    """A replica whose row does not end by itself."""
+
+    def __init__(self) -> None:
+        self.told: list[Drain] = []
+
+    async def drain(self, how: bytes) -> bytes:
+        self.told.append(decode(Drain, how))
+        return encode(Nothing())
+
+    async def stats(self, _: bytes) -> bytes:
+        return encode(ReplicaStats("m-0", "m", True, running=1))
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_rows_that_outlast_a_drain_are_told_whether_only_their_node_goes(leaves: bool, monkeypatch):
+    monkeypatch.setattr(start, "POLL_S", 0.01)
+    monkeypatch.setattr(start, "FLUSH_S", 0.01)
+    replica = BusyReplica()
+    client = ReplicaClient("m-0", USUAL, Direct(lambda: replica))
+    await start.drain({"m-0": client}, 0.1, USUAL, leaves=leaves)
+    assert replica.told == [Drain(), Drain(True, leaves)]
