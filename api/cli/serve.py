@@ -165,6 +165,7 @@ def serve(config: Config, home: Home) -> None:
     signals.install()
     progress = ProgressDisplay(sys.stdout)
     # What Ray prints about nodes and processes goes to its own log, and not between the sentences.
+    write_private(home.log_file, "")
     sys.stdout = home.log_file.open("a", buffering=1, encoding="utf-8")
     progress.say(f"Home is {home.root}", *(f"Warning: {each.found}; {each.mend}" for each in advice))
     cluster = LocalCluster(

@@ -27,8 +27,8 @@ from .serving import RECALL
 
 NAMES = ["mac0", "mac1", "mac2"]
 STREAMS = 16
-STORY = "Tell me a story."
-TOKENS = 300
+STORY, GREETING = "Tell me a story.", "Hello."
+TOKENS, LONG_TOKENS = 300, 1000
 LEAVE_S = 60.0
 
 GIVE_UP_S = "5"
@@ -97,31 +97,35 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Members]:
 
 
 class Streams:
-    """Clients that stream the same answer at the same time, each to an agent of its own."""
+    """Clients that stream at the same time, each from an agent of its own.
 
-    def __init__(self, talk: Talk, stem: str, wanted: str) -> None:
+    Args:
+        wanted: what each is to say, and in how many tokens.
+    """
+
+    def __init__(self, talk: Talk, wanted: dict[str, tuple[str, int]]) -> None:
         self.wrong: list[str] = []
-        self._talk, self._wanted = talk, wanted
+        self._talk = talk
         self._begun = threading.Semaphore(0)
         self._threads = [
-            threading.Thread(target=self._stream, args=(f"{stem}{number}",), daemon=True) for number in range(STREAMS)
+            threading.Thread(target=self._stream, args=(agent, *each), daemon=True) for agent, each in wanted.items()
         ]
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
             assert self._begun.acquire(timeout=RETURN_S), self.wrong
 
-    def _stream(self, agent: str) -> None:
+    def _stream(self, agent: str, wanted: str, tokens: int) -> None:
         def begun(pieces: int) -> None:
             if pieces == 3:
                 self._begun.release()
 
         try:
-            said = self._talk.stream(agent, STORY, begun, max_tokens=TOKENS, ignore_eos=True)
+            said = self._talk.stream(agent, STORY, begun, max_tokens=tokens, ignore_eos=True)
         except Exception as error:
             self.wrong.append(repr(error))
             return
-        if said != self._wanted:
+        if said != wanted:
             self.wrong.append(said)
 
     def running(self) -> int:
@@ -150,8 +154,14 @@ def test_a_restart_of_every_machine_changes_and_stops_no_stream(world: Members):
     wait_until(lambda: talk.answering() == set(NAMES), RETURN_S)
     assert talk.ask(named("keeper", "mac2", NAMES), "Remember: the code of heron is 2002.").node == "mac2"
     wanted = talk.stream("reference", STORY, lambda pieces: None, max_tokens=TOKENS, ignore_eos=True)
+    talk.ask("long-reference", GREETING)
+    long = talk.stream("long-reference", STORY, lambda pieces: None, max_tokens=LONG_TOKENS, ignore_eos=True)
     for name in NAMES[1:]:
-        before, streams = went_on(talk), Streams(talk, f"teller-{name}-", wanted)
+        # One of them is at home there, and still far from its end when the machine leaves.
+        at_home = named(f"long-{name}-", name, NAMES)
+        assert talk.ask(at_home, GREETING).node == name
+        tellers = {f"teller-{name}-{number}": (wanted, TOKENS) for number in range(STREAMS - 1)}
+        before, streams = went_on(talk), Streams(talk, {at_home: (long, LONG_TOKENS), **tellers})
         running = streams.running()
         world.leaves(name)
         assert name not in talk.nodes()

@@ -76,7 +76,7 @@ class Deployment:
         self._server = server
 
     def drain(self, timeout_s: float) -> None:
-        print("drained", flush=True)
+        print("drained", file=sys.__stdout__, flush=True)
 
     def stop(self, timeout_s: float) -> None:
         self._server.shutdown()
