@@ -28,7 +28,7 @@ from .serving import RECALL
 NAMES = ["mac0", "mac1", "mac2"]
 STREAMS = 16
 STORY, GREETING = "Tell me a story.", "Hello."
-TOKENS, LONG_TOKENS = 300, 1000
+TOKENS, LONG_TOKENS = 200, 1000
 LEAVE_S = 60.0
 
 GIVE_UP_S = "5"
