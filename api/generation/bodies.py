@@ -93,6 +93,11 @@ class RequestBody(BaseModel):
         """The names of fields that change nothing: unknown ones, and second names with another value."""
         return self._ignored
 
+    @property
+    def left_out(self) -> list[str]:
+        """The names of what the body has and no model is told of."""
+        return []
+
 
 Body = TypeVar("Body", bound=BaseModel)
 

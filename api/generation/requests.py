@@ -25,6 +25,7 @@ from .backend import ServedModel
 from .callers import OWNING, Caller
 from .conversation import sources_in, with_arguments, with_shown, with_system_first
 from .history import History, Message, digests
+from .left_out import LeftOut
 from .options import Options
 from .sent import as_shown, with_kept, with_schema
 from .tool_results import in_call_order, ordered, permuted
@@ -49,7 +50,7 @@ class Request:
     the request arrived. KV is shared only with requests of the same `caller`'s tenant and the same `cache_salt`. `form`
     is what the answer's content must be. Only the last `truncate_prompt_tokens` of a prompt are kept; -1 is as many as
     fit with the answer. `return_token_ids` keeps the ids of prompt and answer. With `any_model` the default model
-    answers where there is no `model` of that name.
+    answers where there is no `model` of that name. `left_out` collects the names of what the model is not told of.
     """
 
     model: str = ""
@@ -68,6 +69,7 @@ class Request:
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool = False
     any_model: bool = False
+    left_out: LeftOut = field(default_factory=LeftOut, compare=False)
 
     @property
     def agent_key(self) -> str:
@@ -154,7 +156,8 @@ class Chat:
     says that the prompt ends inside a block of reasoning, `may_think` that the answer may begin with one. `text` is the
     text of `prompt`, `messages` the whole conversation as a transcript, and `continuation` how the prompt continues the
     agent's memory, None if there is nothing to continue. The prompt ends with the `prefill`. `lasting_tokens` and
-    `lasting_saved` are as in `GenerateRequest`. `left_out` is how many messages were, because they did not fit.
+    `lasting_saved` are as in `GenerateRequest`. `truncated_messages` is how many were left out, because they
+    did not fit.
     """
 
     prompt: list[int]
@@ -169,7 +172,7 @@ class Chat:
     prefill: str = ""
     lasting_tokens: int = 0
     lasting_saved: bool = False
-    left_out: int = 0
+    truncated_messages: int = 0
 
     @property
     def thought(self) -> Thought:

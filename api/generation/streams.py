@@ -105,14 +105,14 @@ class TextStream:
         on_end: called once with the number of answer tokens, when the row has ended or its abort has begun.
         keeper: of an agent's turn, which is given back if the stream is left early.
         prompt: the prompt's token ids if they and the answer's are asked for, else None.
-        left_out: how many messages the prompt is without, because they did not fit.
+        truncated_messages: how many messages the prompt is without, because they did not fit.
         learner: remembers which marks of an answer were tokens.
 
     Attributes:
         model: the served model.
         replica, node, why: where the row was placed and why.
         prompt_tokens: length of the prompt in tokens.
-        left_out: as given.
+        truncated_messages: as given.
         first_event_at: when the first event was yielded, by `time.perf_counter`; None before.
     """
 
@@ -129,11 +129,11 @@ class TextStream:
         on_end: Callable[[int], None] = lambda tokens: None,
         keeper: AnswerKeeper | None = None,
         prompt: Sequence[int] | None = None,
-        left_out: int = 0,
+        truncated_messages: int = 0,
         learner: AnswerLearner | None = None,
     ) -> None:
         self.model = model
-        self.left_out = left_out
+        self.truncated_messages = truncated_messages
         self.replica = generation.replica
         self.node = generation.node
         self.why = generation.why

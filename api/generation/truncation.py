@@ -30,7 +30,7 @@ class Truncated:
 
     request: ChatRequest
     media: Sequence[Medium]
-    left_out: int = 0
+    truncated_messages: int = 0
 
 
 def truncated(text: TextModel, model: ServedModel, request: ChatRequest, media: Sequence[Medium]) -> Truncated:

@@ -111,6 +111,7 @@ class Answering:
             program=whose.program if own else "",
             parent=whose.parent if own else "",
             request_id=request.state.request_id,
+            left_out=request.state.left_out,
             waited_s=time.perf_counter() - request.state.arrived,
             any_model=self.takes_any(any_model=any_model),
         )
@@ -166,7 +167,7 @@ class Answering:
     def headers(self, work: ChatRequest | CompletionRequest, streams: Sequence[TextStream]) -> dict[str, str]:
         """Returns `placed`, and headers with the agent and what is missing in its memory, as far as known."""
         memory = [stream.remembered.header for stream in streams if stream.remembered and stream.remembered.header]
-        truncated = [str(stream.left_out) for stream in streams[:1] if stream.left_out]
+        truncated = [str(stream.truncated_messages) for stream in streams[:1] if stream.truncated_messages]
         headers = {
             HEADER: memory,
             "x-satchel-agent": [work.agent] if work.agent else [],
@@ -186,12 +187,6 @@ class Answering:
             "x-satchel-model": [served] if work.model and work.model != served else [],
         }
         return _joined(headers)
-
-    @staticmethod
-    def left_out(what: Sequence[str]) -> dict[str, str]:
-        """Returns the header that names what the model was not told of, such as tools that a provider's servers would
-        run; no header for nothing."""
-        return {"x-satchel-left-out": header_text(", ".join(what))} if what else {}
 
     def observe(self, streams: Sequence[TextStream], arrived: float) -> None:
         """Records times to first token; `arrived` is by `time.perf_counter`."""

@@ -138,13 +138,12 @@ class FollowedStream(Response):
     Args:
         chunks: whole events; closed when the client goes away.
         ping: sent while nothing comes.
-        headers: further ones.
     """
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], ping: bytes, headers: Mapping[str, str]) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes, None], ping: bytes) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers({**_HEADERS, "X-Accel-Buffering": "no", **headers})
+        self.init_headers({**_HEADERS, "X-Accel-Buffering": "no"})
         self._chunks = chunks
         self._ping = ping
 

@@ -32,6 +32,8 @@ from ...cluster.errors import (
     UnsupportedMediaType,
 )
 from ..generation.bodies import Body, RequestBody, parse_body
+from ..generation.left_out import HEADER as LEFT_OUT
+from ..generation.left_out import LeftOut
 from ..generation.neighbours import names_for_header
 from ..generation.options import invalid_at
 from .content_coding import codings_of, decoded
@@ -44,6 +46,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 _HEADER_CHARACTERS_MAX = 1024
 _IGNORED = b"x-satchel-ignored"
 """Names the fields of a body that changed nothing."""
+_LEFT_OUT = LEFT_OUT.encode("ascii")
 STALL_S = 60.0
 BODY_GRACE_S = 10.0
 BODY_RATE = 16 * 2**10
@@ -76,9 +79,9 @@ class _Stalled(Exception):
 
 class RequestContext:
     """Outermost middleware: gives every request an id and every response `x-request-id`, counts it, and turns an
-    unexpected exception into a 500 that shows only the id. What was ignored in a body is named in `x-satchel-ignored`,
-    whatever becomes of the request. A client that reads nothing for `STALL_S` counts as
-    disconnected.
+    unexpected exception into a 500 that shows only the id. What was ignored in a body is named in `x-satchel-ignored`
+    and what was left out in `x-satchel-left-out`, whatever becomes of the request. A client that reads nothing for
+    `STALL_S` counts as disconnected.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -91,7 +94,7 @@ class RequestContext:
             return
         arrived = time.perf_counter()
         request_id = _given_request_id(scope) or uuid.uuid4().hex
-        scope.setdefault("state", {}).update(request_id=request_id, arrived=arrived)
+        scope.setdefault("state", {}).update(request_id=request_id, arrived=arrived, left_out=LeftOut())
         status = _CLIENT_GONE
         started = False
         own_header = shape_of(scope["path"]).request_id_header.encode("ascii")
@@ -104,6 +107,8 @@ class RequestContext:
                 headers = [*message.get("headers", []), *((name, request_id.encode("ascii")) for name in id_headers)]
                 if ignored := scope["state"].get("ignored"):
                     headers.append((_IGNORED, ignored.encode("ascii")))
+                if left_out := scope["state"]["left_out"].header:
+                    headers.append((_LEFT_OUT, left_out.encode("ascii")))
                 message = {**message, "headers": headers}
             try:
                 async with asyncio.timeout(STALL_S):
@@ -219,7 +224,10 @@ class BodyReader:
 
         def parse(data: bytearray) -> tuple[Body, str]:
             body = parse_body(kind, decoded(data, codings, self._limits.body_bytes_max), self._limits)
-            return body, names_for_header(body.ignored) if isinstance(body, RequestBody) else ""
+            if not isinstance(body, RequestBody):
+                return body, ""
+            request.state.left_out.add(*body.left_out)
+            return body, names_for_header(body.ignored)
 
         async with (
             self._reading(request) as data,

@@ -66,13 +66,13 @@ class ResponseObject:
 
     Attributes:
         output: its items so far.
-        left_out: how many messages were, because they did not fit.
+        truncated_messages: how many messages were left out, because they did not fit.
     """
 
     def __init__(self, id: str, body: ResponseBody, model: str, *, created_s: int | None = None) -> None:
         self.id = id
         self.output: list[dict[str, Any]] = []
-        self.left_out = 0
+        self.truncated_messages = 0
         self._body = body
         self._model = model
         self._created = int(time.time()) if created_s is None else created_s
@@ -131,6 +131,6 @@ class ResponseObject:
         if body.conversation is not None:
             shown["conversation"] = {"id": body.conversation}
         noted = (remembered.body if remembered is not None else None) or {}
-        if self.left_out:
-            noted = {**noted, "truncated_messages": self.left_out}
+        if self.truncated_messages:
+            noted = {**noted, "truncated_messages": self.truncated_messages}
         return {**shown, "satchel": noted} if noted else shown

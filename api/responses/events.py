@@ -70,7 +70,7 @@ class ResponseEvents:
         return self._event("response.created", response=response) + self._event("response.queued", response=response)
 
     def start(self, streams: Sequence[TextStream]) -> bytes:
-        self._response.left_out = streams[0].left_out if streams else 0
+        self._response.truncated_messages = streams[0].truncated_messages if streams else 0
         self._begun, response = True, self._response.shown(IN_PROGRESS)
         created = b"" if self._created else self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)

@@ -314,12 +314,13 @@ class Generator:
                 [(known.history, known.created) for known in turn.lines],
                 self.config.date_days * 86_400.0,
             )
-        left_out = 0
+        truncated_messages = 0
         if request.truncates and not request.agent_continue:
             shorter = await asyncio.to_thread(truncated, text, model, request, media)
-            request, media, left_out = shorter.request, shorter.media, shorter.left_out
+            request, media = shorter.request, shorter.media
+            truncated_messages = shorter.truncated_messages
         chat = await asyncio.to_thread(prepare_chat, text, model, request, past, media, reply=reply)
-        chat = replace(chat, left_out=left_out) if left_out else chat
+        chat = replace(chat, truncated_messages=truncated_messages) if truncated_messages else chat
         if turn is not None and self.memory is not None:
             self.memory.count(chat.continuation, turn.lines)
         bound = bound_calls(request)
@@ -528,7 +529,7 @@ class Generator:
             on_end=admission.end_row,
             keeper=keeper,
             prompt=job.text.plain(prompt) if request.return_token_ids else None,
-            left_out=0 if job.chat is None else job.chat.left_out,
+            truncated_messages=0 if job.chat is None else job.chat.truncated_messages,
             learner=None
             if job.chat is None or model.marks_are_tokens
             else AnswerLearner(job.text, request.scope, job.chat.prefill, not request.options.skip_special_tokens),

@@ -83,6 +83,7 @@ class AgentRoutes:
             request_id=request.state.request_id,
             waited_s=waited_s,
             caller=request.state.caller,
+            left_out=request.state.left_out,
         )
         async with CancelOnDisconnect(request.receive):
             usage, remembered = await self._generator.inject(work)

@@ -39,18 +39,16 @@ class MessageRoutes:
         )
         chat = self._answering.complete(request, chat, whose, any_model=True)
         edits = body.context_management is not None
-        left_out = self._answering.left_out(body.left_out)
         if body.stream:
             return EventStream(
                 self._answering,
                 chat,
                 lambda streams: MessageEvents(chat.model or streams[0].model.name, body.max_tokens, edits=edits),
-                left_out,
             )
         (stream,), (answer,) = await self._answering.answer(request, chat)
         model = chat.model or stream.model.name
         message = message_body(model, answer, body.max_tokens, edits=edits, remembered=stream.remembered)
-        return JSONResponse(message, headers={**self._answering.headers(chat, [stream]), **left_out})
+        return JSONResponse(message, headers=self._answering.headers(chat, [stream]))
 
     async def count_tokens(self, request: Request) -> Response:
         """Counts the tokens of a conversation's prompt, of any length, without generating anything."""
@@ -58,4 +56,4 @@ class MessageRoutes:
         chat = self._answering.complete(request, body.chat(), any_model=True)
         async with CancelOnDisconnect(request.receive):
             tokens = await self._answering.generator.count(chat)
-        return JSONResponse({"input_tokens": tokens}, headers=self._answering.left_out(body.left_out))
+        return JSONResponse({"input_tokens": tokens})

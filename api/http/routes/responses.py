@@ -116,9 +116,8 @@ class ResponseRoutes:
             prefill=begun,
         )
         chat = self._answering.complete(request, chat, whose, any_model=False)
-        left_out = self._answering.left_out(body.left_out)
         if body.background:
-            return await self._begin(request, body, chat, id, messages, left_out)
+            return await self._begin(request, body, chat, id, messages)
 
         def ended(shown: dict[str, Any], answer: Message) -> None:
             if body.kept:
@@ -129,13 +128,13 @@ class ResponseRoutes:
             return ResponseEvents(ResponseObject(id, body, model), body.tools, ended)
 
         if body.stream:
-            return _ResponseStream(self._answering, chat, body, events, left_out)
+            return _ResponseStream(self._answering, chat, body, events)
         try:
             (stream,), (answer,) = await self._answering.answer(request, chat)
         except ContextLengthExceeded as error:
             raise _too_long(error, body) from None
         shown = whole(events(stream.model.name), answer, stream)
-        return JSONResponse(shown, headers={**self._answering.headers(chat, [stream]), **left_out})
+        return JSONResponse(shown, headers=self._answering.headers(chat, [stream]))
 
     async def _begin(
         self,
@@ -144,7 +143,6 @@ class ResponseRoutes:
         chat: ChatRequest,
         id: str,
         messages: list[Message],
-        headers: dict[str, str],
     ) -> Response:
         """Starts a response in the background, and shows it as it is now, or its events as they come."""
         # That there is no such model is an error at once.
@@ -160,8 +158,8 @@ class ResponseRoutes:
         make = self._make(made, chat, body, request.state.arrived)
         self._background.begin(tenant, id, made, make, lambda kept: self._chains.keep(tenant, id, kept))
         if body.stream:
-            return FollowedStream(log.follow(-1), events.idle, headers)
-        return JSONResponse(events.now, headers=headers)
+            return FollowedStream(log.follow(-1), events.idle)
+        return JSONResponse(events.now)
 
     async def _make(self, made: BackgroundResponse, chat: ChatRequest, body: ResponseBody, arrived: float) -> None:
         """Makes a response in the background: its log gets all of its events, however it ends."""
@@ -205,7 +203,7 @@ class ResponseRoutes:
         async with CancelOnDisconnect(request.receive):
             tokens = await self._answering.generator.count(chat)
         shown = {"object": "response.input_tokens", "input_tokens": tokens}
-        return JSONResponse(shown, headers=self._answering.left_out(body.left_out))
+        return JSONResponse(shown)
 
     async def show(
         self,
@@ -225,7 +223,7 @@ class ResponseRoutes:
             message = "stream: the events of a response that is not in the background are sent once"
             raise InvalidRequest(message, param="stream")
         kept.log.check(after)
-        return FollowedStream(kept.log.follow(after), WAITING, {})
+        return FollowedStream(kept.log.follow(after), WAITING)
 
     async def delete(self, request: Request, response_id: str) -> Response:
         """Deletes a response. With the last one of a chain that nobody's name is on, its memory is forgotten."""
@@ -356,9 +354,8 @@ class _ResponseStream(EventStream):
         chat: ChatRequest,
         body: ResponseBody,
         events: Callable[[str], ResponseEvents],
-        headers: dict[str, str],
     ) -> None:
-        super().__init__(answering, chat, lambda streams: events(streams[0].model.name), headers)
+        super().__init__(answering, chat, lambda streams: events(streams[0].model.name))
         self._body = body
         self._events = events
 

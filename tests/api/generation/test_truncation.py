@@ -50,7 +50,7 @@ def result(id: str) -> dict[str, Any]:
 def cut(text: Any, messages: list[Any], **options: Any) -> tuple[list[Any], int]:
     request = ChatRequest(messages=messages, options=Options(**options))
     left = truncated(text, MODEL, request, [])
-    assert left.left_out == len(messages) - len(left.request.messages)
+    assert left.truncated_messages == len(messages) - len(left.request.messages)
     return list(left.request.messages), count_prompt(text, MODEL, left.request)
 
 

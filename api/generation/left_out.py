@@ -1,0 +1,31 @@
+"""What a request has and its model is not told of: tools that a provider's servers would run, items, blocks and parts
+that nobody knows here, what a model cannot see. It is left out, so that no conversation ends by it, and named in the
+header `x-satchel-left-out` of the answer, also of a streamed one and of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .neighbours import names_for_header
+
+HEADER = "x-satchel-left-out"
+
+
+class LeftOut:
+    """The names of what is left out of one request, each once, in order. Whoever leaves something out adds its name
+    before the answer's headers are sent; adding is safe in a worker thread."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = dict.fromkeys(names)
+
+    def add(self, *names: str) -> None:
+        self._names.update(dict.fromkeys(names))
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    @property
+    def header(self) -> str:
+        """The header's value; "" for no header."""
+        return names_for_header(self.names)
