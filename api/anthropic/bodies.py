@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,7 +23,7 @@ from ..generation.history import Message
 from ..generation.neighbours import NAMES
 from ..generation.options import MaxTokens, Options, Stop
 from ..generation.requests import ChatRequest, ToolUse
-from .messages import Messages, SystemText, Tools, ToolSet
+from .messages import Messages, SystemText, Tools, ToolSet, with_tools
 
 Unchecked = Annotated[Any, WithJsonSchema({})]
 
@@ -121,6 +122,15 @@ class PromptBody(ChatFieldsBody):
     def check(self) -> None:
         _ = self.tool_use, self.form, self.thinking_said
 
+    @cached_property
+    def offered(self) -> ToolSet:
+        """The tools, also those that are defined among the messages.
+
+        Raises:
+            InvalidRequest: as `with_tools`.
+        """
+        return with_tools(self.tools, self.messages.tools) if self.messages.tools else self.tools
+
     @property
     def tool_use(self) -> ToolUse:
         """What the answer does with tools. OpenAI's switch of several calls is read too.
@@ -128,7 +138,7 @@ class PromptBody(ChatFieldsBody):
         Raises:
             InvalidRequest: as `read_tool_choice`.
         """
-        use = read_tool_choice(self.tool_choice, self.tools)
+        use = read_tool_choice(self.tool_choice, self.offered)
         silent = self.tool_choice is None or self.tool_choice.disable_parallel_tool_use is None
         return (
             replace(use, parallel=self.parallel_tool_calls) if silent and self.parallel_tool_calls is not None else use
@@ -136,9 +146,9 @@ class PromptBody(ChatFieldsBody):
 
     @property
     def left_out(self) -> list[str]:
-        """What the model is not told of, because Anthropic's servers would run it: tools by their types, and
-        `mcp_servers`."""
-        return [*self.tools.left_out, *(["mcp_servers"] if self.mcp_servers else [])]
+        """What the model is not told of: tools by their types and `mcp_servers`, because Anthropic's servers would run
+        them, and blocks that nobody knows here."""
+        return [*self.offered.left_out, *(["mcp_servers"] if self.mcp_servers else []), *super().left_out]
 
     def chat(self, *, agent_continue: bool = False, **fields: Any) -> ChatRequest:
         """Returns the conversation; `fields` are further ones of a `ChatRequest`.
@@ -164,8 +174,8 @@ class PromptBody(ChatFieldsBody):
             messages=messages,
             opening=opening,
             prefill=prefill,
-            tools=self.tools.tools,
-            tool_places=self.tools.places,
+            tools=self.offered.tools,
+            tool_places=self.offered.places,
             tool_use=self.tool_use,
             form=self.form,
             template_kwargs=self.thinking_said.kwargs,

@@ -2,13 +2,13 @@
 
 Blocks become the neutral messages: results of tools become messages of their own, and blocks of text lines of one text.
 `cache_control` and other hints beside a block's own fields change nothing, so that they may move from turn to turn.
+What is not understood is left out of all turns but the newest of the user's, so that no conversation ends by it.
 Errors name the place as a caller would write it, such as `messages[2].content[0].source.data`. Large inputs belong in a
 worker thread.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -16,9 +16,12 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema
 
 from ...cluster.errors import InvalidRequest, quoted
-from ..generation.bodies import label_of, string_of, wrong
+from ..generation.bodies import arguments_text, label_of, string_of, wrong
+from ..generation.documents import cannot_be_read, words_of
 from ..generation.history import Message, MessageCall
+from ..generation.left_out import LeftOut, MessageList, newest_said
 from ..media.sources import PictureSource
+from .server_tools import RESULTS, USES, result_text, used_name
 
 BILLING = "x-anthropic-billing-header:"
 """Claude Code's first system block begins so. It differs in every conversation and says nothing to a model, so it is
@@ -27,14 +30,11 @@ left out; with it no two conversations would share a prefix."""
 _ROLES = ("user", "assistant", "system")
 _TOOL_NAME_CHARACTERS_MAX = 128
 _PICTURE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
-_UNSUPPORTED = {
-    "document": "documents are",
-    "search_result": "search results are",
-    "container_upload": "uploads to containers are",
-    "server_tool_use": "tools of Anthropic's servers are",
-    "tool_reference": "references to tools are",
-}
+_UNREAD = {"document": "only documents of text can be read here", "container_upload": "there are no containers here"}
+_ELSEWHERE = ("image", "tool_result")
+"""Blocks that the assistant cannot say."""
 _ERROR_BEGINS = ("error", "<tool_use_error>")
+_SUMMARY = "Summary of the conversation so far:\n\n"
 
 
 def read_system(value: Any) -> str:
@@ -53,8 +53,9 @@ def read_system(value: Any) -> str:
     return "\n\n".join(texts)
 
 
-def read_messages(value: Any) -> list[Message]:
-    """Checks and converts messages in Anthropic's form. Those of one role that follow each other are joined.
+def read_messages(value: Any) -> MessageList:
+    """Checks and converts messages in Anthropic's form. Those of one role that follow each other are joined. A summary
+    of a compaction stands for all that was said before it.
 
     Raises:
         InvalidRequest: a message is malformed or has what is not supported; `param` is the place.
@@ -63,26 +64,45 @@ def read_messages(value: Any) -> list[Message]:
         raise wrong("messages", "must be a list")
     if not value:
         raise wrong("messages", "is empty")
+    newest = newest_said([given.get("role") if isinstance(given, dict) else None for given in value])
     turns: list[_Turn] = []
     for index, given in enumerate(value):
-        role, blocks = _blocks(given, f"messages[{index}]")
+        role, blocks = _blocks(given, f"messages[{index}]", newest=index == newest)
         if turns and turns[-1].role == role:
             turns[-1].blocks += blocks
         else:
             turns.append(_Turn(role, blocks))
-    reader = _Reader()
-    return [message for turn in turns for message in reader.read(turn)]
+    reader, said = _Reader(), list[Message]()
+    for turn in turns:
+        messages = list(reader.read(turn))
+        if reader.compacted:
+            said, reader.compacted = [], False
+        said += messages
+    return MessageList(said, reader.left_out, reader.tools)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of content and its place. In the `newest` message of the user's everything must be understood."""
+
+    given: Any
+    where: str
+    newest: bool = False
+
+    @property
+    def kind(self) -> str:
+        return _kind(self.given, self.where)
 
 
 @dataclass
 class _Turn:
-    """What one side says until the other answers: its blocks, each with its place."""
+    """What one side says until the other answers."""
 
     role: str
-    blocks: list[tuple[Any, str]] = field(default_factory=list)
+    blocks: list[_Block] = field(default_factory=list)
 
 
-def _blocks(given: Any, where: str) -> tuple[str, list[tuple[Any, str]]]:
+def _blocks(given: Any, where: str, *, newest: bool) -> tuple[str, list[_Block]]:
     if not isinstance(given, dict):
         raise wrong(where, "must be an object with role and content")
     role, content = given.get("role"), given.get("content")
@@ -91,65 +111,97 @@ def _blocks(given: Any, where: str) -> tuple[str, list[tuple[Any, str]]]:
     if content is None and role == "assistant":
         return role, []
     if isinstance(content, str):
-        return role, [({"type": "text", "text": content}, f"{where}.content")]
+        return role, [_Block({"type": "text", "text": content}, f"{where}.content")]
     if not isinstance(content, list):
         raise wrong(f"{where}.content", "must be a string or a list of blocks")
-    return role, [(block, f"{where}.content[{index}]") for index, block in enumerate(content)]
+    return role, [_Block(block, f"{where}.content[{index}]", newest) for index, block in enumerate(content)]
 
 
 class _Reader:
-    """Converts turns in order; remembers the names of the tools that were called, which results do not repeat."""
+    """Converts turns in order; remembers the names of the tools that were called, which results do not repeat.
+
+    Attributes:
+        left_out: types of blocks.
+        tools: definitions of tools among the blocks, with their places.
+        compacted: whether the turn that was read last begins with a summary of all before it.
+    """
 
     def __init__(self) -> None:
+        self.left_out = LeftOut()
+        self.tools: list[tuple[Any, str]] = []
+        self.compacted = False
         self._names: dict[str, str] = {}
 
     def read(self, turn: _Turn) -> Iterator[Message]:
         if turn.role == "assistant":
-            yield self._assistant(turn.blocks)
+            yield from self._assistant(turn.blocks)
             return
         results, said = [], []
-        for block, where in turn.blocks:
-            if turn.role == "user" and _kind(block, where) == "tool_result":
-                results.append(self._result(block, where))
-            else:
-                said.append((block, where))
+        for block in turn.blocks:
+            if turn.role == "user" and block.kind == "tool_result":
+                results.append(self._result(block.given, block.where))
+            elif not self._takes_tool(block):
+                said.append(block)
         # Results answer the calls before them, so nothing may come between.
         yield from results
         if said or not results:
-            content = _content(said, pictures=turn.role == "user")
+            content = self._content(said, user=turn.role == "user")
             yield (
                 {"role": "user", "content": content} if turn.role == "user" else {"role": "system", "content": content}
             )
 
-    def _assistant(self, blocks: Sequence[tuple[Any, str]]) -> Message:
-        texts: list[str] = []
-        thoughts: list[str] = []
-        calls: list[MessageCall] = []
-        for block, where in blocks:
-            kind = _kind(block, where)
-            if kind == "text":
-                texts.append(_text(block, where))
-            elif kind == "thinking":
-                thoughts.append(string_of(block, "thinking", where))
-            elif kind == "tool_use":
-                calls.append(self._call(block, where))
-            elif kind != "redacted_thinking":
-                raise _refused(kind, where, "text, thinking, redacted_thinking and tool_use")
-        # An answer's blocks of text are what it said between its calls, so they have no separator.
-        message: Message = {"role": "assistant", "content": "".join(texts)}
-        if thought := "\n".join(filter(None, thoughts)):
-            message["reasoning_content"] = thought
-        if calls:
-            message["tool_calls"] = calls
-        return message
+    def _takes_tool(self, block: _Block) -> bool:
+        """Returns whether a block changes the tools. One that takes a tool away is left out."""
+        if block.kind not in ("tool_addition", "tool_removal"):
+            return False
+        tool = block.given.get("tool")
+        if not isinstance(tool, dict):
+            raise wrong(f"{block.where}.tool", "must be an object with a type")
+        if block.kind == "tool_addition" and tool.get("type") == "tool_definition":
+            self.tools.append((tool.get("definition"), f"{block.where}.tool.definition"))
+        elif not (block.kind == "tool_addition" and tool.get("type") == "tool_reference"):
+            # A tool that is only named is in `tools`, and all of these are shown.
+            self.left_out.add(block.kind)
+        return True
 
-    def _call(self, block: dict[str, Any], where: str) -> MessageCall:
-        id, name = label_of(block, "id", where), label_of(block, "name", where)
-        given = block.get("input")
-        if not isinstance(given, dict):
-            raise wrong(f"{where}.input", "must be an object")
+    def _assistant(self, blocks: Sequence[_Block]) -> list[Message]:
+        """Returns an answer. Where servers' tools were called it is several messages, with their results between."""
+        answered = {block.given.get("tool_use_id") for block in blocks if block.kind in RESULTS}
+        messages: list[Message] = []
+        open_uses = set[str]()
+        spoken = _Spoken()
+        for block in blocks:
+            kind, given, where = block.kind, block.given, block.where
+            if kind == "text":
+                spoken.texts.append(_text(given, where))
+            elif kind == "thinking":
+                spoken.thoughts.append(string_of(given, "thinking", where))
+            elif kind == "tool_use" or (kind in USES and label_of(given, "id", where) in answered):
+                name = label_of(given, "name", where) if kind == "tool_use" else used_name(given, where)
+                spoken.calls.append(self._call(given, name, where))
+                open_uses.add(given["id"])
+            elif kind in _ELSEWHERE:
+                raise _refused(kind, where, "text, thinking, redacted_thinking and tool_use")
+            elif kind in RESULTS and given.get("tool_use_id") in open_uses:
+                if not spoken.empty:
+                    messages.append(spoken.message)
+                    spoken = _Spoken()
+                id = given["tool_use_id"]
+                said: Message = {"role": "tool", "content": result_text(given, where), "tool_call_id": id}
+                messages.append({**said, "name": self._names[id]})
+            elif kind == "compaction" and given.get("content") is not None:
+                summary: Message = {"role": "user", "content": _SUMMARY + string_of(given, "content", where)}
+                messages, spoken, self.compacted = [summary], _Spoken(), True
+            elif (words := words_of(given, where)) is not None:
+                spoken.texts.append(words)
+            elif kind != "redacted_thinking" and not self._takes_tool(block):
+                self.left_out.add(kind)
+        return [*messages, spoken.message] if not (messages and spoken.empty) else messages
+
+    def _call(self, block: dict[str, Any], name: str, where: str) -> MessageCall:
+        id = label_of(block, "id", where)
         self._names[id] = name
-        arguments = json.dumps(given, ensure_ascii=False)
+        arguments = arguments_text(block.get("input"), f"{where}.input")
         return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _result(self, block: dict[str, Any], where: str) -> Message:
@@ -160,13 +212,59 @@ class _Reader:
         if given is None or isinstance(given, str):
             content: str | list[Any] = given or ""
         elif isinstance(given, list):
-            inside = [(part, f"{where}.content[{index}]") for index, part in enumerate(given)]
-            content = _content(inside, pictures=True)
+            content = self._content([_Block(part, f"{where}.content[{index}]") for index, part in enumerate(given)])
         else:
             raise wrong(f"{where}.content", "must be a string or a list of blocks")
         message: Message = {"role": "tool", "content": _as_error(content) if failed else content, "tool_call_id": id}
         if id in self._names:
             message["name"] = self._names[id]
+        return message
+
+    def _content(self, blocks: Sequence[_Block], *, user: bool = True) -> str | list[Any]:
+        """Returns the text of text blocks, a line for each; with pictures, the parts. The system's have none."""
+        parts: list[Any] = []
+        for block in blocks:
+            kind, given, where = block.kind, block.given, block.where
+            if kind == "image" and user:
+                parts.append(_picture(given, where))
+                continue
+            text = _text(given, where) if kind == "text" else words_of(given, where)
+            if text is None:
+                if block.newest or not user:
+                    raise _refused(kind, where, "text, image, document and tool_result" if user else "text")
+                self.left_out.add(kind)
+                if kind not in _UNREAD:
+                    continue
+                text = cannot_be_read(given)
+            if parts and isinstance(parts[-1], str):
+                parts[-1] += f"\n{text}"
+            else:
+                parts.append(text)
+        if not any(isinstance(part, PictureSource) for part in parts):
+            return parts[0] if parts else ""
+        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
+
+@dataclass
+class _Spoken:
+    """What the assistant says in one message."""
+
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[MessageCall] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.texts or self.thoughts or self.calls)
+
+    @property
+    def message(self) -> Message:
+        # An answer's blocks of text are what it said between its calls, so they have no separator.
+        message: Message = {"role": "assistant", "content": "".join(self.texts)}
+        if thought := "\n".join(filter(None, self.thoughts)):
+            message["reasoning_content"] = thought
+        if self.calls:
+            message["tool_calls"] = self.calls
         return message
 
 
@@ -177,26 +275,6 @@ def _as_error(content: str | list[Any]) -> str | list[Any]:
     if content.lower().startswith(_ERROR_BEGINS):
         return content
     return f"Error: {content}" if content else "Error"
-
-
-def _content(blocks: Sequence[tuple[Any, str]], *, pictures: bool) -> str | list[Any]:
-    """Returns the text of text blocks, a line for each; with pictures, the parts."""
-    parts: list[Any] = []
-    for block, where in blocks:
-        kind = _kind(block, where)
-        if kind == "text":
-            text = _text(block, where)
-            if parts and isinstance(parts[-1], str):
-                parts[-1] += f"\n{text}"
-            else:
-                parts.append(text)
-        elif kind == "image" and pictures:
-            parts.append(_picture(block, where))
-        else:
-            raise _refused(kind, where, "text, image and tool_result" if pictures else "text")
-    if not any(isinstance(part, PictureSource) for part in parts):
-        return parts[0] if parts else ""
-    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
 def _picture(block: dict[str, Any], where: str) -> PictureSource:
@@ -230,8 +308,8 @@ def _text(block: Any, where: str) -> str:
 
 
 def _refused(kind: str, where: str, known: str) -> InvalidRequest:
-    if kind in _UNSUPPORTED:
-        return InvalidRequest(f"{where}: {_UNSUPPORTED[kind]} not supported", param=where)
+    if kind in _UNREAD:
+        return InvalidRequest(f"{where}: {_UNREAD[kind]}", param=where)
     return wrong(f"{where}.type", f"is {quoted(kind)}; possible here are {known}")
 
 
@@ -260,9 +338,13 @@ def read_tools(value: Any) -> ToolSet:
         return ToolSet()
     if not isinstance(value, list):
         raise wrong("tools", "must be a list")
-    found, left_out = ToolSet(), dict[str, None]()
-    for index, given in enumerate(value):
-        where = f"tools[{index}]"
+    return with_tools(ToolSet(), [(given, f"tools[{index}]") for index, given in enumerate(value)])
+
+
+def with_tools(tools: ToolSet, more: Sequence[tuple[Any, str]]) -> ToolSet:
+    """Returns tools and more of them, each with its place. Raises as `read_tools`."""
+    found, left_out = ToolSet([*tools.tools], [*tools.places]), dict.fromkeys(tools.left_out)
+    for given, where in more:
         if not isinstance(given, dict):
             raise wrong(where, "must be an object")
         kind = given.get("type")
@@ -294,5 +376,5 @@ def _tool(given: dict[str, Any], where: str) -> dict[str, Any]:
 
 _BLOCKS = {"type": "array", "items": {"type": "object"}}
 SystemText = Annotated[str, PlainValidator(read_system), WithJsonSchema({"anyOf": [{"type": "string"}, _BLOCKS]})]
-Messages = Annotated[list[Any], PlainValidator(read_messages), WithJsonSchema(_BLOCKS)]
+Messages = Annotated[MessageList, PlainValidator(read_messages), WithJsonSchema(_BLOCKS)]
 Tools = Annotated[ToolSet, PlainValidator(read_tools), WithJsonSchema(_BLOCKS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
@@ -18,6 +19,8 @@ from pydantic import (
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
 from ..text.json_slices import DEPTH_MAX, TooDeep, TooManyValues, check_values, parse
+from .history import called_with
+from .left_out import MessageList
 from .neighbours import Translated, translated
 from .options import invalid
 
@@ -96,7 +99,8 @@ class RequestBody(BaseModel):
     @property
     def left_out(self) -> list[str]:
         """The names of what the body has and no model is told of."""
-        return []
+        messages = getattr(self, "messages", None)
+        return messages.left_out.names if isinstance(messages, MessageList) else []
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -154,6 +158,22 @@ def label_of(given: Mapping[str, Any], name: str, where: str) -> str:
     if not 0 < len(value) <= LABEL_CHARACTERS_MAX:
         raise wrong(f"{where}.{name}", f"must have 1 to {LABEL_CHARACTERS_MAX} characters")
     return value
+
+
+def arguments_text(given: Any, where: str, *, free: bool = False) -> str:
+    """Returns the arguments of an earlier call as JSON. Some clients send them as an object, others as text.
+
+    Args:
+        free: whether text that is no JSON may stand, as models write it now and then.
+
+    Raises:
+        InvalidRequest: they are neither.
+    """
+    if isinstance(given, dict):
+        return json.dumps(given, ensure_ascii=False)
+    if isinstance(given, str) and (free or isinstance(called_with(given), dict)):
+        return given
+    raise wrong(where, "must be a string or an object" if free else "must be an object")
 
 
 def check_counts(messages: Sequence[Any], parts: int, limits: Endpoint, name: str = "messages") -> None:

@@ -4,7 +4,8 @@ header `x-satchel-left-out` of the answer, also of a streamed one and of an erro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from .neighbours import names_for_header
 
@@ -29,3 +30,30 @@ class LeftOut:
     def header(self) -> str:
         """The header's value; "" for no header."""
         return names_for_header(self.names)
+
+
+class MessageList(list[Any]):
+    """The messages of a body, with what came with them.
+
+    Attributes:
+        left_out: the types of what the messages are without.
+        tools: definitions of tools that stand among the messages, each with its place.
+    """
+
+    def __init__(
+        self, messages: Iterable[Any] = (), left_out: LeftOut | None = None, tools: Sequence[tuple[Any, str]] = ()
+    ) -> None:
+        super().__init__(messages)
+        self.left_out = left_out or LeftOut()
+        self.tools = list(tools)
+
+
+def newest_said(roles: Sequence[Any]) -> int:
+    """Returns the index of the user's message that is to be answered, -1 if there is none: of all others it is too late
+    to say that something in them is not understood."""
+    for index in reversed(range(len(roles))):
+        if roles[index] == "user":
+            return index
+        if roles[index] in ("assistant", "tool", "function"):
+            return -1
+    return -1
