@@ -1,7 +1,8 @@
 """OpenAI's wire format on the way in: messages and tools, also as clients of other servers write them.
 
-Errors name the place as a caller would write it, such as `messages[2].content[0].type`. Large inputs belong in a worker
-thread.
+Errors name the place as a caller would write it, such as `messages[2].content[0].type`. Parts that are not understood
+are left out of all messages but the newest of the user's, so that no conversation ends by them. Large inputs belong in
+a worker thread.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from ...cluster.errors import InvalidRequest, quoted
-from ..generation.bodies import wrong
-from ..generation.history import Message
+from ..generation.bodies import arguments_text, wrong
+from ..generation.documents import cannot_be_read, words_of
+from ..generation.left_out import LeftOut, MessageList, newest_said
 from ..generation.options import invalid_at, position
 from ..media.sources import PictureSource, VideoSource
 
@@ -32,7 +34,15 @@ _PICTURE_KEYS = {"image_url": ("image_url",), "input_image": ("image_url",), "im
 _VIDEO_KEYS = {"video_url": ("video_url",), "video": ("video", "url", "video_url")}
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT = ("text", "input_text", "output_text")
-_UNSUPPORTED = {"input_audio": "audio", "audio": "audio", "file": "files", "input_file": "files"}
+_UNSUPPORTED = {
+    "input_audio": "audio",
+    "audio": "audio",
+    "file": "files but those of text",
+    "input_file": "files but those of text",
+    "document": "documents but those of text",
+}
+_THOUGHTS = ("thinking", "reasoning", "reasoning_text", "reasoning_content", "redacted_thinking")
+_THOUGHT_FIELDS = ("thinking", "reasoning", "text", "content")
 _PICTURE_OPTIONS = ("detail", "min_pixels", "max_pixels")
 _VIDEO_OPTIONS = ("fps", "max_frames", "min_pixels", "max_pixels")
 # `cache_control` is a hint for other servers and changes no answer; text parts may have it too.
@@ -47,7 +57,7 @@ Label = Annotated[str, Field(max_length=1024)]
 
 class CalledFunction(TypedDict):
     name: str
-    arguments: NotRequired[str | None]
+    arguments: NotRequired[Any]
 
 
 class CallBody(TypedDict):
@@ -110,7 +120,7 @@ class ToolBody(TypedDict):
 _MESSAGES: TypeAdapter[list[Any]] = TypeAdapter(list[MessageBody], config=_STRICT)
 
 
-def read_messages(messages: Any) -> list[Message]:
+def read_messages(messages: Any) -> MessageList:
     """Checks and converts messages in OpenAI's form.
 
     Raises:
@@ -124,7 +134,12 @@ def read_messages(messages: Any) -> list[Message]:
         bodies = _MESSAGES.validate_python(list(messages))
     except ValidationError as error:
         raise _refused(error) from None
-    return [_message(_in_newer_form(body, index), index) for index, body in enumerate(bodies)]
+    newest, left_out = newest_said([body["role"] for body in bodies]), LeftOut()
+    said = [
+        _message(_in_newer_form(body, index), index, None if index == newest else left_out)
+        for index, body in enumerate(bodies)
+    ]
+    return MessageList(said, left_out)
 
 
 def _refused(error: ValidationError) -> InvalidRequest:
@@ -142,7 +157,7 @@ def _refused(error: ValidationError) -> InvalidRequest:
 
 
 _OBJECTS = WithJsonSchema({"type": "array", "items": {"type": "object"}})
-Messages = Annotated[list[Any], PlainValidator(read_messages), _OBJECTS]
+Messages = Annotated[MessageList, PlainValidator(read_messages), _OBJECTS]
 Tools = Annotated[list[ToolBody], _OBJECTS]
 Functions = Annotated[list[ToolFunction], _OBJECTS]
 
@@ -167,53 +182,103 @@ def _in_newer_form(body: dict[str, Any], index: int) -> dict[str, Any]:
             if body.get("tool_calls"):
                 where = f"messages[{index}].function_call"
                 raise InvalidRequest(f"{where}: the message has tool_calls already", param=where)
-            body["tool_calls"] = [{"id": f"function-{index}", "type": "function", "function": called}]
+            function = _called(called, f"messages[{index}].function_call")
+            body["tool_calls"] = [{"id": f"function-{index}", "type": "function", "function": function}]
         # A turn may be empty: of a model that ended at once, or of which only the reasoning was cut off.
         body.setdefault("content", "")
     return body
 
 
-def _message(body: dict[str, Any], index: int) -> Any:
+def _message(body: dict[str, Any], index: int, left_out: LeftOut | None) -> Any:
+    """Reads a message. Without `left_out` everything in it must be understood."""
     if calls := body.get("tool_calls"):
-        for call in calls:
+        for place, call in enumerate(calls):
             call["type"] = "function"
-            call["function"]["arguments"] = call["function"].get("arguments") or ""
+            call["function"] = _called(call["function"], f"messages[{index}].tool_calls[{place}].function")
             if call.get("id", "") is None:
                 del call["id"]
     elif calls is not None:
         del body["tool_calls"]
     if not isinstance(content := body["content"], str):
-        body["content"] = _content(content, f"messages[{index}].content")
+        # Nobody can say of the system's words that they are history.
+        lenient = None if body["role"] == "system" else left_out
+        read = _Content(content, f"messages[{index}].content", lenient, thinks=body["role"] == "assistant")
+        body["content"] = read.content
+        if read.thoughts:
+            body.setdefault("reasoning_content", "\n".join(read.thoughts))
     return body
 
 
-def _content(parts: list[Any], where: str) -> str | list[Any]:
-    """Returns the text of text parts, joined without a separator; with media, the parts."""
-    content: list[Any] = []
-    for index, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in _TEXT and isinstance(text := part.get("text"), str):
-            content.append(text)
-        elif kind == "refusal" and isinstance(refusal := part.get("refusal"), str):
-            content.append(refusal)
-        else:
-            content.append(_media(part, f"{where}[{index}]"))
-    if not any(isinstance(part, PictureSource | VideoSource) for part in content):
-        return "".join(content)
-    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+def _called(function: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns a called function with its arguments as text."""
+    given = function.get("arguments")
+    return {**function, "arguments": "" if given is None else arguments_text(given, f"{where}.arguments", free=True)}
 
 
-def _media(part: Any, where: str) -> PictureSource | VideoSource:
-    if not isinstance(part, dict):
-        raise wrong(where, "must be an object with a type")
-    if (source := media_part(part, where)) is not None:
-        return source
-    kind = part.get("type")
-    if kind in _TEXT:
-        raise wrong(f"{where}.text", "must be a string")
-    if isinstance(kind, str) and kind in _UNSUPPORTED:
-        raise InvalidRequest(f"{where}: this model takes no {_UNSUPPORTED[kind]}", param=where)
-    raise wrong(f"{where}.type", f"is {quoted(kind)}; known is 'text'")
+class _Content:
+    """The content of parts.
+
+    Args:
+        left_out: gets the types of those that are not understood; None refuses them.
+        thinks: whether parts may be thoughts.
+
+    Attributes:
+        content: the text of text parts, joined without a separator; with media, the parts.
+        thoughts: texts.
+    """
+
+    def __init__(self, parts: list[Any], where: str, left_out: LeftOut | None, *, thinks: bool) -> None:
+        self.thoughts: list[str] = []
+        self._left_out = left_out
+        content: list[Any] = []
+        for index, part in enumerate(parts):
+            kind, place = part.get("type") if isinstance(part, dict) else None, f"{where}[{index}]"
+            if kind in _TEXT and isinstance(text := part.get("text"), str):
+                content.append(text)
+            elif kind == "refusal" and isinstance(refusal := part.get("refusal"), str):
+                content.append(refusal)
+            elif thinks and kind in _THOUGHTS:
+                self.thoughts += _thought(part, place)
+            elif (read := self._read(part, place)) is not None:
+                content.append(read)
+        self.content: str | list[Any] = "".join(map(str, content))
+        if any(isinstance(part, PictureSource | VideoSource) for part in content):
+            self.content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+
+    def _read(self, part: Any, where: str) -> PictureSource | VideoSource | str | None:
+        """Returns a medium, or what a part says in words; None for what is left out."""
+        if not isinstance(part, dict):
+            raise wrong(where, "must be an object with a type")
+        if (read := media_part(part, where) or words_of(part, where)) is not None:
+            return read
+        kind = part.get("type")
+        if kind in _TEXT:
+            raise wrong(f"{where}.text", "must be a string")
+        if not isinstance(kind, str) or self._left_out is None:
+            if isinstance(kind, str) and kind in _UNSUPPORTED:
+                raise InvalidRequest(f"{where}: this model takes no {_UNSUPPORTED[kind]}", param=where)
+            raise wrong(f"{where}.type", f"is {quoted(kind)}; known is 'text'")
+        self._left_out.add(kind)
+        return cannot_be_read(part) if kind in _UNSUPPORTED else None
+
+
+def _thought(part: dict[str, Any], where: str) -> list[str]:
+    """Returns what a part of an answer says that the model thought. Mistral's clients have it in parts of text."""
+    name = next((name for name in (part["type"], *_THOUGHT_FIELDS) if part.get(name) is not None), None)
+    if name is None:
+        # Encrypted or empty.
+        return []
+    said, place = part[name], f"{where}.{name}"
+    if isinstance(said, str):
+        return [said] if said else []
+    if not isinstance(said, list):
+        raise wrong(place, "must be a string or a list of text parts")
+    texts: list[str] = []
+    for index, piece in enumerate(said):
+        if not isinstance(piece, dict) or not isinstance(text := piece.get("text"), str):
+            raise wrong(f"{place}[{index}]", "must be a part with a text")
+        texts.append(text)
+    return ["".join(texts)]
 
 
 Whole = Annotated[int, Field(ge=1, le=10**9)]

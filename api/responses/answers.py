@@ -20,7 +20,7 @@ _DIGITS_BYTES = 24
 
 
 def new_id(kind: str) -> str:
-    """Returns an id for an item of a `kind`: `msg`, `rs`, `fc`, `ctc`."""
+    """Returns an id for an item of a `kind`: `msg`, `rs`, `fc`, `ctc`, `tsc`."""
     return f"{kind}_{secrets.token_hex(_DIGITS_BYTES)}"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from itertools import islice
 from typing import Any
 
@@ -88,6 +88,7 @@ class BackgroundResponse:
         items: of its input, as in `KeptResponse`.
         messages: all that was said before it; None if it is appended to a transcript.
         agent: as in `KeptResponse`.
+        tools: as in `KeptResponse`.
 
     Attributes:
         answer: as one message, once it is complete.
@@ -100,8 +101,10 @@ class BackgroundResponse:
         messages: list[Message] | None,
         agent: str,
         log: EventLog,
+        tools: Sequence[tuple[Any, str]] = (),
     ) -> None:
         self.events = events
+        self._tools = tools
         self.log = log
         self.answer: Message | None = None
         self._items = items
@@ -124,7 +127,7 @@ class BackgroundResponse:
     def kept(self) -> KeptResponse:
         """It as far as it has come."""
         whole = None if self._messages is None or self.answer is None else [*self._messages, self.answer]
-        return KeptResponse(self.events.now, self._items, whole, self._agent, self.log)
+        return KeptResponse(self.events.now, self._items, whole, self._agent, self.log, self._tools)
 
     async def cancel(self) -> None:
         """Ends it, and waits at most 10 s for that."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
@@ -25,7 +25,7 @@ from ..generation.options import MaxTokens, Options, TopLogprobs
 from ..generation.requests import ChatRequest, ToolUse
 from ..generation.tool_results import in_call_order
 from .items import Input, InputItems, messages_of
-from .tools import OfferedTools, Tools, read_choice
+from .tools import OfferedTools, Tools, read_choice, with_tools
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -97,6 +97,9 @@ class AskedBody(ChatFieldsBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    _earlier_tools: list[tuple[Any, str]] = PrivateAttr(default_factory=list)
+    _offered: OfferedTools | None = PrivateAttr(default=None)
+
     @classmethod
     def adapt(cls, read: Translated) -> None:
         if (where := mark_of_last(read.fields.get("input"), "input")) is not None:
@@ -135,13 +138,33 @@ class AskedBody(ChatFieldsBody):
         Raises:
             InvalidRequest: as `read_choice`.
         """
-        return read_choice(self.tool_choice, self.tools, parallel=self.parallel_tool_calls)
+        return read_choice(self.tool_choice, self.offered, parallel=self.parallel_tool_calls)
+
+    @property
+    def offered(self) -> OfferedTools:
+        """The tools, also those among the items of the input and of the responses before it.
+
+        Raises:
+            InvalidRequest: as `with_tools`.
+        """
+        if self._offered is None:
+            self._offered = with_tools(self.tools, self.item_tools)
+        return self._offered
+
+    @property
+    def item_tools(self) -> list[tuple[Any, str]]:
+        """The lists of tools among the items of the input and of the responses before it, each with its place."""
+        return [*self._earlier_tools, *self.input.tools]
+
+    def go_on_with(self, item_tools: Sequence[tuple[Any, str]]) -> None:
+        """Takes over the lists of tools among the items of the responses before."""
+        self._earlier_tools, self._offered = list(item_tools), None
 
     @property
     def left_out(self) -> list[str]:
-        """What the model is not told of, because OpenAI's servers would run it or did: tools and items by their
-        types."""
-        return list(dict.fromkeys([*self.tools.left_out, *self.input.left_out]))
+        """What the model is not told of, because OpenAI's servers would run it or did, or nobody here knows it: tools,
+        items and parts by their types."""
+        return [*self.offered.left_out, *self.input.left_out]
 
     def messages(self, earlier: Sequence[Message], look_up: Callable[[str], dict[str, Any] | None]) -> list[Message]:
         """Returns the messages of the input, after `earlier` ones.
@@ -180,8 +203,8 @@ class AskedBody(ChatFieldsBody):
         return ChatRequest(
             messages=list(messages) if agent_continue else [*opening, *messages],
             opening=opening if agent_continue else [],
-            tools=self.tools.tools,
-            tool_places=self.tools.places,
+            tools=self.offered.tools,
+            tool_places=self.offered.places,
             tool_use=self.tool_use,
             form=self.form,
             template_kwargs=self.thinking_said.kwargs,

@@ -131,6 +131,8 @@ class KeptResponse:
             and only that has the rest.
         agent: whose memory it is in, "" for nobody's.
         log: its events, if it was made in the background.
+        tools: lists of tools among the items of its chain, each with its place. A response that goes on with it may
+            call them.
     """
 
     shown: dict[str, Any]
@@ -138,12 +140,14 @@ class KeptResponse:
     messages: list[Message] | None
     agent: str
     log: EventLog | None = None
+    tools: Sequence[tuple[Any, str]] = ()
 
     @property
     def nbytes(self) -> int:
         """About how much it holds. Responses of a chain share messages, which count for each of them."""
         said = sum(_MESSAGE_BYTES + _size(message["content"]) for message in self.messages or ())
-        return _weight(self.shown) + _weight(self.items) + said + (0 if self.log is None else self.log.nbytes)
+        tools = sum(_weight(given) for given, _ in self.tools)
+        return _weight(self.shown) + _weight(self.items) + said + tools + (0 if self.log is None else self.log.nbytes)
 
 
 def _size(content: str | list[Any]) -> int:

@@ -48,6 +48,11 @@ class ConversationBody(RequestBody):
             contents = [item.get("content") for item in items if isinstance(item, dict)]
             check_counts(items, sum(len(each) for each in contents if isinstance(each, list)), limits, "items")
 
+    @property
+    def left_out(self) -> list[str]:
+        """As in other bodies. A transcript has no tools: a request that goes on with it brings its own."""
+        return [*self.items.left_out, *(["additional_tools"] if self.items.tools else [])]
+
 
 def conversation_agent(id: str) -> str:
     """Returns the agent whose transcript a conversation is."""

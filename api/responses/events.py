@@ -27,7 +27,7 @@ from .answers import (
     thought_part,
 )
 from .bodies import ResponseBody
-from .tools import INPUT, OfferedTools
+from .tools import INPUT, TOOL_SEARCH, OfferedTools
 
 _LOST = (
     "the answer is not here: the endpoint was started anew before it was complete, or kept it nowhere but in its memory"
@@ -102,12 +102,14 @@ class ResponseEvents:
         named = {"call_id": call.id, "name": tool.name, **({"namespace": tool.namespace} if tool.namespace else {})}
         if tool.kind == "custom":
             return self._add("custom_tool_call", "ctc", **named, input="")
+        if tool.kind == TOOL_SEARCH:
+            return self._add("tool_search_call", "tsc", call_id=call.id, execution="client", arguments={})
         return self._add("function_call", "fc", **named, arguments="")
 
     def call_arguments(self, index: int, more: CallArguments) -> bytes:
         assert self._item is not None
-        if self._item.kind == "custom_tool_call":
-            # Its text is inside of JSON that is not whole yet.
+        if self._item.kind in ("custom_tool_call", "tool_search_call"):
+            # What they are told is inside of JSON that is not whole yet.
             self._item.texts.append(more.text)
             return b""
         return self._delta("response.function_call_arguments.delta", more.text)
@@ -182,6 +184,9 @@ class ResponseEvents:
             fields["arguments"] = text
             fields["status"] = status if _is_json(text) else INCOMPLETE
             sent = self._grown("response.function_call_arguments.done", arguments=text, name=item.body["name"])
+        elif item.kind == "tool_search_call":
+            arguments = _object(text)
+            fields |= {"arguments": arguments or {}, "status": INCOMPLETE if arguments is None else status}
         else:
             fields["input"] = given = _free_text(text)
             sent = self._delta("response.custom_tool_call_input.delta", given) if given else b""
@@ -271,12 +276,17 @@ def _is_json(text: str) -> bool:
     return True
 
 
+def _object(text: str) -> dict[str, Any] | None:
+    """Returns the JSON object in a text, None if it is none."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return given if isinstance(given, dict) else None
+
+
 def _free_text(arguments: str) -> str:
     """Returns the input in the arguments of a function that stands for a tool with free text; the arguments themselves
     if the model wrote them otherwise, or a limit has cut them off."""
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    text = given.get(INPUT) if isinstance(given, dict) else None
+    text = (_object(arguments) or {}).get(INPUT)
     return text if isinstance(text, str) else arguments

@@ -7,76 +7,42 @@ Ids and states of items change nothing. Errors name the place as a caller would 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
 
 from ...cluster.errors import InvalidRequest, quoted
 from ..generation.bodies import label_of, string_of, wrong
-from ..generation.history import Message, MessageCall
-from ..media.sources import PictureSource
+from ..generation.history import Message
+from ..generation.left_out import LeftOut, newest_said
+from .content import read_content, read_text
 from .thoughts import opened
-from .tools import INPUT, flat_name
+from .tool_items import Parts, SpokenPart, read_tool_item
 
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-_UNSUPPORTED = {"input_file": "files are", "input_audio": "audio is", "computer_screenshot": "screenshots are"}
-# What OpenAI's servers ran or wrote for themselves. Clients send it back with the rest; a model here cannot use it.
-_THEIRS = (
-    "web_search_call",
-    "file_search_call",
-    "computer_call",
-    "computer_call_output",
-    "image_generation_call",
-    "code_interpreter_call",
-    "local_shell_call",
-    "local_shell_call_output",
-    "shell_call",
-    "shell_call_output",
-    "apply_patch_call",
-    "apply_patch_call_output",
-    "mcp_list_tools",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "mcp_call",
-    "tool_search_call",
-    "tool_search_output",
-    "compaction",
-    "compaction_summary",
-    "compaction_trigger",
-    "context_compaction",
-    "ghost_snapshot",
-    "additional_tools",
-)
-_KNOWN = "message, reasoning, function_call, function_call_output, custom_tool_call, custom_tool_call_output"
-
-
-@dataclass(frozen=True)
-class SpokenPart:
-    """A part of an answer, or the id of an item that is kept here; `where` is its place."""
-
-    kind: Literal["text", "thought", "call", "reference"]
-    where: str
-    text: str = ""
-    call: MessageCall | None = None
+_TOOLS = ("additional_tools", "tool_search_output")
+"""Items with tools that the model may call from then on."""
+_ASIDE = ("additional_tools", "item_reference", "configuration_update", "compaction_trigger", "ghost_snapshot")
+"""Items that are no part of what is said, so that the user's message before one is still the newest."""
 
 
 @dataclass(frozen=True)
 class InputItems:
     """The input of a request: as it was `given`, a list in any case; its `parts`, whole messages and parts of answers;
-    and the types of what is `left_out`, each once."""
+    the types of what is `left_out`, each once; and lists of `tools` among the items, each with its place."""
 
     given: list[dict[str, Any]] = field(default_factory=list)
     # `Message | SpokenPart`, of which pydantic need not know.
     parts: list[Any] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    tools: list[tuple[Any, str]] = field(default_factory=list)
 
 
 def read_input(value: Any, name: str = "input") -> InputItems:
-    """Checks and converts the input, a string or a list of items. `name` is the field that has it.
+    """Checks and converts the input, a string or a list of items. `name` is the field that has it. Items of unknown
+    types are left out, and so are unknown parts of all but the user's newest message.
 
     Raises:
         InvalidRequest: an item is malformed or has what is not supported; `param` is the place.
@@ -88,22 +54,43 @@ def read_input(value: Any, name: str = "input") -> InputItems:
         return InputItems([{"type": "message", "role": "user", "content": value}], [said])
     if not isinstance(value, list):
         raise wrong(name, "must be a string or a list of items")
-    parts: list[Message | SpokenPart] = []
-    left_out: dict[str, None] = {}
-    for index, item in enumerate(value):
+    kinds = [_kind(item, f"{name}[{index}]") for index, item in enumerate(value)]
+    newest = _newest(value, kinds)
+    parts, left_out, tools = Parts(), LeftOut(), list[tuple[Any, str]]()
+    for index, (item, kind) in enumerate(zip(value, kinds, strict=True)):
         where = f"{name}[{index}]"
-        if not isinstance(item, dict):
-            raise wrong(where, "must be an object with a type")
-        kind = item.get("type", "message" if "role" in item else None)
-        if kind is None and isinstance(item.get("id"), str):
-            kind = "item_reference"
-        if kind in _THEIRS:
-            left_out[kind] = None
-        elif (read := _READERS.get(kind) if isinstance(kind, str) else None) is not None:
-            parts += read(item, where)
-        else:
-            raise wrong(f"{where}.type", f"is {quoted(kind)}; known are {_KNOWN}")
-    return InputItems(value, parts, list(left_out))
+        if kind in _TOOLS:
+            tools.append((item.get("tools"), f"{where}.tools"))
+        if kind == "message":
+            parts += _message(item, where, None if index == newest else left_out)
+        elif (reader := _READERS.get(kind)) is not None:
+            parts += reader(item, where, left_out)
+        elif (read := read_tool_item({**item, "type": kind}, where, left_out)) is not None:
+            parts += read
+        elif kind != "additional_tools":
+            left_out.add(kind)
+    return InputItems(value, parts, left_out.names, tools)
+
+
+def _kind(item: Any, where: str) -> str:
+    """Returns the type of an item; messages and references may have none."""
+    if not isinstance(item, dict):
+        raise wrong(where, "must be an object with a type")
+    kind = item.get("type")
+    if kind is None:
+        kind = "message" if "role" in item else "item_reference" if isinstance(item.get("id"), str) else None
+    if not isinstance(kind, str) or not kind:
+        raise wrong(f"{where}.type", f"is {quoted(kind)}, and must be the name of a type")
+    return kind
+
+
+def _newest(items: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> int:
+    """Returns the index of the user's message that is to be answered, -1 if there is none."""
+    roles = [
+        item.get("role") if kind == "message" else None if kind in _ASIDE else "assistant"
+        for item, kind in zip(items, kinds, strict=True)
+    ]
+    return newest_said(roles)
 
 
 def messages_of(
@@ -170,112 +157,63 @@ class _Writer:
         self._last = part.kind
 
 
-def _message(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
+def _message(item: Mapping[str, Any], where: str, left_out: LeftOut | None) -> Parts:
+    """Reads a message. Without `left_out` everything in it must be understood."""
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise wrong(f"{where}.role", f"is {quoted(role)}; known are {', '.join(_ROLES)}")
-    place = f"{where}.content"
+    given, place = item.get("content"), f"{where}.content"
     if role == "assistant":
-        text = _content("" if item.get("content") is None else item["content"], place, pictures=False, joint="")
-        assert isinstance(text, str)
-        return [SpokenPart("text", where, text)]
-    content = _content(item.get("content"), place, pictures=role == "user")
-    return [{"role": "user", "content": content} if role == "user" else {"role": "system", "content": content}]
+        return [SpokenPart("text", where, read_text("" if given is None else given, place, left_out, joint=""))]
+    if role == "user":
+        return [{"role": "user", "content": read_content(given, place, left_out, pictures=True)}]
+    # Nobody can say of the system's words that they are history.
+    return [{"role": "system", "content": read_text(given, place, None)}]
 
 
-def _content(value: Any, where: str, *, pictures: bool, joint: str = "\n") -> str | list[Any]:
-    """Returns the text of parts of text, or with pictures the parts."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise wrong(where, "must be a string or a list of parts")
-    parts: list[Any] = []
-    for index, part in enumerate(value):
-        place = f"{where}[{index}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(part, dict) or not isinstance(kind, str):
-            raise wrong(place, "must be an object with a type")
-        if kind in _TEXTS or kind == "refusal":
-            text = string_of(part, "refusal" if kind == "refusal" else "text", place)
-            if parts and isinstance(parts[-1], str):
-                parts[-1] += f"{joint}{text}"
-            else:
-                parts.append(text)
-        elif kind == "input_image" and pictures:
-            parts.append(_picture(part, place))
-        elif kind in _UNSUPPORTED:
-            raise InvalidRequest(f"{place}: {_UNSUPPORTED[kind]} not supported", param=place)
-        else:
-            known = (
-                "input_text, output_text, refusal and input_image" if pictures else "input_text, output_text, refusal"
-            )
-            raise wrong(f"{place}.type", f"is {quoted(kind)}; possible here are {known}")
-    if not any(isinstance(part, PictureSource) for part in parts):
-        return parts[0] if parts else ""
-    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+def _agent_message(item: Mapping[str, Any], where: str, left_out: LeftOut) -> Parts:
+    """What one of Codex's agents says to another one. To the model that reads it, it is said from outside."""
+    given = item.get("content")
+    text = read_text("" if given is None else given, f"{where}.content", left_out)
+    names = [_optional(item, name, where) for name in ("author", "recipient")]
+    if not text:
+        left_out.add("agent_message")
+        return []
+    head = "".join(f" {word} {name}" for word, name in zip(("from", "to"), names, strict=True) if name)
+    return [{"role": "user", "content": f"Message{head}:\n{text}" if head else text}]
 
 
-def _picture(part: dict[str, Any], where: str) -> PictureSource:
-    if part.get("file_id") is not None:
-        raise InvalidRequest(f"{where}.file_id: files are not supported", param=f"{where}.file_id")
-    given, place = part.get("image_url"), f"{where}.image_url"
-    # As in chat completions, which some clients mean.
-    url = given.get("url") if isinstance(given, dict) else given
-    if not isinstance(url, str) or not url:
-        raise wrong(place, "must be a URL")
-    return PictureSource(where, url, url_where=place)
+def _agent_reasoning(item: Mapping[str, Any], where: str, left_out: LeftOut) -> Parts:
+    text = _optional(item, "text", where)
+    return [SpokenPart("thought", where, text)] if text else []
 
 
-def _reasoning(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
+def _optional(item: Mapping[str, Any], name: str, where: str) -> str:
+    return "" if item.get(name) is None else string_of(item, name, where)
+
+
+def _reasoning(item: Mapping[str, Any], where: str, left_out: LeftOut) -> Parts:
     """What the model thought, if it is told; encrypted by others it is left out."""
     sealed, text = item.get("encrypted_content"), ""
     if not isinstance(sealed, str | None):
         raise wrong(f"{where}.encrypted_content", "must be a string")
     if item.get("content") is not None:
-        content = _content(item["content"], f"{where}.content", pictures=False)
-        assert isinstance(content, str)
-        text = content
+        text = read_text(item["content"], f"{where}.content", left_out)
     if item.get("summary") is not None:
         # Checked, and not used: a summary is not what the model wrote.
-        _content(item["summary"], f"{where}.summary", pictures=False)
+        read_text(item["summary"], f"{where}.summary", left_out)
     text = text or (opened(sealed) if sealed else "")
     return [SpokenPart("thought", where, text)] if text else []
 
 
-def _function_call(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
-    return [_call(item, where, string_of(item, "arguments", where))]
-
-
-def _custom_call(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
-    given = string_of(item, "input", where)
-    return [_call(item, where, json.dumps({INPUT: given}, ensure_ascii=False))]
-
-
-def _call(item: dict[str, Any], where: str, arguments: str) -> SpokenPart:
-    id, name, namespace = label_of(item, "call_id", where), label_of(item, "name", where), item.get("namespace")
-    if not isinstance(namespace, str | None):
-        raise wrong(f"{where}.namespace", "must be a string")
-    function = {"name": flat_name(namespace or "", name), "arguments": arguments}
-    return SpokenPart("call", where, call={"id": id, "type": "function", "function": function})
-
-
-def _output(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
-    id, given = label_of(item, "call_id", where), item.get("output", {})
-    content = _content("" if given is None else given, f"{where}.output", pictures=True)
-    return [{"role": "tool", "content": content, "tool_call_id": id}]
-
-
-def _reference(item: dict[str, Any], where: str) -> list[Message | SpokenPart]:
+def _reference(item: Mapping[str, Any], where: str, left_out: LeftOut) -> Parts:
     return [SpokenPart("reference", where, label_of(item, "id", where))]
 
 
-_READERS: Mapping[str, Callable[[dict[str, Any], str], list[Message | SpokenPart]]] = {
-    "message": _message,
+_READERS: Mapping[str, Callable[[Mapping[str, Any], str, LeftOut], Parts]] = {
+    "agent_message": _agent_message,
+    "agent_reasoning": _agent_reasoning,
     "reasoning": _reasoning,
-    "function_call": _function_call,
-    "function_call_output": _output,
-    "custom_tool_call": _custom_call,
-    "custom_tool_call_output": _output,
     "item_reference": _reference,
 }
 

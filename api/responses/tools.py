@@ -6,8 +6,8 @@ a name that has both. What the client is told has its own form and names again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator, WithJsonSchema
@@ -20,6 +20,13 @@ from ..openai.tool_choice import read_tool_choice
 INPUT = "input"
 """The one argument of a function that stands for a tool with free text."""
 
+TOOL_SEARCH = "tool_search"
+"""The function that stands for the client's search for further tools."""
+
+_DEFAULT_NAMESPACE = "functions"
+"""Tools are in this one if nobody says another, so their names stand alone."""
+
+_CHOSEN = ("function", "custom", TOOL_SEARCH)
 _NAME_CHARACTERS_MAX = 128
 _TOOLS_MAX = 1024
 _JOINT = "__"
@@ -29,7 +36,7 @@ _JOINT = "__"
 class OfferedTool:
     """How the client knows a tool."""
 
-    kind: Literal["function", "custom"]
+    kind: Literal["function", "custom", "tool_search"]
     name: str
     namespace: str = ""
 
@@ -59,7 +66,7 @@ class OfferedTools:
 
 def flat_name(namespace: str, name: str) -> str:
     """Returns the name under which the model is shown a tool of a namespace, "" for none."""
-    if not namespace:
+    if namespace in ("", _DEFAULT_NAMESPACE):
         return name
     return f"{namespace}{name}" if namespace.endswith(_JOINT) else f"{namespace}{_JOINT}{name}"
 
@@ -77,14 +84,47 @@ def read_tools(value: Any) -> OfferedTools:
     reader = _Reader(OfferedTools(given=value))
     for index, given in enumerate(value):
         reader.read(given, f"tools[{index}]")
-    reader.offered.left_out.extend(reader.left_out)
-    return reader.offered
+    return reader.all
+
+
+def with_tools(tools: OfferedTools, more: Sequence[tuple[Any, str]]) -> OfferedTools:
+    """Returns tools and lists of more, each with its place. Of two with the same name the later one counts: clients
+    send them again as they change.
+
+    Raises:
+        InvalidRequest: one is malformed; `param` is the place.
+    """
+    if not more:
+        return tools
+    reader = _Reader(
+        OfferedTools(tools.given, [*tools.tools], [*tools.places], {**tools.known}, [*tools.left_out]), replaces=True
+    )
+    for given, where in more:
+        if not isinstance(given, list):
+            raise wrong(where, "must be a list")
+        for index, tool in enumerate(given):
+            reader.read(tool, f"{where}[{index}]")
+    return reader.all
+
+
+def names_in(value: Any, where: str) -> list[str]:
+    """Returns the names under which the model is shown a list of tools. Raises as `with_tools`."""
+    return [tool["function"]["name"] for tool in with_tools(OfferedTools(), [(value, where)]).tools]
 
 
 class _Reader:
-    def __init__(self, offered: OfferedTools) -> None:
-        self.offered = offered
-        self.left_out: dict[str, None] = {}
+    """Reads tools one by one. One that `replaces` takes the place of an earlier one of its name."""
+
+    def __init__(self, offered: OfferedTools, *, replaces: bool = False) -> None:
+        self._offered = offered
+        self._replaces = replaces
+        self._at = {tool["function"]["name"]: at for at, tool in enumerate(offered.tools)}
+        self._left_out = dict.fromkeys(offered.left_out)
+
+    @property
+    def all(self) -> OfferedTools:
+        """All tools that were read."""
+        return replace(self._offered, left_out=list(self._left_out))
 
     def read(self, given: Any, where: str, namespace: str = "") -> None:
         if not isinstance(given, Mapping):
@@ -100,22 +140,34 @@ class _Reader:
                 self.read(tool, f"{where}.tools[{index}]", name)
         elif kind in ("function", "custom"):
             self._take(kind, given, where, namespace)
+        elif kind == TOOL_SEARCH and given.get("execution") == "client":
+            self._take(TOOL_SEARCH, {"name": TOOL_SEARCH, **given}, where, "")
         else:
-            self.left_out[kind] = None
+            self._left_out[kind] = None
 
-    def _take(self, kind: Literal["function", "custom"], given: Mapping[str, Any], where: str, namespace: str) -> None:
+    def _take(
+        self, kind: Literal["function", "custom", "tool_search"], given: Mapping[str, Any], where: str, namespace: str
+    ) -> None:
         name = _name(given, where)
-        shown, known = flat_name(namespace, name), self.offered.known
+        shown, offered = flat_name(namespace, name), self._offered
         if len(shown) > _NAME_CHARACTERS_MAX:
             raise wrong(f"{where}.name", f"with its namespace has more than {_NAME_CHARACTERS_MAX} characters")
-        if (other := known.get(shown)) is not None and (namespace or other.namespace):
+        other = offered.known.get(shown)
+        offered.known[shown] = OfferedTool(kind, name, namespace)
+        function = _free_text(given, where) if kind == "custom" else _function(given, where)
+        tool = {"type": "function", "function": {"name": shown, **function}}
+        place = f"{where}.format" if kind == "custom" else f"{where}.parameters"
+        if other is not None and self._replaces:
+            at = self._at[shown]
+            offered.tools[at], offered.places[at] = tool, place
+            return
+        if other is not None and (namespace or other.namespace):
             raise wrong(f"{where}.name", f"is {quoted(name)}, and with its namespace the name of another tool")
-        if len(self.offered.tools) >= _TOOLS_MAX:
+        if len(offered.tools) >= _TOOLS_MAX:
             raise wrong("tools", f"are too many; at most {_TOOLS_MAX} go into one request")
-        known[shown] = OfferedTool(kind, name, namespace)
-        function = _function(given, where) if kind == "function" else _free_text(given, where)
-        self.offered.tools.append({"type": "function", "function": {"name": shown, **function}})
-        self.offered.places.append(f"{where}.parameters" if kind == "function" else f"{where}.format")
+        self._at[shown] = len(offered.tools)
+        offered.tools.append(tool)
+        offered.places.append(place)
 
 
 def _function(given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -189,7 +241,7 @@ def read_choice(choice: Any, tools: OfferedTools, *, parallel: bool | None) -> T
 def _functions(choice: Mapping[str, Any]) -> Mapping[str, Any] | str:
     """Returns a choice with every tool named as a function; of allowed tools those that are run here."""
     kind = choice.get("type")
-    if kind in ("function", "custom"):
+    if kind in _CHOSEN:
         return {"type": "function", "name": _chosen_name(choice)}
     if kind != "allowed_tools":
         known = "'auto', 'none', 'required', a function, a custom tool, or allowed_tools"
@@ -200,7 +252,7 @@ def _functions(choice: Mapping[str, Any]) -> Mapping[str, Any] | str:
     tools = given.get("tools") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(tools, list) or not tools:
         return choice
-    ours = [tool for tool in tools if isinstance(tool, Mapping) and tool.get("type") in ("function", "custom")]
+    ours = [tool for tool in tools if isinstance(tool, Mapping) and tool.get("type") in _CHOSEN]
     if not ours and all(isinstance(tool, Mapping) and isinstance(tool.get("type"), str) for tool in tools):
         # What is allowed is left out, so nothing is left to call.
         return "none"
@@ -210,6 +262,8 @@ def _functions(choice: Mapping[str, Any]) -> Mapping[str, Any] | str:
 
 def _chosen_name(tool: Mapping[str, Any]) -> Any:
     name, namespace = tool.get("name"), tool.get("namespace")
+    if tool.get("type") == TOOL_SEARCH:
+        return TOOL_SEARCH
     if isinstance(name, str) and isinstance(namespace, str):
         return flat_name(namespace, name)
     return name

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -62,11 +62,13 @@ _SYNCHRONOUS = "a response that is not in the background cannot be cancelled; cl
 
 @dataclass(frozen=True)
 class _Before:
-    """What a request goes on with: what was said, whose memory that is, and the root of its chain."""
+    """What a request goes on with: what was said, whose memory that is, the root of its chain, and the tools among its
+    items."""
 
     messages: list[Message]
     agent: str = ""
     root: str = ""
+    tools: Sequence[tuple[Any, str]] = ()
 
 
 class ResponseRoutes:
@@ -99,6 +101,7 @@ class ResponseRoutes:
         )
         caller: Caller = request.state.caller
         before = await self._before(body, caller, whose)
+        body.go_on_with(before.tools)
 
         def said() -> tuple[list[Message], str, str]:
             messages, begun = body.parted(body.messages(before.messages, self._look_up(caller)))
@@ -122,10 +125,11 @@ class ResponseRoutes:
         def ended(shown: dict[str, Any], answer: Message) -> None:
             if body.kept:
                 whole_chain = None if chat.agent_continue else [*messages, _behind(begun, answer)]
-                self._chains.keep(caller.tenant, id, KeptResponse(shown, body.input.given, whole_chain, agent))
+                kept = KeptResponse(shown, body.input.given, whole_chain, agent, tools=body.item_tools)
+                self._chains.keep(caller.tenant, id, kept)
 
         def events(model: str) -> ResponseEvents:
-            return ResponseEvents(ResponseObject(id, body, model), body.tools, ended)
+            return ResponseEvents(ResponseObject(id, body, model), body.offered, ended)
 
         if body.stream:
             return _ResponseStream(self._answering, chat, body, events)
@@ -153,8 +157,9 @@ class ResponseRoutes:
         def ended(shown: dict[str, Any], answer: Message) -> None:
             made.answer = _behind(chat.prefill, answer)
 
-        events = ResponseEvents(ResponseObject(id, body, model.name), body.tools, ended)
-        made = BackgroundResponse(events, body.input.given, None if chat.agent_continue else messages, chat.agent, log)
+        events = ResponseEvents(ResponseObject(id, body, model.name), body.offered, ended)
+        earlier = None if chat.agent_continue else messages
+        made = BackgroundResponse(events, body.input.given, earlier, chat.agent, log, body.item_tools)
         make = self._make(made, chat, body, request.state.arrived)
         self._background.begin(tenant, id, made, make, lambda kept: self._chains.keep(tenant, id, kept))
         if body.stream:
@@ -192,6 +197,7 @@ class ResponseRoutes:
         caller: Caller = request.state.caller
         whose = self._answering.whose(request, agent_id=None, conversation=body.conversation)
         before = await self._before(body, caller, whose)
+        body.go_on_with(before.tools)
         if body.conversation is not None:
             before = await self._transcript(whose, caller)
         messages = await asyncio.to_thread(body.messages, before.messages, self._look_up(caller))
@@ -309,7 +315,7 @@ class ResponseRoutes:
                 raise InvalidRequest(message, param="previous_response_id")
             if kept.messages is None:
                 raise InvalidRequest(_APPENDED, param="previous_response_id")
-            return _Before(kept.messages, kept.agent, said.root)
+            return _Before(kept.messages, kept.agent, said.root, kept.tools)
         if said is not None and not self._chains.deleted(caller.tenant, id):
             agent = whose.agent or said.agent
             if (found := await self._found(said, agent, caller)) is not None:

@@ -265,7 +265,7 @@ MESSAGES = [
     ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
     ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages[0].tool_calls[0].function.name"),
     (
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [5]}}]}],
         "messages[0].tool_calls[0].function.arguments",
     ),
     ([{"role": "assistant", "content": "x", "reasoning_content": 5}], "messages[0].reasoning_content"),

@@ -45,7 +45,7 @@ FIELDS: list[tuple[str, list[Any]]] = [
     ("input[0].call_id", [[{"type": "function_call_output", "output": "x", "call_id": "x" * 2000}]]),
     ("input[0].output", [[{"type": "function_call_output", "call_id": "c"}]]),
     ("input[0].output", [[{"type": "custom_tool_call_output", "call_id": "c", "output": {"a": 1}}]]),
-    ("input[0].arguments", [[{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]]),
+    ("input[0].arguments", [[{"type": "function_call", "call_id": "c", "name": "f", "arguments": [5]}]]),
     ("input[0].arguments", [[{"type": "function_call", "call_id": "c", "name": "f"}]]),
     ("input[0].name", [[{"type": "function_call", "call_id": "c", "name": "", "arguments": "{}"}]]),
     ("input[0].namespace", [[{"type": "function_call", "call_id": "c", "name": "f", "arguments": "", "namespace": 5}]]),
