@@ -21,7 +21,7 @@ from ..generation.bodies import check_counts
 from ..generation.fields.shared import ChatFieldsBody, SamplingBody
 from ..generation.history import Message
 from ..generation.neighbours import NAMES
-from ..generation.options import MaxTokens, Options, Stop
+from ..generation.options import MaxTokens, MinTokens, Options, Stop
 from ..generation.requests import ChatRequest, ToolUse
 from .messages import Messages, SystemText, Tools, ToolSet, with_tools
 
@@ -46,7 +46,7 @@ class Thinking(BaseModel):
     model_config = _STRICT
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
+    budget_tokens: MaxTokens | None = None
 
 
 class OutputConfig(BaseModel):
@@ -191,7 +191,7 @@ class MessagesBody(PromptBody, SamplingBody):
 
     own_names = MappingProxyType({**{name: (name,) for name in NAMES}, "stop": ("stop_sequences",)})
 
-    max_tokens: Annotated[int, Field(ge=0, le=2**63 - 1)]
+    max_tokens: MinTokens
     stream: bool | None = None
     stop_sequences: StopSequences | None = None
     metadata: Metadata | None = None

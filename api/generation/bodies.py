@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from pydantic import (
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
 from ..text.json_slices import DEPTH_MAX, TooDeep, TooManyValues, check_values, parse
+from ..text.lone_surrogates import not_characters
 from .history import called_with
 from .left_out import MessageList
 from .neighbours import Translated, translated
@@ -110,11 +112,14 @@ LABEL_CHARACTERS_MAX = 1024
 
 
 def parse_body(kind: type[Body], data: bytes | bytearray, limits: Endpoint) -> Body:
-    """Parses and validates a body of class `kind`. Large bodies take up to a second: call it in a worker thread.
+    """Parses and validates a body of class `kind`, with or without a byte order mark before it. Large bodies take up to
+    a second: call it in a worker thread.
 
     Raises:
         InvalidRequest: not JSON, not an object, over one of the `limits`, a wrong value, or an unsupported field.
     """
+    if data.startswith(codecs.BOM_UTF8):
+        data = data[len(codecs.BOM_UTF8) :]
     try:
         fields, values = parse(data, limits.body_values_max)
     except TooManyValues:
@@ -122,7 +127,7 @@ def parse_body(kind: type[Body], data: bytes | bytearray, limits: Endpoint) -> B
     except TooDeep:
         raise InvalidRequest(f"the body is nested deeper than {DEPTH_MAX} levels") from None
     except ValueError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
+        raise InvalidRequest(not_characters(data) or f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object")
     if issubclass(kind, RequestBody):

@@ -13,6 +13,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from ..text.answers.pipeline import ToolCall
 from ..text.json_slices import TooManyValues, check_values
+from ..text.lone_surrogates import with_whole_characters
 
 _ARGUMENTS_VALUES_MAX = 25_000
 
@@ -45,10 +46,11 @@ class Message(TypedDict):
 
 
 def called_with(arguments: str) -> Any:
-    """Parses a call's arguments as JSON; returns the text itself if it is no JSON or has too many values to parse."""
+    """Parses a call's arguments as JSON; returns the text itself if it is no JSON or has too many values to parse.
+    Models cut characters that have two halves: what is left of one is the replacement character."""
     with suppress(ValueError, RecursionError, TooManyValues):
         check_values([arguments], _ARGUMENTS_VALUES_MAX)
-        return json.loads(arguments)
+        return json.loads(with_whole_characters(arguments))
     return arguments
 
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...cluster.errors import InvalidRequest
+from .options import whole
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 _UNLIMITED = ("num_predict", "n_predict")
@@ -125,14 +126,7 @@ def _meant(path: str, value: Any, mine: str) -> Any:
     Raises:
         InvalidRequest: in its own protocol it would be refused, and in this one it means something else.
     """
-    last = path.rpartition(".")[2]
-    if (
-        path.startswith(f"{_OPTIONS}.")
-        and isinstance(value, float)
-        and value.is_integer()
-        and last in ("seed", "top_k")
-    ):
-        value = int(value)
+    last, value = path.rpartition(".")[2], whole(value)
     if mine == "stop_sequences" and isinstance(value, str):
         return [value]
     if path == "system":

@@ -30,6 +30,14 @@ _TOKEN = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 _GREEDY_BELOW = 1e-5
 
 
+def whole(value: Any) -> Any:
+    """Returns a whole number as an integer: in some languages JSON has only numbers with a point."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(whole)
+
+
 def _stop_strings(value: Any) -> Any:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
@@ -42,11 +50,12 @@ def _stop_strings(value: Any) -> Any:
 
 
 def _token_ids(value: Any, most: int = _STOP_TOKENS_MAX) -> Any:
-    if not isinstance(value, list | tuple) or not all(type(token) is int and token >= 0 for token in value):
+    tokens = tuple(map(whole, value)) if isinstance(value, list | tuple) else ("",)
+    if not all(type(token) is int and token >= 0 for token in tokens):
         raise ValueError("must be a list of token ids")
-    if len(value) > most:
-        raise ValueError(f"has {len(value)} token ids; at most {most} are possible")
-    return tuple(value)
+    if len(tokens) > most:
+        raise ValueError(f"has {len(tokens)} token ids; at most {most} are possible")
+    return tokens
 
 
 def _allowed(value: Any) -> Any:
@@ -85,21 +94,21 @@ def _biases(value: Any) -> Any:
 _Int64 = Field(ge=-(2**63), le=2**63 - 1)
 Temperature = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
 TopP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-TopK = Annotated[int, Field(ge=-1, le=2**63 - 1)]
+TopK = Annotated[int, Field(ge=-1, le=2**63 - 1), WHOLE]
 MinP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 RepetitionPenalty = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases, json_schema_input_type=dict[str, float])]
-Seed = Annotated[int, _Int64]
-Priority = Annotated[int, _Int64]
-MaxTokens = Annotated[int, Field(ge=1, le=2**63 - 1)]
-MinTokens = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, _Int64, WHOLE]
+Priority = Annotated[int, _Int64, WHOLE]
+MaxTokens = Annotated[int, Field(ge=1, le=2**63 - 1), WHOLE]
+MinTokens = Annotated[int, Field(ge=0, le=2**63 - 1), WHOLE]
 Stop = Annotated[tuple[str, ...], BeforeValidator(_stop_strings, json_schema_input_type=str | list[str])]
 StopTokenIds = Annotated[tuple[int, ...], BeforeValidator(_token_ids, json_schema_input_type=list[int])]
 AllowedTokenIds = Annotated[tuple[int, ...], BeforeValidator(_allowed, json_schema_input_type=list[int])]
 BadWords = Annotated[tuple[str, ...], BeforeValidator(_words, json_schema_input_type=list[str])]
-TopLogprobs = Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX)]
-Choices = Annotated[int, Field(ge=1, le=CHOICES_MAX)]
+TopLogprobs = Annotated[int, Field(ge=0, le=TOP_LOGPROBS_MAX), WHOLE]
+Choices = Annotated[int, Field(ge=1, le=CHOICES_MAX), WHOLE]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
 TimeoutS = Annotated[float, Field(ge=0.001, le=1e9, allow_inf_nan=False)]
 

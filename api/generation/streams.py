@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ...actors.protocol.messages import RowUpdate
@@ -15,6 +15,7 @@ from ..text.answers.logprobs import ShownToken
 from ..text.answers.pipeline import CallArguments, CallBegun, ReasoningDelta, ToolCall
 from ..text.answers.row_text import RowText, TextDelta
 from ..text.callers_text import AnswerLearner
+from ..text.lone_surrogates import of_characters
 from .backend import Generation, ServedModel
 from .history import Message, answer_message
 from .remembered import Remembered
@@ -241,7 +242,12 @@ class TextStream:
                     self._keeper.leave()
 
     def _record(self, event: Event) -> Event:
-        """Notes an event that is about to be yielded."""
+        """Notes an event that is about to be yielded, and returns it."""
+        # A model may write half of a character as an escape.
+        if isinstance(event, ToolCall) and (arguments := of_characters(event.arguments)) != event.arguments:
+            event = replace(event, arguments=arguments)
+        elif isinstance(event, CallArguments) and (text := of_characters(event.text)) != event.text:
+            event = replace(event, text=text)
         if self.first_event_at is None:
             self.first_event_at = time.perf_counter()
         if self._keeper is not None or self._learner is not None:

@@ -1,4 +1,5 @@
-"""Paths as clients write them: with or without `/v1`, with or without a slash at the end.
+"""Paths as clients write them: with `/v1`, without or with one too many, with slashes before it and at the end. So a
+client's base URL may have `/v1` or a slash at its end, whatever the client puts behind it.
 
 A path is put right before anything else looks at it, so that keys, error shapes, metrics and routes see one form. A
 redirect would lose the body of clients that do not follow one with a POST.
@@ -7,6 +8,7 @@ redirect would lose the body of clients that do not follow one with a POST.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import dropwhile
 
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -31,9 +33,12 @@ class Paths:
         await self._app(scope, receive, send)
 
     def _canonical(self, path: str) -> str:
-        path = path.rstrip("/") or "/"
-        head = path.split("/", 2)[1]
-        return f"/{_VERSION}{path}" if head in self._heads else path
+        parts = path.strip("/").split("/")
+        rest = list(dropwhile(lambda part: part in ("", _VERSION), parts))
+        versioned = _VERSION in parts[: len(parts) - len(rest)]
+        if versioned or (rest and rest[0] in self._heads):
+            rest = [_VERSION, *rest]
+        return f"/{'/'.join(rest)}"
 
 
 def heads_of(routes: Iterable[BaseRoute]) -> frozenset[str]:

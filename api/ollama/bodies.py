@@ -11,7 +11,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
@@ -21,12 +21,12 @@ from ..generation.fields.shared import ChatFieldsBody, SamplingBody
 from ..generation.fields.thinking import EFFORTS
 from ..generation.history import Message
 from ..generation.neighbours import NAMES
-from ..generation.options import Options, TopLogprobs
+from ..generation.options import WHOLE, Options, TopLogprobs
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..generation.vectors import EmbeddingRequest
 from ..openai.bodies import SystemWords, tools_for_templates
 from .messages import OllamaImages, OllamaMessages, OllamaTools, content_of
-from .options import ModelOptions, whole
+from .options import ModelOptions
 
 
 def _keep_alive(value: Any) -> Any:
@@ -205,7 +205,7 @@ class OllamaEmbedBody(RequestBody):
     model: ModelName
     input: Annotated[str | list[str] | None, WithJsonSchema(_TEXTS)] = None
     truncate: bool | None = None
-    dimensions: Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(whole)] | None = None
+    dimensions: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE] | None = None
     options: ModelOptions | None = None
     keep_alive: KeepAlive = None
 

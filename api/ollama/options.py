@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from ...cluster.errors import InvalidRequest
 from ..generation.options import (
+    WHOLE,
     MinP,
     Penalty,
     RepetitionPenalty,
@@ -27,18 +28,13 @@ _UNDONE = MappingProxyType({"typical_p": 1, "tfs_z": 1, "mirostat": 0})
 """What draws tokens in a way that is not done, with the value that switches it off."""
 
 
-def whole(value: Any) -> Any:
-    """Returns a whole number as an integer: in some languages JSON has only numbers with a point."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _number_or_switch(value: Any) -> Any:
     if not isinstance(value, int | float | None):
         raise ValueError("must be a number or a boolean")
     return value
 
 
-Whole = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), BeforeValidator(whole)]
+Whole = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE]
 Tolerated = Annotated[Any, PlainValidator(_number_or_switch), WithJsonSchema({"type": ["number", "boolean", "null"]})]
 
 
@@ -50,14 +46,14 @@ class ModelOptions(BaseModel):
 
     num_predict: Whole | None = None
     temperature: Temperature | None = None
-    top_k: Annotated[TopK, BeforeValidator(whole)] | None = None
+    top_k: TopK | None = None
     top_p: TopP | None = None
     min_p: MinP | None = None
     repeat_penalty: RepetitionPenalty | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, le=2**63 - 1), BeforeValidator(whole)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=2**63 - 1), WHOLE] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    seed: Annotated[Seed, BeforeValidator(whole)] | None = None
+    seed: Seed | None = None
     stop: Stop | None = None
 
     # Refused unless they are off.

@@ -19,7 +19,7 @@ from ..generation.conversation import mark_of_last, with_system
 from ..generation.fields.shared import ChatFieldsBody, FormBody, SamplingBody
 from ..generation.history import Message
 from ..generation.neighbours import NAMES, Translated, joined_texts
-from ..generation.options import CacheSalt, Choices, MaxTokens, TopLogprobs
+from ..generation.options import WHOLE, CacheSalt, Choices, MaxTokens, MinTokens, TopLogprobs
 from ..generation.requests import ChatRequest, CompletionRequest
 from .functions import FunctionCall, tool_use_of, tools_of
 from .messages import Functions, Messages, Tools
@@ -40,7 +40,8 @@ SAMPLING: Mapping[str, Sequence[str]] = MappingProxyType(
     {"max_tokens": ("max_tokens",), **{name: (name,) for name in NAMES if name not in ("max_tokens", "system")}}
 )
 
-KeptTokens = Annotated[int, Field(ge=-1, le=2**63 - 1)]
+KeptTokens = Annotated[int, Field(ge=-1, le=2**63 - 1), WHOLE]
+TokenId = Annotated[int, WHOLE]
 SystemWords = Annotated[str, BeforeValidator(joined_texts)]
 Few = Annotated[dict[str, Any], Field(max_length=100)]
 ToolChoice = Annotated[Literal["auto", "none", "required"] | dict[str, Any] | None, BeforeValidator(_tool_choice)]
@@ -57,8 +58,8 @@ def _prompt_tag(given: Any) -> str | None:
 PromptBody = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[str], Tag("<texts>")]
-    | Annotated[list[int], Tag("<tokens>")]
-    | Annotated[list[list[int]], Tag("<prompts>")],
+    | Annotated[list[TokenId], Tag("<tokens>")]
+    | Annotated[list[list[TokenId]], Tag("<prompts>")],
     Discriminator(
         _prompt_tag,
         custom_error_type="prompt",
@@ -87,8 +88,8 @@ class GenerationBody(FormBody, SamplingBody):
     stream: bool | None = None
     stream_options: Few | None = None
     n: Choices | None = None
-    best_of: int | None = None
-    max_tokens: int | None = None
+    best_of: Annotated[int, WHOLE] | None = None
+    max_tokens: Annotated[int, WHOLE] | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: KeptTokens | None = None
     return_token_ids: bool | None = None
@@ -243,7 +244,7 @@ class CompletionBody(GenerationBody):
     tolerated = frozenset({*NEUTRAL, *undone})
 
     prompt: PromptBody
-    max_tokens: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    max_tokens: MinTokens | None = None
     logprobs: TopLogprobs | None = None
     best_of: Choices | None = None
     echo: bool | None = None

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
 from ..generation.bodies import RequestBody
-from ..generation.options import Priority, TimeoutS, make_options
+from ..generation.options import WHOLE, Priority, TimeoutS, make_options
 from ..generation.vectors import TEXTS_MAX, EmbeddingRequest, RankingRequest
 from .bodies import KeptTokens, PromptBody
 from .unsupported import refuse_unsupported
@@ -63,7 +63,7 @@ class EmbeddingBody(VectorBody):
 
     input: PromptBody
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE] | None = None
     add_special_tokens: bool | None = None
 
     @classmethod
@@ -101,7 +101,7 @@ class RankingBody(VectorBody):
 
     query: str
     documents: list[Document]
-    top_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    top_n: Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE] | None = None
     return_documents: bool | None = None
 
     @classmethod

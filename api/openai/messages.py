@@ -27,7 +27,7 @@ from ...cluster.errors import InvalidRequest, quoted
 from ..generation.bodies import arguments_text, wrong
 from ..generation.documents import cannot_be_read, words_of
 from ..generation.left_out import LeftOut, MessageList, newest_said
-from ..generation.options import invalid_at, position
+from ..generation.options import WHOLE, invalid_at, position
 from ..media.sources import PictureSource, VideoSource
 
 _PICTURE_KEYS = {"image_url": ("image_url",), "input_image": ("image_url",), "image": ("image", "url", "image_url")}
@@ -281,7 +281,7 @@ def _thought(part: dict[str, Any], where: str) -> list[str]:
     return ["".join(texts)]
 
 
-Whole = Annotated[int, Field(ge=1, le=10**9)]
+Whole = Annotated[int, Field(ge=1, le=10**9), WHOLE]
 
 
 class MediaOptions(BaseModel):

@@ -13,6 +13,7 @@ from ..generation.bodies import RequestBody
 from ..generation.conversation import with_system
 from ..generation.fields.shared import ThinkingBody
 from ..generation.neighbours import Translated
+from ..generation.options import WHOLE
 from ..generation.requests import ChatRequest, CompletionRequest
 from .bodies import Few, SystemWords, check_continued, continue_marked, refuse_many, tools_for_templates
 from .messages import Messages, Tools
@@ -78,7 +79,7 @@ class DetokenizeBody(RequestBody):
     """Token ids whose text is wanted."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
+    tokens: list[Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE]]
 
     def request(self) -> CompletionRequest:
         return CompletionRequest(prompt=self.tokens, model=self.model or "")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...cluster.errors import InvalidRequest
+from ..generation.options import whole
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI's.
@@ -51,9 +52,9 @@ def refuse_unsupported(fields: Mapping[str, Any], more: Mapping[str, tuple[Any, 
         InvalidRequest: a field has a value that is not neutral; `param` is its name.
     """
     for name, neutral in (*NEUTRAL.items(), *more.items()):
-        value = fields.get(name)
+        value = whole(fields.get(name))
         # True equals 1 in Python, so types are compared too.
-        if value is None or any(type(value) is type(known) and value == known for known in neutral):
+        if value is None or any(type(value) is type(whole(known)) and value == known for known in neutral):
             continue
         allowed = " or ".join(json.dumps(known) for known in neutral[:1]) or "null"
         raise InvalidRequest(f"{name}: only {allowed} is possible; other values are not supported", param=name)

@@ -231,7 +231,7 @@ class ResponseBody(AskedBody, SamplingBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: MaxTokens | None = None
-    max_tool_calls: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
+    max_tool_calls: MaxTokens | None = None
     top_logprobs: TopLogprobs | None = None
     include: Annotated[list[str], Field(max_length=64)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=64)] | None = None

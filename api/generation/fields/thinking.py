@@ -14,6 +14,7 @@ from typing import Any
 
 from ..bodies import wrong
 from ..neighbours import SWITCHES
+from ..options import whole
 
 EFFORTS = MappingProxyType(
     {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
@@ -137,9 +138,9 @@ def _reasoning(value: Any, where: str) -> _Said:
 def _budget(value: Any, where: str) -> _Said:
     if value is None:
         return _Said()
-    if type(value) is not int or value < -1:
+    if type(tokens := whole(value)) is not int or tokens < -1:
         raise wrong(where, "must be a number of tokens")
-    return _Said(False if value == 0 else None)
+    return _Said(False if tokens == 0 else None)
 
 
 def _budget_alone(value: Any, where: str) -> _Said:

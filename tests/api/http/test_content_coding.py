@@ -34,23 +34,32 @@ WAYS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 }
 
 
-async def post(api: httpx.AsyncClient, coding: str, data: bytes, path: str = "/v1/chat/completions") -> httpx.Response:
+async def post(
+    client: httpx.AsyncClient, coding: str, data: bytes, path: str = "/v1/chat/completions"
+) -> httpx.Response:
     headers = {"Content-Type": "application/json", "Content-Encoding": coding}
-    return await api.post(path, content=data, headers=headers)
+    return await client.post(path, content=data, headers=headers)
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_body_is_decoded(api: httpx.AsyncClient, way: str) -> None:
+async def test_a_body_is_decoded(client: httpx.AsyncClient, way: str) -> None:
     coding, pack = WAYS[way]
-    answer = await post(api, coding, pack(BODY))
+    answer = await post(client, coding, pack(BODY))
     assert answer.status_code == 200 and answer.json()["choices"], answer.text
 
 
 @pytest.mark.parametrize("coding", ["br", "zstd", "compress", "gzip, br", "x" * 500])
-async def test_another_coding_is_refused_by_its_name(api: httpx.AsyncClient, coding: str) -> None:
-    for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
-        answer = await post(api, coding, BODY, path)
-        assert answer.status_code == 415 and "content encoding" in answer.text and len(answer.text) < 300
+async def test_another_coding_is_refused_by_its_name(client: httpx.AsyncClient, coding: str) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/agents/ann/inject"):
+        answer = await post(client, coding, BODY, path)
+        assert answer.status_code == 415 and len(answer.text) < 300
+        error = answer.json()["error"]
+        assert error["code"] == "unsupported_media_type" and "content encoding" in error["message"]
+    answer = await post(client, coding, BODY, "/v1/messages")
+    assert answer.status_code == 415 and answer.json()["type"] == "error"
+    assert "content encoding" in answer.json()["error"]["message"]
+    answer = await post(client, coding, BODY, "/api/chat")
+    assert answer.status_code == 415 and "content encoding" in answer.json()["error"]
 
 
 @pytest.mark.parametrize(
@@ -64,19 +73,19 @@ async def test_another_coding_is_refused_by_its_name(api: httpx.AsyncClient, cod
         ("gzip, deflate", gzip.compress(BODY, mtime=0)),
     ],
 )
-async def test_what_is_not_what_it_says_is_a_clear_error(api: httpx.AsyncClient, coding: str, data: bytes) -> None:
-    answer = await post(api, coding, data)
+async def test_what_is_not_what_it_says_is_a_clear_error(client: httpx.AsyncClient, coding: str, data: bytes) -> None:
+    answer = await post(client, coding, data)
     assert answer.status_code == 400 and "as Content-Encoding says" in answer.json()["error"]["message"]
 
 
 async def test_a_small_body_that_grows_is_refused_before_it_does(backend, config) -> None:
     limited = replace(config, endpoint=replace(config.endpoint, body_bytes_max=100_000))
     transport = httpx.ASGITransport(create_app(backend, limited))
-    async with httpx.AsyncClient(transport=transport, base_url="http://satchel") as api:
+    async with httpx.AsyncClient(transport=transport, base_url="http://satchel") as client:
         for coding, data in (
             ("gzip", gzip.compress(bytes(10**7))),
             ("gzip, gzip", gzip.compress(gzip.compress(bytes(10**7)) * 8)),
         ):
-            answer = await post(api, coding, data)
+            answer = await post(client, coding, data)
             assert answer.status_code == 413 and "body_bytes_max" in answer.text
-        assert (await post(api, "gzip", gzip.compress(BODY, mtime=0))).status_code == 200
+        assert (await post(client, "gzip", gzip.compress(BODY, mtime=0))).status_code == 200

@@ -8,13 +8,17 @@ import httpx
 import pytest
 
 from satchel.api.http.app import create_app
+from satchel.cluster.config import Home
+from satchel.cluster.home import prepare_home
+from satchel.cluster.keys import KeyRing, create_key
 
+HOST = "http://localhost"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"prompt": "Hi"}
 MESSAGE = {**CHAT, "max_tokens": 5}
 
 
-@pytest.mark.parametrize("begin", ["/v1", ""])
+@pytest.mark.parametrize("begin", ["/v1", "", "/", "//v1", "/v1/", "/v1/v1", "//v1//v1/"])
 @pytest.mark.parametrize("end", ["", "/", "//"])
 @pytest.mark.parametrize(
     ("path", "body"),
@@ -28,7 +32,7 @@ MESSAGE = {**CHAT, "max_tokens": 5}
     ],
 )
 async def test_a_route_is_found_with_and_without_v1_and_slashes(api, begin, end, path, body):
-    url = f"{begin}{path}{end}"
+    url = f"{HOST}{begin}{path}{end}"
     response = await (api.client.get(url) if body is None else api.client.post(url, json=body))
     assert response.status_code == 200, response.text
 
@@ -46,8 +50,35 @@ async def test_an_error_has_the_shape_of_its_protocol_at_every_path(api, begin, 
     assert "request-id" not in openai.headers
 
 
+async def test_ollamas_routes_are_found_behind_slashes_and_have_no_version(api):
+    body = {"model": "satchel/tiny", "prompt": "Hi", "stream": False}
+    assert (await api.client.post(f"{HOST}//api/generate/", json=body)).status_code == 200
+    assert (await api.client.post(f"{HOST}//api/generate", json={})).json().keys() == {"error"}
+    assert (await api.client.post("/v1/api/generate", json=body)).status_code == 404
+
+
+async def test_a_key_is_asked_for_at_every_path(backend, config, tmp_path):
+    home = Home(tmp_path / "home")
+    prepare_home(home)
+    create_key(home, "ann")
+    transport = httpx.ASGITransport(create_app(backend, config, keys=KeyRing(home, required=True)))
+    async with httpx.AsyncClient(transport=transport, base_url=HOST) as client:
+        for begin in ("/v1", "//v1", "/v1/v1", "/v1/", "/"):
+            path = f"{begin}/chat/completions"
+            assert (await client.post(f"{HOST}{path}", json=CHAT)).status_code == 401, path
+
+
 async def test_what_is_not_served_is_not_found_at_any_path(api):
-    for path in ("/v1", "/nothing", "/v1/nothing/", "/chat", "/chatter/completions", "/v1/v1/models"):
+    for path in (
+        "/v1",
+        "/nothing",
+        "/v1/nothing/",
+        "/chat",
+        "/chatter/completions",
+        "/v1/v1",
+        "/v1/v1/nothing",
+        "/v1x/models",
+    ):
         response = await api.client.get(path)
         assert response.status_code == 404, path
         assert response.json()["error"]["code"] == "not_found"
@@ -78,7 +109,7 @@ async def test_pages_that_may_use_it_ask_at_every_path(backend, config):
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type",
     }
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HOST) as client:
         for path in ("/v1/chat/completions", "/chat/completions", "/v1/messages/"):
             first = await client.options(path, headers=asked)
             assert (first.status_code, first.headers["access-control-allow-origin"]) == (200, page)
@@ -100,7 +131,7 @@ async def test_the_document_has_every_route_once(api):
 @pytest.mark.parametrize("setting", [None, "refuse", "default"])
 async def test_a_model_that_is_not_served(backend, config, setting):
     app = create_app(backend, replace(config, endpoint=replace(config.endpoint, unknown_model=setting)))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HOST) as client:
         answers = [
             await client.post("/v1/chat/completions", json={**CHAT, "model": "gpt-5"}),
             await client.post("/v1/completions", json={**TEXT, "model": "gpt-5"}),

@@ -37,8 +37,8 @@ FIELDS = [
     ("temperature", ["0.5", True, -0.1, 10.1, [], {}, 1e999, 10**400]),
     ("top_p", [-0.1, 1.1, -1, "1", True]),
     ("top_k", [-2, 1.5, "3", True]),
-    ("seed", [2**63, -(2**63) - 1, 1.0, "1", True]),
-    ("max_tokens", [0, -1, 1.0, "5", True]),
+    ("seed", [2**63, -(2**63) - 1, 1.5, 1e300, "1", True]),
+    ("max_tokens", [0, -1, 1.5, 0.0, "5", True]),
     ("max_completion_tokens", [0, -1, "5"]),
     ("stop", ["", [""], ["a", ""], [1], 5, {}, ["x"] * 17, "x" * 2000]),
     ("stream", ["true", 1, "yes"]),
@@ -55,15 +55,15 @@ FIELDS = [
         ["required", "all", {"type": "function", "function": {"name": "f"}}, {"type": "function"}, True, 5, [], {}],
     ),
     ("parallel_tool_calls", ["x", 1]),
-    ("n", [17, 0, -1, True, 1.0, "1"]),
+    ("n", [17, 0, -1, True, 1.5, 17.0, "1"]),
     ("best_of", [2, 0, "1", True]),
     ("min_p", [-0.1, 1.1, "0", True, 1e999]),
     ("repetition_penalty", [0, -1, 10.1, "1", True]),
-    ("min_tokens", [-1, 1.0, "1", True]),
-    ("stop_token_ids", [5, "5", [1.0], ["5"], [True], [-1], [10**6], [1] * 65, {}]),
+    ("min_tokens", [-1, 1.5, "1", True]),
+    ("stop_token_ids", [5, "5", [1.5], ["5"], [True], [-1], [10**6], [1] * 65, {}]),
     ("timeout_s", [0, -1, "5", True, 1e999, 1e-300, 1e300]),
     ("logprobs", [1, 0, "true", []]),
-    ("top_logprobs", [5, 21, -1, 1.0, "1", True]),
+    ("top_logprobs", [5, 21, -1, 1.5, "1", True]),
     ("reasoning_effort", ["much", 5, True]),
     (
         "chat_template_kwargs",
@@ -93,7 +93,7 @@ FIELDS = [
     ("guided_choice", ["yes", 5, [5], []]),
     ("functions", [5, {}]),
     ("function_call", ["required", 5, {}, {"name": 5}, {"name": "f"}]),
-    ("allowed_token_ids", [[], 5, "5", [1.0], [True], [-1], [10**6], [1] * 1025, {}]),
+    ("allowed_token_ids", [[], 5, "5", [1.5], [True], [-1], [10**6], [1] * 1025, {}]),
     ("bad_words", ["x", 5, [5], [""], [" "], ["x" * 129], ["x"] * 65]),
     ("include_stop_str_in_output", [1, "true"]),
     ("skip_special_tokens", [0, "false"]),
@@ -151,7 +151,7 @@ async def test_fields_that_do_not_go_together_are_named(api, backend, fields, pa
     assert backend.requests == []
 
 
-@pytest.mark.parametrize("logprobs", [True, False, 21, -1, "5", 1.0])
+@pytest.mark.parametrize("logprobs", [True, False, 21, -1, "5", 1.5])
 async def test_a_completions_logprobs_are_a_small_number(api, logprobs):
     check(await api.complete("x", logprobs=logprobs), 400, "logprobs")
 

@@ -41,7 +41,7 @@ def check(response: httpx.Response, status: int, kind: str) -> str:
 
 FIELDS = [
     ("model", [5, ["m"]]),
-    ("max_tokens", [None, -1, 1.0, "5", True, 2**63]),
+    ("max_tokens", [None, -1, 1.5, "5", True, 2**63]),
     ("messages", [None, "Hi", {}, 5, []]),
     ("system", [5, {}, ["x"], [{"type": "text"}], [{"type": "image"}]]),
     ("stream", ["true", 1, "yes"]),

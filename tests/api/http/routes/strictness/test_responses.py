@@ -61,7 +61,7 @@ FIELDS: list[tuple[str, list[Any]]] = [
     ("stream_options", ["x", {"include_obfuscation": "x"}]),
     ("temperature", ["0.5", True, -0.1, 10.1, [], 1e999]),
     ("top_p", [-0.1, 1.1, "1", True]),
-    ("max_output_tokens", [0, -1, 1.0, "5", True, 2**63]),
+    ("max_output_tokens", [0, -1, 1.5, "5", True, 2**63]),
     ("max_tool_calls", [0, "x"]),
     ("top_logprobs", [-1, 21, "x", True]),
     ("include", ["x", [5], ["x"] * 65]),
