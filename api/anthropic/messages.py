@@ -64,7 +64,7 @@ def read_messages(value: Any) -> MessageList:
         raise wrong("messages", "must be a list")
     if not value:
         raise wrong("messages", "is empty")
-    newest = newest_said([given.get("role") if isinstance(given, dict) else None for given in value])
+    newest = newest_said([_speaker(given) for given in value])
     turns: list[_Turn] = []
     for index, given in enumerate(value):
         role, blocks = _blocks(given, f"messages[{index}]", newest=index == newest)
@@ -79,6 +79,18 @@ def read_messages(value: Any) -> MessageList:
             said, reader.compacted = [], False
         said += messages
     return MessageList(said, reader.left_out, reader.tools)
+
+
+def _speaker(given: Any) -> Any:
+    """Returns the role of a message, "tool" for the user's with results of tools: what stands beside them, such as a
+    file that was read, comes from the program and not from somebody who could leave it out."""
+    if not isinstance(given, dict):
+        return None
+    content = given.get("content")
+    blocks = content if isinstance(content, list) else ()
+    if given.get("role") == "user" and any(isinstance(it, dict) and it.get("type") == "tool_result" for it in blocks):
+        return "tool"
+    return given.get("role")
 
 
 @dataclass(frozen=True)

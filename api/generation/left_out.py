@@ -49,8 +49,10 @@ class MessageList(list[Any]):
 
 
 def newest_said(roles: Sequence[Any]) -> int:
-    """Returns the index of the user's message that is to be answered, -1 if there is none: of all others it is too late
-    to say that something in them is not understood."""
+    """Returns the index of the user's message that is to be answered, or of the assistant's that is to be continued, -1
+    if there is none: of all others it is too late to say that something in them is not understood."""
+    if roles and roles[-1] == "assistant":
+        return len(roles) - 1
     for index in reversed(range(len(roles))):
         if roles[index] == "user":
             return index

@@ -71,6 +71,23 @@ def share(answer: dict[str, Any]) -> float:
     return usage["cache_read_input_tokens"] / (usage["cache_read_input_tokens"] + usage["input_tokens"])
 
 
+async def test_a_session_with_blocks_from_elsewhere_reads_only_what_is_new(messages: Messages):
+    session = Session(messages, "9")
+    await session.ask("Remember: the code of ada is 1815.")
+    use = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "ada"}}
+    page = {"type": "web_search_result", "title": "Ada", "url": "https://x", "encrypted_content": "e"}
+    found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": [page]}
+    session.thread[-1] = {"role": "assistant", "content": [use, found, {"type": "text", "text": "Yes."}]}
+    note = {"type": "document", "title": "note", "source": {"type": "text", "media_type": "text/plain", "data": "Hm."}}
+    assert share(await session.ask([note, {"type": "text", "text": "Look at this."}])) > 0.8
+    search = {"type": "tool_use", "id": "t", "name": "read", "input": {"path": "a"}}
+    session.thread[-1] = {"role": "assistant", "content": [{"type": "brain_wave"}, search]}
+    results: list[dict[str, Any]] = [{"type": "tool_reference", "tool_name": "write"}, {"type": "brain_wave"}]
+    await session.ask([{"type": "tool_result", "tool_use_id": "t", "content": results}])
+    again = await session.ask("What is the code of ada?", stream=True)
+    assert share(again) > 0.9
+
+
 async def test_a_session_reads_only_what_is_new(messages: Messages):
     session = Session(messages, "1")
     first = await session.ask("Remember: the code of ada is 1815.")

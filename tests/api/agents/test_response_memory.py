@@ -133,6 +133,31 @@ async def test_a_session_reads_only_what_is_new(engine: Engine):
     assert len(agent["branches"]) == 1
 
 
+async def test_a_session_with_tools_among_its_items_and_with_other_agents_reads_only_what_is_new(engine: Engine):
+    session = Codex(engine.endpoint(), "0198-ab")
+    offered = {"type": "namespace", "name": "functions", "description": "d", "tools": [READ]}
+    session.items.insert(0, {"type": "additional_tools", "role": "developer", "id": "at_1", "tools": [offered]})
+    session.say("Remember: the code of ada is 1815.")
+    assert share(await session.ask(tools=[])) == 0
+    session.say("Read the note.")
+    called = await session.ask(tools=[], tool_choice="required", max_output_tokens=200)
+    assert share(called) > 0.9
+    call = called["output"][-1]
+    assert (call["name"], call["namespace"]) == ("read", "functions")
+    session.items.append({"type": "function_call_output", "call_id": call["call_id"], "output": "nothing in it"})
+    task = [{"type": "input_text", "text": "Done."}, {"type": "encrypted_content", "encrypted_content": "x"}]
+    session.items.append({"type": "agent_message", "author": "/root/sub", "recipient": "/root", "content": task})
+    assert share(await session.ask(tools=[])) > 0.8
+    shell = {"type": "local_shell_call", "call_id": "c", "action": {"type": "exec", "command": ["ls"]}}
+    session.items += [shell, {"type": "function_call_output", "call_id": "c", "output": "a b"}]
+    session.items += [{"type": "ghost_snapshot", "id": "g"}, {"type": "thing_of_tomorrow"}]
+    session.say("What is the code of ada?")
+    last = await session.ask(tools=[])
+    assert share(last) > 0.8
+    session.say("And again?")
+    assert share(await session.ask(tools=[])) > 0.9
+
+
 async def test_a_chain_goes_on_by_the_id_of_its_last_response(engine: Engine):
     asking = engine.endpoint()
     how: dict[str, Any] = {"instructions": RULES, "max_output_tokens": 24, "temperature": 0}

@@ -103,6 +103,12 @@ async def test_a_document_that_cannot_be_read_is_refused_once_and_ends_no_conver
     assert (await shown(messages, backend, called(block), "document")).endswith(
         "tool\n[The file a.pdf cannot be shown here.]<|im_end|>\n"
     )
+    # A program that reads a file for the model puts it beside the result.
+    read = called({"type": "text", "text": "Read."})
+    read[-1]["content"].append(block)
+    assert (await shown(messages, backend, read, "document")).endswith(
+        "tool\nRead.<|im_end|>\n<|im_start|>user\n[The file a.pdf cannot be shown here.]<|im_end|>\n"
+    )
 
 
 async def test_what_servers_tools_did_is_shown_as_calls_and_results(messages, backend):
