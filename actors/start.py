@@ -21,7 +21,7 @@ from ..cluster.nodes import Node
 from ..cluster.placement import place
 from ..cluster.timing import Timing
 from .kv_store.actor import KVStoreActor
-from .protocol import registry
+from .protocol import control_store, registry
 from .protocol.clients import ReplicaClient, RouterClient
 from .protocol.handles import ROUTER, actor_handle, replica_actor_name, store_actor_name
 from .protocol.messages import ModelInfo, ReplicaStats
@@ -311,7 +311,7 @@ async def _memory_free_bytes(timing: Timing) -> dict[str, int]:
 
 def present_nodes(config: Config) -> dict[str, Node]:
     """Returns the present nodes by name, the head first; those that the config does not name come last."""
-    alive = {name for node in ray.nodes() if node["Alive"] for name in node["Resources"]}
+    alive = {name for node in control_store.ray_nodes() for name in node.resources}
     known = {node.name: node for node in config.machines}
     for entry in registry.nodes():
         known.setdefault(entry.name, Node(name=entry.name, address=entry.address))

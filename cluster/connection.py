@@ -17,6 +17,8 @@ from .processes import ProcessMark
 
 NAMESPACE = "satchel"
 
+_ADVICE = "start one with `satchel serve`"
+
 
 def satchel_version() -> str:
     """Returns the installed version of Satchel."""
@@ -62,6 +64,11 @@ class ClusterRecord:
     certificate: str | None = None
 
     @property
+    def process(self) -> ProcessMark:
+        """The server's process, on this machine."""
+        return ProcessMark(self.pid, self.pid_created_s)
+
+    @property
     def log_dir(self) -> Path:
         """Where Ray's processes write their logs while the cluster runs."""
         return Path(self.temp_dir) / "session_latest" / "logs"
@@ -73,39 +80,49 @@ def find_cluster(home: Home) -> ClusterRecord:
     Raises:
         NotRunning: there is none; the message says how to start one.
     """
-    advice = "start one with `satchel serve`"
-    data = read_json(home.cluster_file)
-    if data is None:
-        raise NotRunning(f"no server runs on {home.root}; {advice}")
-    try:
-        record = ClusterRecord(**data)
-    except TypeError:
-        raise NotRunning(f"{home.cluster_file} was written by another version of Satchel; {advice}") from None
-    if not ProcessMark(record.pid, record.pid_created_s).is_alive():
-        raise NotRunning(f"the server on {home.root} (process {record.pid}) has died; {advice}")
+    record = last_cluster(home)
+    if not record.process.is_alive():
+        raise NotRunning(f"the server on {home.root} (process {record.pid}) has died; {_ADVICE}")
     return record
 
 
-def connect_ray(record: ClusterRecord) -> None:
+def last_cluster(home: Home) -> ClusterRecord:
+    """As `find_cluster`, also if that cluster's server has died."""
+    data = read_json(home.cluster_file)
+    if data is None:
+        raise NotRunning(f"no server runs on {home.root}; {_ADVICE}")
+    try:
+        return ClusterRecord(**data)
+    except TypeError:
+        raise NotRunning(f"{home.cluster_file} was written by another version of Satchel; {_ADVICE}") from None
+
+
+def connect_ray(record: ClusterRecord, *, outlives: bool = False) -> None:
     """Makes this process a driver of the cluster. Does nothing if it is connected already, as an actor is.
+
+    Args:
+        outlives: whether this process lives on if the cluster ends. If not, Ray ends it a minute later.
 
     Raises:
         NotRunning: nothing answers at the recorded address.
     """
-    connect_ray_address(record.address, Home(Path(record.home)), record.namespace, record.temp_dir)
+    connect_ray_address(record.address, Home(Path(record.home)), record.namespace, record.temp_dir, outlives=outlives)
 
 
-def connect_ray_address(address: str, home: Home, namespace: str = NAMESPACE, temp_dir: str | None = None) -> None:
+def connect_ray_address(
+    address: str, home: Home, namespace: str = NAMESPACE, temp_dir: str | None = None, *, outlives: bool = False
+) -> None:
     """Connects as `connect_ray`, to a Ray address (`host:port`) with the token and certificates of a home.
 
     Args:
         temp_dir: Ray's folder of the node to connect through, if this machine has several.
+        outlives: as for `connect_ray`.
 
     Raises:
         NotRunning: nothing answers there, or it does not take the token.
     """
     imported_before = "ray" in sys.modules
-    environment.enter_ray_environment(home, one_machine=is_loopback(address))
+    environment.enter_ray_environment(home, one_machine=is_loopback(address), outlives=outlives)
     import ray
 
     if ray.is_initialized():
@@ -132,9 +149,10 @@ def is_loopback(address: str) -> bool:
 
 def _reread_ray_settings() -> None:
     """Makes an imported, uninitialized Ray see the present environment; it reads most of it at import."""
-    from ray._private import ray_constants
+    from ray._private import auto_init_hook, ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
     importlib.reload(ray_constants)
+    importlib.reload(auto_init_hook)
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

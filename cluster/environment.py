@@ -31,6 +31,9 @@ _FORBIDDEN_TO_RAY = (
     "RAY_TLS_SERVER_KEY",
     "RAY_TMPDIR",
     "RAY_USE_TLS",
+    "RAY_gcs_rpc_server_reconnect_timeout_s",
+    "RAY_gcs_server_request_timeout_seconds",
+    "RAY_task_events_shutdown_flush_timeout_ms",
 )
 """Settings of some other cluster that would break ours."""
 
@@ -73,6 +76,17 @@ def ray_settings(home: Home, *, one_machine: bool = True) -> dict[str, str]:
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+_OUTLIVING = {
+    # Ray ends a process that has not reached the head for this long (Ray's default: 60 s).
+    "RAY_gcs_rpc_server_reconnect_timeout_s": str(10 * 365 * 24 * 3600),
+    # A thread that waits for the head keeps its process from ending (Ray's default: 60 s).
+    "RAY_gcs_server_request_timeout_seconds": "5",
+    # So long an end waits for a head that is gone (Ray's default: 5 s).
+    "RAY_task_events_shutdown_flush_timeout_ms": "500",
+}
+"""For a process that is no part of the cluster, and lives on if that ends."""
 
 
 def _tls_settings(home: Home) -> dict[str, str]:
@@ -158,11 +172,15 @@ def cluster_key() -> bytes:
     return hmac.digest(secret, b"satchel: blocks of KV between nodes", "sha256")
 
 
-def enter_ray_environment(home: Home, *, one_machine: bool = True) -> None:
-    """Sets the variables of that home's cluster in this process. Call it before Ray is imported for the first time."""
+def enter_ray_environment(home: Home, *, one_machine: bool = True, outlives: bool = False) -> None:
+    """Sets the variables of that home's cluster in this process. Call it before Ray is imported for the first time.
+
+    Args:
+        outlives: whether this process lives on if the cluster ends.
+    """
     for name in _FORBIDDEN_TO_RAY:
         os.environ.pop(name, None)
-    os.environ.update(ray_settings(home, one_machine=one_machine))
+    os.environ.update(ray_settings(home, one_machine=one_machine) | (_OUTLIVING if outlives else {}))
 
 
 def snapshot() -> Mapping[str, str]:

@@ -1,1 +1,2 @@
-"""Messages between processes, and the ids that all of them use. Pure, but for handles, registry and reporter."""
+"""Messages between processes, and the ids that all of them use. Pure, but for calls, handles, control_store, registry
+and reporter."""

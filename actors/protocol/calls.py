@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RaySystemError, RayTaskError
 
 from ...cluster.errors import ActorAway, ActorLost, ActorSilent, NoAnswer, OtherVersion
 from .handles import actor_handle
@@ -40,7 +40,7 @@ class ActorRef:
     ) -> None:
         self.name = name
         self._silent, self._retry_after_s = silent, retry_after_s
-        self._handle, self._on_no_answer = handle, on_no_answer
+        self._handle, self.on_no_answer = handle, on_no_answer
 
     def call(
         self, send: Callable[[Any], Any], read: Callable[[Any], T], timeout_s: float, *, large: bool = False
@@ -76,8 +76,8 @@ class ActorRef:
         translated = no_answer(error, self._silent, self._retry_after_s)
         if not isinstance(translated, ActorSilent):
             self._handle = None
-        if self._on_no_answer is not None:
-            self._on_no_answer()
+        if self.on_no_answer is not None:
+            self.on_no_answer()
         return translated
 
 
@@ -132,7 +132,7 @@ class Call(Generic[T]):
             async with asyncio.timeout(self._timeout_s):
                 handle = await self._actor.find_aside()
                 sent: Awaitable[Any] = (
-                    await asyncio.to_thread(self._send, handle) if self._large else self._send(handle)
+                    await asyncio.to_thread(self._begin, handle) if self._large else self._begin(handle)
                 )
                 answer = await sent
         except UNANSWERED as error:
@@ -142,10 +142,19 @@ class Call(Generic[T]):
     def wait(self) -> T:
         """Makes the call and returns the answer. For threads without an event loop."""
         try:
-            answer = ray.get(self._send(self._actor.find()), timeout=self._timeout_s)
+            answer = ray.get(self._begin(self._actor.find()), timeout=self._timeout_s)
         except UNANSWERED as error:
             raise self._actor.unanswered(error) from error
         return self._decoded(answer)
+
+    def _begin(self, handle: Any) -> Any:
+        try:
+            return self._send(handle)
+        except Exception as error:
+            # For an actor of a cluster that has ended Ray raises an exception of no kind.
+            if type(error) is Exception:
+                raise RaySystemError(str(error)) from error
+            raise
 
     def _decoded(self, answer: Any) -> T:
         try:

@@ -1,5 +1,5 @@
 """What the cluster serves and where, in Ray's control store: one key per model, replica and node. So no actor owns the
-lists, and every restarted one finds them. The only file that uses `ray.experimental.internal_kv`.
+lists, and every restarted one finds them.
 
 Every function waits for the control store, about a millisecond: call them from a thread, not from an event loop.
 """
@@ -12,13 +12,10 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ray.experimental import internal_kv
-
 from ...cluster.config import Model, name_refusal, parse_model
-from ...cluster.connection import NAMESPACE
 from ...cluster.errors import InvalidRequest, ModelNotFound
+from . import control_store
 
-_NAMESPACE = NAMESPACE
 _MODEL = "model:"
 _REPLICA = "replica:"
 _NODE = "node:"
@@ -78,23 +75,23 @@ def nodes() -> tuple[NodeEntry, ...]:
 def add_node(node: NodeEntry) -> None:
     """Records that the node has joined, perhaps again."""
     value = json.dumps(asdict(node))
-    internal_kv._internal_kv_put(_NODE + node.name, value, overwrite=True, namespace=_NAMESPACE)
+    control_store.put(_NODE + node.name, value)
 
 
 def remove_node(name: str) -> None:
     """Records that the node has left for good."""
-    internal_kv._internal_kv_del(_NODE + name, namespace=_NAMESPACE)
+    control_store.delete(_NODE + name)
 
 
 def place(model: Model, replica: str, node: str) -> None:
     """Records that a replica of the model belongs on a node."""
     value = json.dumps({"model": model.slug, "node": node})
-    internal_kv._internal_kv_put(_REPLICA + replica, value, overwrite=True, namespace=_NAMESPACE)
+    control_store.put(_REPLICA + replica, value)
 
 
 def unplace(replica: str) -> None:
     """Removes the replica's entry."""
-    internal_kv._internal_kv_del(_REPLICA + replica, namespace=_NAMESPACE)
+    control_store.delete(_REPLICA + replica)
 
 
 def note_start(replica: str, *, again: bool) -> int:
@@ -103,25 +100,25 @@ def note_start(replica: str, *, again: bool) -> int:
     Args:
         again: whether it replaces one that has ended; if not, it is the first.
     """
-    known = internal_kv._internal_kv_get(_STARTS + replica, namespace=_NAMESPACE) if again else None
+    known = control_store.get(_STARTS + replica) if again else None
     count = int(known or 0)
-    internal_kv._internal_kv_put(_STARTS + replica, str(count + 1), overwrite=True, namespace=_NAMESPACE)
+    control_store.put(_STARTS + replica, str(count + 1))
     return count
 
 
 def note_served(replica: str) -> None:
     """Records that the replica's process has served for a while: its end will not count as an early one."""
-    internal_kv._internal_kv_del(_STARTS + replica, namespace=_NAMESPACE)
+    control_store.delete(_STARTS + replica)
 
 
 def _read(prefix: str) -> dict[str, dict[str, Any]]:
     """Returns the values under a prefix, by the rest of the key."""
     values = {}
-    for key in internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE):
-        value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+    for key in control_store.keys(prefix):
+        value = control_store.get(key)
         # None if it was removed between the two calls.
         if value is not None:
-            values[key.decode().removeprefix(prefix)] = json.loads(value)
+            values[key.removeprefix(prefix)] = json.loads(value)
     return values
 
 
@@ -154,7 +151,7 @@ def add(model: Model) -> None:
     # was set back.
     order = max([time.time_ns(), *(entry.order + 1 for entry in served)])
     value = json.dumps({"order": order, "model": asdict(model)})
-    if internal_kv._internal_kv_put(_key(model), value, overwrite=False, namespace=_NAMESPACE):
+    if control_store.put(_key(model), value, overwrite=False):
         raise InvalidRequest(f"the name {model.name!r} has just been taken; choose another", param="name")
 
 
@@ -172,7 +169,7 @@ def remove(name: str) -> ServedEntry:
         raise ModelNotFound(f"the model {name!r} is not served; there are: {known}", param="model")
     if len(served) == 1:
         raise InvalidRequest(f"{name!r} is the only model; load another one first, or stop the server", param="model")
-    if not internal_kv._internal_kv_del(_key(found.model), namespace=_NAMESPACE):
+    if not control_store.delete(_key(found.model)):
         raise ModelNotFound(f"the model {name!r} has just been unloaded by somebody else", param="model")
     for replica in found.replicas:
         unplace(replica)
@@ -181,7 +178,7 @@ def remove(name: str) -> ServedEntry:
 
 def holds(model: Model) -> bool:
     """Returns whether a model of that slug is served."""
-    return bool(internal_kv._internal_kv_exists(_key(model), namespace=_NAMESPACE))
+    return control_store.holds(_key(model))
 
 
 def _key(model: Model) -> str:

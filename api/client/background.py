@@ -4,42 +4,62 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from ...cluster.errors import NotRunning, SlowReader
+from ray.exceptions import RayError
+
+from ...cluster.errors import NotRunning, SlowReader, Unavailable
+from .watch import ServerWatch
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 _END_S = 3.0
+_LOOK_S = 2.0
 
 
 class BackgroundLoop:
-    """A background thread with an event loop. Calls that wait when it is closed, and later ones, raise `NotRunning`."""
+    """A background thread with an event loop. Calls that wait when it is closed, or when the server is lost, and later
+    ones raise `NotRunning`.
 
-    def __init__(self) -> None:
+    Args:
+        watch: the server's; without one, it is never taken for lost.
+    """
+
+    def __init__(self, watch: ServerWatch | None = None) -> None:
+        self._watch = watch
         self._lock = threading.Lock()
         self._closed = False
+        self._waiting: set[Future[Any]] = set()
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._report)
         self._thread = threading.Thread(target=self._loop.run_forever, name="satchel", daemon=True)
         self._thread.start()
+        if watch is not None:
+            self._following = asyncio.run_coroutine_threadsafe(watch.follow(self._interrupt), self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` to the end and returns its result; not from an event loop's thread.
 
         Raises:
-            NotRunning: the loop is closed, or closes meanwhile.
+            NotRunning: the loop is closed or the server lost, or that happens meanwhile.
         """
         future = self._submit(work)
         try:
             return future.result()
         except CancelledError:
-            raise _closed() from None
+            raise self._refusal() from None
+        except (Unavailable, RayError):
+            self.check()
+            raise
         except BaseException:
             future.cancel()
             raise
@@ -48,15 +68,30 @@ class BackgroundLoop:
         """As `run`, from another event loop. Cancelling the caller cancels `work`.
 
         Raises:
-            NotRunning: the loop is closed, or closes meanwhile.
+            NotRunning: the loop is closed or the server lost, or that happens meanwhile.
         """
         future = self._submit(work)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            if self._closed and not _is_cancelled():
-                raise _closed() from None
+            if not self._open and not _is_cancelled():
+                raise self._refusal() from None
             raise
+        except (Unavailable, RayError):
+            await asyncio.to_thread(self.check)
+            raise
+
+    def check(self) -> None:
+        """Looks whether the server still runs; not from this loop's thread.
+
+        Raises:
+            NotRunning: the loop is closed, or the server lost.
+        """
+        if self._open and self._watch is not None:
+            with suppress(CancelledError, TimeoutError):
+                asyncio.run_coroutine_threadsafe(self._watch.look(), self._loop).result(timeout=_LOOK_S)
+        if not self._open:
+            raise self._refusal()
 
     def close(self) -> None:
         with self._lock:
@@ -64,14 +99,39 @@ class BackgroundLoop:
                 return
             self._closed = True
             asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        self._interrupt()
         self._thread.join(timeout=5)
+
+    @property
+    def _open(self) -> bool:
+        return not self._closed and not (self._watch is not None and self._watch.lost)
+
+    def _refusal(self) -> NotRunning:
+        if self._watch is not None and self._watch.lost:
+            return self._watch.refusal()
+        return NotRunning("the cluster's handle is closed")
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:
-            if not self._closed:
-                return asyncio.run_coroutine_threadsafe(work, self._loop)
+            if self._open:
+                future = asyncio.run_coroutine_threadsafe(work, self._loop)
+                self._waiting.add(future)
+                future.add_done_callback(self._waiting.discard)
+                return future
         work.close()
-        raise _closed()
+        raise self._refusal()
+
+    def _interrupt(self) -> None:
+        """Ends whoever waits, now; the work ends as soon as it can."""
+        for future in list(self._waiting):
+            future.cancel()
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What was left to do for a server that is gone fails, which is nobody's fault."""
+        if self._open:
+            loop.default_exception_handler(context)
+        else:
+            logger.debug("%s", context["message"], exc_info=context.get("exception"))
 
     async def _end(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -113,10 +173,6 @@ def blocking(method: Method[H, P, T]) -> Callable[Concatenate[H, P], T]:
     run.__name__, run.__qualname__ = f"{inside.__name__}_sync", f"{inside.__qualname__}_sync"
     run.__doc__ = f"`{inside.__name__}` for code without an event loop.\n\n{inspect.getdoc(inside)}"
     return run
-
-
-def _closed() -> NotRunning:
-    return NotRunning("the cluster's handle is closed")
 
 
 def _is_cancelled() -> bool:

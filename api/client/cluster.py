@@ -13,20 +13,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import ray
 
 from ...actors.protocol import registry
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.messages import ModelInfo
 from ...actors.start import Report, find_replicas, infos_of, load_model, unload_model
-from ...cluster.config import Home, Model, parse_model
-from ...cluster.connection import connect_ray, connect_ray_address, find_cluster
-from ...cluster.environment import default_home
-from ...cluster.errors import InvalidRequest, NotRunning
+from ...cluster.config import Config, Model, parse_model
+from ...cluster.errors import InvalidRequest, NoAnswer, NoReplica, NotRunning
 from ...cluster.keys import OWNER
+from ...cluster.timing import USUAL
 from ..agents.memory import AgentMemory
 from ..agents.satchel_files import check_new, opened_satchel, write_new
 from ..agents.satchels import packed, unpacked
@@ -36,7 +34,7 @@ from ..generation.requests import ChatRequest, CompletionRequest, agent_key
 from ..generation.streams import Answer, TextStream
 from ..generation.vectors import EmbeddingRequest, RankingRequest
 from ..openai.messages import read_messages
-from ..ray_backend.dispatch import RayBackend, cluster_config
+from ..ray_backend.dispatch import RayBackend
 from ..ray_backend.locator import AgentLocator
 from ..ray_backend.store import RayStore
 from ..text.answers.logprobs import ShownToken
@@ -47,6 +45,10 @@ from ..views.embedding import Embedder, RankedDocument
 from ..views.generation import Generator
 from .agent import Agent
 from .background import BackgroundLoop, blocking, on_loop
+from .driver import connect_driver
+from .watch import ServerWatch
+
+Client = TypeVar("Client", RouterClient, ReplicaClient)
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Reply:
 
 
 def connect(home: str | os.PathLike[str] | None = None, address: str | None = None) -> Cluster:
-    """Connects to a running cluster.
+    """Connects to a running cluster. If the one that this process was connected to has ended, it leaves that first.
 
     Args:
         home: the server's SATCHEL_HOME; by default the environment's, else `~/.satchel`. Not needed inside a Ray task
@@ -82,30 +84,32 @@ def connect(home: str | os.PathLike[str] | None = None, address: str | None = No
 
     Raises:
         NotRunning: no server runs there.
+        ClusterError: this process is connected to another cluster, which runs.
     """
-    if not ray.is_initialized():
-        where = Home(Path(home).expanduser().absolute()) if home is not None else default_home()
-        if address is None:
-            connect_ray(find_cluster(where))
-        else:
-            connect_ray_address(address, where)
-    return Cluster()
+    return Cluster(connect_driver(home, address))
 
 
 class Cluster:
     """A running cluster. Get one from `connect`; close it, or use it as a context manager.
 
+    If its server ends, all that waits for an answer and all that is asked later raises `NotRunning`; `connect` then
+    makes another one.
+
     Attributes:
         config: the one that the cluster was started with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: ServerWatch | None = None) -> None:
         # Chats need it on a worker thread. MLX keeps state of the thread that imports it, and aborts the process if
         # that thread ends with the process; the main thread ends last.
         importlib.import_module("mlx_lm.tokenizer_utils")
-        self.config = cluster_config()
-        self._loop = BackgroundLoop()
-        self._generator = self._loop.run(self._make_generator())
+        self._loop = BackgroundLoop(watch)
+        try:
+            self.config = self._loop.run(_config())
+            self._generator = self._loop.run(self._make_generator())
+        except BaseException:
+            self._loop.close()
+            raise
         self._embedder = Embedder(self._generator)
 
     async def _make_generator(self) -> Generator:
@@ -122,7 +126,7 @@ class Cluster:
     def router(self) -> RouterClient:
         """The router. Each of its methods is a call: `await cluster.router.alive("qwen")`, or without an event loop
         `cluster.router.alive("qwen").wait()`."""
-        return RouterClient(self.config.timing)
+        return self._watched(RouterClient(self.config.timing))
 
     @on_loop
     async def notes(self, name: str) -> list[str]:
@@ -136,7 +140,13 @@ class Cluster:
 
     def replicas(self) -> dict[str, ReplicaClient]:
         """The replicas by id; their methods are calls, as the router's are."""
-        return find_replicas(registry.entries(), self.config.timing)
+        found = find_replicas(self._loop.run(asyncio.to_thread(registry.entries)), self.config.timing)
+        return {name: self._watched(replica) for name, replica in found.items()}
+
+    def _watched(self, client: Client) -> Client:
+        """Has the client's calls raise `NotRunning` if the server is lost."""
+        client.actor.on_no_answer = self._loop.check
+        return client
 
     @on_loop
     async def load(
@@ -371,6 +381,17 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+async def _config() -> Config:
+    """
+    Raises:
+        NoReplica: no router runs in the Ray cluster.
+    """
+    try:
+        return await RouterClient(USUAL).config()
+    except NoAnswer as error:
+        raise NoReplica("no Satchel router runs in this Ray cluster") from error
 
 
 def _model(source: str, *, name: str | None = None, **fields: Any) -> Model:

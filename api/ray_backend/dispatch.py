@@ -20,7 +20,7 @@ import ray
 from cachetools import FIFOCache
 from ray.exceptions import RayError
 
-from ...actors.protocol import registry
+from ...actors.protocol import control_store, registry
 from ...actors.protocol.block_ids import is_shared, scope_of
 from ...actors.protocol.calls import Call
 from ...actors.protocol.clients import ReplicaClient, RouterClient
@@ -358,11 +358,10 @@ class RayBackend:
 def _seen_nodes() -> SeenNodes:
     """Returns Ray's view of the nodes, and the memory of the machine on which this process runs."""
     own, alive, here = ray.get_runtime_context().get_node_id(), [], ""
-    for node in ray.nodes():
-        names = [name for name in node["Resources"] if node["Alive"]]
-        alive += names
-        if node["NodeID"] == own:
-            here = next((name for name in names if name.startswith("satchel-node-")), "")
+    for node in control_store.ray_nodes():
+        alive += node.resources
+        if node.node_id == own:
+            here = next((name for name in node.resources if name.startswith("satchel-node-")), "")
     return SeenNodes(registry.nodes(), frozenset(alive), here, psutil.virtual_memory().available)
 
 

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-import ray
 from cachetools import LRUCache
 from ray.exceptions import RayError
 
 from ...actors.kv_store.replication.peers import secondary_nodes
+from ...actors.protocol import control_store
 from ...actors.protocol.calls import Call
 from ...actors.protocol.clients import RouterClient
 from ...actors.protocol.router_messages import AgentPlace
@@ -258,11 +258,7 @@ async def has_ended(node: str, timing: Timing) -> bool:
 
 def _ports(resource: str) -> list[tuple[str, int]]:
     """Returns the addresses of the live Ray nodes that offer the resource, as far as Ray knows."""
-    return [
-        (node["NodeManagerAddress"], node["NodeManagerPort"])
-        for node in ray.nodes()
-        if node["Alive"] and resource in node["Resources"]
-    ]
+    return [(node.address, node.port) for node in control_store.ray_nodes() if resource in node.resources]
 
 
 async def _refuses(host: str, port: int) -> bool:

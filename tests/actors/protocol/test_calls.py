@@ -143,6 +143,31 @@ def test_whoever_is_called_why_no_answer_comes_is_told_alike(
 
 @pytest.mark.parametrize("how", ["awaited", "waited for"])
 @pytest.mark.parametrize("whom", CALLS)
+def test_a_call_that_cannot_be_sent_has_no_answer_and_a_fault_is_raised(world: World, whom: str, how: str):
+    """For an actor of a cluster that has ended Ray raises an exception of no kind."""
+
+    class Away:
+        error = Exception("Failed to submit task to actor")
+
+        def __getattr__(self, name: str) -> Any:
+            def remote(asked: bytes) -> Any:
+                raise self.error
+
+            return SimpleNamespace(remote=remote)
+
+    make, text = CALLS[whom]
+    call, away = make(), Away()
+    call._actor._handle = away
+    error = outcome(call, how)
+    assert type(error) is NoAnswer and error.message == text
+    call._actor._handle = away
+    away.error = KeyError("a fault")
+    with pytest.raises(KeyError):
+        outcome(call, how)
+
+
+@pytest.mark.parametrize("how", ["awaited", "waited for"])
+@pytest.mark.parametrize("whom", CALLS)
 def test_an_actor_that_is_not_there_gives_no_answer(world: World, whom: str, how: str):
     world.names.clear()
     make, text = CALLS[whom]

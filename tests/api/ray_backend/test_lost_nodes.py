@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from satchel.actors.protocol.control_store import RayNode
 from satchel.api.ray_backend import locator
 from satchel.api.ray_backend.locator import has_ended
 from satchel.cluster.timing import USUAL, Timing
@@ -33,16 +34,12 @@ def closed_port() -> Iterator[int]:
 
 def table(monkeypatch: pytest.MonkeyPatch, *rows: tuple[str, int, bool]) -> None:
     """Ray's nodes: whose resource, the port, and whether Ray takes it for alive."""
-    nodes: list[dict[str, Any]] = [
-        {
-            "NodeManagerAddress": HOST,
-            "NodeManagerPort": port,
-            "Alive": alive,
-            "Resources": {f"satchel-node-{name}": 1.0, "CPU": 2.0} if alive else {},
-        }
-        for name, port, alive in rows
+    nodes = [
+        RayNode(f"{port}", HOST, port, frozenset({f"satchel-node-{name}", "CPU"}))
+        for name, port, lives in rows
+        if lives
     ]
-    monkeypatch.setattr(locator.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(locator.control_store, "ray_nodes", lambda: nodes)
 
 
 async def test_a_port_that_is_closed_is_a_process_that_has_ended(monkeypatch, open_port, closed_port):
@@ -70,5 +67,5 @@ async def test_silence_is_no_end(monkeypatch, open_port):
     def fails() -> Any:
         raise RuntimeError("the control store is not there")
 
-    monkeypatch.setattr(locator.ray, "nodes", fails)
+    monkeypatch.setattr(locator.control_store, "ray_nodes", fails)
     assert not await has_ended("mac1", USUAL)
