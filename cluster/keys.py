@@ -24,7 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from .config import Home
-from .errors import ConfigError, KeysDamaged
+from .errors import ConfigError, InvalidRequest, KeysDamaged
 from .home import prepare_home, read_json, write_private, write_private_json
 from .units import STRICT, Bytes, Count
 
@@ -34,6 +34,7 @@ OWNER = "default"
 KEY_BEGINS = "sk-satchel-"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _SECRET = re.compile(KEY_BEGINS + r"([0-9a-f]{8})-([A-Za-z0-9_-]{43})", re.ASCII)
+_AGENT = re.compile(r"[A-Za-z0-9._:@-]{1,128}", re.ASCII)
 _OWNER_ID = "0" * 8
 
 _SCRYPT = {"n": 2**14, "r": 8, "p": 1, "dklen": 32}
@@ -162,6 +163,16 @@ def _changing(home: Home) -> Iterator[list[Key]]:
 
 def _digest(secret: str, salt: bytes) -> bytes:
     return hashlib.scrypt(secret.encode(), salt=salt, **_SCRYPT)
+
+
+def check_agent_id(agent: str) -> None:
+    """Checks the name that a tenant gives an agent.
+
+    Raises:
+        InvalidRequest: it is no agent's id.
+    """
+    if _AGENT.fullmatch(agent) is None:
+        raise InvalidRequest("agent_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : @ -", param="agent_id")
 
 
 def write_owner_key(home: Home) -> None:

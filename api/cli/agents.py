@@ -14,6 +14,7 @@ from urllib.parse import quote
 import typer
 
 from ...cluster.errors import SatchelError
+from ...cluster.keys import check_agent_id
 from .models import HomeOption, JsonOption, chosen_home
 
 if TYPE_CHECKING:
@@ -205,7 +206,12 @@ def path_of(agent: str, action: str = "") -> str:
 
 
 def _name(agent: str) -> str:
-    """Returns the id quoted for a path, in which an id of dots alone would mean a folder."""
+    """Returns the id quoted for a path, in which an id of dots alone would mean a folder.
+
+    Raises:
+        InvalidRequest: it is no agent's id.
+    """
+    check_agent_id(agent)
     return quote(agent, safe="").replace(".", "%2E")
 
 

@@ -10,27 +10,38 @@ from typing import Any
 import httpx
 
 from ...cluster.config import Home
-from ...cluster.errors import SatchelError
+from ...cluster.errors import InvalidRequest, SatchelError
+from ...cluster.keys import check_agent_id
 from .views import client, error_of, get_json
 
 _SILENCE_S_MAX = 600.0
 """How long the endpoint may send nothing, such as during the prefill of a long prompt."""
 
 
-def chat(home: Home, *, agent: str | None, model: str | None, text: str | None) -> None:
+def chat(home: Home, *, agent: str | None, model: str | None, text: str | None, new: bool = False) -> None:
     """Sends `text` and prints the answer as it comes; without `text`, reads messages until end of file or Ctrl-C.
 
+    Args:
+        agent: who remembers the conversation; the next one goes on where the last one ended.
+        new: whether it begins anew, as another branch of the agent's memory.
+
     Raises:
+        InvalidRequest: the agent's name, or a text, cannot be sent.
         NotRunning: no server runs on the home, or it does not answer.
         SatchelError: the endpoint refused the request.
     """
+    if agent is not None:
+        check_agent_id(agent)
+    elif new:
+        raise InvalidRequest("--new needs --agent: without one, every conversation is a new one")
+    for given in (model, text):
+        _check_text(given or "")
     with client(home, timeout_s=_SILENCE_S_MAX) as session:
-        if model is None:
-            model = _first_model(session)
+        talk = _Conversation(session, _first_model(session) if model is None else model, agent, new)
         if text is not None:
-            _print_answer(session, _request(model, [{"role": "user", "content": text}]), agent)
+            talk.say(text)
         else:
-            _converse(session, model, agent)
+            _converse(talk)
 
 
 def _first_model(session: httpx.Client) -> str:
@@ -40,17 +51,33 @@ def _first_model(session: httpx.Client) -> str:
     return str(models[0]["id"])
 
 
-def _request(model: str, messages: list[dict[str, str]]) -> dict[str, Any]:
-    return {"model": model, "messages": messages, "stream": True}
+class _Conversation:
+    """What was said, and to whom. An agent that goes on remembers the rest itself."""
+
+    def __init__(self, session: httpx.Client, model: str, agent: str | None, new: bool) -> None:
+        self.model = model
+        self._session = session
+        self._headers = {} if agent is None else {"X-Agent-ID": agent}
+        self._goes_on = agent is not None and not new
+        self._messages: list[dict[str, str]] = []
+
+    def say(self, text: str) -> None:
+        """Sends a message and prints the answer. If it fails or is interrupted, nothing was said."""
+        message = {"role": "user", "content": text}
+        body: dict[str, Any] = {"model": self.model, "messages": [*self._messages, message], "stream": True}
+        if self._goes_on:
+            body["agent_continue"] = True
+        answer = _print_answer(self._session, body, self._headers)
+        if not self._goes_on:
+            self._messages += [message, {"role": "assistant", "content": answer}]
 
 
-def _converse(session: httpx.Client, model: str, agent: str | None) -> None:
+def _converse(talk: _Conversation) -> None:
     if sys.stdin.isatty():
         # Line editing and history.
         import readline  # noqa: F401
 
-        print(f"Talking to {model}. Ctrl-D ends.")
-    messages: list[dict[str, str]] = []
+        print(f"Talking to {talk.model}. Ctrl-D ends.")
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -60,19 +87,26 @@ def _converse(session: httpx.Client, model: str, agent: str | None) -> None:
             return
         if not line.strip():
             continue
-        messages.append({"role": "user", "content": line})
+        _check_text(line)
         try:
-            answer = _print_answer(session, _request(model, messages), agent)
+            talk.say(line)
         except KeyboardInterrupt:
-            # Closing the response has stopped the answer; its question is dropped too.
-            messages.pop()
+            # Closing the response has stopped the answer.
             print("\n(stopped)")
-            continue
-        messages.append({"role": "assistant", "content": answer})
 
 
-def _print_answer(session: httpx.Client, body: dict[str, Any], agent: str | None) -> str:
-    headers = {"X-Agent-ID": agent} if agent is not None else {}
+def _check_text(text: str) -> None:
+    """
+    Raises:
+        InvalidRequest: it holds bytes that are no UTF-8, which the command line gives as lone surrogates.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("what was given is not valid UTF-8") from None
+
+
+def _print_answer(session: httpx.Client, body: dict[str, Any], headers: dict[str, str]) -> str:
     parts: list[str] = []
     with session.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
         if not response.is_success:
@@ -101,6 +135,8 @@ def _texts(response: httpx.Response) -> Iterator[str]:
         chunk = json.loads(data)
         if "error" in chunk:
             raise SatchelError(f"the endpoint failed: {chunk['error'].get('message', 'no reason given')}")
+        if not chunk.get("satchel", {}).get("kept", True):
+            print(f"satchel: the agent does not remember this: {chunk['satchel'].get('reason', '')}", file=sys.stderr)
         for choice in chunk.get("choices", []):
             yield choice.get("delta", {}).get("content") or ""
     raise SatchelError("the answer broke off")

@@ -96,14 +96,15 @@ def status(json: JsonOption = False, home: HomeOption = None) -> None:
 @app.command()
 def chat(
     text: Annotated[Optional[str], typer.Argument(help="One message; without it, a conversation.")] = None,  # noqa: UP045
-    agent: Annotated[Optional[str], typer.Option("--agent", metavar="NAME", help="Whose memory to use.")] = None,  # noqa: UP045
+    agent: Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Who remembers it, and goes on.")] = None,
+    new: Annotated[bool, typer.Option("--new", help="Begin anew, as another branch of the agent's memory.")] = False,
     model: Annotated[Optional[str], typer.Option("--model", metavar="NAME", help="Else the first one.")] = None,  # noqa: UP045
     home: HomeOption = None,
 ) -> None:
     """Talk to a model of the running server."""
     from .chat import chat as run
 
-    run(chosen_home(home), agent=agent, model=model, text=text)
+    run(chosen_home(home), agent=agent, model=model, text=text, new=new)
 
 
 @app.command()
@@ -152,6 +153,10 @@ def main() -> None:
         app()
     except SatchelError as error:
         print(f"satchel: {error.message}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except UnicodeEncodeError:
+        # Bytes of the command line that are no UTF-8 are lone surrogates in Python.
+        print("satchel: what was given, or the name of a file, is not valid UTF-8", file=sys.stderr)
         raise SystemExit(1) from None
     except BrokenPipeError:
         # The reader of our output has gone (`| head`); Python would complain once more while closing it.

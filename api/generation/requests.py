@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from ...actors.model_files.processors import PictureProcessor
 from ...actors.protocol.media_ids import is_media_token
 from ...actors.protocol.messages import MediaSpan
 from ...cluster.errors import ContextLengthExceeded, InvalidRequest
-from ...cluster.keys import OWNER
+from ...cluster.keys import OWNER, check_agent_id
 from ..media.prompt import MediaPrompt, Medium, media_said, place, with_media_tokens, with_references
 from ..text.answers.grammars import AnswerForm, Thought
 from ..text.callers_text import CallersText
@@ -35,8 +34,6 @@ _COUNTED_CONTEXTS = 4
 
 _ROLE_TOKENS = 16
 """So many tokens may be between the last special token and an answer: the name of its role, a line break."""
-
-_AGENT = re.compile(r"[A-Za-z0-9._:@-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,8 +221,7 @@ def agent_key(agent: str, tenant: str = OWNER) -> str:
     """
     if not agent:
         return ""
-    if _AGENT.fullmatch(agent) is None:
-        raise InvalidRequest("agent_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : @ -", param="agent_id")
+    check_agent_id(agent)
     return f"{tenant}/{agent}"
 
 
