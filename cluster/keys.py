@@ -149,11 +149,29 @@ def revoke_key(home: Home, name: str) -> Key:
     raise ConfigError(f"there is no key {name!r} that is not revoked")
 
 
+def remove_keys(home: Home) -> None:
+    """Removes all keys: callers of an endpoint that only this machine reaches need none again. What their tenants have
+    stays theirs; a new key of the same name has it again.
+
+    Raises:
+        InvalidRequest: there are none.
+    """
+    with _locked(home):
+        try:
+            home.keys_file.unlink()
+        except FileNotFoundError:
+            raise InvalidRequest("there are no keys") from None
+
+
+def _locked(home: Home) -> FileLock:
+    prepare_home(home)
+    return FileLock(home.run / "keys.lock", mode=0o600, fallback_to_soft=False)
+
+
 @contextmanager
 def _changing(home: Home) -> Iterator[list[Key]]:
     """The keys for changing; written back if the block ends without an error. One process at a time."""
-    prepare_home(home)
-    with FileLock(home.run / "keys.lock", mode=0o600, fallback_to_soft=False):
+    with _locked(home):
         before = read_keys(home) or ()
         keys = list(before)
         yield keys

@@ -158,7 +158,7 @@ class StoreClient:
         return self.actor.call(lambda store: store.info.remote(encode(message)), read, self._patient_s)
 
     def agents(self, tenant: str, after: str, limit: int) -> Call[list[AgentBranches]]:
-        """Returns at most `limit` agents of the tenant, sorted by key, from the first after the key `after`."""
+        """Returns at most `limit` agents of the tenant ("" for all), sorted by key, from the first after `after`."""
         message = ListAgents(tenant, after, limit)
         return self.actor.call(
             lambda store: store.agents.remote(encode(message)),

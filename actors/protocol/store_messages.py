@@ -212,7 +212,7 @@ class AgentBranches:
 
 @dataclass(frozen=True, slots=True)
 class ListAgents:
-    """Asks for at most `limit` agents of the tenant, sorted by key, from the first after the key `after`."""
+    """Asks for at most `limit` agents of the tenant ("" for all), sorted by key, from the first after `after`."""
 
     tenant: str
     after: str

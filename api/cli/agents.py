@@ -1,5 +1,5 @@
-"""`satchel agents`: list, show, move, fork and forget agents, over the running endpoint's HTTP interface. `satchels.py`
-packs them."""
+"""`satchel agents`: list, show, move, fork, give and forget agents, over the running endpoint's HTTP interface.
+`satchels.py` packs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import typer
 
-from ...cluster.errors import SatchelError
+from ...cluster.errors import InvalidRequest, SatchelError
 from ...cluster.keys import check_agent_id
 from .models import HomeOption, JsonOption, chosen_home
 
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     import httpx
 
 app = typer.Typer(
-    help="List the agents that the running server remembers, or show, move, carry, fork or forget one.",
+    help="List the agents that the running server remembers, or show, move, carry, fork, give or forget one.",
     invoke_without_command=True,
 )
+
+EVERY = "*"
+"""All tenants, as the endpoint's `?tenant=` has it."""
 
 _ANSWER_S = 30.0
 _MOVE_S = 3600.0
@@ -31,15 +34,23 @@ _MOVE_S = 3600.0
 
 AgentArgument = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
 LimitOption = Annotated[int, typer.Option("--limit", min=1, max=100, help="How many.")]
+TenantOption = Annotated[str, typer.Option("--tenant", metavar="KEY", help="Whose, by the name of the key.")]
+AllOption = Annotated[bool, typer.Option("--all", help="Those of all keys, and of before there were any.")]
 AfterOption = Annotated[str, typer.Option("--after", metavar="AGENT", help="Go on after this one.")]
 
 
 @app.callback()
-def agents(context: typer.Context, json: JsonOption = False, home: HomeOption = None) -> None:
-    """List the agents that the running server remembers, or show, move, carry, fork or forget one."""
+def agents(
+    context: typer.Context,
+    tenant: TenantOption = "",
+    every: AllOption = False,
+    json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """List the agents that the running server remembers, or show, move, carry, fork, give or forget one."""
     context.obj = home
     if context.invoked_subcommand is None:
-        _list(home, 20, "", json)
+        _list(home, _whose(tenant, every), 20, "", json)
 
 
 @app.command("list")
@@ -47,17 +58,25 @@ def list_agents(
     context: typer.Context,
     limit: LimitOption = 20,
     after: AfterOption = "",
+    tenant: TenantOption = "",
+    every: AllOption = False,
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """List agents by their ids."""
-    _list(home or context.obj, limit, after, json)
+    """List agents by their ids: those that belong to no key, to a key, or all."""
+    _list(home or context.obj, _whose(tenant, every), limit, after, json)
 
 
 @app.command()
-def show(context: typer.Context, agent: AgentArgument, json: JsonOption = False, home: HomeOption = None) -> None:
+def show(
+    context: typer.Context,
+    agent: AgentArgument,
+    tenant: TenantOption = "",
+    json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
     """Show what is known of an agent, and where it lives."""
-    with endpoint(home or context.obj, _ANSWER_S) as session:
+    with endpoint(home or context.obj, _ANSWER_S, tenant) as session:
         found = _ask(session, "GET", agent)
         place = session.get(f"/v1/cluster/agents/{_name(agent)}")
         # Without its place the rest is still worth showing.
@@ -94,11 +113,12 @@ def move(
     context: typer.Context,
     agent: AgentArgument,
     node: Annotated[str, typer.Argument(metavar="NODE", help="Its new home, as `satchel status` calls it.")],
+    tenant: TenantOption = "",
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
     """Make another node an agent's home: its memory goes there, and its next turns with it."""
-    with endpoint(home or context.obj, _MOVE_S) as session:
+    with endpoint(home or context.obj, _MOVE_S, tenant) as session:
         done = _ask(session, "POST", agent, "/move", {"to": node})
     if json:
         print_json(done)
@@ -116,11 +136,12 @@ def fork(
     context: typer.Context,
     agent: AgentArgument,
     new: Annotated[str, typer.Argument(metavar="NEW", help="The new agent's id.")],
+    tenant: TenantOption = "",
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
     """Copy an agent's memory to a new id."""
-    with endpoint(home or context.obj, _ANSWER_S) as session:
+    with endpoint(home or context.obj, _ANSWER_S, tenant) as session:
         done = _ask(session, "POST", agent, "/fork", {"as": new})
     if json:
         print_json(done)
@@ -129,9 +150,15 @@ def fork(
 
 
 @app.command()
-def forget(context: typer.Context, agent: AgentArgument, json: JsonOption = False, home: HomeOption = None) -> None:
+def forget(
+    context: typer.Context,
+    agent: AgentArgument,
+    tenant: TenantOption = "",
+    json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
     """Erase all that is known of an agent, on disk too."""
-    with endpoint(home or context.obj, _ANSWER_S) as session:
+    with endpoint(home or context.obj, _ANSWER_S, tenant) as session:
         done = _ask(session, "DELETE", agent)
     if json:
         print_json(done)
@@ -139,12 +166,37 @@ def forget(context: typer.Context, agent: AgentArgument, json: JsonOption = Fals
         print(f"{agent} is forgotten")
 
 
-def _list(given: Path | None, limit: int, after: str, as_json: bool) -> None:
-    with endpoint(given, _ANSWER_S) as session:
-        page = json_of(session.get("/v1/agents", params={"limit": str(limit), **({"after": after} if after else {})}))
+@app.command()
+def give(
+    context: typer.Context,
+    agent: AgentArgument,
+    to: Annotated[str, typer.Option("--to", metavar="KEY", help="The new owner, by the name of the key.")],
+    tenant: TenantOption = "",
+    json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Give an agent to another key, such as one from before the first key was made. Its words stay as they are."""
+    with endpoint(home or context.obj, _ANSWER_S, tenant) as session:
+        done = _ask(session, "POST", agent, "/give", {"to": to})
+    if json:
+        print_json(done)
+    else:
+        print(f"{agent} belongs to {to} now")
+
+
+def _whose(tenant: str, every: bool) -> str:
+    if tenant and every:
+        raise InvalidRequest("--tenant names one key's agents, and --all means everybody's; give one of them")
+    return EVERY if every else tenant
+
+
+def _list(given: Path | None, tenant: str, limit: int, after: str, as_json: bool) -> None:
+    with endpoint(given, _ANSWER_S, tenant) as session:
+        asked = {"limit": str(limit), **({"after": after} if after else {})}
+        page = json_of(session.get("/v1/agents", params=asked))
         primaries = _primaries(session)
     for agent in page["data"]:
-        agent.update(primaries.get(agent["id"], {}))
+        agent.update(primaries.get((agent.get("tenant", ""), agent["id"]), {}))
     if as_json:
         print_json(page["data"])
         return
@@ -154,10 +206,12 @@ def _list(given: Path | None, limit: int, after: str, as_json: bool) -> None:
     from .views import size, table
 
     # Only where one is known: a terminal is narrow.
+    owner = ["tenant"] if tenant == EVERY else []
     origins = [name for name in ("program", "parent") if any(agent[name] for agent in page["data"])]
-    shown = table("agent", *origins, "home", "copies", "model", "tokens", "turns", "words", "used")
+    shown = table(*owner, "agent", *origins, "home", "copies", "model", "tokens", "turns", "words", "used")
     for agent in page["data"]:
         shown.add_row(
+            *(Text(agent[name]) for name in owner),
             Text(agent["id"]),
             *(Text(_parent(agent) if name == "parent" else agent[name] or "") for name in origins),
             Text(agent.get("home") or ""),
@@ -180,19 +234,26 @@ def _parent(agent: dict[str, Any]) -> str:
     return f"{agent['parent'] or ''}{'' if branch is None else f' (branch {branch})'}"
 
 
-def _primaries(session: httpx.Client) -> dict[str, dict[str, Any]]:
-    """Returns home and copies by agent, of the agents in the cluster's view; {} if there is no view."""
+def _primaries(session: httpx.Client) -> dict[tuple[str, str], dict[str, Any]]:
+    """Returns home and copies by tenant ("" if it was named) and agent, of the agents in the cluster's view; {} without
+    one."""
     answer = session.get("/v1/cluster")
     if not answer.is_success:
         return {}
-    return {each["id"]: {"home": each["home"], "copies": each["copies"]} for each in json_of(answer)["agents"]}
+    return {
+        (each.get("tenant", ""), each["id"]): {"home": each["home"], "copies": each["copies"]}
+        for each in json_of(answer)["agents"]
+    }
 
 
 @contextmanager
-def endpoint(given: Path | None, timeout_s: float) -> Iterator[httpx.Client]:
+def endpoint(given: Path | None, timeout_s: float, tenant: str = "") -> Iterator[httpx.Client]:
+    """Opens a client of the endpoint whose requests are about the agents of a tenant, "" for the owner's."""
     from .views import client
 
     with client(chosen_home(given), timeout_s=timeout_s) as session:
+        if tenant:
+            session.params = {"tenant": tenant}
         yield session
 
 

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Optional
 import typer
 
 from ...cluster.audit import Audit
-from ...cluster.keys import Key, create_key, read_keys, revoke_key
+from ...cluster.errors import InvalidRequest
+from ...cluster.keys import Key, create_key, read_keys, remove_keys, revoke_key
 from .models import HomeOption, JsonOption, chosen_home
 
-app = typer.Typer(help="Make, list and revoke the endpoint's keys. Each is a tenant.", no_args_is_help=True)
+app = typer.Typer(help="Make, list, revoke and remove the endpoint's keys. Each is a tenant.", no_args_is_help=True)
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The tenant.")]
 
@@ -83,6 +84,20 @@ def revoke(name: Annotated[str, typer.Argument(metavar="NAME", help="Or its id."
     key = revoke_key(where, name)
     Audit(where).note("key revoked", tenant=key.name, key=key.id)
     typer.echo(f"Revoked the key of {key.name!r}.")
+
+
+@app.command()
+def remove(
+    every: Annotated[bool, typer.Option("--all", help="Needed, so that nobody does it by mistake.")] = False,
+    home: HomeOption = None,
+) -> None:
+    """Go back to no keys at once: every caller is the owner again. What tenants have stays theirs."""
+    if not every:
+        raise InvalidRequest("this removes all keys, and then nobody needs one: --all says that you mean it")
+    where = chosen_home(home)
+    remove_keys(where)
+    Audit(where).note("all keys removed")
+    typer.echo("There are no keys any more. An endpoint that other machines reach answers this machine's owner alone.")
 
 
 def _shown(key: Key) -> dict[str, Any]:

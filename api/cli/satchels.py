@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from ...cluster.errors import InvalidRequest
-from .agents import AgentArgument, app, endpoint, json_of, path_of, print_json
+from .agents import AgentArgument, TenantOption, app, endpoint, json_of, path_of, print_json
 from .models import HomeOption, JsonOption
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def pack(
     file: FileArgument,
     passphrase: PassphraseOption = False,
     passphrase_file: PassphraseFileOption = None,
+    tenant: TenantOption = "",
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
@@ -45,7 +46,7 @@ def pack(
     satchel_files.check_new(file)
     secret = _secret(passphrase_file, again=True) if passphrase or passphrase_file is not None else None
     with (
-        endpoint(home or context.obj, _TRANSFER_S) as session,
+        endpoint(home or context.obj, _TRANSFER_S, tenant) as session,
         session.stream("GET", path_of(agent, "/satchel")) as answer,
     ):
         if not answer.is_success:
@@ -67,6 +68,7 @@ def unpack(
     new: Annotated[str, typer.Option("--as", metavar="AGENT", help="Another id than the one it was packed with.")] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Replace the agent of that id.")] = False,
     passphrase_file: PassphraseFileOption = None,
+    tenant: TenantOption = "",
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
@@ -76,7 +78,7 @@ def unpack(
     with opened_satchel(file, lambda: _secret(passphrase_file, again=False)) as packed:
         agent, nbytes = new or packed.agent, packed.nbytes
         with (
-            endpoint(home or context.obj, _TRANSFER_S) as session,
+            endpoint(home or context.obj, _TRANSFER_S, tenant) as session,
             _shown(f"{agent}: {_size(nbytes)}", nbytes, quiet=json) as advance,
         ):
             done = _put(session, agent, _counted(packed.pieces, advance), nbytes, replace=replace)

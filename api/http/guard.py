@@ -7,11 +7,12 @@ import asyncio
 import time
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...cluster.audit import Audit
-from ...cluster.errors import KeyRefused, NotAllowed, RateLimited, SatchelError, Unavailable
-from ...cluster.keys import KEY_BEGINS, Key, KeyLimits, KeyRing
+from ...cluster.errors import InvalidRequest, KeyRefused, NotAllowed, RateLimited, SatchelError, Unavailable, quoted
+from ...cluster.keys import KEY_BEGINS, NAME, Key, KeyLimits, KeyRing
 from ..generation.callers import Caller, Meter
 from .error_shapes import error_response
 
@@ -21,6 +22,9 @@ CHECKS_MAX = 32
 HEALTH = "/health"
 GREETING = "/"
 """It answers everybody, and says nothing of the server."""
+
+EVERY = "*"
+"""All tenants, where `?tenant=` names one."""
 
 _SECRET_MAX = 256
 
@@ -122,6 +126,28 @@ def _secret(headers: Headers) -> str:
     return max(
         (secret[:_SECRET_MAX] for secret in given), key=lambda secret: (secret.startswith(KEY_BEGINS), bool(secret))
     )
+
+
+def tenant_of(request: Request, *, every: bool = False) -> str:
+    """Returns the tenant whose agents a request is about: the caller's, or for an administrator `?tenant=NAME`.
+
+    Args:
+        every: whether `*` means all tenants; "" is returned for it.
+
+    Raises:
+        NotAllowed: it is another's, and the caller's key is no administrator's.
+        InvalidRequest: it is no tenant's name.
+    """
+    caller: Caller = request.state.caller
+    named = request.query_params.get("tenant")
+    if named is None or named == caller.tenant:
+        return caller.tenant
+    require_admin(caller)
+    if named == EVERY and every:
+        return ""
+    if NAME.fullmatch(named) is None:
+        raise InvalidRequest(f"tenant: {quoted(named)} is no key's name", param="tenant")
+    return named
 
 
 def require_admin(caller: Caller) -> None:

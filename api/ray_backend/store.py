@@ -207,7 +207,7 @@ class RayStore:
         raise refusal
 
     async def agents(self, tenant: str, after: str, limit: int) -> list[AgentBranches]:
-        """Returns agents of all nodes in the order of their keys, each as its primary has it."""
+        """Returns agents of all nodes in the order of their keys, each as its primary has it. "" is every tenant."""
         nodes = await self._locator.alive()
         pages = await asyncio.gather(
             *(self._locator.ask(node, lambda store: store.agents(tenant, after, limit)) for node in nodes)

@@ -9,7 +9,8 @@ from typing import Any
 
 from ...actors.protocol.block_ids import BLOCK_TOKENS
 from ...actors.protocol.store_messages import AgentBranches, BranchKV, Head, Limits, read_parent
-from ...cluster.errors import AgentNotFound, InvalidRequest, SatchelError
+from ...cluster.errors import AgentNotFound, InvalidRequest, SatchelError, quoted
+from ...cluster.keys import NAME
 from ..agents.memory import AgentMemory
 from ..agents.store import Store
 from ..generation.backend import Backend
@@ -28,23 +29,40 @@ def agent_id_of(key: str) -> str:
 async def agent_page(store: Store, backend: Backend, tenant: str, limit: int, after: str) -> dict[str, Any]:
     """Returns a page of the agents, as a list in OpenAI's form. `let_go` counts evicted agents.
 
+    Args:
+        tenant: whose, "" for all: then each has its `tenant`, and `after` and `last_id` are `TENANT/ID`.
+
     Raises:
         InvalidRequest: `limit` is out of range, or `after` is no agent id.
         Unavailable: the store does not answer.
     """
     if not 1 <= limit <= PAGE_MAX:
         raise InvalidRequest(f"limit must be 1 to {PAGE_MAX}", param="limit")
-    described = await store.agents(tenant, _key(after, "after", tenant) if after else f"{tenant}/", limit + 1)
+    described = await store.agents(tenant, _begin(after, tenant), limit + 1)
     names = await _names(backend)
-    data = [_view(each, names) for each in described[:limit]]
+    shown = described[:limit]
+    data = [_view(each, names) if tenant else _owned(each, names) for each in shown]
+    ids = [agent_id_of(each.agent) if tenant else each.agent for each in shown]
     return {
         "object": "list",
         "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
+        "first_id": ids[0] if ids else None,
+        "last_id": ids[-1] if ids else None,
         "has_more": len(described) > limit,
         "let_go": await _let_go(backend),
     }
+
+
+def _begin(after: str, tenant: str) -> str:
+    """Returns the key after which a page begins."""
+    if not after:
+        return f"{tenant}/" if tenant else ""
+    owner, _, agent = (tenant, "", after) if tenant else after.partition("/")
+    return _key(agent, "after", owner) or after
+
+
+def _owned(described: AgentBranches, names: dict[bytes, str]) -> dict[str, Any]:
+    return {**_view(described, names), "tenant": described.agent.partition("/")[0]}
 
 
 async def _let_go(backend: Backend) -> int | None:
@@ -94,6 +112,25 @@ async def agent_transcripts(store: Store, key: str) -> list[bytes]:
     recalled = [await store.recall(key, files_id, {}) for files_id in models]
     contents = [branch.content for each in recalled for branch in each.branches]
     return [content.messages for content in contents if content is not None]
+
+
+async def give_agent(memory: AgentMemory, key: str, tenant: str) -> dict[str, Any]:
+    """Gives an agent to another tenant, under its id: words and token ids. KV is a tenant's own, and is computed anew
+    in its next turn.
+
+    Raises:
+        AgentNotFound, AgentExists: there is nothing to give, or the tenant has an agent of that id.
+        InvalidRequest: it is the tenant's already, or `tenant` is no tenant's name.
+        Unavailable: a store does not answer. The agent stays whose it was, or both have it.
+    """
+    owner, _, agent = key.partition("/")
+    if NAME.fullmatch(tenant) is None:
+        raise InvalidRequest(f"to: {quoted(tenant)} is no key's name", param="to")
+    if tenant == owner:
+        raise InvalidRequest(f"{agent!r} is an agent of {tenant!r} already", param="to")
+    branches = await memory.store.fork(key, agent_key(agent, tenant))
+    await forget_agent(memory, key)
+    return {"id": agent, "object": "agent.gift", "from": owner, "to": tenant, "branches": branches}
 
 
 async def fork_agent(store: Store, key: str, target: Any, limits: Limits | None = None) -> dict[str, Any]:

@@ -131,6 +131,7 @@ async def cluster_view(backend: Backend, store: Store | None, rates: TokenRates,
 
     Args:
         store: of the agents; None leaves them out.
+        tenant: whose, "" for all.
 
     Raises:
         Unavailable: the control store does not answer. If the agents' store does not, agents are left out.
@@ -221,7 +222,7 @@ async def _agents_view(store: Store | None, tenant: str, nodes: Sequence[NodeSta
     if store is None:
         return unknown
     try:
-        found = await store.agents(tenant, f"{tenant}/", AGENTS_MAX + 1)
+        found = await store.agents(tenant, f"{tenant}/" if tenant else "", AGENTS_MAX + 1)
         keys = [each.agent for each in found[:AGENTS_MAX]]
         places = await store.places(keys)
     except SatchelError:
@@ -232,5 +233,6 @@ async def _agents_view(store: Store | None, tenant: str, nodes: Sequence[NodeSta
     for key in keys:
         place = places.get(key)
         home = (place.home if place else "") or only
-        shown.append({"id": agent_id_of(key), "home": home, "copies": place.copies if place else []})
+        owner = {} if tenant else {"tenant": key.partition("/")[0]}
+        shown.append({"id": agent_id_of(key), **owner, "home": home, "copies": place.copies if place else []})
     return {"agents": shown, "agents_count": len(shown), "agents_has_more": len(found) > AGENTS_MAX}

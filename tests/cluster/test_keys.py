@@ -155,6 +155,22 @@ def test_the_command_line_shows_a_key_once(home: Home):
     assert [line["what"] for line in lines] == ["key created", "key revoked"]
 
 
+def test_the_command_line_goes_back_to_no_keys(home: Home):
+    run = CliRunner()
+    _, secret = create_key(home, "ann")
+    ring, wide = KeyRing(home, required=False), KeyRing(home, required=True)
+    assert ring.check(secret) and not ring.is_open
+    assert run.invoke(app, ["keys", "remove", "--home", str(home.root)]).exit_code == 1 and not ring.is_open
+    assert run.invoke(app, ["keys", "remove", "--all", "--home", str(home.root)]).exit_code == 0
+    assert ring.is_open and read_keys(home) is None
+    assert not wide.is_open and not wide.check(secret), "strangers are not let in"
+    assert run.invoke(app, ["keys", "remove", "--all", "--home", str(home.root)]).exit_code == 1
+    lines = [json.loads(line) for line in home.audit_file.read_text().splitlines()]
+    assert [line["what"] for line in lines] == ["all keys removed"]
+    home.keys_file.write_text("damaged")
+    assert run.invoke(app, ["keys", "remove", "--all", "--home", str(home.root)]).exit_code == 0 and ring.is_open
+
+
 def test_the_audit_is_bounded_and_a_full_disk_ends_nothing(home: Home, monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
     audit = Audit(home, lambda: now[0])

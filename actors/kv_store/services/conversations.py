@@ -80,10 +80,12 @@ class Conversations:
         return await self._work.answer(work)
 
     async def page(self, tenant: str, after: str, limit: int) -> list[AgentBranches]:
-        """Agents of the tenant in the order of their keys, those after the key `after`."""
+        """Agents of the tenant, "" for all, in the order of their keys, those after the key `after`."""
 
         def work() -> list[AgentBranches]:
-            return [self._described(*found) for found in self._agents.list(f"{tenant}/", after, limit)]
+            return [
+                self._described(*found) for found in self._agents.list(f"{tenant}/" if tenant else "", after, limit)
+            ]
 
         return await self._work.answer(work)
 

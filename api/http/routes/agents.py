@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -20,10 +21,10 @@ from ...generation.callers import Caller
 from ...generation.remembered import HEADER
 from ...generation.requests import ChatRequest, agent_key
 from ...openai.bodies import ForkBody, InjectBody
-from ...views.agents import PAGE_MAX, agent_info, agent_page, forget_agent, fork_agent, release_agent
+from ...views.agents import PAGE_MAX, agent_info, agent_page, forget_agent, fork_agent, give_agent, release_agent
 from ...views.generation import Generator
 from ..exchange import BodyReader, CancelOnDisconnect
-from ..guard import require_admin
+from ..guard import require_admin, tenant_of
 from .adding import BYTES, add_route
 
 
@@ -35,8 +36,17 @@ class MoveBody(BaseModel):
     to: str
 
 
+class GiveBody(BaseModel):
+    """The body of `/v1/agents/{id}/give`; `to` is the name of a key."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    to: str
+
+
 class AgentRoutes:
-    """Handlers for agents, and for the KV that replicas keep for reuse."""
+    """Handlers for agents, and for the KV that replicas keep for reuse. Agents are the caller's own; an administrator
+    names another tenant with `?tenant=NAME`."""
 
     def __init__(self, generator: Generator, bodies: BodyReader, audit: Audit | None = None) -> None:
         self._generator = generator
@@ -52,6 +62,7 @@ class AgentRoutes:
         add_route(app, "POST", "/v1/agents/{agent_id}/fork", self.fork, ForkBody)
         add_route(app, "POST", "/v1/agents/{agent_id}/release", self.release)
         add_route(app, "POST", "/v1/agents/{agent_id}/move", self.move, MoveBody)
+        add_route(app, "POST", "/v1/agents/{agent_id}/give", self.give, GiveBody)
         add_route(app, "GET", "/v1/agents/{agent_id}/satchel", self.pack, answers=(BYTES,))
         add_route(app, "PUT", "/v1/agents/{agent_id}/satchel", self.unpack, takes=BYTES)
         add_route(app, "DELETE", "/v1/cache", self.clear_cache)
@@ -60,9 +71,10 @@ class AgentRoutes:
     async def list_agents(
         self, request: Request, limit: Annotated[int, Query(ge=1, le=PAGE_MAX)] = 20, after: str = ""
     ) -> Response:
-        """Lists agents by their ids; `limit` and `after` page through them."""
+        """Lists agents by their ids; `limit` and `after` page through them. `tenant=*` lists those of all tenants."""
         caller: Caller = request.state.caller
-        page = await agent_page(self._memory.store, self._generator.backend, caller.tenant, limit, after)
+        tenant = tenant_of(request, every=True)
+        page = await agent_page(self._memory.store, self._generator.backend, tenant, limit, after)
         # This count includes agents of other tenants.
         return JSONResponse(page if caller.admin else {**page, "let_go": None})
 
@@ -82,7 +94,7 @@ class AgentRoutes:
             agent_continue=True,
             request_id=request.state.request_id,
             waited_s=waited_s,
-            caller=request.state.caller,
+            caller=replace(request.state.caller, tenant=tenant_of(request)),
             left_out=request.state.left_out,
         )
         async with CancelOnDisconnect(request.receive):
@@ -103,8 +115,16 @@ class AgentRoutes:
         """Copies an agent to a new id."""
         key = _key(request, agent_id)
         body = await self._bodies.read(request, ForkBody)
-        limits = request.state.caller.disk_limits
-        return JSONResponse(await fork_agent(self._memory.store, key, body.target, limits))
+        return JSONResponse(await fork_agent(self._memory.store, key, body.target, _disk_limits(request)))
+
+    async def give(self, request: Request, agent_id: str) -> Response:
+        """Gives an agent to another tenant. For administrators."""
+        require_admin(request.state.caller)
+        key = _key(request, agent_id)
+        body = await self._bodies.read(request, GiveBody)
+        done = await give_agent(self._memory, key, body.to)
+        self._note(request, "agent given", agent=agent_id, owner=done["from"], to=body.to)
+        return JSONResponse(done)
 
     async def release(self, request: Request, agent_id: str) -> Response:
         """Drops an agent's KV from the replicas' memory; KV on disk stays."""
@@ -144,7 +164,7 @@ class AgentRoutes:
             self._bodies.announced(request),
             replace=replace,
             trusted=caller.admin,
-            limits=caller.disk_limits,
+            limits=_disk_limits(request),
         )
         return JSONResponse(answer)
 
@@ -196,9 +216,16 @@ class AgentRoutes:
 
 
 def _key(request: Request, agent_id: str) -> str:
-    """Returns the agent's key within the caller's tenant.
+    """Returns the agent's key within the tenant.
 
     Raises:
-        InvalidRequest: not an agent id.
+        InvalidRequest: not an agent id, or no tenant's name.
+        NotAllowed: the tenant is not the caller's.
     """
-    return agent_key(agent_id, request.state.caller.tenant)
+    return agent_key(agent_id, tenant_of(request))
+
+
+def _disk_limits(request: Request) -> dict[str, int | None]:
+    """Returns the tenant's quota on a node's disk if its own key asks; the stores know another's from its requests."""
+    caller: Caller = request.state.caller
+    return caller.disk_limits if tenant_of(request) == caller.tenant else {}

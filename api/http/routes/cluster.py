@@ -18,7 +18,7 @@ from ...generation.callers import Caller
 from ...generation.requests import agent_key
 from ...openai.answers import error_body
 from ...views.cluster import AGENTS_MAX, TokenRates, cluster_view
-from ..guard import require_admin
+from ..guard import require_admin, tenant_of
 from .adding import add_route
 
 VIEW_S = 12.0
@@ -47,11 +47,11 @@ class ClusterRoutes:
         add_route(app, "GET", "/v1/cluster/decisions/{request_id:path}", self.explain)
 
     async def show(self, request: Request, agents: Annotated[int, Query(ge=0, le=AGENTS_MAX)] = AGENTS_MAX) -> Response:
-        """Shows nodes, replicas and at most `agents` of the caller's agents."""
+        """Shows nodes, replicas and at most `agents` of the caller's agents, or of `?tenant=NAME`, or `*` for all."""
         caller: Caller = request.state.caller
         require_admin(caller)
         # Shielded: others may wait for the same view.
-        view = await asyncio.shield(self._view(caller.tenant if agents else None))
+        view = await asyncio.shield(self._view(tenant_of(request, every=True) if agents else None))
         shown = view["agents"][:agents]
         if len(shown) < len(view["agents"]):
             view = {**view, "agents": shown, "agents_count": len(shown), "agents_has_more": True}
@@ -63,6 +63,11 @@ class ClusterRoutes:
         if task is None or (task.done() and time.monotonic() - begun_at > FRESH_S):
             # In a context of its own: Ray would cancel its calls with the first request.
             task = asyncio.create_task(self._look(tenant), context=contextvars.Context())
+            self._views = {
+                name: view
+                for name, view in self._views.items()
+                if not view[1].done() or time.monotonic() - view[0] <= FRESH_S
+            }
             self._views[tenant] = time.monotonic(), task
         return task
 
@@ -78,7 +83,7 @@ class ClusterRoutes:
         """Shows the node of an agent's primary, and the nodes of its secondaries."""
         caller: Caller = request.state.caller
         require_admin(caller)
-        key = agent_key(agent_id, caller.tenant)
+        key = agent_key(agent_id, tenant_of(request))
         if self._store is None:
             raise Unavailable("this endpoint keeps no agents' memory", retry_after_s=None)
         place = await self._store.where(key)

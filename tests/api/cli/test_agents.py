@@ -83,6 +83,24 @@ async def test_an_agent_is_copied_and_forgotten(served: Served) -> None:
     assert [each["id"] for each in json.loads(await served.says("agents", "--json"))] == ["bob", "carl"]
 
 
+async def test_agents_of_keys_are_reached_by_the_name_of_the_key(served: Served) -> None:
+    assert "belongs to carol now" in await served.says("agents", "give", "bob", "--to", "carol")
+    assert "bob" not in await served.says("agents")
+    text = await served.says("agents", "--all")
+    assert "carol" in text and "default" in text and "ann" in text
+    found = json.loads(await served.says("agents", "list", "--all", "--json"))
+    assert [(each["tenant"], each["id"], each["home"]) for each in found] == [
+        ("carol", "bob", "mac0"),
+        ("default", "ann", "mac0"),
+    ]
+    assert "bob on mac0" in await served.says("agents", "show", "bob", "--tenant", "carol")
+    assert "remembers what bob does" in await served.says("agents", "fork", "bob", "dan", "--tenant", "carol")
+    assert "dan is forgotten" in await served.says("agents", "forget", "dan", "--tenant", "carol")
+    assert "there is no agent 'bob'" in await served.refuses("agents", "show", "bob")
+    assert "is no key's name" in await served.refuses("agents", "--tenant", "no/body")
+    assert "give one of them" in await served.refuses("agents", "--tenant", "carol", "--all")
+
+
 async def test_an_agent_is_carried_in_a_file(served: Served, tmp_path: Path) -> None:
     satchel, transcript = tmp_path / "ann.satchel", await served.store.transcript("default/ann")
     text = await served.says("agents", "pack", "ann", str(satchel))

@@ -121,6 +121,83 @@ async def test_health_tells_strangers_the_status_only(endpoint: Tenants):
     assert "models" in (await endpoint.call("root", "GET", "/health")).json()
 
 
+async def test_an_administrator_reaches_the_agents_of_every_tenant(endpoint: Tenants):
+    for name in ("ann", "bob", "root"):
+        endpoint.as_(name)
+        await endpoint.say(f"I am {name}", agent="a")
+    listed = (await endpoint.call("root", "GET", "/v1/agents?tenant=*&limit=2")).json()
+    assert [(each["tenant"], each["id"]) for each in listed["data"]] == [("ann", "a"), ("bob", "a")]
+    assert listed["has_more"] and listed["last_id"] == "bob/a"
+    rest = (await endpoint.call("root", "GET", "/v1/agents?tenant=*&after=bob/a")).json()
+    assert [(each["tenant"], each["id"]) for each in rest["data"]] == [("root", "a")]
+    named = (await endpoint.call("root", "GET", "/v1/agents?tenant=ann")).json()["data"]
+    assert len(named) == 1 and "tenant" not in named[0]
+    view = (await endpoint.call("root", "GET", "/v1/cluster?tenant=*")).json()["agents"]
+    assert [(each["tenant"], each["id"]) for each in view] == [("ann", "a"), ("bob", "a"), ("root", "a")]
+    assert (await endpoint.call("root", "POST", "/v1/agents/a/fork?tenant=ann", {"as": "b"})).status_code == 200
+    assert (await endpoint.call("ann", "GET", "/v1/agents/b")).status_code == 200
+    said = {"messages": [{"role": "user", "content": "x"}]}
+    assert (await endpoint.call("root", "POST", "/v1/agents/b/inject?tenant=ann", said)).status_code == 200
+    assert (await endpoint.call("ann", "GET", "/v1/agents/b")).json()["messages"] == 3
+    assert (await endpoint.call("root", "DELETE", "/v1/agents/a?tenant=bob")).status_code == 200
+    assert (await endpoint.call("bob", "GET", "/v1/agents/a")).status_code == 404
+    assert (await endpoint.call("root", "GET", "/v1/agents/a")).status_code == 200
+    wrong = await endpoint.call("root", "GET", "/v1/agents/a?tenant=no/body")
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "tenant"
+    assert (await endpoint.call("root", "GET", "/v1/agents/a?tenant=*")).status_code == 400
+
+
+async def test_an_agent_is_given_to_another_tenant(endpoint: Tenants):
+    """As one from before the first key is, which belongs to the owner."""
+    write_owner_key(endpoint.home)
+    endpoint.secrets["owner"] = owner_key(endpoint.home)
+    endpoint.as_("owner")
+    await endpoint.say("The code is 4711", agent="a")
+    given = await endpoint.call("owner", "POST", "/v1/agents/a/give", {"to": "ann"})
+    assert given.json() == {"id": "a", "object": "agent.gift", "from": "default", "to": "ann", "branches": 1}
+    assert (await endpoint.call("owner", "GET", "/v1/agents/a")).status_code == 404
+    assert (await endpoint.call("ann", "GET", "/v1/agents/a")).json()["messages"] == 2
+    endpoint.as_("ann")
+    await endpoint.say("What is it?", agent="a", agent_continue=True)
+    assert "4711" in endpoint.backend.text.decode(endpoint.backend.requests[-1]["prompt"])
+    endpoint.as_("bob")
+    await endpoint.say("Hi", agent="a")
+    for path, body, status in (
+        ("/v1/agents/a/give?tenant=ann", {"to": "bob"}, 409),
+        ("/v1/agents/a/give?tenant=ann", {"to": "ann"}, 400),
+        ("/v1/agents/a/give?tenant=ann", {"to": "no/body"}, 400),
+        ("/v1/agents/a/give?tenant=ann", {"to": 1}, 400),
+        ("/v1/agents/none/give?tenant=ann", {"to": "bob"}, 404),
+    ):
+        assert (await endpoint.call("root", "POST", path, body)).status_code == status, (path, body)
+    assert (await endpoint.call("ann", "GET", "/v1/agents/a")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/agents?tenant=bob", None),
+        ("GET", "/v1/agents?tenant=*", None),
+        ("GET", "/v1/agents/a?tenant=bob", None),
+        ("DELETE", "/v1/agents/a?tenant=bob", None),
+        ("POST", "/v1/agents/a/fork?tenant=bob", {"as": "b"}),
+        ("POST", "/v1/agents/a/inject?tenant=bob", {"messages": "x"}),
+        ("POST", "/v1/agents/a/release?tenant=bob", None),
+        ("GET", "/v1/agents/a/satchel?tenant=bob", None),
+        ("PUT", "/v1/agents/a/satchel?tenant=bob&replace=true", None),
+        ("POST", "/v1/agents/a/give", {"to": "ann"}),
+        ("POST", "/v1/agents/a/give?tenant=bob", {"to": "ann"}),
+    ],
+)
+async def test_nobody_else_names_a_tenant(endpoint: Tenants, method: str, path: str, body: Any):
+    for name in ("ann", "bob"):
+        endpoint.as_(name)
+        await endpoint.say("Hi", agent="a")
+    assert (await endpoint.call("ann", method, path, body)).status_code == 403
+    assert (await endpoint.call("bob", "GET", "/v1/agents/a")).json()["messages"] == 2
+    assert (await endpoint.call("ann", "GET", "/v1/agents?tenant=ann")).status_code == 200, "the own one"
+
+
 ADMINISTRATORS = [
     ("GET", "/v1/cluster", None),
     ("GET", "/v1/cluster/agents/a", None),
