@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from .processes import ProcessMark
 
 NAMESPACE = "satchel"
 
+_KNOCK_S = 3.0
 _ADVICE = "start one with `satchel serve`"
 
 
@@ -127,6 +129,9 @@ def connect_ray_address(
 
     if ray.is_initialized():
         return
+    if outlives:
+        # Ray would wait for it for as long as for one that is lost.
+        _knock(address)
     if imported_before:
         _reread_ray_settings()
     try:
@@ -140,6 +145,18 @@ def connect_ray_address(
         )
     except (ConnectionError, RuntimeError, TimeoutError) as error:
         raise NotRunning(f"cannot connect to Ray at {address}: {error}") from None
+
+
+def _knock(address: str) -> None:
+    """
+    Raises:
+        NotRunning: nothing listens there.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+    except OSError as error:
+        raise NotRunning(f"no control store of a cluster answers at {address}: {error}") from None
 
 
 def is_loopback(address: str) -> bool:

@@ -25,12 +25,13 @@ from ...cluster.bring_up.runtime import LocalCluster
 from ...cluster.config import Config, Endpoint, Home
 from ...cluster.errors import ClusterError, HomeInUse, SatchelError
 from ...cluster.home import prepare_home, write_private
-from ...cluster.keys import write_owner_key
+from ...cluster.keys import owner_key, write_owner_key
 from ...cluster.node_keeper import find_keeper
 from ...cluster.trust.admission import led_elsewhere
 from ...cluster.trust.endpoint_certificate import read_certificate
 from ...cluster.trust.estate import estate_of
 from ...cluster.trust.invitations import invite
+from .endpoint import ToldEndpoint, tell_nodes
 from .progress import ProgressDisplay
 
 POLL_S = 0.1
@@ -138,8 +139,19 @@ class StartUp(threading.Thread):
                 self._progress.say(f"Node {late}")
         shown = None if self._config.endpoint.tls is None else str(self._home.shown_certificate_file)
         self._cluster.publish_endpoint(deployment.url, shown)
+        tell_nodes(_told(self._config, self._home))
         self._cluster.note_processes()
         self.deployment = deployment
+
+
+def _told(config: Config, home: Home) -> ToldEndpoint:
+    """Where other machines find the endpoint, and what they need for it."""
+    endpoint, head = config.endpoint, config.machines[0]
+    host = head.address if endpoint.listen in ("0.0.0.0", "::") else endpoint.listen
+    scheme = "http" if endpoint.tls is None else "https"
+    certificate = "" if endpoint.tls is None else read_certificate(endpoint.tls.certificate).pem
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{endpoint.port}"
+    return ToldEndpoint(url, owner_key(home), certificate, head.name)
 
 
 def serve(config: Config, home: Home) -> None:

@@ -19,9 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...cluster.config import Config, Home
-from ...cluster.connection import ClusterRecord, find_cluster
 from ...cluster.errors import NotRunning, SatchelError
-from ...cluster.keys import owner_key
+from .endpoint import FoundEndpoint, find_endpoint
 
 if TYPE_CHECKING:
     from ...cluster.bring_up.doctor import Check
@@ -141,6 +140,8 @@ def show_status(home: Home, *, as_json: bool) -> None:
     console = Console()
     process = f"process {found['pid']}, version {found['version']}"
     console.print(f"{found['url']}  {found['status'] or 'unknown'}  ({process})")
+    if found["head"] != found["node"]:
+        console.print(f"This machine is {found['node']}, a node of the cluster that {found['head']} leads.")
     if nodes := found["nodes"]:
         console.print(node_table(nodes))
         for node in nodes:
@@ -156,8 +157,9 @@ def show_status(home: Home, *, as_json: bool) -> None:
 
 
 def _status(home: Home) -> dict[str, Any]:
-    record, url = running_endpoint(home)
-    with client(home, timeout_s=15.0) as session:
+    found = find_endpoint(home)
+    record = found.record
+    with client_of(found, timeout_s=15.0) as session:
         health = get_json(session, "/health", also=(503,))
         metrics = session.get("/metrics")
         if not metrics.is_success:
@@ -169,7 +171,9 @@ def _status(home: Home) -> dict[str, Any]:
             replicas[each["id"]].update({name: each.get(name) for name in _OF_REPLICA})
     return {
         "home": str(home.root),
-        "url": url,
+        "url": found.url,
+        "node": record.node,
+        "head": found.head or record.node,
         "pid": record.pid,
         "version": record.version,
         "logs": str(record.log_dir),
@@ -317,41 +321,36 @@ def _model_checks(home: Home) -> list[Check]:
     return checks
 
 
-def running_endpoint(home: Home) -> tuple[ClusterRecord, str]:
-    """Returns the running cluster and its endpoint's URL.
-
-    Raises:
-        NotRunning: no server runs, or its models are still loading.
-    """
-    record = find_cluster(home)
-    if record.endpoint_url is None:
-        raise NotRunning("the server is still starting; try again in a moment")
-    return record, record.endpoint_url.rstrip("/")
-
-
 @contextmanager
 def client(home: Home, *, timeout_s: float) -> Iterator[httpx.Client]:
-    """Opens an HTTP client of the endpoint that runs on the home, with its owner's key and without proxies.
+    """Opens an HTTP client of the home's endpoint (`find_endpoint`), with its owner's key and without proxies.
 
     Raises:
         NotRunning: no server runs there, or it does not answer.
+        ClusterError: this machine is a node of another's cluster, whose endpoint it cannot reach.
     """
-    record, url = running_endpoint(home)
-    options: dict[str, Any] = {"timeout": httpx.Timeout(timeout_s, connect=5.0), "trust_env": False}
-    if key := owner_key(home):
-        options["headers"] = {"Authorization": f"Bearer {key}"}
-    if record.certificate is not None:
-        # Imported here because cryptography takes long to import.
-        from ...cluster.trust.endpoint_certificate import client_context
+    with client_of(find_endpoint(home), timeout_s=timeout_s) as session:
+        yield session
 
-        options["verify"] = client_context(record.certificate)
+
+@contextmanager
+def client_of(found: FoundEndpoint, *, timeout_s: float) -> Iterator[httpx.Client]:
+    """As `client`, for an endpoint that was found."""
+    options: dict[str, Any] = {"timeout": httpx.Timeout(timeout_s, connect=5.0), "trust_env": False}
+    if found.key:
+        options["headers"] = {"Authorization": f"Bearer {found.key}"}
+    if found.certificate is not None:
+        # Imported here because cryptography takes long to import.
+        from ...cluster.trust.endpoint_certificate import client_context, context_trusting
+
+        options["verify"] = (context_trusting if found.head else client_context)(found.certificate)
     try:
-        with httpx.Client(base_url=url, **options) as session:
+        with httpx.Client(base_url=found.url, **options) as session:
             yield session
     except httpx.TimeoutException:
-        raise NotRunning(f"the endpoint at {url} does not answer in time") from None
+        raise NotRunning(f"the endpoint at {found.url} does not answer in time") from None
     except httpx.TransportError as error:
-        raise NotRunning(f"cannot reach the endpoint at {url}: {error}") from None
+        raise NotRunning(f"cannot reach the endpoint at {found.url}: {error}") from None
 
 
 def error_of(response: httpx.Response) -> SatchelError:

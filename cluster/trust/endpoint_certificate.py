@@ -148,11 +148,16 @@ def client_context(certificate: str) -> ssl.SSLContext:
         own = read_certificate(certificate).pem
     except ClusterError as error:
         raise NotRunning(f"cannot read the endpoint's certificate: {error.message}") from None
+    return context_trusting(own)
+
+
+def context_trusting(certificate: str) -> ssl.SSLContext:
+    """As `client_context`, for a certificate as PEM."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.load_verify_locations(cadata=own)
+    context.load_verify_locations(cadata=certificate)
     return context
 
 

@@ -101,6 +101,23 @@ def test_a_process_outlives_its_server_and_finds_the_next_one(tmp_path: Path):
         assert process.wait(timeout=30) == 0
 
 
+def test_nothing_is_waited_for_at_an_address_where_nobody_listens(tmp_path: Path):
+    """As on a machine whose node still runs, and whose head has ended."""
+    program = """
+import sys
+from satchel.api import connect
+from satchel.cluster.errors import NotRunning
+
+try:
+    connect(sys.argv[1], address=sys.argv[2])
+except NotRunning as error:
+    print(error.message)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path), f"127.0.0.1:{free_port()}"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout.startswith("no control store of a cluster answers at 127.0.0.1:")
+
+
 def handles(home: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(home), str(RAY_ENDS_S)],
