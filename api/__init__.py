@@ -20,3 +20,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(client, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The names that are loaded when they are asked for, too."""
+    return sorted({*globals(), *__all__})

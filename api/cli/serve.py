@@ -264,8 +264,10 @@ def _announce(deployment: RunningDeployment, config: Config, progress: ProgressD
     progress.say(
         f"  curl {trusting}{url}/v1/chat/completions -H 'Content-Type: application/json' \\",
         f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'',
-        "Ctrl-C stops.",
     )
+    # Not in the log of a background server.
+    if sys.stdout.isatty():
+        progress.say("Ctrl-C stops.")
 
 
 def for_clients(url: str, endpoint: Endpoint) -> tuple[str, str]:

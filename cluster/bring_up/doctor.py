@@ -23,13 +23,13 @@ from typing import Literal
 import psutil
 from packaging.requirements import Requirement
 
-from ..config import Config, Endpoint, Home
+from ..config import Config, Endpoint, Home, Model
 from ..connection import find_cluster
 from ..environment import is_macos, short_temporary_root
-from ..errors import ClusterError, NotRunning, PortInUse
+from ..errors import ClusterError, KeysDamaged, NotRunning, PortInUse
 from ..incidents import Incident, incidents
 from ..trust.endpoint_certificate import check_certificate
-from .ports import check_port_free
+from .ports import check_port_free, listens_to_strangers, valid_keys
 
 _GIB = 2**30
 _MEMORY_BYTES_MIN = 8 * _GIB
@@ -77,7 +77,11 @@ def examine(config: Config, home: Home) -> list[Check]:
         lambda: check_home(home),
         check_sockets,
         lambda: check_run(home),
+        lambda: check_last_start(home, time.time()),
         lambda: check_port(config, home),
+        lambda: check_keys(config.endpoint, home),
+        lambda: check_address(config),
+        *[lambda model=model: check_source(model) for model in config.models],
     ]
     certificate = check_tls(config.endpoint, datetime.now(UTC))
     return [*(check() for check in checks), *certificate, *check_lately(home, time.time())]
@@ -222,6 +226,63 @@ def check_port(config: Config, home: Home) -> Check:
     except ClusterError as error:
         return Check("port", "fail", error.message, "choose another with --listen or --port")
     return Check("port", "ok", f"{listen}:{port} is free")
+
+
+def check_keys(endpoint: Endpoint, home: Home) -> Check:
+    """Checks whether the endpoint may listen where it is to: beyond this machine there must be keys."""
+    try:
+        keys = valid_keys(home)
+    except KeysDamaged as error:
+        return Check("keys", "fail", error.message, "`satchel keys remove --all`, then make new ones")
+    if keys or not listens_to_strangers(endpoint):
+        return Check("keys", "ok", f"{len(keys)} valid keys" if keys else "none, and none is needed")
+    found = f"none, and the endpoint would listen on {endpoint.listen}, where everybody could use it"
+    return Check("keys", "fail", found, "`satchel keys create NAME`, or listen on 127.0.0.1")
+
+
+def check_address(config: Config) -> Check:
+    """Checks whether the head's address is this machine's."""
+    address = config.machines[0].address
+    try:
+        check_port_free(address, config.control_port)
+    except PortInUse:
+        # By the server that runs, or `check_port` says more.
+        pass
+    except ClusterError as error:
+        mend = "the first of `nodes` is the machine that runs `satchel serve`: give its own address"
+        return Check("address", "fail", error.message, mend)
+    return Check("address", "ok", f"{address} is this machine's")
+
+
+def check_source(model: Model) -> Check:
+    """Checks whether a model's folder is there; one of the Hub is looked for when it is loaded."""
+    name, source = f"source of {model.name}", model.source
+    if not source.startswith(("/", "./", "../", "~")) or Path(source).expanduser().is_dir():
+        return Check(name, "ok", source)
+    return Check(name, "fail", f"there is no folder {source}", "correct `source` in the config")
+
+
+def check_last_start(home: Home, now_s: float) -> Check:
+    """Tells of a server that did not start, or ended with an error, in the last 24 hours, by what its logs end with.
+
+    Args:
+        now_s: Unix time.
+    """
+    found: list[tuple[float, str, Path]] = []
+    # Of errors that nobody expected, and of servers in the background.
+    for log, begins in ((home.run / "serve.log", ""), (home.run / "server.log", "satchel: ")):
+        try:
+            at_s = log.stat().st_mtime
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        except OSError:
+            continue
+        if now_s - at_s <= _LATELY_S and lines and lines[-1].startswith(begins):
+            found.append((at_s, lines[-1].removeprefix(begins), log))
+    if not found:
+        return Check("last end", "ok", "no server has failed here in the last 24 h")
+    at_s, line, log = max(found)
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
+    return Check("last end", "warn", f"a server failed at {at}: {line}", f"{log} says more")
 
 
 def check_tls(endpoint: Endpoint, now: datetime) -> list[Check]:

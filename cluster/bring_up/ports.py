@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from ..config import Endpoint, Home
 from ..errors import ClusterError, PortInUse
-from ..keys import read_keys
+from ..keys import Key, read_keys
 from ..trust.endpoint_certificate import Advice, check_certificate
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -50,6 +50,15 @@ def listens_to_strangers(endpoint: Endpoint) -> bool:
         return True
 
 
+def valid_keys(home: Home) -> list[Key]:
+    """Returns the keys that are not revoked.
+
+    Raises:
+        KeysDamaged: the home's keys cannot be read.
+    """
+    return [key for key in read_keys(home) or () if key.revoked is None]
+
+
 def check_endpoint(endpoint: Endpoint, home: Home) -> list[Advice]:
     """Checks whether the endpoint may be served as configured. Returns advice on its certificate.
 
@@ -57,8 +66,7 @@ def check_endpoint(endpoint: Endpoint, home: Home) -> list[Advice]:
         ClusterError: other machines could use it without a key, or its certificate cannot be used.
         KeysDamaged: the home's keys cannot be read.
     """
-    keys = read_keys(home)
-    if listens_to_strangers(endpoint) and all(key.revoked is not None for key in keys or ()):
+    if not valid_keys(home) and listens_to_strangers(endpoint):
         raise ClusterError(
             f"the endpoint would listen on {endpoint.listen}, where everybody could use it: make a key first "
             "(`satchel keys create NAME`), or listen on 127.0.0.1"

@@ -8,10 +8,20 @@ from pathlib import Path
 import pytest
 
 from satchel.api.cli.main import main
-from satchel.cluster.bring_up.doctor import check_home, check_port, check_version, examine
+from satchel.api.cli.serve import as_sentence
+from satchel.cluster.bring_up.doctor import (
+    check_home,
+    check_keys,
+    check_last_start,
+    check_port,
+    check_version,
+    examine,
+)
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Home, default_config
+from satchel.cluster.config import Home, default_config, parse_config
 from satchel.cluster.connection import satchel_version
+from satchel.cluster.home import prepare_home
+from satchel.cluster.keys import create_key, revoke_key
 
 
 def satchel(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -106,6 +116,48 @@ def test_the_doctor_says_how_to_mend(tmp_path: Path) -> None:
     assert check.result == "warn" and check.mend == f"chmod 700 {tmp_path}"
     check = check_version("no-such-package")
     assert check.result == "fail" and check.found == "not installed"
+
+
+def test_the_doctor_refuses_what_serve_refuses(tmp_path: Path) -> None:
+    """Before Ray starts: an endpoint that strangers could use, another machine's address, a missing folder."""
+    config = parse_config(
+        {
+            "models": [{"name": "m", "source": str(tmp_path / "none")}, {"name": "n", "source": "embedded:recall"}],
+            "nodes": [{"name": "mac0", "address": "192.0.2.1"}],
+            "endpoint": {"listen": "0.0.0.0", "port": free_port()},
+        }
+    )
+    home = Home(tmp_path / "home")
+    failed = {check.name for check in examine(config, home) if check.result == "fail"}
+    assert failed == {"keys", "address", "source of m"}
+    create_key(home, "ann")
+    assert check_keys(config.endpoint, home).result == "ok"
+    revoke_key(home, "ann")
+    assert check_keys(config.endpoint, home).result == "fail"
+    home.keys_file.write_text("damaged")
+    assert "keys remove --all" in check_keys(config.endpoint, home).mend
+
+
+def test_the_doctor_tells_of_a_start_that_failed(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    assert check_last_start(home, 0.0).result == "ok"
+    prepare_home(home)
+    log = home.run / "server.log"
+    log.write_text("Starting Ray\nsatchel: the endpoint is gone: Ray has died\n")
+    assert check_last_start(home, log.stat().st_mtime).found.endswith("the endpoint is gone: Ray has died")
+    log.write_text("Stopped\n")
+    assert check_last_start(home, log.stat().st_mtime).result == "ok"
+    as_sentence(RuntimeError("no such device"), home)
+    at_s = (home.run / "serve.log").stat().st_mtime
+    check = check_last_start(home, at_s + 60)
+    assert check.result == "warn" and check.found.endswith("RuntimeError: no such device")
+    assert check_last_start(home, at_s + 2 * 86400).result == "ok"
+
+
+def test_what_the_package_offers_is_listed() -> None:
+    import satchel.api
+
+    assert {"Agent", "Cluster", "Reply", "connect"} <= set(dir(satchel.api))
 
 
 def test_the_doctor_sees_a_busy_port(tmp_path: Path) -> None:

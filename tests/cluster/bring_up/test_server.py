@@ -61,7 +61,7 @@ class Server:
         return text in self.output.read_text()
 
     def wait_until_ready(self) -> ClusterRecord:
-        wait_for(lambda: self.says("Ctrl-C stops") or self.process.poll() is not None, START_TIMEOUT_S, "not ready")
+        wait_for(lambda: self.says("    -d ") or self.process.poll() is not None, START_TIMEOUT_S, "not ready")
         assert self.process.poll() is None, self.output.read_text()
         return find_cluster(self.home)
 
