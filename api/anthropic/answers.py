@@ -6,7 +6,6 @@ import secrets
 from typing import Any
 
 from ...cluster.errors import ContextLengthExceeded, SatchelError
-from ..generation.history import called_with
 from ..generation.remembered import Remembered
 from ..generation.streams import Answer, Usage
 
@@ -100,10 +99,9 @@ def message_body(
     if answer.text:
         content.append({"type": "text", "text": answer.text})
     for call in answer.tool_calls:
-        given = called_with(call.arguments)
-        # What a limit has cut off is no JSON.
-        given = given if isinstance(given, dict) else {}
-        content.append({"type": "tool_use", "id": call_id(call.id), "name": call.name, "input": given})
+        # One that is cut has no input that could be shown: clients would run it with another one.
+        if (given := call.given) is not None:
+            content.append({"type": "tool_use", "id": call_id(call.id), "name": call.name, "input": given})
     stop = stop_body(answer.reason, answer.stop_string, answer.usage.completion_tokens, max_tokens)
     return {**envelope(model, answer.usage, edits=edits), "content": content, **stop, **memory_field(remembered)}
 

@@ -1,4 +1,5 @@
-"""Anthropic's event stream: blocks of thinking, text and calls that open, grow and close one after the other."""
+"""Anthropic's event stream: blocks of thinking, text and calls that open, grow and close one after the other. Only a
+call that is cut does not close: clients run what has closed."""
 
 from __future__ import annotations
 
@@ -71,6 +72,8 @@ class MessageEvents:
         return self._delta("input_json_delta", {"partial_json": more.text})
 
     def call_ended(self, index: int, call: ToolCall) -> bytes:
+        if call.given is None:
+            self._open = ""
         return self._close()
 
     def finish(self, index: int, finished: Finished, remembered: Remembered | None = None) -> bytes:

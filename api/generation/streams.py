@@ -51,7 +51,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a stream. `reason` is `stop`, `length` or `tool_calls`; `stop_string` the one that ended it."""
+    """The last event of a stream. `reason` is `stop`, `length` or `tool_calls`, the last of which says that all calls are
+    whole; `stop_string` the one that ended it."""
 
     reason: str
     usage: Usage
@@ -231,7 +232,7 @@ class TextStream:
             finish = "stop" if self._row.called_enough else finish
             if self._keeper is not None:
                 await self._keeper.keep(self._tokens, _message(self._sent), self._generation)
-            reason = "tool_calls" if self._row.calls and finish == "stop" else finish
+            reason = "tool_calls" if self._row.called and finish == "stop" else finish
             yield self._record(Finished(reason, self._usage(), self._row.stop_string))
         finally:
             self._reading = False

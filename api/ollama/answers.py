@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ...cluster.errors import ContextLengthExceeded, ModelNotFound, SatchelError, quoted
-from ..generation.history import called_with
 from ..generation.remembered import Remembered
 from ..generation.streams import Answer, TextStream, Usage
 from ..openai.embedding_answers import numbers_json
@@ -26,8 +25,8 @@ def message_part(text: str, reasoning: str = "", calls: Sequence[ToolCall] = ())
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning:
         message["thinking"] = reasoning
-    # What a limit has cut off is no JSON: clients would run it with other arguments.
-    if whole := [(call, given) for call in calls if isinstance(given := called_with(call.arguments), dict)]:
+    # One that is cut has no arguments that could be shown: clients would run it with others.
+    if whole := [(call, given) for call in calls if (given := call.given) is not None]:
         message["tool_calls"] = [_call_body(call, given) for call, given in whole]
     return {"message": message}
 

@@ -116,7 +116,10 @@ class ResponseEvents:
 
     def call_ended(self, index: int, call: ToolCall) -> bytes:
         self._calls.append(call)
-        return self._close()
+        assert self._item is not None
+        # A model may write free text as it is.
+        whole = call.given is not None or (self._item.kind == "custom_tool_call" and not call.cut)
+        return self._close(COMPLETED if whole else INCOMPLETE)
 
     def finish(self, index: int, finished: Finished, remembered: Remembered | None = None) -> bytes:
         status = INCOMPLETE if finished.reason == "length" else COMPLETED
@@ -182,7 +185,6 @@ class ResponseEvents:
             fields |= {"content": [thought_part(text)], **self._response.sealed(text)}
         elif item.kind == "function_call":
             fields["arguments"] = text
-            fields["status"] = status if _is_json(text) else INCOMPLETE
             sent = self._grown("response.function_call_arguments.done", arguments=text, name=item.body["name"])
         elif item.kind == "tool_search_call":
             arguments = _object(text)
@@ -266,14 +268,6 @@ def recovered(id: str, model: str, answer: Message | None, number: int) -> tuple
         function = call["function"]
         events.tool_call(0, ToolCall(index, call.get("id", ""), function["name"], function["arguments"]))
     return events.completed(number)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _object(text: str) -> dict[str, Any] | None:

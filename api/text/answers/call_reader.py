@@ -19,14 +19,14 @@ class Reader(Protocol):
     Attributes:
         lost: whether it is not written as the model's template writes calls. Then it is parsed as a whole at its end,
             or no call at all.
-        rest: what makes the arguments that it said whole, if the call ends here though it should not; "" if nothing
-            does.
+        rest: what makes the arguments that it said whole, if the call ends here though it should not; None if nothing
+            does, because a value has no end or is missing.
     """
 
     lost: bool
 
     @property
-    def rest(self) -> str: ...
+    def rest(self) -> str | None: ...
 
     def add(self, text: str) -> list[Said]:
         """Takes more of the text, and returns what it says."""
@@ -51,8 +51,10 @@ class CallReader:
         self.lost = False
 
     @property
-    def rest(self) -> str:
-        return self._value.closing if self._begun else ""
+    def rest(self) -> str | None:
+        if not self._begun:
+            return ""
+        return None if self._value.failed else self._value.rest
 
     def add(self, text: str) -> list[Said]:
         said: list[Said] = []

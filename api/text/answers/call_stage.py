@@ -18,10 +18,13 @@ class OwnCalls(Protocol):
     """Finds the calls that are in the model's own form; a stage.
 
     Attributes:
-        cut: whether the answer was cut at a limit; set before `flush`.
+        cut: whether the answer was cut: by a limit, a stop string or a stop token; set before `flush`.
     """
 
     cut: bool
+
+    @property
+    def in_call(self) -> bool: ...
 
     @property
     def inside(self) -> bool: ...
@@ -57,6 +60,11 @@ class CallStage:
         return (self._own is not None and self._own.inside) or (self._lenient is not None and self._lenient.holding)
 
     @property
+    def in_call(self) -> bool:
+        """Whether the text so far ends inside a call in the model's own form."""
+        return self._own is not None and self._own.in_call
+
+    @property
     def limited(self) -> bool:
         """Whether whole calls ended the answer."""
         return self._limit.reached
@@ -67,7 +75,7 @@ class CallStage:
         return self._limit.reached or (self._own is not None and self._own.full)
 
     def end(self, *, cut: bool) -> None:
-        """Says before `flush` whether the answer was cut at a limit."""
+        """Says before `flush` whether the answer was cut: by a limit, a stop string or a stop token."""
         for stage in (self._own, self._lenient):
             if stage is not None:
                 stage.cut = cut

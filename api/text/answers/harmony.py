@@ -100,7 +100,7 @@ class HarmonySplitter:
         calls_max: after so many calls the answer is over; None for no limit.
 
     Attributes:
-        cut: whether the answer was cut at a limit; to be set before `flush`.
+        cut: whether the answer was cut: by a limit, a stop string or a stop token; to be set before `flush`.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class HarmonySplitter:
         self._kind = _Kind.CONTENT if answering else _Kind.HEADER
         self._buffer = ""
         self._call: CallBegun | None = None
+        self._told = False
         self._arguments = HarmonyArguments(self._declared, "")
         self._count = 0
         self._over = False
@@ -120,6 +121,11 @@ class HarmonySplitter:
     def inside(self) -> bool:
         """Whether the text so far ends inside reasoning."""
         return self._kind is _Kind.THOUGHT
+
+    @property
+    def in_call(self) -> bool:
+        """Whether the text so far ends inside a call."""
+        return self._call is not None
 
     @property
     def full(self) -> bool:
@@ -187,9 +193,8 @@ class HarmonySplitter:
         name = None if recipient is None else self._declared.name(recipient[1].rstrip("."), with_json=True)
         if name is not None:
             self._kind, self._arguments = _Kind.CALL, HarmonyArguments(self._declared, name)
-            self._call = CallBegun(self._count, new_call_id(), name)
+            self._call, self._told = CallBegun(self._count, new_call_id(), name), False
             self._count += 1
-            out.append(self._call)
         else:
             self._kind = _Kind.THOUGHT if channel.startswith("analysis") else _Kind.CONTENT
         return True
@@ -201,17 +206,26 @@ class HarmonySplitter:
             out.append(ReasoningDelta(text))
         elif self._call is not None:
             out.append(Skipped(text))
-            if said := self._arguments.add(text):
-                out.append(CallArguments(self._call.index, said))
+            self._tell(self._call, self._arguments.add(text), out)
         else:
             out.append(text)
 
     def _close(self, out: list[Piece], *, closed: bool = True) -> None:
         if (call := self._call) is not None:
-            if rest := self._arguments.end(cut=self.cut and not closed):
-                out.append(CallArguments(call.index, rest))
-            out.append(ToolCall(call.index, call.id, call.name, self._arguments.whole, begun=True))
+            cut = self.cut and not closed
+            self._tell(call, self._arguments.end(cut=cut), out)
+            if self._told:
+                out.append(ToolCall(call.index, call.id, call.name, self._arguments.whole, begun=True, cut=cut))
             self._call = None
+
+    def _tell(self, call: CallBegun, arguments: str, out: list[Piece]) -> None:
+        """Emits more of a call's arguments, if there are any. A call begins with the first ones: one without any would be
+        taken for one that needs none."""
+        if arguments:
+            if not self._told:
+                out.append(call)
+            out.append(CallArguments(call.index, arguments))
+            self._told = True
 
     def _skip(self, length: int, out: list[Piece]) -> None:
         out.append(Skipped(self._buffer[:length]))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from .call_format import KeyedFormat
+from .lenient.values import BRACKETS_MAX
 from .pipeline import Begun, Ended, StepReader, longest_held
 
 _KEY_CHARACTERS_MAX = 256
@@ -61,6 +62,7 @@ class KeyedReader(StepReader):
                 self._take(len(begin))
                 self._say(Begun(name), "{")
                 self._open, self._first, self._step = [self._known.closing], True, self._read_key
+                self.rest = None
                 return True
         self.lost = not any(begin.startswith(buffer) for begin in self._begins)
         return False
@@ -169,6 +171,8 @@ class KeyedReader(StepReader):
 
     def _go_on(self) -> bool:
         self._first, self._step = False, self._read_comma
+        if len(self._open) <= BRACKETS_MAX:
+            self.rest = "".join("]" if closed == "]" else "}" for closed in reversed(self._open))
         return True
 
     def _read_comma(self) -> bool:
@@ -180,7 +184,7 @@ class KeyedReader(StepReader):
             self.lost = True
             return False
         self._take(1)
-        self._step = self._read_item if self._open[-1] == "]" else self._read_key
+        self.rest, self._step = None, self._read_item if self._open[-1] == "]" else self._read_key
         return True
 
     def _close(self) -> bool:
@@ -190,7 +194,7 @@ class KeyedReader(StepReader):
             self._say(closed)
             return self._go_on()
         self._say("}", Ended())
-        self._step = self._read_next
+        self.rest, self._step = "", self._read_next
         return True
 
     def _read_next(self) -> bool:

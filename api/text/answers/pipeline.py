@@ -13,10 +13,11 @@ mapped back to tokens by counting characters.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class ToolCall:
     """One call. `index` counts the calls of an answer; `arguments` is JSON text.
 
     A call that was `begun` came in pieces before. Its arguments may differ from them in white space, and where the
-    answer was cut or the model's JSON is wrong, they are these pieces.
+    answer was `cut` in the call or the model's JSON is wrong, they are these pieces.
     """
 
     index: int
@@ -63,6 +64,17 @@ class ToolCall:
     name: str
     arguments: str
     begun: bool = False
+    cut: bool = False
+
+    @property
+    def given(self) -> dict[str, Any] | None:
+        """The arguments as an object; None if they are none, because the answer was cut in the call or the model wrote
+        it wrongly. Nobody may run such a call."""
+        try:
+            given = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return None
+        return given if isinstance(given, dict) else None
 
 
 Piece = str | Skipped | ReasoningDelta | CallBegun | CallArguments | ToolCall
@@ -160,7 +172,7 @@ class StepReader:
         self._said: list[Said] = []
         self._step = first
         self.lost = False
-        self.rest = ""
+        self.rest: str | None = ""
 
     def add(self, text: str) -> list[Said]:
         self._buffer += text

@@ -39,6 +39,10 @@ TextEvent = TextDelta | ReasoningDelta | CallBegun | CallArguments | ToolCall
 class RowText:
     """One row's text, which turns its tokens into events. No events follow once it is `stopped`.
 
+    An answer that a stop string or token ends within a call is without that call: its events would have to be taken
+    back. So where there are such, a call's events come when it is whole. One that a limit cuts has as much of its
+    arguments as there is.
+
     Args:
         reasoning, stops, calls: the stages of the text's pipeline; None and () for none.
         harmony: does the work of `reasoning`, for models of that format; `calls` has it in it then, if there are any.
@@ -50,7 +54,8 @@ class RowText:
 
     Attributes:
         follows_tokens: whether events carry `logprobs`.
-        tokens, reasoning_tokens, calls: how many there were.
+        tokens, reasoning_tokens: how many there were.
+        called: whether there were calls, and the answer did not end within one.
     """
 
     def __init__(
@@ -72,6 +77,10 @@ class RowText:
         self._detokenizer = detokenizer
         ends = stop_tokens and not keeps_stop
         self._end_tokens = text.end_tokens | frozenset(stop_tokens) if ends else text.end_tokens
+        self._stop_tokens = frozenset(stop_tokens) - text.end_tokens
+        self._ended_by_token = False
+        self._holds_calls = bool(stops or self._stop_tokens)
+        self._held: list[TextEvent] = []
         self._special_tokens = special_tokens
         self._prelude = prelude
         self._reasoning = reasoning
@@ -84,7 +93,8 @@ class RowText:
         self.follows_tokens = logprobs
         self.tokens = 0
         self.reasoning_tokens = 0
-        self.calls = 0
+        self.called = False
+        self._stopped_in_call = False
 
     @property
     def stopped(self) -> bool:
@@ -115,6 +125,7 @@ class RowText:
             if self.stopped:
                 break
             self.tokens += 1
+            self._ended_by_token = token in self._stop_tokens
             thinking = self._thinking
             if not self._hidden(token):
                 piece = self._detokenizer.add(token)
@@ -137,13 +148,16 @@ class RowText:
         Args:
             cut: whether the answer was cut at a limit.
         """
-        if self._splitter is not None:
-            self._splitter.end(cut=cut)
         pieces: list[Piece] = []
         if piece := self._detokenizer.flush():
             if self._ledger is not None:
                 self._ledger.settle(piece)
             pieces += self._pipeline.add(piece)
+        if self._splitter is not None:
+            stopped = not cut and (self._ended_by_token or self.stop_string is not None)
+            self._splitter.end(cut=cut or stopped)
+            self._stopped_in_call = stopped and self._splitter.in_call
+            self.called = self.called and not self._stopped_in_call
         events = [*self._begin(), *self._events([*pieces, *self._pipeline.flush()])]
         if self._ledger is not None and (rest := self._ledger.finish()):
             last = events[-1] if events else None
@@ -176,8 +190,7 @@ class RowText:
             if kind in (CallBegun, CallArguments, ToolCall):
                 for piece in run:
                     if isinstance(piece, CallBegun | CallArguments | ToolCall):
-                        self.calls += isinstance(piece, ToolCall)
-                        events.append(piece)
+                        events += self._of_call(piece)
                 continue
             text = "".join(text_of(piece) for piece in run)
             if kind is str:
@@ -188,3 +201,15 @@ class RowText:
             if kind is ReasoningDelta:
                 events.append(ReasoningDelta(text))
         return events
+
+    def _of_call(self, piece: CallBegun | CallArguments | ToolCall) -> list[TextEvent]:
+        """Returns the events of a piece of a call."""
+        if isinstance(piece, ToolCall):
+            self.called = piece.given is not None
+            if not self.called and self._stopped_in_call:
+                return []
+        self._held.append(piece)
+        if self._holds_calls and not isinstance(piece, ToolCall):
+            return []
+        told, self._held = self._held, []
+        return told

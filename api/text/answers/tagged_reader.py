@@ -63,6 +63,8 @@ class TaggedReader(StepReader):
         habits: _Habits,
     ) -> None:
         super().__init__(self._read_begin)
+        # A name alone may be the begin of one, or of a call with arguments.
+        self.rest = None
         self._known = known
         self._lead = known.head.removeprefix(start)
         self._closing = known.closing.removesuffix(end).strip()
@@ -84,7 +86,6 @@ class TaggedReader(StepReader):
                 self._take(len(self._lead) + len(begin))
                 self._name, self._step = name, self._read_key
                 self._say(Begun(name), "{")
-                self.rest = "}"
                 return True
         self.lost = not any(f"{self._lead}{begin}".startswith(self._buffer) for begin in self._begins)
         return False
@@ -131,7 +132,7 @@ class TaggedReader(StepReader):
             return True
         self._take(len(text) - len(begun))
         self._say(f'{self._lead_of_value}"')
-        self.rest, self._step = '"}', self._read_text
+        self._step = self._read_text
         return self._read_text()
 
     def _read_text(self) -> bool:
@@ -150,7 +151,7 @@ class TaggedReader(StepReader):
         before = self._known.before
         if self._buffer.startswith(before):
             self._take(len(before))
-            self._step = self._read_key
+            self.rest, self._step = None, self._read_key
             return True
         closing = self._closing
         if closing and self._buffer.lstrip().startswith(closing):

@@ -73,8 +73,8 @@ class ToolCallSplitter:
 
     Text that is not a well-formed call passes unchanged, markers included. White space next to a call is dropped, so it
     is held back until the following text is known. With a `reader` a call comes out in pieces, from where its name is
-    known, and stays a call whatever follows; and what begins as a call that lasts until the answer ends, but is none,
-    is text at once.
+    known, and stays a call whatever follows, without an end of its arguments where the model wrote none; and what
+    begins as a call that lasts until the answer ends, but is none, is text at once.
 
     Args:
         start: the marker before a call.
@@ -86,7 +86,7 @@ class ToolCallSplitter:
         forced: whether the answer must call a tool: then what remains of a call that is cut is no text.
 
     Attributes:
-        cut: whether the answer was cut at a limit; to be set before `flush`.
+        cut: whether the answer was cut: by a limit, a stop string or a stop token; to be set before `flush`.
     """
 
     def __init__(
@@ -122,6 +122,11 @@ class ToolCallSplitter:
         self._count = 0
         self.inside = False
         """Whether the text so far ends inside a call."""
+
+    @property
+    def in_call(self) -> bool:
+        """Whether the text so far ends inside a call. Behind a whole one without an end marker it does not."""
+        return self.inside and (bool(self._end) or self._reader is None or self._begun is not None)
 
     @property
     def full(self) -> bool:
@@ -161,11 +166,13 @@ class ToolCallSplitter:
         body, rest = self._buffer, ""
         if self._reader is not None:
             self._read(len(body), self._reader, out)
-        if self._is_call and self.cut:
+        # The model itself has ended it within a value, or before there was anything.
+        broken = self._reader is not None and self._reader.rest is None and (self._is_call or not self._reader.lost)
+        if self._is_call and (self.cut or broken):
             self._skip_rest(body, out)
-            self._end_begun(None, out)
+            self._end_begun(None, out, cut=self.cut)
             self.inside = self._is_call = False
-        elif self._is_call or not self.cut:
+        elif self._is_call or not (self.cut or broken):
             # Where none is left, the end may stand in a string that has no end.
             at = body.find(self._end) if self._end and not self._is_call else -1
             if at >= 0:
@@ -175,7 +182,7 @@ class ToolCallSplitter:
             self.inside = False
             if calls := self._whole_calls(body):
                 self._tell(calls, body, out)
-            elif self._forced or self._count:
+            elif self.cut and (self._forced or self._count):
                 self._skip_all(self._start + body, out)
             else:
                 self._text(self._start + body, out)
@@ -257,11 +264,11 @@ class ToolCallSplitter:
         if len(text) > self._told:
             out.append(Skipped(text[self._told :]))
 
-    def _end_begun(self, arguments: str | None, out: list[Piece]) -> None:
+    def _end_begun(self, arguments: str | None, out: list[Piece], *, cut: bool = False) -> None:
         """Emits the call that came in pieces last, if it has not ended. None for its arguments are those that came."""
         if (begun := self._begun) is not None:
             written = "".join(self._arguments) if arguments is None else arguments
-            out.append(ToolCall(begun.index, begun.id, begun.name, written, begun=True))
+            out.append(ToolCall(begun.index, begun.id, begun.name, written, begun=True, cut=cut))
         self._begun, self._after_call = None, True
 
     def _close(self, body: str, end: str, out: list[Piece]) -> None:
@@ -306,6 +313,8 @@ class ToolCallSplitter:
         rest = self._reader.rest
         if whole is not None and whole.startswith(written):
             rest = whole[len(written) :]
+        elif rest is None:
+            whole = written
         elif whole is None or not _same(whole, written + rest):
             # What was said stays said.
             whole = written + rest

@@ -56,16 +56,21 @@ class HarmonyArguments:
         """
         if self._streams:
             if self._text.lstrip().startswith("{"):
-                rest = "" if cut and not self._value.over else self._value.closing
+                rest = self._rest(cut=cut)
                 self._tell(rest)
                 self.whole = _normal(self._said)
                 return rest
             self.whole = self._said
             return ""
-        rest = "" if cut and not self._value.over else self._value.closing
-        given = _inner(self._value.written + rest, self._declared, self._name) if self._text.strip() else {}
+        rest = self._rest(cut=cut)
+        none = {} if not cut else None
+        given = _inner(self._value.written + rest, self._declared, self._name) if self._text.strip() else none
         self.whole = self._value.written + rest if given is None else json.dumps(given, ensure_ascii=False)
         return self._tell(self.whole)
+
+    def _rest(self, *, cut: bool) -> str:
+        """Returns what closes an object whose brackets alone are missing."""
+        return "" if cut or self._value.failed else self._value.rest or ""
 
     def _tell(self, said: str) -> str:
         self._said += said

@@ -54,7 +54,7 @@ class LenientCalls:
         enough: whether calls end the answer, whatever follows.
 
     Attributes:
-        cut: whether the answer was cut at a limit; to be set before `flush`.
+        cut: whether the answer was cut: by a limit, a stop string or a stop token; to be set before `flush`.
         forced: whether the answer must call a tool: then what may have become a call, but is cut, is no text.
     """
 

@@ -102,23 +102,6 @@ class LooseValue:
             return None
         return said + "".join(map(_CLOSING.__getitem__, reversed(self._open)))
 
-    @property
-    def closing(self) -> str:
-        """What closes all that is open, strings too, after `written`: JSON for which a value may be made up."""
-        if self.over:
-            return ""
-        said = ""
-        if self._state is _State.STRING:
-            said = '"'
-        elif self._state is _State.WORD:
-            word = "".join(self._token)
-            said = self._word(word) or json.dumps(word, ensure_ascii=False)
-        if self._state is _State.COLON or (self._state is _State.STRING and self._is_key):
-            said += ": null"
-        elif self._state is _State.VALUE and self._open and self._open[-1] == "{":
-            said += "null"
-        return said + "".join(map(_CLOSING.__getitem__, reversed(self._open)))
-
     def add(self, text: str, at: int = 0) -> int:
         """Takes `text` from `at` on. Returns where the value ends in it, or where it fails; else its length."""
         for index in range(at, len(text)):

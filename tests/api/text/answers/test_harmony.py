@@ -55,7 +55,7 @@ ANSWERS: list[tuple[str, tuple[str, str, list[tuple[str, str]], str]]] = [
     ),
     ("<|channel|>analysis<|message|>one<|end|>" + START + THOUGHT, ("oneThey want it.", "", [], "")),
     ("<|channel|>analysis<|message|>cut of", ("cut of", "", [], "")),
-    (TOLD[:-3], ("", "", [("weather", '{"city": "Köl"}')], '{"city": "Köl"}')),
+    (TOLD[:-3], ("", "", [("weather", '{"city": "Köl')], '{"city": "Köl')),
     ("<|channel|>commentary to=python<|message|>print(1)", ("", "print(1)", [], "")),
     ("to be or not", ("", "to be or not", [], "")),
     ("tall", ("", "tall", [], "")),

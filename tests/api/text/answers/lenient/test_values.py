@@ -77,13 +77,17 @@ def test_what_is_no_value(written: str):
 
 @settings(max_examples=200, deadline=None)
 @given(value=st.dictionaries(st.text(max_size=4), VALUES, max_size=3), data=st.data())
-def test_what_closes_a_part_makes_it_json(value: Any, data: st.DataObject):
-    """Wherever it is cut, but behind a backslash what it stands for is not known."""
+def test_a_part_is_closed_only_where_brackets_alone_are_missing(value: Any, data: st.DataObject):
+    """No end of a text is made up, no value and no key."""
     written = json.dumps(value, ensure_ascii=False)
     part = written[: data.draw(st.integers(1, len(written)))]
     loose = LooseValue(words=True)
     loose.add(part)
-    assert isinstance(json.loads(loose.written + loose.closing), dict)
+    if loose.rest is None:
+        with pytest.raises(ValueError):
+            json.loads(loose.written)
+    else:
+        assert isinstance(json.loads(loose.written + loose.rest), dict)
 
 
 def test_more_comes_out_as_it_is_known():
