@@ -6,9 +6,10 @@ sides compile: the endpoint to refuse what does not compile at once, a replica t
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,14 @@ class GrammarCompiler:
             # The first mask builds the lexer, which copies share.
             matcher.compute_bitmask()
         return matcher
+
+
+def follows_schema(schema: Mapping[str, Any]) -> bool:
+    """Whether llguidance can follow a JSON schema, with any tokenizer."""
+    from llguidance import LLMatcher
+
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    return not _on_deep_stack(lambda: LLMatcher.validate_grammar(grammar))
 
 
 def _on_deep_stack(work: Callable[[], Any]) -> Any:

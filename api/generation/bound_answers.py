@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from ...actors.model_files.grammars import GrammarCompiler
+from ...actors.model_files.grammars import GrammarCompiler, follows_schema
 from ...cluster.errors import InvalidRequest, quoted
 from ..text.answers.call_format import Format, read_format
 from ..text.answers.grammars import (
@@ -26,6 +25,7 @@ from ..text.answers.grammars import (
     schema_of_arguments,
 )
 from ..text.answers.pipeline import ToolCall
+from ..text.answers.schema_parts import followable, parts
 from ..text.callers_text import CallersText
 from ..text.model import TextModel
 from ..text.script import Script, answer_tokens, token_grammar
@@ -35,10 +35,6 @@ from .requests import Chat, ChatRequest
 
 _BLAME_S = 0.5
 """For how long parts of a schema are compiled to find the one that is wrong."""
-
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
-_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
 
 
 def bound_calls(request: ChatRequest) -> BoundCalls | None:
@@ -125,6 +121,7 @@ class ModelGrammars:
         if unknown and form is None and calls is not None and not (calls.forced or calls.chosen):
             # Only `strict` asks for it: the model calls tools as well as it can.
             return ""
+        form, calls = _followable(form, calls)
         written = answer_grammar(writing, thought, form, calls)
         if (size := len(written.encode("utf-8", "replace"))) > self._bytes_max:
             where = form.where if form is not None else "tools"
@@ -168,6 +165,19 @@ class ModelGrammars:
         return InvalidRequest(f"{where}: {error.message}", param=where)
 
 
+def _followable(form: AnswerForm | None, calls: BoundCalls | None) -> tuple[AnswerForm | None, BoundCalls | None]:
+    """Returns a form and calls without what cannot be followed of their schemas, but for those that are strict."""
+    if form is not None and form.kind == "json" and not form.strict:
+        form = replace(form, value=followable(form.value, follows_schema))
+    if calls is not None:
+        tools = [
+            tool if tool.strict else replace(tool, parameters=followable(tool.parameters, follows_schema))
+            for tool in calls.tools
+        ]
+        calls = replace(calls, tools=tools)
+    return form, calls
+
+
 def _refusal(compiler: GrammarCompiler, form: AnswerForm) -> str | None:
     """Returns why a form alone does not compile; None if it does."""
     try:
@@ -183,7 +193,7 @@ def _blamed(compiler: GrammarCompiler, form: AnswerForm, reason: str) -> AnswerF
     root, ends = form.value, time.monotonic() + _BLAME_S
     shared = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, Mapping) and key in root}
     while True:
-        for step, part in _parts(form.value):
+        for step, part in parts(form.value):
             if time.monotonic() > ends:
                 return form
             value = {**shared, **part} if isinstance(part, Mapping) else part
@@ -192,20 +202,3 @@ def _blamed(compiler: GrammarCompiler, form: AnswerForm, reason: str) -> AnswerF
                 break
         else:
             return form
-
-
-def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the schemas in a schema, with their places in it."""
-    if not isinstance(schema, Mapping):
-        return
-    for key in _NAMED:
-        named = schema.get(key)
-        for name, part in named.items() if isinstance(named, Mapping) else ():
-            yield f"{key}.{name}", part
-    for key in _LISTED:
-        listed = schema.get(key)
-        for index, part in enumerate(listed) if isinstance(listed, Sequence) and not isinstance(listed, str) else ():
-            yield f"{key}[{index}]", part
-    for key in _SINGLE:
-        if key in schema:
-            yield key, schema[key]

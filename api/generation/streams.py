@@ -51,8 +51,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a stream. `reason` is `stop`, `length` or `tool_calls`, the last of which says that all calls are
-    whole; `stop_string` the one that ended it."""
+    """The last event of a stream. `reason` is `stop`, `length` or `tool_calls`, the last only if the answer did not end
+    within a call; `stop_string` the one that ended it."""
 
     reason: str
     usage: Usage

@@ -410,6 +410,42 @@ async def test_unknown_keywords_are_errors_only_where_strict_asks_for_it(world: 
     assert error["param"] == "response_format.json_schema.schema.properties.a" and "not" in error["message"]
 
 
+# As pydantic writes a Decimal, and a program that writes all that it knows.
+AMOUNT = {"type": "string", "maxLength": 6, "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}
+KIND = {"type": "string", "enum": ["short", "long"], "pattern": None, "minLength": None, "format": None, "$ref": None}
+ODD = {**SCHEMA, "properties": {"kind": KIND, "amount": {"anyOf": [{"type": "boolean"}, AMOUNT]}}}
+ODD["required"] = ["amount", "kind"]
+PLAIN = {**ODD, "properties": {"kind": {"enum": ["short", "long"]}, "amount": {"maxLength": 6}}}
+
+
+async def test_what_cannot_be_followed_of_a_schema_is_ignored_and_all_else_obeyed(world: World):
+    """In every protocol that binds an answer, and in calls; not where `strict` asks for all of it."""
+    how = {"temperature": 1, "seed": 5}
+    form = {"type": "json_schema", "json_schema": {"name": "pay", "schema": ODD}}
+    said = [await world.content(**how, response_format=form), await world.content(**how, guided_json=ODD)]
+    (choice,) = await world.choices("completions", **how, structured_outputs={"json": ODD})
+    said.append(choice["text"])
+    ask, chat = {"input": "Hi", **how}, {"model": "satchel/recall", "messages": ASKED["messages"], "stream": False}
+    answer = await world.client.post(
+        "/v1/responses", json={**ask, "text": {"format": {"type": "json_schema", "name": "pay", "schema": ODD}}}
+    )
+    said.append(answer.json()["output"][0]["content"][0]["text"])
+    said.append((await world.client.post("/api/chat", json={**chat, "format": ODD})).json()["message"]["content"])
+    called = await world.calls(**how, tools=[tool("pay", ODD)], tool_choice="required")
+    assert [name for name, _ in called] == ["pay"]
+    (block,) = (await message(world, tools=[{"name": "pay", "input_schema": ODD}], tool_choice={"type": "any"}))[
+        "content"
+    ]
+    for value in [*map(json.loads, said), called[0][1], block["input"]]:
+        jsonschema_rs.validate(PLAIN, value)
+    strict = {"type": "json_schema", "json_schema": {"name": "pay", "schema": ODD, "strict": True}}
+    assert (await world.refused(response_format=strict))["param"].startswith("response_format.json_schema.schema.")
+    tools = [tool("pay", ODD, strict=True)]
+    assert (await world.refused(tools=tools, tool_choice="required"))["param"].startswith(
+        "tools[0].function.parameters."
+    )
+
+
 async def test_forms_are_compiled_once(world: World, monkeypatch: pytest.MonkeyPatch):
     await world.content(response_format=FORM)
     monkeypatch.setattr("llguidance.LLMatcher", None)

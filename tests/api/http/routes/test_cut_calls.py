@@ -1,5 +1,5 @@
-"""A call within which an answer ends is not told as a whole one, in any protocol, whole or streamed: not by the reason for
-which the answer ended, and not by an input that the model did not write."""
+"""A call within which an answer ends is not told as a whole one, in any protocol, whole or streamed: not by why the
+answer ended, and not by an input that the model did not write."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Calls within which an answer ends: by a limit, a stop string or token, or the model itself. Wherever that is and however
-a family writes calls, what is told as a whole call is one that was written."""
+"""Calls within which an answer ends: by a limit, a stop string or token, or the model itself. Wherever that is and
+however a family writes calls, what is told as a whole call is one that was written."""
 
 from __future__ import annotations
 

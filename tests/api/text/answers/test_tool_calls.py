@@ -187,8 +187,8 @@ def test_what_is_not_written_as_the_template_does_is_read_as_a_whole():
 
 
 def test_a_call_that_has_begun_stays_a_call():
-    """Cut, its arguments are what there is of them. Where the model ends too early, brackets may be missing; nothing else
-    is made up."""
+    """Cut, its arguments are what there is of them. Where the model ends too early, brackets may be missing; nothing
+    else is made up."""
     assert told(read(list(LONG[:45]), cut=True))[1] == [(0, "f", LONG[39:44], True)]
     assert told(read(list(WRONG)))[1] == [(0, "f", '{"x": "nothing"}', True)]
     whole = {"x": {"a": '}"{'}, "y": [1, {}]}
