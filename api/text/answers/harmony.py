@@ -219,7 +219,7 @@ class HarmonySplitter:
             self._call = None
 
     def _tell(self, call: CallBegun, arguments: str, out: list[Piece]) -> None:
-        """Emits more of a call's arguments, if there are any. A call begins with the first ones: without any it would be
+        """Emits more of a call's arguments, if there are any. A call begins with the first: without any it would be
         taken for one that needs none."""
         if arguments:
             if not self._told:
