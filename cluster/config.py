@@ -129,6 +129,10 @@ class Model:
     the model too, or the token itself. With `tokens` whoever writes a file that an agent reads can end its message."""
     schema_in_prompt: Literal["auto", "never"] = "auto"
     """Whether the newest message tells the model the JSON schema that binds its answer, unless the prompt has it."""
+    unseen_media: Literal["omit", "refuse"] = "omit"
+    """What becomes of pictures and videos that the model cannot see. `omit` leaves them out of what tools return and of
+    what was said before, so that a conversation goes on: the model is told so in their place, and the client in the
+    header `x-satchel-left-out`; in the user's newest message they are an error. `refuse` is an error everywhere."""
     trust_remote_code: bool = False
     """Whether Python code in the model's folder may run, in its replicas and in the endpoint. A Hub id must name the
     reviewed commit: `owner/name@` and 40 hexadecimal digits."""

@@ -10,7 +10,7 @@ worker thread.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
@@ -64,10 +64,13 @@ def read_messages(value: Any) -> MessageList:
         raise wrong("messages", "must be a list")
     if not value:
         raise wrong("messages", "is empty")
-    newest = newest_said([_speaker(given) for given in value])
+    speakers = [_speaker(given) for given in value]
+    newest = newest_said(speakers)
+    # The answer may have been begun.
+    asked = newest_said(speakers[:-1]) if speakers[-1] == "assistant" else newest
     turns: list[_Turn] = []
     for index, given in enumerate(value):
-        role, blocks = _blocks(given, f"messages[{index}]", newest=index == newest)
+        role, blocks = _blocks(given, f"messages[{index}]", newest=index == newest, earlier=index != asked)
         if turns and turns[-1].role == role:
             turns[-1].blocks += blocks
         else:
@@ -95,11 +98,13 @@ def _speaker(given: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of content and its place. In the `newest` message of the user's everything must be understood."""
+    """A block of content and its place. In the `newest` message of the user's everything must be understood. What is
+    shown `earlier` than in the message that is answered is history."""
 
     given: Any
     where: str
     newest: bool = False
+    earlier: bool = True
 
     @property
     def kind(self) -> str:
@@ -114,7 +119,7 @@ class _Turn:
     blocks: list[_Block] = field(default_factory=list)
 
 
-def _blocks(given: Any, where: str, *, newest: bool) -> tuple[str, list[_Block]]:
+def _blocks(given: Any, where: str, *, newest: bool, earlier: bool) -> tuple[str, list[_Block]]:
     if not isinstance(given, dict):
         raise wrong(where, "must be an object with role and content")
     role, content = given.get("role"), given.get("content")
@@ -126,7 +131,7 @@ def _blocks(given: Any, where: str, *, newest: bool) -> tuple[str, list[_Block]]
         return role, [_Block({"type": "text", "text": content}, f"{where}.content")]
     if not isinstance(content, list):
         raise wrong(f"{where}.content", "must be a string or a list of blocks")
-    return role, [_Block(block, f"{where}.content[{index}]", newest) for index, block in enumerate(content)]
+    return role, [_Block(block, f"{where}.content[{index}]", newest, earlier) for index, block in enumerate(content)]
 
 
 class _Reader:
@@ -238,7 +243,8 @@ class _Reader:
         for block in blocks:
             kind, given, where = block.kind, block.given, block.where
             if kind == "image" and user:
-                parts.append(_picture(given, where))
+                # The newest message may have been joined to others of the user's.
+                parts.append(replace(_picture(given, where), earlier=block.earlier))
                 continue
             text = _text(given, where) if kind == "text" else words_of(given, where)
             if text is None:

@@ -31,7 +31,8 @@ class ServedModel:
     `files_id` is the same for all its replicas, and agents' token ids belong to it. `model_id` is one replica's: nodes
     that compute differently have others. `template_kwargs` are variables for its template that requests leave open.
     `marks_are_tokens` says that what callers write may become control tokens (`control_tokens_in_text: tokens`).
-    With `schema_in_prompt` it is told the schema that binds its answer.
+    With `schema_in_prompt` it is told the schema that binds its answer. With `omits_unseen` pictures that it cannot see
+    are left out where they do not belong to the newest message (`unseen_media: omit`).
     """
 
     name: str
@@ -55,6 +56,7 @@ class ServedModel:
     embedding: EmbeddingInfo = field(default_factory=EmbeddingInfo)
     marks_are_tokens: bool = False
     schema_in_prompt: bool = True
+    omits_unseen: bool = True
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from .left_out import LeftOut
 from .options import Options
 from .sent import as_shown, with_kept, with_schema
 from .tool_results import in_call_order, ordered, permuted
+from .unseen import without_unseen
 
 _COUNTED_CONTEXTS = 4
 """A prompt of so many contexts is counted roughly: encoding megabytes takes seconds."""
@@ -430,6 +431,8 @@ def _render(
     messages = request.messages
     if request.agent_continue and (before := past.messages or request.opening):
         messages, media = _appended(before, messages, media)
+    if pictures is None and model.omits_unseen:
+        messages = without_unseen(messages, request.left_out)
     messages = _with_shown(messages, media, pictures, model.blind)
     messages = with_kept(messages, past.kept(messages))
     if reply and model.schema_in_prompt and _bound_to_json(request):

@@ -36,6 +36,7 @@ class PictureSource:
         detail: `auto`, `low` or `high`.
         pixels_min, pixels_max: the picture's own limits.
         url_where: the position of its URL, such as `messages[2].content[0].image_url.url`, for errors.
+        earlier: whether it is history, though it is in the user's newest message here: some protocols join messages.
     """
 
     where: str
@@ -44,6 +45,7 @@ class PictureSource:
     pixels_min: int | None = None
     pixels_max: int | None = None
     url_where: str = field(default="", compare=False)
+    earlier: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class VideoSource:
     """One video of a message: a file by its `url`, or its `frames` in order.
 
     `fps` is the rate at which a file is sampled, or the rate of a list's frames. At most `frames_max` frames are used,
-    evenly spaced.
+    evenly spaced. `earlier` is as in `PictureSource`.
     """
 
     where: str
@@ -62,6 +64,7 @@ class VideoSource:
     pixels_min: int | None = None
     pixels_max: int | None = None
     url_where: str = field(default="", compare=False)
+    earlier: bool = field(default=False, compare=False)
 
 
 def check_urls(source: PictureSource | VideoSource) -> None:

@@ -44,6 +44,7 @@ _UNSUPPORTED = {
 _THOUGHTS = ("thinking", "reasoning", "reasoning_text", "reasoning_content", "redacted_thinking")
 _THOUGHT_FIELDS = ("thinking", "reasoning", "text", "content")
 _PICTURE_OPTIONS = ("detail", "min_pixels", "max_pixels")
+_DETAILS = {"low": "low", "high": "high", "original": "high"}
 _VIDEO_OPTIONS = ("fps", "max_frames", "min_pixels", "max_pixels")
 # `cache_control` is a hint for other servers and changes no answer; text parts may have it too.
 _BESIDE = ("type", "cache_control")
@@ -287,7 +288,7 @@ Whole = Annotated[int, Field(ge=1, le=10**9), WHOLE]
 class MediaOptions(BaseModel):
     model_config = _STRICT
 
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: str | None = None
     fps: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     max_frames: Whole | None = None
     min_pixels: Whole | None = None
@@ -330,7 +331,8 @@ def _frame(given: Any, where: str, options: MediaOptions) -> PictureSource:
 def _picture(part: dict[str, Any], keys: tuple[str, ...], where: str) -> PictureSource:
     # Some clients give a picture's MIME type as `format`. It is ignored, because the file's bytes tell its format.
     value, options, place = _named(part, keys, _PICTURE_OPTIONS, where, ignored=("format",))
-    detail = options.detail or "auto"
+    # `original` is what `high` is here, and a word that nobody knows leaves it to the model.
+    detail = _DETAILS.get(options.detail or "", "auto")
     return PictureSource(where, _url(value, place), detail, options.min_pixels, options.max_pixels, place)
 
 

@@ -169,6 +169,7 @@ def _served(info: ModelInfo, entry: ServedEntry) -> ServedModel:
         template_kwargs=entry.model.template_kwargs,
         marks_are_tokens=entry.model.control_tokens_in_text == "tokens",
         schema_in_prompt=entry.model.schema_in_prompt == "auto",
+        omits_unseen=entry.model.unseen_media == "omit",
         embedding=info.embedding,
         notes=tuple(info.notes),
         proving=info.proving,

@@ -50,6 +50,7 @@ from ..generation.requests import (
 )
 from ..generation.streams import TextStream, Usage, abort_all
 from ..generation.truncation import truncated
+from ..generation.unseen import RefusedMessages
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
@@ -106,6 +107,7 @@ class Generator:
         self._load_text = load_text
         self._texts: dict[tuple[str, bytes], asyncio.Task[TextModel]] = {}
         self._grammars: dict[TextModel, ModelGrammars] = {}
+        self._refused = RefusedMessages()
         self._aborts: set[asyncio.Task[None]] = set()
         # A generation may send its images again. The loader counts them as long as it lives.
         self._shown: WeakKeyDictionary[Generation, list[Medium]] = WeakKeyDictionary()
@@ -194,8 +196,7 @@ class Generator:
             Unavailable: the model has not been loaded yet.
         """
         model, text = await self._chosen(request)
-        request = await asyncio.to_thread(request.of, model)
-        media = await self._media(request, model, text)
+        request, media = await self._with_media(request, model, text)
         return await asyncio.to_thread(count_prompt, text, model, request, media)
 
     async def tokenize(
@@ -218,8 +219,7 @@ class Generator:
         """
         model, text = await self._chosen(request)
         if isinstance(request, ChatRequest):
-            request = await asyncio.to_thread(request.of, model)
-            media = await self._media(request, model, text)
+            request, media = await self._with_media(request, model, text)
             tokens = await asyncio.to_thread(
                 prompt_tokens, text, model, request, media, reply=reply, special_tokens=special_tokens
             )
@@ -291,8 +291,7 @@ class Generator:
         if request.agent_continue and self.memory is None:
             raise InvalidRequest("agent_continue: this endpoint keeps no agents' memory", param="agent_continue")
         model, text = await self._chosen(request)
-        request = await asyncio.to_thread(request.of, model)
-        media = await self._media(request, model, text)
+        request, media = await self._with_media(request, model, text)
         turn, past = None, None
         if agent and self.memory is not None:
             turn = Turn(
@@ -384,16 +383,25 @@ class Generator:
 
         return await asyncio.to_thread(find)
 
-    async def _media(self, request: ChatRequest, model: ServedModel, text: TextModel) -> Sequence[Medium]:
-        """Returns the pictures and videos of a request, in order; none for a model that takes none."""
+    async def _with_media(
+        self, request: ChatRequest, model: ServedModel, text: TextModel
+    ) -> tuple[ChatRequest, Sequence[Medium]]:
+        """Returns a request as its model takes it, and its pictures and videos, in order; none for a model that takes
+        none."""
+        # In threads, because there may be thousands of parts.
+        request = await asyncio.to_thread(request.of, model)
         if text.pictures is None or model.blind:
-            return []
-        # In a thread, because there may be thousands of parts.
+            if not model.omits_unseen:
+                return request, []
+            scope = f"{request.scope}/{request.agent}"
+            marked = await asyncio.to_thread(self._refused.marked, request.messages, scope)
+            return replace(request, messages=marked), []
         sources = await asyncio.to_thread(sources_in, request.messages)
         if not sources:
-            return []
+            return request, []
         loaded = await self.loader.load_all(sources)
-        return [Medium(frames, isinstance(source, VideoSource)) for source, frames in zip(sources, loaded, strict=True)]
+        kinds = [isinstance(source, VideoSource) for source in sources]
+        return request, [Medium(frames, video) for frames, video in zip(loaded, kinds, strict=True)]
 
     async def start_completion(self, request: CompletionRequest) -> list[TextStream]:
         """Checks, encodes and queues prompts. The choices of the first prompt come first. Raises as `start_chats`."""

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
             "models[0].control_tokens_in_text",
         ),
         ({"models": [{"name": "a", "source": "b", "schema_in_prompt": "yes"}]}, "models[0].schema_in_prompt"),
+        ({"models": [{"name": "a", "source": "b", "unseen_media": "hide"}]}, "models[0].unseen_media"),
         ([1], "(top level)"),
     ],
 )

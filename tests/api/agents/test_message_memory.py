@@ -66,6 +66,13 @@ async def messages(tmp_path: Path) -> AsyncIterator[Messages]:
             yield Messages(client)
 
 
+SQUARE = {
+    "type": "base64",
+    "media_type": "image/gif",
+    "data": "R0lGODlhAQABAIAAAP8AAP///yH5BAAAAAAALAAAAAABAAEAAAICRAEAOw==",
+}
+
+
 def share(answer: dict[str, Any]) -> float:
     usage = answer["usage"]
     return usage["cache_read_input_tokens"] / (usage["cache_read_input_tokens"] + usage["input_tokens"])
@@ -143,3 +150,25 @@ async def test_counting_agrees_with_the_usage(messages: Messages):
     counted = await session.count()
     session.thread.clear()
     assert (await session.ask("Hello"))["usage"]["input_tokens"] == counted
+
+
+async def test_a_session_with_pictures_that_the_model_cannot_see_reads_only_what_is_new(messages: Messages):
+    """One that a tool showed, and one of the user's that was refused and is sent again with the next words."""
+    session = Session(messages, "9")
+    await session.ask("Remember: the code of ada is 1815.")
+    use = {"type": "tool_use", "id": "t1", "name": "read", "input": {"path": "/tmp/a.png"}}
+    session.thread[-1]["content"].append(use)
+    picture = {"type": "image", "source": SQUARE}
+    read = {"type": "tool_result", "tool_use_id": "t1", "content": [picture]}
+    assert share(await session.ask([read, {"type": "text", "text": "Go on."}])) > 0.8
+    assert share(await session.ask("Say the numbers from one to nine.")) > 0.9
+    shown = [picture, {"type": "text", "text": "What is in the picture?"}]
+    refused = await messages.post([*session.thread, {"role": "user", "content": shown}])
+    assert refused.status_code == 400
+    headers = {"X-Claude-Code-Session-Id": session.id}
+    session.thread.append({"role": "user", "content": shown})
+    assert (await messages.post(headers=headers, **session.fields())).status_code == 400
+    session.thread.pop()
+    joined = await session.ask([*shown, {"type": "text", "text": "What is the code of ada?"}])
+    assert share(joined) > 0.8
+    assert share(await session.ask("And of ada?")) > 0.9

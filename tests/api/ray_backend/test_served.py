@@ -19,7 +19,7 @@ from satchel.cluster.timing import Timing
 from tests.worlds.direct import model_info
 
 A = Model(name="a", source="s", template_kwargs={"clear_thinking": False}, schema_in_prompt="never")
-B = Model(name="b", source="s", replicas=2, control_tokens_in_text="tokens")
+B = Model(name="b", source="s", replicas=2, control_tokens_in_text="tokens", unseen_media="refuse")
 
 
 def entry(order: int, model: Model) -> ServedEntry:
@@ -76,6 +76,7 @@ async def test_the_first_request_waits_for_a_model_that_answers(world: World):
     served = await world.models.models()
     assert [model.template_kwargs for model in served] == [{"clear_thinking": False}, {}]
     assert [model.schema_in_prompt for model in served] == [False, True]
+    assert [model.omits_unseen for model in served] == [True, False]
     assert [model.marks_are_tokens for model in served] == [False, True]
     asked = len(world.asked)
     assert await world.names() == ["a", "b"]

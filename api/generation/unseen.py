@@ -1,0 +1,144 @@
+"""Pictures and videos that a model cannot see: left out of what tools showed and of what was said before, with words in
+their place, so that no conversation ends by them. In the user's newest message they stay, and are refused.
+
+Plain functions on plain data; large inputs belong in a worker thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import Lock
+from typing import Any
+
+from cachetools import LRUCache
+
+from ..media.sources import PictureSource, VideoSource
+from .history import Message
+from .left_out import LeftOut, newest_said
+
+WORDS = {
+    "image": "[An image is not shown here: this model cannot see images.]",
+    "video": "[A video is not shown here: this model cannot see videos.]",
+}
+"""The same in every turn, so that prompts go on as they began."""
+
+_REFUSED_MAX = 4096
+
+
+def without_unseen(messages: Sequence[Message], left_out: LeftOut) -> list[Message]:
+    """Returns messages as a model takes them that sees neither pictures nor videos, but for those of the user's newest
+    message and of assistants.
+
+    Args:
+        left_out: gets the kinds of what the messages are without.
+    """
+    newest = newest_said([message["role"] for message in messages])
+    return [
+        message
+        if isinstance(message["content"], str) or message["role"] == "assistant"
+        else {**message, "content": _in_words(message["content"], left_out, newest=index == newest)}
+        for index, message in enumerate(messages)
+    ]
+
+
+def _in_words(parts: Sequence[Any], left_out: LeftOut, *, newest: bool) -> str | list[Any]:
+    """Returns content with words for what is not shown, on lines of their own; text, if no medium is left."""
+    said: list[Any] = [""]
+    own_line = False
+    for part in parts:
+        kind = _kind(part)
+        if kind and newest and not _is_earlier(part):
+            said += [part, ""]
+            own_line = False
+            continue
+        if kind:
+            left_out.add(kind)
+        text = WORDS[kind] if kind else part["text"]
+        breaks = (own_line or bool(kind)) and said[-1] and text and not said[-1].endswith("\n")
+        said[-1] += f"\n{text}" if breaks and not text.startswith("\n") else text
+        own_line = bool(kind) or (own_line and not text)
+    if len(said) == 1:
+        return said[0]
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in said if part != ""]
+
+
+def _kind(part: Any) -> str:
+    """Returns what a part shows; "" for text."""
+    if isinstance(part, PictureSource | VideoSource):
+        return "image" if isinstance(part, PictureSource) else "video"
+    # Those of transcripts.
+    return {"image": "image", "image_url": "image", "video": "video"}.get(part["type"], "")
+
+
+def _is_earlier(part: Any) -> bool:
+    return isinstance(part, PictureSource | VideoSource) and part.earlier
+
+
+class RefusedMessages:
+    """Remembers messages that were refused for what they show. Some clients send such a message again with the user's
+    next words behind it, in the same one: then what it shows is history, or the conversation would end there.
+    Thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: LRUCache[bytes, tuple[int, bytes]] = LRUCache(_REFUSED_MAX)
+        self._lock = Lock()
+
+    def marked(self, messages: Sequence[Message], scope: str) -> Sequence[Message]:
+        """Returns a conversation in which media are marked as earlier that a refused message had, and remembers the
+        newest message if it has others.
+
+        Args:
+            scope: whose conversation it is.
+        """
+        at = newest_said([message["role"] for message in messages])
+        if at < 0 or isinstance(parts := messages[at]["content"], str):
+            return messages
+        said, ends = _written(parts)
+        if not ends:
+            return messages
+        known = next((count for count in range(len(ends), 0, -1) if self._was_refused(said, ends[count - 1], scope)), 0)
+        if known < len(ends):
+            with self._lock:
+                self._known[_digest(scope, said[: ends[-1]])] = len(said), _digest(scope, said)
+        marked = [*messages]
+        marked[at] = {**messages[at], "content": _with_earlier(parts, known)}
+        return marked
+
+    def _was_refused(self, said: str, end: int, scope: str) -> bool:
+        """Whether a message was refused whose last medium ends at `end`, and there is more behind it now."""
+        with self._lock:
+            length, digest = self._known.get(_digest(scope, said[:end]), (0, b""))
+        # What follows is another part, or one that was joined.
+        return 0 < length < len(said) and said[length] in "\n\0" and _digest(scope, said[:length]) == digest
+
+
+def _written(parts: Sequence[Any]) -> tuple[str, list[int]]:
+    """Returns content as text, and where each medium ends in it."""
+    said, ends = "", list[int]()
+    for part in parts:
+        if _kind(part) and not isinstance(part, dict):
+            said += f"\0{hashlib.sha256(repr(_urls(part)).encode('utf-8', 'surrogatepass')).hexdigest()}"
+            ends.append(len(said))
+        else:
+            said += f"\0{part.get('text', '')}"
+    return said, ends
+
+
+def _urls(source: PictureSource | VideoSource) -> list[str | None]:
+    frames = source.frames if isinstance(source, VideoSource) else ()
+    return [source.url, *(frame.url for frame in frames)]
+
+
+def _with_earlier(parts: Sequence[Any], count: int) -> list[Any]:
+    marked: list[Any] = []
+    for part in parts:
+        if isinstance(part, PictureSource | VideoSource) and count:
+            part, count = replace(part, earlier=True), count - 1
+        marked.append(part)
+    return marked
+
+
+def _digest(scope: str, said: str) -> bytes:
+    return hashlib.sha256(f"{scope}\0{said}".encode("utf-8", "surrogatepass")).digest()
