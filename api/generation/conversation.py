@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...cluster.errors import InvalidRequest
-from ..media.sources import PictureSource, VideoSource, check_urls
+from ..media.sources import PictureSource, VideoSource
 from .history import Message, called_with
 
 _CONTINUED = ("partial", "prefix")
@@ -17,17 +17,12 @@ _CONTINUED = ("partial", "prefix")
 
 
 def sources_in(messages: Sequence[Message]) -> list[PictureSource | VideoSource]:
-    """Returns the pictures and videos of messages, in order, without those of assistants, which `with_shown` refuses.
-
-    Raises:
-        InvalidRequest: the URL of one has no known scheme.
-    """
+    """Returns the pictures and videos of messages, in order. Those of assistants, which `with_shown` refuses, are not
+    among them."""
     sources: list[PictureSource | VideoSource] = []
     for message in messages:
         if message["role"] != "assistant" and not isinstance(message["content"], str):
             sources += (part for part in message["content"] if isinstance(part, PictureSource | VideoSource))
-    for source in sources:
-        check_urls(source)
     return sources
 
 

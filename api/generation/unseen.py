@@ -1,5 +1,6 @@
-"""Pictures and videos that a model cannot see: left out of what tools showed and of what was said before, with words in
-their place, so that no conversation ends by them. In the user's newest message they stay, and are refused.
+"""Pictures and videos that a model cannot see, or that cannot be read: left out of what tools showed and of what was
+said before, with words in their place, so that no conversation ends by them. In the user's newest message they stay,
+and are refused.
 
 Plain functions on plain data; large inputs belong in a worker thread.
 """
@@ -7,14 +8,14 @@ Plain functions on plain data; large inputs belong in a worker thread.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 from typing import Any
 
 from cachetools import LRUCache
 
-from ..media.sources import PictureSource, VideoSource
+from ..media.sources import PictureSource, VideoSource, check_urls
 from .history import Message
 from .left_out import LeftOut, newest_said
 
@@ -23,6 +24,11 @@ WORDS = {
     "video": "[A video is not shown here: this model cannot see videos.]",
 }
 """The same in every turn, so that prompts go on as they began."""
+
+UNREAD = {
+    "image": "[An image is not shown here: its file cannot be read.]",
+    "video": "[A video is not shown here: its file cannot be read.]",
+}
 
 _REFUSED_MAX = 4096
 
@@ -35,27 +41,84 @@ def without_unseen(messages: Sequence[Message], left_out: LeftOut) -> list[Messa
         left_out: gets the kinds of what the messages are without.
     """
     newest = newest_said([message["role"] for message in messages])
-    return [
-        message
-        if isinstance(message["content"], str) or message["role"] == "assistant"
-        else {**message, "content": _in_words(message["content"], left_out, newest=index == newest)}
-        for index, message in enumerate(messages)
-    ]
+    told: list[Message] = []
+    for index, message in enumerate(messages):
+        content = message["content"]
+        if message["role"] != "assistant" and not isinstance(content, str):
+            parts = [part if index == newest and not _is_earlier(part) else _told(part, WORDS) for part in content]
+            message: Message = {**message, "content": _in_words(parts, left_out)}
+        told.append(message)
+    return told
 
 
-def _in_words(parts: Sequence[Any], left_out: LeftOut, *, newest: bool) -> str | list[Any]:
-    """Returns content with words for what is not shown, on lines of their own; text, if no medium is left."""
+def media_in(messages: Sequence[Message], *, spares: bool) -> list[tuple[PictureSource | VideoSource, bool]]:
+    """Returns the pictures and videos of messages, in order, without those of assistants; and of each whether it may be
+    left out: if `spares`, and it is not in the user's newest message.
+
+    Raises:
+        InvalidRequest: one that may not be left out has a URL with no known scheme.
+    """
+    newest = newest_said([message["role"] for message in messages])
+    found: list[tuple[PictureSource | VideoSource, bool]] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" and not isinstance(message["content"], str):
+            sources = [part for part in message["content"] if isinstance(part, PictureSource | VideoSource)]
+            found += [(source, spares and (index != newest or source.earlier)) for source in sources]
+    for source, spared in found:
+        if not spared:
+            check_urls(source)
+    return found
+
+
+def without_unread(messages: Sequence[Message], unread: Collection[int], left_out: LeftOut) -> list[Message]:
+    """Returns messages without some of their media.
+
+    Args:
+        unread: which, as numbers in the order of `media_in`.
+        left_out: as for `without_unseen`.
+    """
+    count = 0
+    told: list[Message] = []
+    for message in messages:
+        content = message["content"]
+        if message["role"] != "assistant" and not isinstance(content, str):
+            parts: list[Any] = []
+            for part in content:
+                is_medium = isinstance(part, PictureSource | VideoSource)
+                parts.append(_told(part, UNREAD) if is_medium and count in unread else part)
+                count += is_medium
+            message: Message = {**message, "content": _in_words(parts, left_out)}
+        told.append(message)
+    return told
+
+
+class _Words:
+    """What is said in the place of a picture or video, by its kind."""
+
+    def __init__(self, kind: str, said: str) -> None:
+        self.kind = kind
+        self.said = said
+
+
+def _told(part: Any, words: Mapping[str, str]) -> Any:
+    return _Words(kind, words[kind]) if (kind := _kind(part)) else part
+
+
+def _in_words(parts: Sequence[Any], left_out: LeftOut) -> str | list[Any]:
+    """Returns content with words on lines of their own; text, if no medium is left."""
     said: list[Any] = [""]
     own_line = False
     for part in parts:
-        kind = _kind(part)
-        if kind and newest and not _is_earlier(part):
+        kind = ""
+        if isinstance(part, _Words):
+            kind, text = part.kind, part.said
+            left_out.add(kind)
+        elif _kind(part):
             said += [part, ""]
             own_line = False
             continue
-        if kind:
-            left_out.add(kind)
-        text = WORDS[kind] if kind else part["text"]
+        else:
+            text = part["text"]
         breaks = (own_line or bool(kind)) and said[-1] and text and not said[-1].endswith("\n")
         said[-1] += f"\n{text}" if breaks and not text.startswith("\n") else text
         own_line = bool(kind) or (own_line and not text)

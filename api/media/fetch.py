@@ -23,7 +23,7 @@ from ...cluster.config import Media
 from ...cluster.errors import InvalidRequest, SatchelError, Unavailable
 from .decode import Shown, Undecodable, decode, measure
 from .files import Unreadable, data_url, read_file
-from .sources import Picture, PictureSource, VideoSource
+from .sources import Picture, PictureSource, VideoSource, check_urls
 from .video import FRAME_PIXELS_MIN, FRAMES_A_SECOND, FrameSampling, decode_video, evenly
 from .web import Fetcher, Unfetchable
 
@@ -147,8 +147,14 @@ class PictureLoader:
         self._videos = Workshop(_VIDEOS_MAX, _VIDEOS_MAX * limits.pixels_max, "video")
         self._shelf = PictureShelf(limits.held_bytes_max)
 
-    async def load_all(self, sources: Sequence[PictureSource | VideoSource]) -> list[list[Picture]]:
+    async def load_all(
+        self, sources: Sequence[PictureSource | VideoSource], spared: Sequence[bool] = ()
+    ) -> list[list[Picture]]:
         """Loads every source, in order: one picture for a picture, the frames for a video. The first error ends all.
+
+        Args:
+            spared: of which sources what a caller can cause is no error: nothing is shown for them then. Empty for
+                none.
 
         Raises:
             InvalidRequest, Unavailable: as `load`; or there are more than `pictures_max` sources.
@@ -158,10 +164,17 @@ class PictureLoader:
                 f"messages: at most {self._limits.pictures_max} pictures go into one request (media.pictures_max)",
                 param="messages",
             )
-        return await _together([self._load_either(source) for source in sources])
+        spare = spared or [False] * len(sources)
+        return await _together([self._load_either(*each) for each in zip(sources, spare, strict=True)])
 
-    async def _load_either(self, source: PictureSource | VideoSource) -> list[Picture]:
-        return await self.load_video(source) if isinstance(source, VideoSource) else [await self.load(source)]
+    async def _load_either(self, source: PictureSource | VideoSource, spared: bool) -> list[Picture]:
+        try:
+            check_urls(source)
+            return await self.load_video(source) if isinstance(source, VideoSource) else [await self.load(source)]
+        except InvalidRequest:
+            if spared:
+                return []
+            raise
 
     async def load(self, source: PictureSource) -> Picture:
         """Loads a picture.

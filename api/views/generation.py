@@ -33,7 +33,6 @@ from ..agents.streams import TurnKeeper
 from ..generation.backend import Backend, Generation, ServedModel
 from ..generation.bound_answers import ModelGrammars, bound_calls, scripted_grammar
 from ..generation.callers import OWNING, AdmittedRows, Caller
-from ..generation.conversation import sources_in
 from ..generation.options import Options
 from ..generation.prompts import check_vocabulary, prepare_completion, text_tokens
 from ..generation.remembered import OVER_QUOTA, UNANSWERED, Remembered
@@ -50,7 +49,7 @@ from ..generation.requests import (
 )
 from ..generation.streams import TextStream, Usage, abort_all
 from ..generation.truncation import truncated
-from ..generation.unseen import RefusedMessages
+from ..generation.unseen import RefusedMessages, media_in, without_unread
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
@@ -396,12 +395,16 @@ class Generator:
             scope = f"{request.scope}/{request.agent}"
             marked = await asyncio.to_thread(self._refused.marked, request.messages, scope)
             return replace(request, messages=marked), []
-        sources = await asyncio.to_thread(sources_in, request.messages)
-        if not sources:
+        found = await asyncio.to_thread(media_in, request.messages, spares=model.omits_unseen)
+        if not found:
             return request, []
-        loaded = await self.loader.load_all(sources)
-        kinds = [isinstance(source, VideoSource) for source in sources]
-        return request, [Medium(frames, video) for frames, video in zip(loaded, kinds, strict=True)]
+        loaded = await self.loader.load_all([source for source, _ in found], [spared for _, spared in found])
+        unread = {number for number, frames in enumerate(loaded) if not frames}
+        if unread:
+            told = await asyncio.to_thread(without_unread, request.messages, unread, request.left_out)
+            request = replace(request, messages=told)
+        kinds = [isinstance(source, VideoSource) for source, _ in found]
+        return request, [Medium(frames, video) for frames, video in zip(loaded, kinds, strict=True) if frames]
 
     async def start_completion(self, request: CompletionRequest) -> list[TextStream]:
         """Checks, encodes and queues prompts. The choices of the first prompt come first. Raises as `start_chats`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from satchel.api.generation.backend import ServedModel
+from satchel.api.generation.unseen import UNREAD
 from satchel.api.http.app import create_app
 from satchel.api.text.model import load_text_model
 from satchel.cluster.config import Config
@@ -105,3 +107,26 @@ async def test_what_is_no_picture_is_named(messages: Messages, backend: FakeBack
     )
     assert response.json()["error"]["message"].startswith("messages[0].content[0].source.url must be")
     assert backend.requests == []
+
+
+async def test_what_cannot_be_read_is_left_out_of_results_and_history(messages: Messages, backend: FakeBackend):
+    """An agent that reads a damaged file goes on; whoever shows one is told."""
+    call = {"type": "tool_use", "id": "t", "name": "read", "input": {}}
+    elsewhere = {"type": "image", "source": {"type": "url", "url": "x"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [image(png()), image("AAAA"), elsewhere]}
+    thread = [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    answer = await messages.post(thread)
+    assert answer.status_code == 200 and answer.headers["x-satchel-left-out"] == "image"
+    first = backend.requests[-1]
+    assert len(first["media"]) == 1 and backend.prompt.count(UNREAD["image"]) == 2
+    counted = await messages.client.post("/v1/messages/count_tokens", json={"messages": thread, "model": "x"})
+    assert counted.json()["input_tokens"] == len(first["prompt"])
+    shown = {"role": "user", "content": [image("AAAA"), text("And this?")]}
+    refused = await messages.post([*thread, {"role": "assistant", "content": "Well."}, shown])
+    assert refused.status_code == 400 and "messages[4].content[0] " in refused.text
+    later = [*thread, {"role": "assistant", "content": "Well."}, shown, {"role": "user", "content": "Never mind."}]
+    assert (await messages.post(later)).status_code == 200
+    assert backend.prompt.startswith(backend.text.decode(first["prompt"]).removesuffix("<|im_start|>assistant"))
+    assert backend.prompt.count(UNREAD["image"]) == 3 and len(backend.requests[-1]["media"]) == 1
+    backend.served[0] = replace(backend.served[0], omits_unseen=False)
+    assert (await messages.post(thread)).status_code == 400
