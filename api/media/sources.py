@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ...cluster.errors import InvalidRequest
 
+_DETAILS = {"low": "low", "high": "high", "original": "high"}
 _SCHEMES = ("http://", "https://", "data:", "file://")
 
 
@@ -65,6 +66,11 @@ class VideoSource:
     pixels_max: int | None = None
     url_where: str = field(default="", compare=False)
     earlier: bool = field(default=False, compare=False)
+
+
+def detail_of(word: str | None) -> str:
+    """Returns a picture's detail. A word that nobody knows leaves it to the model."""
+    return _DETAILS.get(word or "", "auto")
 
 
 def check_urls(source: PictureSource | VideoSource) -> None:

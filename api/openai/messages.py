@@ -28,7 +28,7 @@ from ..generation.bodies import arguments_text, wrong
 from ..generation.documents import cannot_be_read, words_of
 from ..generation.left_out import LeftOut, MessageList, newest_said
 from ..generation.options import WHOLE, invalid_at, position
-from ..media.sources import PictureSource, VideoSource
+from ..media.sources import PictureSource, VideoSource, detail_of
 
 _PICTURE_KEYS = {"image_url": ("image_url",), "input_image": ("image_url",), "image": ("image", "url", "image_url")}
 _VIDEO_KEYS = {"video_url": ("video_url",), "video": ("video", "url", "video_url")}
@@ -44,7 +44,6 @@ _UNSUPPORTED = {
 _THOUGHTS = ("thinking", "reasoning", "reasoning_text", "reasoning_content", "redacted_thinking")
 _THOUGHT_FIELDS = ("thinking", "reasoning", "text", "content")
 _PICTURE_OPTIONS = ("detail", "min_pixels", "max_pixels")
-_DETAILS = {"low": "low", "high": "high", "original": "high"}
 _VIDEO_OPTIONS = ("fps", "max_frames", "min_pixels", "max_pixels")
 # `cache_control` is a hint for other servers and changes no answer; text parts may have it too.
 _BESIDE = ("type", "cache_control")
@@ -331,9 +330,9 @@ def _frame(given: Any, where: str, options: MediaOptions) -> PictureSource:
 def _picture(part: dict[str, Any], keys: tuple[str, ...], where: str) -> PictureSource:
     # Some clients give a picture's MIME type as `format`. It is ignored, because the file's bytes tell its format.
     value, options, place = _named(part, keys, _PICTURE_OPTIONS, where, ignored=("format",))
-    # `original` is what `high` is here, and a word that nobody knows leaves it to the model.
-    detail = _DETAILS.get(options.detail or "", "auto")
-    return PictureSource(where, _url(value, place), detail, options.min_pixels, options.max_pixels, place)
+    return PictureSource(
+        where, _url(value, place), detail_of(options.detail), options.min_pixels, options.max_pixels, place
+    )
 
 
 def _named(

@@ -9,7 +9,7 @@ from ...cluster.errors import InvalidRequest, quoted
 from ..generation.bodies import string_of, wrong
 from ..generation.documents import cannot_be_read, words_of
 from ..generation.left_out import LeftOut
-from ..media.sources import PictureSource
+from ..media.sources import PictureSource, detail_of
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _UNSUPPORTED = {
@@ -83,4 +83,7 @@ def _picture(part: dict[str, Any], where: str) -> PictureSource:
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str) or not url:
         raise wrong(place, "must be a URL")
-    return PictureSource(where, url, url_where=place)
+    detail = given.get("detail") if isinstance(given, dict) else part.get("detail")
+    if not isinstance(detail, str | None):
+        raise wrong(f"{where}.detail", "must be a string")
+    return PictureSource(where, url, detail_of(detail), url_where=place)

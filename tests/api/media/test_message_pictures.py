@@ -130,3 +130,32 @@ async def test_what_cannot_be_read_is_left_out_of_results_and_history(messages: 
     assert backend.prompt.count(UNREAD["image"]) == 3 and len(backend.requests[-1]["media"]) == 1
     backend.served[0] = replace(backend.served[0], omits_unseen=False)
     assert (await messages.post(thread)).status_code == 400
+
+
+async def test_a_pictures_detail_is_the_same_in_chats_and_responses(messages: Messages, backend: FakeBackend):
+    """`low` shows a smaller one; any other word is taken, also one that nobody knows."""
+    written = BytesIO()
+    Image.new("RGB", (900, 600), "red").save(written, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+
+    async def widths(detail: Any) -> list[int]:
+        chat = {"type": "image_url", "image_url": {"url": url, "detail": detail}}
+        item = {"type": "input_image", "image_url": url, "detail": detail}
+        found = []
+        for path, body in (
+            ("chat/completions", {"messages": [{"role": "user", "content": [chat]}]}),
+            ("responses", {"input": [{"role": "user", "content": [item]}]}),
+        ):
+            answer = await messages.client.post(f"/v1/{path}", json=body)
+            if answer.status_code != 200:
+                assert answer.status_code == 400 and "detail" in answer.text
+                continue
+            (span,) = backend.requests[-1]["media"]
+            found.append(span.width)
+        return found
+
+    whole = await widths("auto")
+    assert whole == 2 * whole[:1] and await widths("low") == 2 * [512] and whole[0] > 512
+    for word in ("high", "original", "xhigh", "", None):
+        assert await widths(word) == whole, word
+    assert await widths(5) == []
