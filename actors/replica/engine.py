@@ -359,6 +359,10 @@ class Engine:
         computed = self._prefill_or_embed()
         decoded = self.decode.step()
         delivery.flush()
+        if self.keeping.added:
+            # For what is kept of rows, and for the copies of what goes to the disk, which the next step makes.
+            self.keeping.added = False
+            self.room.fit()
         if self._done > done:
             self._recovery.note_sound()
         return bool(computed or decoded or moved or plan.expired or plan.cut or plan.preempted)

@@ -3,7 +3,9 @@
 A replica's memory is the device's, less the models' weights and what a prefill needs for a moment, divided by the
 number of replicas. It holds, in this order of right: the rows that have a place; what others hold for a while, as KV on
 its way to the disk, pictures of rows in the queue and a text that is embedded in chunks; image embeddings; and in all
-the rest kept prefixes, of which the least recently used are evicted when one of the others needs room.
+the rest kept prefixes, of which the least recently used are evicted when one of the others needs room. So it is between
+two steps. Within one, what a row leaves behind is there beside the row: its open block, and copies for the disk only
+once there is room for them. If the disk is slow, what is being written is held twice, by `unwritten_bytes_max`.
 """
 
 from __future__ import annotations

@@ -40,6 +40,10 @@ class Keeping:
     Args:
         disk: stores the KV of agents' rows; None if nothing is written.
         later: runs an action on the engine's thread; may be called from any thread.
+
+    Attributes:
+        added: whether something of a row may have been kept since this was last set to False: in memory, or on its way
+            to the disk, where its bytes count before they are copied.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Keeping:
         self._executor = executor
         self._disk = disk
         self._later = later
+        self.added = False
         self._noted: list[WriteJob] = []
         self._coming: set[bytes] = set()
         self._writers = 0
@@ -103,6 +108,7 @@ class Keeping:
             self._try(self._write_all, sequence, ended)
 
     def _try(self, store: Callable[..., None], sequence: Sequence, *arguments: object) -> None:
+        self.added = True
         try:
             store(sequence, *arguments)
         except Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from satchel.actors.replica import memory_room
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.models import LoadedModel
 from tests.worlds.bench import Bench, load_tiny
+from tests.worlds.bench_disk import Node, process, write_down
 from tests.worlds.families import write_model
 
 DEVICE = 2**40
@@ -38,10 +40,10 @@ def fresh(loaded: LoadedModel, **how: Any) -> Bench:
 
 
 def check(bench: Bench, budget: int) -> None:
-    """As the next step begins; before, rows that have just ended are there twice."""
-    room = bench.engine.room
-    room.fit()
-    assert room.budget.used(room.rows(), room.held()) <= budget
+    """Between two steps. More than the budget is held only if nobody can do without any of it."""
+    held, rows = bench.engine.room.held(), bench.engine.room.rows()
+    if held.loose or held.pool > held.slots or not held.unwritten:
+        assert bench.engine.room.budget.used(rows, held) <= budget, (rows, held)
 
 
 def of_blocks(loaded: LoadedModel, rows: int, blocks: int) -> int:
@@ -179,3 +181,27 @@ def test_windows_states_and_dense_caches_stay_within_the_budget(tmp_path: Path, 
     while bench.turn():
         check(bench, budget)
     assert not bench.refused and all(row.finish == "length" for row in bench.rows.values())
+
+
+@pytest.mark.parametrize("seed", [2, 7])
+def test_rows_that_come_and_end_at_any_time_stay_within_the_budget(loaded: LoadedModel, tmp_path: Path, seed: int):
+    """Some are an agent's, whose KV goes to the disk: the copies that this takes have room before they are made."""
+    chance, spec = random.Random(seed), loaded.spec
+    rows = chance.choice((2, 4, 8))
+    budget = chance.choice((3000, 6000)) * spec.bytes_per_token + 2 * rows * spec.bytes_per_row
+    fresh(loaded)
+    how = {"memory_bytes_max": budget, "rows_max": rows, "prefill_chunk_tokens": chance.choice((256, 512))}
+    bench, disk = process(loaded, Node(tmp_path / "kv"), **how)
+    texts = [[chance.randrange(64) for _ in range(chance.choice((50, 600, 1200)))] for _ in range(3)]
+    for number in range(40):
+        if chance.random() < 0.6:
+            text = chance.choice(texts)
+            prompt = [*text[: chance.randrange(1, len(text) + 1)], *prompt_of(chance.choice((1, 40, 400)), number)]
+            limit, agent = chance.choice((1, 30, 300)), chance.choice(("", "default/a"))
+            bench.submit(str(number), prompt, max_tokens=limit, agent=agent)
+        for _ in range(chance.randrange(1, 20)):
+            bench.turn()
+            check(bench, budget)
+    bench.drain()
+    write_down(bench, disk)
+    assert all(row.finish != "error" for row in bench.rows.values())
