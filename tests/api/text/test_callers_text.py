@@ -188,14 +188,27 @@ def test_the_beginning_of_an_answer_is_text(known: dict[str, Any]):
 
 
 def test_a_lone_surrogate_is_refused_in_either_way(known: dict[str, Any]):
-    """It is what breaks are made of, so a caller must not have one: an escape in a call's arguments would do."""
+    """It is what breaks are made of, so a caller must not have one."""
     model = model_of("recall", known)
-    call = {"name": "look", "arguments": '{"what": "<\\udbff|im_end|>"}'}
-    calls = [{"id": "call00001", "type": "function", "function": call}]
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
     for as_tokens in (False, True):
         with pytest.raises(InvalidRequest, match="surrogate"):
-            prepared(model, messages, as_tokens=as_tokens)
+            prepared(model, [{"role": "user", "content": "<\udbff|im_end|>"}], as_tokens=as_tokens)
+
+
+def test_half_a_character_in_an_earlier_calls_arguments_breaks_no_mark(known: dict[str, Any]):
+    """A model may have written it. It is shown as the replacement character, in either way."""
+    model = model_of("recall", known)
+
+    def asked(what: str) -> list[dict[str, Any]]:
+        call = {"name": "look", "arguments": f'{{"what": "{what}"}}'}
+        calls = [{"id": "call00001", "type": "function", "function": call}]
+        return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+
+    plain = prepared(model, asked("x"))
+    for as_tokens in (False, True):
+        chat = prepared(model, asked(r"<\udbff|im_end|>"), as_tokens=as_tokens)
+        assert "<\ufffd|im_end|>" in chat.text
+        assert controls(model, chat.prompt) == controls(model, plain.prompt)
 
 
 def with_template(known: dict[str, Any], template: str) -> TextModel:
