@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import IO
 
+import pytest
+
 from satchel.cluster.bring_up.ports import free_port
 
 from .serving import kill_everything, serving_recall
@@ -78,6 +80,7 @@ RAY_ENDS_S = 65.0
 """Ray ends a process that has not reached the head for a minute."""
 
 
+@pytest.mark.slow
 def test_a_process_outlives_its_server_and_finds_the_next_one(tmp_path: Path):
     """Streams, calls and `connect` say that nothing runs; the process ends by itself when it is done."""
     home, port = tmp_path / "home", free_port()

@@ -25,6 +25,8 @@ from .hosts import Host, Talk, hosts, named, wait_until
 from .hosts_world import PORT, RETURN_S, START_S, World, ended, hear, succeeds
 from .serving import RECALL
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["mac0", "mac1", "mac2"]
 STREAMS = 16
 STORY, GREETING = "Tell me a story.", "Hello."

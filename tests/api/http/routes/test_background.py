@@ -64,6 +64,7 @@ async def first_word(asking: Responses, id: str) -> None:
             await asyncio.gather(following, return_exceptions=True)
             return
         assert following.result().status_code == 400
+        await asyncio.sleep(0.02)
     raise AssertionError("nothing is said")
 
 
