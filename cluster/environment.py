@@ -31,9 +31,6 @@ _FORBIDDEN_TO_RAY = (
     "RAY_TLS_SERVER_KEY",
     "RAY_TMPDIR",
     "RAY_USE_TLS",
-    "RAY_gcs_rpc_server_reconnect_timeout_s",
-    "RAY_gcs_server_request_timeout_seconds",
-    "RAY_task_events_shutdown_flush_timeout_ms",
 )
 """Settings of some other cluster that would break ours."""
 
@@ -87,6 +84,11 @@ _OUTLIVING = {
     "RAY_task_events_shutdown_flush_timeout_ms": "500",
 }
 """For a process that is no part of the cluster, and lives on if that ends."""
+
+
+def _breaks_ray(name: str, value: str) -> bool:
+    """Whether a variable is of some other cluster, or of a process that started this one and lives on without it."""
+    return name in _FORBIDDEN_TO_RAY or _OUTLIVING.get(name) == value
 
 
 def _tls_settings(home: Home) -> dict[str, str]:
@@ -147,7 +149,7 @@ def set_during(**variables: str) -> Iterator[None]:
 def child_environment(home: Home, *, one_machine: bool = True, heartbeats: Path | None = None) -> dict[str, str]:
     """Returns the whole environment for starting Ray in a process of its own; its actors find `home` by `default_home`
     and `heartbeats` by `heartbeats_path`."""
-    kept = {name: value for name, value in os.environ.items() if name not in _FORBIDDEN_TO_RAY}
+    kept = {name: value for name, value in os.environ.items() if not _breaks_ray(name, value)}
     where = {"SATCHEL_HOME": str(home.root), "SATCHEL_HEARTBEATS": str(heartbeats or "")}
     return {**kept, **ray_settings(home, one_machine=one_machine), **where}
 
@@ -178,8 +180,9 @@ def enter_ray_environment(home: Home, *, one_machine: bool = True, outlives: boo
     Args:
         outlives: whether this process lives on if the cluster ends.
     """
-    for name in _FORBIDDEN_TO_RAY:
-        os.environ.pop(name, None)
+    for name, value in [*os.environ.items()]:
+        if _breaks_ray(name, value):
+            del os.environ[name]
     os.environ.update(ray_settings(home, one_machine=one_machine) | (_OUTLIVING if outlives else {}))
 
 

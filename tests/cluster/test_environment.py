@@ -63,3 +63,15 @@ def test_openblas_is_wanted_unless_it_is_switched_off(monkeypatch: pytest.Monkey
     assert environment.wants_openblas()
     monkeypatch.setenv("SATCHEL_OPENBLAS", "0")
     assert not environment.wants_openblas()
+
+
+def test_what_lets_a_process_outlive_a_cluster_is_not_inherited_and_what_somebody_set_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ours = environment._OUTLIVING
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    assert not child(tmp_path).keys() & ours.keys()
+    for name in ours:
+        monkeypatch.setenv(name, "7")
+    assert {name: child(tmp_path)[name] for name in ours} == dict.fromkeys(ours, "7")
