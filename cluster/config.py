@@ -357,9 +357,9 @@ class Home:
         return self.tls / "authority.pem"
 
     @property
-    def former_authority_file(self) -> Path:
-        """The authority's certificate of the cluster whose lead this machine has taken over."""
-        return self.tls / "former-authority.pem"
+    def former_authorities_file(self) -> Path:
+        """The certificates of the authorities that led the cluster before this machine took over the lead."""
+        return self.tls / "former-authorities.pem"
 
     @property
     def membership_file(self) -> Path:

@@ -22,7 +22,7 @@ from ...cluster.home import HomeLock, prepare_home
 from ...cluster.nodes import Node
 from ...cluster.timing import USUAL
 from ...cluster.trust.admission import Admission, ask_news, enter, knock
-from ...cluster.trust.estate import digest, keep_estate, kept_estate
+from ...cluster.trust.estate import digest, forget_estate, keep_estate, kept_estate
 from ...cluster.trust.invitations import Invitation
 from .progress import ProgressDisplay
 from .serve import POLL_S, StopSignals, as_sentence, leave
@@ -124,11 +124,17 @@ def join(order: JoinOrder, home: Home, *, kept: bool) -> None:
         _stay(cluster, signals, follower)
         progress.say("Leaving")
         for_good = follower.removed is not None or (kept and signals.stop)
-        _leave_cluster(start, order.node, progress, for_good=for_good)
+        in_order = _leave_cluster(start, order.node, progress, for_good=for_good)
+        follower.end()
         if follower.removed is not None:
             raise follower.removed
+        if for_good and in_order:
+            forget_estate(home)
     except SatchelError as error:
         cluster.stop()
+        if isinstance(error, NodeRemoved):
+            forget_estate(home)
+            home.token_file.unlink(missing_ok=True)
         # Whoever keeps this process reads it beside the progress, apart from what libraries write.
         print(f"satchel: {error.message}", file=output if kept else sys.stderr, flush=True)
         leave(REMOVED if isinstance(error, NodeRemoved) else 1)
@@ -184,11 +190,13 @@ class _Start(threading.Thread):
         """
         import ray
 
+        from ...actors.protocol import control_store
+
         node, own = self._order.node, ray.get_runtime_context().get_node_id()
         ends = time.monotonic() + FORMER_S
         while True:
-            alive = [each for each in ray.nodes() if each["Alive"] and node.resource in each["Resources"]]
-            others = [each["NodeManagerAddress"] for each in alive if each["NodeID"] != own]
+            alive = [each for each in control_store.ray_nodes() if node.resource in each.resources]
+            others = [each.address for each in alive if each.node_id != own]
             if not others:
                 return
             if time.monotonic() > ends:
@@ -235,23 +243,31 @@ class Follower(threading.Thread):
         self._home, self._name, self._ray = home, order.node.name, ray
         self._door = replace(order.invitation, secret="")
         self._refusals = 0
+        self._storing = threading.Lock()
+        self._ended = False
 
     @property
     def silent(self) -> bool:
         return self._silent_at is not None and time.monotonic() - self._silent_at < SILENT_S
 
     def run(self) -> None:
-        while self.removed is None and not self.over:
+        while self.removed is None and not self.over and not self._ended:
             self.ask()
             time.sleep(NEWS_S)
+
+    def end(self) -> None:
+        """Nothing is stored any more."""
+        with self._storing:
+            self._ended = True
 
     def ask(self) -> None:
         """Asks once."""
         known = kept_estate(self._home)
         try:
             news = ask_news(self._home, self._name, self._door, digest(known[1]) if known else "")
-            if news.estate:
-                keep_estate(self._home, news.estate)
+            with self._storing:
+                if news.estate and not self._ended:
+                    keep_estate(self._home, news.estate)
         except NodeRemoved as error:
             self.removed = error
             return
@@ -284,15 +300,16 @@ def _stay(cluster: LocalCluster, signals: StopSignals, follower: Follower) -> No
         cluster.tend()
 
 
-def _leave_cluster(start: _Start, node: Node, progress: ProgressDisplay, *, for_good: bool) -> None:
-    """Ends the node's rows, and tells the router. A node that leaves for good hands its agents over first."""
+def _leave_cluster(start: _Start, node: Node, progress: ProgressDisplay, *, for_good: bool) -> bool:
+    """Ends the node's rows, and tells the router. A node that leaves for good hands its agents over first. Returns
+    whether the router has heard of it."""
     from ray.exceptions import RayError
 
     from ...actors.protocol.clients import RouterClient
     from ...actors.start import leave_node
     from ..ray_backend.leaving import drain_and_hand_over
 
-    timing = start.timing
+    timing, told = start.timing, threading.Event()
 
     def work() -> None:
         with suppress(NoAnswer, RayError, ValueError, TimeoutError):
@@ -304,10 +321,12 @@ def _leave_cluster(start: _Start, node: Node, progress: ProgressDisplay, *, for_
         # Else the router would not know for some seconds. A router that restarts has forgotten the node anyway.
         with suppress(NoAnswer):
             RouterClient(timing).lose_node(node.name).within(timing.ask_s).wait()
+            told.set()
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(timing.node_drain_s + timing.ask_s + END_S + (timing.hand_over_s if for_good else 0.0))
+    return told.is_set()
 
 
 def _input_closed() -> bool:

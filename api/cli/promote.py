@@ -17,16 +17,15 @@ from ...cluster.bring_up.ports import check_port_free
 from ...cluster.config import Config, Home, Model, parse_config
 from ...cluster.connection import find_cluster
 from ...cluster.errors import ClusterError, HomeInUse, NotRunning
-from ...cluster.home import prepare_home, write_private, write_private_json
+from ...cluster.home import prepare_home, write_private
 from ...cluster.keys import read_keys
 from ...cluster.node_keeper import find_keeper
 from ...cluster.nodes import Node
 from ...cluster.processes import ProcessMark
 from ...cluster.trust.admission import knock
-from ...cluster.trust.certificates import own_authority
-from ...cluster.trust.estate import Estate, kept_estate
+from ...cluster.trust.estate import Estate, kept_estate, ways_back
 from ...cluster.trust.invitations import Membership, remembered
-from ...cluster.trust.members import Members
+from ...cluster.trust.members import Member, Members, keep_members
 from .service import end_process
 
 Say = Callable[[str], None]
@@ -51,10 +50,15 @@ def promote(home: Home, *, listen: str | None, force: bool, say: Say) -> Path:
     if last is None:
         raise ClusterError("this machine has joined no cluster, so there is none that it could lead")
     if found is None:
-        raise ClusterError(f"the head at {last.door} has not told this machine yet what it needs to lead the cluster")
-    if not force and knock(last.door) == "open":
         raise ClusterError(
-            f"the head at {last.door} answers: end it there with `satchel down`, or lead a second cluster with --force"
+            f"the head at {last.door} has not told this machine yet what it needs to lead the cluster, or this machine "
+            "has left it or was removed"
+        )
+    # Another machine may have been promoted already.
+    heads = (way.door for way in ways_back(home, last) if knock(way.door) == "open")
+    if not force and (leads := next(heads, None)) is not None:
+        raise ClusterError(
+            f"the head at {leads} answers: end it there with `satchel down`, or lead a second cluster with --force"
         )
     _end_node(home, say)
     estate = found[0]
@@ -116,10 +120,11 @@ def _take_over(home: Home, estate: Estate, last: Membership, config: Config) -> 
         files = {"certificate": str(home.endpoint_certificate_file), "key": str(home.endpoint_key_file)}
         tls = replace(config.endpoint.tls, **files)
         config = replace(config, endpoint=replace(config.endpoint, tls=tls))
-    others = {name: each for name, each in estate.members.admitted.items() if name not in (last.name, estate.head)}
-    write_private_json(home.members_file, asdict(Members(others, estate.members.removed)))
-    # Machines that come show certificates that the former authority has signed.
-    if (former := home.authority_file.read_text(encoding="ascii")) != own_authority(home):
-        write_private(home.former_authority_file, former)
+    others = [each for each in estate.members.admitted.values() if each.name not in (last.name, estate.head)]
+    # It may come back as a node.
+    lost = Member(estate.head, last.door.rpartition(":")[0].strip("[]"), last.fingerprint)
+    known = {each.fingerprint: each for each in (lost, *others)}
+    keep_members(home, Members(known, estate.members.removed))
+    write_private(home.former_authorities_file, estate.authorities)
     # JSON is YAML.
     write_private(home.promoted_config_file, json.dumps(asdict(config), indent=2, default=str) + "\n")

@@ -41,7 +41,7 @@ from ...cluster.errors import (
     ReplicaLost,
 )
 from ...cluster.timing import USUAL
-from ...cluster.trust.members import remove as remove_member
+from ...cluster.trust.members import remove as remove_members
 from ..generation.backend import NodeState, ServedModel, Vectors
 from ..views.cluster import SeenNodes, node_states
 from .locator import AgentLocator
@@ -209,8 +209,8 @@ class RayBackend:
         if name in {machine.name for machine in self.config.machines}:
             raise InvalidRequest(f"{name} is in the cluster's config: take it out there", param="name")
         known = next((node for node in await self.nodes() if node.name == name), None)
-        member = await asyncio.to_thread(remove_member, default_home(), name)
-        if known is None and member is None:
+        members = await asyncio.to_thread(remove_members, default_home(), name)
+        if known is None and not members:
             raise NodeNotFound(f"there is no node {name!r}", param="name")
         if known is not None and known.up:
             return True

@@ -81,10 +81,13 @@ def ask_news(home: Home, name: str, door: Invitation, have: str) -> News:
         NodeRemoved: the head has removed this machine.
         ClusterError: another machine answers, or other versions run there.
     """
-    message = {"news": True, "name": name, "versions": versions(), "have": have}
-    answer = _ask(home, door, json.dumps(message).encode() + b"\n")
+    answer = _ask(home, door, _news_message(have))
     _check(answer, name, door)
     return News(str(answer.get("ray", "")), str(answer.get("estate", "")))
+
+
+def _news_message(have: str) -> bytes:
+    return json.dumps({"news": True, "versions": versions(), "have": have}).encode() + b"\n"
 
 
 def knock(door: str) -> Literal["open", "refused", "silent"]:
@@ -105,20 +108,21 @@ def led_elsewhere(home: Home) -> Invitation | None:
     A machine that took over the lead has its door at the same port, and takes what the authority of this home signed.
     """
     port = (read_json(home.door_file) or {}).get("port")
-    others = [*members(home).admitted.values()]
+    others = members(home).admitted.values()
     if port is None or not others:
         return None
 
     def look(member: Member) -> Invitation | None:
         door = Invitation(door_at(member.address, port), member.fingerprint)
+        if knock(door.door) != "open":
+            return None
         try:
-            if knock(door.door) == "open":
-                ask_news(home, "", door, "")
-                return door
+            answer = _ask(home, door, _news_message(""))
         except ClusterError:
             # Whatever listens there is no head.
-            pass
-        return None
+            return None
+        # One that has removed this machine leads a cluster of others. One of other versions leads too.
+        return None if answer.get("removed") else door
 
     with ThreadPoolExecutor(len(others)) as pool:
         return next((found for found in pool.map(look, others) if found is not None), None)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import re
 from base64 import urlsafe_b64encode
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ec import (
     SECP256R1,
@@ -40,6 +42,8 @@ from ..nodes import Node
 _VALID = timedelta(days=3650)
 _CLOCKS = timedelta(days=1)
 """How far another machine's clock may be behind."""
+
+_PEM = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n", re.DOTALL)
 
 _USES = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
 
@@ -93,12 +97,12 @@ def keep(home: Home, certificate: str, authority: str) -> None:
     write_private(home.authority_file, authority)
 
 
-def own_authority(home: Home) -> str:
-    """Returns the certificate (PEM) of the authority in this home; "" if it never led a cluster."""
-    try:
-        return _authority_file(home).read_text(encoding="ascii")
-    except OSError:
-        return ""
+def trusted_authorities(home: Home) -> str:
+    """Returns the certificates (PEM) of the authority in this home, and of those whose lead it has taken over."""
+    paths = (_authority_file(home), home.former_authorities_file)
+    text = "".join(path.read_text(encoding="ascii") for path in paths if path.exists())
+    # Machines may have led by turns.
+    return "".join(dict.fromkeys(_PEM.findall(text)))
 
 
 def _authority_file(home: Home) -> Path:
@@ -121,6 +125,19 @@ class Authority:
         if not path.exists():
             write_private(path, self._own_certificate())
         self.certificate = path.read_text(encoding="ascii")
+
+    def has_signed(self, certificate: bytes) -> bool:
+        """Returns whether it is of this authority, and not of another one.
+
+        Args:
+            certificate: DER.
+        """
+        own = x509.load_pem_x509_certificate(self.certificate.encode())
+        try:
+            x509.load_der_x509_certificate(certificate).verify_directly_issued_by(own)
+        except (InvalidSignature, TypeError, ValueError):
+            return False
+        return True
 
     def sign(self, wanted: str, node: Node) -> str:
         """Returns the certificate (PEM) of a node for the key of its request.

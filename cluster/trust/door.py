@@ -17,16 +17,17 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..config import Home
-from ..errors import PortInUse
+from ..errors import ClusterError, PortInUse
 from ..home import read_json, write_private_json
 from ..nodes import Node
 from .certificates import Authority, fingerprint, keep, request, requested_fingerprint
 from .estate import Estate, digest, door_at
 from .invitations import find_invitation, use_up
-from .members import Member, admit, is_removed
+from .members import Member, admit, members
 from .strangers import Strangers
 
 logger = logging.getLogger(__name__)
@@ -66,9 +67,9 @@ class Door:
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
         self._context.verify_mode = ssl.CERT_OPTIONAL
         self._context.load_verify_locations(home.authority_file)
-        if home.former_authority_file.exists():
+        if home.former_authorities_file.exists():
             # Machines of the cluster whose lead this one has taken over.
-            self._context.load_verify_locations(home.former_authority_file)
+            self._context.load_verify_locations(home.former_authorities_file)
         self._context.load_cert_chain(home.certificate_file, home.key_file)
         self._listener = _listener(node.address, port)
         host, found = self._listener.getsockname()[:2]
@@ -135,7 +136,7 @@ class Door:
                 writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
                 received = await reader.readuntil(b"\n")
                 shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-                answer = await asyncio.to_thread(self._answer, received, fingerprint(shown) if shown else "")
+                answer = await asyncio.to_thread(self._answer, received, shown or b"")
                 writer.write(json.dumps(answer).encode() + b"\n")
                 await writer.drain()
                 writer.close()
@@ -151,29 +152,48 @@ class Door:
         del self._callers[sock]
         sock.close()
 
-    def _answer(self, received: bytes, member: str) -> dict[str, Any]:
-        """Returns the answer to a request. `member` is the fingerprint of a machine that shows a certificate of the
-        cluster, "" for others."""
+    def _answer(self, received: bytes, shown: bytes) -> dict[str, Any]:
+        """Returns the answer to a request. `shown` is the certificate (DER) of the cluster, or of the one whose lead
+        this machine has taken over, that the other machine shows; empty if it shows none."""
         try:
             asked = json.loads(received)
-            if member and asked.get("news"):
-                return self._news(str(asked["versions"]), str(asked["have"]), member)
+            if shown and asked.get("news"):
+                return self._refusal(shown, str(asked["versions"])) or self._news(str(asked["have"]))
             node = Node(name=asked["name"], address=asked["address"])
             secret, versions = str(asked["secret"]), str(asked["versions"])
             wanted = str(asked["request"])
             certificate, key = self._authority.sign(wanted, node), requested_fingerprint(wanted)
+            invitation = find_invitation(self._home, secret)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return {"error": "the cluster does not understand this machine; install the same version of Satchel"}
-        invitation = find_invitation(self._home, secret)
-        if invitation is None and not member:
+        if invitation is None and not shown:
             return {"error": "the invitation is not good, or not any more; `satchel invite` on the head makes another"}
-        if invitation is None and is_removed(self._home, member):
+        refusal = self._refusal(shown if invitation is None else b"", versions)
+        if refusal is None and invitation is None and key != fingerprint(shown):
+            refusal = _UNKNOWN
+        if refusal is not None:
+            return refusal
+        return self._admit(Member(node.name, node.address, key), certificate, invitation)
+
+    def _refusal(self, shown: bytes, versions: str) -> dict[str, Any] | None:
+        """Returns why a machine is refused; None if it is not. `shown` is empty for one that has an invitation."""
+        known = members(self._home)
+        if shown and fingerprint(shown) in known.removed:
             return _REMOVED
+        # Whoever has the lost head's disk could sign others by the authority on it.
+        if shown and fingerprint(shown) not in known.admitted and not self._authority.has_signed(shown):
+            return _UNKNOWN
         if versions != self._versions:
             return {"error": f"the cluster runs {self._versions}, this machine {versions}; install the same"}
+        return None
+
+    def _admit(self, member: Member, certificate: str, invitation: Path | None) -> dict[str, Any]:
         if invitation is not None and not use_up(invitation):
             return {"error": "the invitation has been used; `satchel invite` on the head makes another"}
-        admit(self._home, Member(node.name, node.address, key))
+        try:
+            admit(self._home, member)
+        except ClusterError as error:
+            return {"error": f"its head cannot store that: {error.message}"}
         return {
             "ray": self._ray,
             "token": self._home.token_file.read_text(encoding="ascii"),
@@ -181,11 +201,7 @@ class Door:
             "authority": self._authority.certificate,
         }
 
-    def _news(self, versions: str, have: str, member: str) -> dict[str, Any]:
-        if is_removed(self._home, member):
-            return _REMOVED
-        if versions != self._versions:
-            return {"error": f"the cluster runs {self._versions}, this machine {versions}; install the same"}
+    def _news(self, have: str) -> dict[str, Any]:
         text = "" if self.estate is None else self.estate().to_text()
         return {"ray": self._ray, "estate": text if text and digest(text) != have else ""}
 
@@ -209,6 +225,8 @@ def known_door(home: Home, node: Node, port: int, versions: str) -> Door:
     write_private_json(home.door_file, {"port": int(door.address.rpartition(":")[2])})
     return door
 
+
+_UNKNOWN = {"error": "it does not know this machine; `satchel invite` on the head lets it in"}
 
 _REMOVED = {
     "error": "it was removed from the cluster; `satchel invite` on the head lets it in again",

@@ -1,7 +1,8 @@
 """What a head tells the machines of its cluster, so that one of them can take its place (`satchel promote`).
 
-It has the config, the endpoint's keys (their hashes) and certificate, and the members: by these the others know the
-machine that leads then. Whoever has it may run code on the head anyway (`docs/security.md`).
+It has the config, the endpoint's keys (their hashes) and certificate, the members, by which the others know the machine
+that leads then, and the certificates of the authorities, by which that machine knows the others. Whoever has it may run
+code on the head anyway (`docs/security.md`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from ..config import Config, Home
 from ..home import write_private
+from .certificates import trusted_authorities
 from .invitations import Membership
 from .members import Members, members
 
@@ -27,6 +29,7 @@ class Estate:
         head: the name of the head's node.
         config: as `parse_config` reads it.
         members: the machines, without the head.
+        authorities: who has signed the machines' certificates, PEM.
         keys: the text of the head's file of keys; None if there is none.
         certificate, certificate_key: of the endpoint, PEM; "" if it has none.
     """
@@ -34,6 +37,7 @@ class Estate:
     head: str
     config: dict[str, Any]
     members: Members = field(default_factory=Members)
+    authorities: str = ""
     keys: str | None = None
     certificate: str = ""
     certificate_key: str = ""
@@ -70,6 +74,7 @@ def estate_of(home: Home, config: Config) -> Callable[[], Estate]:
             head=config.machines[0].name,
             config=plain,
             members=members(home),
+            authorities=trusted_authorities(home),
             keys=_text(home.keys_file),
             certificate="" if tls is None else _text(Path(tls.certificate).expanduser()) or "",
             certificate_key="" if tls is None else _text(Path(tls.key).expanduser()) or "",
@@ -81,6 +86,11 @@ def estate_of(home: Home, config: Config) -> Callable[[], Estate]:
 def keep_estate(home: Home, text: str) -> None:
     """Stores the estate that the head has told."""
     write_private(home.estate_file, text)
+
+
+def forget_estate(home: Home) -> None:
+    """Erases the estate, once this machine is no longer one that may lead."""
+    home.estate_file.unlink(missing_ok=True)
 
 
 def kept_estate(home: Home) -> tuple[Estate, str] | None:

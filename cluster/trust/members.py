@@ -1,7 +1,7 @@
 """The machines of a cluster, as its head has admitted them, and those that it has removed.
 
-A machine is known by the fingerprint of its key. One that was removed shows a certificate that is still valid, so the
-door asks here; a new invitation admits it again.
+A machine is known by the fingerprint of its key: its name may change, and two may want the same. One that was removed
+shows a certificate that is still valid, so the door asks here; a new invitation admits it again.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from ..config import Home
+from ..errors import ClusterError
 from ..home import prepare_home, read_json, write_private_json
+
+LOCK_S = 5.0
+"""For another process that changes them."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Members:
     """All machines of a cluster.
 
     Attributes:
-        admitted: by the name of the node, without the head.
+        admitted: by fingerprint, without the head.
         removed: the names of those that were removed, by fingerprint.
     """
 
@@ -46,8 +50,9 @@ class Members:
             ValueError: the data is something else.
         """
         try:
-            admitted = {str(name): Member(**each) for name, each in data.get("admitted", {}).items()}
-            return Members(admitted, {str(key): str(name) for key, name in data.get("removed", {}).items()})
+            admitted = [Member(**each) for each in data.get("admitted", {}).values()]
+            removed = {str(key): str(name) for key, name in data.get("removed", {}).items()}
+            return Members({each.fingerprint: each for each in admitted}, removed)
         except (AttributeError, TypeError) as error:
             raise ValueError(f"no members of a cluster: {error}") from None
 
@@ -62,32 +67,45 @@ def members(home: Home) -> Members:
 
 def admit(home: Home, member: Member) -> None:
     """Stores an admitted machine; one that was removed is no longer."""
-    if members(home).admitted.get(member.name) == member and not is_removed(home, member.fingerprint):
+    known = members(home)
+    if known.admitted.get(member.fingerprint) == member and member.fingerprint not in known.removed:
         return
     with _changing(home) as found:
-        found.admitted[member.name] = member
+        found.admitted[member.fingerprint] = member
         found.removed.pop(member.fingerprint, None)
 
 
-def remove(home: Home, name: str) -> Member | None:
-    """Removes the machine of that name, which is refused from now on. Returns it; None if there is none."""
+def remove(home: Home, name: str) -> list[Member]:
+    """Removes the machines of that name, which are refused from now on. Returns them."""
     with _changing(home) as found:
-        member = found.admitted.pop(name, None)
-        if member is not None:
+        gone = [each for each in found.admitted.values() if each.name == name]
+        for member in gone:
+            del found.admitted[member.fingerprint]
             found.removed[member.fingerprint] = name
-    return member
+    return gone
 
 
-def is_removed(home: Home, fingerprint: str) -> bool:
-    """Returns whether the machine with that key was removed."""
-    return fingerprint in members(home).removed
+def keep_members(home: Home, known: Members) -> None:
+    """Stores all members."""
+    write_private_json(home.members_file, asdict(known))
 
 
 @contextmanager
 def _changing(home: Home) -> Iterator[Members]:
-    """The members for changing; written back if the block ends without an error. One process at a time."""
+    """The members for changing; written back if the block ends without an error. One process at a time.
+
+    Raises:
+        ClusterError: another process keeps them for itself, or they cannot be written.
+    """
     prepare_home(home)
-    with FileLock(home.run / "members.lock", mode=0o600, fallback_to_soft=False):
+    lock = FileLock(home.run / "members.lock", LOCK_S, mode=0o600, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ClusterError(f"another process is changing {home.members_file}") from None
+    try:
         found = members(home)
         yield found
-        write_private_json(home.members_file, asdict(found))
+        keep_members(home, found)
+    finally:
+        lock.release()

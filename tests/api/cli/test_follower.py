@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from satchel.api.cli import join as cli_join
-from satchel.api.cli.join import REFUSALS_MAX, Follower
+from satchel.api.cli.join import REFUSALS_MAX, REMOVED, Follower
+from satchel.api.cli.stay import node_command
 from satchel.cluster.bring_up.launch import JoinOrder
 from satchel.cluster.config import Home, parse_config
 from satchel.cluster.connection import versions
@@ -19,7 +21,7 @@ from satchel.cluster.nodes import Node
 from satchel.cluster.trust.admission import enter
 from satchel.cluster.trust.door import Door
 from satchel.cluster.trust.estate import estate_of, kept_estate
-from satchel.cluster.trust.invitations import invite
+from satchel.cluster.trust.invitations import invite, remembered
 from satchel.cluster.trust.members import remove
 
 RAY = "10.0.0.1:6379"
@@ -95,6 +97,36 @@ def test_a_cut_is_no_end(world: World, monkeypatch: pytest.MonkeyPatch):
     for _ in range(2 * REFUSALS_MAX):
         world.follower.ask()
     assert world.follower.silent and not world.follower.over
+
+
+def test_once_it_has_ended_nothing_is_stored_any_more(world: World):
+    """The machine has left, and what it knew is erased."""
+    world.follower.end()
+    world.follower.ask()
+    assert kept_estate(world.home) is None and not world.follower.silent
+
+
+def test_what_is_secret_is_erased_where_a_removed_machine_hears_of_it(world: World):
+    """It keeps what it needs to hear that again, and to be invited."""
+    world.follower.ask()
+    assert world.home.estate_file.exists()
+    remove(world.head, "mac1")
+    way = remembered(world.home)
+    assert way is not None
+    said = world.home.root / "said"
+    with said.open("wb") as file:
+        node = subprocess.Popen(node_command(world.home), stdin=subprocess.PIPE, stdout=file)
+    try:
+        assert node.stdin is not None
+        # It stays open: else the node would leave.
+        node.stdin.write(JoinOrder(way.way_back, MAC1).to_line())
+        node.stdin.flush()
+        assert node.wait(timeout=60) == REMOVED and "was removed from the cluster" in said.read_text()
+    finally:
+        node.kill()
+        node.communicate()
+    assert not world.home.estate_file.exists() and not world.home.token_file.exists()
+    assert remembered(world.home) == way and world.home.certificate_file.exists()
 
 
 def test_the_heads_word_is_heard(world: World):

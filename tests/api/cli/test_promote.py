@@ -27,10 +27,11 @@ from satchel.cluster.keys import create_key, read_keys
 from satchel.cluster.nodes import Node
 from satchel.cluster.processes import ProcessMark
 from satchel.cluster.trust.admission import enter
+from satchel.cluster.trust.certificates import own_fingerprint
 from satchel.cluster.trust.door import Door
 from satchel.cluster.trust.estate import estate_of, keep_estate
-from satchel.cluster.trust.invitations import invite
-from satchel.cluster.trust.members import members, remove
+from satchel.cluster.trust.invitations import Invitation, invite
+from satchel.cluster.trust.members import Member, members, remove
 
 OWN = "127.0.0.3"
 HEAD = "127.0.0.2"
@@ -40,7 +41,7 @@ class World:
     """A head with two machines, one of which is to lead."""
 
     def __init__(self, folder: Path) -> None:
-        self.head, self.home = Home(folder / "head"), Home(folder / "own")
+        self.folder, self.head, self.home = folder, Home(folder / "head"), Home(folder / "own")
         for home in (self.head, self.home):
             prepare_home(home)
         ensure_token(self.head)
@@ -121,25 +122,60 @@ def test_keys_and_the_endpoints_certificate_come_along_and_own_ones_are_put_asid
 
 def test_the_machines_that_the_head_knew_may_come_and_those_that_it_removed_may_not(world: World):
     before = world.home.authority_file.read_text()
-    gone = members(world.head).admitted["mac2"]
-    remove(world.head, "mac2")
+    (gone,) = remove(world.head, "mac2")
     world.tell(nodes=NODES[:1])
     world.promote()
-    assert members(world.home).admitted == {} and members(world.home).removed == {gone.fingerprint: "mac2"}
-    assert world.home.former_authority_file.read_text() == before
+    (lost,) = members(world.home).admitted.values()
+    assert lost == Member("mac0", HEAD, own_fingerprint(world.head)), "it may come back as a node"
+    assert members(world.home).removed == {gone.fingerprint: "mac2"}
+    assert world.home.former_authorities_file.read_text() == before
     Door(world.home, Node(name="mac1", address=OWN), 0, versions()).close()
     assert world.home.authority_file.read_text() != before
     # Once more, as after a failure in between.
     world.promote()
-    assert world.home.former_authority_file.read_text() == before
+    assert world.home.former_authorities_file.read_text() == before
+
+
+def test_a_machine_that_was_away_while_another_one_led_is_known_to_the_next(world: World):
+    """Its certificate is of the first authority. So the first head sees who leads after two promotions, too."""
+    world.tell(nodes=NODES[:1])
+    config = world.promote()
+    next_home, own = Home(world.folder / "next"), Node(name="mac4", address="127.0.0.5")
+    prepare_home(next_home)
+    leads = Door(world.home, config.machines[0], world.port, versions())
+    leads.open("127.0.0.3:6379")
+    try:
+        enter(next_home, own, invite(world.home, leads.address))
+        keep_estate(next_home, estate_of(world.home, config)().to_text())
+    finally:
+        leads.close()
+    config = load_config(promote(next_home, listen=None, force=False, say=world.said.append))
+    leads = Door(next_home, own, world.port, versions())
+    leads.open("127.0.0.5:6379")
+    try:
+        way = Invitation(leads.address, own_fingerprint(next_home))
+        for name in ("head", "own", "third"):
+            assert enter(Home(world.folder / name), Node(name=name), way).ray == "127.0.0.5:6379"
+        assert estate_of(next_home, config)().authorities.count("BEGIN CERTIFICATE") == 3
+    finally:
+        leads.close()
 
 
 def test_a_head_that_answers_is_not_replaced(world: World):
     keep_estate(world.home, estate_of(world.head, parse_config({"models": [{"name": "m", "source": "s"}]}))().to_text())
     with pytest.raises(ClusterError, match=rf"the head at {HEAD}:\d+ answers"):
         world.promote()
-    assert not world.home.promoted_config_file.exists() and not world.home.former_authority_file.exists()
+    assert not world.home.promoted_config_file.exists() and not world.home.former_authorities_file.exists()
     assert world.promote(force=True).machines[0].name == "mac1"
+
+
+def test_a_machine_that_was_promoted_before_is_not_replaced(world: World):
+    """It has the door of the lost head at its own address."""
+    world.tell(nodes=NODES[:1])
+    taken = pytest.raises(ClusterError, match=r"the head at 127.0.0.4:\d+ answers")
+    with closing(socket.create_server(("127.0.0.4", world.port))), taken:
+        world.promote()
+    assert world.promote().machines[0].name == "mac1"
 
 
 def test_who_cannot_lead_is_told_why(world: World, tmp_path: Path):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from filelock import FileLock
 
 from satchel.cluster.config import Home, parse_config
 from satchel.cluster.connection import versions
@@ -28,7 +29,7 @@ from satchel.cluster.trust.certificates import Authority, own_fingerprint, reque
 from satchel.cluster.trust.door import CALLERS_MAX, REQUEST_BYTES_MAX, Door, known_door
 from satchel.cluster.trust.estate import Estate, digest, estate_of, keep_estate, kept_estate, ways_back
 from satchel.cluster.trust.invitations import Invitation, find_invitation, invite, remembered, use_up
-from satchel.cluster.trust.members import Members, members, remove
+from satchel.cluster.trust.members import Member, Members, keep_members, members, remove
 
 MAC0, MAC1 = Node(name="mac0"), Node(name="mac1", address="10.0.0.2")
 RAY = "10.0.0.1:6379"
@@ -289,7 +290,7 @@ def test_a_head_that_starts_again_is_known_by_the_same_key(head, node):
 
 
 def told(found: Estate) -> dict[str, object]:
-    return {"keys": found.keys, "members": set(found.members.admitted)}
+    return {"keys": found.keys, "members": {each.name for each in found.members.admitted.values()}}
 
 
 def test_a_machine_hears_what_it_needs_to_take_over_the_lead_and_only_what_has_changed(head, node, door):
@@ -324,8 +325,8 @@ def test_a_machine_that_was_removed_is_refused_until_it_is_invited_again(head, n
     enter(node, MAC1, invite(head, door.address))
     way = remembered(node)
     assert way is not None
-    assert remove(head, "mac7") is None
-    assert (gone := remove(head, "mac1")) is not None and gone.address == MAC1.address
+    assert remove(head, "mac7") == []
+    assert [gone.address for gone in remove(head, "mac1")] == [MAC1.address]
     for name in ("mac1", "mac5"):
         with pytest.raises(NodeRemoved, match="was removed"):
             enter(node, Node(name=name, address=MAC1.address), way.way_back)
@@ -338,6 +339,45 @@ def test_a_machine_that_was_removed_is_refused_until_it_is_invited_again(head, n
     assert enter(node, MAC1, way.way_back).ray == RAY and not members(head).removed
 
 
+def test_a_name_that_two_machines_want_is_removed_with_both(head, node, door, tmp_path):
+    """The second may not get any further, as the first has the name."""
+    way, second = Invitation(door.address, own_fingerprint(head)), made(tmp_path / "second")
+    for home in (node, second):
+        enter(home, MAC1, invite(head, door.address))
+    assert len(remove(head, "mac1")) == 2
+    for home in (node, second):
+        with pytest.raises(NodeRemoved):
+            ask_news(home, "mac1", way, "")
+
+
+def test_a_machine_that_has_another_name_now_is_not_removed_by_its_old_one(head, node, door):
+    enter(node, MAC1, invite(head, door.address))
+    way = remembered(node)
+    assert way is not None
+    enter(node, Node(name="mac5", address=MAC1.address), way.way_back)
+    assert remove(head, "mac1") == []
+    assert ask_news(node, "mac5", way.way_back, "").ray == RAY
+
+
+def test_a_certificate_without_an_invitation_is_for_the_key_that_was_admitted(head, node, door, tmp_path, monkeypatch):
+    """Else a machine could have another one ready for the day when it is removed."""
+    enter(node, MAC1, invite(head, door.address))
+    way, spare = remembered(node), made(tmp_path / "spare")
+    assert way is not None
+    monkeypatch.setattr(admission, "request", lambda home: request(spare))
+    with pytest.raises(ClusterError, match="does not know this machine"):
+        enter(node, MAC1, way.way_back)
+
+
+def test_what_the_head_cannot_store_or_read_is_answered_in_words(head, node, door, monkeypatch, caplog):
+    message = {"name": "mac1", "address": "10.0.0.2", "secret": "\ud800", "versions": "", "request": request(node)}
+    assert b"does not understand" in spoken(door, json.dumps(message).encode() + b"\n")
+    with FileLock(head.run / "members.lock"), pytest.raises(ClusterError, match="cannot store that: another process"):
+        monkeypatch.setattr("satchel.cluster.trust.members.LOCK_S", 0.05)
+        enter(node, MAC1, invite(head, door.address))
+    assert not caplog.records, "nor is there a stack trace"
+
+
 def test_who_takes_over_the_lead_is_known_by_its_key_and_lets_the_others_in(head, node, door, tmp_path):
     """The lost head too, which was never told a secret of the new one."""
     third = made(tmp_path / "third")
@@ -348,7 +388,9 @@ def test_who_takes_over_the_lead_is_known_by_its_key_and_lets_the_others_in(head
     keep_estate(third, Estate("mac0", {}, members(head)).to_text())
     door.close()
     before = node.authority_file.read_text()
-    write_private(node.former_authority_file, before)
+    write_private(node.former_authorities_file, before)
+    lost = Member("mac0", "127.0.0.1", own_fingerprint(head))
+    keep_members(node, Members({**members(head).admitted, lost.fingerprint: lost}))
     port = int(door.address.rpartition(":")[2])
     leads = Door(node, replace(MAC1, address="127.0.0.1"), port, versions())
     leads.open("10.0.0.2:6379")
@@ -364,11 +406,20 @@ def test_who_takes_over_the_lead_is_known_by_its_key_and_lets_the_others_in(head
         stranger.certificate_file.write_text(Authority(made(tmp_path / "other")).sign(request(stranger), MAC1))
         with pytest.raises(ClusterError):
             enter(stranger, MAC1, found)
+        # Whoever has the lost head's disk has its authority.
+        stranger.certificate_file.write_text(Authority(head).sign(request(stranger), MAC1))
+        with pytest.raises(ClusterError, match="does not know this machine"):
+            enter(stranger, MAC1, found)
+        with pytest.raises(ClusterError, match="does not know this machine"):
+            ask_news(stranger, "mac1", found, "")
+        assert ask_news(third, "mac2", found, "").ray == "10.0.0.2:6379"
     finally:
         leads.close()
 
 
-def test_a_lost_head_that_starts_again_sees_who_leads_in_its_place(head, node, door):
+@pytest.mark.parametrize("there_run", [versions(), "others"])
+def test_a_lost_head_that_starts_again_sees_who_leads_in_its_place(head, node, door, there_run):
+    """Even if it runs other versions by now."""
     there = replace(MAC1, address="127.0.0.1")
     enter(node, there, invite(head, door.address))
     port = int(door.address.rpartition(":")[2])
@@ -376,13 +427,17 @@ def test_a_lost_head_that_starts_again_sees_who_leads_in_its_place(head, node, d
     assert led_elsewhere(head) is None, "its own door has another key than the other machine's"
     door.close()
     assert led_elsewhere(head) is None, "nobody listens"
-    write_private(node.former_authority_file, node.authority_file.read_text())
-    leads = Door(node, there, port, versions())
+    write_private(node.former_authorities_file, node.authority_file.read_text())
+    leads = Door(node, there, port, there_run)
     leads.open("10.0.0.2:6379")
     try:
         found = led_elsewhere(head)
         assert found is not None and found == Invitation(leads.address, own_fingerprint(node))
         assert Invitation.from_text(found.to_text()) == found, "it can be typed"
+        lost = Member("mac0", "127.0.0.1", own_fingerprint(head))
+        keep_members(node, Members({lost.fingerprint: lost}))
+        remove(node, "mac0")
+        assert led_elsewhere(head) is None, "that cluster goes on without this machine"
     finally:
         leads.close()
 
