@@ -22,7 +22,7 @@ from ...cluster.home import HomeLock, prepare_home
 from ...cluster.nodes import Node
 from ...cluster.timing import USUAL
 from ...cluster.trust.admission import Admission, ask_news, enter, knock
-from ...cluster.trust.estate import digest, forget_estate, keep_estate, kept_estate
+from ...cluster.trust.estate import digest, forget_estate, keep_estate, kept_estate, renounce_estate
 from ...cluster.trust.invitations import Invitation
 from .progress import ProgressDisplay
 from .serve import POLL_S, StopSignals, as_sentence, leave
@@ -129,7 +129,7 @@ def join(order: JoinOrder, home: Home, *, kept: bool) -> None:
         if follower.removed is not None:
             raise follower.removed
         if for_good and in_order:
-            forget_estate(home)
+            renounce_estate(home)
     except SatchelError as error:
         cluster.stop()
         if isinstance(error, NodeRemoved):

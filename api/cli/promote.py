@@ -49,7 +49,7 @@ def promote(home: Home, *, listen: str | None, force: bool, say: Say) -> Path:
     last, found = remembered(home), kept_estate(home)
     if last is None:
         raise ClusterError("this machine has joined no cluster, so there is none that it could lead")
-    if found is None:
+    if found is None or not found[0].config:
         raise ClusterError(
             f"the head at {last.door} has not told this machine yet what it needs to lead the cluster, or this machine "
             "has left it or was removed"

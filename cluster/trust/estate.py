@@ -27,7 +27,7 @@ class Estate:
 
     Attributes:
         head: the name of the head's node.
-        config: as `parse_config` reads it.
+        config: as `parse_config` reads it; empty on a machine that has left, and may not lead.
         members: the machines, without the head.
         authorities: who has signed the machines' certificates, PEM.
         keys: the text of the head's file of keys; None if there is none.
@@ -88,8 +88,14 @@ def keep_estate(home: Home, text: str) -> None:
     write_private(home.estate_file, text)
 
 
+def renounce_estate(home: Home) -> None:
+    """Erases what only a machine that may lead has to know. What is left says where the cluster may be found."""
+    if (found := kept_estate(home)) is not None:
+        keep_estate(home, Estate(found[0].head, {}, found[0].members).to_text())
+
+
 def forget_estate(home: Home) -> None:
-    """Erases the estate, once this machine is no longer one that may lead."""
+    """Erases the estate."""
     home.estate_file.unlink(missing_ok=True)
 
 

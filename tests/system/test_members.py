@@ -11,14 +11,17 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
+from satchel.cluster.config import Home
 from satchel.cluster.connection import find_cluster
 from satchel.cluster.errors import NotRunning
 from satchel.cluster.node_keeper import find_keeper
+from satchel.cluster.trust.estate import kept_estate
 
 from . import hosts as namespaces
 from .hosts import Host, Talk, hosts, named, wait_until
@@ -139,6 +142,12 @@ class Streams:
         assert not self.running()
 
 
+def may_lead(home: Home) -> bool:
+    """Whether the machine knows what it needs to take over the lead."""
+    found = kept_estate(home)
+    return found is not None and bool(found[0].config)
+
+
 def went_on(talk: Talk) -> float:
     """How many rows have gone on at another replica."""
     (line,) = [
@@ -159,6 +168,7 @@ def test_a_restart_of_every_machine_changes_and_stops_no_stream(world: Members):
     talk.ask("long-reference", GREETING)
     long = talk.stream("long-reference", STORY, lambda pieces: None, max_tokens=LONG_TOKENS, ignore_eos=True)
     for name in NAMES[1:]:
+        wait_until(partial(may_lead, world.home(name)), RETURN_S)
         # One of them is at home there, and still far from its end when the machine leaves.
         at_home = named(f"long-{name}-", name, NAMES)
         assert talk.ask(at_home, GREETING).node == name
@@ -166,6 +176,7 @@ def test_a_restart_of_every_machine_changes_and_stops_no_stream(world: Members):
         before, streams = went_on(talk), Streams(talk, {at_home: (long, LONG_TOKENS), **tellers})
         running = streams.running()
         world.leaves(name)
+        assert not may_lead(world.home(name)), "it has forgotten what it was told"
         assert name not in talk.nodes()
         world.comes(name)
         streams.end()
@@ -200,6 +211,7 @@ def test_the_heads_word_ends_a_machine_and_it_stays_out_until_it_is_invited(worl
     assert "mac2" in succeeds(world.on("mac0", "nodes"))
     assert "mac2 hands its agents over and leaves" in succeeds(world.on("mac0", "nodes", "remove", "mac2"))
     assert "mac2 is no node of its cluster any more" in succeeds(world.kept.pop("mac2"), LEAVE_S)
+    assert not world.home("mac2").estate_file.exists() and not world.home("mac2").token_file.exists()
     assert set(talk.nodes()) == {"mac0", "mac1"} and talk.answering() == {"mac0", "mac1"}
     assert "mac2" not in succeeds(world.on("mac0", "nodes", "list"))
     refused = world.on("mac2", "join")

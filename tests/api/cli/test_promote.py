@@ -29,7 +29,7 @@ from satchel.cluster.processes import ProcessMark
 from satchel.cluster.trust.admission import enter
 from satchel.cluster.trust.certificates import own_fingerprint
 from satchel.cluster.trust.door import Door
-from satchel.cluster.trust.estate import estate_of, keep_estate
+from satchel.cluster.trust.estate import estate_of, keep_estate, renounce_estate
 from satchel.cluster.trust.invitations import Invitation, invite
 from satchel.cluster.trust.members import Member, members, remove
 
@@ -184,6 +184,11 @@ def test_who_cannot_lead_is_told_why(world: World, tmp_path: Path):
     with pytest.raises(ClusterError, match="has not told this machine yet"):
         world.promote()
     world.tell(nodes=NODES[:1])
+    told = world.home.estate_file.read_text()
+    renounce_estate(world.home)
+    with pytest.raises(ClusterError, match="or this machine has left it"):
+        world.promote()
+    write_private(world.home.estate_file, told)
     with closing(socket.create_server((OWN, world.port))), pytest.raises(PortInUse):
         world.promote()
     assert not world.home.promoted_config_file.exists()

@@ -27,8 +27,8 @@ from satchel.cluster.trust import admission, invitations
 from satchel.cluster.trust.admission import Admission, News, ask_news, enter, knock, led_elsewhere
 from satchel.cluster.trust.certificates import Authority, own_fingerprint, request
 from satchel.cluster.trust.door import CALLERS_MAX, REQUEST_BYTES_MAX, Door, known_door
-from satchel.cluster.trust.estate import Estate, digest, estate_of, keep_estate, kept_estate, ways_back
-from satchel.cluster.trust.invitations import Invitation, find_invitation, invite, remembered, use_up
+from satchel.cluster.trust.estate import Estate, digest, estate_of, keep_estate, kept_estate, renounce_estate, ways_back
+from satchel.cluster.trust.invitations import Invitation, Membership, find_invitation, invite, remembered, use_up
 from satchel.cluster.trust.members import Member, Members, keep_members, members, remove
 
 MAC0, MAC1 = Node(name="mac0"), Node(name="mac1", address="10.0.0.2")
@@ -462,6 +462,21 @@ def test_who_is_no_estate_and_no_members_is_told_apart(tmp_path):
     found = kept_estate(home)
     assert found is not None and found[0].head == "mac0"
     assert stat.S_IMODE(home.estate_file.stat().st_mode) == 0o600
+
+
+def test_a_machine_that_has_left_knows_the_way_back_and_no_secrets(tmp_path):
+    home, other = made(tmp_path), Member("mac2", "10.0.0.3", "o" * 43)
+    renounce_estate(home)
+    assert kept_estate(home) is None, "it was told nothing"
+    config = {"models": [{"name": "m", "source": "s"}]}
+    known = Members({other.fingerprint: other}, {"r" * 43: "mac3"})
+    told = Estate("mac0", config, known, keys="the keys", certificate="the pem", certificate_key="the key")
+    keep_estate(home, told.to_text())
+    renounce_estate(home)
+    assert "the key" not in home.estate_file.read_text()
+    assert stat.S_IMODE(home.estate_file.stat().st_mode) == 0o600
+    last = Membership("10.0.0.1:6380", "f" * 43, "mac1", "10.0.0.2")
+    assert [way.door for way in ways_back(home, last)] == ["10.0.0.1:6380", "10.0.0.3:6380"]
 
 
 def test_a_door_keeps_its_port_from_start_to_start(head):
