@@ -106,6 +106,9 @@ def led_elsewhere(home: Home) -> Invitation | None:
     """Returns the way to a machine that leads this home's cluster in its place now; None if none does.
 
     A machine that took over the lead has its door at the same port, and takes what the authority of this home signed.
+
+    Raises:
+        ClusterError: the members of this home's cluster cannot be read.
     """
     port = (read_json(home.door_file) or {}).get("port")
     others = members(home).admitted.values()

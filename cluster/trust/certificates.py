@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ec import (
     SECP256R1,
@@ -145,9 +145,12 @@ class Authority:
         Raises:
             ValueError: the text is no certificate request, or is not signed by its own key.
         """
-        asked = x509.load_pem_x509_csr(wanted.encode())
-        key = asked.public_key()
-        if not asked.is_signature_valid or not isinstance(key, EllipticCurvePublicKey) or key.key_size != 256:
+        try:
+            asked = x509.load_pem_x509_csr(wanted.encode())
+            key, is_signed = asked.public_key(), asked.is_signature_valid
+        except (UnsupportedAlgorithm, x509.InvalidVersion) as error:
+            raise ValueError(f"the request for a certificate is of another kind: {error}") from None
+        if not is_signed or not isinstance(key, EllipticCurvePublicKey) or key.key_size != 256:
             raise ValueError("the request for a certificate is not signed as it has to be")
         # Ray's processes on one machine call each other by any of these.
         places = alternative_names(["localhost", *sorted({node.address, "127.0.0.1", "::1"})])

@@ -136,7 +136,7 @@ class Door:
                 writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
                 received = await reader.readuntil(b"\n")
                 shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-                answer = await asyncio.to_thread(self._answer, received, shown or b"")
+                answer = await asyncio.to_thread(self._answer_in_words, received, shown or b"")
                 writer.write(json.dumps(answer).encode() + b"\n")
                 await writer.drain()
                 writer.close()
@@ -151,6 +151,13 @@ class Door:
         self._strangers.remove(sock)
         del self._callers[sock]
         sock.close()
+
+    def _answer_in_words(self, received: bytes, shown: bytes) -> dict[str, Any]:
+        try:
+            return self._answer(received, shown)
+        except ClusterError as error:
+            logger.warning("nobody can be let in: %s", error.message)
+            return {"error": "its head cannot tell who belongs to the cluster; its log says why"}
 
     def _answer(self, received: bytes, shown: bytes) -> dict[str, Any]:
         """Returns the answer to a request. `shown` is the certificate (DER) of the cluster, or of the one whose lead

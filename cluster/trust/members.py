@@ -6,6 +6,7 @@ shows a certificate that is still valid, so the door asks here; a new invitation
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from ..config import Home
 from ..errors import ClusterError
-from ..home import prepare_home, read_json, write_private_json
+from ..home import prepare_home, write_private_json
 
 LOCK_S = 5.0
 """For another process that changes them."""
@@ -50,23 +51,33 @@ class Members:
             ValueError: the data is something else.
         """
         try:
-            admitted = [Member(**each) for each in data.get("admitted", {}).values()]
-            removed = {str(key): str(name) for key, name in data.get("removed", {}).items()}
+            admitted = [Member(**each) for each in data["admitted"].values()]
+            removed = {str(key): str(name) for key, name in data["removed"].items()}
             return Members({each.fingerprint: each for each in admitted}, removed)
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"no members of a cluster: {error}") from None
 
 
 def members(home: Home) -> Members:
-    """Returns the members of the cluster that this home leads; none if the file is not what was written."""
+    """Returns the members of the cluster that this home leads; none if nothing was stored yet.
+
+    Raises:
+        ClusterError: what was stored cannot be read. It is not taken for nothing: it says who was removed.
+    """
     try:
-        return Members.from_dict(read_json(home.members_file) or {})
-    except ValueError:
+        return Members.from_dict(json.loads(home.members_file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
         return Members()
+    except (OSError, ValueError, RecursionError) as error:
+        raise ClusterError(f"{home.members_file} cannot be read: {error}; restore it from a backup") from None
 
 
 def admit(home: Home, member: Member) -> None:
-    """Stores an admitted machine; one that was removed is no longer."""
+    """Stores an admitted machine; one that was removed is no longer.
+
+    Raises:
+        ClusterError: the members cannot be read or written.
+    """
     known = members(home)
     if known.admitted.get(member.fingerprint) == member and member.fingerprint not in known.removed:
         return
@@ -76,7 +87,11 @@ def admit(home: Home, member: Member) -> None:
 
 
 def remove(home: Home, name: str) -> list[Member]:
-    """Removes the machines of that name, which are refused from now on. Returns them."""
+    """Removes the machines of that name, which are refused from now on. Returns them.
+
+    Raises:
+        ClusterError: the members cannot be read or written.
+    """
     with _changing(home) as found:
         gone = [each for each in found.admitted.values() if each.name == name]
         for member in gone:
@@ -95,7 +110,7 @@ def _changing(home: Home) -> Iterator[Members]:
     """The members for changing; written back if the block ends without an error. One process at a time.
 
     Raises:
-        ClusterError: another process keeps them for itself, or they cannot be written.
+        ClusterError: another process keeps them for itself, or they cannot be read or written.
     """
     prepare_home(home)
     lock = FileLock(home.run / "members.lock", LOCK_S, mode=0o600, fallback_to_soft=False)

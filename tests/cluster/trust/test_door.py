@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import ssl
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 from filelock import FileLock
 
 from satchel.cluster.config import Home, parse_config
@@ -451,13 +453,55 @@ def test_a_door_is_knocked_at(listening: bool):
         assert knock(f"127.0.0.1:{taken.getsockname()[1]}") == ("open" if listening else "refused")
 
 
-def test_who_is_no_estate_and_no_members_is_told_apart(tmp_path):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("06082a8648ce3d030107", "06082a8648ce3d03017f", id="curve"),
+        pytest.param("06072a8648ce3d0201", "06072a8648ce3d027f", id="kind of key"),
+        pytest.param("020100", "020105", id="version"),
+        pytest.param("06082a8648ce3d040302", "06082a8648ce3d04037f", id="hash"),
+    ],
+)
+def test_a_request_of_another_kind_is_answered_in_words(head, node, door, before, after, caplog):
+    """A stranger needs no invitation to send one. The objects in it are what no library knows."""
+    der = x509.load_pem_x509_csr(request(node).encode()).public_bytes(Encoding.DER)
+    strange = der.replace(bytes.fromhex(before), bytes.fromhex(after), 1)
+    assert strange != der
+    lines = base64.encodebytes(strange).decode()
+    wanted = f"-----BEGIN CERTIFICATE REQUEST-----\n{lines}-----END CERTIFICATE REQUEST-----\n"
+    message = {"name": "mac1", "address": "10.0.0.2", "secret": "", "versions": versions(), "request": wanted}
+    assert b"does not understand" in spoken(door, json.dumps(message).encode() + b"\n")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"admitted": {"a": 1}, "removed": {}}'])
+def test_members_that_cannot_be_read_let_nobody_back_in(head, node, door, text):
+    enter(node, MAC1, invite(head, door.address))
+    way, fresh = remembered(node), invite(head, door.address)
+    assert way is not None
+    remove(head, "mac1")
+    before = head.members_file.read_text()
+    head.members_file.write_text(text)
+    for found in (way.way_back, fresh):
+        with pytest.raises(ClusterError, match="cannot tell who belongs to the cluster"):
+            enter(node, MAC1, found)
+    with pytest.raises(ClusterError, match="cannot tell who belongs to the cluster"):
+        ask_news(node, "mac1", way.way_back, "")
+    with pytest.raises(ClusterError, match=r"members.json cannot be read"):
+        remove(head, "mac1")
+    assert head.members_file.read_text() == text, "nothing is written over it"
+    head.members_file.write_text(before)
+    with pytest.raises(NodeRemoved):
+        ask_news(node, "mac1", way.way_back, "")
+    assert enter(node, MAC1, fresh).ray == RAY, "the invitation has not been used up"
+
+
+def test_what_is_no_estate_is_not_taken_for_one(tmp_path):
     home = made(tmp_path)
     assert kept_estate(home) is None and members(home) == Members()
     for text in ("", "{}", "[]", '{"head": 1}'):
         home.estate_file.write_text(text)
-        home.members_file.write_text(text)
-        assert kept_estate(home) is None and members(home) == Members()
+        assert kept_estate(home) is None
     keep_estate(home, Estate("mac0", {"models": []}).to_text())
     found = kept_estate(home)
     assert found is not None and found[0].head == "mac0"
