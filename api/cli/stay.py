@@ -135,6 +135,9 @@ class NodeProcess:
     Attributes:
         ready: set once its replicas answer.
         last: the sentence with which it ended, "" for none.
+
+    Raises:
+        ClusterError: its log cannot be written, or no process can be started.
     """
 
     def __init__(self, order: JoinOrder, home: Home, *, quiet: bool) -> None:
@@ -142,15 +145,18 @@ class NodeProcess:
         self.last = ""
         self._quiet = quiet
         write_private(home.node_log_file, "")
-        with home.node_log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                node_command(home),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                env={**environment.snapshot(), "PYTHONUNBUFFERED": "1"},
-            )
+        try:
+            with home.node_log_file.open("ab") as log:
+                self._process = subprocess.Popen(
+                    node_command(home),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,
+                    env={**environment.snapshot(), "PYTHONUNBUFFERED": "1"},
+                )
+        except OSError as error:
+            raise ClusterError(f"the node's process does not start: {error.strerror or error}") from None
         assert self._process.stdin is not None
         # If it has ended already, its output says why.
         with suppress(OSError):
@@ -211,7 +217,14 @@ class _Stay:
         name, last = self._node.name, ""
         for invitation in self._ways():
             self._tried = True
-            process = NodeProcess(self._order(invitation), self._home, quiet=self._joined)
+            try:
+                process = NodeProcess(self._order(invitation), self._home, quiet=self._joined)
+            except ClusterError as error:
+                # Such as a full disk, which may have room again.
+                if not self._joined:
+                    raise
+                self._say_not_back(error.message)
+                continue
             self._await(process, invitation)
             code = process.wait()
             if code == 0 or self._signals.stop:
@@ -225,13 +238,18 @@ class _Stay:
             if process.ready.is_set():
                 _say(f"{name} has lost the cluster at {invitation.door}: {last}")
                 _say(f"{name} joins again by itself as soon as the cluster answers; `satchel leave` ends that")
-            elif self._joined and last != self._told:
-                _say(f"{name} is not back yet: {last}")
-            self._told = last
+                self._told = last
+            elif self._joined:
+                self._say_not_back(last)
         if self._joined:
             _say("Left, while the cluster did not answer")
             return 0
         raise ClusterError(last)
+
+    def _say_not_back(self, why: str) -> None:
+        if why != self._told:
+            _say(f"{self._node.name} is not back yet: {why}")
+        self._told = why
 
     def _order(self, invitation: Invitation) -> JoinOrder:
         node = self._node
@@ -256,7 +274,9 @@ class _Stay:
         name = self._node.name
         _say(f"{name} is back in the cluster at {door}" if self._joined else f"{name} has joined {door}; Ctrl-C leaves")
         self._joined, self._told, self._pause_s = True, "", RETRY_FIRST_S
-        note_keeper(self._home, name, door)
+        # On a full disk the older note stays, of the same process.
+        with suppress(ClusterError):
+            note_keeper(self._home, name, door)
 
     def _ways(self) -> Iterator[Invitation]:
         """Yields where to join, one after the other: at first each way once, and for ever once the machine was in."""

@@ -169,6 +169,24 @@ def test_a_cluster_that_is_led_elsewhere_is_found_by_those_who_may_lead_it(world
     assert world.order(1).invitation == Invitation(door, "o" * 43), "not itself, nor the head that is gone"
 
 
+def test_a_disk_that_is_full_for_a_while_does_not_end_it(world: World, door: str):
+    way = Invitation(door, "f" * 43)
+    remember(world.home, way, MAC1)
+    world.start("lose stay", way)
+    world.order(0)
+    world.home.node_log_file.unlink()
+    # What is written in its place fails.
+    world.home.node_log_file.mkdir()
+    assert world.process is not None and world.process.stdout is not None
+    while "mac1 is not back yet: cannot write" not in (line := world.process.stdout.readline()):
+        assert line, "it has ended"
+    world.home.node_log_file.rmdir()
+    world.order(1)
+    leave(world.home, wait_s=20, say=lambda line: None)
+    world.heard()
+    assert world.process.returncode == 0
+
+
 def test_the_first_attempt_that_fails_ends_with_its_reason(world: World):
     world.start("refuse")
     assert world.heard().endswith("satchel: the invitation is not good\n")
