@@ -144,9 +144,9 @@ def show_status(home: Home, *, as_json: bool) -> None:
         console.print(f"This machine is {found['node']}, a node of the cluster that {found['head']} leads.")
     if nodes := found["nodes"]:
         console.print(node_table(nodes))
+        for name, why in found["disk_errors"].items():
+            console.print(Text(f"{name} keeps no KV on disk, and tries again: {why}"))
         for node in nodes:
-            if node.get("disk_error"):
-                console.print(Text(f"{node['name']} keeps no KV on disk, and tries again: {node['disk_error']}"))
             if node.get("agents_let_go"):
                 count = node["agents_let_go"]
                 console.print(Text(f"{node['name']} let {count} agents go for others (transcripts_bytes_max)"))
@@ -288,7 +288,7 @@ def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:
     """Prints the doctor's checks. Exits with 1 if one failed."""
     from ...cluster.bring_up.doctor import examine
 
-    checks = [*examine(config, home), *_model_checks(home)]
+    checks = [*examine(config, home), *_server_checks(home)]
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
@@ -303,14 +303,15 @@ def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _model_checks(home: Home) -> list[Check]:
-    """Returns how each served model keeps its KV, and why, and what is still being proven of it; none if no server
-    answers."""
+def _server_checks(home: Home) -> list[Check]:
+    """Returns how each served model keeps its KV, and why, what is still being proven of it, and which nodes' disks
+    keep no KV; none if no server answers."""
     from ...cluster.bring_up.doctor import Check
 
     try:
         with client(home, timeout_s=5.0) as session:
             models = get_json(session, "/v1/models").get("data", [])
+            closed = get_json(session, "/health", also=(503,)).get("disk_errors", {})
     except SatchelError:
         # The other checks say what is wrong with it.
         return []
@@ -318,7 +319,8 @@ def _model_checks(home: Home) -> list[Check]:
     for model in models:
         if proving := model.get("proving"):
             checks.append(Check(f"proof of {model.get('id', '')}", "ok", f"it is served {_plainly(proving)}"))
-    return checks
+    mend = "make room there, or lower disk_bytes_max: answers go on, but agents' KV is computed again"
+    return [*checks, *(Check(f"disk of {node}", "warn", f"no KV is kept: {why}", mend) for node, why in closed.items())]
 
 
 @contextmanager

@@ -80,6 +80,7 @@ class NodeState:
         rates: measured bytes per second, by the node from which KV came.
         memory_free_bytes: of the machine.
         disk_bytes: of KV on its disk; `disk_free_bytes` may still be written.
+        disk_full: whether no more can be written to its disk.
         disk_error: why no KV is kept on its disk now, "" if it is kept.
         agents_let_go: how many were evicted to make room (`transcripts_bytes_max`) since its store started.
         blocks: of KV on its disk.

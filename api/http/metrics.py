@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from ..agents.memory import AgentMemory
 from ..generation.backend import NodeState, ReplicaStats
+from ..views.cluster import disk_errors
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -96,11 +97,12 @@ class _NodeCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         opened = GaugeMetricFamily("satchel_disk_open", "Whether KV is kept on the node's disk.", labels=["node"])
+        closed = disk_errors(self._nodes)
         gone = "Agents that were let go because others needed the room (transcripts_bytes_max)."
         let_go = CounterMetricFamily("satchel_agents_let_go", gone, labels=["node"])
         for node in self._nodes:
             if node.agents_let_go is not None:
-                opened.add_metric([node.name], float(not node.disk_error))
+                opened.add_metric([node.name], float(node.name not in closed))
                 let_go.add_metric([node.name], node.agents_let_go)
         yield opened
         yield let_go

@@ -26,6 +26,8 @@ about now."""
 
 RATE_AGE_S = 10.0
 
+FULL = "its disk is full"
+
 
 @dataclass(frozen=True)
 class SeenNodes:
@@ -81,6 +83,11 @@ def node_states(machines: Sequence[Node], seen: SeenNodes, described: Iterable[N
             )
         )
     return states
+
+
+def disk_errors(nodes: Iterable[NodeState]) -> dict[str, str]:
+    """Returns by node why no KV is kept on its disk now. A full disk stays open: what it has is still read."""
+    return {node.name: node.disk_error or FULL for node in nodes if node.disk_error or node.disk_full}
 
 
 class TokenRates:

@@ -12,6 +12,7 @@ from ....cluster.errors import SatchelError
 from ...generation.backend import Backend, NodeState, ServedModel
 from ...generation.callers import Caller
 from ...openai.answers import model_body
+from ...views.cluster import disk_errors
 from ..answering import Answering, probe
 from ..guard import require_admin
 from ..metrics import CONTENT_TYPE, Metrics
@@ -58,7 +59,7 @@ class StatusRoutes:
         kept on disk now; serving does not need it. Callers who are no administrators see only the status."""
         caller: Caller = request.state.caller
         models, nodes = await asyncio.gather(probe(self._backend.health()), self._nodes())
-        closed = {node.name: node.disk_error for node in nodes if node.disk_error}
+        closed = disk_errors(nodes)
         more: dict[str, Any] = {"models": models} if caller.admin else {}
         if closed and caller.admin:
             more["disk_errors"] = closed

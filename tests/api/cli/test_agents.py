@@ -194,6 +194,20 @@ async def test_status_shows_nodes(served: Served) -> None:
     assert (found["replicas"]["m-0"]["node"], found["replicas"]["m-0"]["pid"]) == ("mac0", 4711)
 
 
+async def test_status_and_doctor_say_whose_disk_is_full(served: Served, backend) -> None:
+    async def checks() -> dict[str, dict[str, str]]:
+        found = json.loads((await served.run("doctor", "--json")).output)
+        return {check["name"]: check for check in found if check["name"].startswith("disk of")}
+
+    assert await checks() == {} and "disk is full" not in await served.says("status")
+    backend.machines[1] = replace(backend.machines[1], disk_full=True)
+    assert "mac1 keeps no KV on disk, and tries again: its disk is full" in await served.says("status")
+    (check,) = (await checks()).values()
+    assert (check["name"], check["result"]) == ("disk of mac1", "warn")
+    assert check["found"] == "no KV is kept: its disk is full"
+    assert "make room" in check["mend"]
+
+
 async def test_status_shows_the_rest_where_the_cluster_cannot_be_asked(served: Served, backend, monkeypatch) -> None:
     async def fails() -> list[NodeState]:
         raise SatchelError("no")

@@ -169,6 +169,10 @@ async def test_health_and_metrics_say_where_no_kv_is_kept_on_disk_and_why(endpoi
     assert answer.status_code == 200, "answers need no disk"
     assert answer.json()["disk_errors"] == {"local": "the disk is full"}
     assert await metric(endpoint, 'satchel_disk_open{node="local"}') == 0
+    backend.machines = [replace(backend.machines[0], disk_error="", disk_full=True, agents_let_go=0)]
+    answer = await endpoint.client.get("/health")
+    assert (answer.status_code, answer.json()["disk_errors"]) == (200, {"local": "its disk is full"})
+    assert await metric(endpoint, 'satchel_disk_open{node="local"}') == 0
 
 
 async def test_a_handle_knows_of_its_last_turn(endpoint, monkeypatch):
