@@ -190,8 +190,9 @@ def deploy(config: Config, *, report: Report) -> Deployment:
 
     Raises:
         ModelLoadError: a model cannot be loaded, or not within `timeouts.model_load_s`.
-        ClusterError: the endpoint does not come up.
+        ClusterError: the endpoint does not come up, or this Ray cluster serves something else; nothing is changed then.
     """
+    _check_alone()
     replicas = start_actors(config)
     report("Starting the endpoint and loading models", None)
     _start_endpoint(config)
@@ -211,6 +212,18 @@ def _stay_on_this_machine() -> None:
 
     bind = tls_utils.add_port_to_grpc_server
     setattr(replica, bind.__name__, lambda server, address: bind(server, "127.0.0.1:0"))
+
+
+def _check_alone() -> None:
+    """
+    Raises:
+        ClusterError: Ray Serve runs other applications here. Its proxies and limits are theirs.
+    """
+    if others := sorted(serve.status().applications.keys() - {APPLICATION}):
+        raise ClusterError(
+            f"Ray Serve runs {', '.join(others)} in this Ray cluster: Satchel needs a cluster of its own, as `satchel "
+            "serve` starts it. Nothing was changed"
+        )
 
 
 def _start_endpoint(config: Config) -> None:

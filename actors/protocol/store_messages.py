@@ -419,7 +419,8 @@ class MoveAgent:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The agent's primary is on `node` since home epoch `epoch`; how much KV was moved, and in what time."""
+    """The agent's primary is on `node` since home epoch `epoch`; how much KV was moved, and in what time. `moved` is
+    False if it was there already."""
 
     node: str
     epoch: int
@@ -427,6 +428,7 @@ class Moved:
     blocks: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    moved: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -486,17 +486,17 @@ class AgentMoves:
         except AgentNotFound:
             # A new agent may not have been reported to the router yet.
             home = ""
-        done = Moved(to, 0)
+        done = Moved(to, 0, moved=False)
         if home != to:
             try:
                 done = await self._store.move(key, to)
             except InvalidRequest as error:
                 raise InvalidRequest(error.message, param=error.param or "to") from None
-            self.total += 1
+            self.total += done.moved
             self.bytes_total += done.nbytes
         counts = {"tokens": done.tokens, "blocks": done.blocks, "bytes": done.nbytes, "seconds": done.seconds}
         identity = {"id": key.partition("/")[2], "object": "agent.move"}
-        return {**identity, "from": home, "to": to, "moved": home != to, **counts}
+        return {**identity, "from": home if done.moved else to, "to": to, "moved": done.moved, **counts}
 
     def follow(self, key: str, to: str) -> None:
         """Moves an agent's memory in the background to the node that answers it. Failures are only logged."""

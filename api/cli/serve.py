@@ -19,7 +19,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import NoReturn, Protocol
 
-from ...cluster.bring_up.launch import Launcher
+from ...cluster.bring_up.launch import Launcher, unresolved
 from ...cluster.bring_up.ports import check_endpoint, check_port_free
 from ...cluster.bring_up.runtime import LocalCluster
 from ...cluster.config import Config, Endpoint, Home
@@ -180,6 +180,7 @@ def serve(config: Config, home: Home) -> None:
     write_private(home.log_file, "")
     sys.stdout = home.log_file.open("a", buffering=1, encoding="utf-8")
     progress.say(f"Home is {home.root}", *(f"Warning: {each.found}; {each.mend}" for each in advice))
+    progress.say(*(f"Warning: {each}; it is tried again and again" for each in unresolved(config.machines)))
     cluster = LocalCluster(
         home,
         node=config.machines[0],

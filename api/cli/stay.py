@@ -42,13 +42,15 @@ def invited(where: str | None, home: Home) -> Invitation:
     that this machine was in.
 
     Raises:
-        ClusterError: the text is no invitation, or this machine has joined no cluster yet.
+        ClusterError: the text is no invitation and no address, or this machine has joined no cluster yet.
     """
     if where is not None and "#" in where:
         try:
             return Invitation.from_text(where)
         except ValueError as error:
             raise ClusterError(f"{where.partition('#')[0]}#… is {error}") from None
+    if where is not None:
+        _host(where)
     last = remembered(home)
     if last is None:
         raise ClusterError("this machine has joined no cluster yet: `satchel invite` on a head says what to type here")
@@ -75,9 +77,7 @@ def own_node(name: str | None, address: str, head: str) -> Node:
     Raises:
         ClusterError: the name or the head's address (`host:port`) is invalid, or there is no route to the head.
     """
-    host, _, port = head.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
-        raise ClusterError(f"{head!r} is not the address of a cluster, HOST:PORT")
+    host = _host(head)
     if not address:
         # Finds the local address of the route to the head; nothing is sent.
         try:
@@ -91,6 +91,21 @@ def own_node(name: str | None, address: str, head: str) -> Node:
         return Node(name=name, address=address)
     except ValueError:
         raise ClusterError(f"{name!r} at {address!r} is no node: a name has letters, digits and dashes") from None
+
+
+def _host(head: str) -> str:
+    """Returns the host of `HOST:PORT`.
+
+    Raises:
+        ClusterError: the text is none.
+    """
+    host, _, port = head.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
+        raise ClusterError(
+            f"{head!r} is neither an invitation, as `satchel invite` on the head prints it, nor the address of a "
+            "cluster, HOST:PORT"
+        )
+    return host
 
 
 def _is_own(address: str) -> bool:

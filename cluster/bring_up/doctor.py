@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +28,9 @@ from ..connection import find_cluster
 from ..environment import is_macos, short_temporary_root
 from ..errors import ClusterError, KeysDamaged, NotRunning, PortInUse
 from ..incidents import Incident, incidents
+from ..nodes import Node
 from ..trust.endpoint_certificate import check_certificate
+from .launch import unresolved
 from .ports import check_port_free, listens_to_strangers, valid_keys
 
 _GIB = 2**30
@@ -84,7 +86,8 @@ def examine(config: Config, home: Home) -> list[Check]:
         *[lambda model=model: check_source(model) for model in config.models],
     ]
     certificate = check_tls(config.endpoint, datetime.now(UTC))
-    return [*(check() for check in checks), *certificate, *check_lately(home, time.time())]
+    hosts = check_hosts(config.machines)
+    return [*(check() for check in checks), *hosts, *certificate, *check_lately(home, time.time())]
 
 
 def check_python() -> Check:
@@ -252,6 +255,15 @@ def check_address(config: Config) -> Check:
         mend = "the first of `nodes` is the machine that runs `satchel serve`: give its own address"
         return Check("address", "fail", error.message, mend)
     return Check("address", "ok", f"{address} is this machine's")
+
+
+def check_hosts(nodes: Sequence[Node]) -> list[Check]:
+    """Checks whether the hosts of the other nodes have addresses now; no checks for one machine alone."""
+    if len(nodes) < 2:
+        return []
+    mend = "mend `ssh` of that node, or switch the machine on: the server starts without it, and tries again"
+    missing = [Check("hosts", "warn", found, mend) for found in unresolved(nodes)]
+    return missing or [Check("hosts", "ok", "every other node's host is known")]
 
 
 def check_source(model: Model) -> Check:

@@ -10,11 +10,12 @@ import json
 import logging
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ STEADY_S = 60.0
 """After so long without an end a node's restart pause begins anew."""
 
 KILL_S = 3.0
+SSH_CONFIG_S = 5.0
 
 LINE_BYTES_MAX = 16_384
 """A longer line of a node's output is split."""
@@ -110,6 +112,33 @@ def advice_on(node: Node, status: int) -> str | None:
     if status in NOT_RUN:
         return f"`command` in the config has to say where Satchel is on {node.name}"
     return None
+
+
+def unresolved(nodes: Iterable[Node]) -> list[str]:
+    """Returns a sentence for each node whose host has no address now. It may get one later, as a Mac that is off does
+    when it is switched on. Asks ssh's config what the host is called, in a moment; nothing is connected to."""
+    found = []
+    for node in nodes:
+        if node.ssh is None or (host := _host_of(node.ssh)) is None:
+            continue
+        try:
+            socket.getaddrinfo(host, None)
+        except (socket.gaierror, UnicodeError) as error:
+            called = f"{host} (ssh: {node.ssh})" if host != node.ssh else host
+            found.append(f"the host {called} of node {node.name} is not found: {getattr(error, 'strerror', error)}")
+    return found
+
+
+def _host_of(ssh: str) -> str | None:
+    """Returns the name that ssh would look up here; None if another machine or program does, or there is no ssh."""
+    try:
+        told = subprocess.run(["ssh", "-G", ssh], capture_output=True, text=True, timeout=SSH_CONFIG_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    options = dict(line.partition(" ")[::2] for line in told.stdout.splitlines())
+    if any(options.get(other, "none") != "none" for other in ("proxyjump", "proxycommand")):
+        return None
+    return options.get("hostname")
 
 
 @dataclass

@@ -50,5 +50,7 @@ class HomesStore(LocalStore):
         if agent in self.busy:
             raise AgentBusy("the agent is busy")
         await self.ask("info", agent)
+        if self.homes.get(agent, "mac0") == node:
+            return Moved(node, 0, moved=False)
         self.homes[agent] = node
         return Moved(node, 1, 300, 1, 5000, 0.25)

@@ -66,7 +66,7 @@ class Moving:
 
         epoch = (await self._work.in_order(memory)).epoch
         if to == self._node:
-            return Moved(to, epoch)
+            return Moved(to, epoch, moved=False)
         if to not in await self._peers.others():
             raise Unavailable(f"node {to!r} does not answer yet, or is not there", retry_after_s=self._timing.peers_s)
         # What can go while it talks goes first, so that the turn is held for a moment only.

@@ -141,7 +141,8 @@ class AgentRoutes:
                 done = await self._memory.moves.move(key, body.to)
         except TimeoutError:
             raise DeadlineExceeded(f"the agent was not moved within {limit_s:g} s (timeouts.request_s)") from None
-        self._note(request, "agent moved", agent=agent_id, to=body.to)
+        if done["moved"]:
+            self._note(request, "agent moved", agent=agent_id, to=body.to)
         return JSONResponse(done)
 
     async def pack(self, request: Request, agent_id: str) -> Response:

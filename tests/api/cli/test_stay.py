@@ -256,6 +256,12 @@ def test_what_is_no_address_of_a_cluster_is_refused(head: str):
         own_node("mac1", "", head)
 
 
+def test_a_machine_that_never_joined_is_told_what_is_no_address(tmp_path: Path):
+    for where in ("abc", "", "10.0.0.1", "10.0.0.1:port"):
+        with pytest.raises(ClusterError, match=f"{where}' is neither an invitation.* nor the address.*HOST:PORT"):
+            invited(where, Home(tmp_path))
+
+
 def test_a_machine_that_joins_has_the_address_by_which_it_reaches_the_head():
     assert own_node("mac1", "", "127.0.0.1:6379") == Node(name="mac1", address="127.0.0.1")
     assert own_node("mac1", "10.0.0.7", "10.0.0.1:6379").address == "10.0.0.7"

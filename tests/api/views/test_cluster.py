@@ -20,7 +20,10 @@ from satchel.api.generation.backend import NodeState, ReplicaStats
 from satchel.api.http.routes import cluster as cluster_routes
 from satchel.api.views import cluster as cluster_views
 from satchel.api.views.cluster import SeenNodes, TokenRates, node_states
+from satchel.cluster.audit import Audit
+from satchel.cluster.config import Home
 from satchel.cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from satchel.cluster.home import prepare_home
 from satchel.cluster.nodes import Link, Node
 from tests.worlds.homes import HomesStore
 from tests.worlds.remembering import Remembering
@@ -418,11 +421,27 @@ async def test_a_handle_moves_its_agent(endpoint):
         loop.close()
 
 
+async def test_only_a_move_that_moves_something_is_in_the_audit(backend, config, tmp_path):
+    home = Home(tmp_path / "home")
+    prepare_home(home)
+    audited = Remembering(backend, config, HomesStore(config, tmp_path / "kv"), audit=Audit(home))
+    await audited.say("Hi")
+    assert (await move(audited, {"to": "mac0"})).json()["moved"] is False
+    assert not home.audit_file.exists() or "agent moved" not in home.audit_file.read_text()
+    assert (await move(audited, {"to": "mac1"})).json()["moved"] is True
+    assert home.audit_file.read_text().count("agent moved") == 1
+
+
 async def test_an_agent_of_which_nobody_has_told_is_moved_all_the_same(endpoint):
     await endpoint.say("Hi")
     homes(endpoint).untold.add("default/ann")
     moved = (await move(endpoint, {"to": "mac1"})).json()
     assert (moved["from"], moved["to"], moved["moved"]) == ("", "mac1", True)
+    again = (await move(endpoint, {"to": "mac1"})).json()
+    assert (again["from"], again["to"], again["moved"]) == ("mac1", "mac1", False), "it is there already"
+    assert samples((await endpoint.client.get("/metrics")).text)["satchel_moves_total", ()] == 1
+    nobody = await move(endpoint, {"to": "mac0"}, agent="nobody")
+    assert (nobody.status_code, nobody.json()["error"]["code"]) == (404, "agent_not_found")
 
 
 async def test_an_agent_follows_to_where_it_is_answered_behind_its_turn(endpoint, backend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 import sys
 import threading
 import time
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from satchel.cluster.bring_up import launch
-from satchel.cluster.bring_up.launch import SSH, JoinOrder, Launcher, command_of
+from satchel.cluster.bring_up.doctor import check_hosts
+from satchel.cluster.bring_up.launch import SSH, JoinOrder, Launcher, command_of, unresolved
 from satchel.cluster.config import Home
 from satchel.cluster.nodes import Link, Node
 from satchel.cluster.processes import ProcessMark
@@ -235,3 +237,31 @@ def test_a_secret_is_on_no_command_line_and_in_no_repr(tmp_path: Path):
 def test_what_is_no_order_is_refused(line: bytes):
     with pytest.raises(ValueError):
         JoinOrder.from_line(line)
+
+
+def test_hosts_without_an_address_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As ssh's config calls them; behind a proxy another machine knows their names."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        "#!/bin/sh\ncase $2 in\nmini) echo hostname mini.nowhere;;\n"
+        "far) echo hostname far.nowhere; echo proxyjump gate;;\n"
+        "*) echo hostname ${2#*@}; echo proxycommand none;;\nesac\n"
+    )
+    ssh.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def look_up(host: str, port: None) -> list[object]:
+        if host.endswith("nowhere"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return []
+
+    monkeypatch.setattr(launch.socket, "getaddrinfo", look_up)
+    names = {"mini": "mini", "far": "far", "air": "me@air.nowhere", "near": "me@here"}
+    head = Node(name="studio", address="10.0.0.1")
+    nodes = [head, *(Node(name=name, address="10.0.0.2", ssh=ssh) for name, ssh in names.items())]
+    assert unresolved(nodes) == [
+        "the host mini.nowhere (ssh: mini) of node mini is not found: Name or service not known",
+        "the host air.nowhere (ssh: me@air.nowhere) of node air is not found: Name or service not known",
+    ]
+    assert [check.result for check in check_hosts(nodes)] == ["warn", "warn"]
+    assert [check.result for check in check_hosts([head, nodes[-1]])] == ["ok"] and check_hosts([head]) == []
