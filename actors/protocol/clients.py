@@ -93,10 +93,9 @@ class RouterClient:
         message = NodeName(node)
         return self.actor.call(lambda router: router.lose_node.remote(encode(message)), _nothing, self._answer_s)
 
-    def release(self, replica: str, request_id: str) -> Call[None]:
-        """Reports that the request does not load the replica: it was refused, or ended before a report mentioned it."""
-        message = RowLeft(replica, request_id)
-        return self.actor.call(lambda router: router.release.remote(encode(message)), _nothing, self._answer_s)
+    def release(self, left: RowLeft) -> Call[None]:
+        """Reports that a request does not load its replica: it was refused, or ended before a report mentioned it."""
+        return self.actor.call(lambda router: router.release.remote(encode(left)), _nothing, self._answer_s)
 
     def explain(self, request_id: str) -> Call[Explanation | None]:
         """Returns why a recent request went where it did; None if the router does not know it.

@@ -191,10 +191,16 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class RowLeft:
-    """The row does not load the replica: it was refused, or ended before a report mentioned it."""
+    """The row does not load the replica: it was refused, or ended before a report mentioned it.
+
+    `cached_tokens` of its prompt were not computed there, and its first token came `first_token_s` seconds after it was
+    routed; None for what did not happen.
+    """
 
     replica: str
     request_id: str
+    cached_tokens: int | None = None
+    first_token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +210,8 @@ class RequestId:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a request went where it did: as `Decision`, with the cost terms in seconds by candidate."""
+    """Why a request went where it did: as `Decision`, with the cost terms in seconds by candidate, and what it took, as
+    in `RowLeft`: None until it has ended."""
 
     replica: str
     why: str
@@ -215,6 +222,8 @@ class Explanation:
     costs_s: dict[str, dict[str, float]] = field(default_factory=dict)
     prefill_on: str = ""
     split_costs_s: dict[str, float] = field(default_factory=dict)
+    actual_cached_tokens: int | None = None
+    actual_first_token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

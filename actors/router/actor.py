@@ -73,6 +73,8 @@ class RouterActor:
         )
         # `explain` searches it from the latest on, which a library's cache does not offer.
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
+        self._left: dict[str, RowLeft] = {}
+        """What the rows of those decisions took."""
         self._observing = asyncio.Lock()
         self._unheard = set(_joined() if joined is None else joined)
         self._listens_until = time.monotonic() + routing.replica_timeout_s
@@ -117,8 +119,9 @@ class RouterActor:
         if decision is None:
             raise NoReplica(f"no replica of {request.model} answers now", retry_after_s=2.0)
         self._decisions[request.request_id] = decision
+        self._left.pop(request.request_id, None)
         if len(self._decisions) > DECISIONS_KEPT:
-            self._decisions.popitem(last=False)
+            self._left.pop(self._decisions.popitem(last=False)[0], None)
         return decision
 
     @answers(ReplicaReport)
@@ -151,6 +154,9 @@ class RouterActor:
     async def release(self, row: RowLeft) -> None:
         """Uncounts a row that was refused or has ended."""
         self._policy.members.release(row.replica, row.request_id)
+        decision = self._decisions.get(row.request_id)
+        if decision is not None and decision.replica == row.replica:
+            self._left[row.request_id] = row
 
     @answers(RequestId)
     async def explain(self, which: RequestId) -> Explanation | None:
@@ -161,6 +167,7 @@ class RouterActor:
         if row is None:
             return None
         decision = self._decisions[row]
+        left = self._left.get(row, RowLeft(decision.replica, row))
         return Explanation(
             decision.replica,
             decision.why,
@@ -174,6 +181,8 @@ class RouterActor:
             },
             prefill_on=decision.prefill_on,
             split_costs_s=decision.split_costs_s,
+            actual_cached_tokens=left.cached_tokens,
+            actual_first_token_s=left.first_token_s,
         )
 
     async def config(self) -> Config:

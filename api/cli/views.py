@@ -282,6 +282,21 @@ def show_decision(home: Home, request_id: str, *, as_json: bool) -> None:
         style = "bold" if name == found["replica"] else ""
         shown.add_row(Text(name), *(f"{cost[term]:.4f}" if term in cost else "" for term in columns), style=style)
     console.print(shown)
+    for line in _actual_lines(found):
+        console.print(line)
+
+
+def _actual_lines(found: dict[str, Any]) -> Iterator[str]:
+    """Says what a decided request took, beside what was estimated."""
+    cached, first_s = found.get("actual_cached_tokens"), found.get("actual_first_token_s")
+    if cached is None and first_s is None:
+        yield "What it really took is told once it has ended."
+    if cached is not None:
+        yield f"Cached tokens: {found['cached_tokens']} estimated, {cached} actual."
+    if first_s is not None:
+        costs = found.get("split_costs_s") if found.get("prefill_on") else found["costs_s"].get(found["replica"])
+        estimated = f"{costs['total']:.4f} estimated, " if costs and "total" in costs else ""
+        yield f"Seconds to the first token: {estimated}{first_s:.4f} actual."
 
 
 def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:

@@ -26,7 +26,7 @@ from ...actors.protocol.calls import Call
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.media_ids import embeddings_needed
 from ...actors.protocol.messages import GenerateRequest, MediaSpan, ModelInfo, PoolingRequest, ReplicaStats, RowUpdate
-from ...actors.protocol.router_messages import Chain, Decision, NodeReport, RouteRequest
+from ...actors.protocol.router_messages import Chain, Decision, NodeReport, RouteRequest, RowLeft
 from ...actors.start import forget_node
 from ...cluster.config import Config
 from ...cluster.environment import default_home
@@ -116,10 +116,13 @@ class ReplicaConnection:
         row, placement = self.rows.get(update.request_id, (None, 0))
         if row is None:
             return
-        if update.finish is not None:
-            del self.rows[update.request_id]
-            self._backend.release(self.replica, update.request_id)
+        if update.finish is None:
+            row.put(placement, update)
+            return
+        del self.rows[update.request_id]
         row.put(placement, update)
+        left = RowLeft(self.replica, update.request_id)
+        self._backend.release(row.left(left) if isinstance(row, RayGeneration) else left)
 
     def _break(self, reason: str) -> None:
         """Aborts all rows at the replica and has each continue elsewhere."""
@@ -282,9 +285,9 @@ class RayBackend:
         """Tells the router that a call to the replica failed."""
         self._tell(self._router.lose(replica))
 
-    def release(self, replica: str, request_id: str) -> None:
+    def release(self, left: RowLeft) -> None:
         """Tells the router that the request no longer loads the replica: it was refused, or has ended."""
-        self._tell(self._router.release(replica, request_id))
+        self._tell(self._router.release(left))
 
     def link(self, decision: Decision) -> ReplicaConnection:
         """Returns the connection to the replica, opened on first use."""

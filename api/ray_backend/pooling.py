@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...actors.protocol.messages import PooledTexts, PoolingRequest
-from ...actors.protocol.router_messages import Decision, RouteRequest
+from ...actors.protocol.router_messages import Decision, RouteRequest, RowLeft
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, ReplicaLost, Unavailable
 from ..generation.backend import Vectors
 from .rows import ATTEMPTS, DEATHS_MAX, given_up, unless_broken
@@ -44,7 +44,7 @@ class RayPooling:
                 try:
                     pooled = await self._ask(decision)
                 finally:
-                    self._backend.release(decision.replica, self._request.request_id)
+                    self._backend.release(RowLeft(decision.replica, self._request.request_id))
             except Unavailable:
                 # A replica that was lost may be the only one, and start again.
                 waited_s = time.monotonic() - self._lost_at
@@ -73,7 +73,7 @@ class RayPooling:
         )
         decision = await self._backend.decide(message)
         if decision.replica in self._refusals:
-            self._backend.release(decision.replica, request.request_id)
+            self._backend.release(RowLeft(decision.replica, request.request_id))
             raise self._refusals[decision.replica]
         return decision
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...actors.protocol.block_ids import block_ids, root_id
 from ...actors.protocol.messages import GenerateRequest, RowUpdate
-from ...actors.protocol.router_messages import Decision
+from ...actors.protocol.router_messages import Decision, RowLeft
 from ...cluster.environment import default_home
 from ...cluster.errors import (
     ActorLost,
@@ -78,6 +78,9 @@ class RayGeneration:
         self._unread = 0
         self._tokens: list[int] = []
         self._placement = 0
+        self._placed_at = 0.0
+        self._cached_tokens: int | None = None
+        self._first_token_s: float | None = None
         self._losses = 0
         self._deaths = 0
         self._probation: asyncio.Lock | None = None
@@ -98,6 +101,8 @@ class RayGeneration:
     def put(self, placement: int, update: RowUpdate | SatchelError) -> None:
         """Queues an update of the row's placement."""
         if isinstance(update, RowUpdate):
+            if placement == self._placement:
+                self._measure(update)
             if placement == self._placement and self._prefill is not None:
                 self._prefill.end()
             if placement == self._placement and (update.tokens or update.finish is not None):
@@ -109,6 +114,18 @@ class RayGeneration:
                 return
             self._unread += len(update.tokens)
         self._updates.put_nowait((placement, update))
+
+    def _measure(self, update: RowUpdate) -> None:
+        """Notes what the router has estimated."""
+        if update.cached_tokens is not None:
+            computed = self._prefill.cached_tokens if self._prefill is not None else None
+            self._cached_tokens = update.cached_tokens if computed is None else min(update.cached_tokens, computed)
+        if update.tokens and self._first_token_s is None:
+            self._first_token_s = time.monotonic() - self._placed_at
+
+    def left(self, left: RowLeft) -> RowLeft:
+        """Returns the news of the row's end with what it took at its replica."""
+        return replace(left, cached_tokens=self._cached_tokens, first_token_s=self._first_token_s)
 
     def _give_up(self, unread_max: int) -> None:
         """Drops what waits for a reader that is too slow, and aborts the row."""
@@ -136,7 +153,7 @@ class RayGeneration:
             others = [await self._called(other) for other in ids if other != self.model_id]
             decision = await self._backend.route(self._request, tried, self._beside, others)
             if refusal is not None and decision.replica in tried:
-                self._backend.release(decision.replica, self.request_id)
+                self._backend.release(RowLeft(decision.replica, self.request_id))
                 break
             refusal = await self._offer(decision)
             if refusal is None:
@@ -152,6 +169,7 @@ class RayGeneration:
         self.replica, self.node, self.why = decision.replica, decision.node, decision.why
         self.move_to, self._prefill = decision.move_to, None
         self._placement += 1
+        self._placed_at, self._cached_tokens, self._first_token_s = time.monotonic(), None, None
         try:
             self._request = await self._called(decision.model_id)
             link = self._backend.link(decision)
@@ -186,7 +204,7 @@ class RayGeneration:
         if refusal is None:
             return None
         self._unlink()
-        self._backend.release(decision.replica, self.request_id)
+        self._backend.release(RowLeft(decision.replica, self.request_id))
         return refusal
 
     async def _called(self, model_id: bytes) -> GenerateRequest:
@@ -399,7 +417,7 @@ class RayGeneration:
         link = self._link
         if not self._unlink() or link is None:
             return None
-        self._backend.release(self.replica, self.request_id)
+        self._backend.release(self.left(RowLeft(self.replica, self.request_id)))
         return link.abort([self.request_id])
 
 

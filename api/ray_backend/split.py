@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ...actors.protocol.block_ids import BLOCK_TOKENS
 from ...actors.protocol.messages import GenerateRequest, RowUpdate, Sampling
-from ...actors.protocol.router_messages import Decision, prefill_row
+from ...actors.protocol.router_messages import Decision, RowLeft, prefill_row
 from ...cluster.errors import NoAnswer, SatchelError
 
 if TYPE_CHECKING:
@@ -108,5 +108,5 @@ class Prefill:
             return
         running.cancel()
         if self._link.rows.pop(self._id, None) is not None:
-            self._backend.release(self._replica, self._id)
+            self._backend.release(RowLeft(self._replica, self._id))
             self._backend.background(self._link.abort([self._id]))

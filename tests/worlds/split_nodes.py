@@ -23,7 +23,7 @@ from satchel.actors.protocol import calls
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.messages import GenerateRequest, RowUpdate, Sampling
-from satchel.actors.protocol.router_messages import Decision, RouteRequest
+from satchel.actors.protocol.router_messages import Decision, RouteRequest, RowLeft
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.loading.models import LoadedModel
@@ -173,8 +173,8 @@ class SplitNodes:
         assert message.splits or self.decision != self.split
         return self.decision(message)
 
-    def _release(self, replica: str, request_id: str) -> None:
-        self.released.append((replica, request_id))
+    def _release(self, left: RowLeft) -> None:
+        self.released.append((left.replica, left.request_id))
 
     # Requests.
 

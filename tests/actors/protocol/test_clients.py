@@ -148,7 +148,7 @@ OF_ROUTER: list[Case] = [
     (router.report(store("mac0")), "store_report", store("mac0"), ReportAck(False), False),
     (router.lose("a"), "lose", ReplicaName("a"), None, None),
     (router.lose_node("mac0"), "lose_node", NodeName("mac0"), None, None),
-    (router.release("a", "r"), "release", RowLeft("a", "r"), None, None),
+    (router.release(RowLeft("a", "r")), "release", RowLeft("a", "r"), None, None),
     (router.explain("r"), "explain", RequestId("r"), Explanation("a", "why"), Explanation("a", "why")),
     (router.explain("r"), "explain", RequestId("r"), None, None),
     (router.alive("m"), "alive", ModelName("m"), Names(["a"]), ["a"]),

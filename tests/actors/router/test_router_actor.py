@@ -16,6 +16,7 @@ from satchel.actors.protocol.router_messages import (
     Places,
     ReplicaReport,
     RouteRequest,
+    RowLeft,
 )
 from satchel.actors.router.actor import LOST_LOOKS, RouterActor
 from satchel.actors.router.directory import PART_BLOCKS
@@ -52,6 +53,26 @@ async def test_a_decision_travels_and_can_be_explained():
     for terms in explained.costs_s.values():
         assert abs(terms["total"] - sum(terms.values()) / 2) < 1e-9
     assert explained.costs_s["a"]["prefill"] < explained.costs_s["b"]["prefill"]
+
+
+async def test_what_a_request_took_is_told_beside_what_was_estimated():
+    """Once it has ended where it was sent last."""
+    router = Router()
+    await router.report(report("a", announced=BLOCKS))
+
+    async def actual() -> tuple[int | None, float | None]:
+        explained = await router.explain("r")
+        assert explained is not None
+        return explained.actual_cached_tokens, explained.actual_first_token_s
+
+    await ask(router, "r/1")
+    assert await actual() == (None, None)
+    await router.release(RowLeft("elsewhere", "r/1", 1, 1.0))
+    assert await actual() == (None, None)
+    await router.release(RowLeft("a", "r/1", 768, 0.25))
+    assert await actual() == (768, 0.25)
+    await ask(router, "r/1")
+    assert await actual() == (None, None), "it goes on elsewhere"
 
 
 async def test_what_a_request_will_leave_is_noted_once_it_is_answered():

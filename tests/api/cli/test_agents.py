@@ -166,6 +166,11 @@ async def test_a_decision_is_shown_the_cheapest_first(served: Served, backend) -
     assert text.startswith("m-0 on mac0: hot: 512 tokens\n512 tokens of the prompt need not be computed there, 256 of")
     assert "pulled from mac1" in text and text.index("0.1250") < text.index("0.5000")
     assert json.loads(await served.says("explain", "r/1", "--json"))["pull_from"] == "mac1"
+    assert "What it really took is told once it has ended." in text
+    backend.decisions["r/1"] |= {"actual_cached_tokens": 256, "actual_first_token_s": 0.375}
+    text = await served.says("explain", "r/1")
+    assert "Cached tokens: 512 estimated, 256 actual." in text
+    assert "Seconds to the first token: 0.1250 estimated, 0.3750 actual." in text
 
 
 async def test_a_split_request_says_what_both_do(served: Served, backend) -> None:

@@ -15,9 +15,9 @@ from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.codec import decode, encode, encode_error
 from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
-from satchel.actors.protocol.router_messages import Decision
+from satchel.actors.protocol.router_messages import Decision, RowLeft
 from satchel.actors.replica.consumers import _merge
-from satchel.api.ray_backend.dispatch import SENT_MAX, SentPictures
+from satchel.api.ray_backend.dispatch import SENT_MAX, ReplicaConnection, SentPictures
 from satchel.api.ray_backend.rows import ATTEMPTS, RayGeneration
 from satchel.cluster.config import parse_config
 from satchel.cluster.errors import (
@@ -96,6 +96,7 @@ class FakeBackend:
         self.links = {name: FakeLink(self, name, *script) for name, script in scripts.items()}
         self.loads: dict[str, int] = dict.fromkeys(scripts, 0)
         self.away = 0
+        self.left: list[RowLeft] = []
         self.ended: set[str] = set()
         """Nodes of which nothing is left."""
         self.failovers = 0
@@ -136,8 +137,9 @@ class FakeBackend:
     async def node_lives(self, node: str) -> bool:
         return node not in self.ended
 
-    def release(self, name: str, request_id: str) -> None:
-        self.loads[name] -= 1
+    def release(self, left: RowLeft) -> None:
+        self.loads[left.replica] -= 1
+        self.left.append(left)
 
     def lose(self, name: str) -> None:
         self.loads[name] = 0
@@ -171,6 +173,22 @@ async def test_a_replica_lost_while_it_was_asked_is_counted_once():
     backend.links["c"].say(9, finish="stop")
     assert await said(row) == [7, 8]
     assert not backend.links["c"].taken
+
+
+async def test_the_router_hears_what_a_row_took():
+    """At its end, and where its client goes before."""
+    backend = FakeBackend(a=[])
+    for ends in (True, False):
+        row = generation(backend)
+        await row.start()
+        link = ReplicaConnection.__new__(ReplicaConnection)
+        link.replica, link.rows, link._backend = "a", backend.links["a"].rows, backend  # type: ignore[assignment]
+        link._deal(RowUpdate(REQUEST.request_id, [7], "stop" if ends else None, cached_tokens=2))
+        if not ends:
+            await row.abort()
+        left = backend.left.pop()
+        assert (left.replica, left.request_id, left.cached_tokens) == ("a", REQUEST.request_id, 2)
+        assert left.first_token_s is not None and left.first_token_s > 0.0
 
 
 async def lose_first_and_finish_on_second(backend: FakeBackend) -> None:

@@ -17,7 +17,7 @@ from satchel.actors.protocol.block_ids import block_ids
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.codec import decode, encode, encode_error
 from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowIds, RowUpdate, Sampling
-from satchel.actors.protocol.router_messages import Decision
+from satchel.actors.protocol.router_messages import Decision, RowLeft
 from satchel.api.ray_backend.dispatch import SentPictures
 from satchel.api.ray_backend.rows import RayGeneration
 from satchel.api.ray_backend.split import may_split
@@ -71,7 +71,7 @@ class Replica:
         taker, placement = self.rows[row]
         if finish is not None:
             del self.rows[row]
-            self.backend.release(self.replica, row)
+            self.backend.release(RowLeft(self.replica, row))
         taker.put(placement, RowUpdate(row, list(tokens), finish, cached, error.to_wire() if error else None))
 
     def lose(self) -> None:
@@ -121,8 +121,8 @@ class Backend:
     async def node_lives(self, node: str) -> bool:
         return True
 
-    def release(self, name: str, request_id: str) -> None:
-        self.loads.remove((name, request_id))
+    def release(self, left: RowLeft) -> None:
+        self.loads.remove((left.replica, left.request_id))
 
     def lose(self, name: str) -> None:
         self.lost.append(name)
