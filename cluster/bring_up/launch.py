@@ -135,7 +135,10 @@ def _host_of(ssh: str) -> str | None:
         told = subprocess.run(["ssh", "-G", ssh], capture_output=True, text=True, timeout=SSH_CONFIG_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    options = dict(line.partition(" ")[::2] for line in told.stdout.splitlines())
+    options: dict[str, str] = {}
+    for line in told.stdout.splitlines():
+        name, _, value = line.partition(" ")
+        options[name] = value
     if any(options.get(other, "none") != "none" for other in ("proxyjump", "proxycommand")):
         return None
     return options.get("hostname")
