@@ -318,15 +318,20 @@ def present_nodes(config: Config) -> dict[str, Node]:
     return {name: node for name, node in known.items() if node.resource in alive}
 
 
-async def unload_model(name: str, config: Config) -> None:
+async def unload_model(name: str, config: Config, report: Report | None = None) -> None:
     """Stops serving a model: new requests do not find it, running ones have `timeouts.drain_s` to finish, then its
     replicas end.
+
+    Args:
+        report: called with the current step and None, once no new request finds the model.
 
     Raises:
         ModelNotFound: no such model.
         InvalidRequest: it is the only one.
     """
     entry = await asyncio.to_thread(registry.remove, name)
+    if report is not None:
+        report(f"Finishing what runs on {name}", None)
     replicas = await asyncio.to_thread(find_replicas, [entry], config.timing)
     try:
         # A process with a cached registry still sends requests here for a moment.

@@ -106,8 +106,7 @@ def unload(
 ) -> None:
     """Serve a model no more. Its running requests are finished first."""
     with _connected(home or context.obj) as (cluster, progress):
-        progress.report(f"Finishing what runs on {name}", None)
-        cluster.unload_sync(name)
+        cluster.unload_sync(name, report=progress.report)
     progress.say(f"Unloaded {name}")
 
 

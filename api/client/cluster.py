@@ -190,14 +190,17 @@ class Cluster:
     load_sync = blocking(load)
 
     @on_loop
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, *, report: Report | None = None) -> None:
         """Stops serving a model. Its running requests have `timeouts.drain_s` to finish.
+
+        Args:
+            report: called with the current step and None, once no new request finds the model.
 
         Raises:
             ModelNotFound: no such model is served.
             InvalidRequest: it is the only one.
         """
-        await unload_model(name, self.config)
+        await unload_model(name, self.config, report)
 
     unload_sync = blocking(unload)
 
