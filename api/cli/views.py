@@ -102,7 +102,8 @@ def _cluster(session: httpx.Client) -> dict[str, Any]:
 
 
 def _rate(bytes_per_s: float | None) -> str:
-    return "" if bytes_per_s is None else f"{size(int(bytes_per_s))}/s"
+    """Returns the rate as words; a link that has not moved enough to be measured has none."""
+    return "rate unknown" if bytes_per_s is None else f"{size(int(bytes_per_s))}/s"
 
 
 def node_table(nodes: list[dict[str, Any]]) -> Table:

@@ -27,14 +27,24 @@ from .pull_writer import Keeper
 
 logger = logging.getLogger(__name__)
 
-LINK_BYTES_MIN, LINK_S_MIN = 8 * 2**20, 0.2
-"""Below both, a pull's time is mostly connecting and committing, so it does not measure the link."""
+LINK_BYTES_MIN = 8 * 2**20
+"""What a pull that ended by itself must have moved to measure the link: a smaller one's time is mostly connecting and
+committing."""
+
+LINK_SLOW_BYTES_MIN, LINK_SLOW_S_MIN = 2**20, 1.0
+"""A pull that moved fewer bytes measures it too if it took this long for so many: connecting takes no second."""
 
 
 def link_rate(result: PullResult) -> float | None:
-    """Returns the bytes per second that a pull measured of its link, None if it was too short or failed."""
+    """Returns the bytes per second that a pull measured of its link, None if it moved too little or failed.
+
+    One that its deadline ended had more to move: how little came in a long time says how slow the link is.
+    """
     whole = result.stop in (Stop.COMPLETE, Stop.MISSING, Stop.DEADLINE)
-    enough = result.nbytes >= LINK_BYTES_MIN or result.seconds >= LINK_S_MIN
+    slow = result.seconds >= LINK_SLOW_S_MIN and (
+        result.nbytes >= LINK_SLOW_BYTES_MIN or result.stop is Stop.DEADLINE
+    )
+    enough = result.nbytes >= LINK_BYTES_MIN or slow
     return result.nbytes / result.seconds if whole and enough and result.nbytes and result.seconds > 0 else None
 
 

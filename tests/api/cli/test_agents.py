@@ -194,6 +194,7 @@ async def test_a_split_request_says_what_both_do(served: Served, backend) -> Non
 async def test_status_shows_nodes(served: Served) -> None:
     text = await served.says("status")
     assert all(part in text for part in ("mac0", "mac1", "2.5 MB", "mac1 thunderbolt 1.5 GB/s"))
+    assert "mac0 ethernet rate unknown" in text, "nothing has measured it"
     found = json.loads(await served.says("status", "--json"))
     assert [node["name"] for node in found["nodes"]] == ["mac0", "mac1"]
     assert (found["replicas"]["m-0"]["node"], found["replicas"]["m-0"]["pid"]) == ("mac0", 4711)

@@ -7,7 +7,12 @@ import random
 import pytest
 
 from satchel.actors.kv_store.transfer.block_client import PullResult
-from satchel.actors.kv_store.transfer.node_blocks import LINK_BYTES_MIN, LINK_S_MIN, link_rate
+from satchel.actors.kv_store.transfer.node_blocks import (
+    LINK_BYTES_MIN,
+    LINK_SLOW_BYTES_MIN,
+    LINK_SLOW_S_MIN,
+    link_rate,
+)
 from satchel.actors.kv_store.transfer.pull_loop import Stop
 from satchel.actors.kv_store.transfer.rate import BURST_S, PIECE_BYTES, Rate
 from tests.actors.router.test_router_nodes import cluster
@@ -19,11 +24,16 @@ def pulled(nbytes: int, seconds: float, stop: Stop = Stop.COMPLETE) -> PullResul
 
 
 def test_a_link_is_measured_by_pulls_that_say_something_of_it():
-    """A small and quick one is mostly its connection and its commit; a small one that took long had a slow link."""
+    """A small one is mostly its connection and its commit, however long these took; one that its deadline cut off had
+    a slow link."""
     assert link_rate(pulled(LINK_BYTES_MIN, 0.01)) == LINK_BYTES_MIN / 0.01
-    assert link_rate(pulled(LINK_BYTES_MIN - 1, LINK_S_MIN / 2)) is None
-    assert link_rate(pulled(1000, LINK_S_MIN)) == 1000 / LINK_S_MIN
+    assert link_rate(pulled(LINK_BYTES_MIN - 1, LINK_SLOW_S_MIN / 2)) is None
+    assert link_rate(pulled(LINK_SLOW_BYTES_MIN, LINK_SLOW_S_MIN)) == LINK_SLOW_BYTES_MIN / LINK_SLOW_S_MIN
+    for seconds in (0.01, 0.2, 1.0, 30.0):
+        for few in (1000, 300_000, LINK_SLOW_BYTES_MIN - 1):
+            assert link_rate(pulled(few, seconds)) is link_rate(pulled(few, seconds, Stop.MISSING)) is None
     assert link_rate(pulled(1000, 2.0, Stop.DEADLINE)) == 500.0
+    assert link_rate(pulled(1000, 0.5, Stop.DEADLINE)) is None
     assert link_rate(pulled(0, 5.0)) is None
 
 
