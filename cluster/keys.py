@@ -235,6 +235,11 @@ class KeyRing:
         self._look()
         return self._keys is None and not self._required and not self._damaged
 
+    def has(self, name: str) -> bool:
+        """Whether there is a key of this name that is not revoked."""
+        self._look()
+        return any(key.name == name for key in (self._keys or {}).values())
+
     def remembered(self, secret: str) -> Key | Literal[False] | None:
         """Returns the key of a secret that was checked before; False for a wrong one, None if `check` must decide.
         Takes microseconds."""

@@ -17,10 +17,11 @@ import time
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from cachetools import LRUCache
 
@@ -160,6 +161,39 @@ class AgentMemory:
         self.moves = AgentMoves(store, self.background)
         self.lines = _Lines(lines_bytes_max)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._open: WeakSet[Turn] = WeakSet()
+        self._held: set[str] = set()
+
+    @asynccontextmanager
+    async def held(self, agent: str) -> AsyncIterator[None]:
+        """Holds an agent between two turns: none runs here, and none begins.
+
+        Raises:
+            AgentBusy: a turn of it runs, or it is held already.
+            Unavailable: the store does not answer.
+        """
+        if agent in self._held or any(turn.agent == agent for turn in self._open):
+            raise _busy(agent)
+        self._held.add(agent)
+        name = uuid.uuid4().hex
+        try:
+            # For turns that do not come through this process.
+            await self.store.begin(agent, name, b"", {})
+            yield
+        finally:
+            self._held.discard(agent)
+            with suppress(SatchelError):
+                await self.store.abandon(agent, name)
+
+    def enter(self, turn: Turn) -> None:
+        """Notes a turn that begins. Raises `AgentBusy` if its agent is held."""
+        if turn.agent in self._held:
+            raise _busy(turn.agent)
+        self._open.add(turn)
+
+    def exit(self, turn: Turn) -> None:
+        """Notes that a turn has ended."""
+        self._open.discard(turn)
 
     def background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         # A new context, because Ray cancels calls that inherit a request's context together with the request.
@@ -228,10 +262,11 @@ class Turn:
         """Recalls the agent's memory; a continuing turn waits for the one before it.
 
         Raises:
-            AgentBusy: the turn before it takes too long.
+            AgentBusy: the turn before it takes too long, or the agent is being given away.
             QuotaExceeded: the agent's tenant is over its limit.
             Unavailable: a continuing turn cannot get its transcript.
         """
+        self._memory.enter(self)
         if self.continues:
             await self._begin()
             return
@@ -353,6 +388,7 @@ class Turn:
             raise
         finally:
             self._stop_renewing()
+            self._memory.exit(self)
         self._memory.commits[outcome.kind] += 1
         if outcome.kept:
             self.remembered = replace(self.remembered, copied=outcome.copied)
@@ -421,6 +457,7 @@ class Turn:
         if not self._over:
             self._over = True
             self._stop_renewing()
+            self._memory.exit(self)
             if self.continues:
                 self._abandon()
 
@@ -445,6 +482,10 @@ def _known_line(head: Head, content: Content, text: TextModel) -> KnownLine:
     line = index_line(StoredBranch(content.text, text.plain(tokens)), text)
     history = History(messages, kept_of(messages))
     return KnownLine(head.branch, head.epoch, head.turns, line, history, media_tokens_in(tokens))
+
+
+def _busy(agent: str) -> AgentBusy:
+    return AgentBusy(f"agent {agent.partition('/')[2]!r} is busy with a turn; try again when that has ended")
 
 
 def _refusal(agent: str, outcome: str) -> AgentBusy:

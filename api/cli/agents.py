@@ -176,7 +176,8 @@ def give(
     home: HomeOption = None,
 ) -> None:
     """Give an agent to another key, such as one from before the first key was made. Its words stay as they are."""
-    with endpoint(home or context.obj, _ANSWER_S, tenant) as session:
+    # It may wait for the end of a turn.
+    with endpoint(home or context.obj, _MOVE_S, tenant) as session:
         done = _ask(session, "POST", agent, "/give", {"to": to})
     if json:
         print_json(done)

@@ -82,7 +82,7 @@ def create_app(
     ConversationRoutes(answering).add_to(app)
     OllamaRoutes(answering, embedder).add_to(app)
     StatusRoutes(backend, answering, metrics).add_to(app)
-    AgentRoutes(generator, answering.bodies, audit).add_to(app)
+    AgentRoutes(generator, answering.bodies, audit, keys).add_to(app)
     ClusterRoutes(backend, generator.memory, audit).add_to(app)
     describe_bodies(app)
     # The outermost, because all others look at the path.

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...cluster.audit import Audit
 from ...cluster.errors import InvalidRequest, KeyRefused, NotAllowed, RateLimited, SatchelError, Unavailable, quoted
-from ...cluster.keys import KEY_BEGINS, NAME, Key, KeyLimits, KeyRing
+from ...cluster.keys import KEY_BEGINS, NAME, OWNER, Key, KeyLimits, KeyRing
 from ..generation.callers import Caller, Meter
 from .error_shapes import error_response
 
@@ -148,6 +148,16 @@ def tenant_of(request: Request, *, every: bool = False) -> str:
     if NAME.fullmatch(named) is None:
         raise InvalidRequest(f"tenant: {quoted(named)} is no key's name", param="tenant")
     return named
+
+
+def check_owner(keys: KeyRing | None, name: str) -> None:
+    """Checks that somebody can have agents under a name: a key, or whoever runs the server.
+
+    Raises:
+        InvalidRequest: there is no such key.
+    """
+    if name != OWNER and (keys is None or not keys.has(name)):
+        raise InvalidRequest(f"to: there is no key {quoted(name)}; `satchel keys list` names them", param="to")
 
 
 def require_admin(caller: Caller) -> None:

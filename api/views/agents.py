@@ -120,6 +120,7 @@ async def give_agent(memory: AgentMemory, key: str, tenant: str) -> dict[str, An
 
     Raises:
         AgentNotFound, AgentExists: there is nothing to give, or the tenant has an agent of that id.
+        AgentBusy: a turn of it runs, which would be lost.
         InvalidRequest: it is the tenant's already, or `tenant` is no tenant's name.
         Unavailable: a store does not answer. The agent stays whose it was, or both have it.
     """
@@ -128,8 +129,9 @@ async def give_agent(memory: AgentMemory, key: str, tenant: str) -> dict[str, An
         raise InvalidRequest(f"to: {quoted(tenant)} is no key's name", param="to")
     if tenant == owner:
         raise InvalidRequest(f"{agent!r} is an agent of {tenant!r} already", param="to")
-    branches = await memory.store.fork(key, agent_key(agent, tenant))
-    await forget_agent(memory, key)
+    async with memory.held(key):
+        branches = await memory.store.fork(key, agent_key(agent, tenant))
+        await forget_agent(memory, key)
     return {"id": agent, "object": "agent.gift", "from": owner, "to": tenant, "branches": branches}
 
 

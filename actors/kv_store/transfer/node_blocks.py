@@ -41,9 +41,7 @@ def link_rate(result: PullResult) -> float | None:
     One that its deadline ended had more to move: how little came in a long time says how slow the link is.
     """
     whole = result.stop in (Stop.COMPLETE, Stop.MISSING, Stop.DEADLINE)
-    slow = result.seconds >= LINK_SLOW_S_MIN and (
-        result.nbytes >= LINK_SLOW_BYTES_MIN or result.stop is Stop.DEADLINE
-    )
+    slow = result.seconds >= LINK_SLOW_S_MIN and (result.nbytes >= LINK_SLOW_BYTES_MIN or result.stop is Stop.DEADLINE)
     enough = result.nbytes >= LINK_BYTES_MIN or slow
     return result.nbytes / result.seconds if whole and enough and result.nbytes and result.seconds > 0 else None
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ....cluster.audit import Audit
 from ....cluster.errors import AgentNotFound, DeadlineExceeded, Unavailable
+from ....cluster.keys import KeyRing
 from ...agents.memory import AgentMemory
 from ...agents.satchels import packed, unpacked
 from ...generation.callers import Caller
@@ -24,7 +25,7 @@ from ...openai.bodies import ForkBody, InjectBody
 from ...views.agents import PAGE_MAX, agent_info, agent_page, forget_agent, fork_agent, give_agent, release_agent
 from ...views.generation import Generator
 from ..exchange import BodyReader, CancelOnDisconnect
-from ..guard import require_admin, tenant_of
+from ..guard import check_owner, require_admin, tenant_of
 from .adding import BYTES, add_route
 
 
@@ -48,10 +49,13 @@ class AgentRoutes:
     """Handlers for agents, and for the KV that replicas keep for reuse. Agents are the caller's own; an administrator
     names another tenant with `?tenant=NAME`."""
 
-    def __init__(self, generator: Generator, bodies: BodyReader, audit: Audit | None = None) -> None:
+    def __init__(
+        self, generator: Generator, bodies: BodyReader, audit: Audit | None = None, keys: KeyRing | None = None
+    ) -> None:
         self._generator = generator
         self._bodies = bodies
         self._audit = audit
+        self._keys = keys
 
     def add_to(self, app: FastAPI) -> None:
         """Adds the routes to `app`."""
@@ -122,6 +126,7 @@ class AgentRoutes:
         require_admin(request.state.caller)
         key = _key(request, agent_id)
         body = await self._bodies.read(request, GiveBody)
+        check_owner(self._keys, body.to)
         done = await give_agent(self._memory, key, body.to)
         self._note(request, "agent given", agent=agent_id, owner=done["from"], to=body.to)
         return JSONResponse(done)

@@ -20,6 +20,7 @@ from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord
 from satchel.cluster.errors import SatchelError
 from satchel.cluster.home import prepare_home, write_private_json
+from satchel.cluster.keys import KeyRing
 from satchel.cluster.processes import ProcessMark
 from tests.worlds.homes import HomesStore
 from tests.worlds.remembering import Remembering
@@ -62,11 +63,13 @@ async def served(backend, config, tmp_path: Path) -> AsyncIterator[Served]:
     endpoint = Remembering(backend, config, store)
     for agent in ("ann", "bob"):
         await endpoint.say("Hi", agent=agent)
-    port = free_port()
-    server = HttpServer(create_app(backend, config, generator=endpoint.generator), "127.0.0.1", port)
-    await server.start()
     home = Home(tmp_path / "home")
     prepare_home(home)
+    port = free_port()
+    server = HttpServer(
+        create_app(backend, config, generator=endpoint.generator, keys=KeyRing(home, required=False)), "127.0.0.1", port
+    )
+    await server.start()
     mark = ProcessMark.of(os.getpid())
     assert mark is not None
     url = f"http://127.0.0.1:{port}"

@@ -14,6 +14,7 @@ from satchel.api.cli.views import size
 from satchel.api.generation.backend import NodeState
 from satchel.api.text.template_habits import TemplateHabits
 from satchel.cluster.errors import SatchelError
+from satchel.cluster.keys import create_key, write_owner_key
 
 from .conftest import Served
 
@@ -84,6 +85,10 @@ async def test_an_agent_is_copied_and_forgotten(served: Served) -> None:
 
 
 async def test_agents_of_keys_are_reached_by_the_name_of_the_key(served: Served) -> None:
+    sentence = "there is no key 'carol'; `satchel keys list` names them"
+    assert sentence in await served.refuses("agents", "give", "bob", "--to", "carol")
+    create_key(served.home, "carol")
+    write_owner_key(served.home)
     assert "belongs to carol now" in await served.says("agents", "give", "bob", "--to", "carol")
     assert "bob" not in await served.says("agents")
     text = await served.says("agents", "--all")

@@ -14,6 +14,7 @@ import pytest
 
 from satchel.actors.protocol.block_ids import scope_of
 from satchel.api.http import guard
+from satchel.api.views.agents import agent_transcripts
 from satchel.cluster.audit import Audit
 from satchel.cluster.config import Home
 from satchel.cluster.home import prepare_home
@@ -37,6 +38,9 @@ class Tenants(Remembering):
         self.client.headers.pop("Authorization", None)
         if name is not None:
             self.client.headers["Authorization"] = f"Bearer {self.secrets[name]}"
+
+    async def transcripts(self, agent: str) -> list[bytes]:
+        return await agent_transcripts(self.store.asked, agent)
 
     async def call(self, name: str, method: str, path: str, body: Any = None) -> httpx.Response:
         self.as_(name)
@@ -167,10 +171,67 @@ async def test_an_agent_is_given_to_another_tenant(endpoint: Tenants):
         ("/v1/agents/a/give?tenant=ann", {"to": "ann"}, 400),
         ("/v1/agents/a/give?tenant=ann", {"to": "no/body"}, 400),
         ("/v1/agents/a/give?tenant=ann", {"to": 1}, 400),
+        ("/v1/agents/a/give?tenant=ann", {"to": "nobody"}, 400),
+        ("/v1/agents/a/give?tenant=ann", {"to": "Bob"}, 400),
         ("/v1/agents/none/give?tenant=ann", {"to": "bob"}, 404),
     ):
         assert (await endpoint.call("root", "POST", path, body)).status_code == status, (path, body)
     assert (await endpoint.call("ann", "GET", "/v1/agents/a")).status_code == 200
+    revoke_key(endpoint.home, "bob")
+    gone = await endpoint.call("root", "POST", "/v1/agents/a/give?tenant=ann", {"to": "bob"})
+    assert gone.status_code == 400 and gone.json()["error"]["param"] == "to"
+    assert "there is no key 'bob'" in gone.json()["error"]["message"]
+    back = await endpoint.call("root", "POST", "/v1/agents/a/give?tenant=ann", {"to": "default"})
+    assert back.status_code == 200, "whoever runs the server needs no key"
+
+
+@pytest.mark.parametrize("continues", [False, True])
+@pytest.mark.parametrize("ends", ["answered", "gone"])
+async def test_an_agent_is_not_given_away_during_a_turn(endpoint: Tenants, continues: bool, ends: str):
+    endpoint.as_("ann")
+    await endpoint.say("The code is 4711", agent="a")
+    go_on = asyncio.Event()
+    endpoint.backend.play(go_on, *endpoint.backend.row("Noted"))
+    turn = asyncio.create_task(endpoint.say("It is 4712 now", agent="a", agent_continue=continues))
+    while len(endpoint.backend.requests) < 2:
+        await asyncio.sleep(0.01)
+    busy = await endpoint.call("root", "POST", "/v1/agents/a/give?tenant=ann", {"to": "bob"})
+    assert busy.status_code == 409 and busy.json()["error"]["code"] == "agent_busy"
+    if ends == "answered":
+        go_on.set()
+        assert await turn == "Noted"
+    else:
+        turn.cancel()
+        await asyncio.wait([turn])
+    given = await endpoint.call("root", "POST", "/v1/agents/a/give?tenant=ann", {"to": "bob"})
+    assert given.status_code == 200
+    assert ("4712" in json.dumps([json.loads(each) for each in await endpoint.transcripts("bob/a")])) is (
+        ends == "answered"
+    )
+
+
+async def test_a_turn_of_another_process_ends_before_its_agent_is_given(endpoint: Tenants):
+    """And one that begins meanwhile is refused: its words would be lost."""
+    endpoint.as_("ann")
+    await endpoint.say("The code is 4711", agent="a")
+    await endpoint.store.begin("ann/a", "elsewhere", b"", {})
+    give = asyncio.create_task(
+        endpoint.client.post(
+            "/v1/agents/a/give?tenant=ann",
+            json={"to": "bob"},
+            headers={"Authorization": f"Bearer {endpoint.secrets['root']}"},
+        )
+    )
+    while endpoint.store.calls.count("begin") < 2:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert not give.done()
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    assert (await endpoint.post(body, "a")).status_code == 409
+    assert (await endpoint.post({**body, "agent_continue": True}, "a")).status_code == 409
+    await endpoint.store.abandon("ann/a", "elsewhere")
+    assert (await give).status_code == 200
+    assert (await endpoint.post(body, "a")).status_code == 200, "an agent of that name may begin anew"
 
 
 @pytest.mark.parametrize(
