@@ -30,6 +30,7 @@ from ..errors import ClusterError, KeysDamaged, NotRunning, PortInUse
 from ..incidents import Incident, incidents
 from ..nodes import Node
 from ..trust.endpoint_certificate import check_certificate
+from ..trust.invitations import remembered
 from .launch import unresolved
 from .ports import check_port_free, listens_to_strangers, valid_keys
 
@@ -68,6 +69,15 @@ class Check:
 
 def examine(config: Config, home: Home) -> list[Check]:
     """Runs every check, in a few seconds. Starts no server and changes nothing but the home's folder."""
+    # What only the server needs: its address, its port, its keys and its certificate.
+    head, node = config.machines[0], other_node(config, home)
+    of_head: list[Callable[[], Check]] = [
+        lambda: check_port(config, home),
+        lambda: check_keys(config.endpoint, home),
+        lambda: check_address(config),
+    ]
+    where = f"this machine is {node}, and the server runs on {head.name} ({head.address})"
+    of_node = [lambda: Check("address", "ok", where)]
     checks: list[Callable[[], Check]] = [
         check_python,
         *[lambda name=name: check_version(name) for name in _PINNED],
@@ -80,13 +90,11 @@ def examine(config: Config, home: Home) -> list[Check]:
         check_sockets,
         lambda: check_run(home),
         lambda: check_last_start(home, time.time()),
-        lambda: check_port(config, home),
-        lambda: check_keys(config.endpoint, home),
-        lambda: check_address(config),
+        *(of_node if node else of_head),
         *[lambda model=model: check_source(model) for model in config.models],
     ]
-    certificate = check_tls(config.endpoint, datetime.now(UTC))
-    hosts = check_hosts(config.machines)
+    certificate = [] if node else check_tls(config.endpoint, datetime.now(UTC))
+    hosts = [] if node else check_hosts(config.machines)
     return [*(check() for check in checks), *hosts, *certificate, *check_lately(home, time.time())]
 
 
@@ -241,6 +249,32 @@ def check_keys(endpoint: Endpoint, home: Home) -> Check:
         return Check("keys", "ok", f"{len(keys)} valid keys" if keys else "none, and none is needed")
     found = f"none, and the endpoint would listen on {endpoint.listen}, where everybody could use it"
     return Check("keys", "fail", found, "`satchel keys create NAME`, or listen on 127.0.0.1")
+
+
+def other_node(config: Config, home: Home) -> str:
+    """Returns which node besides the head this machine is; "" if it is the head, or none that is known.
+
+    It is another one if the head's address is not this machine's, but another node's is, or if it has joined a cluster.
+    """
+    head, *others = config.machines
+    if _is_ours(head.address):
+        return ""
+    for node in others:
+        if _is_ours(node.address):
+            return node.name
+    membership = remembered(home)
+    return "" if membership is None else membership.name or "a node that has joined"
+
+
+def _is_ours(address: str) -> bool:
+    """Returns whether an IP address is this machine's."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def check_address(config: Config) -> Check:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import ipaddress
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from satchel.api.cli.main import main
@@ -18,10 +21,12 @@ from satchel.cluster.bring_up.doctor import (
     examine,
 )
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Home, default_config, parse_config
+from satchel.cluster.config import Config, Home, default_config, parse_config
 from satchel.cluster.connection import satchel_version
 from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import create_key, revoke_key
+from satchel.cluster.nodes import Node
+from satchel.cluster.trust.invitations import Invitation, remember
 
 
 def satchel(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -138,6 +143,38 @@ def test_the_doctor_refuses_what_serve_refuses(tmp_path: Path) -> None:
     assert "keys remove --all" in check_keys(config.endpoint, home).mend
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_doctor_asks_of_a_node_nothing_that_only_the_server_needs(tmp_path: Path, joined: bool) -> None:
+    """With the config of the head, whose addresses, keys and certificate are not this machine's."""
+    nodes = [{"name": "mac0", "address": "203.0.113.1"}, {"name": "mac1", "address": "203.0.113.2", "ssh": "mac1"}]
+    own = [each.address for link in psutil.net_if_addrs().values() for each in link if each.family == socket.AF_INET]
+    ours = [address for address in own if not ipaddress.ip_address(address).is_loopback]
+    if not joined and not ours:
+        pytest.skip("this machine has no network")
+    here = {"name": "mac2", "address": [*ours, ""][0], "ssh": "mac2"}
+    tls = {"certificate": str(tmp_path / "none.pem"), "key": str(tmp_path / "none.key")}
+    config = parse_config(
+        {
+            "models": [{"name": "n", "source": "embedded:recall"}],
+            "nodes": nodes if joined else [*nodes, here],
+            "endpoint": {"listen": "203.0.113.1", "port": free_port(), "tls": tls},
+        }
+    )
+    home = Home(tmp_path / "home")
+    prepare_home(home)
+    if joined:
+        assert {"address", "port", "keys", "certificate"} <= failing(config, home), "nothing says that it is no head"
+        node = Node(name="mac2", address="127.0.0.1")
+        remember(home, Invitation("203.0.113.1:6380", "0" * 64), node)
+    assert failing(config, home) == set()
+    (found,) = [check.found for check in examine(config, home) if check.name == "address"]
+    assert found == "this machine is mac2, and the server runs on mac0 (203.0.113.1)"
+
+
+def failing(config: Config, home: Home) -> set[str]:
+    return {check.name for check in examine(config, home) if check.result == "fail"}
+
+
 def test_the_doctor_tells_of_a_start_that_failed(tmp_path: Path) -> None:
     home = Home(tmp_path)
     assert check_last_start(home, 0.0).result == "ok"
@@ -161,7 +198,6 @@ def test_what_the_package_offers_is_listed() -> None:
 
 
 def test_the_doctor_sees_a_busy_port(tmp_path: Path) -> None:
-    import socket
     from dataclasses import replace
 
     with socket.create_server(("127.0.0.1", 0)) as server:
