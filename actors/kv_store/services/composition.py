@@ -9,6 +9,7 @@ from ....cluster.config import Config
 from ....cluster.nodes import Node
 from ...protocol.store_messages import StoreStats
 from ..replication.copies import Secondaries
+from ..replication.orphans import Orphans
 from ..replication.peers import Peers
 from ..replication.succession import Succession
 from .conversations import Conversations
@@ -81,7 +82,17 @@ class StoreServices:
             forgotten=self.tombstones.spread,
             changed=changed,
         )
-        self.tending = Tending(self.succession, self.copies, self.tombstones, memory.timing)
+        self.orphans = Orphans(
+            node.name,
+            memory.roles,
+            self.succession,
+            self.copies,
+            in_order,
+            peers,
+            count=config.replication,
+            timing=memory.timing,
+        )
+        self.tending = Tending(self.succession, self.copies, self.orphans, self.tombstones, memory.timing)
         memory.disk.on_touched = self.copies.blocks_later
 
     def share_blocks(self) -> None:

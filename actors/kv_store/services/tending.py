@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from ....cluster.timing import Timing
 from ..replication.copies import Secondaries
+from ..replication.orphans import Orphans
 from ..replication.succession import Succession
 from .tombstones import Tombstones
 
@@ -28,9 +29,16 @@ class Tending:
         introduced: set as soon as turns may begin here.
     """
 
-    def __init__(self, succession: Succession, copies: Secondaries, tombstones: Tombstones, timing: Timing) -> None:
+    def __init__(
+        self,
+        succession: Succession,
+        copies: Secondaries,
+        orphans: Orphans,
+        tombstones: Tombstones,
+        timing: Timing,
+    ) -> None:
         self._timing = timing
-        self._succession, self._copies, self._tombstones = succession, copies, tombstones
+        self._succession, self._copies, self._orphans, self._tombstones = succession, copies, orphans, tombstones
         self._loop = asyncio.get_running_loop()
         self.introduced = asyncio.Event()
 
@@ -64,6 +72,7 @@ class Tending:
         """Try again what failed: copies, burials, handing over."""
         await self._succession.resolve()
         await self._copies.catch_up()
+        await self._orphans.tend()
         await self._tombstones.again()
 
     async def run(self) -> None:
