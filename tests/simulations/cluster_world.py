@@ -18,7 +18,7 @@ from typing import Any
 from satchel.actors.kv_store.transfer.node_blocks import NodeBlocks
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id, scope_of
 from satchel.actors.protocol.entries import EntryRecord, Failure, owner_tag
-from satchel.actors.protocol.router_messages import Decision, RouteRequest, prefill_row
+from satchel.actors.protocol.router_messages import Decision, RouteRequest, RowLeft, prefill_row
 from satchel.actors.protocol.store_messages import PullKV
 from satchel.actors.replica.tiers.following import follow
 from satchel.api.ray_backend.store import RayStore
@@ -305,7 +305,7 @@ class ClusterWorld(World):
                     rows.append((decision.prefill_on, prefill_row(ask.request_id)))
                 for each in (router, self.router_now()):
                     for row in rows:
-                        await each.release(*row)
+                        await each.release(RowLeft(*row))
         raise Unavailable("nobody answers")
 
     async def _route(self, ask: Ask) -> Decision:
