@@ -164,6 +164,7 @@ def test_a_model_is_loaded_and_unloaded_while_others_answer(server: Server):
     unknown = server.command("models", "unload", "extra/one")
     assert unknown.returncode == 1
     assert unknown.stderr == f"satchel: the model 'extra/one' is not served; there are: plain, {ADAPTED}\n"
+    assert "Finishing" not in unknown.stdout, "it says at once that there is none"
 
 
 def without_tokenizer(folder: Path) -> Path:
