@@ -70,6 +70,14 @@ def told(pieces: list[Piece]) -> tuple[str, list[tuple[str, str, bool]], list[st
     return shown, [(call.name, call.arguments, call.begun) for call in calls], parts
 
 
+def is_json(arguments: str) -> bool:
+    try:
+        json.loads(arguments)
+    except ValueError:
+        return False
+    return True
+
+
 def test_arguments_come_while_they_are_written(text: TextModel):
     answer = written(text, ("write", {"path": "/a b", "count": 3, "content": "The quick brown fox"}))
     _, calls, parts = told(split(text, list(answer[: answer.index("fox")]), cut=True))
@@ -115,7 +123,7 @@ FRAGMENTS = [*"\n> =", "write", "path", "3", "null", *(f"<{tag}>" for tag in TAG
 @given(data=st.data())
 def test_what_is_written_otherwise_is_a_call_all_the_same(text: TextModel, data: st.DataObject):
     """Calls of which something is changed, so that not every value can be what the model's parser makes of them: all
-    its calls are found, and cuts change nothing."""
+    its calls are found, but for those that stand in a value without an end, and cuts change nothing."""
     arguments = data.draw(st.dictionaries(st.sampled_from(list(PROPERTIES)), st.sampled_from(["", "x", "3", "a\nb "])))
     answer = written(text, (data.draw(st.sampled_from([*NAMES, "other"])), arguments)) * data.draw(st.integers(1, 2))
     for _ in range(data.draw(st.integers(0, 3))):
@@ -131,7 +139,8 @@ def test_what_is_written_otherwise_is_a_call_all_the_same(text: TextModel, data:
     expected = [name for name, _, _ in told([*whole.add(answer), *whole.flush()])[1]]
     _, calls, parts = told(outs[0])
     names = iter(name for name, _, _ in calls)
-    assert all(name in names for name in expected), "in their order, and perhaps others between them"
+    endless = bool(calls) and not is_json(calls[-1][1])
+    assert endless or all(name in names for name in expected), "in their order, and perhaps others between them"
     for (_, arguments, begun), part in zip(calls, parts, strict=True):
         assert part == (arguments if begun else "")
 
