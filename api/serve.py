@@ -162,11 +162,7 @@ class Deployment:
     """A running endpoint. `models` are the names it was started with, the default first."""
 
     def __init__(self, config: Config) -> None:
-        host = config.endpoint.listen
-        if host in ("0.0.0.0", "::"):
-            host = "127.0.0.1"
-        scheme = "http" if config.endpoint.tls is None else "https"
-        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.endpoint.port}"
+        self.url = config.endpoint.url(everywhere="127.0.0.1")
         self.models = [model.name for model in config.models]
         self._timing = config.timing
 

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, JsonValue, TypeAdapter, ValidationEr
 from pydantic.dataclasses import dataclass as validated
 
 from .errors import ConfigError
-from .nodes import Node
+from .nodes import Node, host_port
 from .timing import Timing, broken
 from .units import STRICT, Bytes, Count, Seconds, StrictOrSeconds
 
@@ -88,6 +88,16 @@ class Endpoint:
     so many; the oldest are dropped first."""
     unread_tokens_max: Count = 4096
     """A row whose client has this many unread tokens is ended, so that a slow reader does not hold a place."""
+
+    @property
+    def listens_everywhere(self) -> bool:
+        """Whether it binds every address of its machine, and so names none at which it is reached."""
+        return self.listen in ("0.0.0.0", "::")
+
+    def url(self, everywhere: str) -> str:
+        """Returns where it is reached: at the address that it binds, or at `everywhere` if that is every one."""
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://{host_port(everywhere if self.listens_everywhere else self.listen, self.port)}"
 
 
 @validated(frozen=True, config=STRICT)

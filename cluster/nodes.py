@@ -16,6 +16,11 @@ ASSUMED_BYTES_PER_S: dict[Kind, float] = {"thunderbolt": 1.0e9, "ethernet": 1.0e
 """Assumed throughput of a link until it has been measured."""
 
 
+def host_port(host: str, port: str | int) -> str:
+    """Returns `HOST:PORT`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _ip(text: str) -> str:
     try:
         return str(ipaddress.ip_address(text))

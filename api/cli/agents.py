@@ -143,10 +143,7 @@ def fork(
     """Copy an agent's memory to a new id."""
     with endpoint(home or context.obj, _ANSWER_S, tenant) as session:
         done = _ask(session, "POST", agent, "/fork", {"as": new})
-    if json:
-        print_json(done)
-    else:
-        print(f"{new} remembers what {agent} does ({done['branches']} branches)")
+    _print_done(done, f"{new} remembers what {agent} does ({done['branches']} branches)", json)
 
 
 @app.command()
@@ -160,10 +157,7 @@ def forget(
     """Erase all that is known of an agent, on disk too."""
     with endpoint(home or context.obj, _ANSWER_S, tenant) as session:
         done = _ask(session, "DELETE", agent)
-    if json:
-        print_json(done)
-    else:
-        print(f"{agent} is forgotten")
+    _print_done(done, f"{agent} is forgotten", json)
 
 
 @app.command()
@@ -179,10 +173,7 @@ def give(
     # It may wait for the end of a turn.
     with endpoint(home or context.obj, _MOVE_S, tenant) as session:
         done = _ask(session, "POST", agent, "/give", {"to": to})
-    if json:
-        print_json(done)
-    else:
-        print(f"{agent} belongs to {to} now")
+    _print_done(done, f"{agent} belongs to {to} now", json)
 
 
 def _whose(tenant: str, every: bool) -> str:
@@ -287,6 +278,13 @@ def json_of(answer: httpx.Response) -> Any:
         return answer.json()
     except ValueError:
         raise SatchelError(f"the endpoint's answer to {answer.request.url.path} is not JSON") from None
+
+
+def _print_done(answer: Any, sentence: str, as_json: bool) -> None:
+    if as_json:
+        print_json(answer)
+    else:
+        print(sentence)
 
 
 def print_json(data: Any) -> None:

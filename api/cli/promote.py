@@ -31,7 +31,6 @@ from .service import end_process
 Say = Callable[[str], None]
 
 LEAVE_S = 40.0
-_ANYWHERE = ("0.0.0.0", "::")
 
 
 def promote(home: Home, *, listen: str | None, force: bool, say: Say) -> Path:
@@ -78,7 +77,7 @@ def promoted_config(estate: Estate, last: Membership, listen: str | None) -> Con
     own = replace(named.get(last.name, Node(name=last.name)), address=last.address, ssh=None)
     others = [node for node in before.nodes[1:] if node.name not in (last.name, estate.head)]
     own_listen = before.endpoint.listen
-    if own_listen == before.machines[0].address and own_listen not in _ANYWHERE:
+    if own_listen == before.machines[0].address and not before.endpoint.listens_everywhere:
         own_listen = last.address
     endpoint = replace(before.endpoint, listen=listen or own_listen)
     kept = {own.name, *(node.name for node in others)}
@@ -93,7 +92,8 @@ def _without_lost(model: Model, kept: set[str]) -> Model:
 
 
 def _end_node(home: Home, say: Say) -> None:
-    """Ends the node that runs on the home, which its agents stay with."""
+    """Ends the node that runs on the home. Its agents stay in the home unless a head answers, which has it hand them
+    over first."""
     if (keeper := find_keeper(home)) is not None:
         say(f"Ending the node {keeper.name} of the cluster at {keeper.door}")
         end_process(keeper.mark, LEAVE_S)

@@ -147,11 +147,8 @@ class StartUp(threading.Thread):
 def _told(config: Config, home: Home) -> ToldEndpoint:
     """Where other machines find the endpoint, and what they need for it."""
     endpoint, head = config.endpoint, config.machines[0]
-    host = head.address if endpoint.listen in ("0.0.0.0", "::") else endpoint.listen
-    scheme = "http" if endpoint.tls is None else "https"
     certificate = "" if endpoint.tls is None else read_certificate(endpoint.tls.certificate).pem
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{endpoint.port}"
-    return ToldEndpoint(url, owner_key(home), certificate, head.name)
+    return ToldEndpoint(endpoint.url(everywhere=head.address), owner_key(home), certificate, head.name)
 
 
 def serve(config: Config, home: Home) -> None:

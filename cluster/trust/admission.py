@@ -15,9 +15,8 @@ from ..config import Home
 from ..connection import versions
 from ..errors import ClusterError, NodeRemoved, NotRunning
 from ..home import read_json, write_private
-from ..nodes import Node
+from ..nodes import Node, host_port
 from .certificates import fingerprint, keep, request
-from .estate import door_at
 from .invitations import Invitation, remember
 from .members import Member, members
 
@@ -116,7 +115,7 @@ def led_elsewhere(home: Home) -> Invitation | None:
         return None
 
     def look(member: Member) -> Invitation | None:
-        door = Invitation(door_at(member.address, port), member.fingerprint)
+        door = Invitation(host_port(member.address, port), member.fingerprint)
         if knock(door.door) != "open":
             return None
         try:

@@ -23,9 +23,9 @@ from typing import Any
 from ..config import Home
 from ..errors import ClusterError, PortInUse
 from ..home import read_json, write_private_json
-from ..nodes import Node
+from ..nodes import Node, host_port
 from .certificates import Authority, fingerprint, keep, request, requested_fingerprint
-from .estate import Estate, digest, door_at
+from .estate import Estate, digest
 from .invitations import find_invitation, use_up
 from .members import Member, admit, members
 from .strangers import Strangers
@@ -73,7 +73,7 @@ class Door:
         self._context.load_cert_chain(home.certificate_file, home.key_file)
         self._listener = _listener(node.address, port)
         host, found = self._listener.getsockname()[:2]
-        self.address = door_at(host, found)
+        self.address = host_port(host, found)
         self.estate: Callable[[], Estate] | None = None
         self._ray = ""
         self._strangers: Strangers[socket.socket] = Strangers(CALLERS_MAX)
@@ -184,12 +184,15 @@ class Door:
 
     def _refusal(self, shown: bytes, versions: str) -> dict[str, Any] | None:
         """Returns why a machine is refused; None if it is not. `shown` is empty for one that has an invitation."""
+        # Also for one with an invitation, which is not used up if they cannot be read.
         known = members(self._home)
-        if shown and fingerprint(shown) in known.removed:
-            return _REMOVED
-        # Whoever has the lost head's disk could sign others by the authority on it.
-        if shown and fingerprint(shown) not in known.admitted and not self._authority.has_signed(shown):
-            return _UNKNOWN
+        if shown:
+            key = fingerprint(shown)
+            if key in known.removed:
+                return _REMOVED
+            # Whoever has the lost head's disk could sign others by the authority on it.
+            if key not in known.admitted and not self._authority.has_signed(shown):
+                return _UNKNOWN
         if versions != self._versions:
             return {"error": f"the cluster runs {self._versions}, this machine {versions}; install the same"}
         return None

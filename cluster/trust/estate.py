@@ -16,6 +16,7 @@ from typing import Any
 
 from ..config import Config, Home
 from ..home import write_private
+from ..nodes import host_port
 from .certificates import trusted_authorities
 from .invitations import Membership
 from .members import Members, members
@@ -117,17 +118,12 @@ def ways_back(home: Home, last: Membership) -> list[Membership]:
     found = kept_estate(home)
     others = [] if found is None else [*found[0].members.admitted.values()]
     doors = [
-        Membership(door_at(each.address, port), each.fingerprint, last.name, last.address)
+        Membership(host_port(each.address, port), each.fingerprint, last.name, last.address)
         for each in others
         if each.name != last.name
     ]
     known = (last.door, last.fingerprint)
     return [last, *(each for each in doors if (each.door, each.fingerprint) != known)]
-
-
-def door_at(host: str, port: str | int) -> str:
-    """Returns `HOST:PORT`."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _text(path: Path) -> str | None:
