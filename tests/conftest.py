@@ -5,6 +5,7 @@ Everything lives in a temporary home of its own, on ports that the system chose,
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,11 +16,16 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
+from satchel.actors.replica.kv.device import on_gpu
 from satchel.actors.replica.loading import blas
 from satchel.cluster import environment
 from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Home
 from satchel.cluster.home import ensure_token, prepare_home
+
+if on_gpu():
+    # Float32 of its own precision, in this process and in servers: read at MLX's first product.
+    os.environ["MLX_ENABLE_TF32"] = "0"
 
 SHARE_CLUSTER = (
     # First, for it measures with nothing remembered there.

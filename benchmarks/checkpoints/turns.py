@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import httpx
@@ -29,8 +29,9 @@ QUESTIONS = (
     "How would you make it faster?",
 )
 ANSWER_TOKENS = 48
-TIE = 0.05
-"""Two tokens whose log probabilities differ by less are a tie: rounding chooses between them."""
+TIE = 0.125
+"""Two tokens whose log probabilities differ by no more are a tie: rounding chooses between them. It is bfloat16's step
+from 16 to 32, where the likeliest logits are."""
 
 REUSED_MIN = 2000
 """From so many reused tokens on a first token takes at most half of what it takes without."""
@@ -65,7 +66,7 @@ def turns(
         if budget.left_s <= 0:
             table.notes.append(f"{length} tokens, {at_once} at once: no time was left.")
             continue
-        texts = [next(files)[: length * CHARACTERS_A_TOKEN] for _ in range(at_once)]
+        texts = [_text(files, length * CHARACTERS_A_TOKEN) for _ in range(at_once)]
         pairs = asyncio.run(_conversations(server, texts))
         reused = median([answer.cached for answer in pairs.hot])
         hot, anew = (median([answer.first_s * 1000 for answer in found]) for found in (pairs.hot, pairs.cold))
@@ -84,10 +85,18 @@ def turns(
             table.at_most(f"hot / cold, {reused:.0f} tokens reused, {at_once} at once", hot / anew, 0.5)
         say(f"  {length} tokens, {at_once} at once: {hot:.0f} ms hot, {anew:.0f} ms cold")
     table.notes.append(
-        f"Greedy answers of {ANSWER_TOKENS} tokens. They part at a tie where the likeliest two tokens differ by less "
-        f"than {TIE} in log probability."
+        f"Greedy answers of {ANSWER_TOKENS} tokens. They part at a tie where the likeliest two tokens differ by at "
+        f"most {TIE} in log probability."
     )
     return table
+
+
+def _text(files: Iterator[str], characters: int) -> str:
+    """The next file or files, cut to so many characters."""
+    text = ""
+    while len(text) < characters:
+        text += next(files)
+    return text[:characters]
 
 
 async def _conversations(server: Server, files: Sequence[str]) -> Pairs:
@@ -127,9 +136,15 @@ async def _gap(
     return again.gaps[parted] if told else math.inf
 
 
-def _compared(pairs: Pairs) -> dict[str, int]:
-    """Returns how many answers are equal, and how many of the others part at a tie."""
-    equal = pairs.gaps.count(None)
-    ties = sum(gap is not None and gap < TIE for gap in pairs.gaps)
-    answers = len(pairs.hot)
-    return {"answers": answers, "equal": equal, "part at a tie": ties, "part elsewhere": answers - equal - ties}
+def _compared(pairs: Pairs) -> dict[str, float]:
+    """Returns how many answers are equal, how many of the others part at a tie, and by how much the likelier token led
+    where the others do, at most."""
+    parted = [gap for gap in pairs.gaps if gap is not None]
+    ties = sum(gap <= TIE for gap in parted)
+    return {
+        "answers": len(pairs.hot),
+        "equal": len(pairs.hot) - len(parted),
+        "part at a tie": ties,
+        "part elsewhere": len(parted) - ties,
+        "widest gap": max(parted, default=0.0),
+    }

@@ -14,9 +14,6 @@ from .reference import ON_CPU, Reference
 from .served import Server
 
 FOLDERS = [Path(name) for name in os.environ.get("SATCHEL_REAL_MODELS", "").replace(",", " ").split()]
-# Float32 of its own precision, in this process and in servers: read at MLX's first product.
-if FOLDERS:
-    os.environ["MLX_ENABLE_TF32"] = "0"
 
 DTYPES = ("float32",) if ON_CPU else ("float32", "auto")
 """In which models are served. A CPU computes in float32 by itself."""

@@ -24,6 +24,7 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.messages import Sampling, TokenLogprobs
 from ..kv import caches as kv_cache
 from ..kv.apart import RowsApart
+from ..kv.attention import FEW_QUERIES
 from ..kv.caches import PooledBlock, Records, Slab
 from ..kv.device import on_gpu, size_class
 from ..kv.device_errors import on_device
@@ -150,8 +151,7 @@ class BatchExecutor:
         self._settle()
         mx.reset_peak_memory()
         while self.batched_prefill and rows:
-            # A power of two, for few different shapes: devices compile kernels for every new one.
-            count = 1 << (len(rows).bit_length() - 1) if self._is_dense(rows) else 1
+            count = self._count_together(rows)
             self._prefill_together(rows[:count])
             rows = rows[count:]
         for row, tokens in rows:
@@ -187,12 +187,17 @@ class BatchExecutor:
         return {} if vision is None else vision.inputs(parts, width)
 
     @staticmethod
-    def _is_dense(rows: Sequence[tuple[Prefilling, Sequence[int]]]) -> bool:
-        """Whether one batch of these rows would have little padding."""
+    def _count_together(rows: Sequence[tuple[Prefilling, Sequence[int]]]) -> int:
+        """Returns how many of these rows, from the first on, are the next batch: as many as have little padding."""
         lengths = [len(tokens) for _, tokens in rows]
         held = [row.length for row, _ in rows]
         places = len(rows) * max(lengths), len(rows) * max(held)
-        return places[0] <= PADDING_MAX * sum(lengths) and places[1] <= PADDING_MAX * (sum(held) + sum(lengths))
+        if places[0] > PADDING_MAX * sum(lengths) or places[1] > PADDING_MAX * (sum(held) + sum(lengths)):
+            return 1
+        if padded_tokens(max(lengths)) <= FEW_QUERIES:
+            return len(rows)
+        # A power of two, for few different shapes: CUDA makes a plan for every new one.
+        return 1 << (len(rows).bit_length() - 1)
 
     def _prefill_together(self, rows: Sequence[tuple[Prefilling, Sequence[int]]]) -> None:
         lengths = [len(tokens) for _, tokens in rows]

@@ -23,6 +23,12 @@ from .sealing import Plain, SealPolicy, put, value_group
 
 NAME = "scaled_dot_product_attention"
 
+FEW_QUERIES = 128
+"""So many queries a row, padding counted, are a short turn after a history: `attend_few` computes it on CUDA."""
+
+SCORES_MAX = 2**25
+"""Scores that `attend_few` may write out, 4 bytes each. cuDNN writes out none."""
+
 
 def install(model: Any) -> bool:
     """Let the model's layers attend to blocks in the pool, where their caches say so.
@@ -54,6 +60,8 @@ class _Attend:
             mask = named.get("mask")
             if isinstance(cache, PagedKVCache) and isinstance(mask, mx.array) and mask.dtype == mx.bool_:
                 mask = cache.batch.whole_mask(cache.group, mask, keys.shape[2])
+                if on_cuda() and is_few(queries, keys):
+                    return attend_few(queries, keys, values, mask, named["scale"], named.get("sinks"))
                 # Otherwise MLX would write the mask out for every head of every layer.
                 named["mask"] = cache.batch.bias(mask, queries.dtype) if on_cuda() else mask
             return self._plain(queries, keys, values, cache, **named)
@@ -62,6 +70,41 @@ class _Attend:
         if isinstance(view, KernelView):
             return decode_kernel.attend(queries, view, cache.policy, named["scale"], named.get("sinks"))
         return attend(queries, view, cache.policy, named["scale"], named.get("sinks"))
+
+
+def is_few(queries: mx.array, keys: mx.array) -> bool:
+    """Whether `attend_few` takes them."""
+    return queries.shape[2] <= FEW_QUERIES and queries.size // queries.shape[3] * keys.shape[2] <= SCORES_MAX
+
+
+def attend_few(
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array, scale: float, sinks: mx.array | None = None
+) -> mx.array:
+    """Attention by plain products. MLX's own has cuDNN make a plan for every new shape, which takes 70 ms on an H200,
+    and every history has another length.
+
+    Args:
+        queries: (rows, heads, queries, key_dim).
+        keys: (rows, kv_heads, columns, key_dim).
+        values: (rows, kv_heads, columns, value_dim).
+        mask: (rows or 1, 1, queries, columns), which columns each query sees.
+        sinks: (heads,), what every head adds to the softmax's sum; None for nothing.
+
+    Returns:
+        (rows, heads, queries, value_dim), in the dtype of the queries.
+    """
+    rows, heads, count, dim = queries.shape
+    kv_heads, columns = keys.shape[1:3]
+    # In float32, as scores of hundreds are usual. Of 16-bit numbers TF32 has all bits.
+    grouped = queries.astype(mx.float32).reshape(rows, kv_heads, -1, dim)
+    scores = (grouped @ keys.astype(mx.float32).swapaxes(2, 3)).reshape(rows, heads, count, columns)
+    scores = mx.where(mask, scores * scale, mx.finfo(mx.float32).min)
+    if sinks is not None:
+        sunk = mx.broadcast_to(sinks.astype(mx.float32)[:, None, None], (rows, heads, count, 1))
+        scores = mx.concatenate([sunk, scores], axis=-1)
+    weights = mx.softmax(scores, axis=-1)[..., -columns:].astype(values.dtype)
+    out = weights.reshape(rows, kv_heads, -1, columns) @ values
+    return out.reshape(rows, heads, count, values.shape[3]).astype(queries.dtype)
 
 
 def attend(

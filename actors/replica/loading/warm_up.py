@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -20,6 +19,7 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.messages import Sampling
 from ..execution.executor import SHAPE_TOKENS, BatchExecutor
 from ..execution.vision import RowPictures, Vision
+from ..kv.attention import FEW_QUERIES
 from ..kv.caches import PooledBlock, Slab
 from ..kv.device import device_bytes, size_class
 from ..kv.device_errors import DeviceFailed
@@ -40,9 +40,8 @@ Piece = Callable[[], Iterator[None]]
 """Runs one step of its work each time it is asked for the next one, and holds its rows until then."""
 
 HISTORY_TOKENS_MAX = 2**17
-TOGETHER = (2, 4, 8)
-TOGETHER_TOKENS_MAX = 2**14
-"""Conversations that go on at once, and how long each is at most."""
+TOGETHER = (2, 8)
+"""Conversations that go on at once."""
 
 PROMPT_TOKENS = BLOCK_TOKENS - 24
 STEPS = 16
@@ -112,7 +111,7 @@ def _pieces_of(loaded: LoadedModel, rows: int) -> Iterator[Piece]:
 
 
 def _histories(loaded: LoadedModel, chunk_tokens: int) -> Iterator[Piece]:
-    """Short prompts come first: a turn of an agent that goes on is one. Of several agents at once only these."""
+    """Short prompts come first: a turn of an agent that goes on is one. They need kernels alone, and no plans."""
     if loaded.pool is None or not BatchExecutor(loaded).batched_prefill:
         return
     lengths = sorted({SHAPE_TOKENS * size_class(count) for count in range(1, chunk_tokens // SHAPE_TOKENS + 1)})
@@ -123,11 +122,10 @@ def _histories(loaded: LoadedModel, chunk_tokens: int) -> Iterator[Piece]:
         own = 1 + length // BLOCK_TOKENS
         for blocks in histories:
             if own <= blocks and blocks * BLOCK_TOKENS + length <= most:
-                yield partial(_go_on, loaded, 1, blocks - own, length)
-        if length == lengths[0]:
-            for rows, blocks in product(TOGETHER, histories):
-                if own <= blocks and blocks * BLOCK_TOKENS + length <= min(most, TOGETHER_TOKENS_MAX):
+                for rows in (1, *TOGETHER) if length <= FEW_QUERIES else (1,):
                     yield partial(_go_on, loaded, rows, blocks - own, length)
+                if length <= FEW_QUERIES:
+                    break
 
 
 def _seen(loaded: LoadedModel, vision: Vision) -> Iterator[None]:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from satchel.actors.replica.execution import executor
+from satchel.actors.replica.kv import attention
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.models import LoadedModel
 from tests.worlds.bench import Bench, Forced, Logits
@@ -183,6 +184,29 @@ def test_rows_in_company_cached_and_chunked_equal_the_bare_model(
         whole = sum((prompt - 1) // 256 * 256 for prompt in PROMPTS)
         # Recurrent layers can go on only from a snapshot.
         assert reused >= (256 if family.loaded.spec.recurrent else whole)
+
+
+def test_short_turns_on_cuda_equal_the_bare_model(
+    family: Family, forced: Callable[..., tuple[Bench, Logits]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They attend by products of their own, which round in another way, so that codes may differ."""
+    if family.loaded.spec.recurrent:
+        pytest.skip("its prompts are not padded")
+    few, taken = attention.attend_few, []
+    monkeypatch.setattr(attention, "on_cuda", lambda: True)
+    monkeypatch.setattr(attention, "attend_few", lambda *given: taken.append(given) or few(*given))
+    monkeypatch.setattr(attention, "FEW_QUERIES", 256)
+    bench, noted = forced(prefill_chunk_tokens=256)
+    bench.engine.executor.batched_prefill = True
+    for round_name in ("cold", "cached"):
+        for row in family.scripts:
+            submit(bench, family, row, f"{round_name}{row}")
+        bench.drain()
+        tolerance = TOLERANCE if family.loaded.kv == "fp16" else FLIPPED_TOLERANCE
+        for key, logits in family.reference.items():
+            assert np.abs(noted[key] - logits).max() <= tolerance * np.abs(logits).max(), f"{round_name}, {key}"
+        noted.clear()
+    assert taken
 
 
 def test_a_conversation_goes_on_from_where_its_answer_ended(

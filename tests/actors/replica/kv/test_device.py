@@ -44,7 +44,9 @@ def test_products_of_a_mac_with_tensor_units_are_no_fault_of_a_model(monkeypatch
     """A trial compares with as much room as products with ten bits of fraction need there, and with little on an M1,
     where the same difference is a fault; unless TF32 is forbidden."""
     monkeypatch.setattr(device, "device_kind", lambda: "metal")
+    monkeypatch.setattr(device, "on_cuda", lambda: False)
     monkeypatch.setattr(platform, "mac_ver", lambda: ("26.2", ("", "", ""), "arm64"))
+    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
     numbers = np.random.default_rng(0)
     x, weight = (mx.array(numbers.standard_normal(shape, np.float32)) for shape in ((4, 512), (512, 4000)))
     exact = [x @ weight]

@@ -354,6 +354,24 @@ def test_sinks_take_their_share_of_the_softmax():
     assert np.allclose(got[0, :, 0], plain[0, :, 0] * share[:, None], rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_few_queries_attend_as_mlx_does(kv_heads: int, dtype: mx.Dtype):
+    mx.random.seed(kv_heads)
+    queries, keys = (mx.random.normal((3, heads, *rest)) for heads, rest in ((4, (5, 64)), (kv_heads, (300, 64))))
+    values = mx.random.normal((3, kv_heads, 300, 32)).astype(dtype)
+    queries, keys = queries.transpose(0, 2, 1, 3).astype(dtype).transpose(0, 2, 1, 3), (keys - 20).astype(dtype)
+    seen = mx.random.uniform(shape=(3, 1, 5, 300)) < mx.array([0.5, 0.01, 1.0])[:, None, None, None]
+    seen[..., 0] = True
+    for mask, sinks in ((seen, None), (seen[:1], mx.array([-1.0, 0.5, 3.0, 8.0]))):
+        got = attention.attend_few(queries, keys, values, mask, 0.125, sinks)
+        exact = [array.astype(mx.float32) for array in (queries, keys, values)]
+        expected = mx.fast.scaled_dot_product_attention(*exact, scale=0.125, mask=mask, sinks=sinks)
+        assert got.dtype == dtype and got.shape == (3, 4, 5, 32)
+        off = np.abs(np.array(got.astype(mx.float32)) - np.array(expected)).max()
+        assert off <= (TOLERANCE if dtype == mx.float32 else 0.02) * np.abs(expected).max()
+
+
 def scores_of(row: Row, scale: float) -> np.ndarray:
     """Of the last query: (heads, tokens)."""
     whole = (row[1].shape[2] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
