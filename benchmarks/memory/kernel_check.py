@@ -20,9 +20,9 @@ import numpy as np
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kv import attention, decode_kernel, gpu_kernels, sealing
-from satchel.actors.replica.kv.decode_kernel import RowBlocks
+from satchel.actors.replica.kv.decode_views import DecodeView, KernelStep, KernelView, RowBlocks
 from satchel.actors.replica.kv.head_transform import NOTHING, HeadTransform, Norm, Rotation
-from satchel.actors.replica.kv.paged_cache import DecodeView, KernelStep, KernelView, heads_of
+from satchel.actors.replica.kv.paged_cache import heads_of
 from satchel.actors.replica.kv.pool import SlotGroup, slots_of
 from satchel.actors.replica.kv.sealing import POLICIES, Plain
 

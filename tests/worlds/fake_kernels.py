@@ -16,7 +16,8 @@ import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kv import attention, block_kernels, decode_kernel, gpu_kernels, seal_kernel, sealing
-from satchel.actors.replica.kv.paged_cache import DecodeView, KernelView, heads_of
+from satchel.actors.replica.kv.decode_views import DecodeView, KernelView
+from satchel.actors.replica.kv.paged_cache import heads_of
 from satchel.actors.replica.kv.pool import SlotGroup
 from satchel.actors.replica.kv.sealing import Sealed, SealPolicy
 from satchel.actors.replica.loading import decode_ways

@@ -16,9 +16,9 @@ from typing import Any
 import mlx.core as mx
 from cachetools import LRUCache
 
-from ..kv.decode_kernel import RowBlocks
+from ..kv.decode_views import KernelStep, KernelView, RowBlocks
 from ..kv.head_transform import NOTHING, HeadTransform
-from ..kv.paged_cache import KernelStep, KernelView, PagedKVCache
+from ..kv.paged_cache import PagedKVCache
 from ..kv.sealing import Sealed, SealPolicy
 from .deferral import Deferral
 

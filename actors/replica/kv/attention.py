@@ -17,8 +17,9 @@ from typing import Any
 import mlx.core as mx
 
 from . import decode_kernel
+from .decode_views import DecodeView, KernelView
 from .device import on_cuda, on_gpu
-from .paged_cache import DecodeView, KernelView, PagedKVCache
+from .paged_cache import PagedKVCache
 from .sealing import Plain, SealPolicy, put, value_group
 
 NAME = "scaled_dot_product_attention"

@@ -12,26 +12,16 @@ flight still reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
-from ...protocol.block_ids import BLOCK_TOKENS
-from .device import size_class
+from .decode_views import WARPS, KernelView
 from .gpu_kernels import kernel
 from .head_transform import NOTHING, HeadTransform
 from .sealing import Plain, Sealed, SealPolicy, value_group
-
-if TYPE_CHECKING:
-    from .paged_cache import KernelView
-
-WARPS = 4
-GROUPS_WANTED = 1024
-"""So many groups of threads keep a large device busy."""
 
 SHARED_BYTES_MAX = 30 * 2**10
 """Of a group: Metal has 32 KiB."""
@@ -307,58 +297,6 @@ _JOIN = """
 _PARTS = ("parts", "tops", "sums")
 _ROWS = ["queries", "new_keys", "new_values"], ["tail_keys", "tail_values"]
 _NUMBERS = ["slots", "numbers", "constants", "sinks", "order"]
-
-
-@dataclass(frozen=True)
-class RowBlocks:
-    """What the kernel reads of the rows of a batch, equal for all layers of a group.
-
-    Attributes:
-        slots: (n,) uint32, the sealed blocks of all rows, row after row.
-        numbers: (5 * rows + 3 + count,) int32, one after the other: the number of rows; tokens in each row's open
-            block, with the new one; how many of its tokens from its first block on are behind the window; its tokens
-            without the new one; `rows + 1` numbers, where each row's blocks begin in `slots`; `rows + 1` numbers, where
-            its groups of threads begin, in all `count` ones of a KV head; and whose they are, -1 for padding, of which
-            there is none if each row has one group.
-        rows: their number.
-    """
-
-    slots: mx.array
-    numbers: mx.array
-    rows: int
-
-    @property
-    def count(self) -> int:
-        """Groups of threads of a KV head."""
-        return self.numbers.shape[0] - 5 * self.rows - 3
-
-    @classmethod
-    def of(
-        cls,
-        slots: mx.array,
-        starts: Sequence[int],
-        lengths: Sequence[int],
-        hidden: Sequence[int],
-        kv_heads: int,
-    ) -> RowBlocks:
-        """Divides the rows' units among groups of threads, so that a long row has many.
-
-        Args:
-            starts, lengths, hidden: as in `numbers`.
-            kv_heads: of a layer.
-        """
-        opened = [length % BLOCK_TOKENS + 1 for length in lengths]
-        units = [
-            4 * (end - start) + -(-tokens // 32) for (start, end), tokens in zip(pairwise(starts), opened, strict=True)
-        ]
-        each = WARPS * max(1, round(sum(units) * kv_heads / (GROUPS_WANTED * WARPS)))
-        counts = [-(-count // each) for count in units]
-        owners = [row for row, count in enumerate(counts) for _ in range(count)]
-        if len(owners) > len(counts):
-            owners += [-1] * (size_class(len(owners)) - len(owners))
-        jobs = [0, *accumulate(counts)]
-        numbers = [len(counts), *opened, *hidden, *lengths, *starts, *jobs, *owners]
-        return cls(slots, mx.array(numbers, mx.int32), len(counts))
 
 
 def attend(

@@ -15,79 +15,21 @@ row's own and no other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from . import block_kernels, sealing
-from .decode_kernel import RowBlocks
-from .head_transform import NOTHING, HeadTransform
+from .decode_views import DecodeView, KernelStep, KernelView, RowBlocks
 from .paged_batch import PagedBatch, Reads
 from .pool import BlockTable, SlotGroup, slots_of
-from .sealing import Sealed, SealPolicy
+from .sealing import SealPolicy
 from .steps import Step, mask_of, seen_of, step_of
 
 JOINED_MAX = 2**31 - 1
 """Numbers of an array that is concatenated along its tokens. Metal counts where they go in 32 bits, from the begin of
 the whole. A larger one is put together of such arrays along its first axis, where it counts from the begin of each."""
-
-
-@dataclass(frozen=True)
-class DecodeView:
-    """What a decode step's attention reads in one layer.
-
-    Attributes:
-        keys, values: (rows, kv_heads, columns, dim), the open blocks; also what the model was given.
-        seen: (rows, 1, 1, columns) bool, which of the columns count; None for all.
-        pool: the layer's slots.
-        slots: (n,) uint32, the sealed blocks of all rows, row after row.
-        rows: (n,) uint32, whose they are.
-        counts: how many of them each row has.
-        behind: (n, 1, 1, 256) bool, which of their tokens are behind the window; None for none.
-        heads: for blocks as computed, (n, kv_heads) uint32 each: their heads' numbers among those of all rows, of all
-            slots, and of the n blocks.
-    """
-
-    keys: mx.array
-    values: mx.array
-    seen: mx.array | None
-    pool: Sealed
-    slots: mx.array
-    rows: mx.array
-    counts: list[int]
-    behind: mx.array | None
-    heads: tuple[mx.array, mx.array, mx.array] | None = None
-
-
-@dataclass(frozen=True)
-class KernelStep:
-    """What a decode step's kernel reads in one layer, and where it appends each row's new token.
-
-    Attributes:
-        tails: (rows, kv_heads, 256, dim), the open blocks' keys and values.
-        pool: the layer's slots.
-        rows: what it reads of each row.
-        written: (1,) uint32, as `SlotGroup.written`.
-    """
-
-    tails: tuple[mx.array, mx.array]
-    pool: Sealed
-    rows: RowBlocks
-    written: mx.array
-
-
-@dataclass(frozen=True)
-class KernelView:
-    """A layer in such a step; `keys` and `values`, (rows, kv_heads, 1, dim), are the new token's, and also what the
-    model was given. `transform` takes the channels of a head and returns what the model has left to the kernel to do
-    with queries and keys; it is called once both are made."""
-
-    keys: mx.array
-    values: mx.array
-    step: KernelStep
-    transform: Callable[[int], HeadTransform] = lambda dim: NOTHING
 
 
 class PagedKVCache:

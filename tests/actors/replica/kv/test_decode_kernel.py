@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from benchmarks.memory import kernel_check
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kv import block_kernels, decode_kernel, gpu_kernels, sealing
-from satchel.actors.replica.kv.decode_kernel import RowBlocks
+from satchel.actors.replica.kv.decode_views import GROUPS_WANTED, KernelStep, KernelView, RowBlocks
 from satchel.actors.replica.kv.device import size_class
 from satchel.actors.replica.kv.head_transform import HeadTransform, Rotation
-from satchel.actors.replica.kv.paged_cache import KernelStep, KernelView
 from satchel.actors.replica.kv.pool import Field, LayerFields, SlotGroup, slots_of
 from satchel.actors.replica.kv.sealing import POLICIES
 from tests.worlds import cuda_on_cpu, metal_on_cpu
@@ -38,7 +37,7 @@ def test_every_row_has_its_groups_and_a_long_one_most(rows: list[tuple[int, int]
     assert padded == (len(rows) if len(owners) == len(rows) else size_class(len(owners)))
     assert owners == [row for row in range(len(rows)) for _ in range(begins[row], begins[row + 1])]
     counts = [end - begin for begin, end in pairwise(begins)]
-    assert min(counts) >= 1 and made.count == padded and len(owners) <= decode_kernel.GROUPS_WANTED + len(rows)
+    assert min(counts) >= 1 and made.count == padded and len(owners) <= GROUPS_WANTED + len(rows)
     units = [4 * count + -(-tokens // 32) for count, tokens in rows]
     assert counts[units.index(max(units))] == max(counts)
 

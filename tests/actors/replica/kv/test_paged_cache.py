@@ -24,7 +24,8 @@ import pytest
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kv import attention, paged_cache, sealing
 from satchel.actors.replica.kv import caches as kv_cache
-from satchel.actors.replica.kv.paged_cache import DecodeView, PagedBatch, PagedKVCache, Reads
+from satchel.actors.replica.kv.decode_views import DecodeView
+from satchel.actors.replica.kv.paged_cache import PagedBatch, PagedKVCache, Reads
 from satchel.actors.replica.kv.pool import BlockPool, SlotGroup, slots_of
 from satchel.actors.replica.kv.sealing import POLICIES, SealPolicy
 from satchel.actors.replica.kv.steps import first_block, mask_of, step_of
