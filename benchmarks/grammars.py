@@ -19,8 +19,8 @@ from satchel.actors.protocol.messages import Sampling
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.executor import FORCED_MAX, BatchExecutor
 from satchel.actors.replica.execution.grammar import Grammars, RowGrammar
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.models import LoadedModel
 
 WORDS = {"type": "array", "minItems": 500, "items": {"type": "string", "maxLength": 20}}
 GRAMMAR = "start: form\nform: %json " + json.dumps(WORDS)

@@ -26,10 +26,10 @@ from ...cluster.errors import (
 from ..protocol.messages import PooledTexts, PoolingRequest
 from .delivery import Counters
 from .execution.hidden_states import HiddenStates
+from .execution.loaded_model import LoadedModel
 from .execution.pooling import LongText, PoolingText, TextPooler
 from .kv.device import on_gpu
 from .kv.device_errors import on_device
-from .loading.models import LoadedModel
 from .scheduling.prefill_budget import PrefillPace
 from .scheduling.text_queue import Pick, TextJob, TextQueue
 

@@ -32,10 +32,10 @@ from .embed import EmbedLoop, Reply
 from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
 from .execution.grammar import Grammars, RowGrammar
+from .execution.loaded_model import LoadedModel
 from .execution.vision import ImageEmbeddings
 from .intake import Abort, Command, IdleCheck, Inbox, Intake, Pool, ReadBack, RunOnEngine, Submit
 from .kv.device_errors import DeviceFailed, on_device
-from .loading.models import LoadedModel
 from .loading.warm_up import WarmUp
 from .memory_room import MemoryRoom, limits_of
 from .prefill import PrefillLoop

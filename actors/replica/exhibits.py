@@ -19,11 +19,11 @@ from PIL import Image
 
 from ..model_files.processors import Film
 from .execution.levels import levels_of
+from .execution.loaded_model import LoadedModel
 from .execution.pieces import IN_ONE_PIECE, Pieces
 from .execution.vision import RowPart, RowPictures, Vision
 from .forced_rows import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, Shown
 from .kv.device import as_numpy, multiplies_exactly
-from .loading.models import LoadedModel
 
 NEAR, NEAR_16 = 1e-3, 5e-2
 """How far embeddings may be off, of the largest one, in float32 and in 16 bits."""

@@ -21,13 +21,14 @@ from ..protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from ..protocol.media_ids import media_key, media_tokens, picture_hash
 from ..protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from .engine import Engine
+from .execution.loaded_model import LoadedModel
 from .execution.pieces import IN_ONE_PIECE, Pieces
 from .execution.sampling import Draw
 from .execution.vision import ImageEmbeddings
 from .kv.device import as_numpy, device_bytes, multiplies_exactly
 from .kv.device_errors import DeviceFailed
 from .kv.sealing import FULL_PRECISION, POLICIES
-from .loading.models import LoadedModel, resealed
+from .loading.models import resealed
 from .scheduling.prefill_budget import PrefillPace
 
 DRAWN = 4

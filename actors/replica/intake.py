@@ -24,9 +24,9 @@ from .delivery import Delivery
 from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
 from .execution.grammar import RowGrammar
+from .execution.loaded_model import LoadedModel
 from .execution.vision import ImageEmbeddings
 from .kv.device_errors import DeviceFailed
-from .loading.models import LoadedModel
 from .scheduling.scheduler import ScheduledRow, Scheduler
 from .tiers.memory import Restored, RowMemory, Sequence
 from .tiers.restores import Reading

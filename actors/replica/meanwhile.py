@@ -19,10 +19,10 @@ from ...cluster.errors import SatchelError
 from ..model_files.source import first_sentence
 from .engine import Engine
 from .execution.agreement import MODEL_ERRORS
+from .execution.loaded_model import LoadedModel
 from .execution.pieces import Pieces
 from .forced_rows import Logits, difference, not_finite, rounding
 from .kv.device import as_numpy
-from .loading.models import LoadedModel
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ...cluster.config import Scheduling
 from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
-from .loading.models import LoadedModel
+from .execution.loaded_model import LoadedModel
 from .scheduling.memory_budget import Held, MemoryBudget, Rows, bearable_bytes
 from .scheduling.scheduler import Limits, Scheduler
 from .tiers.memory import RowMemory

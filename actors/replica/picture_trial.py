@@ -16,12 +16,12 @@ from PIL import Image
 
 from ..model_files.source import first_sentence
 from ..protocol.block_ids import BLOCK_TOKENS
+from .execution.loaded_model import LoadedModel
 from .execution.pieces import IN_ONE_PIECE, Pieces
 from .execution.vision import Vision
 from .exhibits import Exhibit, Exhibition, UnseenError, noise
 from .forced_rows import Faults, Logits, difference, rounding
 from .kv.device import as_numpy
-from .loading.models import LoadedModel
 
 SIZE = (224, 168)
 """Width and height of the pictures."""

@@ -28,8 +28,8 @@ from ...cluster.nodes import Node
 from ..model_files.source import read_json
 from ..protocol.block_ids import BLOCK_TOKENS
 from .engine import Engine
+from .execution.loaded_model import LoadedModel
 from .kv.device import device_bytes, device_kind, on_cuda
-from .loading.models import LoadedModel
 from .memory_room import limits_of
 from .scheduling.memory_budget import MemoryClaim, share_bytes, workspace_bytes
 

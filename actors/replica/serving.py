@@ -21,10 +21,10 @@ from ..protocol.store_client import StoreClient
 from ..supervision.stall import limit_s
 from ..supervision.watchdog import ENGINE, Watchdog
 from .engine import Engine
+from .execution.loaded_model import LoadedModel
 from .kv.device import on_cuda, on_gpu
 from .kv.device_errors import DeviceFailed
 from .loading import blas, models
-from .loading.models import LoadedModel
 from .loading.warm_up import WarmUp
 from .meanwhile import Meanwhile
 from .replica_memory import ReplicaMemory

@@ -25,14 +25,15 @@ from ...cluster.errors import ModelLoadError
 from ..model_files.source import Progress, first_sentence
 from . import picture_trial
 from .execution.agreement import MODEL_ERRORS
+from .execution.decode_way import DEQUANTIZED, DecodeWay
 from .execution.findings import Findings
+from .execution.loaded_model import LoadedModel
 from .execution.pieces import IN_ONE_PIECE, Pieces
 from .forced_rows import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, not_finite
 from .kv.device import as_numpy, on_gpu
 from .kv.paged_cache import Reads
 from .kv.sealing import FULL_PRECISION, POLICIES
-from .loading.decode_ways import DEQUANTIZED, DecodeWay
-from .loading.models import LoadedModel, resealed
+from .loading.models import resealed
 from .loading.quirks import positions_leak
 
 logger = logging.getLogger(__name__)

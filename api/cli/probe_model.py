@@ -21,10 +21,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...actors.model_files.source import Progress, first_sentence
 from ...actors.protocol.block_ids import BLOCK_TOKENS
 from ...actors.replica.execution.divergence import CHUNK_TOKENS, NewCaches, Scores, Span, compare, logits_of, read
+from ...actors.replica.execution.loaded_model import LoadedModel
 from ...actors.replica.kv.caches import ModelCacheSpec, new_caches, new_pool
 from ...actors.replica.kv.paged_cache import Reads
 from ...actors.replica.kv.sealing import FULL_PRECISION, POLICIES
-from ...actors.replica.loading.models import LoadedModel, resealed
+from ...actors.replica.loading.models import resealed
 from ...cluster.errors import GenerationFailed, InvalidRequest
 from .probe_text import Quiz, Texts
 

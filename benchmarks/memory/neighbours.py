@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from satchel.actors.protocol.messages import Sampling
 from satchel.actors.replica.execution.executor import BatchExecutor
-from satchel.actors.replica.loading.models import LoadedModel
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 
 from ..parts import Budget, ResultTable, Say, median
 

@@ -15,11 +15,11 @@ from mlx_lm.utils import get_total_parameters
 
 from satchel.actors.replica.execution.agreement import MODEL_ERRORS
 from satchel.actors.replica.execution.divergence import NewCaches, Scores, compare
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv.device import on_gpu
 from satchel.actors.replica.kv.sealing import FULL_PRECISION, POLICIES
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.kv_choice import encoded
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.api.cli.probe_model import caches_of, right_answers, spec_of
 from satchel.api.cli.probe_text import Texts, load_tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.replica.loading.models import LoadedModel
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from tests.worlds.bench import Bench, load_tiny
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from satchel.actors.kv_store.actor import KVStoreActor
 from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.kv_store.services.disk import NodeDisk
-from satchel.actors.replica.loading.models import LoadedModel
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.cluster.errors import Unavailable
 from satchel.cluster.timing import USUAL

@@ -26,7 +26,7 @@ from satchel.actors.protocol.messages import GenerateRequest, RowUpdate, Samplin
 from satchel.actors.protocol.router_messages import Decision, RouteRequest, RowLeft
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.replica.engine import Engine
-from satchel.actors.replica.loading.models import LoadedModel
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.tiers import disk_tier
 from satchel.actors.replica.tiers.disk_tier import DiskTier, WriteJob
 from satchel.api.ray_backend import dispatch

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -32,13 +32,11 @@ from ..kv.paged_cache import PagedKVCache
 from ..kv.row_view import RowView, Stacks
 from .compiled_step import CompiledStep
 from .grammar import MaskMaker, RowGrammar, RowMasks
+from .loaded_model import LoadedModel
 from .pieces import IN_ONE_PIECE
 from .row_states import DecodingRow, Joining, Prefilling, Together
 from .sampling import BatchSampler, Draw
 from .vision import RowPart, RowPictures
-
-if TYPE_CHECKING:
-    from ..loading.models import LoadedModel
 
 CLEAR_EVERY_STEPS = 512
 STACKED_SPANS_MAX = 16

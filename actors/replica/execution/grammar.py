@@ -11,14 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ...model_files.grammars import GrammarCompiler, load_compiler
-
-if TYPE_CHECKING:
-    from ..loading.models import LoadedModel
+from .loaded_model import LoadedModel
 
 PARALLEL_ROWS_MIN = 8
 """From so many rows on their masks are made on several threads. A mask takes about 0.1 ms, and to wake threads up takes

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +20,7 @@ from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..execution.agreement import MODEL_ERRORS, TOLERANCE_16, agree
 from ..execution.compiled_step import CompiledStep
+from ..execution.decode_way import DecodeWay
 from ..execution.deferral import Deferral
 from ..execution.findings import NOWHERE, Findings
 from ..execution.pieces import IN_ONE_PIECE, Pieces
@@ -42,36 +43,6 @@ those that are tried, so a little slower says nothing."""
 _FAILS = "fails:"
 _WHAT, _VERSION = "decode_way", 1
 """Raised whenever ways are tried otherwise, or others are."""
-
-
-@dataclass(frozen=True)
-class DecodeWay:
-    """How decode steps read sealed blocks.
-
-    Attributes:
-        compiled: whether steps are recorded (`compiled_step.py`).
-        fused: whether recorded steps leave norms and rotations to the kernel (`deferral.py`).
-        reason: why not a faster way; empty if it is the fastest of this device, or was asked for.
-    """
-
-    reads: Reads
-    compiled: bool = False
-    fused: bool = False
-    reason: str = ""
-
-    @property
-    def is_fallback(self) -> bool:
-        """Whether what this device is meant to do does not hold."""
-        return self.reads is Reads.DEQUANTIZED and bool(self.reason)
-
-    def describe(self) -> str:
-        """Returns it as text, such as `by a kernel, compiled`."""
-        way = ", ".join([self.reads.value, *["compiled"] * self.compiled, *["with norms and rotations"] * self.fused])
-        return f"{way} ({self.reason})" if self.reason else way
-
-
-DEQUANTIZED = DecodeWay(Reads.DEQUANTIZED)
-"""As prefill reads them, which makes both equal to the last bit."""
 
 
 def fastest(

@@ -1,4 +1,4 @@
-"""The identity of a model: the one place that makes model ids.
+"""What identifies a model: its files, and how this machine computes.
 
 Two ids, the second of which includes the first:
 
@@ -31,8 +31,7 @@ mlx-lm takes the one that the folder lists last, so then the order is included t
 Not included is what a block does not depend on: chunks, batch and scheduling (the position law), the context limit
 (`context_tokens_max` is a bound, and rope is scaled by the config alone), sampling, and paths.
 
-`_MODEL_TAG` is raised whenever Satchel itself computes differently. KV under an old id is never found again, and is
-evicted as least recently used.
+`ModelIdentity` makes the ids.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import glob
 from importlib.metadata import version
@@ -53,12 +51,8 @@ from ....cluster.environment import mlx_rounding
 from ....cluster.errors import ModelLoadError
 from ...model_files.source import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, WEIGHTS, named_by_index
 from ...model_files.weights import WeightFile
-from ...protocol.block_ids import digest
 from ..kv.device import device_kind, device_name, has_tensor_units, multiplies_exactly
 from . import blas
-
-_FILES_TAG = b"satchel.files.1"
-_MODEL_TAG = b"satchel.model.3"
 
 _NOT_READ = (
     ".*",
@@ -72,30 +66,6 @@ _NOT_READ = (
     # Sampling defaults, and end-of-sequence tokens.
     "generation_config.json",
 )
-
-
-@dataclass(frozen=True)
-class Identity:
-    """A model's files, and how this machine computes with them.
-
-    Attributes:
-        files: SHA-256 in hexadecimal, by `model/NAME`, and `adapter/NAME` for an adapter's.
-        computing: settings by name.
-    """
-
-    files: Mapping[str, str]
-    computing: Mapping[str, str]
-
-    @property
-    def files_id(self) -> bytes:
-        """32 bytes that identify the model's files. Token ids mean the same if they are equal."""
-        return digest(_FILES_TAG, *_flat(self.files))
-
-    @property
-    def model_id(self) -> bytes:
-        """32 bytes that identify everything a block's content depends on besides its tokens. Nodes with equal ids may
-        exchange blocks."""
-        return digest(_MODEL_TAG, self.files_id, *_flat(self.computing))
 
 
 def files_of(folder: Path, adapter: Path | None = None) -> dict[str, Path]:
@@ -167,7 +137,3 @@ def refuse_elsewhere(source: str, config: Mapping[str, object]) -> None:
 
 def _is_ignored(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in _NOT_READ)
-
-
-def _flat(parts: Mapping[str, str]) -> list[bytes]:
-    return [text.encode() for part in sorted(parts.items()) for text in part]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from ...model_files.context import context_length
 from ...model_files.digests import check_unchanged, digest_files
 from ...model_files.end_tokens import end_tokens
 from ...model_files.foreign_code import refuse_model_file
+from ...model_files.model_identity import ModelIdentity
 from ...model_files.processors import PictureProcessor, in_words, sight
-from ...model_files.sentence_modules import SentenceModules, read_sentence_modules
+from ...model_files.sentence_modules import read_sentence_modules
 from ...model_files.source import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -33,22 +33,20 @@ from ...model_files.source import (
     resolve_adapter,
 )
 from ...model_files.weights import WeightFile, bytes_in_memory, missing_files, read_weight_file, read_weight_files
-from ...protocol.messages import EmbeddingInfo
 from ..execution import vision
-from ..execution.deferral import Deferral
+from ..execution.decode_way import DEQUANTIZED, DecodeWay
 from ..execution.findings import Findings
 from ..execution.hidden_states import HiddenStates, find_hidden_states
+from ..execution.loaded_model import IN_CONFIG, LoadedModel
 from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..execution.vision import LanguagePart, NotLeftToRightError, Vision
 from ..kv import attention
-from ..kv.caches import ModelCacheSpec, joins, new_caches, new_pool, read_spec
+from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
 from ..kv.device import device_bytes, on_cuda, on_gpu
 from ..kv.paged_cache import Reads
-from ..kv.pool import BlockPool
 from ..kv.sealing import FULL_PRECISION, POLICIES, SealPolicy
 from . import blas, decode_ways, few_rows_trial, joined, kv_choice
-from .decode_ways import DEQUANTIZED, DecodeWay
-from .identity import Identity, computing, files_of, order_of_weights, refuse_elsewhere
+from .identity import computing, files_of, order_of_weights, refuse_elsewhere
 from .kv_choice import AUTO
 from .prepare import prepare_weights
 from .quirks import FlatCaches, fit_masks, masks_are_known, shares_kv, with_windows
@@ -66,74 +64,9 @@ PICTURES_NEED_THE_POOL = (
 _ANY_KV = " ".join(sorted([AUTO, *(policy.format for policy in POLICIES.values())]))
 """In the id of a model whose KV may be kept in any way."""
 
-IN_CONFIG = "set in the config"
-"""Why KV is kept as it is, where it is kept as it was asked for."""
-
 _LOAD_ERRORS = (Exception, SystemExit)
 """What libraries raise if a folder does not match its config: anything. Some of mlx-lm's models even exit where a
 package is missing."""
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model ready to run. `context_tokens` bounds prompt and answer together; `weights` as in `prepare_weights`;
-    `kv_why` says why KV is kept as it is; `pool` has the sealed blocks of all its rows, None if nothing is sealed;
-    `way` says how decode steps read them, and
-    `apart` whether they compute row by row; `vision` encodes pictures, None for a model of text; `blind` is why one
-    that could see does not, and `stills` why one is shown videos as single pictures that could take more, both empty
-    for others; `hidden` computes hidden states, or is why nothing does, and `sentences` says what becomes of them."""
-
-    model: Any
-    folder: Path
-    identity: Identity
-    spec: ModelCacheSpec
-    context_tokens: int
-    vocabulary_size: int
-    eos_token_ids: frozenset[int]
-    dtype: str
-    weights: str
-    kv_why: str = IN_CONFIG
-    pool: BlockPool | None = None
-    way: DecodeWay = DEQUANTIZED
-    apart: bool = False
-    vision: Vision | None = None
-    blind: str = ""
-    stills: str = ""
-    hidden: HiddenStates | str = "its hidden states were not looked for"
-    sentences: SentenceModules = field(default_factory=SentenceModules)
-
-    @property
-    def model_id(self) -> bytes:
-        """32 bytes that identify everything a block's content depends on besides its tokens."""
-        return self.identity.model_id
-
-    @property
-    def embedding(self) -> EmbeddingInfo:
-        """How it embeds texts, or why it does not."""
-        sentences, hidden = self.sentences, self.hidden
-        if refusal := sentences.refusal or (hidden if isinstance(hidden, str) else ""):
-            return EmbeddingInfo(refusal=refusal)
-        assert isinstance(hidden, HiddenStates)
-        return EmbeddingInfo(hidden.dimensions, sentences.pooling, sentences.normalizes, sentences.stated, "")
-
-    @property
-    def kv(self) -> str:
-        """The policy by which KV is kept, by name. Always `fp16` if the model's layers cannot be sealed."""
-        return FULL_PRECISION if self.spec.policy is None else self.spec.policy.name
-
-    @property
-    def multiplying(self) -> str:
-        """With what a CPU multiplies; empty for a GPU."""
-        return "" if on_gpu() else blas.chosen().describe()
-
-    @cached_property
-    def deferral(self) -> Deferral | None:
-        """What recorded steps leave to the kernel; None for nothing."""
-        return Deferral(self.model) if self.way.fused else None
-
-    def new_caches(self) -> list[Any]:
-        """Empty caches for one row, one a layer."""
-        return new_caches(self.spec, make_prompt_cache(self.model), self.pool, self.way.reads)
 
 
 def load(
@@ -197,13 +130,13 @@ def load(
     if context.guessed:
         logger.warning("%s does not say how long its context is; it is taken to be %d tokens", source, context.tokens)
     plain = _plain(how, running, files, min(context.tokens, context_tokens_max or context.tokens))
-    findings = Findings(trials, Identity(files, _computing(how, running, _ANY_KV)).model_id)
+    findings = Findings(trials, ModelIdentity(files, _computing(how, running, _ANY_KV)).model_id)
     served(plain, masks_are_known(findings))
     progress(f"trying how {source} is computed best", None)
     running = _faster(how, running, findings, pieces)
     fit_masks(running.language, running.model, findings, pieces)
     spec, way, kv_why = _keeping(how, running, context.tokens, files, trials, findings, pieces)
-    identity = Identity(files=files, computing=_computing(how, running, _format(spec)))
+    identity = ModelIdentity(files=files, computing=_computing(how, running, _format(spec)))
     loaded = replace(
         plain,
         identity=identity,
@@ -229,7 +162,7 @@ def load(
 def _plain(how: _How, running: _Running, files: dict[str, str], context_tokens: int) -> LoadedModel:
     """Returns a model as mlx-lm runs it, before anything else is proven of it: a row at a time, for text, its KV in the
     model's own caches and never used again."""
-    identity = Identity(files=files, computing=_computing(how, running, f"{FULL_PRECISION}.1"))
+    identity = ModelIdentity(files=files, computing=_computing(how, running, f"{FULL_PRECISION}.1"))
     return LoadedModel(
         model=running.model,
         folder=how.folder,
@@ -240,6 +173,7 @@ def _plain(how: _How, running: _Running, files: dict[str, str], context_tokens: 
         eos_token_ids=end_tokens(how.folder, how.source, trusted=how.trusted),
         dtype=running.dtype,
         weights=running.kept,
+        multiplying="" if on_gpu() else blas.chosen().describe(),
         kv_why="how it is kept is still being proven",
         sentences=read_sentence_modules(how.folder),
     )
@@ -337,7 +271,7 @@ def _keeping(
         spec, why = spec_under(choice.policy), choice.why
     if installed and how.numerics == "fast":
         how.progress(f"trying how {how.source} reads its KV", None)
-        known = Findings(trials, Identity(files, _computing(how, running, _format(spec))).model_id)
+        known = Findings(trials, ModelIdentity(files, _computing(how, running, _format(spec))).model_id)
         return spec, decode_ways.fastest(model, spec, context_tokens, known, pieces), why
     return spec, DEQUANTIZED, why
 

@@ -11,21 +11,18 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.messages import Sampling
 from ..execution.executor import SHAPE_TOKENS, BatchExecutor
+from ..execution.loaded_model import LoadedModel
 from ..execution.vision import RowPictures, Vision
 from ..kv.attention import FEW_QUERIES
 from ..kv.caches import PooledBlock, Slab
 from ..kv.device import device_bytes, size_class
 from ..kv.device_errors import DeviceFailed
-
-if TYPE_CHECKING:
-    from .models import LoadedModel
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import pytest
 
 from satchel.actors.model_files.processors import PictureProcessor
 from satchel.actors.model_files.source import EMBEDDED
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
 from satchel.api.text.model import load_text_model
 from satchel.cluster.errors import ModelLoadError
@@ -41,7 +42,7 @@ class Foreign:
         """`reference` as an `auto_map` has it, for the tokenizer and so for the processor."""
         self.say("tokenizer_config.json", auto_map={"AutoTokenizer": [None, reference]}, tokenizer_class="Own")
 
-    def load(self, *, trusted: bool = False) -> models.LoadedModel:
+    def load(self, *, trusted: bool = False) -> LoadedModel:
         return models.load(
             str(self.folder),
             context_tokens_max=None,

@@ -18,8 +18,8 @@ from mlx_lm.utils import load_model
 from satchel.actors.model_files.sentence_modules import SentenceModules
 from satchel.actors.protocol.messages import PooledTexts, PoolingRequest
 from satchel.actors.replica.embed import LONG_TEXT_PART
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.cluster.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,

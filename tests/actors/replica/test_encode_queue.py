@@ -18,9 +18,9 @@ from satchel.actors.model_files.processors import PictureProcessor
 from satchel.actors.protocol.block_ids import root_id
 from satchel.actors.protocol.media_ids import media_key, media_tokens, picture_hash
 from satchel.actors.protocol.messages import MediaSpan
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.vision import Vision
 from satchel.actors.replica.loading import models, warm_up
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.cluster.errors import PictureLost, QueueFull
 from tests.worlds.bench import Bench

@@ -16,9 +16,9 @@ import mlx.core as mx
 import pytest
 
 from satchel.actors.replica.execution.executor import Ready
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.cluster.errors import Draining, ReplicaLeaves, SatchelError, from_wire
 from tests.worlds.bench import Bench
 from tests.worlds.families import write_model

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.grammar import PARALLEL_ROWS_MIN, MaskMaker, RowGrammar
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.bench import Bench, Row
 

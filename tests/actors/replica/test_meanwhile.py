@@ -19,10 +19,10 @@ from satchel.actors.protocol.messages import GenerateRequest, RowUpdate, Samplin
 from satchel.actors.replica import meanwhile, serving, trial
 from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.execution.findings import Findings
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.pieces import IN_ONE_PIECE, Pieces
 from satchel.actors.replica.forced_rows import ForcedRow, Scene
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.meanwhile import Meanwhile, fault
 from satchel.actors.replica.serving import Serving
 from satchel.actors.replica.trial import Proven, Verdict, prove

@@ -11,8 +11,8 @@ import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.replica import memory_room
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.models import LoadedModel
 from tests.worlds.bench import Bench, load_tiny
 from tests.worlds.bench_disk import Node, process, write_down
 from tests.worlds.families import write_model

@@ -16,8 +16,8 @@ from PIL import Image
 
 from satchel.actors.model_files.processors import NO_PLACE_FOR_VIDEOS, sees, sight
 from satchel.actors.replica import picture_trial
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.trial import prove
 from satchel.api.generation.conversation import with_shown
 from satchel.cluster.config import Model

@@ -13,12 +13,12 @@ import pytest
 from satchel.actors.replica import trial
 from satchel.actors.replica.execution.executor import Ready
 from satchel.actors.replica.execution.findings import NOWHERE
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.pieces import IN_ONE_PIECE
 from satchel.actors.replica.kv import caches, row_view, sealing
 from satchel.actors.replica.kv.device import as_numpy, settle
 from satchel.actors.replica.kv.device_errors import DeviceFailed, on_device
 from satchel.actors.replica.kv.paged_cache import PagedKVCache
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.cluster.errors import Unavailable
 from tests.worlds.bench import Bench, load_tiny

@@ -11,14 +11,15 @@ import mlx.core as mx
 import pytest
 
 from satchel.actors.replica import trial
+from satchel.actors.replica.execution.decode_way import DEQUANTIZED, DecodeWay
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv.apart import RowsApart
 from satchel.actors.replica.kv.device import on_gpu
 from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
 from satchel.actors.replica.kv.sealing import POLICIES
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.decode_ways import DEQUANTIZED, DecodeWay
-from satchel.actors.replica.loading.models import LoadedModel, resealed
+from satchel.actors.replica.loading.models import resealed
 from satchel.actors.replica.trial import Proven, prove
 from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import ModelLoadError

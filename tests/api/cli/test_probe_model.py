@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from satchel.actors.replica.execution.divergence import Scores, compare
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.api.cli import probe as cli_probe
 from satchel.api.cli import probe_model as probing
 from satchel.api.cli import probe_text

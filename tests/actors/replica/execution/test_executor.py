@@ -16,12 +16,12 @@ from satchel.actors.protocol.entries import flat_bytes, signature
 from satchel.actors.protocol.messages import Sampling
 from satchel.actors.replica import engine
 from satchel.actors.replica.execution.executor import BatchExecutor
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv import paged_cache, row_view, steps
 from satchel.actors.replica.kv.caches import Slab
 from satchel.actors.replica.kv.device import size_class
 from satchel.actors.replica.kv.device_errors import DeviceFailed
 from satchel.actors.replica.loading import warm_up
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.tiers.slab_codec import Layout, to_parts
 from tests.worlds.bench import Bench, load_tiny
 

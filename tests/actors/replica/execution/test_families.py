@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from satchel.actors.replica.execution import executor
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv import attention
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.models import LoadedModel
 from tests.worlds.bench import Bench, Forced, Logits
 from tests.worlds.families import FAMILIES, VOCABULARY, write_model
 

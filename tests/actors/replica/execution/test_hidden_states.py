@@ -14,6 +14,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 from satchel.actors.replica.execution.hidden_states import HiddenStates, find_hidden_states
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.pooling import PoolingText, TextPooler
 from satchel.actors.replica.execution.vision import load_weights
 from satchel.actors.replica.loading import models
@@ -23,7 +24,7 @@ from tests.worlds import families, vision_families
 TEXTS = [[7, 300, 20, 21, 22], [900, 5], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
 
 
-def load(folder: Path) -> models.LoadedModel:
+def load(folder: Path) -> LoadedModel:
     return models.load(str(folder), context_tokens_max=None, progress=lambda what, fraction: None)
 
 

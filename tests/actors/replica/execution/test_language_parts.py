@@ -18,9 +18,9 @@ from mlx_vlm.utils import load_model
 
 from satchel.actors.model_files.processors import PictureProcessor
 from satchel.actors.replica.execution import executor
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.vision import LanguagePart
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.api.media.prompt import Medium

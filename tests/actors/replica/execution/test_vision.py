@@ -31,10 +31,10 @@ from satchel.actors.protocol.messages import MediaSpan
 from satchel.actors.protocol.store_messages import Addresses, Content, Head
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.both_ways import runs_of
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.vision import TOGETHER_TOKENS_MAX, RowPart, RowPictures
 from satchel.actors.replica.kv.caches import see_both_ways
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.api.media.prompt import Medium, place, with_media_tokens

@@ -15,8 +15,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import blas, prepare
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.cluster.environment import wants_openblas
 
 HERE = sys.platform == "linux" and platform.machine() == "x86_64" and wants_openblas()

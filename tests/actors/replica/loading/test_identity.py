@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from satchel.actors.model_files.digests import digest_files
+from satchel.actors.model_files.model_identity import ModelIdentity
 from satchel.actors.model_files.weights import read_weight_file
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv import device
 from satchel.actors.replica.loading import identity, models
-from satchel.actors.replica.loading.identity import Identity, computing, files_of, order_of_weights
-from satchel.actors.replica.loading.models import LoadedModel
+from satchel.actors.replica.loading.identity import computing, files_of, order_of_weights
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.families import write_model
 
@@ -33,12 +34,12 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(models.EMBEDDED / "recall", tmp_path / "model"))
 
 
-def identity_of(folder: Path, adapter: Path | None = None, **how: Any) -> Identity:
+def identity_of(folder: Path, adapter: Path | None = None, **how: Any) -> ModelIdentity:
     """As `models.load` makes it."""
     found = digest_files(files_of(folder, adapter), None, lambda fraction: None)
     files = {name: each.digest.hex() for name, each in found.items()}
     order = order_of_weights(folder, [read_weight_file(path) for path in sorted(folder.glob("model*.safetensors"))])
-    return Identity(files | order, computing(**{**HOW, **how}))
+    return ModelIdentity(files | order, computing(**{**HOW, **how}))
 
 
 def load(folder: Path, **how: Any) -> LoadedModel:
@@ -229,15 +230,15 @@ def test_a_library_of_another_version_makes_another_model(folder: Path, monkeypa
 
 
 def test_no_two_identities_are_hashed_as_the_same_bytes():
-    one = Identity({"a": "b", "c": "d"}, {"e": "f"})
+    one = ModelIdentity({"a": "b", "c": "d"}, {"e": "f"})
     others = [
-        Identity({"a": "bcd"}, {"e": "f"}),
-        Identity({"ab": "", "c": "d"}, {"e": "f"}),
-        Identity({"a": "b"}, {"c": "d", "e": "f"}),
+        ModelIdentity({"a": "bcd"}, {"e": "f"}),
+        ModelIdentity({"ab": "", "c": "d"}, {"e": "f"}),
+        ModelIdentity({"a": "b"}, {"c": "d", "e": "f"}),
         replace(one, computing={"e": "", "f": ""}),
     ]
     assert len({one.model_id, *(other.model_id for other in others)}) == 5
-    assert Identity({"c": "d", "a": "b"}, {"e": "f"}).model_id == one.model_id, "their order is none"
+    assert ModelIdentity({"c": "d", "a": "b"}, {"e": "f"}).model_id == one.model_id, "their order is none"
 
 
 def test_a_file_that_changes_while_the_model_is_loaded_refuses_it(folder: Path, monkeypatch: pytest.MonkeyPatch):

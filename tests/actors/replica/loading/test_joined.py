@@ -14,10 +14,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from satchel.actors.replica.execution.agreement import agree
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv.device import on_gpu
 from satchel.actors.replica.loading import blas, joined, models, prepare
 from satchel.actors.replica.loading.joined import Joined, Part
-from satchel.actors.replica.loading.models import LoadedModel
 from tests.worlds import families, vision_families
 
 pytestmark = pytest.mark.skipif(on_gpu(), reason="there models are joined when they are loaded")

@@ -12,9 +12,9 @@ import pytest
 
 from satchel.actors.replica.execution import findings, hidden_states
 from satchel.actors.replica.execution.hidden_states import HiddenStates
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv.paged_cache import Reads
 from satchel.actors.replica.loading import decode_ways, identity, joined, models, quirks
-from satchel.actors.replica.loading.models import LoadedModel
 from tests.worlds.families import write_model
 
 TOKENS = mx.array([[3, 1, 4, 1, 5]], mx.uint32)

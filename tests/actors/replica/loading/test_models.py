@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model, save_model
 from safetensors.numpy import save_file
 
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models, prepare
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.bench import Bench
 from tests.worlds.families import config_of, write_model

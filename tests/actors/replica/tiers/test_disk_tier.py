@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.tiers import disk_tier
 from tests.worlds.bench import load_tiny
 from tests.worlds.bench_disk import Node, process, write_down

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.tiers import disk_tier, keeping
 from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable

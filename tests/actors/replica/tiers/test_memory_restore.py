@@ -22,13 +22,13 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, block_ids,
 from satchel.actors.protocol.codec import decode
 from satchel.actors.protocol.entries import Entry, Failure, Location, signature
 from satchel.actors.protocol.store_messages import ReadDone
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv import sealing
 from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec, PooledBlock, Records, Slab
 from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
 from satchel.actors.replica.kv.pool import BlockPool
 from satchel.actors.replica.kv.sealing import POLICIES
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.tiers import disk_tier, slab_codec
 from satchel.actors.replica.tiers.disk_tier import read_blocks, read_slabs
 from satchel.actors.replica.tiers.slab_codec import Layout

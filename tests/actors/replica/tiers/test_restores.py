@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.scheduling.scheduler import Limits, ScheduledRow, Scheduler
 from satchel.actors.replica.tiers import disk_tier, restores
 from satchel.actors.replica.tiers.disk_tier import DiskTier, Prompt, WriteJob, Written

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.protocol.codec import decode, encode
 from satchel.actors.protocol.store_messages import CommitSegment, EntryIds
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv.prefix import PrefixCache, PrefixKV
 from satchel.actors.replica.kv.shares import MemoryShares
-from satchel.actors.replica.loading.models import LoadedModel
 from satchel.actors.replica.tiers import disk_tier
 from tests.worlds.bench import Bench
 

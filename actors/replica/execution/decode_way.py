@@ -1,0 +1,37 @@
+"""How decode steps read sealed blocks. `loading/decode_ways.py` finds out which way is the fastest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..kv.paged_cache import Reads
+
+
+@dataclass(frozen=True)
+class DecodeWay:
+    """How decode steps read sealed blocks.
+
+    Attributes:
+        compiled: whether steps are recorded (`compiled_step.py`).
+        fused: whether recorded steps leave norms and rotations to the kernel (`deferral.py`).
+        reason: why not a faster way; empty if it is the fastest of this device, or was asked for.
+    """
+
+    reads: Reads
+    compiled: bool = False
+    fused: bool = False
+    reason: str = ""
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether what this device is meant to do does not hold."""
+        return self.reads is Reads.DEQUANTIZED and bool(self.reason)
+
+    def describe(self) -> str:
+        """Returns it as text, such as `by a kernel, compiled`."""
+        way = ", ".join([self.reads.value, *["compiled"] * self.compiled, *["with norms and rotations"] * self.fused])
+        return f"{way} ({self.reason})" if self.reason else way
+
+
+DEQUANTIZED = DecodeWay(Reads.DEQUANTIZED)
+"""As prefill reads them, which makes both equal to the last bit."""
