@@ -127,8 +127,8 @@ def mlx_rounding() -> dict[str, str]:
 
 
 def wants_openblas() -> bool:
-    """Returns whether products on a CPU may be OpenBLAS's: unless SATCHEL_OPENBLAS is 0."""
-    return os.environ.get("SATCHEL_OPENBLAS") != "0"
+    """Returns whether products on a CPU may be OpenBLAS's: if SATCHEL_OPENBLAS is 1."""
+    return os.environ.get("SATCHEL_OPENBLAS") == "1"
 
 
 @contextmanager

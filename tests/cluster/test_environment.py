@@ -58,11 +58,11 @@ def test_variables_are_set_for_a_while_and_then_as_before(monkeypatch: pytest.Mo
     assert os.environ["SATCHEL_TEST_ONE"] == "before" and "SATCHEL_TEST_TWO" not in os.environ
 
 
-def test_openblas_is_wanted_unless_it_is_switched_off(monkeypatch: pytest.MonkeyPatch):
+def test_openblas_is_an_option(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("SATCHEL_OPENBLAS", raising=False)
-    assert environment.wants_openblas()
-    monkeypatch.setenv("SATCHEL_OPENBLAS", "0")
     assert not environment.wants_openblas()
+    monkeypatch.setenv("SATCHEL_OPENBLAS", "1")
+    assert environment.wants_openblas()
 
 
 def test_what_lets_a_process_outlive_a_cluster_is_not_inherited_and_what_somebody_set_is(

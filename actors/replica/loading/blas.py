@@ -1,9 +1,11 @@
-"""The BLAS that multiplies float32 matrices on a CPU: OpenBLAS, where it computes what MLX's own does.
+"""The BLAS that multiplies float32 matrices on a CPU: MLX's own, or OpenBLAS, if SATCHEL_OPENBLAS is 1 and it computes
+what MLX's own does.
 
 MLX's wheel for Linux is linked with the reference BLAS, which takes six times as long as this one. opencv-python, which
-mlx-vlm needs, brings OpenBLAS. Its fastest kernels break the position law: what they compute of a row depends on how
-many others there are. The one for Nehalem processors (SSE, so any x86-64 has it) adds up the products of each number
-one after the other, as the reference does, with these exceptions:
+mlx-vlm needs, brings OpenBLAS. It is an option, for it takes machine code to choose between the two for every product,
+and OpenCV's own factorizations then end the process. OpenBLAS's fastest kernels break the position law: what they
+compute of a row depends on how many others there are. The one for Nehalem processors (SSE, so any x86-64 has it) adds
+up the products of each number one after the other, as the reference does, with these exceptions:
 
     More than 512 products are added up in parts, of which the last two depend on how many there are, and so would
     attention on how many keys stand behind those that count. So parts are made long (`_SIZES`), and sums that are
@@ -19,8 +21,8 @@ the same bits, a row in company equals the row alone.
 MLX calls `cblas_sgemm` by an address in a table of its library that the system's linker filled. There `_FORK` is put,
 a few instructions that go on to one of the two, if the address is the reference's and if OpenBLAS has computed some
 products that were the sums in order to the last bit. So MLX's factorizations stay its own: OpenBLAS's of float32
-(Cholesky, LU, inverses) end the process with these sizes. OpenCV would call them for matrices of 100 rows and more, and
-nothing in a replica asks it to.
+(Cholesky, LU, inverses) end the process with these sizes. OpenCV calls them for matrices of 100 rows and more; nothing
+in a replica asks it to.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ _SYMBOLS, _RELOCATIONS, _JUMP_SLOT = 11, 4, 7
 
 @dataclass(frozen=True)
 class Blas:
-    """What multiplies on a CPU: OpenBLAS by its `name`, or MLX's own, and the `reason`. `meant` says whether this
-    machine is meant to have OpenBLAS."""
+    """What multiplies on a CPU: OpenBLAS by its `name`, or MLX's own, and the `reason`. `meant` says whether OpenBLAS
+    is asked for, on a machine that can have it."""
 
     name: str = ""
     reason: str = ""
@@ -104,7 +106,7 @@ def chosen() -> Blas:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return Blas(reason="OpenBLAS is for Linux on x86-64", meant=False)
     if not wants_openblas():
-        return Blas(reason="SATCHEL_OPENBLAS is 0", meant=False)
+        return Blas(reason="SATCHEL_OPENBLAS is not 1", meant=False)
     try:
         library = _load(_bundled())
         _lengthen(library)

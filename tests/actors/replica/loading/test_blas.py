@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import blas, prepare
 from satchel.cluster.environment import wants_openblas
 
-HERE = sys.platform == "linux" and platform.machine() == "x86_64" and wants_openblas()
-here_only = pytest.mark.skipif(not HERE, reason="OpenBLAS is for Linux on x86-64")
+HERE = sys.platform == "linux" and platform.machine() == "x86_64"
+here_only = pytest.mark.skipif(not (HERE and wants_openblas()), reason="SATCHEL_OPENBLAS is not 1, or it is no Linux")
 again: Callable[[], blas.Blas] = blas.chosen.__wrapped__  # type: ignore[attr-defined]
 
 
@@ -31,6 +32,13 @@ def numbers(seed: int, *shape: int) -> np.ndarray:
 def in_order(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """(rows, columns), each the sum in float32 of one product after the other."""
     return np.add.accumulate(left[:, None] * right.T[None], axis=2)[:, :, -1]
+
+
+@pytest.mark.skipif(not HERE or wants_openblas(), reason="OpenBLAS is for Linux on x86-64")
+def test_all_of_this_holds_where_it_is_asked_for():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(command, env={**os.environ, "SATCHEL_OPENBLAS": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0 and ", 1 skipped" in run.stdout, run.stdout[-4000:]
 
 
 @here_only
