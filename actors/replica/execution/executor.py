@@ -34,7 +34,7 @@ from .compiled_step import CompiledStep
 from .grammar import MaskMaker, RowGrammar, RowMasks
 from .loaded_model import LoadedModel
 from .pieces import IN_ONE_PIECE
-from .row_states import DecodingRow, Joining, Prefilling, Together
+from .row_states import ExecutorRow, Stage, Together
 from .sampling import BatchSampler, Draw
 from .vision import RowPart, RowPictures
 
@@ -106,8 +106,8 @@ class BatchExecutor:
         self._compiled = (
             CompiledStep(self._model, loaded.deferral) if loaded.way.compiled and not loaded.apart else None
         )
-        self._prefilling: dict[str, Prefilling] = {}
-        self._joining: dict[str, Joining] = {}
+        # Rows before they decode; `_rows` are those of the batch.
+        self._coming: dict[str, ExecutorRow] = {}
         self._leaving: set[str] = set()
         self._since_clear = 0
         self._make_masks = MaskMaker()
@@ -135,7 +135,7 @@ class BatchExecutor:
         caches = self._loaded.new_caches()
         kv_cache.restore(self._loaded.spec, caches, blocks, tail, tail_tokens)
         length = sum(block.tokens for block in blocks) + tail_tokens
-        self._prefilling[row_id] = Prefilling(row_id, length, caches, pictures=pictures)
+        self._coming[row_id] = ExecutorRow(row_id, length, caches, pictures)
 
     @on_device()
     def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
@@ -145,7 +145,7 @@ class BatchExecutor:
             Exception: whatever the model raises. `length` tells which rows are done. The others may be tried again; a
                 row whose caches were being changed fails again.
         """
-        rows = [(self._prefilling[row_id], tokens) for row_id, tokens in work]
+        rows = [(self._coming[row_id], tokens) for row_id, tokens in work]
         self._settle()
         mx.reset_peak_memory()
         while self.batched_prefill and rows:
@@ -185,7 +185,7 @@ class BatchExecutor:
         return {} if vision is None else vision.inputs(parts, width)
 
     @staticmethod
-    def _count_together(rows: Sequence[tuple[Prefilling, Sequence[int]]]) -> int:
+    def _count_together(rows: Sequence[tuple[ExecutorRow, Sequence[int]]]) -> int:
         """Returns how many of these rows, from the first on, are the next batch: as many as have little padding."""
         lengths = [len(tokens) for _, tokens in rows]
         held = [row.length for row, _ in rows]
@@ -197,7 +197,7 @@ class BatchExecutor:
         # A power of two, for few different shapes: CUDA makes a plan for every new one.
         return 1 << (len(rows).bit_length() - 1)
 
-    def _prefill_together(self, rows: Sequence[tuple[Prefilling, Sequence[int]]]) -> None:
+    def _prefill_together(self, rows: Sequence[tuple[ExecutorRow, Sequence[int]]]) -> None:
         lengths = [len(tokens) for _, tokens in rows]
         longest = padded_tokens(max(lengths))
         padding = [longest - length for length in lengths]
@@ -231,13 +231,9 @@ class BatchExecutor:
             drawn: how many of them were generated (before a preemption, or on a replica that was lost).
             grammar: what the row follows, at any earlier state of it; None for nothing.
         """
-        row = self._prefilling.pop(row_id)
-        if grammar is not None:
-            grammar.resume(tokens[len(tokens) - drawn :])
-        decoding = DecodingRow(row_id, row.length, pictures=row.pictures, grammar=grammar)
-        decoding.tokens_max = row.length + 1 + sampling.max_tokens - drawn
-        decoding.ends = self._loaded.eos_token_ids.union(sampling.stop_token_ids)
-        self._joining[row_id] = Joining(decoding, row, tokens, sampling, drawn)
+        # Rows join in this order.
+        row = self._coming[row_id] = self._coming.pop(row_id)
+        row.join(tokens, sampling, drawn, grammar, self._loaded.eos_token_ids.union(sampling.stop_token_ids))
 
     @on_device()
     def first(self) -> list[Ready]:
@@ -254,7 +250,7 @@ class BatchExecutor:
     @on_device()
     def drawn(self, row_id: str) -> Ready | None:
         """Returns a decoding row's last token, which the next step would return; None if it has none yet."""
-        if self._inputs is None or self._draw is None or row_id in self._prefilling:
+        if self._inputs is None or self._draw is None or row_id in self._coming:
             return None
         tokens: list[int] = self._inputs.tolist()  # type: ignore[assignment]
         for token, row in zip(tokens, self._rows, strict=True):
@@ -332,7 +328,7 @@ class BatchExecutor:
         found = list(takewhile(lambda token: token not in row.ends, row.grammar.forced(mask, most)))
         return found if (len(found) - 1) * FORCED_HISTORY_MAX > length else ()
 
-    def _besides(self, rows: Sequence[DecodingRow]) -> dict[str, Any]:
+    def _besides(self, rows: Sequence[ExecutorRow]) -> dict[str, Any]:
         """Returns the model's inputs besides tokens and caches for a step of these rows."""
         vision = self._loaded.vision
         return {} if vision is None else vision.steps([row.length for row in rows], [row.pictures for row in rows])
@@ -396,17 +392,14 @@ class BatchExecutor:
 
     def holds(self, row_id: str) -> bool:
         """Whether the row has usable KV."""
-        decodes = row_id not in self._leaving and any(row.row_id == row_id for row in self._rows)
-        prefilling = self._prefilling.get(row_id)
-        return decodes or row_id in self._joining or (prefilling is not None and prefilling.failure is None)
+        if (row := self._coming.get(row_id)) is not None:
+            return row.failure is None
+        return row_id not in self._leaving and any(row.row_id == row_id for row in self._rows)
 
     def length(self, row_id: str) -> int:
         """Returns how many tokens of a row in any state have KV."""
-        if row_id in self._prefilling:
-            return self._prefilling[row_id].length
-        if row_id in self._joining:
-            return self._joining[row_id].row.length
-        return self._rows[self._index(row_id)].length
+        row = self._coming.get(row_id)
+        return (self._rows[self._index(row_id)] if row is None else row).length
 
     @on_device()
     def cut(self, row_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab | PooledBlock]:
@@ -416,9 +409,7 @@ class BatchExecutor:
         spec, length = self._loaded.spec, self.length(row_id)
         # Stacks copy all rows of a span and stay until the next step, so they are for a few spans only.
         stacks = self._on_gpu and len(spans) <= STACKED_SPANS_MAX
-        joining = self._joining.get(row_id)
-        single = self._prefilling.get(row_id) if joining is None else joining.prefilled
-        caches = self._caches
+        single, caches = self._coming.get(row_id), self._caches
         if single is None and isinstance(caches, RowsApart):
             view = RowView(spec, caches.rows[self._index(row_id)], None, length)
         elif single is None:
@@ -459,11 +450,8 @@ class BatchExecutor:
     def leave(self, row_ids: Sequence[str]) -> None:
         """Removes rows; unknown ids are ignored."""
         for row_id in row_ids:
-            single, joining = self._prefilling.pop(row_id, None), self._joining.pop(row_id, None)
-            if joining is not None:
-                single = joining.prefilled
-            if single is not None:
-                single.leave()
+            if (row := self._coming.pop(row_id, None)) is not None:
+                row.leave()
         gone = set(row_ids)
         self._leaving.update(row.row_id for row in self._rows if row.row_id in gone)
         if self._rows and len(self._leaving) == len(self._rows):
@@ -471,20 +459,19 @@ class BatchExecutor:
 
     def reset(self) -> None:
         """Forgets every row and every block, after the device has failed."""
-        self._prefilling.clear()
-        self._joining.clear()
+        self._coming.clear()
         self._forget()
         if self._loaded.pool is not None:
             self._loaded.pool.reset()
 
     def clear_batch(self) -> None:
         """Forgets every decoding row and every row that was about to join. Used after a step failed."""
-        self.leave(list(self._joining))
+        self.leave(list(self._joining()))
         self._forget()
 
     def _forget(self) -> None:
         self._leaving.clear()
-        self._rows: list[DecodingRow] = []
+        self._rows: list[ExecutorRow] = []
         self._caches: list[Any] | RowsApart = []
         self._stacks = Stacks()
         self._inputs: mx.array | None = None
@@ -495,7 +482,7 @@ class BatchExecutor:
 
     def _change_batch(self) -> None:
         """Removes rows that left and appends rows that join."""
-        if self._settles_always and (self._leaving or self._joining):
+        if self._settles_always and (self._leaving or self._joining()):
             mx.synchronize()
         if self._leaving:
             keep = [index for index, row in enumerate(self._rows) if row.row_id not in self._leaving]
@@ -508,8 +495,8 @@ class BatchExecutor:
             self._sampler.keep(keep)
             self._rows = [self._rows[index] for index in keep]
             self._leaving.clear()
-        for batch, entries in self._arriving():
-            inputs = mx.array([entry.tokens[-1] for entry in entries], dtype=mx.uint32)
+        for batch, rows in self._arriving():
+            inputs = mx.array([row.tokens[-1] for row in rows], dtype=mx.uint32)
             if self._inputs is None:
                 self._caches, self._inputs = batch, inputs
             else:
@@ -518,18 +505,21 @@ class BatchExecutor:
                 else:
                     kv_cache.extend(self._caches, batch)
                 self._inputs = mx.concatenate([self._inputs, inputs])
-            for entry in entries:
-                prompt = len(entry.tokens) - entry.drawn
-                self._sampler.add(entry.sampling, entry.tokens[:prompt], entry.tokens[prompt:])
-                self._rows.append(entry.row)
-        self._joining.clear()
+            for row in rows:
+                prompt = len(row.tokens) - row.drawn
+                self._sampler.add(row.sampling, row.tokens[:prompt], row.tokens[prompt:])
+                row.decode()
+                self._rows.append(self._coming.pop(row.row_id))
 
-    def _arriving(self) -> list[tuple[Any, list[Joining]]]:
+    def _joining(self) -> dict[str, ExecutorRow]:
+        return {row_id: row for row_id, row in self._coming.items() if row.stage is Stage.JOINING}
+
+    def _arriving(self) -> list[tuple[Any, list[ExecutorRow]]]:
         """Returns the rows that join now, as batches: rows prefilled together stay one batch, the others are merged."""
-        arriving: list[tuple[Any, list[Joining]]] = []
-        joining = dict(self._joining)
-        for entry in list(joining.values()):
-            together = entry.prefilled.together
+        arriving: list[tuple[Any, list[ExecutorRow]]] = []
+        joining = self._joining()
+        for row in list(joining.values()):
+            together = row.together
             if together is None or not together.rows.keys() <= joining.keys():
                 continue
             if len(together.rows) < together.size:
@@ -537,10 +527,10 @@ class BatchExecutor:
             members = [joining.pop(row_id) for row_id in together.rows]
             arriving.append((together.caches, members))
             for member in members:
-                member.prefilled.together = None
+                member.together = None
         if joining:
             single = list(joining.values())
-            own = [entry.prefilled.own() for entry in single]
+            own = [row.own() for row in single]
             arriving.append((RowsApart(own) if self._loaded.apart else kv_cache.merge(own), single))
         return arriving
 

@@ -376,7 +376,7 @@ def test_a_batch_that_breaks_while_a_row_joins_ends_that_row_only(
 
     def breaking_extend(batch: list, other: list) -> None:
         extend(batch[:3], other[:3])
-        if any("bad" in engine.engine.executor._joining for _ in batch):
+        if any("bad" in engine.engine.executor._joining() for _ in batch):
             guilty.append("bad")
             raise RuntimeError("injected")
         extend(batch[3:], other[3:])
