@@ -1,8 +1,9 @@
 # Works with GNU make 3.81, which is what macOS ships.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow test-clients test-real test-zoo test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
-	bench-vision bench-scenarios bench-templates bench-recipe bench-quality bench-checkpoints soak attack
+# `docs` and `examples` are folders too.
+.PHONY: help serve docs examples test test-slow test-clients test-real test-zoo test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
+	bench-vision bench-templates bench-recipe bench-quality bench-checkpoints soak attack
 
 PYTHON ?= python3
 CONFIG ?= configs/one-mac.yaml
@@ -99,8 +100,8 @@ bench-cluster: .venv/.development ## Measure several nodes; BENCH="--parts movin
 bench-vision: .venv/.development ## Measure pictures and videos; BENCH="--parts turns --rounds 1" options
 	@$(BIN)/python -m benchmarks.vision.run $(BENCH)
 
-bench-scenarios: .venv/.development ## Run agents' stories on the server at URL=http://127.0.0.1:8000; TRACES=folder adds recordings
-	@$(BIN)/python -m benchmarks.scenarios.run --url "$(URL)" $(if $(TRACES),--traces "$(TRACES)") $(BENCH)
+examples: .venv/.development ## Run the examples on the server at URL=http://127.0.0.1:8000; TRACES=folder adds recordings
+	@$(BIN)/python -m examples.run --url "$(URL)" $(if $(TRACES),--traces "$(TRACES)") $(BENCH)
 
 bench-templates: .venv/.development ## Measure what chat templates forget: TEMPLATES=folder of NAME.jinja, TRACES=folder of recordings
 	@$(BIN)/python -m benchmarks.templates.run --templates "$(TEMPLATES)" --traces "$(TRACES)" $(BENCH)
@@ -127,7 +128,17 @@ COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate
 lock: .venv/bin/python ## Write the lock files anew from pyproject.toml; UPGRADE=1 takes newer versions
 	@$(COMPILE) pyproject.toml --group build --output-file requirements.lock
 	@$(COMPILE) --group dev --constraint requirements.lock --output-file tests/requirements.lock
+	@$(COMPILE) --group docs --constraint requirements.lock --output-file docs/requirements.lock
 	@$(COMPILE) tests/clients/requirements.in --output-file tests/clients/requirements.lock
+
+# Symbolic links, for pages link to files outside docs/, and MkDocs knows one folder.
+PAGES := README.md ARCHITECTURE.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE docs examples benchmarks configs
+docs: .venv/.runtime build/docs/venv/.ready ## Build the documentation into build/docs/site; a dead link fails
+	@$(BIN)/python -m docs.reference
+	@rm -rf build/docs/source && mkdir -p build/docs/source
+	@ln -s $(addprefix $(CURDIR)/,$(PAGES)) build/docs/source
+	@NO_MKDOCS_2_WARNING=1 build/docs/venv/bin/mkdocs --quiet build --strict --config-file docs/mkdocs.yml
+	@echo "build/docs/site/index.html"
 
 clean: ## Remove the environment, caches and build results
 	@rm -rf .venv .uv build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
@@ -179,6 +190,12 @@ build/clients/venv/.ready: tests/clients/requirements.lock | .venv/bin/python
 	@echo "Installing the frameworks into build/clients/venv"
 	@$(UV) venv --quiet --clear --python $(BIN)/python build/clients/venv
 	@$(UV) pip sync --quiet --python build/clients/venv/bin/python --require-hashes tests/clients/requirements.lock
+	@touch $@
+
+build/docs/venv/.ready: docs/requirements.lock | .venv/bin/python
+	@echo "Installing MkDocs into build/docs/venv"
+	@$(UV) venv --quiet --clear --python $(BIN)/python build/docs/venv
+	@$(UV) pip sync --quiet --python build/docs/venv/bin/python --require-hashes docs/requirements.lock
 	@touch $@
 
 # Apart from the others: what it needs, nobody else does. As it was at a day, so that it stays the same.

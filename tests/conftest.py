@@ -29,7 +29,7 @@ if on_gpu():
 
 SHARE_CLUSTER = (
     # First, for it measures with nothing remembered there.
-    "system/test_scenarios.py",
+    "system/test_stories.py",
     "system/test_endpoint.py",
     "system/test_failures.py",
     "system/test_handles.py",

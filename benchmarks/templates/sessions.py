@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..scenarios.traces import RecordedConversation, read
+from examples.stories.traces import RecordedConversation, read
 
 Messages = list[dict[str, Any]]
 

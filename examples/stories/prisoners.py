@@ -1,6 +1,6 @@
 """The prisoner's dilemma in five phases, by agents that keep their memory from one phase to the next.
 
-    python -m benchmarks.scenarios.prisoners [--url http://127.0.0.1:8000] [--ways memory,disk,nothing]
+    python -m examples.stories.prisoners [--url http://127.0.0.1:8000] [--ways memory,disk,nothing]
 
 marco, danny and the warden are there from the first phase to the last; an analyst comes for the last one and knows only
 what the warden's record says. What an agent says in one phase is put into the memories of those who hear it, so each

@@ -1,20 +1,22 @@
-"""What scenarios are made of: recordings, networks, the ledger, and what their commands refuse."""
+"""What the stories are made of: recordings, networks, the ledger, and what their commands refuse."""
 
 from __future__ import annotations
 
 import json
 import random
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.programs import ROOT, program
-from benchmarks.scenarios import gossip, story, traces
-from benchmarks.scenarios.endpoint import RequestUsage
-from benchmarks.scenarios.ledger import Ledger, table
+from examples.stories import gossip, story, traces
+from examples.stories.endpoint import RequestUsage
+from examples.stories.ledger import Ledger, table
 from tests.worlds.recordings import calls, talk
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_prompt_of_several_agents_is_what_each_has_seen() -> None:
@@ -85,7 +87,7 @@ def test_the_ledger_counts_what_is_computed_again() -> None:
     ],
 )
 def test_commands_say_what_is_wrong(script: str, arguments: list[str], status: int, said: str) -> None:
-    command = program(f"scenarios.{script}", *arguments)
+    command = [sys.executable, "-m", f"examples.stories.{script}", *arguments]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == status and said in ended.stderr, ended.stderr
     assert "Traceback" not in ended.stderr

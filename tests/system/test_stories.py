@@ -1,4 +1,4 @@
-"""The scenarios on a real server: agents know what they were told, from phase to phase, and nothing is read twice."""
+"""The stories of examples/ on a real server: agents know what they were told, from phase to phase, and nothing is read twice."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scenarios import gossip, prisoners, replay, story
-from benchmarks.scenarios.endpoint import endpoint_at
+from examples.stories import gossip, prisoners, replay, story
+from examples.stories.endpoint import endpoint_at
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.api.serve import Deployment
 from tests.worlds.recordings import FILLER, calls, talk, write

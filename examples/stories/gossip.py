@@ -1,6 +1,6 @@
 """A rumour network: agents in a small world tell each other what they were told, and at the end each is asked.
 
-    python -m benchmarks.scenarios.gossip [--url http://127.0.0.1:8000] [--agents 10] [--rounds 3] [--rumours 2]
+    python -m examples.stories.gossip [--url http://127.0.0.1:8000] [--agents 10] [--rounds 3] [--rumours 2]
 
 A rumour is a name and its code. In every round all who were told it are asked, and their own words are put into the
 memories of their neighbours who were not told yet. So a rumour travels by what agents remember: it gets one neighbour

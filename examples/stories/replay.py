@@ -1,6 +1,6 @@
 """Recorded conversations of agents, replayed through a running endpoint.
 
-    python -m benchmarks.scenarios.replay TRACE… [--conversations 5] [--calls 20] [--time-s 600] [--cold 10]
+    python -m examples.stories.replay TRACE… [--conversations 5] [--calls 20] [--time-s 600] [--cold 10]
 
 TRACE is a file of conversations between agents (`messages` of `agent` and `content`) or of one agent's calls (`calls`
 of `input` and `output`), JSON lines, gzipped or not. Requests are sent one after the other, each with its agent's id
