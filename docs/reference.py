@@ -125,8 +125,10 @@ def configuration() -> str:
         "",
         "`satchel serve --config FILE` reads one YAML file, once. Only `models` is required. An unknown field or a",
         "wrong value stops the start, and the error names its path, such as `models[0].replicas`. The folder",
-        "`configs/` has examples. The last word of a name is its unit: `_s` is seconds, `_bytes` bytes, `_tokens` tokens. A size",
-        "may have a unit: `512 MiB`, `2 GB`.",
+        "`configs/` has examples.",
+        "",
+        "The last word of a name is its unit: `_s` is seconds, `_bytes` bytes, `_tokens` tokens. A size may have a",
+        "unit: `512 MiB`, `2 GB`. Where a text speaks of None, leave the field out.",
         "",
     ]
     lines += ["## The whole file", "", *table(config.Config, tree), ""]

@@ -39,7 +39,7 @@ USUAL = "q4"
 
 KL_MAX = 0.008
 """The most that a policy may change next-token distributions: the mean of KL(full precision || policy), in nats. Three
-real models have 0.001 to 0.003 with `q4`, and from 0.015 on where its codes are chosen badly (docs/choices.md)."""
+real models have 0.001 to 0.003 with `q4`, and from 0.015 on where its codes are chosen badly (docs/decisions/)."""
 
 GPU_TOKENS, CPU_TOKENS = 1024, 384
 """Of the text that is read; those behind the first block, which have a sealed one before them, are scored."""
