@@ -137,7 +137,7 @@ docs: .venv/.runtime build/docs/venv/.ready ## Build the documentation into buil
 	@$(BIN)/python -m docs.reference
 	@rm -rf build/docs/source && mkdir -p build/docs/source
 	@ln -s $(addprefix $(CURDIR)/,$(PAGES)) build/docs/source
-	@NO_MKDOCS_2_WARNING=1 build/docs/venv/bin/mkdocs --quiet build --strict --config-file docs/mkdocs.yml
+	@NO_MKDOCS_2_WARNING=1 build/docs/venv/bin/mkdocs build --strict --config-file docs/mkdocs.yml
 	@echo "build/docs/site/index.html"
 
 clean: ## Remove the environment, caches and build results

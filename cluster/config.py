@@ -48,7 +48,9 @@ class Tls:
     `satchel cert` makes both. Replaced files are picked up within seconds."""
 
     certificate: AbsolutePath
+    """The certificate, followed by its chain."""
     key: AbsolutePath
+    """Its private key."""
 
 
 @validated(frozen=True, config=STRICT)
@@ -56,7 +58,9 @@ class Endpoint:
     """The HTTP endpoint. It binds loopback unless `listen` says otherwise, which needs keys (`satchel keys`)."""
 
     listen: str = "127.0.0.1"
+    """The address that it binds; `0.0.0.0` and `::` are all."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """The port that it binds."""
     tls: Tls | None = None
     """HTTPS instead of HTTP."""
     hosts: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...] = ()
@@ -66,6 +70,7 @@ class Endpoint:
     connections_max: Count = 1000
     """Concurrent connections. If there are more, those without a request yet are closed."""
     body_bytes_max: Bytes = 32 * 2**20
+    """Of one request."""
     bodies_bytes_max: Bytes = 256 * 2**20
     """Of all requests that are being read at a time."""
     body_values_max: Count = 250_000
@@ -102,20 +107,21 @@ class Endpoint:
 
 @validated(frozen=True, config=STRICT)
 class Model:
-    """One served model.
-
-    `source` is a Hub id (`mlx-community/Qwen3-0.6B-4bit`, with `@REVISION` to pin it), a folder, or `embedded:NAME` for
-    one that ships with Satchel. The first model in the list is the default of the endpoint.
-    """
+    """One served model. The first one in the list is the default of the endpoint."""
 
     name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]
+    """What clients call it."""
     source: Annotated[str, Field(min_length=1)]
+    """A Hub id (`mlx-community/Qwen3-0.6B-4bit`, with `@REVISION` to pin it), a folder, or `embedded:NAME` for one that
+    ships with Satchel."""
     replicas: Count | None = None
     """None puts one on each of its nodes."""
     nodes: tuple[str, ...] = ()
     """Names of the nodes on which its replicas may run; empty means all."""
     context_tokens_max: Count | None = None
+    """The most tokens of a prompt and its answer together; None is the model's own context."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """The type in which it computes."""
     weights: Literal["auto", "stored", "dequantized", "both"] = "auto"
     """Whether quantized weights are multiplied as stored; `auto` takes what is faster on the device."""
     kv: Literal["auto", "q4", "k6v4", "k8v4", "fp16"] = "auto"
@@ -166,7 +172,9 @@ class Scheduling:
     """Limits of one replica's scheduler."""
 
     rows_max: Count = 32
+    """The most sequences in a batch."""
     queue_requests_max: Count = 256
+    """The most requests that wait; a further one is refused (503)."""
     prefill_chunk_tokens: Annotated[int, Field(ge=256, multiple_of=256)] = 4096
     """The most that a step prefills; how much it is depends on the measured rate and `prefill_pause_s`."""
     prefill_rows_max: Count = 8
@@ -194,7 +202,10 @@ class Scheduling:
 
 @validated(frozen=True, config=STRICT)
 class Routing:
+    """How the replica for a request is chosen."""
+
     policy: Literal["satchel", "prefix", "least_loaded", "round_robin"] = "satchel"
+    """How a replica is chosen: by estimated time and memory (`satchel`), or by simpler rules to compare with."""
     replica_timeout_s: Seconds = 5.0
     """A replica that has not reported for this long is avoided."""
     sticky_penalty_s_max: Seconds = 2.0
@@ -229,6 +240,7 @@ class Media:
     timeout_s: Seconds = 15.0
     """For fetching one picture or video, and again for decoding a video."""
     redirects_max: Annotated[int, Field(ge=0, le=20)] = 3
+    """Followed for one picture or video."""
     pixels_max: Annotated[int, Field(gt=0, le=150_000_000)] = 50_000_000
     """Of one picture, of all frames of a video together, and of everything that is decoded at a time."""
     pictures_max: Count = 64
@@ -241,11 +253,14 @@ class Media:
 
 @validated(frozen=True, config=STRICT)
 class Timeouts:
+    """How long callers, models and processes are waited for."""
+
     request_s: Seconds = 600.0
     """From arrival to the last token."""
     drain_s: Seconds = 8.0
     """How long a stopping server lets running requests finish."""
     model_load_s: Seconds = 3600.0
+    """How long a start, or a load while the server runs, waits for a model."""
     turn_wait_s: Seconds = 60.0
     """How long a turn of an agent waits for that agent's previous turn."""
     silent_s: Seconds = 120.0
@@ -259,6 +274,7 @@ class Config:
     """The whole tree. `models` has at least one entry and unique names."""
 
     models: Annotated[tuple[Model, ...], Field(min_length=1)]
+    """What is served, at least one."""
     nodes: tuple[Node, ...] = ()
     """The machines; `satchel serve` runs on the first. Empty means this machine alone."""
     replication: Annotated[int, Field(ge=0, le=3)] = 1

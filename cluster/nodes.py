@@ -37,24 +37,27 @@ class Link:
     """An address at which other nodes reach this one for KV; a Thunderbolt bridge has one of its own."""
 
     address: Address
+    """This node's address on that link."""
     kind: Kind = "ethernet"
+    """What is assumed of its rate until it has been measured."""
 
 
 @validated(frozen=True, config=STRICT)
 class Node:
-    """One machine.
-
-    `address` is the one that Ray uses. `ssh` is its name for the ssh client; the first node, on which the server is
-    started, has none. `links` are for KV, in any order; if empty, KV uses the address. `home` is its SATCHEL_HOME, and
-    `command` the command line of Satchel there.
-    """
+    """One machine."""
 
     name: Name
+    """What `satchel status` calls it."""
     address: Address = "127.0.0.1"
+    """The address that Ray uses."""
     ssh: Annotated[str, Field(min_length=1, pattern=r"^[^-\s][^\s]*$")] | None = None
+    """Its name for the ssh client; the first node, on which the server is started, has none."""
     links: tuple[Link, ...] = ()
+    """For KV, in any order; if empty, KV uses the address."""
     home: Annotated[str, Field(min_length=1)] | None = None
+    """Its SATCHEL_HOME; None is the usual one."""
     command: Annotated[str, Field(min_length=1)] = "satchel"
+    """The command line of Satchel there."""
     memory_bytes_max: Bytes | None = None
     """Memory of all of its replicas; None takes the config's `scheduling.memory_bytes_max`."""
     kv_bytes_max: Bytes | None = None

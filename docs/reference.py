@@ -104,14 +104,19 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def first_sentence(group: type) -> str:
+    return (inspect.getdoc(group) or "").partition(".")[0] + "."
+
+
 def table(group: type, schema: dict[str, Any]) -> Iterator[str]:
-    said = described_fields(group)
+    said = {one.__name__.lower(): first_sentence(one) for one in GROUPS if group is config.Config}
+    said |= {"timing": first_sentence(Timing), **described_fields(group)}
     yield "| field | value | default | |"
     yield "| --- | --- | --- | --- |"
     for field in fields(group):
         own = schema["properties"][field.name]
         default = default_of(own, field.name, field.name in schema.get("required", ()))
-        cells = (f"`{field.name}`", value_of(own, field.name), default, said.get(field.name, ""))
+        cells = (f"`{field.name}`", value_of(own, field.name), default, said[field.name])
         yield f"| {' | '.join(cell(each) for each in cells)} |"
 
 
@@ -133,13 +138,10 @@ def configuration() -> str:
     ]
     lines += ["## The whole file", "", *table(config.Config, tree), ""]
     for group in GROUPS:
-        doc = inspect.cleandoc(group.__doc__ or "")
-        lines += [f"## {group.__name__}", ""]
-        if doc and not doc.startswith(f"{group.__name__}("):
-            lines += [doc, ""]
+        lines += [f"## {group.__name__}", "", inspect.getdoc(group) or "", ""]
         lines += [*table(group, tree["$defs"][group.__name__]), ""]
     times = "[Its fields, and what must hold between them](../timing.md)."
-    lines += ["## Timing", "", inspect.cleandoc(Timing.__doc__ or ""), times]
+    lines += ["## Timing", "", inspect.getdoc(Timing) or "", times]
     return "\n".join(lines) + "\n"
 
 

@@ -42,6 +42,7 @@ START_SERVERS = (
     "system/test_serve.py",
     "bring_up/test_server.py",
     "system/test_tls.py",
+    "docs/test_commands.py",
 )
 LONG = (
     "execution/test_families.py",

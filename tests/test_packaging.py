@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("cluster", "actors", "api")
-LOCKS = ("requirements.lock", "tests/requirements.lock")
+LOCKS = ("requirements.lock", "tests/requirements.lock", "docs/requirements.lock")
 
 
 def files_of_the_tree() -> set[str]:
@@ -48,6 +48,11 @@ def test_the_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert packed == files_of_the_tree()
+
+
+def test_the_wheel_says_that_it_has_types(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        assert {f"satchel/{package}/py.typed" for package in PACKAGES} <= set(archive.namelist())
 
 
 def test_the_wheel_works_without_the_tree(wheel: Path, tmp_path: Path) -> None:
@@ -129,9 +134,9 @@ def test_one_file_knows_ray_serve() -> None:
     assert users <= {"api/serve.py"}
 
 
-def test_the_product_knows_neither_benchmarks_nor_tests() -> None:
+def test_the_product_knows_nothing_of_what_stands_around_it() -> None:
     others = {name.split(".")[0] for path in sources() for name in imported_names(path)}
-    assert not others & {"benchmarks", "tests"}
+    assert not others & {"benchmarks", "docs", "examples", "tests"}
 
 
 def test_one_file_reads_the_environment() -> None:

@@ -1,4 +1,4 @@
-"""The stories of examples/ on a real server: agents know what they were told, from phase to phase, and nothing is read twice."""
+"""The stories of examples/ on a real server: agents know what they were told, and nothing is read twice."""
 
 from __future__ import annotations
 
