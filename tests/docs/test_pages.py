@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from textwrap import dedent, indent
 
@@ -58,6 +59,17 @@ def test_configurations_in_a_page_are_taken(page: str) -> None:
             parse_config({"models": [{"name": "a", "source": "b"}], **found}, source=page)
         elif block.language == "json":
             assert json.loads(block.text)
+
+
+def test_workflows_and_issue_forms_can_be_read_and_run_what_the_makefile_has() -> None:
+    forms = [yaml.safe_load(path.read_text()) for path in ROOT.glob(".github/ISSUE_TEMPLATE/*.yml")]
+    assert all("body" in form or "blank_issues_enabled" in form for form in forms) and len(forms) == 3
+    jobs = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())["jobs"]
+    steps = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert steps == ["make check test", "make docs"]
+    assert {"ubuntu", "macos"} == {name.partition("-")[0] for name in jobs["check"]["strategy"]["matrix"]["os"]}
+    for command in steps:
+        subprocess.run([*command.split(), "--dry-run"], cwd=ROOT, capture_output=True, check=True, timeout=60)
 
 
 def example_texts() -> list[str]:
