@@ -1,4 +1,4 @@
-"""The endpoint on Ray Serve, and the start of a configured cluster's actors. The only file that uses `ray.serve`."""
+"""The endpoint on Ray Serve, and the start of a configured cluster's actors. The only one that calls `ray.serve`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from ..cluster.environment import default_home
 from ..cluster.errors import ClusterError, SatchelError
 from ..cluster.incidents import note_incident_aside
 from ..cluster.keys import KeyRing
+from ..cluster.patches import keep_ray_serve_on_this_machine
 from ..cluster.processes import give_freed_memory_back
 from ..cluster.timing import Timing
 from ..cluster.trust.endpoint_certificate import client_context
@@ -63,7 +64,7 @@ class HttpEndpoint:
     """
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]
-        _stay_on_this_machine()
+        keep_ray_serve_on_this_machine()
         # Bodies may be large.
         give_freed_memory_back()
         # Ray gives a process without CPUs of its own five threads, too few for tokenizing and everything else.
@@ -198,16 +199,6 @@ def deploy(config: Config, *, report: Report) -> Deployment:
     _await_health(deployment.url, config.endpoint.tls)
     EndpointClient(config.timing).warm(config.timeouts.model_load_s)
     return deployment
-
-
-def _stay_on_this_machine() -> None:
-    """Binds Serve's port for calls between deployments to loopback. It unpickles what it receives and would listen on
-    all addresses. Satchel does not use it: handles call actors."""
-    from ray._common import tls_utils
-    from ray.serve._private import replica
-
-    bind = tls_utils.add_port_to_grpc_server
-    setattr(replica, bind.__name__, lambda server, address: bind(server, "127.0.0.1:0"))
 
 
 def _check_alone() -> None:

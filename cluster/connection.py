@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import logging
 import socket
@@ -14,6 +13,7 @@ from . import environment
 from .config import Home
 from .errors import NotRunning
 from .home import read_json
+from .patches import init_ray, reread_ray_settings
 from .processes import ProcessMark
 
 NAMESPACE = "satchel"
@@ -133,12 +133,12 @@ def connect_ray_address(
         # Ray would wait for it for as long as for one that is lost.
         _knock(address)
     if imported_before:
-        _reread_ray_settings()
+        reread_ray_settings()
     try:
-        ray.init(
+        init_ray(
+            temp_dir=temp_dir,
             address=address,
             namespace=namespace,
-            _temp_dir=temp_dir,
             log_to_driver=False,
             configure_logging=True,
             logging_level=logging.ERROR,
@@ -162,14 +162,3 @@ def _knock(address: str) -> None:
 def is_loopback(address: str) -> bool:
     """Returns whether `host:port` is a loopback address."""
     return address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost")
-
-
-def _reread_ray_settings() -> None:
-    """Makes an imported, uninitialized Ray see the present environment; it reads most of it at import."""
-    from ray._private import auto_init_hook, ray_constants
-    from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
-
-    importlib.reload(ray_constants)
-    importlib.reload(auto_init_hook)
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()

@@ -12,7 +12,8 @@ import dataclasses
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
 from ...cluster.errors import ModelLoadError
+from ..patches import classes_by_config, weights_read
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +35,6 @@ _EMBEDDINGS = (
 _LEAVES = ("weight", "scales", "biases")
 _TIED = "tie_word_embeddings"
 _PARTS = ("text_config",)
-
-_classes_of: Callable[..., tuple[Any, Any]] = (
-    inspect.signature(mlx_lm_load_model).parameters["get_model_classes"].default
-)
-"""mlx-lm's own choice of a model's classes by its config."""
 
 
 class _OwnHead(Exception):
@@ -72,10 +69,10 @@ def load_checkpoint(folder: Path, *, trusted: bool) -> tuple[Any, dict[str, Any]
 
 
 def _load(folder: Path, *, trusted: bool, tied: bool) -> tuple[Any, dict[str, Any]]:
-    built: list[Any] = []
+    changes = ExitStack()
 
     def classes(config: dict[str, Any]) -> Any:
-        model_class, arguments = _classes_of(config=config)
+        model_class, arguments = classes_by_config(config)
         drop_nulls(config, arguments)
         if not tied:
             for part in (config, *(config[name] for name in _PARTS if isinstance(config.get(name), dict))):
@@ -91,18 +88,13 @@ def _load(folder: Path, *, trusted: bool, tied: bool) -> tuple[Any, dict[str, An
                     weights = sanitize(weights)
                 return _without_equals(weights, _names(model))
 
-            model.sanitize = read
-            built.append(model)
+            changes.enter_context(weights_read(model, read).for_now())
             return model
 
         return make, arguments
 
-    try:
+    with changes:
         return mlx_lm_load_model(folder, lazy=True, trust_remote_code=trusted, get_model_classes=classes)
-    finally:
-        for model in built:
-            # The class's own is found again.
-            del model.sanitize
 
 
 def _names(model: Any) -> set[str]:

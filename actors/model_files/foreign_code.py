@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster.errors import ModelLoadError
+from ..patches import model_code_checked
 from .source import read_json
 
 _TRUST = "trust_remote_code"
@@ -116,9 +117,7 @@ def _refusal(source: str, file: str, own: bool) -> ModelLoadError:
 
 @cache
 def _install() -> None:
-    from transformers import dynamic_module_utils
-
-    dynamic_module_utils.get_cached_module_file = _checking(dynamic_module_utils.get_cached_module_file)
+    model_code_checked(_checking)
 
 
 def _checking(fetch: Callable[..., str]) -> Callable[..., str]:

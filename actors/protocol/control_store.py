@@ -1,6 +1,4 @@
-"""Ray's control store, asked with a time limit. Ray's own functions for it wait forever if the head is lost, and while
-a thread waits in one of them, its process can neither leave the cluster nor end. The only file that uses Ray's internal
-client of the store.
+"""Ray's control store, asked with a time limit, which Ray's own functions for it do not take.
 
 Every function waits, about a millisecond: call them from a thread, not from an event loop.
 """
@@ -11,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RaySystemError
-from ray.experimental import internal_kv
 
 from ...cluster.connection import NAMESPACE
+from ...cluster.patches import control_store_client
 
 ANSWER_S = 5.0
 """How long an answer may take."""
@@ -79,7 +77,7 @@ def keys(prefix: str) -> list[str]:
 
 
 def _client() -> Any:
-    client = internal_kv.internal_kv_get_gcs_client()
+    client = control_store_client()
     if client is None:
         raise RaySystemError("this process is not connected to a cluster")
     return client

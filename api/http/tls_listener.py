@@ -13,11 +13,10 @@ import logging
 import socket
 from collections.abc import Callable
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
-
 from ...cluster.trust.shown_certificate import ShownCertificate
 from ...cluster.trust.strangers import Strangers
 from ..openai.answers import error_body
+from ..patches import status_line
 from .exchange import Refused
 
 _log = logging.getLogger(__name__)
@@ -150,7 +149,7 @@ async def _speaks_tls(sock: socket.socket) -> bool:
     if first.isalpha():
         body = json.dumps(error_body(400, "this port speaks HTTPS: use https://", code="invalid_request")).encode()
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        sock.send(STATUS_LINE[400] + head.encode() + body)
+        sock.send(status_line(400) + head.encode() + body)
         # Closing with unread input would reset the connection before the client reads the answer.
         sock.recv(2**16)
     return first == _HANDSHAKE

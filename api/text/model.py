@@ -23,6 +23,7 @@ from ...actors.model_files.infill import infill_marks
 from ...actors.model_files.nulls import without_nulls
 from ...actors.model_files.processors import PictureProcessor, in_words, sees
 from ...actors.model_files.source import first_sentence
+from ...actors.patches import inner_tokenizer, renders_by_code
 from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import InvalidRequest, ModelLoadError
 from .answers import harmony
@@ -93,7 +94,7 @@ class TextModel:
         self.sampling = dict(sampling or {})
         self.pictures = pictures
         self._wrapper = wrapper
-        self._tokenizer = wrapper._tokenizer
+        self._tokenizer = inner_tokenizer(wrapper)
         self.added_tokens: dict[int, Any] = dict(self._tokenizer.added_tokens_decoder)
         self.backend = _rust_tokenizer(self._tokenizer)
         self.byte_level = self.backend is not None and _is_byte_level(self.backend)
@@ -205,7 +206,7 @@ class TextModel:
         """Returns the chat template's text; "" if there is none, or the conversation is rendered by Python code."""
         if (
             not self._wrapper.has_chat_template
-            or self._wrapper._chat_template is not None
+            or renders_by_code(self._wrapper)
             or not _renders_templates(self._tokenizer)
         ):
             return ""

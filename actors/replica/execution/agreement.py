@@ -1,11 +1,14 @@
-"""Whether a model computes the same in another way, as a trial at load asks."""
+"""Whether a model computes the same in another way, as a trial at load asks: it runs, is changed, runs again, and both
+are compared. What does not agree is undone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ...patches import NO_CHANGE, Change
 from ..kv.device import multiplies_exactly
 
 TOLERANCE, TOLERANCE_16 = 1e-4, 3e-2
@@ -28,3 +31,57 @@ def agree(expected: Sequence[mx.array], got: Sequence[mx.array], tolerance: floa
         bool(mx.abs(one - other).astype(mx.float32).max() <= tolerance * mx.abs(one).max())
         for one, other in zip(expected, got, strict=True)
     )
+
+
+Logits = Sequence[mx.array]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial showed.
+
+    Attributes:
+        reason: why what was tried is not used; empty if it computed the same, or raised.
+        error: what the model raised, None for nothing. It may be another one's business: memory may have been short.
+    """
+
+    reason: str = ""
+    error: Exception | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the model computes the same."""
+        return not self.reason and self.error is None
+
+
+def unless_equal(reason: str, tolerance: float | None = None) -> Callable[[Logits, Logits], str]:
+    """Returns what gives this reason for logits that do not `agree`, and none for those that do."""
+    return lambda expected, got: "" if agree(expected, got, tolerance) else reason
+
+
+def try_change(
+    before: Callable[[], Logits],
+    after: Callable[[], Logits],
+    why_not: Callable[[Logits, Logits], str],
+    change: Change = NO_CHANGE,
+) -> Verdict:
+    """Runs a model, changes it, runs it again, and undoes the change unless there is no reason to.
+
+    Args:
+        before, after: return what it computes. If they run it in two ways, there is nothing to change.
+        why_not: given what both returned, says why the change is undone; empty if it stays.
+    """
+    try:
+        expected = before()
+    except MODEL_ERRORS as error:
+        return Verdict(error=error)
+    change.make()
+    verdict = Verdict("it was not compared")
+    try:
+        verdict = Verdict(why_not(expected, after()))
+    except MODEL_ERRORS as error:
+        verdict = Verdict(error=error)
+    finally:
+        if not verdict.holds:
+            change.undo()
+    return verdict

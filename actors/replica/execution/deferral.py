@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...patches import stood_in
 from ..kv.head_transform import HeadTransform, Norm, Rotation
 
 
@@ -98,13 +99,10 @@ class Deferral:
             offset: (rows,), the positions that caches tell the model.
         """
         self._offset, self._noted = offset, _Noted()
-        for module, name, stand_in in self._sites:
-            object.__setattr__(module, name, stand_in)
         try:
-            yield
+            with stood_in(self._sites).for_now():
+                yield
         finally:
-            for module, name, _ in self._sites:
-                object.__delattr__(module, name)
             self._offset = None
 
     def take(self, dim: int) -> HeadTransform:

@@ -25,6 +25,7 @@ from PIL import Image
 
 from ...model_files.foreign_code import refuse_model_file
 from ...model_files.processors import PictureProcessor, SpanLayout
+from ...patches import emptied, reset_to_now
 from ..kv.caches import is_recurrent
 from ..kv.device import as_numpy, on_gpu, settle
 from ..kv.sealing import copied
@@ -192,7 +193,7 @@ class LanguagePart:
         self.root = self._language = model.language_model
         """The module that has all of the language part's."""
         self._axes, self._axes_last = _axes_of(self._language), _has_axes_last(self._language)
-        self._empty = [name for name, value in vars(self._language).items() if value is None]
+        self._empty = emptied(self._language)
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: Any) -> mx.array:
         """Returns logits, `(rows, tokens, vocabulary)` in the model's dtype.
@@ -201,8 +202,7 @@ class LanguagePart:
             tokens: `(rows, tokens)` token ids of an integer dtype.
             given: inputs from `Vision`; none for text alone.
         """
-        for name in self._empty:
-            setattr(self._language, name, None)
+        self._empty()
         if "position_ids" not in given:
             given |= self.places(tokens, _offset_of(cache))
         elif self._axes_last:
@@ -299,7 +299,7 @@ class Vision:
         self._dense_levels = has_dense_levels(self._model)
         self._evaluate_modules()
         modules = {id(module): module for root in (model, self._model) for module in root.modules()}
-        self._modules = [(module, dict(module), dict(vars(module))) for module in modules.values()]
+        self._reset = reset_to_now(modules.values())
 
     @property
     def model(self) -> Any:
@@ -312,11 +312,7 @@ class Vision:
 
     def forget(self) -> None:
         """Takes back all that modules of the model noted since it was loaded, such as the positions of a prompt."""
-        for module, items, attributes in self._modules:
-            dict.clear(module)
-            dict.update(module, items)
-            vars(module).clear()
-            vars(module).update(attributes)
+        self._reset()
 
     def encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], *, video: bool) -> list[ImageEmbeddings]:
         """Encodes pictures of one layout and size, in one call if the model then gives each the same as alone.

@@ -10,12 +10,12 @@ of its open block, are added up. Nothing is padded to the longest row or masked,
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
+from ...patches import rebound
 from . import decode_kernel
 from .decode_views import DecodeView, KernelView
 from .device import on_cuda, on_gpu
@@ -37,13 +37,10 @@ def install(model: Any) -> bool:
     Returns:
         Whether any of its modules calls MLX's attention by that name.
     """
-    names = {type(module).__module__ for _, module in model.named_modules()}
-    callers = [module for name in names if callable(getattr(module := sys.modules[name], NAME, None))]
-    for module in callers:
-        before = getattr(module, NAME)
-        if not isinstance(before, _Attend):
-            setattr(module, NAME, _Attend(before))
-    return bool(callers)
+    change = rebound(model, NAME, lambda before: before if isinstance(before, _Attend) else _Attend(before))
+    if change is not None:
+        change.make()
+    return change is not None
 
 
 class _Attend:

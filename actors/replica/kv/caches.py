@@ -20,6 +20,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
+from ...patches import window_in_order
 from ...protocol.block_ids import BLOCK_TOKENS
 from .paged_cache import PagedBatch, PagedKVCache, Reads
 from .pool import BlockPool, BlockTable, LayerFields, Slot
@@ -156,7 +157,7 @@ def in_order(cache: Any) -> tuple[mx.array, mx.array]:
     """Returns what a row's own cache of a window layer has of its last tokens, `(1, kv_heads, tokens, dim)` each."""
     if _is_chunked(cache):
         return cache.keys_and_values()
-    return cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
+    return window_in_order(cache)
 
 
 def joins(cache: Any) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ...patches import rope_periods
+
 CHECK_POSITIONS = (0, 1, 300, 5000, 33_000, 131_000)
 TOLERANCE, TOLERANCE_16 = 2e-3, 2e-2
 """How far a module may be off what is known of it, of the largest number, in float32 and in 16 bits: it rounds angles
@@ -71,7 +73,7 @@ class Rotation:
     @classmethod
     def of(cls, module: Any, dim: int, dtype: mx.Dtype) -> Rotation | None:
         """Returns what the module does with heads of `dim` channels, None if that is something else."""
-        dims, base, periods = (getattr(module, name, None) for name in ("dims", "base", "_freqs"))
+        dims, base, periods = getattr(module, "dims", None), getattr(module, "base", None), rope_periods(module)
         if not isinstance(dims, int) or dims % 2 or dims > dim:
             return None
         exponents = None

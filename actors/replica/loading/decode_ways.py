@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
-from ..execution.agreement import MODEL_ERRORS, TOLERANCE_16, agree
+from ..execution.agreement import TOLERANCE_16, Logits, Verdict, agree, try_change, unless_equal
 from ..execution.compiled_step import CompiledStep
 from ..execution.decode_way import DecodeWay
 from ..execution.deferral import Deferral
@@ -107,24 +107,29 @@ def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads, pieces: Pieces) -> 
     agree there with dequantized blocks, and a kernel is no slower."""
     kernels = reads is Reads.KERNEL
     tried: list[list[Any]] = []
-    logits: list[list[mx.array]] = []
-    try:
-        for way in (Reads.DEQUANTIZED, reads):
-            caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=kernels), way)
-            _prefill(model, caches, BLOCK_TOKENS + 2, pieces)
-            logits.append([_step(model, caches, token, pieces) for token in (0, 1, 0)])
-            tried.append(caches)
+
+    def steps(way: Reads) -> list[mx.array]:
+        caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=kernels), way)
+        _prefill(model, caches, BLOCK_TOKENS + 2, pieces)
+        tried.append(caches)
+        return [_step(model, caches, token, pieces) for token in (0, 1, 0)]
+
+    def why_not(expected: Logits, got: Logits) -> str:
         sealed = [cache for cache in tried[-1] if isinstance(cache, PagedKVCache)]
         if any(cache.view is not None for cache in sealed):
             return "the model computes attention by itself"
         if kernels and not all(cache.writes() for cache in sealed):
             return "a kernel does not write blocks where they are read"
-        expected, got = logits
         if not agree(expected, got):
             return f"reading {reads.value} differs from the reference"
         return "the kernel is slower" if kernels and _is_slower(model, tried[0], tried[1]) else ""
-    except MODEL_ERRORS as error:
-        return f"reading {reads.value} {_FAILS} {first_sentence(error)}"
+
+    verdict = try_change(lambda: steps(Reads.DEQUANTIZED), lambda: steps(reads), why_not)
+    return _in_words(verdict, f"reading {reads.value}")
+
+
+def _in_words(verdict: Verdict, what: str) -> str:
+    return verdict.reason if verdict.error is None else f"{what} {_FAILS} {first_sentence(verdict.error)}"
 
 
 def _is_slower(model: Any, dequantized: Sequence[Any], kernel: Sequence[Any]) -> bool:
@@ -148,13 +153,13 @@ def _why_not_compiled(
     if not all(layer.sealed for layer in spec.layers):
         return "it has layers of other kinds"
     far_blocks = min(FAR_TOKENS_MAX, context_tokens) // BLOCK_TOKENS - 1
-    try:
-        plain, recorded = (
-            _batch_steps(model, spec, step, far_blocks, pieces) for step in (None, CompiledStep(model, deferral))
-        )
-    except MODEL_ERRORS as error:
-        return f"recording {_FAILS} {first_sentence(error)}"
-    return "" if agree(plain, recorded, TOLERANCE_16) else "a recorded step computes something else"
+
+    def steps(step: CompiledStep | None) -> list[mx.array]:
+        return _batch_steps(model, spec, step, far_blocks, pieces)
+
+    why_not = unless_equal("a recorded step computes something else", TOLERANCE_16)
+    verdict = try_change(lambda: steps(None), lambda: steps(CompiledStep(model, deferral)), why_not)
+    return _in_words(verdict, "recording")
 
 
 def _batch_steps(

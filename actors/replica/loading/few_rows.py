@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...patches import recast
 from ..kv.gpu_kernels import kernel
 
 ROWS_LEAST = 2
@@ -245,8 +246,7 @@ def takes(layer: Any, x: mx.array) -> bool:
 
 def by_kernel(layer: Any, rows_most: int) -> Any:
     """Returns a quantized layer as one that takes up to `rows_most` rows by the kernel."""
-    made = copy.copy(layer)
-    made.__class__ = _FORMS[type(layer)]
+    made = recast(copy.copy(layer), _FORMS[type(layer)])
     made.rows_most = rows_most
     return made
 

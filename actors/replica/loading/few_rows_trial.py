@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ...model_files.source import first_sentence
+from ..execution.agreement import MODEL_ERRORS, Logits, try_change
 from ..execution.findings import NOWHERE, Findings
 from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..kv import gpu_kernels
@@ -33,8 +34,6 @@ OUTPUTS_DEQUANTIZED = 8192
 """At a time."""
 
 TIMED_PRODUCTS, TIMED_ROUNDS = 8, 5
-
-_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 
 
 _WHAT, _VERSION = "few_rows", 1
@@ -86,35 +85,44 @@ def _rows_most(layer: Any, today: Callable[[mx.array], mx.array]) -> int:
         today: what computes the product otherwise.
     """
     shape = f"{layer.weight.shape[0]} x {layer.weight.shape[1] * 8}"
-    try:
-        for rows in ROWS_TRIED:
-            if reason := _why_not(layer, rows):
-                logger.warning("few rows are multiplied with %s as many are: %s", shape, reason)
-                return 0
-        for rows in ROWS_TRIED:
-            inputs = _inputs(layer, rows, TIMED_PRODUCTS)
-            today_s, kernel_s = (_product_s(product, inputs) for product in (today, _product(by_kernel(layer, rows))))
-            logger.info("%s, %d rows: %.1f us, by the kernel %.1f us", shape, rows, today_s * 1e6, kernel_s * 1e6)
-            if not is_slower(today_s, kernel_s):
-                return rows
-    except _ERRORS as error:
-        logger.warning("few rows are multiplied with %s as many are: %s", shape, first_sentence(error))
+    inputs = [_inputs(layer, count, 1)[0] for rows in ROWS_TRIED for count in (rows, rows - 3)]
+    verdict = try_change(
+        lambda: [_plain_product(layer, x).astype(mx.float32) for x in inputs],
+        lambda: [_product_in_parts(layer, x).astype(mx.float32) for x in inputs],
+        _why_not,
+    )
+    error = verdict.error
+    if verdict.holds:
+        try:
+            return next((rows for rows in ROWS_TRIED if not _kernel_is_slower(layer, rows, today, shape)), 0)
+        except MODEL_ERRORS as failed:
+            error = failed
+    reason = verdict.reason if error is None else first_sentence(error)
+    logger.warning("few rows are multiplied with %s as many are: %s", shape, reason)
     return 0
 
 
-def _why_not(layer: Any, rows: int) -> str:
-    """Why the kernel is not used; empty if it agrees with MLX, in parts as they are of joined layers."""
-    outputs = layer.weight.shape[0]
-    for count in (rows, rows - 3):
-        (x,) = _inputs(layer, count, 1)
-        expected = _plain_product(layer, x).astype(mx.float32)
-        parts = multiply(layer, x, (16, outputs - 16) if outputs > 16 else (outputs,))
-        got = mx.concatenate(parts, axis=-1).astype(mx.float32)
-        error, scale = (float(array.abs().max()) for array in (got - expected, expected))
+def _why_not(expected: Logits, got: Logits) -> str:
+    """Why the kernel is not used; empty if its products agree with MLX's."""
+    for one, other in zip(expected, got, strict=True):
+        error, scale = (float(array.abs().max()) for array in (other - one, one))
         # So that a NaN is refused.
         if not error <= TOLERANCE * scale:
-            return f"the kernel is off by {error:.2g} of {scale:.2g} for {count} rows"
+            return f"the kernel is off by {error:.2g} of {scale:.2g} for {len(one)} rows"
     return ""
+
+
+def _kernel_is_slower(layer: Any, rows: int, today: Callable[[mx.array], mx.array], shape: str) -> bool:
+    inputs = _inputs(layer, rows, TIMED_PRODUCTS)
+    today_s, kernel_s = (_product_s(product, inputs) for product in (today, _product(by_kernel(layer, rows))))
+    logger.info("%s, %d rows: %.1f us, by the kernel %.1f us", shape, rows, today_s * 1e6, kernel_s * 1e6)
+    return is_slower(today_s, kernel_s)
+
+
+def _product_in_parts(layer: Any, x: mx.array) -> mx.array:
+    """The kernel's product, in parts as they are of joined layers."""
+    outputs = layer.weight.shape[0]
+    return mx.concatenate(multiply(layer, x, (16, outputs - 16) if outputs > 16 else (outputs,)), axis=-1)
 
 
 def _plain_product(layer: Any, x: mx.array) -> mx.array:

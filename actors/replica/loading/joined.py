@@ -20,7 +20,8 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...model_files.source import first_sentence
-from ..execution.agreement import MODEL_ERRORS, agree
+from ...patches import Change
+from ..execution.agreement import MODEL_ERRORS, Logits, agree, try_change
 from ..execution.findings import NOWHERE, Findings
 from ..kv.device import multiplies_exactly
 from . import few_rows
@@ -58,33 +59,37 @@ def join(module: nn.Module, model: Any, findings: Findings = NOWHERE) -> int:
         The number of joined products.
     """
     if (known := _known(findings.read(_WHAT, _VERSION), module)) is not None:
-        for names in known:
-            _replace(module, names, _joined)
+        _joining(module, known).make()
         return len(known)
     try:
         before, groups = _record(module, model)
     except MODEL_ERRORS as error:
         logger.warning("products are not joined: recording fails: %s", first_sentence(error))
         return 0
-    for names in groups:
-        _replace(module, names, _joined)
-    try:
-        reason = "" if _is_the_same(module, model, groups, before) else "the model computes something else"
-    except MODEL_ERRORS as error:
-        _put_back(module, groups, f"the model needs its layers: {first_sentence(error)}")
-        # Not kept: memory may have been short.
+
+    def why_not(expected: Logits, logits: Logits) -> str:
+        same = _are_the_same(module, model, groups, expected, logits)
+        return "" if same else "the model computes something else"
+
+    verdict = try_change(lambda: before, lambda: _run(model), why_not, _joining(module, groups))
+    if verdict.error is not None:
+        logger.warning("products are not joined: the model needs its layers: %s", first_sentence(verdict.error))
         return 0
-    if reason:
-        _put_back(module, groups, reason)
+    if verdict.reason:
+        logger.warning("products are not joined: %s", verdict.reason)
         groups = []
     findings.note(_WHAT, _VERSION, groups)
     return len(groups)
 
 
-def _put_back(module: nn.Module, groups: list[list[str]], reason: str) -> None:
-    for names in groups:
-        _replace(module, names, _separate)
-    logger.warning("products are not joined: %s", reason)
+def _joining(module: nn.Module, groups: Sequence[Sequence[str]]) -> Change:
+    """Joins layers of a module, each group to one product."""
+
+    def replace(make: Callable[[list[Any]], Sequence[nn.Module]]) -> None:
+        for names in groups:
+            _replace(module, names, make)
+
+    return Change(lambda: replace(_joined), lambda: replace(_separate))
 
 
 def _known(found: Any, module: nn.Module) -> list[list[str]] | None:
@@ -201,12 +206,9 @@ def _record(module: nn.Module, model: Any) -> tuple[list[mx.array], list[list[st
     layers = {name: layer for name, layer in found.items() if places[id(layer)] == 1 and _parent(name) not in found}
     given: dict[str, list[mx.array]] = {name: [] for name in layers}
     counts: list[list[int]] = []
-    recorders = [(name, _Recorder(layer, given[name])) for name, layer in layers.items()]
-    module.update_modules(tree_unflatten(recorders))
-    try:
+    recorders = {name: _Recorder(layer, given[name]) for name, layer in layers.items()}
+    with _in_place(module, layers, recorders).for_now():
         logits = _run(model, lambda: counts.append([len(inputs) for inputs in given.values()]))
-    finally:
-        module.update_modules(tree_unflatten(list(layers.items())))
     groups: dict[Any, list[str]] = {}
     for name, *seen in zip(layers, *counts, strict=True):
         if seen == [*range(1, len(_RUNS) + 1)]:
@@ -216,11 +218,21 @@ def _record(module: nn.Module, model: Any) -> tuple[list[mx.array], list[list[st
     return logits, [names for names in groups.values() if len(names) > 1]
 
 
-def _is_the_same(module: nn.Module, model: Any, groups: Sequence[Sequence[str]], before: Sequence[mx.array]) -> bool:
+def _in_place(module: nn.Module, layers: dict[str, Any], others: dict[str, Any]) -> Change:
+    """Puts others in the place of layers, by name."""
+
+    def put(these: dict[str, Any]) -> None:
+        module.update_modules(tree_unflatten(list(these.items())))
+
+    return Change(lambda: put(others), lambda: put(layers))
+
+
+def _are_the_same(
+    module: nn.Module, model: Any, groups: Sequence[Sequence[str]], before: Logits, logits: Logits
+) -> bool:
     """Whether the joined model computes what it did before: as closely as logits usually agree. Some models make much
     of the last bit. For these each product is compared with its layers where they stand, and the model runs on what
     the layers say."""
-    logits = _run(model)
     if agree(before, logits):
         return True
     parts = {name: _at(module, name) for names in groups for name in names}
@@ -228,11 +240,9 @@ def _is_the_same(module: nn.Module, model: Any, groups: Sequence[Sequence[str]],
         name: layer for names in groups for name, layer in zip(names, _separate([*map(parts.get, names)]), strict=True)
     }
     same: list[mx.array] = []
-    module.update_modules(tree_unflatten([(name, _Beside(parts[name], layers[name], same)) for name in parts]))
-    try:
+    beside = {name: _Beside(part, layers[name], same) for name, part in parts.items()}
+    with _in_place(module, parts, beside).for_now():
         told = _run(model)
-    finally:
-        module.update_modules(tree_unflatten(list(parts.items())))
     return agree(before, told) and all(one.item() for one in same)
 
 

@@ -21,6 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from ...patches import recast
 from ..kv.device import device_bytes, on_gpu
 from . import blas, few_rows
 
@@ -136,7 +137,7 @@ def _add_biases_last(model: Any) -> None:
     """Lets layers compute equal bits for any number of rows where OpenBLAS multiplies some of them."""
     for _, module in model.named_modules() if blas.chosen().name else []:
         if type(module) is nn.Linear and "bias" in module:
-            module.__class__ = LinearThenBias
+            recast(module, LinearThenBias)
 
 
 def _is_transposed_in_use(module: nn.Module, name: str, value: Any) -> bool:

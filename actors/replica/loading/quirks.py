@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
-from ..execution.agreement import MODEL_ERRORS, agree
+from ...patches import NO_CHANGE, Change, masks_made, rebound
+from ..execution.agreement import MODEL_ERRORS, Verdict, try_change, unless_equal
 from ..execution.findings import NOWHERE, Findings
 from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool
@@ -85,7 +85,7 @@ def with_windows(model: Any, spec: ModelCacheSpec) -> ModelCacheSpec:
 
     for cache in caches:
         if isinstance(cache, RotatingKVCache):
-            cache.make_mask = noting(cache)  # type: ignore[method-assign]
+            masks_made(cache, noting(cache))
     model(mx.array([[0, 0]], mx.uint32), cache=caches)
     layers = [
         replace(layer, window=max(layer.window, asked.get(layer.window, 0))) if layer.sealed else layer
@@ -112,38 +112,30 @@ def fit_masks(module: Any, model: Any, findings: Findings = NOWHERE, pieces: Pie
     known = findings.read(_WHAT, _VERSION)
     if known == _AS_THEY_ARE:
         return
-    if known != _BY_GROUP and _right_in_company(model, pieces):
+    change = rebound(module, _MASK, _by_group) or NO_CHANGE
+    if known == _BY_GROUP:
+        change.make()
+    elif _try_in_company(model, pieces).holds:
         findings.note(_WHAT, _VERSION, _AS_THEY_ARE)
-        return
-    names = {type(each).__module__ for _, each in module.named_modules()}
-    callers = [code for name in names if callable(getattr(code := sys.modules[name], _MASK, None))]
-    before = [getattr(code, _MASK) for code in callers]
-    for code, plain in zip(callers, before, strict=True):
-        setattr(code, _MASK, _by_group(plain))
-    # In one piece: a row that is served meanwhile has masks as they are, or as they will be.
-    right = known == _BY_GROUP or _right_in_company(model)
-    if not right:
-        for code, plain in zip(callers, before, strict=True):
-            setattr(code, _MASK, plain)
-    if known != _BY_GROUP:
+    else:
+        # In one piece: a row that is served meanwhile has masks as they are, or as they will be.
+        right = _try_in_company(model, change=change).holds
         findings.note(_WHAT, _VERSION, _BY_GROUP if right else _AS_THEY_ARE)
 
 
 def positions_leak(model: Any, far: int, pieces: Pieces = IN_ONE_PIECE) -> bool:
     """Whether a row computes otherwise if another one of its batch is `far` tokens further on in its text. Some models
     take the first row's position for all; rows that are short enough compute the same all the same."""
-    logits = []
-    try:
-        for more in (0, far):
-            rows = _begun_rows(model, pieces)
-            batch = merge(rows)
-            for cache in batch:
-                if isinstance(offset := getattr(cache, "offset", None), mx.array):
-                    cache.offset = offset + mx.array([more] + [0] * (len(rows) - 1))
-            logits.append(model(mx.array([[1]] * len(rows), mx.uint32), cache=batch)[1:, -1])
-        return not agree(list(logits[0]), list(logits[1]))
-    except MODEL_ERRORS:
-        return False
+
+    def others(more: int) -> list[mx.array]:
+        rows = _begun_rows(model, pieces)
+        batch = merge(rows)
+        for cache in batch:
+            if isinstance(offset := getattr(cache, "offset", None), mx.array):
+                cache.offset = offset + mx.array([more] + [0] * (len(rows) - 1))
+        return list(model(mx.array([[1]] * len(rows), mx.uint32), cache=batch)[1:, -1])
+
+    return bool(try_change(lambda: others(0), lambda: others(far), unless_equal("positions leak")).reason)
 
 
 def _by_group(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,17 +155,24 @@ def _begun_rows(model: Any, pieces: Pieces = IN_ONE_PIECE) -> list[list[Any]]:
     return rows
 
 
-def _right_in_company(model: Any, pieces: Pieces = IN_ONE_PIECE) -> bool:
-    """Whether a step of rows together computes what each computes alone, with the model's own caches."""
-    try:
-        rows = _begun_rows(model, pieces)
-        batch = merge(rows)
-        alone = []
+def _try_in_company(model: Any, pieces: Pieces = IN_ONE_PIECE, change: Change = NO_CHANGE) -> Verdict:
+    """Tries whether a step of rows together computes what each computes alone, with the model's own caches.
+
+    Args:
+        change: is made before they are together.
+    """
+    batch: list[Any] = []
+
+    def alone() -> list[mx.array]:
+        rows, logits = _begun_rows(model, pieces), []
+        batch.extend(merge(rows))
         for caches in rows:
-            alone.append(model(mx.array([[1]], mx.uint32), cache=caches)[0, -1])
-            mx.eval(alone[-1])
+            logits.append(model(mx.array([[1]], mx.uint32), cache=caches)[0, -1])
+            mx.eval(logits[-1])
             pieces.pause()
-        together = model(mx.array([[1]] * len(rows), mx.uint32), cache=batch)[:, -1]
-        return agree(alone, list(together))
-    except MODEL_ERRORS:
-        return False
+        return logits
+
+    def together() -> list[mx.array]:
+        return list(model(mx.array([[1]] * len(_ROWS), mx.uint32), cache=batch)[:, -1])
+
+    return try_change(alone, together, unless_equal("rows compute otherwise in company"), change)

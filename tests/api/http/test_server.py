@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from satchel.actors.protocol.messages import RowUpdate
+from satchel.api import patches
 from satchel.api.http import exchange as http
-from satchel.api.http import server as http_server
 from satchel.api.http.app import create_app
 from satchel.api.http.server import HttpServer
 from satchel.cluster.bring_up.ports import free_port
@@ -61,7 +61,7 @@ async def test_an_answer_in_http_1_0_has_no_chunks_and_ends_with_the_connection(
 @pytest.mark.parametrize(("endless", "said"), ENDLESS, ids=["headers", "one header"])
 async def test_a_head_without_end_is_refused(server: str, endless: bytes, said: str):
     start = b"GET /health HTTP/1.1\r\nHost: satchel\r\nX: "
-    reader, writer = await send(server, start, endless * ((http_server.HEAD_BYTES_MAX - 10) // len(endless)))
+    reader, writer = await send(server, start, endless * ((patches.HEAD_BYTES_MAX - 10) // len(endless)))
     await asyncio.sleep(0.1)
     writer.write(endless * 12)
     status, error = await refusal(reader)
@@ -110,11 +110,11 @@ async def test_a_few_requests_may_wait_on_one_connection(server: str, backend):
     backend.play(go, RowUpdate("r", [5], "stop", 0))
     first = json.dumps(BODY).encode()
     more = b"GET /v1/models HTTP/1.1\r\nHost: satchel\r\n\r\n"
-    reader, writer = await send(server, ASKS % len(first) + first, more * http_server.PIPELINED_MAX)
+    reader, writer = await send(server, ASKS % len(first) + first, more * patches.PIPELINED_MAX)
     go.set()
     async with asyncio.timeout(10):
         answers = b""
-        while answers.count(b"HTTP/1.1 200") <= http_server.PIPELINED_MAX:
+        while answers.count(b"HTTP/1.1 200") <= patches.PIPELINED_MAX:
             answers += await reader.read(65536)
     assert answers.index(b"chat.completion") < answers.index(b'"list"')
     writer.close()
@@ -221,7 +221,7 @@ async def test_empty_lines_before_a_request_are_passed_over(server: str, caplog:
     async with asyncio.timeout(10):
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
     writer.close()
-    reader, writer = await send(server, b"\r\n" * (http_server.HEAD_BYTES_MAX // 2 + 1))
+    reader, writer = await send(server, b"\r\n" * (patches.HEAD_BYTES_MAX // 2 + 1))
     assert (await refusal(reader))[0] == 431
     writer.close()
     assert not caplog.records
@@ -239,7 +239,7 @@ async def test_there_are_no_web_sockets(server: str):
 @pytest.mark.parametrize("before", [False, True])
 async def test_a_head_that_does_not_end_is_hung_up_on(server: str, monkeypatch: pytest.MonkeyPatch, before: bool):
     """Also as the second request of a connection."""
-    monkeypatch.setattr(http_server, "HEAD_S", 0.3)
+    monkeypatch.setattr(patches, "HEAD_S", 0.3)
     whole = b"GET /health HTTP/1.1\r\nHost: satchel\r\n\r\n"
     reader, writer = await send(server, *([whole] if before else []), b"GET /health HT")
     async with asyncio.timeout(10):

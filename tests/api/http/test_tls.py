@@ -19,7 +19,7 @@ import pytest
 import uvloop
 
 from satchel.actors.protocol.messages import RowUpdate
-from satchel.api.http import server as http_server
+from satchel.api import patches
 from satchel.api.http import tls_listener
 from satchel.api.http.app import create_app
 from satchel.api.http.server import HttpServer
@@ -303,7 +303,7 @@ class LazyPeer:
 async def test_a_stopping_server_does_not_wait_until_idle_clients_agree(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(http_server, "READ_S", 0.05)
+    monkeypatch.setattr(patches, "READ_S", 0.05)
     lazy = LazyPeer(await served.connect(), served.trusts)
     await lazy.talk(GET)
     await asyncio.sleep(0.1)

@@ -1,0 +1,234 @@
+"""What Satchel changes of MLX, mlx-lm, mlx-vlm and transformers, and what it uses of their insides: nothing else under
+`actors/` does, but for OpenBLAS in MLX's place (`replica/loading/blas.py`).
+
+docs/patches.md lists the patches of all libraries. Each fits the versions of requirements.lock. Libraries are imported
+when they are needed: they take seconds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that is done to a library's objects, and what takes it back."""
+
+    make: Callable[[], None]
+    undo: Callable[[], None]
+
+    @contextmanager
+    def for_now(self) -> Iterator[None]:
+        """While this is open, the change is made."""
+        self.make()
+        try:
+            yield
+        finally:
+            self.undo()
+
+
+NO_CHANGE = Change(lambda: None, lambda: None)
+
+
+def rebound(model: Any, name: str, make: Callable[[Any], Any]) -> Change | None:
+    """Gives the code of a model another function under a name; None if none of its modules' code has that name.
+
+    Changes: the name, in the Python modules in which the classes of the model's layers are written. It holds for every
+        model of that code in this process.
+    Why: models import mlx-lm's and mlx-vlm's functions by name, and neither library lets a caller give others.
+        Attention has to read sealed blocks where they lie (`replica/kv/attention.py`), and in a batch masks of some
+        families need one more axis (`replica/loading/quirks.py`).
+    Fits: mlx-lm 0.32.2, mlx-vlm 0.7.10.
+    Noticed by: tests/actors/replica/execution/test_families.py.
+
+    Args:
+        make: returns what takes a function's place.
+    """
+    names = {type(module).__module__ for _, module in model.named_modules()}
+    callers = [code for each in names if callable(getattr(code := sys.modules[each], name, None))]
+    before = [getattr(code, name) for code in callers]
+
+    def bind(functions: Iterable[Any]) -> None:
+        for code, function in zip(callers, functions, strict=True):
+            setattr(code, name, function)
+
+    return Change(lambda: bind(map(make, before)), lambda: bind(before)) if callers else None
+
+
+def stood_in(sites: Sequence[tuple[Any, str, Any]]) -> Change:
+    """Puts callables in the place of modules' children.
+
+    Changes: attributes of MLX modules, which hide the children of these names until they are gone.
+    Why: while a step is recorded, norms and rotations are left to the kernel (`replica/execution/deferral.py`). MLX's
+        own way to replace children takes modules alone.
+    Fits: mlx 0.32.4.
+    Noticed by: tests/actors/replica/execution/test_deferral.py.
+
+    Args:
+        sites: module, name of its child, and what is called instead.
+    """
+
+    def make() -> None:
+        for module, name, stand_in in sites:
+            object.__setattr__(module, name, stand_in)
+
+    def undo() -> None:
+        for module, name, _ in sites:
+            object.__delattr__(module, name)
+
+    return Change(make, undo)
+
+
+def recast(layer: Any, kind: type[Any]) -> Any:
+    """Returns a layer of MLX as one of a subclass that computes otherwise with the same arrays.
+
+    Changes: the class of that one object.
+    Why: MLX makes a layer's arrays when it makes the layer, so a new one would hold others for a moment, of gigabytes.
+    Fits: mlx 0.32.4.
+    Noticed by: tests/actors/replica/loading/test_few_rows.py.
+    """
+    layer.__class__ = kind
+    return layer
+
+
+def emptied(module: Any) -> Callable[[], None]:
+    """Returns what empties the attributes of a module that are empty now.
+
+    Changes: attributes in which language parts of mlx-vlm note a prompt's positions for their next call.
+    Why: the next call may be of another row here. They have other names in every family.
+    Fits: mlx-vlm 0.7.10.
+    Noticed by: tests/actors/replica/execution/test_language_parts.py.
+    """
+    names = [name for name, value in vars(module).items() if value is None]
+
+    def empty() -> None:
+        for name in names:
+            setattr(module, name, None)
+
+    return empty
+
+
+def reset_to_now(modules: Iterable[Any]) -> Callable[[], None]:
+    """Returns what takes back all that modules note from now on.
+
+    Changes: attributes and children of modules of mlx-vlm.
+    Why: encoders and language parts keep things of the last prompt that they saw, under names of their own.
+    Fits: mlx 0.32.4, mlx-vlm 0.7.10.
+    Noticed by: tests/actors/replica/execution/test_vision.py.
+    """
+    states = [(module, dict(module), dict(vars(module))) for module in modules]
+
+    def reset() -> None:
+        for module, items, attributes in states:
+            dict.clear(module)
+            dict.update(module, items)
+            vars(module).clear()
+            vars(module).update(attributes)
+
+    return reset
+
+
+def masks_made(cache: Any, make_mask: Callable[..., Any]) -> None:
+    """Lets a cache make its masks by another function.
+
+    Changes: `make_mask` of that one cache.
+    Why: what a model asks of it says how long its windows are (`replica/loading/quirks.py`).
+    Fits: mlx-lm 0.32.2.
+    Noticed by: tests/actors/replica/execution/test_families.py.
+    """
+    cache.make_mask = make_mask
+
+
+def window_in_order(cache: Any) -> tuple[Any, Any]:
+    """Returns what mlx-lm's cache of a window layer has of a row's last tokens, `(1, kv_heads, tokens, dim)` each.
+
+    Changes: nothing. It calls a method that mlx-lm keeps for itself.
+    Why: such a cache overwrites its oldest tokens in place, and only it knows where they begin.
+    Fits: mlx-lm 0.32.2.
+    Noticed by: tests/actors/replica/execution/test_families.py.
+    """
+    return cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
+
+
+def rope_periods(module: Any) -> Any:
+    """Returns the periods of a rotation's pairs of channels, `(dims / 2,)`; None if the module has none.
+
+    Changes: nothing. It reads an attribute that modules of mlx-lm and mlx-vlm keep for themselves.
+    Why: the decode kernel rotates by itself, and longer contexts are made with periods that no formula gives.
+    Fits: mlx-lm 0.32.2, mlx-vlm 0.7.10.
+    Noticed by: tests/actors/replica/kv/test_head_transform.py.
+    """
+    return getattr(module, "_freqs", None)
+
+
+def classes_by_config(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns mlx-lm's own choice of the classes of a model and of its settings.
+
+    Changes: nothing. The function is the default of an argument of mlx-lm's `load_model`.
+    Why: that argument is how a caller gives other classes, and ours stand on the usual ones.
+    Fits: mlx-lm 0.32.2.
+    Noticed by: tests/actors/replica/loading/test_published_layouts.py.
+    """
+    from mlx_lm.utils import load_model
+
+    return inspect.signature(load_model).parameters["get_model_classes"].default(config=config)
+
+
+def weights_read(model: Any, read: Callable[[dict[str, Any]], Any]) -> Change:
+    """Lets a model's weights be read by another function than its own.
+
+    Changes: `sanitize` of that one model, which mlx-lm calls with all weights of the files.
+    Why: files have copies of what is tied, for which models' own functions have no place
+        (`model_files/checkpoints.py`).
+    Fits: mlx-lm 0.32.2.
+    Noticed by: tests/actors/replica/loading/test_published_layouts.py.
+    """
+
+    def make() -> None:
+        model.sanitize = read
+
+    def undo() -> None:
+        # The class's own is found again.
+        del model.sanitize
+
+    return Change(make, undo)
+
+
+def inner_tokenizer(wrapper: Any) -> Any:
+    """Returns the tokenizer of transformers in mlx-lm's wrapper.
+
+    Changes: nothing. The wrapper keeps it for itself.
+    Why: the wrapper hands on attributes, but its class is not the tokenizer's, which says what encodes and decodes.
+    Fits: mlx-lm 0.32.2.
+    Noticed by: tests/api/text/test_text.py.
+    """
+    return wrapper._tokenizer
+
+
+def renders_by_code(wrapper: Any) -> bool:
+    """Whether mlx-lm's wrapper of a tokenizer renders conversations by Python code instead of a template.
+
+    Changes: nothing. The wrapper keeps it for itself.
+    Why: such a model has no template that could be read.
+    Fits: mlx-lm 0.32.2.
+    Noticed by: tests/api/text/test_text.py.
+    """
+    return wrapper._chat_template is not None
+
+
+def model_code_checked(wrap: Callable[[Callable[..., str]], Callable[..., str]]) -> None:
+    """Wraps the function by which transformers gets a file with a model's own code.
+
+    Changes: `dynamic_module_utils.get_cached_module_file`, in this process, for good.
+    Why: some of mlx-vlm's processors tell transformers to trust every folder (`model_files/foreign_code.py`).
+    Fits: transformers 5.23.0.
+    Noticed by: tests/actors/model_files/test_foreign_code.py.
+    """
+    from transformers import dynamic_module_utils
+
+    dynamic_module_utils.get_cached_module_file = wrap(dynamic_module_utils.get_cached_module_file)
