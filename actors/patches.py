@@ -44,7 +44,7 @@ def rebound(model: Any, name: str, make: Callable[[Any], Any]) -> Change | None:
         Attention has to read sealed blocks where they lie (`replica/kv/attention.py`), and in a batch masks of some
         families need one more axis (`replica/loading/quirks.py`).
     Fits: mlx-lm 0.32.2, mlx-vlm 0.7.10.
-    Noticed by: tests/actors/replica/execution/test_families.py.
+    Noticed by: tests/actors/test_patches.py::test_a_models_code_calls_what_is_bound_under_a_name
 
     Args:
         make: returns what takes a function's place.
@@ -67,7 +67,7 @@ def stood_in(sites: Sequence[tuple[Any, str, Any]]) -> Change:
     Why: while a step is recorded, norms and rotations are left to the kernel (`replica/execution/deferral.py`). MLX's
         own way to replace children takes modules alone.
     Fits: mlx 0.32.4.
-    Noticed by: tests/actors/replica/execution/test_deferral.py.
+    Noticed by: tests/actors/test_patches.py::test_what_stands_in_is_called_and_the_child_comes_back
 
     Args:
         sites: module, name of its child, and what is called instead.
@@ -90,7 +90,7 @@ def recast(layer: Any, kind: type[Any]) -> Any:
     Changes: the class of that one object.
     Why: MLX makes a layer's arrays when it makes the layer, so a new one would hold others for a moment, of gigabytes.
     Fits: mlx 0.32.4.
-    Noticed by: tests/actors/replica/loading/test_few_rows.py.
+    Noticed by: tests/actors/test_patches.py::test_a_recast_layer_computes_as_its_new_class_with_its_own_arrays
     """
     layer.__class__ = kind
     return layer
@@ -102,7 +102,7 @@ def emptied(module: Any) -> Callable[[], None]:
     Changes: attributes in which language parts of mlx-vlm note a prompt's positions for their next call.
     Why: the next call may be of another row here. They have other names in every family.
     Fits: mlx-vlm 0.7.10.
-    Noticed by: tests/actors/replica/execution/test_language_parts.py.
+    Noticed by: tests/actors/test_patches.py::test_what_a_language_part_notes_of_a_prompt_is_emptied
     """
     names = [name for name, value in vars(module).items() if value is None]
 
@@ -119,7 +119,7 @@ def reset_to_now(modules: Iterable[Any]) -> Callable[[], None]:
     Changes: attributes and children of modules of mlx-vlm.
     Why: encoders and language parts keep things of the last prompt that they saw, under names of their own.
     Fits: mlx 0.32.4, mlx-vlm 0.7.10.
-    Noticed by: tests/actors/replica/execution/test_vision.py.
+    Noticed by: tests/actors/test_patches.py::test_modules_are_reset_to_what_they_were
     """
     states = [(module, dict(module), dict(vars(module))) for module in modules]
 
@@ -139,7 +139,7 @@ def masks_made(cache: Any, make_mask: Callable[..., Any]) -> None:
     Changes: `make_mask` of that one cache.
     Why: what a model asks of it says how long its windows are (`replica/loading/quirks.py`).
     Fits: mlx-lm 0.32.2.
-    Noticed by: tests/actors/replica/execution/test_families.py.
+    Noticed by: tests/actors/test_patches.py::test_a_model_asks_its_cache_for_masks
     """
     cache.make_mask = make_mask
 
@@ -150,7 +150,7 @@ def window_in_order(cache: Any) -> tuple[Any, Any]:
     Changes: nothing. It calls a method that mlx-lm keeps for itself.
     Why: such a cache overwrites its oldest tokens in place, and only it knows where they begin.
     Fits: mlx-lm 0.32.2.
-    Noticed by: tests/actors/replica/execution/test_families.py.
+    Noticed by: tests/actors/test_patches.py::test_a_windows_tokens_come_in_their_order
     """
     return cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
 
@@ -161,7 +161,7 @@ def rope_periods(module: Any) -> Any:
     Changes: nothing. It reads an attribute that modules of mlx-lm and mlx-vlm keep for themselves.
     Why: the decode kernel rotates by itself, and longer contexts are made with periods that no formula gives.
     Fits: mlx-lm 0.32.2, mlx-vlm 0.7.10.
-    Noticed by: tests/actors/replica/kv/test_head_transform.py.
+    Noticed by: tests/actors/test_patches.py::test_rotations_for_longer_contexts_say_their_periods
     """
     return getattr(module, "_freqs", None)
 
@@ -172,7 +172,7 @@ def classes_by_config(config: dict[str, Any]) -> tuple[Any, Any]:
     Changes: nothing. The function is the default of an argument of mlx-lm's `load_model`.
     Why: that argument is how a caller gives other classes, and ours stand on the usual ones.
     Fits: mlx-lm 0.32.2.
-    Noticed by: tests/actors/replica/loading/test_published_layouts.py.
+    Noticed by: tests/actors/test_patches.py::test_mlx_lms_choice_of_classes_is_found
     """
     from mlx_lm.utils import load_model
 
@@ -186,7 +186,7 @@ def weights_read(model: Any, read: Callable[[dict[str, Any]], Any]) -> Change:
     Why: files have copies of what is tied, for which models' own functions have no place
         (`model_files/checkpoints.py`).
     Fits: mlx-lm 0.32.2.
-    Noticed by: tests/actors/replica/loading/test_published_layouts.py.
+    Noticed by: tests/actors/test_patches.py::test_weights_are_read_by_another_function
     """
 
     def make() -> None:
@@ -205,7 +205,7 @@ def inner_tokenizer(wrapper: Any) -> Any:
     Changes: nothing. The wrapper keeps it for itself.
     Why: the wrapper hands on attributes, but its class is not the tokenizer's, which says what encodes and decodes.
     Fits: mlx-lm 0.32.2.
-    Noticed by: tests/api/text/test_text.py.
+    Noticed by: tests/actors/test_patches.py::test_the_tokenizer_in_mlx_lms_wrapper_is_found
     """
     return wrapper._tokenizer
 
@@ -216,7 +216,7 @@ def renders_by_code(wrapper: Any) -> bool:
     Changes: nothing. The wrapper keeps it for itself.
     Why: such a model has no template that could be read.
     Fits: mlx-lm 0.32.2.
-    Noticed by: tests/api/text/test_text.py.
+    Noticed by: tests/actors/test_patches.py::test_the_tokenizer_in_mlx_lms_wrapper_is_found
     """
     return wrapper._chat_template is not None
 
@@ -227,7 +227,7 @@ def model_code_checked(wrap: Callable[[Callable[..., str]], Callable[..., str]])
     Changes: `dynamic_module_utils.get_cached_module_file`, in this process, for good.
     Why: some of mlx-vlm's processors tell transformers to trust every folder (`model_files/foreign_code.py`).
     Fits: transformers 5.23.0.
-    Noticed by: tests/actors/model_files/test_foreign_code.py.
+    Noticed by: tests/actors/test_patches.py::test_transformers_gets_a_models_code_through_what_is_wrapped
     """
     from transformers import dynamic_module_utils
 

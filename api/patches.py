@@ -34,7 +34,7 @@ def status_line(status: int) -> bytes:
     Changes: nothing. The table of these lines is one of uvicorn's insides.
     Why: answers of the server's own, before there is a request, begin as uvicorn's do.
     Fits: uvicorn 0.54.0.
-    Noticed by: tests/api/http/test_tls.py.
+    Noticed by: tests/api/http/test_tls.py::test_plain_http_is_told_what_is_spoken
     """
     return STATUS_LINE[status]
 
@@ -48,7 +48,7 @@ class HttpProtocol(HttpToolsProtocol):
         that is not HTTP gets an error in the server's own shape.
     Why: uvicorn waits for ever for a head, reads one of any size, and has no place for any of these limits.
     Fits: uvicorn 0.54.0.
-    Noticed by: tests/api/http/test_server.py.
+    Noticed by: tests/api/http/test_server.py::test_a_head_without_end_is_refused
 
     Args:
         connections_max: of the server. If there are more, the longest idle one is closed; if none is idle, the new one
@@ -202,7 +202,7 @@ def without_signals(server: uvicorn.Server) -> None:
     Changes: `capture_signals` of one `uvicorn.Server`, which then captures none.
     Why: Ray handles this process's signals. uvicorn has no setting for that.
     Fits: uvicorn 0.54.0.
-    Noticed by: tests/api/test_patches.py.
+    Noticed by: tests/api/test_patches.py::test_a_server_leaves_this_process_its_signals
     """
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
 
@@ -213,6 +213,6 @@ def protocol_maker(server: uvicorn.Server, protocol: Callable[..., asyncio.Proto
     Changes: nothing. The state of a server and of its application are uvicorn's insides.
     Why: connections of `http/tls_listener.py` come from elsewhere, and count as the server's all the same.
     Fits: uvicorn 0.54.0.
-    Noticed by: tests/api/http/test_tls.py.
+    Noticed by: tests/api/http/test_tls.py::test_answers_and_streams_come_through
     """
     return partial(protocol, config=server.config, server_state=server.server_state, app_state=server.lifespan.state)

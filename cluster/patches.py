@@ -28,7 +28,7 @@ def start_ray_node(*, head: str | None, register_s: float, **settings: Any) -> t
     Why: `ray start` turns 127.0.0.1 into the machine's outward address, listens on all interfaces, always starts a
         server for Ray Client, and takes twice the time (17 s against 8 s on two cores).
     Fits: ray 2.60.0.
-    Noticed by: tests/cluster/bring_up/test_services.py.
+    Noticed by: tests/cluster/test_patches.py::test_a_node_starts_without_what_nothing_uses
 
     Args:
         head: the address of the cluster to join (`host:port`); None starts one.
@@ -98,9 +98,9 @@ def init_ray(*, temp_dir: str | None, **settings: Any) -> None:
     """Connects this process to a cluster, as `ray.init` does, through the node whose folder `temp_dir` is.
 
     Changes: nothing. It gives `ray.init` an argument that Ray keeps for itself, `_temp_dir`.
-    Why: a machine may run several clusters, and Ray takes the node that started last, whichever cluster it is of.
+    Why: of several nodes of a cluster on one machine Ray takes the head, or any, and a process ends with its node.
     Fits: ray 2.60.0.
-    Noticed by: tests/cluster/bring_up/test_services.py.
+    Noticed by: tests/cluster/test_patches.py::test_a_driver_connects_through_the_node_of_its_folder
 
     Args:
         settings: further ones of `ray.init`.
@@ -116,7 +116,7 @@ def reread_ray_settings() -> None:
     Changes: Ray's modules of constants, which are executed again, and the settings and token that its core keeps.
     Why: Ray reads most of the environment while it is imported. A program may import Ray before Satchel.
     Fits: ray 2.60.0.
-    Noticed by: tests/cluster/test_environment.py.
+    Noticed by: tests/cluster/test_patches.py::test_ray_that_was_imported_before_sees_the_settings_of_the_cluster
     """
     from ray._private import auto_init_hook, ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
@@ -134,7 +134,7 @@ def control_store_client() -> Any | None:
     Why: its methods take a time limit. Ray's own functions for the store wait for ever if the head is lost, and a
         process of which a thread waits in one can neither leave the cluster nor end.
     Fits: ray 2.60.0.
-    Noticed by: tests/actors/protocol/test_control_store.py.
+    Noticed by: tests/cluster/test_patches.py::test_the_control_store_has_values_and_nodes
     """
     from ray.experimental import internal_kv
 
@@ -148,7 +148,7 @@ def keep_ray_serve_on_this_machine() -> None:
     Why: the port unpickles what it receives, and would listen on all addresses. Satchel does not use it: handles call
         actors.
     Fits: ray 2.60.0.
-    Noticed by: tests/api/test_serve.py.
+    Noticed by: tests/cluster/test_patches.py::test_ray_serve_listens_to_this_machine_alone
     """
     from ray._common import tls_utils
     from ray.serve._private import replica

@@ -1,0 +1,195 @@
+"""What is changed of MLX, mlx-lm, mlx-vlm and transformers, and used of their insides, fits the installed versions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import base, llama
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.rope_utils import initialize_rope
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_model
+from transformers import AutoTokenizer, dynamic_module_utils
+
+from satchel.actors import patches
+from satchel.actors.model_files.source import EMBEDDED
+from tests.worlds import families, vision_families
+
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return families.write_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def model(folder: Path) -> Any:
+    return load_model(folder)[0]
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model of mlx-vlm whose language part notes positions."""
+    folder, family = tmp_path_factory.mktemp("seeing"), "qwen2_5_vl"
+    return vision_families.build(vision_families.write_files(folder, family, vision_families.FAMILIES[family]))
+
+
+@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "create_attention_mask"])
+def test_a_models_code_calls_what_is_bound_under_a_name(model: Any, name: str):
+    plain, calls = getattr(llama, name), []
+    change = patches.rebound(
+        model, name, lambda before: lambda *given, **named: calls.append(1) or before(*given, **named)
+    )
+    assert change is not None
+    with change.for_now():
+        model(mx.array([[1, 2]]), cache=make_prompt_cache(model))
+        assert len(calls) == (len(model.layers) if name.startswith("scaled") else 1)
+    assert getattr(llama, name) is plain
+    assert patches.rebound(model, f"no_{name}", lambda before: before) is None
+
+
+def test_language_parts_of_mlx_vlm_have_that_name_too(seeing: Any):
+    change = patches.rebound(seeing.language_model, "scaled_dot_product_attention", lambda before: before)
+    assert change is not None
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(4)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.norm(x)
+
+
+def test_what_stands_in_is_called_and_the_child_comes_back():
+    module, x = Normed(), mx.ones((1, 4)) * 3
+    child, parameters = module.norm, dict(tree_flatten(module.parameters()))
+    with patches.stood_in([(module, "norm", lambda x: x + 1)]).for_now():
+        assert module(x).tolist() == [[4.0] * 4]
+        assert dict(tree_flatten(module.parameters())).keys() == parameters.keys()
+    assert module.norm is child and mx.allclose(module(x), mx.ones((1, 4)), atol=1e-3)
+
+
+def test_a_recast_layer_computes_as_its_new_class_with_its_own_arrays():
+    class Doubled(nn.Linear):
+        def __call__(self, x: mx.array) -> mx.array:
+            return 2 * super().__call__(x)
+
+    layer, x = nn.Linear(4, 4), mx.ones((1, 4))
+    expected, weight = 2 * layer(x), layer.weight
+    recast = patches.recast(layer, Doubled)
+    assert recast is layer and recast.weight is weight and mx.array_equal(recast(x), expected)
+
+
+def test_what_a_language_part_notes_of_a_prompt_is_emptied(seeing: Any):
+    language, tokens = seeing.language_model, mx.array([[1, 2, 3]])
+    empty = patches.emptied(language)
+    names = [name for name, value in vars(language).items() if value is None]
+    expected = language(tokens).logits
+    assert any(getattr(language, name) is not None for name in names)
+    empty()
+    assert all(getattr(language, name) is None for name in names)
+    assert mx.array_equal(language(tokens).logits, expected)
+
+
+def test_modules_are_reset_to_what_they_were():
+    module = Normed()
+    weight = module.norm.weight
+    reset = patches.reset_to_now(each for _, each in module.named_modules())
+    module.noted = 7
+    module.positions = mx.ones(3)
+    module.norm.weight = mx.zeros(4)
+    reset()
+    assert not hasattr(module, "noted") and not hasattr(module, "positions") and module.norm.weight is weight
+
+
+def test_a_model_asks_its_cache_for_masks():
+    cache, asked = RotatingKVCache(8), []
+    patches.masks_made(cache, lambda *given, **named: asked.append(named["window_size"]))
+    base.create_attention_mask(mx.zeros((1, 2, 4)), cache, window_size=9)
+    assert asked == [9]
+
+
+@pytest.mark.parametrize("steps", [3, 8, 11])
+def test_a_windows_tokens_come_in_their_order(steps: int):
+    cache = RotatingKVCache(8)
+    for number in range(steps):
+        cache.update_and_fetch(mx.full((1, 1, 1, 4), number), mx.full((1, 1, 1, 4), -number))
+    keys, values = patches.window_in_order(cache)
+    expected = list(range(max(0, steps - 8), steps))
+    assert keys[0, 0, :, 0].tolist() == expected and values[0, 0, :, 0].tolist() == [-number for number in expected]
+
+
+def test_rotations_for_longer_contexts_say_their_periods():
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    longer = initialize_rope(64, 10000.0, False, scaling, 131072)
+    assert patches.rope_periods(longer).shape == (32,)
+    assert patches.rope_periods(nn.RoPE(64)) is None
+
+
+def test_mlx_lms_choice_of_classes_is_found():
+    assert patches.classes_by_config({"model_type": "llama"}) == (llama.Model, llama.ModelArgs)
+
+
+def test_weights_are_read_by_another_function(folder: Path):
+    seen: list[set[str]] = []
+    changes: list[Callable[[], None]] = []
+
+    def classes(config: dict[str, Any]) -> Any:
+        kind, arguments = patches.classes_by_config(config)
+
+        def make(given: Any) -> Any:
+            model = kind(given)
+            own = model.sanitize
+            change = patches.weights_read(model, lambda weights: seen.append(set(weights)) or own(weights))
+            change.make()
+            changes.append(change.undo)
+            return model
+
+        return make, arguments
+
+    model, _ = load_model(folder, get_model_classes=classes)
+    ((names,), (undo,)) = seen, changes
+    assert names >= {name for name, _ in tree_flatten(model.parameters())}
+    undo()
+    assert "sanitize" not in vars(model)
+
+
+def test_the_tokenizer_in_mlx_lms_wrapper_is_found():
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "recall")
+    wrapper = TokenizerWrapper(tokenizer)
+    assert patches.inner_tokenizer(wrapper) is tokenizer and not patches.renders_by_code(wrapper)
+    coded = TokenizerWrapper(tokenizer, chat_template=lambda messages, **named: "written by code")
+    assert patches.renders_by_code(coded)
+    assert coded.apply_chat_template([], tokenize=False) == "written by code"
+
+
+def test_transformers_gets_a_models_code_through_what_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dynamic_module_utils, "get_cached_module_file", dynamic_module_utils.get_cached_module_file)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Own", None]}}))
+    (tmp_path / "own.py").write_text("class Own: pass\n")
+
+    def refusing(fetch: Callable[..., str]) -> Callable[..., str]:
+        def refuse(folder: Any, file: str, *given: Any, **named: Any) -> str:
+            raise PermissionError(file)
+
+        return refuse
+
+    patches.model_code_checked(refusing)
+    with pytest.raises(PermissionError, match=r"own\.py"):
+        AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
