@@ -34,6 +34,7 @@ SHARE_CLUSTER = (
     "system/test_failures.py",
     "system/test_handles.py",
     "bring_up/test_runtime.py",
+    "cluster/test_patches.py",
 )
 START_SERVERS = (
     "system/test_hosts.py",
