@@ -11,6 +11,8 @@ import mlx.core as mx
 from ...patches import NO_CHANGE, Change
 from ..kv.device import multiplies_exactly
 
+Logits = Sequence[mx.array]
+
 TOLERANCE, TOLERANCE_16 = 1e-4, 3e-2
 """How far logits may differ, of their scale, in exact float32 and else: sums may be added in another order. A mask or a
 bias that is left out shows as much more."""
@@ -19,7 +21,7 @@ MODEL_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, Run
 """What models raise if they are called in a way that they are not made for."""
 
 
-def agree(expected: Sequence[mx.array], got: Sequence[mx.array], tolerance: float | None = None) -> bool:
+def agree(expected: Logits, got: Logits, tolerance: float | None = None) -> bool:
     """Whether all logits are close to those expected; both may have any shape, the same for a pair.
 
     Args:
@@ -31,9 +33,6 @@ def agree(expected: Sequence[mx.array], got: Sequence[mx.array], tolerance: floa
         bool(mx.abs(one - other).astype(mx.float32).max() <= tolerance * mx.abs(one).max())
         for one, other in zip(expected, got, strict=True)
     )
-
-
-Logits = Sequence[mx.array]
 
 
 @dataclass(frozen=True)

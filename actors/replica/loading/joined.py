@@ -74,6 +74,7 @@ def join(module: nn.Module, model: Any, findings: Findings = NOWHERE) -> int:
     verdict = try_change(lambda: before, lambda: _run(model), why_not, _joining(module, groups))
     if verdict.error is not None:
         logger.warning("products are not joined: the model needs its layers: %s", first_sentence(verdict.error))
+        # Not kept: memory may have been short.
         return 0
     if verdict.reason:
         logger.warning("products are not joined: %s", verdict.reason)
