@@ -15,14 +15,12 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cachetools import LRUCache
 
 from ..generation.history import Message
-
-if TYPE_CHECKING:
-    from .background import EventLog
+from .event_log import EventLog
 
 _ID = re.compile(r"(resp_([0-9a-f]{16})([0-9a-f]{6})([0-9a-f]{12})[0-9a-f]{8})([0-9a-f]{6})(?:_([\w-]+))?", re.ASCII)
 _RANDOM_BYTES = 7

@@ -31,7 +31,7 @@ from ...generation.identity import Identity
 from ...generation.requests import ChatRequest, agent_key
 from ...generation.streams import WAITING, abort_all, interleave
 from ...responses.answers import COMPLETED, INCOMPLETE, ResponseObject
-from ...responses.background import BackgroundResponse, BackgroundResponses, EventLog
+from ...responses.background import BackgroundResponse, BackgroundResponses
 from ...responses.bodies import AskedBody, InputTokensBody, ResponseBody
 from ...responses.chains import (
     KeptResponse,
@@ -43,6 +43,7 @@ from ...responses.chains import (
     only_text,
     read_response_id,
 )
+from ...responses.event_log import EventLog
 from ...responses.events import ResponseEvents, recovered, whole
 from ...responses.listing import item_page
 from ...views.agents import agent_transcripts, forget_agent

@@ -14,7 +14,7 @@ from openai.types.responses import Response
 
 from satchel.actors.protocol.messages import RowUpdate
 from satchel.api.http.app import create_app
-from satchel.api.responses.background import EventLog
+from satchel.api.responses.event_log import EventLog
 from satchel.cluster.errors import GenerationFailed, InvalidRequest
 from tests.worlds.responses_client import Responses, check_event
 
