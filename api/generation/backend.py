@@ -132,8 +132,10 @@ class Generation(Protocol):
 
 
 class Backend(Protocol):
-    failovers: int
-    """How many rows continued, on another or a restarted replica, after theirs was lost."""
+    @property
+    def failovers(self) -> int:
+        """How many rows continued, on another or a restarted replica, after theirs was lost."""
+        ...
 
     async def names(self) -> list[str]:
         """Returns every served model's name, loaded or not, the default first."""

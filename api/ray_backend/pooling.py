@@ -6,16 +6,14 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...actors.protocol.messages import PooledTexts, PoolingRequest
 from ...actors.protocol.router_messages import Decision, RouteRequest, RowLeft
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, ReplicaLost, Unavailable
 from ..generation.backend import Vectors
-from .rows import ATTEMPTS, DEATHS_MAX, given_up, unless_broken
-
-if TYPE_CHECKING:
-    from .dispatch import RayBackend
+from .connection import unless_broken
+from .routing import Routing
+from .rows import ATTEMPTS, DEATHS_MAX, given_up
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +25,8 @@ class RayPooling:
     (`rows.py`), and it is given up if that process ends too.
     """
 
-    def __init__(self, backend: RayBackend, request: PoolingRequest) -> None:
-        self._backend = backend
+    def __init__(self, routing: Routing, request: PoolingRequest) -> None:
+        self._routing = routing
         self._request = request
         self._ends = time.monotonic() + request.deadline_s
         self._refusals: dict[str, Unavailable] = {}
@@ -44,13 +42,13 @@ class RayPooling:
                 try:
                     pooled = await self._ask(decision)
                 finally:
-                    self._backend.release(RowLeft(decision.replica, self._request.request_id))
+                    self._routing.release(RowLeft(decision.replica, self._request.request_id))
             except Unavailable:
                 # A replica that was lost may be the only one, and start again.
                 waited_s = time.monotonic() - self._lost_at
-                if self._losses > ATTEMPTS or waited_s > self._backend.config.timing.recovery_s:
+                if self._losses > ATTEMPTS or waited_s > self._routing.config.timing.recovery_s:
                     raise
-                await asyncio.sleep(self._backend.config.timing.retry_s)
+                await asyncio.sleep(self._routing.config.timing.retry_s)
                 self._refusals.clear()
                 continue
             if pooled is not None:
@@ -71,9 +69,9 @@ class RayPooling:
             prompt_tokens=request.tokens,
             exclude=[*self._refusals, *self._lost],
         )
-        decision = await self._backend.decide(message)
+        decision = await self._routing.decide(message)
         if decision.replica in self._refusals:
-            self._backend.release(RowLeft(decision.replica, request.request_id))
+            self._routing.release(RowLeft(decision.replica, request.request_id))
             raise self._refusals[decision.replica]
         return decision
 
@@ -83,7 +81,7 @@ class RayPooling:
         Raises:
             SatchelError: it failed, or is given up.
         """
-        link = self._backend.link(decision)
+        link = self._routing.link(decision)
         suspected, asked = False, False
         try:
             if self._deaths:
@@ -95,13 +93,13 @@ class RayPooling:
             left = replace(self._request, deadline_s=max(0.001, self._ends - time.monotonic()))
             return await unless_broken(link, link.client.pool(left))
         except asyncio.CancelledError:
-            self._backend.background(link.abort([self._request.request_id]))
+            self._routing.background(link.abort([self._request.request_id]))
             raise
         except NoAnswer as error:
             logger.warning("replica %s is lost: %s", decision.replica, type(error.__cause__ or error).__name__)
             self._lost, self._lost_at = [decision.replica], time.monotonic()
             self._losses += 1
-            self._backend.lose(decision.replica)
+            self._routing.lose(decision.replica)
             if self._losses > ATTEMPTS:
                 raise ReplicaLost(f"replica {decision.replica} was lost") from error
             if asked and link.heard and (link.died or isinstance(error, ActorLost)):
@@ -124,7 +122,7 @@ class RayPooling:
         if self._deaths < DEATHS_MAX:
             return
         # No request ends a whole node.
-        if decision.node and not await self._backend.node_lives(decision.node):
+        if decision.node and not await self._routing.node_lives(decision.node):
             self._deaths -= 1
             return
         raise given_up(self._request.request_id, self._request.model, decision.replica)

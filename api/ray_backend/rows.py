@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import Any
 
 from ...actors.protocol.block_ids import block_ids, root_id
 from ...actors.protocol.messages import GenerateRequest, RowUpdate
@@ -34,14 +35,11 @@ from ...cluster.errors import (
     from_wire,
 )
 from ...cluster.incidents import note_incident_aside
+from .connection import ReplicaConnection, unless_broken
+from .routing import Routing
 from .split import Prefill
 
-if TYPE_CHECKING:
-    from .dispatch import RayBackend, ReplicaConnection
-
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 ATTEMPTS = 4
 """How many replicas may refuse a row before the refusal is final, and how many it may lose without progress."""
@@ -64,12 +62,12 @@ class RayGeneration:
         scope: who may reuse its blocks.
     """
 
-    def __init__(self, backend: RayBackend, request: GenerateRequest, beside: str = "", scope: str = "") -> None:
+    def __init__(self, routing: Routing, request: GenerateRequest, beside: str = "", scope: str = "") -> None:
         self.replica = ""
         self.node = ""
         self.why = ""
         self.move_to = ""
-        self._backend = backend
+        self._routing = routing
         self._request = request
         self._beside = beside
         self._scope = scope
@@ -107,12 +105,14 @@ class RayGeneration:
                 self._prefill.end()
             if placement == self._placement and (update.tokens or update.finish is not None):
                 self._end_probation()
-            unread_max = self._backend.config.endpoint.unread_tokens_max
+            unread_max = self._routing.config.endpoint.unread_tokens_max
             # This update does not count: a stalled event loop gets many tokens at once and is no slow reader.
             if self._unread > unread_max and update.finish is None:
                 self._give_up(unread_max)
                 return
             self._unread += len(update.tokens)
+            if update.finish is not None:
+                self._release()
         self._updates.put_nowait((placement, update))
 
     def _measure(self, update: RowUpdate) -> None:
@@ -123,9 +123,10 @@ class RayGeneration:
         if update.tokens and self._first_token_s is None:
             self._first_token_s = time.monotonic() - self._placed_at
 
-    def left(self, left: RowLeft) -> RowLeft:
-        """Returns the news of the row's end with what it took at its replica."""
-        return replace(left, cached_tokens=self._cached_tokens, first_token_s=self._first_token_s)
+    def _release(self) -> None:
+        """Tells the router that the row has ended at its replica, and what it took there."""
+        left = RowLeft(self.replica, self.request_id, self._cached_tokens, self._first_token_s)
+        self._routing.release(left)
 
     def _give_up(self, unread_max: int) -> None:
         """Drops what waits for a reader that is too slow, and aborts the row."""
@@ -135,7 +136,7 @@ class RayGeneration:
         error = SlowReader(f"more than {unread_max} tokens of the answer waited to be read")
         self._updates.put_nowait((self._placement, error))
         if (leaving := self._leave()) is not None:
-            self._backend.background(leaving)
+            self._routing.background(leaving)
 
     async def start(self, exclude: Sequence[str] = ()) -> None:
         """Finds a replica that accepts the row.
@@ -149,11 +150,11 @@ class RayGeneration:
         tried = list(exclude)
         refusal: SatchelError | None = None
         for _ in range(ATTEMPTS):
-            ids = self._backend.model_ids(self._request.model)
+            ids = self._routing.model_ids(self._request.model)
             others = [await self._called(other) for other in ids if other != self.model_id]
-            decision = await self._backend.route(self._request, tried, self._beside, others)
+            decision = await self._routing.route(self._request, tried, self._beside, others)
             if refusal is not None and decision.replica in tried:
-                self._backend.release(RowLeft(decision.replica, self.request_id))
+                self._routing.release(RowLeft(decision.replica, self.request_id))
                 break
             refusal = await self._offer(decision)
             if refusal is None:
@@ -172,11 +173,11 @@ class RayGeneration:
         self._placed_at, self._cached_tokens, self._first_token_s = time.monotonic(), None, None
         try:
             self._request = await self._called(decision.model_id)
-            link = self._backend.link(decision)
+            link = self._routing.link(decision)
             if self._deaths:
                 await self._begin_probation(link)
             self._link = link
-            link.rows[self.request_id] = (self, self._placement)
+            link.rows[self.request_id] = partial(self.put, self._placement)
             pulled = decision.cached_tokens if decision.pull_from else 0
             request = replace(self._request, consumer=link.consumer, pull_from=decision.pull_from, pull_tokens=pulled)
             if decision.prefill_on:
@@ -194,7 +195,7 @@ class RayGeneration:
             logger.warning("replica %s is lost: %s", decision.replica, reason)
             link = self._link
             self._unlink()
-            self._backend.lose(decision.replica)
+            self._routing.lose(decision.replica)
             # A replica that was dead before may never have received the row.
             if link is not None and link.heard and (link.died or isinstance(error, ActorLost)):
                 await self._note_death()
@@ -204,7 +205,7 @@ class RayGeneration:
         if refusal is None:
             return None
         self._unlink()
-        self._backend.release(RowLeft(decision.replica, self.request_id))
+        self._routing.release(RowLeft(decision.replica, self.request_id))
         return refusal
 
     async def _called(self, model_id: bytes) -> GenerateRequest:
@@ -240,7 +241,7 @@ class RayGeneration:
         self, link: ReplicaConnection, request: GenerateRequest, refusal: SatchelError
     ) -> SatchelError | None:
         """Submits a refused row with the ids that its replica has now. Returns and raises as `_submit`."""
-        info = await unless_broken(link, self._backend.info(link.replica))
+        info = await unless_broken(link, self._routing.info(link.replica))
         if info is None or info.model_id == request.model_id:
             return refusal
         self._request, self._prefill = await self._called(info.model_id), None
@@ -252,7 +253,7 @@ class RayGeneration:
         self, link: ReplicaConnection, request: GenerateRequest, decision: Decision
     ) -> SatchelError | None:
         """As `_submit`, and has the prompt prefilled on another node until there is news of the row."""
-        prefill = self._prefill = Prefill(self._backend, decision, request)
+        prefill = self._prefill = Prefill(self._routing, decision, request)
         prefill.begin(link)
         tokens = len(request.prompt) - 1
         return await self._submit(link, replace(request, pull_tokens=tokens, pull_wait_s=decision.wait_s))
@@ -293,7 +294,7 @@ class RayGeneration:
         """Counts a replica's process that ended before the row's first token there."""
         self._deaths += 1
         # No row ends a whole node.
-        if self._deaths == DEATHS_MAX and self.node and not await self._backend.node_lives(self.node):
+        if self._deaths == DEATHS_MAX and self.node and not await self._routing.node_lives(self.node):
             self._deaths -= 1
 
     def _crash_error(self) -> GenerationFailed:
@@ -399,12 +400,12 @@ class RayGeneration:
         while True:
             try:
                 await self.start(avoided)
-                self._backend.failovers += isinstance(loss, ReplicaLost)
+                self._routing.failovers += isinstance(loss, ReplicaLost)
                 return
             except Unavailable:
-                if time.monotonic() - now - self._probation_s > self._backend.config.timing.recovery_s:
+                if time.monotonic() - now - self._probation_s > self._routing.config.timing.recovery_s:
                     raise
-            await asyncio.sleep(self._backend.config.timing.retry_s)
+            await asyncio.sleep(self._routing.config.timing.retry_s)
 
     async def abort(self) -> None:
         """Removes the row from its replica. Does nothing if it has ended."""
@@ -417,27 +418,8 @@ class RayGeneration:
         link = self._link
         if not self._unlink() or link is None:
             return None
-        self._backend.release(self.left(RowLeft(self.replica, self.request_id)))
+        self._release()
         return link.abort([self.request_id])
-
-
-async def unless_broken(link: ReplicaConnection, call: Awaitable[T]) -> T:
-    """Returns the answer to a call.
-
-    Raises:
-        SatchelError: what the replica raised, or `NoAnswer`. A broken link ends the wait too, because a call to a
-            machine that is gone fails only late.
-    """
-    answer = asyncio.ensure_future(call)
-    broken = asyncio.ensure_future(link.broken.wait())
-    try:
-        await asyncio.wait({answer, broken}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise ActorSilent(f"replica {link.replica} is silent")
-        return answer.result()
-    finally:
-        answer.cancel()
-        broken.cancel()
 
 
 def given_up(request_id: str, model: str, replica: str) -> GenerationFailed:

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ...actors.protocol import registry
 from ...actors.protocol.messages import ModelInfo
@@ -23,6 +23,8 @@ from ..generation.backend import ServedModel
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 FIRST_ANSWER_S = 1.0
 """How long requests wait for a model's description when its replicas are asked for the first time."""
 
@@ -32,7 +34,7 @@ Ask = Callable[[str], Awaitable[ModelInfo | None]]
 """Returns a replica's description of its model; None if not loaded, or without an answer in time."""
 
 
-def detached(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+def detached(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Starts a task with a context of its own.
 
     Ray notes in the context which request it serves, takes every call made there for the request's child, and cancels
@@ -45,9 +47,9 @@ class DetachedTasks:
     """Tasks that nobody waits for, kept until they end: an event loop alone would forget them."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
 
-    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def begin(self, work: Coroutine[Any, Any, object]) -> None:
         """Runs `work`, which must not raise, as a `detached` task."""
         task = detached(work)
         self._tasks.add(task)

@@ -11,28 +11,15 @@ import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...actors.protocol.block_ids import BLOCK_TOKENS
 from ...actors.protocol.messages import GenerateRequest, RowUpdate, Sampling
 from ...actors.protocol.router_messages import Decision, RowLeft, prefill_row
 from ...cluster.errors import NoAnswer, SatchelError
-
-if TYPE_CHECKING:
-    from .dispatch import RayBackend, ReplicaConnection
+from .connection import ReplicaConnection
+from .routing import Routing
 
 logger = logging.getLogger(__name__)
-
-
-def may_split(request: GenerateRequest) -> bool:
-    """Returns whether a request may be prefilled on one node and decoded on another.
-
-    KV goes from node to node by their disks, where only agents' KV may be. Image embeddings would have to travel too,
-    and rows that share a prefill, or have already generated something, stay together with what they have.
-    """
-    sampling = request.sampling
-    alone = request.choices == 1 and sampling.choice == 0 and not request.generated
-    return bool(request.agent) and request.reusable and not request.media and alone and sampling.max_tokens > 0
 
 
 class Prefill:
@@ -46,12 +33,12 @@ class Prefill:
         cached_tokens: how many of the prompt's tokens need not be computed there; None before it begins.
     """
 
-    def __init__(self, backend: RayBackend, decision: Decision, request: GenerateRequest) -> None:
+    def __init__(self, routing: Routing, decision: Decision, request: GenerateRequest) -> None:
         self.cached_tokens: int | None = None
-        self._backend = backend
+        self._routing = routing
         self._replica = decision.prefill_on
         self._id, self._row = prefill_row(request.request_id), request.request_id
-        self._link = backend.link(replace(decision, replica=decision.prefill_on, node=decision.pull_from))
+        self._link = routing.link(replace(decision, replica=decision.prefill_on, node=decision.pull_from))
         prompt = request.prompt[:-1]
         self._request = replace(
             request,
@@ -70,10 +57,10 @@ class Prefill:
 
     def begin(self, decoding: ReplicaConnection) -> None:
         """Has the prompt prefilled, and the decoding replica told once nothing more comes."""
-        self._link.rows[self._id] = (self, 0)
+        self._link.rows[self._id] = self.put
         self._running = asyncio.ensure_future(self._run(decoding))
 
-    def put(self, placement: int, update: RowUpdate | SatchelError) -> None:
+    def put(self, update: RowUpdate | SatchelError) -> None:
         """Takes news of the prefill, as `RayGeneration.put`."""
         if isinstance(update, RowUpdate):
             if update.cached_tokens is not None:
@@ -81,17 +68,18 @@ class Prefill:
             self._complete = update.finish == "length"
             if update.finish is None:
                 return
+            self._routing.release(RowLeft(self._replica, self._id))
         self._ended.set()
 
     async def _run(self, decoding: ReplicaConnection) -> None:
-        timing = self._backend.config.timing
+        timing = self._routing.config.timing
         try:
             await self._link.client.submit(self._request).within(timing.answer_s)
             await self._ended.wait()
         except SatchelError as error:
             logger.warning("replica %s does not prefill for another: %s", self._replica, error.message)
             if isinstance(error, NoAnswer):
-                self._backend.lose(self._replica)
+                self._routing.lose(self._replica)
         if self._complete:
             # What was sealed last is still on its way.
             await asyncio.sleep(timing.pull_s)
@@ -108,5 +96,5 @@ class Prefill:
             return
         running.cancel()
         if self._link.rows.pop(self._id, None) is not None:
-            self._backend.release(RowLeft(self._replica, self._id))
-            self._backend.background(self._link.abort([self._id]))
+            self._routing.release(RowLeft(self._replica, self._id))
+            self._routing.background(self._link.abort([self._id]))

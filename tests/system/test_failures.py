@@ -250,7 +250,7 @@ async def test_rows_of_a_consumer_that_vanishes_are_taken_out(handles: Cluster, 
     sampling = Sampling(temperature=1.0, seed=1, max_tokens=ENDLESS["max_tokens"], ignore_eos=True)
     await backend.generate(model, GenerateRequest("orphan", "", model.name, "", [1, 2, 3], [], b"", sampling))
     assert running(http) == 1
-    for link in backend._links.values():
+    for link in backend.routing._links.values():
         link.close()
     started = time.monotonic()
     wait_until(lambda: running(http) == 0, timeout_s=config.timing.consumer_lease_s * 4)

@@ -29,7 +29,7 @@ from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.tiers import disk_tier
 from satchel.actors.replica.tiers.disk_tier import DiskTier, WriteJob
-from satchel.api.ray_backend import dispatch
+from satchel.api.ray_backend import connection, dispatch, routing
 from satchel.api.ray_backend.rows import RayGeneration
 from satchel.cluster.config import Scheduling, parse_config
 from satchel.cluster.errors import Unavailable
@@ -123,9 +123,9 @@ class SplitNodes:
             self._start(name)
         config = parse_config({"models": [{"name": MODEL, "source": "s"}]})
         self.backend = dispatch.RayBackend(replace(config, timing=timing))
-        backend: Any = self.backend
-        backend._locator = SimpleNamespace(known=lambda agent: "", check=_is_there)
-        backend.decide, backend.release, backend.lose = self._decide, self._release, lambda replica: None
+        routing: Any = self.backend.routing
+        routing._locator = SimpleNamespace(known=lambda agent: "", check=_is_there)
+        routing.decide, routing.release, routing.lose = self._decide, self._release, lambda replica: None
         self.decision: Callable[[RouteRequest], Decision] = self.split
         self._stepping = asyncio.ensure_future(self._step())
 
@@ -186,7 +186,7 @@ class SplitNodes:
             name, "", MODEL, f"t/{name}", prompt, block_ids(root, prompt), root, sampling,
             model_id=self.loaded.model_id, tenant="t",
         )  # fmt: skip
-        row = RayGeneration(self.backend, request, scope=f"agent:{name}")
+        row = RayGeneration(self.backend.routing, request, scope=f"agent:{name}")
         await row.start()
         return row
 
@@ -224,7 +224,7 @@ class SplitNodes:
             return not rows and not any(disk.jobs for disk in self.disks.values())
 
         await self.until(is_over)
-        assert all(not link.rows for link in self.backend._links.values())
+        assert all(not link.rows for link in self.backend.routing._links.values())
         await self.until(lambda: all(self.stores.disk(name).stats()["leases"] == 0 for name in self.stores.stores))
         for name in living:
             self.engines[name].scheduler.check()
@@ -275,7 +275,8 @@ async def split_nodes(
     def client(name: str, timing: Timing, handle: Any = None) -> ReplicaClient:
         return ReplicaClient(name, timing, nodes.processes[name])
 
-    monkeypatch.setattr(dispatch, "ReplicaClient", client)
+    for module in (connection, routing):
+        monkeypatch.setattr(module, "ReplicaClient", client)
     monkeypatch.setattr(calls, "actor_handle", lambda name: nodes.processes[name.removeprefix("replica:")])
     try:
         yield nodes

@@ -17,7 +17,7 @@ from satchel.actors.protocol.codec import decode, encode, encode_error
 from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from satchel.actors.protocol.router_messages import Decision, RowLeft
 from satchel.actors.replica.consumers import _merge
-from satchel.api.ray_backend.dispatch import SENT_MAX, ReplicaConnection, SentPictures
+from satchel.api.ray_backend.connection import SENT_MAX, ReplicaConnection, SentPictures
 from satchel.api.ray_backend.rows import ATTEMPTS, RayGeneration
 from satchel.cluster.config import parse_config
 from satchel.cluster.errors import (
@@ -71,16 +71,16 @@ class FakeLink:
 
     def lose(self) -> None:
         rows, self.rows = self.rows, {}
-        for row, placement in rows.values():
-            row.put(placement, ReplicaLost("lost"))
+        for take in rows.values():
+            take(ReplicaLost("lost"))
 
     def say(self, *tokens: int, finish: str | None = None, error: SatchelError | None = None) -> None:
-        for row, placement in list(self.rows.values()):
+        for take in list(self.rows.values()):
             logprobs = [(-float(token), [(token, -float(token))]) for token in tokens]
             if finish is not None:
                 del self.rows["r"]
             wire = error.to_wire() if error is not None else None
-            row.put(placement, RowUpdate("r", list(tokens), finish, len(self.taken), wire, logprobs))
+            take(RowUpdate("r", list(tokens), finish, len(self.taken), wire, logprobs))
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
@@ -182,7 +182,7 @@ async def test_the_router_hears_what_a_row_took():
         row = generation(backend)
         await row.start()
         link = ReplicaConnection.__new__(ReplicaConnection)
-        link.replica, link.rows, link._backend = "a", backend.links["a"].rows, backend  # type: ignore[assignment]
+        link.rows = backend.links["a"].rows
         link._deal(RowUpdate(REQUEST.request_id, [7], "stop" if ends else None, cached_tokens=2))
         if not ends:
             await row.abort()

@@ -35,15 +35,15 @@ def end(backend: FakeBackend, name: str, *, died: bool = True) -> None:
     new.taken = link.taken
     lost, link.rows, link.died = link.rows, {}, died
     link.broken.set()
-    for row, placement in lost.values():
-        row.put(placement, ReplicaDied("died") if died else ReplicaLost("silent"))
+    for take in lost.values():
+        take(ReplicaDied("died") if died else ReplicaLost("silent"))
 
 
 def tell(link: FakeLink, name: str, *tokens: int, finish: str | None = None) -> None:
-    row, placement = link.rows[name]
+    take = link.rows[name]
     if finish is not None:
         del link.rows[name]
-    row.put(placement, rows.RowUpdate(name, list(tokens), finish))
+    take(rows.RowUpdate(name, list(tokens), finish))
 
 
 async def until(true: Any) -> None:

@@ -89,7 +89,7 @@ class World:
     def restart(self, **methods: Callable[..., Any]) -> None:
         """Another router, which the backend finds."""
         self.actors[ROUTER] = Actor(**methods)
-        self.backend._router = RouterClient(self.backend.config.timing)
+        self.backend.routing.router = RouterClient(self.backend.config.timing)
 
 
 @pytest.fixture
@@ -99,14 +99,14 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 async def test_the_node_is_the_decisions_else_the_registrys(world: World) -> None:
     world.route(node="mac7")
-    assert (await world.backend.route(REQUEST, [], "")).node == "mac7"
+    assert (await world.backend.routing.route(REQUEST, [], "")).node == "mac7"
     world.route()
-    assert (await world.backend.route(REQUEST, [], "")).node == "mac1"
+    assert (await world.backend.routing.route(REQUEST, [], "")).node == "mac1"
 
 
 async def test_the_ids_that_replicas_have_are_learnt_from_decisions(world: World) -> None:
     """So the endpoint need not ask every replica, and whoever answers first decides nothing."""
-    assert world.backend.model_ids("m") == ()
+    assert world.backend.routing.model_ids("m") == ()
     asked: list[RouteRequest] = []
 
     def route(request: bytes) -> Decision:
@@ -115,8 +115,8 @@ async def test_the_ids_that_replicas_have_are_learnt_from_decisions(world: World
 
     world.restart(route=route)
     other = replace(REQUEST, model_id=b"b", block_ids=[b"y"])
-    await world.backend.route(replace(REQUEST, model_id=b"a", block_ids=[b"x"]), [], "", [other])
-    assert world.backend.model_ids("m") == [b"a", b"b"]
+    await world.backend.routing.route(replace(REQUEST, model_id=b"a", block_ids=[b"x"]), [], "", [other])
+    assert world.backend.routing.model_ids("m") == [b"a", b"b"]
     assert (asked[0].model_id, asked[0].block_ids) == (b"a", [b"x"])
     assert asked[0].others == [Chain(b"b", [b"y"])]
 
@@ -125,9 +125,9 @@ async def test_a_request_is_routed_though_nobody_knows_the_node(world: World, mo
     async def unread() -> Any:
         raise NoReplica("the control store does not answer")
 
-    monkeypatch.setattr(world.backend, "_placed", unread)
+    monkeypatch.setattr(world.backend.routing, "placed", unread)
     world.route()
-    decision = await world.backend.route(REQUEST, [], "")
+    decision = await world.backend.routing.route(REQUEST, [], "")
     assert (decision.replica, decision.node) == ("m-1", "")
 
 
@@ -184,14 +184,14 @@ async def test_a_router_that_hangs_is_an_error_in_time(world: World) -> None:
 async def test_a_link_that_breaks_has_its_node_looked_at(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all of the node has ended, nobody waits for another part of it."""
     checked: asyncio.Queue[str] = asyncio.Queue()
-    monkeypatch.setattr(world.backend._locator, "check", checked.put)
+    monkeypatch.setattr(world.backend.routing._locator, "check", checked.put)
 
     def breaks(asked: bytes) -> Any:
         raise RuntimeError("the connection broke")
 
     world.actors["replica:m-1"] = Actor(next_frame=breaks, abort=lambda ids: None)
     world.restart(lose=lambda replica: None)
-    link = world.backend.link(Decision("m-1", "why", node="mac7"))
+    link = world.backend.routing.link(Decision("m-1", "why", node="mac7"))
     async with asyncio.timeout(5):
         assert await checked.get() == link.node == "mac7"
         await link.broken.wait()
@@ -210,10 +210,10 @@ async def test_a_replica_whose_process_ends_is_told_from_one_that_is_cut_off(
     def breaks(asked: bytes) -> Any:
         raise error
 
-    monkeypatch.setattr(world.backend._locator, "check", check)
+    monkeypatch.setattr(world.backend.routing._locator, "check", check)
     world.actors["replica:m-1"] = Actor(next_frame=breaks, abort=lambda ids: None)
     world.restart(lose=lambda replica: None)
-    link = world.backend.link(Decision("m-1", "why", node="mac7"))
+    link = world.backend.routing.link(Decision("m-1", "why", node="mac7"))
     async with asyncio.timeout(5):
         await link.broken.wait()
     assert link.died is died and not link.heard

@@ -18,9 +18,9 @@ from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.codec import decode, encode, encode_error
 from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowIds, RowUpdate, Sampling
 from satchel.actors.protocol.router_messages import Decision, RowLeft
-from satchel.api.ray_backend.dispatch import SentPictures
+from satchel.api.ray_backend.connection import SentPictures
+from satchel.api.ray_backend.routing import may_split
 from satchel.api.ray_backend.rows import RayGeneration
-from satchel.api.ray_backend.split import may_split
 from satchel.cluster.config import parse_config
 from satchel.cluster.errors import QueueFull, ReplicaLost, SatchelError
 from satchel.cluster.timing import USUAL, Timing
@@ -40,7 +40,7 @@ class Replica:
         self.consumer = f"consumer of {name}"
         self.broken, self.heard, self.died = asyncio.Event(), True, False
         self.probation = asyncio.Lock()
-        self.rows: dict[str, tuple[Any, int]] = {}
+        self.rows: dict[str, Any] = {}
         self.sent = SentPictures()
         self.taken: list[GenerateRequest] = []
         self.aborted: list[str] = []
@@ -68,17 +68,16 @@ class Replica:
         finish: str | None = None,
         error: SatchelError | None = None,
     ) -> None:
-        taker, placement = self.rows[row]
+        take = self.rows[row]
         if finish is not None:
             del self.rows[row]
-            self.backend.release(RowLeft(self.replica, row))
-        taker.put(placement, RowUpdate(row, list(tokens), finish, cached, error.to_wire() if error else None))
+        take(RowUpdate(row, list(tokens), finish, cached, error.to_wire() if error else None))
 
     def lose(self) -> None:
         rows, self.rows = self.rows, {}
         self.broken.set()
-        for row, placement in rows.values():
-            row.put(placement, ReplicaLost("lost"))
+        for take in rows.values():
+            take(ReplicaLost("lost"))
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids

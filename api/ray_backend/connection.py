@@ -1,0 +1,165 @@
+"""A connection to one replica: frames are read there, and each row gets its updates.
+
+A connection is a *consumer* at the replica: it asks for one frame after the other, each with the new tokens of all its
+rows. Rows of a consumer whose lease ran out are removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from cachetools import FIFOCache
+
+from ...actors.protocol.clients import ReplicaClient
+from ...actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate
+from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, ReplicaDied, ReplicaLost, SatchelError
+from ...cluster.timing import Timing
+from .served import detached
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SENT_MAX = 4096
+
+LATE_S = 0.5
+"""A time limit that comes this much later than it was set shows that its process stood still."""
+
+
+class ReplicaConnection:
+    """A connection to one replica: its client, the rows running there, and the task that reads its frames.
+
+    Args:
+        node: the replica's node, "" if unknown.
+        broke: called once the connection is broken, with whether the replica seems lost. The rows hear of it after
+            that.
+
+    Attributes:
+        rows: for each row what takes its updates, or why it ended.
+    """
+
+    def __init__(
+        self, replica: str, node: str, timing: Timing, broke: Callable[[ReplicaConnection, bool], None]
+    ) -> None:
+        self.replica = replica
+        self.node = node
+        self._frame_silence_s = timing.frame_silence_s
+        self.client = ReplicaClient(replica, timing)
+        # A new id each time: the next link does not read what a broken one left at a living replica.
+        self.consumer = f"consumer-{uuid.uuid4().hex}"
+        self.rows: dict[str, Callable[[RowUpdate | SatchelError], None]] = {}
+        self.broken = asyncio.Event()
+        self.heard = False
+        """Whether it has answered."""
+        self.died = False
+        """Whether its process has ended, according to Ray."""
+        self.probation = asyncio.Lock()
+        """Held by the one suspect row (`rows.py`) that is tried there."""
+        self.sent = SentPictures()
+        self._broke = broke
+        self._reading = detached(self._read())
+
+    async def abort(self, request_ids: list[str]) -> None:
+        try:
+            await self.client.abort(request_ids)
+        except NoAnswer:
+            logger.debug("replica %s was lost before the abort", self.replica)
+
+    async def _read(self) -> None:
+        reason, number, lost = "it forgot this consumer", 0, False
+        try:
+            while True:
+                asked = time.monotonic()
+                frame = await self.client.next_frame(self.consumer, number)
+                if frame is None:
+                    break
+                self.heard = True
+                number += 1
+                for update in frame.rows:
+                    self._deal(update)
+        except Exception as error:
+            # Any error: rows that nobody reads must not wait. If the time limit itself came late, this process stood
+            # still, as on a Mac that slept, and the silence says nothing about the replica.
+            reason = type(error.__cause__ or error).__name__
+            late_s = time.monotonic() - asked - self._frame_silence_s
+            lost = not isinstance(error, ActorSilent) or late_s < LATE_S
+            self.died = isinstance(error, ActorLost)
+        self._break(reason, lost)
+
+    def _deal(self, update: RowUpdate) -> None:
+        take = self.rows.get(update.request_id)
+        if take is None:
+            return
+        if update.finish is not None:
+            del self.rows[update.request_id]
+        take(update)
+
+    def _break(self, reason: str, lost: bool) -> None:
+        """Has all rows at the replica aborted, and each continue elsewhere."""
+        logger.warning(
+            "the link to replica %s broke (%s); %d rows go on elsewhere", self.replica, reason, len(self.rows)
+        )
+        self._broke(self, lost)
+        rows, self.rows = self.rows, {}
+        self.broken.set()
+        kind = ReplicaDied if self.died else ReplicaLost
+        for take in rows.values():
+            take(kind(f"replica {self.replica} was lost"))
+
+    def close(self) -> None:
+        """Stops reading."""
+        self._reading.cancel()
+
+
+async def unless_broken(link: ReplicaConnection, call: Awaitable[T]) -> T:
+    """Returns the answer to a call.
+
+    Raises:
+        SatchelError: what the replica raised, or `NoAnswer`. A broken link ends the wait too, because a call to a
+            machine that is gone fails only late.
+    """
+    answer = asyncio.ensure_future(call)
+    broken = asyncio.ensure_future(link.broken.wait())
+    try:
+        await asyncio.wait({answer, broken}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ActorSilent(f"replica {link.replica} is silent")
+        return answer.result()
+    finally:
+        answer.cancel()
+        broken.cancel()
+
+
+class SentPictures:
+    """The latest `SENT_MAX` pictures whose pixels were sent to one replica."""
+
+    def __init__(self) -> None:
+        self._sent: FIFOCache[tuple[bytes, bytes], None] = FIFOCache(SENT_MAX)
+
+    def without(self, request: GenerateRequest) -> GenerateRequest:
+        """Returns the request without the pixels that have been sent; the same object if it has none of those."""
+        if not any(self._knows(request, one) for one in request.media):
+            return request
+        return replace(
+            request, media=[replace(one, pixels=[]) if self._knows(request, one) else one for one in request.media]
+        )
+
+    def note(self, request: GenerateRequest) -> None:
+        """Records that the replica has received all of the request's pictures."""
+        for one in request.media:
+            if one.pixels:
+                self._sent[request.root_id, one.key] = None
+
+    def forget(self, request: GenerateRequest) -> None:
+        """Forgets the request's pictures, some of which the replica lacks."""
+        for one in request.media:
+            self._sent.pop((request.root_id, one.key), None)
+
+    def _knows(self, request: GenerateRequest, one: MediaSpan) -> bool:
+        return bool(one.pixels) and (request.root_id, one.key) in self._sent

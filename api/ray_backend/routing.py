@@ -1,0 +1,171 @@
+"""Where requests go: the router's decisions, and the connections to the replicas that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from ...actors.protocol.calls import Call
+from ...actors.protocol.clients import ReplicaClient, RouterClient
+from ...actors.protocol.media_ids import embeddings_needed
+from ...actors.protocol.messages import GenerateRequest, ModelInfo
+from ...actors.protocol.router_messages import Chain, Decision, RouteRequest, RowLeft
+from ...cluster.config import Config
+from ...cluster.errors import NoAnswer, NoReplica
+from .connection import ReplicaConnection
+from .locator import AgentLocator
+from .served import DetachedTasks, ServedModels
+
+
+class Routing:
+    """Asks the router, tells it what happens to rows, and keeps a connection to each replica. Lives on the event loop
+    on which it is made.
+
+    Attributes:
+        failovers: how many rows have gone on at another replica.
+    """
+
+    def __init__(self, config: Config, locator: AgentLocator) -> None:
+        self.config = config
+        self.failovers = 0
+        self.router = RouterClient(config.timing)
+        self.served = ServedModels(self.info, config.timing)
+        self._locator = locator
+        self._links: dict[str, ReplicaConnection] = {}
+        self._model_ids: dict[str, list[bytes]] = {}
+        self._background = DetachedTasks()
+
+    def model_ids(self, model: str) -> Sequence[bytes]:
+        """Returns the ids that a model's replicas had at its last routing; nodes may compute differently."""
+        return self._model_ids.get(model, ())
+
+    async def route(
+        self, request: GenerateRequest, exclude: Sequence[str], beside: str, others: Sequence[GenerateRequest] = ()
+    ) -> Decision:
+        """Returns the router's decision.
+
+        Args:
+            others: the same request for replicas with other model ids.
+
+        Raises:
+            NoReplica: the router has none, or is itself restarting.
+        """
+        message = RouteRequest(
+            request_id=request.request_id,
+            model=request.model,
+            agent=request.agent,
+            block_ids=request.block_ids,
+            prompt_tokens=len(request.prompt),
+            exclude=list(exclude),
+            beside=beside,
+            near=self._locator.known(request.agent) if request.agent else "",
+            pictures=_pictures_of(request),
+            model_id=request.model_id,
+            others=[Chain(other.model_id, other.block_ids, _pictures_of(other)) for other in others],
+            splits=may_split(request) and not exclude,
+        )
+        return await self.decide(message)
+
+    async def decide(self, message: RouteRequest) -> Decision:
+        """Returns the router's decision. Raises as `route`."""
+        try:
+            decision = await self.router.route(message)
+        except NoAnswer as error:
+            raise NoReplica(error.message, retry_after_s=error.retry_after_s) from error
+        self._model_ids[message.model] = decision.model_ids
+        if not decision.node:
+            # The replica has not reported its node yet.
+            decision = replace(decision, node=await self.placed_on(decision.replica))
+        return decision
+
+    def lose(self, replica: str) -> None:
+        """Tells the router that a call to the replica failed."""
+        self.tell(self.router.lose(replica))
+
+    def release(self, left: RowLeft) -> None:
+        """Tells the router that the request no longer loads the replica: it was refused, or has ended."""
+        self.tell(self.router.release(left))
+
+    def link(self, decision: Decision) -> ReplicaConnection:
+        """Returns the connection to the replica, opened on first use."""
+        replica = decision.replica
+        link = self._links.get(replica)
+        if link is None:
+            link = self._links[replica] = ReplicaConnection(replica, decision.node, self.config.timing, self._unlink)
+        return link
+
+    def _unlink(self, link: ReplicaConnection, lost: bool) -> None:
+        """Drops a broken link, and aborts its rows. If the replica seems `lost`, tells the router and checks its
+        node."""
+        self._links.pop(link.replica, None)
+        self.background(link.abort(list(link.rows)))
+        if not lost:
+            return
+        self.lose(link.replica)
+        if link.node:
+            # If it has ended, nothing else there is asked.
+            self.background(self.node_lives(link.node))
+
+    async def node_lives(self, node: str) -> bool:
+        """Returns whether the node still runs, as far as can be told now."""
+        return await self._locator.check(node)
+
+    def background(self, work: Coroutine[Any, Any, object]) -> None:
+        """Runs `work`, which must not raise, as a task of its own."""
+        self._background.begin(work)
+
+    def tell(self, call: Call[None]) -> None:
+        """Tells the router something, now or never."""
+
+        async def told() -> None:
+            # A router that restarts has lost this state anyway.
+            with suppress(NoAnswer):
+                await call
+
+        self.background(told())
+
+    async def close(self) -> None:
+        """Stops reading, and aborts the rows still running."""
+        self.served.close()
+        links, self._links = list(self._links.values()), {}
+        for link in links:
+            link.close()
+        for link in links:
+            await link.abort(list(link.rows))
+
+    async def placed_on(self, replica: str) -> str:
+        """Returns the replica's node according to the registry, "" if unknown."""
+        with suppress(NoReplica):
+            return (await self.placed()).get(replica, ("", ""))[1]
+        return ""
+
+    async def placed(self) -> dict[str, tuple[str, str]]:
+        """Returns model and node of every served replica, by its id."""
+        entries = await self.served.entries()
+        return {name: (entry.model.name, node) for entry in entries for name, node in entry.replicas.items()}
+
+    async def info(self, replica: str) -> ModelInfo | None:
+        """Returns the replica's description of its model; None if not loaded, or without an answer in time."""
+        with suppress(NoAnswer):
+            return await ReplicaClient(replica, self.config.timing).info()
+        return None
+
+
+def _pictures_of(request: GenerateRequest) -> list[tuple[bytes, int, int, bool]]:
+    """Returns `RouteRequest.pictures` of a request."""
+    spans = [(one.start, len(one.tokens)) for one in request.media]
+    needed = embeddings_needed(request.root_id, request.prompt, spans)
+    return [(*each, bool(one.pixels)) for each, one in zip(needed, request.media, strict=True)]
+
+
+def may_split(request: GenerateRequest) -> bool:
+    """Returns whether a request may be prefilled on one node and decoded on another.
+
+    KV goes from node to node by their disks, where only agents' KV may be. Image embeddings would have to travel too,
+    and rows that share a prefill, or have already generated something, stay together with what they have.
+    """
+    sampling = request.sampling
+    alone = request.choices == 1 and sampling.choice == 0 and not request.generated
+    return bool(request.agent) and request.reusable and not request.media and alone and sampling.max_tokens > 0
