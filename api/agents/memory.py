@@ -50,7 +50,7 @@ from ...cluster.timing import USUAL, Timing
 from ..generation.history import History, Message
 from ..generation.remembered import FORGOTTEN, FULL, NO_ROOM, OVER_QUOTA, UNANSWERED, Remembered
 from ..generation.sent import kept_of
-from ..text.continuation import Continuation, IndexedLine, Match, StoredBranch, index_line
+from ..text.continuation import Continuation, IndexedLine, Match, StoredBranch
 from ..text.model import TextModel
 from .store import Store
 
@@ -407,7 +407,7 @@ class Turn:
         def pack() -> tuple[tuple[int, int, int] | None, bytes, bytes, IndexedLine, History]:
             transcript = json.dumps(kept.messages, ensure_ascii=False, separators=(",", ":")).encode()
             tokens = array("I", kept.tokens)
-            line = index_line(StoredBranch(kept.text, self._text.plain(tokens)), self._text)
+            line = self._text.spelling.index(StoredBranch(kept.text, self._text.plain(tokens)))
             return self._base(kept), tokens.tobytes(), transcript, line, History(kept.messages, kept_of(kept.messages))
 
         base, token_ids, transcript, line, history = await asyncio.to_thread(pack)
@@ -479,7 +479,7 @@ def _known_line(head: Head, content: Content, text: TextModel) -> KnownLine:
     tokens = array("I")
     tokens.frombytes(content.tokens)
     messages = json.loads(content.messages)
-    line = index_line(StoredBranch(content.text, text.plain(tokens)), text)
+    line = text.spelling.index(StoredBranch(content.text, text.plain(tokens)))
     history = History(messages, kept_of(messages))
     return KnownLine(head.branch, head.epoch, head.turns, line, history, media_tokens_in(tokens))
 

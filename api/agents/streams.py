@@ -11,6 +11,8 @@ from ..generation.history import Message
 from ..generation.remembered import Remembered
 from ..generation.requests import Chat
 from ..text.model import TextModel
+from ..text.templates.template import Template
+from ..text.tokenizer import Tokenizer
 from .memory import CommittedTurn, Turn
 
 _CONTEXT_TOKENS = 6
@@ -36,10 +38,11 @@ class TurnKeeper:
     async def keep(self, tokens: list[int], message: Message, generation: Generation) -> None:
         """Commit the turn under the id of the model where the row ended; its agent may follow the row there."""
         chat, text = self._chat, self._text
-        spelled = await asyncio.to_thread(spell, text, list(text.plain(chat.prompt[-_CONTEXT_TOKENS:])), tokens)
+        context = list(text.plain(chat.prompt[-_CONTEXT_TOKENS:]))
+        spelled = await asyncio.to_thread(spell, text.tokenizer, context, tokens)
         if chat.prefill and isinstance(content := message["content"], str):
             message["content"] = chat.prefill + content
-        if written := await asyncio.to_thread(written_otherwise, text, spelled, message):
+        if written := await asyncio.to_thread(written_otherwise, text.template, spelled, message):
             message["written"] = written
         said = [*chat.messages, message]
         kept = CommittedTurn([*chat.prompt, *tokens], chat.text + spelled, said, chat.continuation, generation.model_id)
@@ -50,27 +53,27 @@ class TurnKeeper:
         self._turn.leave()
 
 
-def written_otherwise(text: TextModel, spelled: str, message: Message) -> str:
+def written_otherwise(template: Template, spelled: str, message: Message) -> str:
     """Returns an answer with calls as the model wrote it, without its thought; "" if its template writes it so."""
-    if not message.get("tool_calls") or text.is_harmony:
+    if not message.get("tool_calls") or template.is_harmony:
         return ""
-    for token in text.end_tokens:
-        spelled = spelled.partition(text.decode([token]))[0]
-    if text.has_thinking:
-        spelled = spelled.rpartition(text.think_end)[2].lstrip("\n")
+    for end in template.bare.turn_ends:
+        spelled = spelled.partition(end)[0]
+    if template.has_thinking:
+        spelled = spelled.rpartition(template.think_end)[2].lstrip("\n")
     asked: Message = {"role": "user", "content": "?"}
     plain: Message = {"role": "assistant", "content": "Something said."}
     try:
-        shown = text.render(with_arguments([asked, plain]), None, {}, generation_prompt=False)
-        said = text.render(with_arguments([asked, message]), None, {}, generation_prompt=False)
+        shown = template.render(with_arguments([asked, plain]), None, {}, generation_prompt=False)
+        said = template.render(with_arguments([asked, message]), None, {}, generation_prompt=False)
     except InvalidRequest:
         return spelled
     begin = shown.rfind(str(plain["content"]))
     return "" if said.startswith(shown[:begin]) and said[begin:].startswith(spelled) else spelled
 
 
-def spell(text: TextModel, prompt: list[int], tokens: list[int]) -> str:
+def spell(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     """Returns the text that `tokens` add after `prompt`, special tokens spelled out."""
     context = prompt[-_CONTEXT_TOKENS:]
-    before, whole = text.decode(context), text.decode([*context, *tokens])
-    return whole[len(before) :] if whole.startswith(before) else text.decode(tokens)
+    before, whole = tokenizer.decode(context), tokenizer.decode([*context, *tokens])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens)

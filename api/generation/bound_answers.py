@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from ...actors.model_files.grammars import GrammarCompiler, follows_schema
 from ...cluster.errors import InvalidRequest, quoted
-from ..text.answers.call_format import Format, read_format
 from ..text.answers.grammars import (
     AnswerForm,
     BoundCalls,
@@ -86,11 +85,11 @@ def scripted_grammar(
         for index, (name, arguments) in enumerate(reply.calls)
     ]
     answer = with_arguments([answer_message(reply.text, "", made)])
-    guard = CallersText(text, request.scope)
+    guard = CallersText(text.tokenizer, request.scope)
     shown, tools = guard.messages([*said, *answer]), guard.value(chat.tools)
-    prompt = text.render(shown[: len(said)], tools, request.template_kwargs)
-    whole = text.render(shown, tools, request.template_kwargs, generation_prompt=False)
-    return token_grammar(answer_tokens(text, prompt, whole))
+    prompt = text.template.render(shown[: len(said)], tools, request.template_kwargs)
+    whole = text.template.render(shown, tools, request.template_kwargs, generation_prompt=False)
+    return token_grammar(answer_tokens(text.tokenizer, prompt, whole))
 
 
 class ModelGrammars:
@@ -105,7 +104,6 @@ class ModelGrammars:
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
         self._known: tuple[GrammarCompiler, Writing] | None = None
-        self._calls: list[Format | None] = []
 
     def grammar(self, thought: Thought, form: AnswerForm | None, calls: BoundCalls | None) -> str:
         """Returns the grammar of an answer, "" if nothing binds it. Takes up to seconds.
@@ -117,7 +115,7 @@ class ModelGrammars:
         if form is None and calls is None:
             return ""
         compiler, writing = self._ready()
-        unknown = writing.calls is None and not self._text.is_harmony
+        unknown = writing.calls is None and not self._text.calls.is_harmony
         if unknown and form is None and calls is not None and not (calls.forced or calls.chosen):
             # Only `strict` asks for it: the model calls tools as well as it can.
             return ""
@@ -133,19 +131,13 @@ class ModelGrammars:
             raise self._explained(compiler, form, calls, error) from None
         return written
 
-    @property
-    def call_format(self) -> Format | None:
-        """How the model writes calls. Takes milliseconds the first time."""
-        if not self._calls:
-            self._calls.append(read_format(self._text))
-        return self._calls[0]
-
     def _ready(self) -> tuple[GrammarCompiler, Writing]:
         with self._lock:
             if self._known is None:
-                text = self._text
-                compiler = GrammarCompiler(text.tokenizer_json(), text.end_tokens)
-                self._known = compiler, Writing(text, compiler.is_special, self.call_format)
+                tokenizer = self._text.tokenizer
+                compiler = GrammarCompiler(tokenizer.json(), tokenizer.end_tokens)
+                writing = Writing(tokenizer, self._text.template, compiler.is_special, self._text.call_format)
+                self._known = compiler, writing
             return self._known
 
     @staticmethod

@@ -44,7 +44,7 @@ def prepare_completion(
         said = ""
         if request.echo:
             uncut = request.truncate_prompt_tokens is None
-            said = prompt if uncut and isinstance(prompt, str) else text.decode(tokens)
+            said = prompt if uncut and isinstance(prompt, str) else text.tokenizer.decode(tokens)
         prompts.append(PreparedPrompt(tokens, said))
     return prompts
 
@@ -68,14 +68,14 @@ def _encoded(text: TextModel, model: ServedModel, request: CompletionRequest, pr
     check_least(text, prompt + request.suffix, model, where, cut=request.truncate_prompt_tokens is not None)
     if not request.suffix:
         # A bare prompt is the template: its marks are tokens.
-        return text.encode_prompt(refuse_breaks(prompt), request.scope, special_tokens=request.special_tokens)
-    if (marks := text.infill_marks) is None:
+        return text.recent.encode(refuse_breaks(prompt), request.scope, special_tokens=request.special_tokens)
+    if (marks := text.tokenizer.infill_marks) is None:
         message = f"suffix: the model {model.name!r} has no tokens for a text between two others"
         raise InvalidRequest(message, param="suffix")
-    first = text.begin_tokens if request.special_tokens else []
-    guard = CallersText(text, as_tokens=model.marks_are_tokens)
+    first = text.tokenizer.begin_tokens if request.special_tokens else []
+    guard = CallersText(text.tokenizer, as_tokens=model.marks_are_tokens)
     before, after = guard.text(prompt), guard.text(request.suffix)
-    return [*first, *marks.prompt(text.encode(before), text.encode(after))]
+    return [*first, *marks.prompt(text.tokenizer.encode(before), text.tokenizer.encode(after))]
 
 
 def text_tokens(text: TextModel, model: ServedModel, request: CompletionRequest) -> list[int]:
@@ -86,7 +86,7 @@ def text_tokens(text: TextModel, model: ServedModel, request: CompletionRequest)
     """
     assert isinstance(request.prompt, str)
     check_least(text, request.prompt, model, "prompt", cut=True)
-    return text.encode_prompt(refuse_breaks(request.prompt), request.scope, special_tokens=request.special_tokens)
+    return text.recent.encode(refuse_breaks(request.prompt), request.scope, special_tokens=request.special_tokens)
 
 
 def check_vocabulary(tokens: list[int], size: int, where: str) -> None:

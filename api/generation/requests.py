@@ -276,7 +276,7 @@ def check_least(text: TextModel, string: str, model: ServedModel, where: str, *,
         ContextLengthExceeded: it is too long.
     """
     most = model.context_tokens * (_COUNTED_CONTEXTS if cut else 1)
-    if (least := text.tokens_min(string, most)) >= most:
+    if (least := text.tokenizer.tokens_min(string, most)) >= most:
         raise too_long(least, model, where, at_least=True)
 
 
@@ -309,11 +309,11 @@ def prepare_chat(
     continuation = None
     if past.lines:
         check_least(text, rendered, model, "messages")
-        continuation = continue_text(rendered, past.lines, text)
+        continuation = continue_text(rendered, past.lines, text.spelling)
         prompt = continuation.tokens
     else:
         check_least(text, rendered, model, "messages", cut=request.truncate_prompt_tokens is not None)
-        prompt = kept_tokens(text.encode_prompt(rendered, request.scope), model, request)
+        prompt = kept_tokens(text.recent.encode(rendered, request.scope), model, request)
     if not prompt:
         raise InvalidRequest("the model's chat template made an empty prompt of these messages", param="messages")
     check_length(prompt, model, "messages")
@@ -326,38 +326,38 @@ def prepare_chat(
     return Chat(
         prompt,
         tools,
-        text.ends_in_thought(rendered),
+        text.template.ends_in_thought(rendered),
         unbroken(rendered),
         transcript,
         continuation,
         spans,
         shown,
         # What is begun is no reasoning.
-        not request.prefill and text.may_think(rendered),
+        not request.prefill and text.template.may_think(rendered),
         request.prefill,
         lasting_tokens(text, prompt, rendered, request.template_kwargs) if request.agent else 0,
         # What follows a user's message is dropped after the next one; what is between a turn's steps mostly is not.
         bool(request.agent)
         and bool(transcript)
         and transcript[-1]["role"] == "user"
-        and text.habits(request.template_kwargs).drops_thinking,
+        and text.template.habits(request.template_kwargs).drops_thinking,
     )
 
 
 def lasting_tokens(text: TextModel, prompt: list[int], rendered: str, template_kwargs: Mapping[str, Any]) -> int:
     """Returns how many of a rendered prompt's tokens are before what the template adds for the next answer alone; 0 if
     it adds nothing."""
-    end = text.habits(template_kwargs).passing_end
+    end = text.template.habits(template_kwargs).passing_end
     if not end or not rendered.endswith(end):
         return 0
     left, count = len(end.encode()), 0
     while left > 0 and count < len(prompt):
         count += 1
-        left -= len(text.token_bytes(prompt[-count]))
+        left -= len(text.tokenizer.token_bytes(prompt[-count]))
     lasting = len(prompt) - count
     # Before another text the last line break may be a part of another token: behind a special token nothing changes.
     near = range(lasting, max(0, lasting - _ROLE_TOKENS), -1)
-    return next((at for at in near if prompt[at - 1] in text.hidden_tokens), lasting)
+    return next((at for at in near if prompt[at - 1] in text.tokenizer.hidden_tokens), lasting)
 
 
 def count_prompt(text: TextModel, model: ServedModel, request: ChatRequest, media: Sequence[Medium] = ()) -> int:
@@ -369,7 +369,7 @@ def count_prompt(text: TextModel, model: ServedModel, request: ChatRequest, medi
     """
     conversation = _render(text, model, request, Past(), media, reply=True)
     far = _COUNTED_CONTEXTS * model.context_tokens
-    if (least := text.tokens_min(conversation.text, far)) >= far:
+    if (least := text.tokenizer.tokens_min(conversation.text, far)) >= far:
         return least
     return len(_encoded(text, request, conversation, special_tokens=False))
 
@@ -400,7 +400,7 @@ def prompt_tokens(
 
 
 def _encoded(text: TextModel, request: Request, conversation: _Conversation, *, special_tokens: bool) -> list[int]:
-    prompt = text.encode_prompt(conversation.text, request.scope, special_tokens=special_tokens)
+    prompt = text.recent.encode(conversation.text, request.scope, special_tokens=special_tokens)
     if text.pictures is not None and conversation.placed is not None:
         # Refuses what generating would refuse.
         prompt, _ = with_media_tokens(text.pictures, prompt, conversation.placed)
@@ -439,17 +439,19 @@ def _render(
         assert request.form is not None
         messages = with_schema(messages, request.form)
     tools = list(request.tools) if request.tool_use.shown else []
-    guard = CallersText(text, request.scope, past.lines, model.marks_are_tokens)
+    guard = CallersText(text.tokenizer, request.scope, past.lines, model.marks_are_tokens)
     shown_tools, variables = guard.value(tools), guard.value(dict(request.template_kwargs))
     shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
-    at = past.shown_at(with_references(messages, shown), time.time()) if past.began and text.shows_date else None
-    said, rendered = _rendered(messages, guard, lambda said: text.render(said, shown_tools, variables, at=at))
+    template, at = text.template, None
+    if past.began and template.shows_date:
+        at = past.shown_at(with_references(messages, shown), time.time())
+    said, rendered = _rendered(messages, guard, lambda said: template.render(said, shown_tools, variables, at=at))
     if not reply:
-        closed = text.render(said, shown_tools, variables, generation_prompt=False, at=at)
+        closed = template.render(said, shown_tools, variables, generation_prompt=False, at=at)
         # Some templates end a conversation in a way that no answer could follow.
         rendered = closed if closed and rendered.startswith(closed) else rendered
     elif request.prefill:
-        rendered = text.prefilled(rendered, guard.beginning(request.prefill))
+        rendered = template.prefilled(rendered, guard.beginning(request.prefill))
     if model.marks_are_tokens:
         refuse_breaks(rendered)
     placed = None if pictures is None else place(pictures, rendered, shown)

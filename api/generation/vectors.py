@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from ...actors.model_files.sentence_modules import SentenceModules
 from ...cluster.errors import InvalidRequest
 from ..text.callers_text import CallersText
-from ..text.model import TextModel
 from ..text.pairs import PairForm
+from ..text.tokenizer import Tokenizer
 from .backend import ServedModel
 from .prompts import check_vocabulary, entries
 from .requests import Request, too_long
@@ -64,7 +64,7 @@ class TokenTexts:
 
 
 def embedding_texts(
-    text: TextModel, model: ServedModel, sentences: SentenceModules, request: EmbeddingRequest
+    tokenizer: Tokenizer, model: ServedModel, sentences: SentenceModules, request: EmbeddingRequest
 ) -> TokenTexts:
     """Encodes the texts of a request, each behind the model's default prompt if it has one.
 
@@ -72,8 +72,8 @@ def embedding_texts(
         InvalidRequest: there are none or too many, one is empty, or the model lacks one of their tokens.
         ContextLengthExceeded: one does not fit.
     """
-    encoder = _Encoder(text, model, request.truncate_prompt_tokens, special_tokens=request.special_tokens)
-    prompt = _Prompt.of(text, sentences, sentences.default_prompt)
+    encoder = _Encoder(tokenizer, model, request.truncate_prompt_tokens, special_tokens=request.special_tokens)
+    prompt = _Prompt.of(tokenizer, sentences, sentences.default_prompt)
     skipped: list[int] = []
     for where, each in entries(request.inputs, "input", TEXTS_MAX):
         if isinstance(each, str):
@@ -85,7 +85,11 @@ def embedding_texts(
 
 
 def ranking_texts(
-    text: TextModel, model: ServedModel, sentences: SentenceModules, pairs: PairForm | None, request: RankingRequest
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    sentences: SentenceModules,
+    pairs: PairForm | None,
+    request: RankingRequest,
 ) -> TokenTexts:
     """Encodes a text for each document, with the query in it, where the model scores pairs; else the query and then the
     documents, to be embedded.
@@ -102,14 +106,14 @@ def ranking_texts(
             raise InvalidRequest(f"{where} is empty", param=where)
     most = request.truncate_prompt_tokens
     if pairs is not None:
-        encoder = _Encoder(text, model, most, special_tokens=False)
+        encoder = _Encoder(tokenizer, model, most, special_tokens=False)
         for index, document in enumerate(request.documents):
             encoder.add_pair(pairs, request.query, document, f"documents[{index}]")
         return TokenTexts(encoder.texts, score=pairs.score)
-    encoder = _Encoder(text, model, most, special_tokens=True)
-    before = _Prompt.of(text, sentences, sentences.prompts.get("query", ""))
+    encoder = _Encoder(tokenizer, model, most, special_tokens=True)
+    before = _Prompt.of(tokenizer, sentences, sentences.prompts.get("query", ""))
     names = (name for name in _DOCUMENT_PROMPTS if name in sentences.prompts)
-    behind = _Prompt.of(text, sentences, sentences.prompts.get(next(names, ""), ""))
+    behind = _Prompt.of(tokenizer, sentences, sentences.prompts.get(next(names, ""), ""))
     encoder.add(before.text, request.query, "query")
     for index, document in enumerate(request.documents):
         encoder.add(behind.text, document, f"documents[{index}]")
@@ -125,22 +129,22 @@ class _Prompt:
     skipped: int = 0
 
     @classmethod
-    def of(cls, text: TextModel, sentences: SentenceModules, prompt: str) -> _Prompt:
+    def of(cls, tokenizer: Tokenizer, sentences: SentenceModules, prompt: str) -> _Prompt:
         if not prompt or sentences.include_prompt:
             return cls(prompt)
-        return cls(prompt, len(text.begin_tokens) + len(text.encode(prompt)))
+        return cls(prompt, len(tokenizer.begin_tokens) + len(tokenizer.encode(prompt)))
 
 
 class _Encoder:
     """Encodes the texts of one request, within what the model and a request may have."""
 
-    def __init__(self, text: TextModel, model: ServedModel, most: int | None, *, special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, model: ServedModel, most: int | None, *, special_tokens: bool) -> None:
         self.texts: list[list[int]] = []
-        self._text, self._model, self._special = text, model, special_tokens
-        self._guard = CallersText(text, as_tokens=model.marks_are_tokens)
+        self._tokenizer, self._model, self._special = tokenizer, model, special_tokens
+        self._guard = CallersText(tokenizer, as_tokens=model.marks_are_tokens)
         context = model.context_tokens
         self._most = None if most is None else context if most < 0 else most
-        self._behind = len(text.closing_tokens) if special_tokens and most is not None else 0
+        self._behind = len(tokenizer.closing_tokens) if special_tokens and most is not None else 0
         self._tokens = 0
 
     def add(self, prompt: str, given: str, where: str) -> None:
@@ -160,26 +164,26 @@ class _Encoder:
         query = guard(query)
         tokens = self._encoded(pairs.render(query, guard(document)), where)
         if self._most is not None and len(tokens) > self._most:
-            rest = max(0, self._most - len(self._text.encode(pairs.render(query, ""))))
-            kept = self._text.decode(self._text.encode(guard(document))[:rest])
+            rest = max(0, self._most - len(self._tokenizer.encode(pairs.render(query, ""))))
+            kept = self._tokenizer.decode(self._tokenizer.encode(guard(document))[:rest])
             # Two texts may have a token less, or more, than both together.
-            tokens = self._text.encode(pairs.render(query, guard(kept)))
+            tokens = self._tokenizer.encode(pairs.render(query, guard(kept)))
         self._add(tokens, where)
 
     def _encoded(self, given: str, where: str) -> list[int]:
-        text, context = self._text, self._model.context_tokens
+        tokenizer, context = self._tokenizer, self._model.context_tokens
         if self._most is None:
-            if (least := text.tokens_min(given, context + 1)) > context:
+            if (least := tokenizer.tokens_min(given, context + 1)) > context:
                 raise too_long(least, self._model, where, at_least=True, answered=False)
-            return text.encode(given, special_tokens=self._special)
+            return tokenizer.encode(given, special_tokens=self._special)
         # Megabytes take seconds, and only the first tokens count.
         characters = _TOKEN_CHARACTERS * (self._most + 1)
         while characters < len(given):
-            tokens = text.encode(given[:characters], special_tokens=self._special)
+            tokens = tokenizer.encode(given[:characters], special_tokens=self._special)
             if len(tokens) > self._most + _TOKEN_CHARACTERS:
                 return tokens
             characters *= 4
-        return text.encode(given, special_tokens=self._special)
+        return tokenizer.encode(given, special_tokens=self._special)
 
     def _cut(self, tokens: list[int]) -> list[int]:
         if self._most is None or len(tokens) <= self._most:

@@ -160,10 +160,10 @@ def shown_body(model: ServedModel, facts: ModelFacts, text: TextModel) -> dict[s
     can = {
         "completion": True,
         # A template without a place for tools does not keep a model from being told of them.
-        "tools": text.has_tool_calls or bool(text.template()),
+        "tools": text.calls.known or bool(text.template.source),
         "vision": model.pictures,
-        "thinking": text.has_thinking or text.is_harmony,
-        "insert": text.infill_marks is not None,
+        "thinking": text.template.has_thinking or text.template.is_harmony,
+        "insert": text.tokenizer.infill_marks is not None,
         "embedding": model.embedding.stated and not model.embedding.refusal,
     }
     return {

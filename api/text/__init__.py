@@ -1,2 +1,2 @@
-"""Between text and token ids: tokenizer, chat template, continuation, what templates forget. Answers are read in
-`answers`."""
+"""Between text and token ids: tokenizer, continuation, callers' texts. Conversations are rendered in `templates`, and
+answers are read in `answers`."""

@@ -7,62 +7,21 @@ endpoint or the agent's memory knows that the model wrote a mark of an answer as
 
 from __future__ import annotations
 
-import hashlib
-import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from cachetools import LRUCache
 
 from .control_tokens import BREAK, ControlTokens, breaks_of, refuse_breaks, unbroken, with_breaks
 from .spelling import IndexedLine, StoredBranch
+from .tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from .model import TextModel
-
-_ANSWERS_MAX = 4096
-_PLACES_EACH = 64
-"""Places of marks for which there is room in an answer of the usual kind."""
 _PLACES_TRIED = 16
 """In how many places of an agent's memory a text is looked at."""
-
-
-class GivenAnswers:
-    """The answers that a model gave lately whose content names control tokens. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # Few of them have as many marks, and a long one takes the room of several.
-        self._breaks: LRUCache[bytes, list[int]] = LRUCache(
-            _ANSWERS_MAX * _PLACES_EACH, getsizeof=lambda places: max(len(places), _PLACES_EACH)
-        )
-
-    def learn(self, scope: str, said: str) -> None:
-        """Remembers an answer's guarded content, which was given to `scope`."""
-        said = said.strip()
-        # One that is larger than all the room is not kept.
-        with self._lock, suppress(ValueError):
-            self._breaks[_digest(scope, unbroken(said))] = breaks_of(said)
-
-    def guarded(self, scope: str, text: str) -> str | None:
-        """Returns an assistant's text as it was given, None if it is not known."""
-        stripped = text.strip()
-        with self._lock:
-            breaks = self._breaks.get(_digest(scope, stripped))
-        if breaks is None:
-            return None
-        begin = text.find(stripped)
-        return with_breaks(text, [begin + place for place in breaks])
-
-
-def _digest(scope: str, text: str) -> bytes:
-    return hashlib.sha256(_utf8(f"{scope}\0{text}")).digest()
 
 
 @dataclass(frozen=True)
@@ -75,30 +34,30 @@ class AnswerLearner:
         special_tokens: whether special tokens become text.
     """
 
-    model: TextModel
+    tokenizer: Tokenizer
     scope: str
     prefill: str
     special_tokens: bool
 
     def wants(self, content: str) -> bool:
         """Returns whether the content names a control token, be it in text or as a token."""
-        return BREAK in self.model.controls.guarded(content)
+        return BREAK in self.tokenizer.controls.guarded(content)
 
     def learn(self, tokens: Sequence[int], content: str) -> None:
         """Remembers which of the control tokens that the content names are among `tokens`."""
-        model = self.model
-        hidden = model.end_tokens if self.special_tokens else model.hidden_tokens - model.tool_call_tokens
+        tokenizer = self.tokenizer
+        hidden = tokenizer.end_tokens if self.special_tokens else tokenizer.hidden_tokens - tokenizer.call_tokens
         written = self._guarded([token for token in tokens if token not in hidden])
         # Reasoning is before the content, and may quote it.
         at = unbroken(written).rfind(content)
         if at >= 0:
             breaks = [place - at for place in breaks_of(written) if at <= place <= at + len(content)]
-            beginning = CallersText(model).beginning(self.prefill)
-            model.given_answers.learn(self.scope, beginning + with_breaks(content, breaks))
+            beginning = CallersText(tokenizer).beginning(self.prefill)
+            tokenizer.controls.given.learn(self.scope, beginning + with_breaks(content, breaks))
 
     def _guarded(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens with the marks broken that they do not write as tokens."""
-        controls, shown = self.model.controls, self.model.detokenizer()
+        controls, shown = self.tokenizer.controls, self.tokenizer.detokenizer()
         written = [(token in controls.ids, shown.add(token)) for token in tokens]
         written.append((False, shown.flush()))
         runs = ((own, "".join(piece for _, piece in run)) for own, run in groupby(written, lambda each: each[0]))
@@ -115,14 +74,14 @@ class CallersText:
         as_tokens: whether marks may be control tokens after all, so that nothing is guarded.
     """
 
-    model: TextModel
+    tokenizer: Tokenizer
     scope: str = ""
     lines: Sequence[StoredBranch] = ()
     as_tokens: bool = False
 
     @property
     def _controls(self) -> ControlTokens:
-        return self.model.controls
+        return self.tokenizer.controls
 
     def text(self, text: str) -> str:
         """Returns a text guarded.
@@ -184,20 +143,20 @@ class CallersText:
         guarded = self.text(text)
         if guarded is text or BREAK not in guarded:
             return guarded
-        if (given := self.model.given_answers.guarded(self.scope, text)) is not None:
+        if (given := self._controls.given.guarded(self.scope, text)) is not None:
             return given
         own, behind = self._thought(text, opens=opens)
         places = set(breaks_of(guarded)) - self._remembered(text) - own
-        if behind and (given := self.model.given_answers.guarded(self.scope, text[behind:])) is not None:
+        if behind and (given := self._controls.given.guarded(self.scope, text[behind:])) is not None:
             places = {place for place in places if place < behind} | {behind + place for place in breaks_of(given)}
         return with_breaks(text, sorted(places))
 
     def _thought(self, text: str, *, opens: bool) -> tuple[set[int], int]:
         """Returns the breaks in the marks of the block of reasoning that a text begins with, and where that ends; 0 if
         it does not."""
-        start, end = self.model.think_start, self.model.think_end
+        start, end = self.tokenizer.markers.think_start, self.tokenizer.markers.think_end
         begin = len(text) - len(text.lstrip())
-        if not self.model.has_thinking or not start or not text.startswith(start, begin):
+        if not start or not text.startswith(start, begin):
             return set(), 0
         closed = text.find(end, begin + len(start))
         if closed < 0:
@@ -225,7 +184,7 @@ class CallersText:
     @cached_property
     def _own_marks(self) -> list[tuple[IndexedLine, list[int], list[int]]]:
         """The lines that have marks of calls and reasoning as tokens, with the bytes at which these begin and end."""
-        own = list(self.model.tool_call_tokens | self.model.think_tokens)
+        own = list(self.tokenizer.call_tokens | self.tokenizer.think_tokens)
         marked: list[tuple[IndexedLine, list[int], list[int]]] = []
         for line in self.lines:
             if isinstance(line, IndexedLine):

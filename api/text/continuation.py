@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,10 +32,7 @@ from ...cluster.errors import InvalidRequest
 from .control_tokens import BREAK, unbroken
 from .spelling import IndexedLine, Spelling, StoredBranch, common_length, utf8
 
-if TYPE_CHECKING:
-    from .model import TextModel
-
-__all__ = ["Continuation", "IndexedLine", "Match", "StoredBranch", "continue_text", "index_line"]
+__all__ = ["Continuation", "IndexedLine", "Match", "StoredBranch", "continue_text"]
 
 TEXT_CHANGED = "text changed"
 NO_SEAM = "no safe seam"
@@ -104,23 +100,17 @@ class _Seam:
     rest_from: int
 
 
-def index_line(line: StoredBranch, model: TextModel) -> IndexedLine:
-    """Returns `line` prepared for `continue_text` with this model, for callers that cache it."""
-    return model.spelling.index(line)
-
-
-def continue_text(text: str, lines: Sequence[StoredBranch], model: TextModel) -> Continuation:
+def continue_text(text: str, lines: Sequence[StoredBranch], spelling: Spelling) -> Continuation:
     """Returns the token ids of `text`, which may be guarded, continuing the line of which the most tokens can be kept.
 
     Ties go to the longest common text, then to the first line. No special tokens are added around the text. Takes some
-    milliseconds plus the encoding of the new text, so it belongs in a worker thread. Lines from `index_line` save most
-    of the milliseconds.
+    milliseconds plus the encoding of the new text, so it belongs in a worker thread. Lines from `Spelling.index` save
+    most of the milliseconds.
 
     Raises:
         InvalidRequest: `text` is not valid Unicode.
     """
-    spelling = model.spelling
-    new = _NewText(text, model, spelling)
+    new = _NewText(text, spelling)
     ranked = []
     for place, line in enumerate(lines):
         if common := new.common(utf8(line)):
@@ -139,7 +129,7 @@ def continue_text(text: str, lines: Sequence[StoredBranch], model: TextModel) ->
         if best is None or (seam.kept, common, place) > best[0]:
             best = ((seam.kept, common, place), indexed, seam)
     if best is None:
-        return Continuation(model.encode(text), None, None, 0, 0, NOTHING_COMMON)
+        return Continuation(spelling.tokenizer.encode(text), None, None, 0, 0, NOTHING_COMMON)
     (kept, common, place), indexed, seam = best
     characters = len(new.data[:common].decode())
     return Continuation(
@@ -184,7 +174,7 @@ class _NewText:
         breaks: `(breaks,) int64`: the bytes before which it has them, in order.
     """
 
-    def __init__(self, text: str, model: TextModel, spelling: Spelling) -> None:
+    def __init__(self, text: str, spelling: Spelling) -> None:
         pieces = text.split(BREAK)
         try:
             encoded = [piece.encode("utf-8") for piece in pieces]
@@ -192,8 +182,7 @@ class _NewText:
             raise InvalidRequest(f"text with an unpaired surrogate at character {error.start}") from None
         self.data = b"".join(encoded)
         self.breaks = np.cumsum([len(piece) for piece in encoded[:-1]], dtype=np.int64)
-        self._model = model
-        self._spelling = spelling
+        self._spelling, self._tokenizer = spelling, spelling.tokenizer
         self._encoded: dict[int, list[int]] = {}
 
     def common(self, data: bytes) -> int:
@@ -218,7 +207,7 @@ class _NewText:
         if len(plain):
             at = np.searchsorted(self.breaks, plain[:, 0], side="right")
             behind = np.append(self.breaks, len(self.data) + 1)[at]
-            own = self._model.controls.own_marks
+            own = self._tokenizer.controls.own_marks
             for start, end in plain[behind >= plain[:, 1]].tolist():
                 if self.data[start:end] not in own:
                     return min(common, start)
@@ -267,7 +256,7 @@ class _NewText:
     def _encode(self, start: int) -> list[int]:
         """Returns the ids of the text from byte `start`, which begins a character."""
         if start not in self._encoded:
-            self._encoded[start] = self._model.encode(_guarded(self.data, self.breaks, start, len(self.data)))
+            self._encoded[start] = self._tokenizer.encode(_guarded(self.data, self.breaks, start, len(self.data)))
         return self._encoded[start]
 
     def _last_added(self, line: IndexedLine, within: int) -> int | None:
@@ -292,7 +281,7 @@ class _NewText:
         before = self.data[max(0, start - _CUT_CONTEXT_BYTES) : start].decode("utf-8", "ignore")
         added = self.data[start:end].decode()
         after = self.data[end : end + _CUT_CONTEXT_BYTES].decode("utf-8", "ignore")
-        encode = self._model.encode
+        encode = self._tokenizer.encode
         (token,) = encode(added)
         behind = encode(added + after)
         return behind[:1] == [token] and encode(before + added + after) == [*encode(before), *behind]

@@ -9,16 +9,19 @@ one, and no control token is found across it (`guarded_encoding`). A text with b
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from cachetools import LRUCache
 
 from ...cluster.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from .model import TextModel
 
 BREAK = "\udbff"
 """Nothing stands here, and no control token reaches across."""
@@ -41,6 +44,11 @@ _HTML = re.compile(
 
 # Words that users write to switch reasoning on or off, for which templates look in their texts.
 _SWITCH = re.compile(r"/[a-z_]+")
+
+
+_ANSWERS_MAX = 4096
+_PLACES_EACH = 64
+"""Places of marks for which there is room in an answer of the usual kind."""
 
 
 def unbroken(text: str) -> str:
@@ -75,24 +83,88 @@ def refuse_breaks(text: str) -> str:
     return text
 
 
+@dataclass(frozen=True)
+class Markers:
+    """The texts around what a model thinks, and around its calls of tools; "" for what it does not have.
+
+    Attributes:
+        calls: what its template writes for calls.
+        pictures: what stands for a picture or a film.
+    """
+
+    think_start: str = ""
+    think_end: str = ""
+    call_start: str = ""
+    call_end: str = ""
+    calls: str = ""
+    pictures: tuple[str, ...] = ()
+
+
+class GivenAnswers:
+    """The answers that a model gave lately whose content names control tokens. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Few of them have as many marks, and a long one takes the room of several.
+        self._breaks: LRUCache[bytes, list[int]] = LRUCache(
+            _ANSWERS_MAX * _PLACES_EACH, getsizeof=lambda places: max(len(places), _PLACES_EACH)
+        )
+
+    def learn(self, scope: str, said: str) -> None:
+        """Remembers an answer's guarded content, which was given to `scope`."""
+        said = said.strip()
+        # One that is larger than all the room is not kept.
+        with self._lock, suppress(ValueError):
+            self._breaks[_digest(scope, unbroken(said))] = breaks_of(said)
+
+    def guarded(self, scope: str, text: str) -> str | None:
+        """Returns an assistant's text as it was given, None if it is not known."""
+        stripped = text.strip()
+        with self._lock:
+            breaks = self._breaks.get(_digest(scope, stripped))
+        if breaks is None:
+            return None
+        begin = text.find(stripped)
+        return with_breaks(text, [begin + place for place in breaks])
+
+
+def _digest(scope: str, text: str) -> bytes:
+    return hashlib.sha256(f"{scope}\0{text}".encode("utf-8", "surrogatepass")).digest()
+
+
 class ControlTokens:
     """The control tokens of one model. Thread-safe.
+
+    Args:
+        added: the `AddedToken` of each added token's id.
+        special: those that are control tokens in any case.
+        own: those with which the model marks calls and reasoning.
+        template: the chat template, "" if it is not known.
+        normalizer: what the tokenizer does to a text first, if anything.
 
     Attributes:
         ids: the control tokens.
         marks: what is broken in a caller's text: their texts, and marks of pictures and thoughts that are no tokens.
         own_marks: in UTF-8, the texts of those with which a model marks calls and reasoning in its own answers.
+        given: the answers that were given lately and name control tokens.
     """
 
-    def __init__(self, model: TextModel) -> None:
-        named = "\n".join({model.template(), model.template([{}])})
-        markers = {model.tool_call_start, model.tool_call_end, model.think_start, model.think_end}
-        special = model.hidden_tokens | model.tool_call_tokens | model.think_tokens | model.harmony_tokens
-        contents = {token: entry.content for token, entry in model.added_tokens.items()}
+    def __init__(
+        self,
+        added: Mapping[int, Any],
+        special: frozenset[int],
+        own: frozenset[int],
+        markers: Markers,
+        template: str,
+        normalizer: Any | None,
+    ) -> None:
+        self.given = GivenAnswers()
+        marked = {markers.call_start, markers.call_end, markers.think_start, markers.think_end}
+        contents = {token: entry.content for token, entry in added.items()}
         ids = {
             token
             for token, content in contents.items()
-            if _is_control(content, token in special or content in markers, named)
+            if _is_control(content, token in special or content in marked, template)
         }
         if ids:
             # A longer one with another inside is no word either.
@@ -101,14 +173,11 @@ class ControlTokens:
         self.ids = frozenset(ids)
         texts = {contents[token] for token in ids}
         self._token_marks = frozenset(texts)
-        own = (model.tool_call_tokens | model.think_tokens) & self.ids
-        self.own_marks = frozenset(contents[token].encode() for token in own)
-        if model.pictures is not None:
-            texts |= {model.pictures.placeholder.strip(), model.pictures.video_placeholder.strip()}
-        texts |= {mark for mark in (model.think_start, model.think_end) if not mark.strip().isalnum()}
+        self.own_marks = frozenset(contents[token].encode() for token in own & self.ids)
+        texts |= {mark.strip() for mark in markers.pictures}
+        texts |= {mark for mark in (markers.think_start, markers.think_end) if not mark.strip().isalnum()}
         self.marks = frozenset(mark for mark in texts if len(mark) > 1)
-        self._model = model
-        self._template = named
+        self._added, self._normalizer, self._template = added, normalizer, template
         # A mark, or the beginning of one at the end of a text.
         self._suspect = re.compile(_any_of(self.marks, rf"\s*{_END}")) if self.marks else None
         self._first = re.compile(rf"(?=(?:{_any_of(self.marks)}))(.)", re.DOTALL) if self.marks else None
@@ -144,10 +213,10 @@ class ControlTokens:
     def _folded(self) -> re.Pattern[str] | None:
         """Finds marks in normalized texts, or the beginning of one at the end, where the tokenizer looks for them in
         these, so that they may be spelled in another way; None for most tokenizers."""
-        backend = self._model.backend
-        if backend is None or (normalizer := backend.normalizer) is None:
+        normalizer = self._normalizer
+        if normalizer is None:
             return None
-        entries = [self._model.added_tokens[token] for token in self.ids]
+        entries = [self._added[token] for token in self.ids]
         marks = {normalizer.normalize_str(entry.content).strip(_SPACES) for entry in entries if entry.normalized}
         return re.compile(_any_of(marks - {""}, rf"[\s{_SPACES[-1]}]*{_END}")) if marks - {""} else None
 
@@ -209,11 +278,10 @@ class ControlTokens:
     def _spells_folded(self, text: str) -> bool:
         """Returns whether the tokenizer finds a mark in the normalized text, or may find one that begins at its end or
         ends at its beginning."""
-        backend = self._model.backend
-        if self._folded is None or backend is None:
+        if self._folded is None or self._normalizer is None:
             return False
         try:
-            shown = backend.normalizer.normalize_str(text)
+            shown = self._normalizer.normalize_str(text)
         except UnicodeEncodeError:
             # No valid Unicode: it is refused where it is encoded.
             return False
@@ -247,13 +315,6 @@ class ControlTokens:
         if isinstance(value, dict):
             return {self._guarded_value(key): self._guarded_value(each) for key, each in value.items()}
         return value
-
-    def rendered(self, text: str) -> str:
-        """Returns what the template made of guarded texts, where it may have written breaks as JSON in ASCII does."""
-        # Where Python code renders it, nobody knows.
-        if "ensure_ascii" in self._template or not self._template.strip():
-            return re.sub(r"(?<!\\)((?:\\\\)*)\\udbff", rf"\1{BREAK}", text)
-        return text
 
     def spelled(self, data: bytes, start: int = 0) -> Iterator[tuple[int, int]]:
         """Returns the first and the last byte, exclusive, of each place where `data`, text in UTF-8, spells a control

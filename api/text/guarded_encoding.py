@@ -8,13 +8,11 @@ tokens. So the tokens of a caller's text are those of its spelling, and all othe
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .control_tokens import BREAK, breaks_of
-
-if TYPE_CHECKING:
-    from .model import TextModel
 
 _FILLERS = "\U0010fffd\U00010137"
 """One of them stands for a break where control tokens are found: the first one that the normalizer does not drop.
@@ -41,22 +39,25 @@ class GuardedIds:
 
 
 class GuardedEncoder:
-    """Encodes the guarded texts of one model. Thread-safe."""
+    """Encodes the guarded texts of one model. Thread-safe.
 
-    def __init__(self, model: TextModel) -> None:
-        self._model = model
-        self._control = model.controls.ids
+    Args:
+        backend: the `tokenizers.Tokenizer`.
+        added: the `AddedToken` of each added token's id.
+        control: the control tokens.
+    """
+
+    def __init__(self, backend: Any, added: Mapping[int, Any], control: frozenset[int]) -> None:
+        self._backend, self._added, self._control = backend, added, control
         self._plain: dict[str, _PlainTokenizer] = {}
-        normalizer = None if model.backend is None else model.backend.normalizer
+        normalizer = backend.normalizer
         kept = [each for each in _FILLERS if normalizer is None or each in normalizer.normalize_str(f"a{each}a")]
         self._filler = kept[0] if kept else _FILLERS[-1]
 
     def encode(self, text: str, *, special_tokens: bool = False) -> GuardedIds:
-        """Returns the tokens of a guarded text of valid Unicode. `special_tokens` as in `TextModel.encode`."""
-        if self._model.backend is None:
-            return self._in_pieces(text, special_tokens=special_tokens)
+        """Returns the tokens of a guarded text of valid Unicode. `special_tokens` as in `Tokenizer.encode`."""
         filled = text.replace(BREAK, self._filler)
-        whole = self._model.backend.encode_batch([filled], add_special_tokens=special_tokens)[0]
+        whole = self._backend.encode_batch([filled], add_special_tokens=special_tokens)[0]
         ids, offsets, words = whole.ids, whole.offsets, whole.word_ids
         # What the tokenizer puts around a text.
         head = _run(whole.special_tokens_mask)
@@ -85,7 +86,7 @@ class GuardedEncoder:
 
     def _is_spelled(self, text: str, token: int, start: int, end: int) -> bool:
         """Whether a control token stands for its own text, and not for a character that the tokenizer does not know."""
-        entry = self._model.added_tokens[token]
+        entry = self._added[token]
         return entry.normalized or entry.content in text[start:end]
 
     def _without_control(self, piece: str, *, first: bool) -> tuple[list[int], list[int | None]]:
@@ -96,21 +97,10 @@ class GuardedEncoder:
         """
         lead = chr(next(code for code in range(_PRIVATE_LAST, 0, -1) if chr(code) not in piece))
         if (plain := self._plain.get(lead)) is None:
-            plain = _PlainTokenizer(self._model, self._control, lead)
+            plain = _PlainTokenizer(self._backend, self._added, self._control, lead)
             if lead == chr(_PRIVATE_LAST):
                 self._plain[lead] = plain
         return plain.encode(piece, first=first)
-
-    def _in_pieces(self, text: str, *, special_tokens: bool) -> GuardedIds:
-        """Encodes with a tokenizer written in Python: what is between two breaks alone."""
-        model, out = self._model, GuardedIds()
-        begin, end = (model.begin_tokens, model.closing_tokens) if special_tokens else ([], [])
-        out.add(begin, [None] * len(begin))
-        for piece in filter(None, text.split(BREAK)):
-            ids = model.encode(piece)
-            out.add(ids, [None] * len(ids))
-        out.add(end, [None] * len(end))
-        return out
 
 
 def _run(mask: list[int]) -> int:
@@ -126,13 +116,11 @@ class _PlainTokenizer:
             it, because some tokenizers put a space before the first one.
     """
 
-    def __init__(self, model: TextModel, control: frozenset[int], lead: str) -> None:
+    def __init__(self, source: Any, added: Mapping[int, Any], control: frozenset[int], lead: str) -> None:
         from tokenizers import AddedToken, Tokenizer
 
-        assert model.backend is not None
-        source = model.backend
         self._control = control
-        self._contents = {token: model.added_tokens[token].content for token in control}
+        self._contents = {token: added[token].content for token in control}
         self._model = source.model
         self._lead = lead
         self._tokenizer = Tokenizer(source.model)
@@ -141,7 +129,7 @@ class _PlainTokenizer:
         if source.pre_tokenizer is not None:
             self._tokenizer.pre_tokenizer = source.pre_tokenizer
         self._tokenizer.encode_special_tokens = source.encode_special_tokens
-        others = {token: entry for token, entry in model.added_tokens.items() if token not in control and entry.content}
+        others = {token: entry for token, entry in added.items() if token not in control and entry.content}
         for special, add in ((True, self._tokenizer.add_special_tokens), (False, self._tokenizer.add_tokens)):
             add([entry for entry in others.values() if entry.special is special])
         self._tokenizer.add_tokens([AddedToken(lead, normalized=False)])

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from ...actors.model_files.sentence_modules import SentenceModules
 from ...cluster.errors import InvalidRequest
-from .model import TextModel
+from .templates.template import Template
+from .tokenizer import Tokenizer
 
 _RERANKER = re.compile(r"qwen3[-_. ]?(vl[-_. ]?)?reranker", re.IGNORECASE)
 _QUERY, _DOCUMENT = "what is asked for", "what may answer it"
@@ -38,7 +39,7 @@ class PairForm:
     score: tuple[int, ...]
 
 
-def pair_form(text: TextModel, sentences: SentenceModules, names: str) -> PairForm | None:
+def pair_form(tokenizer: Tokenizer, template: Template, sentences: SentenceModules, names: str) -> PairForm | None:
     """Returns how a model scores pairs; None if it does not.
 
     Args:
@@ -47,34 +48,36 @@ def pair_form(text: TextModel, sentences: SentenceModules, names: str) -> PairFo
     Raises:
         InvalidRequest: it does, but is not known to be shown a query and a document.
     """
-    answers = tuple(token for token in map(text.token_of, _ANSWERS) if token is not None)
+    answers = tuple(token for token in map(tokenizer.token_of, _ANSWERS) if token is not None)
     named = _RERANKER.search(names) is not None
-    templated = _has_places(text)
+    templated = _has_places(template)
     score = sentences.score or (answers if len(answers) == len(_ANSWERS) and (named or templated) else ())
     if not score:
         return None
     instruction = sentences.default_prompt
     if templated:
-        return PairForm(lambda query, document: _templated(text, sentences, instruction, query, document), score)
+        return PairForm(lambda query, document: _templated(template, sentences, instruction, query, document), score)
     if named or score == answers:
         told = instruction or _INSTRUCTION
         return PairForm(lambda query, document: _FORM.format(instruction=told, query=query, document=document), score)
-    message = f"the model {text.name!r} scores pairs, but its chat template has no place for a query and a document"
+    message = (
+        f"the model {tokenizer.name!r} scores pairs, but its chat template has no place for a query and a document"
+    )
     raise InvalidRequest(message, param="model")
 
 
-def _has_places(text: TextModel) -> bool:
+def _has_places(template: Template) -> bool:
     """Whether the chat template shows messages of both roles. Most templates show any role, so it must name them."""
-    if not all(role.search(text.template()) for role in _ROLES):
+    if not all(role.search(template.source) for role in _ROLES):
         return False
     try:
-        shown = _templated(text, SentenceModules(), "", _QUERY, _DOCUMENT)
+        shown = _templated(template, SentenceModules(), "", _QUERY, _DOCUMENT)
     except InvalidRequest:
         return False
     return _QUERY in shown and _DOCUMENT in shown
 
 
-def _templated(text: TextModel, sentences: SentenceModules, instruction: str, query: str, document: str) -> str:
+def _templated(template: Template, sentences: SentenceModules, instruction: str, query: str, document: str) -> str:
     said = [{"role": "system", "content": instruction}] if instruction else []
     said += [{"role": "query", "content": query}, {"role": "document", "content": document}]
-    return text.render(said, generation_prompt=sentences.generation_prompt)
+    return template.render(said, generation_prompt=sentences.generation_prompt)

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .continuation import Match, continue_text
 from .control_tokens import unbroken
-from .spelling import IndexedLine, StoredBranch
-
-if TYPE_CHECKING:
-    from .model import TextModel
+from .spelling import IndexedLine, Spelling, StoredBranch
 
 _LEAST_CHARACTERS = 8192
 """A shorter text is encoded faster than it is looked up."""
@@ -44,30 +40,37 @@ class RecentTexts:
         bytes_max: of what is remembered; the least recently used goes first.
     """
 
-    def __init__(self, model: TextModel, bytes_max: int = _BYTES_MAX) -> None:
-        self._model = model
+    def __init__(self, spelling: Spelling, bytes_max: int = _BYTES_MAX) -> None:
+        self._spelling = spelling
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
         self._known: list[_Recent] = []
 
-    def encode(self, text: str, scope: str) -> list[int]:
-        """Returns the ids of `text`, which may be guarded, as `TextModel.encode` does. How long it takes shows only to
+    def encode(self, text: str, scope: str, *, special_tokens: bool = False) -> list[int]:
+        """Returns the ids of `text`, which may be guarded, as `Tokenizer.encode` does. How long it takes shows only to
         the `scope` whether a text began alike.
 
         Raises:
             InvalidRequest: `text` is not valid Unicode.
         """
+        tokenizer = self._spelling.tokenizer
+        around = tokenizer.around if special_tokens else ([], [])
+        if tokenizer.backend is None or around is None:
+            return tokenizer.encode(text, special_tokens=special_tokens)
+        begin, end = around
+        return [*begin, *self._encode(text, scope), *end]
+
+    def _encode(self, text: str, scope: str) -> list[int]:
         if len(text) < _LEAST_CHARACTERS:
-            return self._model.encode(text)
+            return self._spelling.tokenizer.encode(text)
         with self._lock:
             known = [one for one in self._known if one.scope == scope]
-        found = continue_text(text, [one.line for one in known], self._model)
+        found = continue_text(text, [one.line for one in known], self._spelling)
         before = None if found.line is None else known[found.line]
-        spelling = self._model.spelling
         if before is None:
-            line = spelling.index(StoredBranch(unbroken(text), found.tokens))
+            line = self._spelling.index(StoredBranch(unbroken(text), found.tokens))
         else:
-            line = spelling.extended(before.line, found.kept_tokens, unbroken(text), found.tokens)
+            line = self._spelling.extended(before.line, found.kept_tokens, unbroken(text), found.tokens)
         line = replace(line, tokens=np.array(found.tokens, np.uint32))
         # A conversation that went on, or was changed near its end, is not sent as it was again.
         self._remember(_Recent(scope, line), None if found.match is Match.DIVERGE else before)

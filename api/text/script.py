@@ -11,12 +11,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...cluster.errors import InvalidRequest, ModelLoadError
-
-if TYPE_CHECKING:
-    from .model import TextModel
+from .tokenizer import Tokenizer
 
 FILE = "script.json"
 _GROUP = re.compile(r"\\(\d)")
@@ -140,7 +138,7 @@ def token_grammar(tokens: Sequence[int]) -> str:
     return f"start: {' '.join(f'<[{token}]>' for token in tokens)}" if tokens else 'start: ""'
 
 
-def answer_tokens(model: TextModel, prompt: str, conversation: str) -> list[int]:
+def answer_tokens(tokenizer: Tokenizer, prompt: str, conversation: str) -> list[int]:
     """Returns the tokens of an answer, without the one that ends it.
 
     Args:
@@ -151,7 +149,7 @@ def answer_tokens(model: TextModel, prompt: str, conversation: str) -> list[int]
         InvalidRequest: the template does not write answers where its prompts end.
     """
     if not conversation.startswith(prompt):
-        raise InvalidRequest(f"the chat template of {model.name!r} cannot be scripted", param="model")
-    tokens = model.encode(conversation[len(prompt) :])
-    ends = [place for place, token in enumerate(tokens) if token in model.end_tokens]
+        raise InvalidRequest(f"the chat template of {tokenizer.name!r} cannot be scripted", param="model")
+    tokens = tokenizer.encode(conversation[len(prompt) :])
+    ends = [place for place, token in enumerate(tokens) if token in tokenizer.end_tokens]
     return tokens[: ends[0]] if ends else tokens

@@ -11,16 +11,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .control_tokens import BREAK
-
-if TYPE_CHECKING:
-    from .model import TextModel
-
-REPLACEMENT = "\ufffd"
+from .detokenizing import REPLACEMENT
+from .tokenizer import Tokenizer
 
 SPELLS_OTHERWISE = "tokens spell another text"
 NO_TEXT = "bytes that are no text"
@@ -94,15 +91,16 @@ class Spelling:
     """The bytes of one model's tokens. Thread-safe.
 
     Attributes:
+        tokenizer: the model's.
         backend: the `tokenizers.Tokenizer`, or None.
         byte_level: whether token borders follow from counting bytes, because the tokenizer inserts nothing.
         joins_by_merges: whether the tokens before a token border depend only on the text before it.
     """
 
-    def __init__(self, model: TextModel) -> None:
-        self.backend, self._added = model.backend, model.added_tokens
-        self._model = model
-        self._concatenates = self.backend is not None and (model.byte_level or _is_sentencepiece(self.backend))
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.backend, self._added = tokenizer.backend, tokenizer.added_tokens
+        self._concatenates = self.backend is not None and (tokenizer.byte_level or _is_sentencepiece(self.backend))
         self._pieces = _TokenBytes(self._spell)
         self._added_tokens = np.array(sorted(self._added), np.int64)
         self._by_content = {entry.content.encode(): token for token, entry in self._added.items() if entry.content}
@@ -113,7 +111,7 @@ class Spelling:
         few = islice(self._added, _LEADS_TRIED)
         lead = next((self._added[token].content for token in few if self.stands_alone(token)), "")
         self._space_later = bool(lead) and self._concatenates and self._puts_space(lead)
-        self.byte_level = model.byte_level and not self._space_first
+        self.byte_level = tokenizer.byte_level and not self._space_first
         self.joins_by_merges = self._joins_by_merges()
 
     def index(self, line: StoredBranch) -> IndexedLine:
@@ -170,7 +168,7 @@ class Spelling:
 
     def _spelled_plain(self, data: bytes, controls: np.ndarray, since: int) -> np.ndarray:
         """Returns `(n, 2) int64`: the places from byte `since` on that spell a control token and are none."""
-        spans = np.array(list(self._model.controls.spelled(data, since)), np.int64).reshape(-1, 2)
+        spans = np.array(list(self.tokenizer.controls.spelled(data, since)), np.int64).reshape(-1, 2)
         # The first added token that ends behind each begins.
         at = np.searchsorted(controls[:, 1], spans[:, 0], side="right")
         begins = np.append(controls[:, 0], len(data) + 1)[at]
@@ -192,7 +190,7 @@ class Spelling:
         Byte-level only."""
         assert self.backend is not None
         if BREAK in text:
-            encoding = self._model.guarded_encoder.encode(text)
+            encoding = self.tokenizer.encode_guarded(text)
             ids, of = encoding.ids, encoding.words
         else:
             whole = self.backend.encode_batch([text], add_special_tokens=False)[0]
@@ -239,7 +237,7 @@ class Spelling:
                 return False
         if self._concatenates and self._pieces[token] != content.encode():
             return False
-        if self._model.encode(content) != [token]:
+        if self.tokenizer.encode(content) != [token]:
             return False
         others = (other.content for other in self._added.values() if other.content)
         return not any(_begins_inside(content, other) or _begins_inside(other, content) for other in others)
@@ -247,8 +245,8 @@ class Spelling:
     def _spell(self, token: int) -> bytes:
         if not 0 <= token < _TOKENS_MAX:
             return _NOTHING
-        if self._model.byte_level:
-            return self._model.token_bytes(token)
+        if self.tokenizer.byte_level:
+            return self.tokenizer.token_bytes(token)
         assert self.backend is not None
         written = self.backend.id_to_token(token) or ""
         if byte := _BYTE_TOKEN.fullmatch(written):
@@ -257,7 +255,7 @@ class Spelling:
 
     def _puts_space(self, lead: str) -> bool:
         """Returns whether the tokenizer inserts a space at the beginning of a text after `lead`."""
-        return self.join(self._model.encode(lead + "a")[bool(lead) :]) == b" a"
+        return self.join(self.tokenizer.encode(lead + "a")[bool(lead) :]) == b" a"
 
     def _joins_by_merges(self) -> bool:
         from tokenizers import models
@@ -334,7 +332,7 @@ class Spelling:
         stretch = line.tokens[max(first - 1, 0) : place + 1]
         if not all(0 <= token < _TOKENS_MAX for token in stretch):
             return None
-        decoded = self._model.decode(stretch)
+        decoded = self.tokenizer.decode(stretch)
         # Different invalid bytes decode to the same character.
         if REPLACEMENT in decoded:
             return None
@@ -344,7 +342,7 @@ class Spelling:
             stops = list(islice(_ends_of(self.content(line.tokens[place]), data, at), _ENDS_TRIED))
         for stop in stops:
             text = before + data[at:stop].decode("utf-8", "replace")
-            if decoded == text or decoded == self._model.decode(self._model.encode(text)):
+            if decoded == text or decoded == self.tokenizer.decode(self.tokenizer.encode(text)):
                 return stop
         return None
 

@@ -81,7 +81,7 @@ class Embedder:
             if request.dimensions is not None and not 1 <= request.dimensions <= model.embedding.dimensions:
                 message = f"dimensions: the model {model.name!r} has 1 to {model.embedding.dimensions}"
                 raise InvalidRequest(message, param="dimensions")
-            return embedding_texts(text, model, sentences, request)
+            return embedding_texts(text.tokenizer, model, sentences, request)
 
         model, texts, answer = await self._run(request, encode)
         vectors = await asyncio.to_thread(_shortened, _array(answer), request.dimensions, model.embedding.normalized)
@@ -94,8 +94,8 @@ class Embedder:
 
         def encode(text: TextModel, model: ServedModel, sentences: SentenceModules) -> TokenTexts:
             _check_embeds(model)
-            pairs = pair_form(text, sentences, f"{model.name} {model.folder}")
-            return ranking_texts(text, model, sentences, pairs, request)
+            pairs = pair_form(text.tokenizer, text.template, sentences, f"{model.name} {model.folder}")
+            return ranking_texts(text.tokenizer, model, sentences, pairs, request)
 
         model, texts, answer = await self._run(request, encode)
         vectors = _array(answer)

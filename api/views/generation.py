@@ -55,7 +55,7 @@ from ..media.prompt import Medium
 from ..media.sources import VideoSource
 from ..text.answers.finding import CallFinder
 from ..text.answers.grammars import AnswerForm, BoundCalls, Thought
-from ..text.answers.harmony import HarmonySplitter
+from ..text.answers.harmony_splitter import HarmonySplitter
 from ..text.answers.reasoning import ReasoningSplitter
 from ..text.answers.row_text import RowText
 from ..text.callers_text import AnswerLearner
@@ -150,14 +150,14 @@ class Generator:
     def _load(self, model: ServedModel, *, trusted: bool) -> TextModel:
         """Loads a model's text side, and logs what its template forgets."""
         text = self._load_text(model.folder, name=model.name, trusted=trusted)
-        for note in text.habits(model.template_kwargs).notes:
+        for note in text.template.habits(model.template_kwargs).notes:
             _log.warning("%s: %s", model.name, note)
         return text
 
     async def template_notes(self, model: ServedModel) -> list[str]:
         """Returns in sentences what the model's chat template forgets; none if its tokenizer does not load."""
         try:
-            return (await self.text_model(model)).habits(model.template_kwargs).notes
+            return (await self.text_model(model)).template.habits(model.template_kwargs).notes
         except Exception:
             # A list of models does not fail for one of them; requests for it say what is wrong.
             return []
@@ -224,7 +224,7 @@ class Generator:
             )
         else:
             tokens = await asyncio.to_thread(text_tokens, text, model, request)
-        return model, tokens, await asyncio.to_thread(text.written, tokens) if written else None
+        return model, tokens, await asyncio.to_thread(text.tokenizer.written, tokens) if written else None
 
     async def detokenize(self, request: CompletionRequest, tokens: list[int]) -> str:
         """Returns the text of tokens, special ones included.
@@ -235,7 +235,7 @@ class Generator:
         """
         model, text = await self._chosen(request)
         check_vocabulary(tokens, model.vocabulary_size, "tokens")
-        return await asyncio.to_thread(text.decode, tokens)
+        return await asyncio.to_thread(text.tokenizer.decode, tokens)
 
     async def inject(self, request: ChatRequest) -> tuple[Usage, Remembered]:
         """Appends messages to an agent's transcript and computes their KV, without a reply. Returns the usage and the
@@ -333,14 +333,15 @@ class Generator:
 
         def row_text(prompt: int) -> RowText:
             harmony, reasoning = None, None
-            if text.is_harmony:
+            if text.template.is_harmony:
                 harmony = HarmonySplitter(chat.tools, answering=bool(chat.prefill), calls_max=calls_max)
-            elif text.has_thinking:
+            elif text.template.has_thinking:
                 called = finder.in_thought() if finder is not None else None
-                reasoning = ReasoningSplitter(text.think_start, text.think_end, inside=chat.thinking, calls=called)
+                start, end = text.template.think_start, text.template.think_end
+                reasoning = ReasoningSplitter(start, end, inside=chat.thinking, calls=called)
             return RowText(
-                text,
-                text.detokenizer(),
+                text.tokenizer,
+                text.tokenizer.detokenizer(),
                 reasoning=reasoning,
                 stops=request.options.stop,
                 calls=finder.stage(harmony) if finder is not None else None,
@@ -373,14 +374,11 @@ class Generator:
         """Returns what finds an answer's calls; None if the model is told of no tools."""
         if not tools:
             return None
-        grammars = self._grammars_of(text)
-
-        def find() -> CallFinder:
-            calls_max = None if use.parallel else 1
-            allowed = [tool for tool in tools if use.names is None or tool["function"]["name"] in use.names]
-            return CallFinder(text, allowed, grammars.call_format, forced=use.forced, calls_max=calls_max)
-
-        return await asyncio.to_thread(find)
+        some = [tool for tool in tools if use.names is None or tool["function"]["name"] in use.names]
+        most = None if use.parallel else 1
+        return await asyncio.to_thread(
+            lambda: CallFinder(text.calls, text.tokenizer, some, text.call_format, forced=use.forced, calls_max=most)
+        )
 
     async def _with_media(
         self, request: ChatRequest, model: ServedModel, text: TextModel
@@ -418,8 +416,8 @@ class Generator:
 
             def row_text(prompt: int) -> RowText:
                 return RowText(
-                    text,
-                    text.detokenizer(prompts[prompt].tokens),
+                    text.tokenizer,
+                    text.tokenizer.detokenizer(prompts[prompt].tokens),
                     stops=request.options.stop,
                     prelude=prompts[prompt].text,
                     **_shown(request.options),
@@ -465,7 +463,7 @@ class Generator:
         given = job.request.options.seed
         seeds = [secrets.randbits(63) if given is None else given for _ in job.prompts]
         if words := job.request.options.bad_words:
-            job = replace(job, bad_words=await asyncio.to_thread(job.text.word_tokens, words))
+            job = replace(job, bad_words=await asyncio.to_thread(job.text.tokenizer.word_tokens, words))
         starts = list(enumerate(seeds))
         rows = len(starts) * job.request.choices
         admission = job.request.caller.admit(rows, sum(len(prompt) for prompt in job.prompts))
@@ -490,9 +488,9 @@ class Generator:
     async def _start(
         self, job: _Job, admission: AdmittedRows, index: int, seed: int, choice: int = 0, beside: str = ""
     ) -> TextStream:
-        request, model, prompt = job.request, job.model, job.prompts[index]
+        request, model, text, prompt = job.request, job.model, job.text, job.prompts[index]
         sampling = request.options.sampling(
-            job.text.sampling,
+            text.sampling,
             seed=seed,
             choice=choice,
             max_tokens=self._max_tokens(request, model.context_tokens - len(prompt)),
@@ -528,7 +526,7 @@ class Generator:
             self._shown[generation] = job.chat.shown
         keeper = None
         if job.turn is not None and job.chat is not None and not choice:
-            keeper = TurnKeeper(job.turn, job.chat, job.text)
+            keeper = TurnKeeper(job.turn, job.chat, text)
         return TextStream(
             generation,
             job.row_text(index),
@@ -539,11 +537,13 @@ class Generator:
             abort=self._begin_abort,
             on_end=admission.end_row,
             keeper=keeper,
-            prompt=job.text.plain(prompt) if request.return_token_ids else None,
+            prompt=text.plain(prompt) if request.return_token_ids else None,
             truncated_messages=0 if job.chat is None else job.chat.truncated_messages,
             learner=None
             if job.chat is None or model.marks_are_tokens
-            else AnswerLearner(job.text, request.scope, job.chat.prefill, not request.options.skip_special_tokens),
+            else AnswerLearner(
+                text.tokenizer, request.scope, job.chat.prefill, not request.options.skip_special_tokens
+            ),
         )
 
     def _max_tokens(self, request: Request, left: int) -> int:

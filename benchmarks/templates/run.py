@@ -65,7 +65,7 @@ def sessions(traces: Path, most: int, steps: int) -> list[RecordedSession]:
 
 def measure(text: TextModel, recorded: Sequence[RecordedSession]) -> Iterator[dict[str, Any]]:
     """A row for each client, and with the day's date where the template shows one."""
-    habits = text.habits()
+    habits = text.template.habits()
     for client in Client:
         for moving in (False, True)[: 1 + habits.dated]:
             total, left_out = FoundAgain(), 0
@@ -147,7 +147,9 @@ def main() -> None:
                 result["rows"].append(row)
                 print({name: _cell(value) for name, value in row.items()}, flush=True)
             print(f"{time.perf_counter() - began:.0f} s", flush=True)
-            result["notes"].append({"template": text.name, "note": "; ".join(text.habits().notes) or "nothing"})
+            result["notes"].append(
+                {"template": text.name, "note": "; ".join(text.template.habits().notes) or "nothing"}
+            )
             kept.save(chosen.out, result, markdown)
     print(markdown(result))
 

@@ -18,7 +18,7 @@ from satchel.actors.replica.kv.prefix import PrefixCache, PrefixKV, ReuseRule
 from satchel.api.generation.conversation import with_arguments
 from satchel.api.generation.history import History
 from satchel.api.generation.requests import lasting_tokens
-from satchel.api.text.continuation import IndexedLine, Match, StoredBranch, continue_text, index_line
+from satchel.api.text.continuation import IndexedLine, Match, StoredBranch, continue_text
 from satchel.api.text.model import TextModel
 from satchel.api.text.spelling import common_length
 
@@ -166,15 +166,15 @@ class TemplateTurns:
 
     def _render(self, messages: list[Any], at: datetime, *, generation_prompt: bool = True) -> str:
         said = with_arguments(messages)
-        return self._text.render(said, self._tools, generation_prompt=generation_prompt, at=at)
+        return self._text.template.render(said, self._tools, generation_prompt=generation_prompt, at=at)
 
     def _request(
         self, rendered: str, sent: list[Any], answer: dict[str, Any], at: datetime, found: FoundAgain, role: str
     ) -> None:
         text = self._text
-        went_on = continue_text(rendered, self._branches.lines, text)
+        went_on = continue_text(rendered, self._branches.lines, text.spelling)
         prompt = went_on.tokens
-        spoken = text.encode(self._written(rendered, sent, answer, at))
+        spoken = text.tokenizer.encode(self._written(rendered, sent, answer, at))
         possible, before = max(
             ((common_length(prompt, tokens), said) for tokens, said in self._said),
             default=(0, ""),
@@ -193,7 +193,7 @@ class TemplateTurns:
             known = layers.found
             layers.turn(prompt, spoken, lasting)
             found.kept[name] += layers.found - known
-        line = index_line(StoredBranch(rendered + text.decode(spoken), [*prompt, *spoken]), text)
+        line = text.spelling.index(StoredBranch(rendered + text.tokenizer.decode(spoken), [*prompt, *spoken]))
         self._branches.keep(went_on.line, went_on.match, line, [*sent, answer])
         self._said.append(([*prompt, *spoken], line.text))
         self._ended = lasting
@@ -219,9 +219,9 @@ class TemplateTurns:
         shown = self._render([*sent, answer], at, generation_prompt=False)
         same = common_length(prompt.encode(), shown.encode())
         written = shown.encode()[same:].decode(errors="ignore") if same >= len(prompt) // 2 else answer["content"]
-        if text.has_thinking and thought not in written:
-            opened = "" if text.ends_in_thought(prompt) else text.think_start
-            written = f"{opened}{thought}{text.think_end}{written}"
+        if text.template.has_thinking and thought not in written:
+            opened = "" if text.template.ends_in_thought(prompt) else text.template.think_start
+            written = f"{opened}{thought}{text.template.think_end}{written}"
         return written.rstrip()
 
 

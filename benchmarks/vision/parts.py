@@ -147,11 +147,11 @@ class Sight(desk.Desk):
 
     def _prompt(self, frames: Sequence[Image.Image], question: str, video: bool) -> tuple[list[int], Any]:
         part = {"type": "video" if video else "image"}
-        rendered = self.text.render([{"role": "user", "content": [part, {"type": "text", "text": question}]}])
+        rendered = self.text.template.render([{"role": "user", "content": [part, {"type": "text", "text": question}]}])
         shown = [
             Picture(*frame.size, pixels, picture_hash(*frame.size, pixels), at / 2)
             for at, frame in enumerate(frames)
             if (pixels := frame.tobytes())
         ]
         placed = place(self.text.pictures, rendered, [Medium(shown, video)])
-        return with_media_tokens(self.text.pictures, self.text.encode(placed.text), placed)
+        return with_media_tokens(self.text.pictures, self.text.tokenizer.encode(placed.text), placed)

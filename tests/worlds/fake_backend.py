@@ -95,7 +95,7 @@ class FakeBackend:
         self.say("Hello there")
 
     def row(self, text: str, *, finish: str = "stop", cached: int = 0, step: int = 1) -> list[Any]:
-        tokens = self.text.encode(text)
+        tokens = self.text.tokenizer.encode(text)
         cuts = [tokens[i : i + step] for i in range(0, len(tokens), step)]
         updates = [RowUpdate("row", cut, cached_tokens=cached if i == 0 else None) for i, cut in enumerate(cuts)]
         return [*updates, RowUpdate("row", [], finish=finish, cached_tokens=None if cuts else cached)]
@@ -182,7 +182,7 @@ class FakeBackend:
 
     @property
     def prompt(self) -> str:
-        return self.text.decode(self.requests[-1]["prompt"])
+        return self.text.tokenizer.decode(self.requests[-1]["prompt"])
 
 
 def events_of(body: str) -> list[Any]:
@@ -224,7 +224,7 @@ class Chat:
 
 def tiny_backend(folders: dict[str, Path], text: TextModel) -> FakeBackend:
     """Serves two models with tiny tokenizers."""
-    size = len(text.encode("")) + 512
+    size = len(text.tokenizer.encode("")) + 512
     served = [
         ServedModel(
             "satchel/tiny",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from satchel.api.text.template_habits import TemplateHabits
+from satchel.api.text.templates.habits import TemplateHabits
 
 from .tiny_tokenizers import write_folder
 

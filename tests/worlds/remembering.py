@@ -97,7 +97,7 @@ class Remembering:
 
     def draw(self, text: str, *, end: str = "<|im_end|>", finish: str = "stop") -> list[int]:
         """Let the model say `text` in single characters' tokens, as no tokenizer would write it."""
-        encode = self.backend.text.encode
+        encode = self.backend.text.tokenizer.encode
         tokens = [token for character in text for token in encode(character)] + encode(end)
         self.backend.play(RowUpdate("row", tokens, finish=finish, cached_tokens=0))
         return tokens
@@ -121,7 +121,7 @@ class Remembering:
         return self.backend.requests[-1]["prompt"]
 
     def rendered(self, *messages: Any, text: Any = None) -> str:
-        return (text or self.backend.text).render(spoken(*messages))
+        return (text or self.backend.text).template.render(spoken(*messages))
 
     async def transcript(self, agent: str = "ann") -> list[Any]:
         return json.loads(await self.store.transcript(f"default/{agent}"))

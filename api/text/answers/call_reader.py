@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from .call_format import ID, CallFormat, Format, KeyedFormat
+from ..templates.call_formats import ID, Format, JsonFormat, KeyedFormat
 from .keyed_reader import KeyedReader
 from .lenient.values import LooseValue
 from .pipeline import Begun, Said
@@ -99,7 +99,7 @@ def reader_of(known: Format | None, start: str, end: str, names: Collection[str]
     """
     if isinstance(known, KeyedFormat):
         return lambda: KeyedReader(known, start, names)
-    if not isinstance(known, CallFormat) or not end:
+    if not isinstance(known, JsonFormat) or not end:
         return None
     one_each = known.head.startswith(start) and start in known.between and end in known.between
     if not one_each or ID in known.head or ID in known.middle:

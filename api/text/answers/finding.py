@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .call_format import ID, Format, KeyedFormat, TaggedFormat, marks_in
+from ..templates.call_formats import ID, Format, KeyedFormat, TaggedFormat
+from ..tokenizer import Tokenizer
+from .call_format import CallFormat, marks_in
 from .call_reader import Reader, reader_of
 from .call_stage import CallLimit, CallStage
-from .harmony import HarmonySplitter
+from .harmony_splitter import HarmonySplitter
 from .keyed_reader import keyed_parser
 from .lenient.bodies import CallBodies, State
 from .lenient.declared import DeclaredTools
@@ -20,16 +22,13 @@ from .tagged_reader import tagged_reader_of
 from .template_calls import IN_JSON
 from .tool_calls import Parse, ToolCallSplitter, call_parser, first_of
 
-if TYPE_CHECKING:
-    from ..model import TextModel
 
-
-def family_marks(text: TextModel, known: Format | None) -> tuple[str, ...]:
+def family_marks(calls: CallFormat, tokenizer: Tokenizer, known: Format | None) -> tuple[str, ...]:
     """Returns what a model's template puts around its calls, but for what is between their parts."""
     parts = [part for part in astuple(known) if isinstance(part, str)] if known is not None else []
-    written = "\n".join(parts).replace(ID, "") or text.shown_calls
-    own = [text.tool_call_start.strip(), text.tool_call_end.strip()]
-    marks = dict.fromkeys(mark for mark in (*own, *marks_in(text, written)) if mark)
+    written = "\n".join(parts).replace(ID, "") or calls.shown
+    own = [calls.start.strip(), calls.end.strip()]
+    marks = dict.fromkeys(mark for mark in (*own, *marks_in(tokenizer, written)) if mark)
     return tuple(mark for mark in marks if not mark.startswith(("{", "[{", "<function", "<invoke")) and mark != "[")
 
 
@@ -38,14 +37,15 @@ class CallFinder:
 
     Args:
         tools: those that the model is told of, as chat templates take them.
-        known: how it writes calls; None if that is not known.
+        calls: how the model writes calls, and `known` what `calls.read` says of that.
         forced: whether an answer must call a tool.
         calls_max: after so many calls an answer is over; None for no limit.
     """
 
     def __init__(
         self,
-        text: TextModel,
+        calls: CallFormat,
+        tokenizer: Tokenizer,
         tools: Sequence[Mapping[str, Any]],
         known: Format | None,
         *,
@@ -56,14 +56,14 @@ class CallFinder:
         self._declared = DeclaredTools(tools)
         self._forced = forced
         self._calls_max = calls_max
-        template = None if text.is_harmony else text.template_calls
-        known = known if known is not None or template is None else template.format
-        marks = () if text.is_harmony else family_marks(text, known)
+        if known is None and not calls.is_harmony:
+            known = calls.from_template
+        marks = () if calls.is_harmony else family_marks(calls, tokenizer, known)
         quote = known.quote if isinstance(known, KeyedFormat) else ""
-        self._bodies = CallBodies(self._declared, marks, text.calls_by_name, quote)
-        in_json = known is None and forced and not text.is_harmony
-        reader, parse = (None, None) if in_json else self._own(text, known)
-        start, end = ("", "") if text.is_harmony else (text.tool_call_start, text.tool_call_end)
+        self._bodies = CallBodies(self._declared, marks, calls.by_name, quote)
+        in_json = known is None and forced and not calls.is_harmony
+        reader, parse = (None, None) if in_json else self._own(calls, known)
+        start, end = ("", "") if calls.is_harmony else (calls.start, calls.end)
         self._make_own: Callable[[], ToolCallSplitter] | None = None
         if parse is not None and (end or reader is not None):
             self._make_own = lambda: ToolCallSplitter(
@@ -87,11 +87,11 @@ class CallFinder:
         starts = self._own_marks.starts
         return ThoughtCalls(self._bodies, starts) if starts else None
 
-    def _own(self, text: TextModel, known: Format | None) -> tuple[Callable[[], Reader] | None, Parse | None]:
+    def _own(self, calls: CallFormat, known: Format | None) -> tuple[Callable[[], Reader] | None, Parse | None]:
         """Returns what reads the model's own form while it is written, and as a whole."""
-        if text.tool_parser is None or text.is_harmony:
+        if calls.parser is None or calls.is_harmony:
             return None, None
-        start, end, parser = text.tool_call_start, text.tool_call_end, text.tool_parser
+        start, end, parser = calls.start, calls.end, calls.parser
         if isinstance(known, KeyedFormat):
             parser = first_of(keyed_parser(known, start), parser)
         parse = self._parser(call_parser(parser, self._tools))

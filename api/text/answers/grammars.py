@@ -11,17 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ....cluster.errors import InvalidRequest
-from . import harmony
-from .call_format import ID, CallFormat, Format, KeyedFormat, TaggedFormat
+from ..templates import harmony
+from ..templates.call_formats import ID, Format, JsonFormat, KeyedFormat, TaggedFormat
+from ..templates.template import Template
+from ..tokenizer import Tokenizer
 from .lenient.schemas import named
 from .schema_rules import TEXT, BoundTool, KeyedRules, json_body, quoted, schema_of_arguments
 from .template_calls import IN_JSON
-
-if TYPE_CHECKING:
-    from ..model import TextModel
 
 _ANY_ID = "/[A-Za-z0-9]{1,9}/"
 _GBNF_RULES_MAX = 1000
@@ -67,7 +66,8 @@ class Writing:
     """How a model writes what is not text: which tokens are `special` (a grammar names them by number), and how its
     `calls` look, None if that is not known."""
 
-    text: TextModel
+    tokenizer: Tokenizer
+    template: Template
     special: Callable[[int], bool]
     calls: Format | None
 
@@ -82,7 +82,7 @@ def answer_grammar(writing: Writing, thought: Thought, form: AnswerForm | None, 
     writer = _Writer(writing)
     bodies: list[str] = []
     grammars: list[dict[str, str]] = []
-    in_harmony = writing.text.is_harmony
+    in_harmony = writing.template.is_harmony
     begins = in_harmony and thought is Thought.POSSIBLE
     if form is not None and not (calls is not None and calls.forced):
         symbol = writer.form(form, grammars)
@@ -139,7 +139,7 @@ class _Writer:
 
     def __init__(self, writing: Writing) -> None:
         self._writing = writing
-        self._text = writing.text
+        self._tokenizer, self._template = writing.tokenizer, writing.template
         self._rules: list[str] = []
 
     def _rule(self, name: str, body: str) -> str:
@@ -166,11 +166,11 @@ class _Writer:
         return parts
 
     def _marked(self, text: str) -> list[str]:
-        tokens = self._text.encode(text)
+        tokens = self._tokenizer.encode(text)
         parts: list[str] = []
         for special, run in groupby(tokens, self._writing.special):
             members = list(run)
-            parts += [f"<[{token}]>" for token in members] if special else [quoted(self._text.decode(members))]
+            parts += [f"<[{token}]>" for token in members] if special else [quoted(self._tokenizer.decode(members))]
         if not any(part.startswith("<[") for part in parts):
             # Not decoded again: some decoders drop a space.
             return [quoted(text)] if text else []
@@ -187,13 +187,13 @@ class _Writer:
     def _thought(self, thought: Thought) -> str:
         if thought is Thought.NONE:
             return ""
-        if self._text.is_harmony:
+        if self._template.is_harmony:
             parts = self._written(harmony.THOUGHT), self._rule("thought_text", TEXT), self._written(harmony.NEXT)
             return f"{self._rule('thought', ' '.join(parts))}?"
-        inside = f"{self._until('thought', self._text.think_end)} /\\n{{0,2}}/"
+        inside = f"{self._until('thought', self._template.think_end)} /\\n{{0,2}}/"
         if thought is Thought.OPEN:
             return inside
-        return f"{self._rule('thought', f'{self._written(self._text.think_start)} {inside}')}?"
+        return f"{self._rule('thought', f'{self._written(self._template.think_start)} {inside}')}?"
 
     # Forms.
 
@@ -213,11 +213,11 @@ class _Writer:
             known = IN_JSON.format
         if known is None:
             raise InvalidRequest(
-                f"tool_choice: how the model {self._text.name!r} writes tool calls is not known here, so they can be "
-                "forced, but not bound where it may also answer",
+                f"tool_choice: how the model {self._tokenizer.name!r} writes tool calls is not known here, so they can "
+                "be forced, but not bound where it may also answer",
                 param="tool_choice",
             )
-        if isinstance(known, CallFormat):
+        if isinstance(known, JsonFormat):
             each = [self._call(index, tool, known) for index, tool in enumerate(calls.tools)]
             tail = self._written(known.tail)
         elif isinstance(known, KeyedFormat):
@@ -235,7 +235,7 @@ class _Writer:
         begun = self._rule("begun", f"{self._until('lead', known.head)} {call} {more} {tail}")
         return self._rule("calls", f"{begun} | {self._rule('said', TEXT)}")
 
-    def _call(self, index: int, tool: BoundTool, known: CallFormat) -> str:
+    def _call(self, index: int, tool: BoundTool, known: JsonFormat) -> str:
         # Before a quotation mark the name is in a JSON string.
         name = quoted(tool.name)[1:-1] if known.head.endswith('"') else tool.name
         arguments = self._rule(

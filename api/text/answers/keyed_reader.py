@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from .call_format import KeyedFormat
+from ..templates.call_formats import KeyedFormat
 from .lenient.values import BRACKETS_MAX
 from .pipeline import Begun, Ended, StepReader, longest_held
 

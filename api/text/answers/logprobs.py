@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....actors.protocol.messages import TokenLogprobs
-from ..spelling import REPLACEMENT
-
-if TYPE_CHECKING:
-    from ..model import TextModel
+from ..detokenizing import REPLACEMENT
+from ..tokenizer import Tokenizer
 
 LOGPROB_MIN = -9999.0
 """OpenAI's value for a practically impossible token; JSON has no infinity."""
@@ -52,8 +50,8 @@ class TokenLedger:
     """One row's tokens on their way through the pipeline: call `add` for each sampled token, `show` and `skip` in the
     order of the text, then `finish`."""
 
-    def __init__(self, text: TextModel) -> None:
-        self._text = text
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._group: list[_PendingToken] = []
         self._entries: deque[_PendingToken] = deque()
         self._ready: list[ShownToken] = []
@@ -61,8 +59,8 @@ class TokenLedger:
 
     def add(self, token: int, piece: str, logprobs: TokenLogprobs) -> None:
         """Adds a token, and the text that the detokenizer returned for it."""
-        entry = _PendingToken(token, logprobs, self._text.token_bytes(token))
-        if self._text.byte_level:
+        entry = _PendingToken(token, logprobs, self._tokenizer.token_bytes(token))
+        if self._tokenizer.byte_level:
             self._entries.append(entry)
         else:
             self._group.append(entry)
@@ -123,7 +121,7 @@ class TokenLedger:
         if not entry.shown:
             return
         drawn, top = entry.logprobs
-        named = [(self._text.token_bytes(token), _finite(value)) for token, value in top]
+        named = [(self._tokenizer.token_bytes(token), _finite(value)) for token, value in top]
         inside = _continues(entry.shown[0])
         self._ready.append(ShownToken(entry.shown, _finite(drawn), named, self._characters - inside))
         self._characters += sum(not _continues(byte) for byte in entry.shown)

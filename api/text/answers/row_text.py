@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from ....actors.protocol.messages import TokenLogprobs
 from ....cluster.errors import GenerationFailed
+from ..detokenizing import Detokenizer
+from ..tokenizer import Tokenizer
 from .call_stage import CallStage
-from .detokenizing import Detokenizer
-from .harmony import HarmonySplitter
+from .harmony_splitter import HarmonySplitter
 from .logprobs import ShownToken, TokenLedger
 from .pipeline import CallArguments, CallBegun, Piece, Pipeline, ReasoningDelta, ToolCall, text_of
 from .reasoning import ReasoningSplitter
 from .stops import StopMatcher
-
-if TYPE_CHECKING:
-    from ..model import TextModel
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class RowText:
 
     def __init__(
         self,
-        text: TextModel,
+        tokenizer: Tokenizer,
         detokenizer: Detokenizer,
         *,
         reasoning: ReasoningSplitter | None = None,
@@ -73,11 +70,11 @@ class RowText:
         logprobs: bool = False,
         prelude: str = "",
     ) -> None:
-        self._text = text
+        self._tokenizer = tokenizer
         self._detokenizer = detokenizer
         ends = stop_tokens and not keeps_stop
-        self._end_tokens = text.end_tokens | frozenset(stop_tokens) if ends else text.end_tokens
-        self._stop_tokens = frozenset(stop_tokens) - text.end_tokens
+        self._end_tokens = tokenizer.end_tokens | frozenset(stop_tokens) if ends else tokenizer.end_tokens
+        self._stop_tokens = frozenset(stop_tokens) - tokenizer.end_tokens
         self._ended_by_token = False
         self._holds_calls = bool(stops or self._stop_tokens)
         self._held: list[TextEvent] = []
@@ -89,7 +86,7 @@ class RowText:
         self._harmony = harmony
         stages = (reasoning, self._stops, calls) if harmony is None else (calls or harmony, self._stops)
         self._pipeline = Pipeline([stage for stage in stages if stage is not None])
-        self._ledger = TokenLedger(text) if logprobs else None
+        self._ledger = TokenLedger(tokenizer) if logprobs else None
         self.follows_tokens = logprobs
         self.tokens = 0
         self.reasoning_tokens = 0
@@ -174,14 +171,14 @@ class RowText:
     def _hidden(self, token: int) -> bool:
         if token in self._end_tokens:
             return True
-        if self._special_tokens or token not in self._text.hidden_tokens:
+        if self._special_tokens or token not in self._tokenizer.hidden_tokens:
             return False
         if self._harmony is not None:
-            return token not in self._text.harmony_tokens
+            return token not in self._tokenizer.harmony_tokens
         # Some models write their markers, and a call's name and arguments, as special tokens.
-        if self._reasoning is not None and not self._reasoning.over and token in self._text.think_tokens:
+        if self._reasoning is not None and not self._reasoning.over and token in self._tokenizer.think_tokens:
             return False
-        return self._splitter is None or not (self._splitter.inside or token in self._text.tool_call_tokens)
+        return self._splitter is None or not (self._splitter.inside or token in self._tokenizer.call_tokens)
 
     def _events(self, pieces: list[Piece]) -> list[TextEvent]:
         """Merges neighbouring pieces of a kind into one event, with their tokens."""

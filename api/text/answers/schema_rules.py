@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....cluster.errors import InvalidRequest
-from .call_format import KeyedFormat
+from ..templates.call_formats import KeyedFormat
 from .lenient.schemas import named
 
 TEXT = r"/(.|\n)*/"

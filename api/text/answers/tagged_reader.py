@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .call_format import TaggedFormat
+from ..templates.call_formats import TaggedFormat
 from .pipeline import Begun, StepReader, longest_held
 
 _KEY_CHARACTERS_MAX = 256

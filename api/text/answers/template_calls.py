@@ -8,13 +8,12 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .call_format import ID, CallFormat, KeyedFormat, format_of, keyed_format, rendered_calls
+from ..templates.bare_template import BareTemplate
+from ..templates.call_formats import ID, JsonFormat, KeyedFormat, json_format, keyed_format
 from .keyed_reader import keyed_parser
-
-if TYPE_CHECKING:
-    from ..model import TextModel
+from .shown_calls import shown_calls
 
 _JSON_BEGINS = re.compile(r"[\[{]")
 _FIRST_KEY = re.compile(r'[\[{\s]*"\w+"', re.ASCII)
@@ -32,7 +31,7 @@ class TemplateCalls:
         lead: what of `start` belongs to the JSON of the calls; None if only their arguments are JSON.
     """
 
-    format: CallFormat
+    format: JsonFormat
     start: str
     lead: str | None
 
@@ -92,24 +91,28 @@ class KeyedCalls:
         return keyed_parser(self.format, self.start)(body, tools)
 
 
-IN_JSON = TemplateCalls(CallFormat('{"name": "', '", "arguments": ', "", "}"), '{"name"', '{"name"')
+IN_JSON = TemplateCalls(JsonFormat('{"name": "', '", "arguments": ', "", "}"), '{"name"', '{"name"')
 """How a model writes a call that it must make, if nothing is known of how it writes calls."""
 
 
-def find_calls(text: TextModel) -> TemplateCalls | KeyedCalls | None:
+def find_calls(template: BareTemplate, end: str) -> TemplateCalls | KeyedCalls | None:
     """Returns how a model writes calls; None if its template shows no calls that could be told from text. Takes
-    milliseconds."""
+    milliseconds.
+
+    Args:
+        end: the model's marker after calls, "" for none.
+    """
     for count in (2, 1):
-        for written, ids in rendered_calls(text, count):
+        for written, ids in shown_calls(template, end, count):
             if (keyed := keyed_format(written)) is not None:
                 return KeyedCalls(keyed, keyed.head)
-            known = format_of(written, ids)
+            known = json_format(written, ids)
             if known is not None and ID not in (known.head + known.middle) and (found := _found(known, written)):
                 return found
     return None
 
 
-def _found(known: CallFormat, written: str) -> TemplateCalls | None:
+def _found(known: JsonFormat, written: str) -> TemplateCalls | None:
     begins = _JSON_BEGINS.search(known.head)
     if begins is not None:
         marker, rest = known.head[: begins.start()], written[begins.start() :]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .call_reader import Reader
 from .lenient.fences import FenceLines, inside_value
 from .pipeline import Begun, CallArguments, CallBegun, Ended, Piece, Skipped, ToolCall, longest_held, new_call_id
-
-if TYPE_CHECKING:
-    from .call_reader import Reader
 
 Parse = Callable[[str], list[tuple[str, str]]]
 """Turns the text between the markers into (name, arguments as JSON text) pairs. Raises ValueError if malformed."""

@@ -51,16 +51,18 @@ def text(request: pytest.FixtureRequest, tmp_path: Path) -> TextModel:
 
 
 def test_text_comes_out_as_it_went_in_whole_and_token_by_token(text: TextModel):
-    reader, tokens = text.detokenizer(), text.encode(TEXT)
-    assert text.decode(tokens) == TEXT
+    reader, tokens = text.tokenizer.detokenizer(), text.tokenizer.encode(TEXT)
+    assert text.tokenizer.decode(tokens) == TEXT
     assert "".join(map(reader.add, tokens)) + reader.flush() == TEXT
-    assert b"".join(map(text.token_bytes, tokens)).decode() == TEXT
+    assert b"".join(map(text.tokenizer.token_bytes, tokens)).decode() == TEXT
 
 
 def test_grammars_are_followed_in_the_same_bytes(text: TextModel):
-    for written in (text.tokenizer_json(), tokenizer_json(text._tokenizer)):
-        matcher = GrammarCompiler(written, text.end_tokens).matcher('start: "a small red kite, zwölf Vögel 日本 😀"')
-        tokens = text.encode(TEXT)
+    for written in (text.tokenizer.json(), tokenizer_json(text.tokenizer._tokenizer)):
+        matcher = GrammarCompiler(written, text.tokenizer.end_tokens).matcher(
+            'start: "a small red kite, zwölf Vögel 日本 😀"'
+        )
+        tokens = text.tokenizer.encode(TEXT)
         assert matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -73,4 +75,4 @@ def test_words_of_another_kind_keep_their_decoder(tmp_path: Path):
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<e>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
-    assert load_text_model(tmp_path).decode([1, 2]) == "a a"
+    assert load_text_model(tmp_path).tokenizer.decode([1, 2]) == "a a"

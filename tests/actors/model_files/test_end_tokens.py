@@ -32,7 +32,7 @@ def say(folder: Path, file: str, **more: Any) -> None:
 def both(folder: Path) -> frozenset[int]:
     """What the replica ends at, which is what the endpoint hides."""
     ends = end_tokens(folder, "m", trusted=False)
-    assert load_text_model(folder).end_tokens == ends
+    assert load_text_model(folder).tokenizer.end_tokens == ends
     return ends
 
 
@@ -92,6 +92,6 @@ def test_a_template_that_fails_and_a_tokenizer_that_is_damaged_leave_what_config
 def test_a_null_is_as_good_as_nothing(folder: Path, file: str, name: str):
     known = json.loads((folder / file).read_text(encoding="utf-8"))
     (folder / file).write_text(json.dumps({key: value for key, value in known.items() if key != name}))
-    absent = read_end_tokens(folder), load_text_model(folder).end_tokens
+    absent = read_end_tokens(folder), load_text_model(folder).tokenizer.end_tokens
     say(folder, file, **{name: None})
-    assert (read_end_tokens(folder), load_text_model(folder).end_tokens) == absent
+    assert (read_end_tokens(folder), load_text_model(folder).tokenizer.end_tokens) == absent

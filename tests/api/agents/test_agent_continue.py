@@ -29,7 +29,7 @@ async def test_what_is_drawn_beyond_a_stop_string_does_not_hide_what_is_before(e
     assert await endpoint.say("Hi", stop="STOP") == "the quick "
     first = endpoint.prompt
     await endpoint.say("Hi", "the quick ", "More")
-    kept = len(first) + len([token for character in "the quick" for token in backend.text.encode(character)])
+    kept = len(first) + len([token for character in "the quick" for token in backend.text.tokenizer.encode(character)])
     assert endpoint.prompt[:kept] == [*first, *drawn][:kept]
     assert endpoint.memory.matches["extend"] == 0
     assert endpoint.memory.commits == {"opened": 1, "replaced": 1}, "it is the same conversation all the same"
@@ -51,7 +51,7 @@ async def test_agent_continue_appends_to_the_stored_transcript(endpoint, backend
         ("user", "And?"),
         ("assistant", "brown fox"),
     ]
-    assert backend.text.decode(endpoint.prompt) == backend.text.render(
+    assert backend.text.tokenizer.decode(endpoint.prompt) == backend.text.template.render(
         [{"role": role, "content": content} for role, content in said[:4]]
     )
 

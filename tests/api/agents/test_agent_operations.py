@@ -37,7 +37,7 @@ async def test_what_is_injected_is_computed_and_found_by_the_next_turn(endpoint,
     body = response.json()
     assert response.status_code == 200, body
     injected = endpoint.prompt
-    assert backend.text.decode(injected) == "<|im_start|>user\nThe code is 5.<|im_end|>\n"
+    assert backend.text.tokenizer.decode(injected) == "<|im_start|>user\nThe code is 5.<|im_end|>\n"
     assert body["object"] == "agent.injection"
     assert (body["tokens"], body["cached_tokens"], body["computed_tokens"]) == (len(injected), 4, len(injected) - 4)
     assert (backend.sampling.max_tokens, backend.sampling.temperature) == (0, 0.0)
@@ -112,7 +112,7 @@ async def test_erasing_leaves_nothing_and_a_second_time_finds_nothing(endpoint, 
 
 async def test_releasing_names_the_blocks_that_the_agent_stands_on(endpoint, backend):
     await endpoint.say("Hi " * 200)
-    line = endpoint.prompt + backend.text.encode("Hello there")
+    line = endpoint.prompt + backend.text.tokenizer.encode("Hello there")
     root = root_id(b"1" * 32, scope_of("tenant", "default", "ann", ""))
     response = await endpoint.client.post("/v1/agents/ann/release")
     expected = block_ids(root, line)
@@ -142,7 +142,7 @@ async def test_an_agent_tells_what_is_remembered_of_it(endpoint, backend):
     await endpoint.say("A title?")
     body = (await endpoint.client.get("/v1/agents/ann")).json()
     assert (body["id"], body["object"], body["model"], body["messages"]) == ("ann", "agent", "satchel/tiny", 2)
-    line = backend.requests[0]["prompt"] + backend.text.encode("Hello there")
+    line = backend.requests[0]["prompt"] + backend.text.tokenizer.encode("Hello there")
     assert (body["tokens"], body["blocks"], body["tier"]) == (len(line), len(line) // 256, "cold")
     assert body["bytes"] > 4 * body["tokens"] and body["last_used"] >= body["created"] > 1e9
     assert len(body["branches"]) == 2

@@ -31,10 +31,10 @@ async def test_the_next_turn_sends_the_ids_that_were_drawn(endpoint, backend):
     first = endpoint.prompt
     endpoint.draw("ok")
     await endpoint.say("Hi", "the quick brown fox", "And now?")
-    anew = backend.text.encode(endpoint.rendered("Hi", "the quick brown fox", "And now?"))
+    anew = backend.text.tokenizer.encode(endpoint.rendered("Hi", "the quick brown fox", "And now?"))
     assert endpoint.prompt[: len(first) + len(drawn)] == [*first, *drawn]
     assert endpoint.prompt != anew, "else this test shows nothing"
-    assert backend.text.decode(endpoint.prompt) == backend.text.decode(anew)
+    assert backend.text.tokenizer.decode(endpoint.prompt) == backend.text.tokenizer.decode(anew)
     assert endpoint.memory.matches == {"new": 1, "extend": 1}
     assert endpoint.memory.commits == {"opened": 1, "replaced": 1}
     (branch,) = await endpoint.branches()
@@ -112,7 +112,7 @@ async def test_a_store_that_fails_or_hangs_costs_the_memory_and_not_the_answer(e
 
 
 async def test_a_failed_row_and_one_whose_client_left_are_not_remembered(endpoint, backend):
-    backend.play(RowUpdate("row", backend.text.encode("Hel"), cached_tokens=0), Unavailable("lost"))
+    backend.play(RowUpdate("row", backend.text.tokenizer.encode("Hel"), cached_tokens=0), Unavailable("lost"))
     for fields in ({}, {"stream": True}, {"agent_continue": True}, {"agent_continue": True, "stream": True}):
         await endpoint.post({"messages": spoken("Hi"), **fields})
     for continues in (False, True):
@@ -132,7 +132,7 @@ async def test_a_failed_row_and_one_whose_client_left_are_not_remembered(endpoin
 
 async def test_tool_calls_are_remembered_and_continued(endpoint, backend):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    encode = backend.text.encode
+    encode = backend.text.tokenizer.encode
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     drawn = encode(call) + encode("<|im_end|>")
     backend.play(RowUpdate("row", drawn, finish="stop", cached_tokens=0))
@@ -151,7 +151,7 @@ async def test_tool_calls_are_remembered_and_continued(endpoint, backend):
 async def test_a_template_that_leaves_reasoning_out_still_continues_the_conversation(thinker, config):
     """The text of the history differs from what was drawn, and it is the same conversation all the same."""
     endpoint = Remembering(thinker, config)
-    encode = thinker.text.encode
+    encode = thinker.text.tokenizer.encode
     drawn = encode("<think>\nhm\n</think>\n\nyes") + encode("<|im_end|>")
     thinker.play(RowUpdate("row", drawn, finish="stop", cached_tokens=0))
     kwargs = {"enable_thinking": True}

@@ -81,7 +81,7 @@ async def test_another_answer_is_not_shown_as_it_was_written(endpoint: Rememberi
     call["function"]["arguments"] = '{"city": "Bonn"}'
     sent = [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]
     await endpoint.post({"messages": [*sent, {"role": "user", "content": "So?"}], "tools": [TOOL]})
-    shown = endpoint.backend.text.decode(endpoint.prompt)
+    shown = endpoint.backend.text.tokenizer.decode(endpoint.prompt)
     assert "<tool_call>" in shown and "```" not in shown and "Bonn" in shown
 
 
@@ -89,13 +89,13 @@ async def test_the_schema_of_an_answer_is_told_once_and_stays(endpoint: Remember
     told = json.dumps(SCHEMA)
     tokens = endpoint.draw('{"city": "Köln"}')
     await endpoint.post({"messages": [ASKED], "response_format": FORM})
-    first = endpoint.backend.text.decode(endpoint.prompt)
+    first = endpoint.backend.text.tokenizer.decode(endpoint.prompt)
     assert first.endswith(f"{told}<|im_end|>\n<|im_start|>assistant\n") and first.count(told) == 1
     before = [*endpoint.prompt, *tokens]
     sent = [ASKED, {"role": "assistant", "content": '{"city": "Köln"}'}, {"role": "user", "content": "And now?"}]
     for form in ({"response_format": FORM}, {}):
         await endpoint.post({"messages": sent, **form})
-        shown = endpoint.backend.text.decode(endpoint.prompt)
+        shown = endpoint.backend.text.tokenizer.decode(endpoint.prompt)
         assert shown.count(told) == 1 and "And now?<|im_end|>" in shown
         assert endpoint.prompt[: len(before)] == before and remembered(endpoint) >= len(before)
 
@@ -109,14 +109,15 @@ async def test_the_schema_of_an_answer_is_told_once_and_stays(endpoint: Remember
     ],
 )
 async def test_what_the_prompt_says_is_not_told_again(endpoint: Remembering, said: str, form: dict[str, Any]):
+    tokenizer = endpoint.backend.text.tokenizer
     await endpoint.post({"messages": [{"role": "user", "content": said}], "response_format": form})
-    assert endpoint.backend.text.decode(endpoint.prompt).endswith(f"{said}<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(endpoint.prompt).endswith(f"{said}<|im_end|>\n<|im_start|>assistant\n")
 
 
 async def test_a_model_may_be_told_of_no_schema(endpoint: Remembering):
     backend = endpoint.backend
     await endpoint.post({"messages": [ASKED], "response_format": {"type": "json_object"}})
-    assert "Hi\n\nAnswer with a JSON object" in backend.text.decode(endpoint.prompt)
+    assert "Hi\n\nAnswer with a JSON object" in backend.text.tokenizer.decode(endpoint.prompt)
     backend.served[0] = replace(backend.served[0], schema_in_prompt=False)
     await endpoint.post({"messages": [ASKED], "response_format": FORM})
-    assert "Hi<|im_end|>" in backend.text.decode(endpoint.prompt)
+    assert "Hi<|im_end|>" in backend.text.tokenizer.decode(endpoint.prompt)

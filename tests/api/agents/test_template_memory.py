@@ -51,15 +51,16 @@ async def test_a_conversation_keeps_the_date_of_its_first_turn_for_days(
         )
         endpoint.draw("ok")
         await (endpoint.go_on("And now?") if turn == 3 else endpoint.say(*said))
-        assert day(shown[turn]) in backend.text.decode(endpoint.prompt)
+        assert day(shown[turn]) in backend.text.tokenizer.decode(endpoint.prompt)
         said += ["ok", "And now?"]
     await endpoint.say("Hello")
-    assert day(15) in backend.text.decode(endpoint.prompt)
+    assert day(15) in backend.text.tokenizer.decode(endpoint.prompt)
 
 
 @pytest.mark.parametrize("endpoint", ["drops thinking"], indirect=True)
 async def test_the_replica_is_told_where_later_prompts_go_on(endpoint: Remembering, backend):
     """Of agents, and that it is worth the disk where a user speaks, not a tool."""
+    tokenizer = backend.text.tokenizer
     call = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     steps = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     result = {"role": "tool", "content": "It rains.", "tool_call_id": "call00001"}
@@ -67,9 +68,9 @@ async def test_the_replica_is_told_where_later_prompts_go_on(endpoint: Rememberi
         await endpoint.post({"messages": said}, agent)
         sent = backend.requests[-1]
         lasting = sent["prompt"][: sent["lasting_tokens"]]
-        assert backend.text.decode(sent["prompt"]).endswith("<|im_start|>assistant\n<think>\n")
-        assert not agent or backend.text.decode([*lasting, *backend.text.encode("assistant\n<think>\n")]) == (
-            backend.text.decode(sent["prompt"])
+        assert tokenizer.decode(sent["prompt"]).endswith("<|im_start|>assistant\n<think>\n")
+        assert not agent or tokenizer.decode([*lasting, *tokenizer.encode("assistant\n<think>\n")]) == (
+            tokenizer.decode(sent["prompt"])
         )
         assert bool(lasting) == bool(agent)
         assert sent["lasting_saved"] is saved
@@ -91,7 +92,7 @@ async def test_a_model_may_have_variables_of_its_own_for_its_template(endpoint: 
 
     async def prompt(**more: bool) -> str:
         await endpoint.post(body | ({"chat_template_kwargs": more} if more else {}))
-        return backend.text.decode(endpoint.prompt)
+        return backend.text.tokenizer.decode(endpoint.prompt)
 
     assert "Hm." not in await prompt()
     (note,) = (await endpoint.client.get("/v1/models/satchel/tiny")).json()["notes"]
@@ -121,6 +122,6 @@ async def test_after_thinking_is_dropped_recurrent_layers_go_on_where_the_answer
                 usage = answer["usage"]
                 found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
                 told += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "And now?"}]
-    opening = len(load_text_model(folder).encode("assistant\n<think>\n"))
+    opening = len(load_text_model(folder).tokenizer.encode("assistant\n<think>\n"))
     assert found[0][1] == 0
     assert [cached for _, cached in found[1:]] == [prompt - opening for prompt, _ in found[:2]]

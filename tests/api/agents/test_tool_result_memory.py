@@ -50,7 +50,7 @@ async def test_appended_results_stand_behind_the_calls_in_the_transcript(endpoin
     assert await endpoint.go_on(SECOND, FIRST, {"role": "user", "content": "Now?"}, tools=[TOOL])
     said = [message["content"] for message in await endpoint.transcript()]
     assert said == ["Fetch both.", "", "one", "two", "Now?", "Hello there"]
-    text = backend.text.decode(endpoint.prompt)
+    text = backend.text.tokenizer.decode(endpoint.prompt)
     assert 0 < text.index("one") < text.index("two") < text.index("Now?")
 
 

@@ -12,7 +12,7 @@ import pytest
 from satchel.actors.protocol.store_messages import Commit, Content
 from satchel.api.cli.views import size
 from satchel.api.generation.backend import NodeState
-from satchel.api.text.template_habits import TemplateHabits
+from satchel.api.text.templates.habits import TemplateHabits
 from satchel.cluster.errors import SatchelError
 from satchel.cluster.keys import create_key, write_owner_key
 
@@ -32,7 +32,7 @@ async def test_agents_are_listed_with_their_homes(served: Served) -> None:
 async def test_models_are_listed_with_what_their_templates_forget(served: Served) -> None:
     generator = served.endpoint.generator
     text = await generator.text_model(await generator.served("other"))
-    text._habits["{}"] = TemplateHabits(dated=True)
+    text.template._habits["{}"] = TemplateHabits(dated=True)
     (line,) = [line for line in (await served.says("models")).splitlines() if "template" in line]
     assert line.startswith("other: the template shows the date")
 

@@ -34,7 +34,7 @@ async def test_a_new_conversation_is_another_branch(served: Served) -> None:
 async def test_a_conversation_in_the_terminal_goes_on(served: Served, options: list[str], backend) -> None:
     said = await served.says("chat", *options, input="My name is Zoe.\n\nWhat is my name?\n")
     assert said == "Hello there\n" * 2
-    prompt = backend.text.decode(backend.requests[-1]["prompt"])
+    prompt = backend.text.tokenizer.decode(backend.requests[-1]["prompt"])
     assert prompt.index("My name is Zoe.") < prompt.index("Hello there") < prompt.index("What is my name?")
 
 

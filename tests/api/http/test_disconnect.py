@@ -57,7 +57,7 @@ async def test_a_row_that_has_produced_nothing_stops_with_its_client(server, bac
 
 
 async def test_a_streaming_row_stops_with_its_client(server, backend):
-    backend.play(RowUpdate("r", backend.text.encode("Hello"), cached_tokens=0), asyncio.Event())
+    backend.play(RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), asyncio.Event())
     reader, writer = await connect(server, {**BODY, "stream": True})
     await reader.readuntil(b"Hello")
     assert backend.generations[0].aborts == 0
@@ -198,7 +198,7 @@ async def test_headers_of_a_stream_do_not_wait_for_ever(server, backend, monkeyp
     """A long prefill: the client learns at once that it was accepted, and a failure after that is an event."""
     monkeypatch.setattr("satchel.api.http.event_stream.HEADERS_WAIT_S", 0.05)
     computed = asyncio.Event()
-    backend.play(computed, RowUpdate("r", backend.text.encode("Hello"), finish="stop", cached_tokens=0))
+    backend.play(computed, RowUpdate("r", backend.text.tokenizer.encode("Hello"), finish="stop", cached_tokens=0))
     reader, writer = await connect(server, {**BODY, "stream": True})
     async with asyncio.timeout(5):
         assert b"x-satchel-replica" in await reader.readuntil(b"\r\n\r\n")

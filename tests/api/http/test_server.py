@@ -270,7 +270,7 @@ async def test_bodies_are_bounded_together_and_room_comes_back(server: str):
 async def test_a_closing_server_lets_a_client_read_the_rest(backend, config):
     """Nothing new is taken, and what was being answered is answered to the end."""
     last = asyncio.Event()
-    encode = backend.text.encode
+    encode = backend.text.tokenizer.encode
     backend.play(RowUpdate("r", encode("Hello"), cached_tokens=0), last, RowUpdate("r", encode(" you"), "stop"))
     port = free_port()
     server = HttpServer(create_app(backend, config), "127.0.0.1", port)

@@ -163,7 +163,7 @@ async def test_an_agent_is_given_to_another_tenant(endpoint: Tenants):
     assert (await endpoint.call("ann", "GET", "/v1/agents/a")).json()["messages"] == 2
     endpoint.as_("ann")
     await endpoint.say("What is it?", agent="a", agent_continue=True)
-    assert "4711" in endpoint.backend.text.decode(endpoint.backend.requests[-1]["prompt"])
+    assert "4711" in endpoint.backend.text.tokenizer.decode(endpoint.backend.requests[-1]["prompt"])
     endpoint.as_("bob")
     await endpoint.say("Hi", agent="a")
     for path, body, status in (

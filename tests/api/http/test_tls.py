@@ -118,7 +118,7 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_answers_and_streams_come_through(served: Served, backend: Any):
-    encode = backend.text.encode
+    encode = backend.text.tokenizer.encode
     backend.play(RowUpdate("r", encode("Hello"), cached_tokens=0), RowUpdate("r", encode(" you"), "stop"))
     async with served.client() as client:
         answer = await client.post("/v1/chat/completions", json={**BODY, "stream": True})

@@ -11,7 +11,7 @@ from satchel.api.generation.backend import ServedModel
 from satchel.api.generation.requests import Chat, ChatRequest, Past, prepare_chat
 from satchel.api.media.prompt import Medium
 from satchel.api.media.sources import Picture, PictureSource
-from satchel.api.text.continuation import StoredBranch, index_line
+from satchel.api.text.continuation import StoredBranch
 from satchel.api.text.model import TextModel, load_text_model
 from tests.worlds.vision_families import FAMILIES, write_files
 
@@ -45,24 +45,28 @@ def prepared(model: TextModel, said: str, past: Past | None = None, more: bool =
 def structure(model: TextModel, chat: Chat) -> tuple[list[int], list[int], int]:
     """Control tokens, tokens of pictures, and how many pictures there are."""
     tokens = model.plain(chat.prompt)
-    return [token for token in tokens if token in model.controls.ids], media_tokens_in(chat.prompt), len(chat.media)
+    return (
+        [token for token in tokens if token in model.tokenizer.controls.ids],
+        media_tokens_in(chat.prompt),
+        len(chat.media),
+    )
 
 
 def test_a_mark_in_a_text_is_no_picture(model: TextModel):
-    assert model.pictures is not None and model.pictures.placeholder.strip() in model.controls.marks
+    assert model.pictures is not None and model.pictures.placeholder.strip() in model.tokenizer.controls.marks
     plain = structure(model, prepared(model, "x"))
-    for said in (*sorted(model.controls.marks), " ".join(sorted(model.controls.marks))):
+    for said in (*sorted(model.tokenizer.controls.marks), " ".join(sorted(model.tokenizer.controls.marks))):
         chat = prepared(model, f"a {said} b")
         assert structure(model, chat) == plain
-        assert model.decode(model.plain(chat.prompt)).count(f"a {said} b") == 4
+        assert model.tokenizer.decode(model.plain(chat.prompt)).count(f"a {said} b") == 4
 
 
 def test_a_conversation_with_both_is_found_again(model: TextModel):
     said = f"a {model.pictures.placeholder} b" if model.pictures is not None else ""
     before = prepared(model, said)
     answer = f"{said}<|im_end|>"
-    tokens = [*before.prompt, *model.encode(f"{model.controls.guarded(said)}<|im_end|>")]
-    line = index_line(StoredBranch(before.text + answer, model.plain(tokens)), model)
+    tokens = [*before.prompt, *model.tokenizer.encode(f"{model.tokenizer.controls.guarded(said)}<|im_end|>")]
+    line = model.spelling.index(StoredBranch(before.text + answer, model.plain(tokens)))
     after = prepared(model, said, Past(lines=[line], media_tokens=[media_tokens_in(tokens)]), more=True)
     assert after.continuation is not None
     assert (after.continuation.kept_tokens, after.continuation.reason) == (len(tokens), "")

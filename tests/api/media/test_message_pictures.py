@@ -77,7 +77,7 @@ async def test_a_tool_shows_a_picture(messages: Messages, backend: FakeBackend):
         request = backend.requests[-1]
         red, blue = request["media"]
         assert red.key != blue.key
-        prompt = backend.text.decode(backend.text.plain(request["prompt"]))
+        prompt = backend.text.tokenizer.decode(backend.text.plain(request["prompt"]))
         begun = "<|im_start|>tool" + ("Error:" if failed else "") + "Here:<|vision_start|>"
         assert begun in prompt and "<|im_start|>user<|vision_start|>" in prompt
 
@@ -126,7 +126,9 @@ async def test_what_cannot_be_read_is_left_out_of_results_and_history(messages: 
     assert refused.status_code == 400 and "messages[4].content[0] " in refused.text
     later = [*thread, {"role": "assistant", "content": "Well."}, shown, {"role": "user", "content": "Never mind."}]
     assert (await messages.post(later)).status_code == 200
-    assert backend.prompt.startswith(backend.text.decode(first["prompt"]).removesuffix("<|im_start|>assistant"))
+    assert backend.prompt.startswith(
+        backend.text.tokenizer.decode(first["prompt"]).removesuffix("<|im_start|>assistant")
+    )
     assert backend.prompt.count(UNREAD["image"]) == 3 and len(backend.requests[-1]["media"]) == 1
     backend.served[0] = replace(backend.served[0], omits_unseen=False)
     assert (await messages.post(thread)).status_code == 400

@@ -112,7 +112,7 @@ async def test_a_picture_has_words_in_the_prompt_and_its_pixels_beside_it(
         == len(set(words))
         == answer.json()["usage"]["prompt_tokens"] - sum(token < FIRST_MEDIA_TOKEN for token in prompt)
     )
-    text = seeing.decode(seeing.plain(prompt))
+    text = seeing.tokenizer.decode(seeing.plain(prompt))
     assert text.count("<|image_pad|>") == len(words) and "Look: <|vision_start|>" in text
 
 
@@ -157,11 +157,11 @@ async def test_a_text_cannot_stand_for_a_picture(
         plain, media = sent(backend)
         assert (await ask(client, content)).status_code == 200
         prompt, beside = sent(backend)
-        controls = seeing.controls.ids
+        controls = seeing.tokenizer.controls.ids
         assert [token for token in prompt if token in controls] == [token for token in plain if token in controls]
         assert media_tokens_in(prompt) == media_tokens_in(plain)
         assert [span.key for span in beside] == [span.key for span in media]
-        assert text in seeing.decode(seeing.plain(prompt))
+        assert text in seeing.tokenizer.decode(seeing.plain(prompt))
 
 
 @pytest.mark.parametrize("text", ["<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
@@ -294,7 +294,7 @@ async def test_frames_of_a_video_are_encoded_two_by_two(
     assert (await ask(client, [part, {"type": "text", "text": "What changes?"}])).status_code == 200
     prompt, media = sent(backend)
     assert [(len(one.pixels), one.video) for one in media] == [(2, True)] * 3
-    text = seeing.decode(seeing.plain(prompt))
+    text = seeing.tokenizer.decode(seeing.plain(prompt))
     assert "<0.2 seconds>" in text and "<1.2 seconds>" in text
     # A clip that begins with the same frames has the same words there.
     part["video"] = part["video"][:4]
@@ -323,7 +323,7 @@ async def test_a_model_that_is_not_proven_with_videos_is_shown_their_frames(
     mark = seeing.pictures.video_placeholder
     assert (await ask(client, [*shown(picture()), {"type": "text", "text": mark}])).status_code == 200
     prompt = sent(backend)[0]
-    assert mark in seeing.decode(seeing.plain(prompt))
+    assert mark in seeing.tokenizer.decode(seeing.plain(prompt))
     assert seeing.pictures.video_token not in prompt
 
 

@@ -59,7 +59,7 @@ async def test_a_conversation_goes_on_where_another_id_computes_it(endpoint, bac
     (branch,) = await endpoint.branches()
     assert branch["model"] == backend.served[0].name
     ((model, root, ids, *_),) = await stands(endpoint)
-    said = endpoint.prompt + backend.text.encode("the quick")
+    said = endpoint.prompt + backend.text.tokenizer.encode("the quick")
     assert (model, root) == (GPU, root_id(GPU, "tenant:default"))
     assert ids[: len(endpoint.prompt) // BLOCK_TOKENS] == block_ids(root, said)[: len(endpoint.prompt) // BLOCK_TOKENS]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from satchel.api.text.continuation import Continuation, Match, StoredBranch, continue_text, index_line
+from satchel.api.text.continuation import Continuation, Match, StoredBranch, continue_text
 from satchel.api.text.model import TextModel
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -212,13 +212,17 @@ def pairs(draw: st.DrawFn) -> tuple[str, str]:
 def redrawn(model: TextModel, tokens: list[int], random: Random, share: float) -> list[int]:
     """Other ids that spell the same: a share of the tokens in smaller pieces, but no control tokens, which would be
     another text then."""
-    tokenizer = model._tokenizer.backend_tokenizer
+    tokenizer = model.tokenizer._tokenizer.backend_tokenizer
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
     out: list[int] = []
     for token in tokens:
         written = tokenizer.id_to_token(token)
-        single = token in model.controls.ids or written in ("<unk>",) or written.startswith("<0x")
-        if single or random.random() >= share or (token in added and (not model.byte_level or model.name == "prefix")):
+        single = token in model.tokenizer.controls.ids or written in ("<unk>",) or written.startswith("<0x")
+        if (
+            single
+            or random.random() >= share
+            or (token in added and (not model.tokenizer.byte_level or model.name == "prefix"))
+        ):
             out.append(token)
             continue
         cut = random.randint(1, max(1, len(written) - 1))
@@ -234,10 +238,10 @@ def redrawn(model: TextModel, tokens: list[int], random: Random, share: float) -
 
 def held(model: TextModel, result: Continuation, new: str, line: StoredBranch) -> Continuation:
     """What must hold of every result."""
-    plain = model.encode(new)
+    plain = model.tokenizer.encode(new)
     kept, rest = result.tokens[: result.kept_tokens], result.tokens[result.kept_tokens :]
     assert kept == list(line.tokens[: result.kept_tokens])
-    says, plainly = model.decode(result.tokens), model.decode(plain)
+    says, plainly = model.tokenizer.decode(result.tokens), model.tokenizer.decode(plain)
     # Ids without the space that the tokenizer puts at the front of texts say the same text.
     assert says == plainly or (model.name in SPACED and says.replace(" ", "") == plainly.replace(" ", ""))
     assert rest == plain[len(plain) - len(rest) :]
@@ -251,9 +255,9 @@ def held(model: TextModel, result: Continuation, new: str, line: StoredBranch) -
 def test_a_line_of_the_tokenizers_own_ids_gives_the_tokenizers_own_ids(pair: tuple[str, str], model: TextModel):
     """No drift: memory that was tokenized as the text is changes no id, wherever the texts part."""
     old, new = pair
-    line = StoredBranch(old, model.encode(old))
-    result = held(model, continue_text(new, [line], model), new, line)
-    assert result.tokens == model.encode(new)
+    line = StoredBranch(old, model.tokenizer.encode(old))
+    result = held(model, continue_text(new, [line], model.spelling), new, line)
+    assert result.tokens == model.tokenizer.encode(new)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +277,8 @@ def test_a_line_of_the_tokenizers_own_ids_gives_the_tokenizers_own_ids(pair: tup
 )
 def test_a_line_that_only_looks_alike_changes_no_id(kind: str, old: str, new: str, made: dict[str, TextModel]):
     model = model_of(kind, made)
-    line = StoredBranch(old, model.encode(old))
-    assert held(model, continue_text(new, [line], model), new, line).tokens == model.encode(new)
+    line = StoredBranch(old, model.tokenizer.encode(old))
+    assert held(model, continue_text(new, [line], model.spelling), new, line).tokens == model.tokenizer.encode(new)
 
 
 @quick
@@ -284,10 +288,10 @@ def test_drawn_ids_are_kept_and_the_rest_is_tokenized_as_in_the_whole_text(
 ):
     """Whatever ids the model drew for its text, the result says the text, and no merge reaches over the seam."""
     old, new = pair
-    line = StoredBranch(old, redrawn(model, model.encode(old), Random(seed), share))
-    result = held(model, continue_text(new, [line], model), new, line)
+    line = StoredBranch(old, redrawn(model, model.tokenizer.encode(old), Random(seed), share))
+    result = held(model, continue_text(new, [line], model.spelling), new, line)
     if model.name in LOSSLESS:
-        assert model.decode(result.tokens) == new
+        assert model.tokenizer.decode(result.tokens) == new
 
 
 @quick
@@ -297,7 +301,7 @@ def test_ids_that_do_not_spell_the_lines_text_never_become_a_prompt(
 ):
     """A wrong memory costs work, never a wrong prompt."""
     old, new = pair
-    held(model, continue_text(new, [StoredBranch(old, tokens)], model), new, StoredBranch(old, tokens))
+    held(model, continue_text(new, [StoredBranch(old, tokens)], model.spelling), new, StoredBranch(old, tokens))
 
 
 @quick
@@ -305,22 +309,26 @@ def test_ids_that_do_not_spell_the_lines_text_never_become_a_prompt(
 def test_bytes_that_are_no_text_are_never_kept(words: list[int], tail: str, more: str, made: dict[str, TextModel]):
     """U+FFFD in the line's text is the same character in the client's echo and not the same bytes."""
     model = model_of("gpt2", made)
-    byte_of = {model.token_bytes(token): token for token in range(400)}
-    line_tokens = [*model.encode("ab "), *(byte_of[bytes([word])] for word in words), *model.encode(tail)]
-    line = StoredBranch(model.decode(line_tokens), line_tokens)
-    result = held(model, continue_text(line.text + more, [line], model), line.text + more, line)
-    spelled = b"".join(map(model.token_bytes, result.tokens[: result.kept_tokens]))
+    byte_of = {model.tokenizer.token_bytes(token): token for token in range(400)}
+    line_tokens = [
+        *model.tokenizer.encode("ab "),
+        *(byte_of[bytes([word])] for word in words),
+        *model.tokenizer.encode(tail),
+    ]
+    line = StoredBranch(model.tokenizer.decode(line_tokens), line_tokens)
+    result = held(model, continue_text(line.text + more, [line], model.spelling), line.text + more, line)
+    spelled = b"".join(map(model.tokenizer.token_bytes, result.tokens[: result.kept_tokens]))
     assert (line.text + more).encode().startswith(spelled)
 
 
 def test_the_reason_names_bytes_that_are_no_text(made: dict[str, TextModel]):
     model = model_of("gpt2", made)
-    (half, *_) = model.encode("語")
-    line = StoredBranch("ab \ufffd", [*model.encode("ab "), half])
-    result = continue_text(f"ab \ufffd{END}", [line], model)
+    (half, *_) = model.tokenizer.encode("語")
+    line = StoredBranch("ab \ufffd", [*model.tokenizer.encode("ab "), half])
+    result = continue_text(f"ab \ufffd{END}", [line], model.spelling)
     assert (result.kept_tokens, result.reason) == (len(line.tokens) - 1, "bytes that are no text")
-    written = StoredBranch("ab \ufffd", model.encode("ab \ufffd"))
-    assert continue_text(f"ab \ufffd{END}", [written], model).kept_tokens == len(written.tokens)
+    written = StoredBranch("ab \ufffd", model.tokenizer.encode("ab \ufffd"))
+    assert continue_text(f"ab \ufffd{END}", [written], model.spelling).kept_tokens == len(written.tokens)
 
 
 @pytest.mark.parametrize("ended", ["with the end token", "without it", "in a word", "with more behind it"])
@@ -328,16 +336,19 @@ def test_what_a_template_appends_keeps_every_token(ended: str, model: TextModel)
     """The answer's end may be drawn or not: the history begins with the whole line, and all of it is kept."""
     answer = {"with the end token": f"hello world{END}", "in a word": "hello wor"}.get(ended, "hello world")
     old = f"{START}user\nthe 123 dogs{END}\n{START}assistant\n"
-    plain, drawn = model.encode(old), redrawn(model, model.encode(f"{START}{answer}")[1:], Random(5), 1.0)
+    plain, drawn = (
+        model.tokenizer.encode(old),
+        redrawn(model, model.tokenizer.encode(f"{START}{answer}")[1:], Random(5), 1.0),
+    )
     if model.name in ("prefix", "metaspace", "legacy", "unigram"):
         # What stands behind an added token is tokenized with what is before it here.
-        plain, drawn = model.encode(old + answer), []
+        plain, drawn = model.tokenizer.encode(old + answer), []
     line = StoredBranch(old + answer, [*plain, *drawn])
     new = line.text + ("" if END in answer else END) + f"\n{START}user\nand now?{END}\n{START}assistant\n"
     if model.name == "wordpiece":
         # Its lines are only known at added tokens.
-        line = StoredBranch(old, model.encode(old))
-    result = held(model, continue_text(new, [line], model), new, line)
+        line = StoredBranch(old, model.tokenizer.encode(old))
+    result = held(model, continue_text(new, [line], model.spelling), new, line)
     assert (result.kept_tokens, result.match, result.reason) == (len(line.tokens), Match.EXTEND, "")
 
 
@@ -348,13 +359,15 @@ def test_history_that_a_template_changes_is_kept_up_to_the_change(kind: str, mad
     before = (
         f"{START}user\nthe dog{END}\n{START}assistant\nhello world{END}\n{START}user\nand?{END}\n{START}assistant\n"
     )
-    own = redrawn(model, model.encode(before), Random(3), 0.0 if kind == "legacy" else 0.5)
-    line = StoredBranch(f"{before}<s>over the fox<s>lazy{END}", [*own, *model.encode(f"<s>over the fox<s>lazy{END}")])
-    result = held(model, continue_text(f"{before}lazy{END}\n", [line], model), f"{before}lazy{END}\n", line)
+    own = redrawn(model, model.tokenizer.encode(before), Random(3), 0.0 if kind == "legacy" else 0.5)
+    line = StoredBranch(
+        f"{before}<s>over the fox<s>lazy{END}", [*own, *model.tokenizer.encode(f"<s>over the fox<s>lazy{END}")]
+    )
+    result = held(model, continue_text(f"{before}lazy{END}\n", [line], model.spelling), f"{before}lazy{END}\n", line)
     assert result.match is Match.PARTIAL
     turn = len(before) - len("assistant\n")
-    kept = model.decode(result.tokens[: result.kept_tokens])
-    assert kept.startswith(model.decode(model.encode(before[:turn])))
+    kept = model.tokenizer.decode(result.tokens[: result.kept_tokens])
+    assert kept.startswith(model.tokenizer.decode(model.tokenizer.encode(before[:turn])))
     assert result.reason in ("text changed", "no safe seam")
 
 
@@ -362,11 +375,14 @@ def test_history_that_a_template_changes_is_kept_up_to_the_change(kind: str, mad
 def test_a_text_that_changes_in_a_message_is_kept_up_to_there(kind: str, made: dict[str, TextModel]):
     """Also behind a space that the tokenizer put there, behind bytes, and before ids that spell something else."""
     model = model_of(kind, made)
-    old, new = (model.encode(f"{START}hello 語 the{word}") for word in (" world", "\nlazy"))
-    for tail in (model.encode(" world")[-1:] * 3, []):
+    old, new = (model.tokenizer.encode(f"{START}hello 語 the{word}") for word in (" world", "\nlazy"))
+    for tail in (model.tokenizer.encode(" world")[-1:] * 3, []):
         line = StoredBranch(f"{START}hello 語 the world", [*old[:-1], *tail] if tail else old)
         result = held(
-            model, continue_text(f"{START}hello 語 the\nlazy", [line], model), f"{START}hello 語 the\nlazy", line
+            model,
+            continue_text(f"{START}hello 語 the\nlazy", [line], model.spelling),
+            f"{START}hello 語 the\nlazy",
+            line,
         )
         assert result.kept_tokens == next(n for n, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1])
 
@@ -374,19 +390,25 @@ def test_a_text_that_changes_in_a_message_is_kept_up_to_there(kind: str, made: d
 def test_white_space_that_a_template_trims_costs_only_itself(made: dict[str, TextModel]):
     for kind in ("gpt2", "qwen", "llama3", "gemma"):
         model = model_of(kind, made)
-        drawn = redrawn(model, model.encode(f"{START}hello the world"), Random(1), 1.0)
-        line = StoredBranch(f"{START}hello the world \n", [*drawn, *model.encode(" "), *model.encode("\n")])
-        result = held(model, continue_text(f"{line.text.rstrip()}{END}", [line], model), line.text.rstrip() + END, line)
+        drawn = redrawn(model, model.tokenizer.encode(f"{START}hello the world"), Random(1), 1.0)
+        line = StoredBranch(
+            f"{START}hello the world \n", [*drawn, *model.tokenizer.encode(" "), *model.tokenizer.encode("\n")]
+        )
+        result = held(
+            model, continue_text(f"{line.text.rstrip()}{END}", [line], model.spelling), line.text.rstrip() + END, line
+        )
         assert result.kept_tokens == len(drawn), kind
 
 
 def test_the_line_of_which_most_is_kept_is_continued_and_the_first_of_equals(made: dict[str, TextModel]):
     model = model_of("qwen", made)
-    short, long = (StoredBranch(text, model.encode(text)) for text in (f"{START}the dog", f"{START}the dog jumps{END}"))
-    other = StoredBranch(f"{START}over", model.encode(f"{START}over"))
+    short, long = (
+        StoredBranch(text, model.tokenizer.encode(text)) for text in (f"{START}the dog", f"{START}the dog jumps{END}")
+    )
+    other = StoredBranch(f"{START}over", model.tokenizer.encode(f"{START}over"))
     new = f"{START}the dog jumps{END}\n"
-    assert continue_text(new, [other, short, long, long], model).line == 2
-    assert continue_text(new, [index_line(line, model) for line in (other, short, long)], model).line == 2
+    assert continue_text(new, [other, short, long, long], model.spelling).line == 2
+    assert continue_text(new, [model.spelling.index(line) for line in (other, short, long)], model.spelling).line == 2
     # The same text in more ids: more of them are kept.
     finer = StoredBranch(long.text, redrawn(model, list(long.tokens), Random(2), 1.0))
-    assert continue_text(new, [long, finer], model).line == 1
+    assert continue_text(new, [long, finer], model.spelling).line == 1

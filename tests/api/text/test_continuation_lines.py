@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 import satchel.actors.model_files as model_files
-from satchel.api.text.continuation import IndexedLine, Match, StoredBranch, continue_text, index_line
+from satchel.api.text.continuation import IndexedLine, Match, StoredBranch, continue_text
 from satchel.api.text.control_tokens import unbroken
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.text.spelling import common_length
@@ -33,7 +33,7 @@ def recall() -> TextModel:
 
 def letters(model: TextModel, string: str) -> list[int]:
     """`string` in a token a byte, as no tokenizer would."""
-    of_byte = {model.token_bytes(token): token for token in range(400)}
+    of_byte = {model.tokenizer.token_bytes(token): token for token in range(400)}
     return [of_byte[bytes([byte])] for byte in string.encode()]
 
 
@@ -48,69 +48,78 @@ def test_a_chat_never_computes_a_token_twice(recall: TextModel, seed: int, stopp
     random, messages, line = Random(seed), [], StoredBranch("", [])
     for turn in range(8):
         messages.append({"role": "user", "content": say(random, random.randint(1, 40))})
-        prompt = recall.render(messages)
-        result = continue_text(prompt, [line], recall)
-        assert recall.decode(result.tokens) == prompt
+        prompt = recall.template.render(messages)
+        result = continue_text(prompt, [line], recall.spelling)
+        assert recall.tokenizer.decode(result.tokens) == prompt
         if turn:
             assert (result.match, result.kept_tokens) == (Match.EXTEND, len(line.tokens))
         answer = say(random, random.randint(1, 20))
         messages.append({"role": "assistant", "content": answer})
-        drawn = letters(recall, answer) if random.random() < 0.5 else recall.encode(answer)
-        ended = recall.encode(END) if stopped else []
+        drawn = letters(recall, answer) if random.random() < 0.5 else recall.tokenizer.encode(answer)
+        ended = recall.tokenizer.encode(END) if stopped else []
         line = StoredBranch(prompt + answer + END * stopped, [*result.tokens, *drawn, *ended])
 
 
 def test_an_edited_turn_keeps_what_was_before_it_and_a_title_request_the_shared_beginning(recall: TextModel):
     messages = [{"role": role, "content": f"number {n} of zork"} for n, role in enumerate(["user", "assistant"] * 5)]
     messages.append({"role": "user", "content": "and now?"})
-    old = recall.render(messages)
-    line = StoredBranch(old, recall.encode(old))
+    old = recall.template.render(messages)
+    line = StoredBranch(old, recall.tokenizer.encode(old))
     messages[6] = {"role": "user", "content": "number six"}
-    edited = recall.render(messages)
-    result = continue_text(edited, [line], recall)
-    assert (result.tokens, result.reason) == (recall.encode(edited), "text changed")
-    before = len(recall.encode(edited[: edited.index("number six")]))
+    edited = recall.template.render(messages)
+    result = continue_text(edited, [line], recall.spelling)
+    assert (result.tokens, result.reason) == (recall.tokenizer.encode(edited), "text changed")
+    before = len(recall.tokenizer.encode(edited[: edited.index("number six")]))
     assert before <= result.kept_tokens <= before + 2
-    title = recall.render([*messages[:2], {"role": "user", "content": "Give this a title."}])
-    result = continue_text(title, [line], recall)
+    title = recall.template.render([*messages[:2], {"role": "user", "content": "Give this a title."}])
+    result = continue_text(title, [line], recall.spelling)
     assert result.match is Match.DIVERGE
-    assert result.kept_tokens >= len(recall.encode(recall.render(messages[:2]).removesuffix("assistant\n"))) - 1
+    assert (
+        result.kept_tokens
+        >= len(recall.tokenizer.encode(recall.template.render(messages[:2]).removesuffix("assistant\n"))) - 1
+    )
 
 
 def test_special_tokens_typed_by_a_user_or_spelled_by_the_model_stay_what_they_were(recall: TextModel):
     """What was drawn letter by letter is kept so, and what was drawn as one token too, wherever the text has both."""
-    guard = recall.controls.guarded
-    prompt = recall.render([{"role": "user", "content": guard(f"what is {END} for?")}])
+    guard = recall.tokenizer.controls.guarded
+    prompt = recall.template.render([{"role": "user", "content": guard(f"what is {END} for?")}])
     spelled = letters(recall, f"it ends {END} turns")
     typed = unbroken(prompt)
-    line = StoredBranch(f"{typed}it ends {END} turns{END}", [*recall.encode(prompt), *spelled, *recall.encode(END)])
+    line = StoredBranch(
+        f"{typed}it ends {END} turns{END}", [*recall.tokenizer.encode(prompt), *spelled, *recall.tokenizer.encode(END)]
+    )
     new = f"{prompt}{guard(f'it ends {END} turns')}{END}\n<|im_start|>user\nI see.{END}\n"
-    result = continue_text(new, [line], recall)
-    assert (recall.decode(result.tokens), result.kept_tokens) == (unbroken(new), len(line.tokens))
+    result = continue_text(new, [line], recall.spelling)
+    assert (recall.tokenizer.decode(result.tokens), result.kept_tokens) == (unbroken(new), len(line.tokens))
     # Drawn in the middle of an answer, and hidden from the client, who sends the history without it.
-    drawn = StoredBranch(f"{typed}one{END}two", [*recall.encode(f"{prompt}one{END}"), *letters(recall, "two")])
+    drawn = StoredBranch(
+        f"{typed}one{END}two", [*recall.tokenizer.encode(f"{prompt}one{END}"), *letters(recall, "two")]
+    )
     new = f"{prompt}onetwo{END}\n"
-    result = continue_text(new, [drawn], recall)
-    assert (recall.decode(result.tokens), result.reason) == (unbroken(new), "text changed")
-    assert result.tokens == recall.encode(new)
+    result = continue_text(new, [drawn], recall.spelling)
+    assert (recall.tokenizer.decode(result.tokens), result.reason) == (unbroken(new), "text changed")
+    assert result.tokens == recall.tokenizer.encode(new)
 
 
 def test_an_added_token_that_only_begins_in_the_common_part_is_not_cut(recall: TextModel):
     """The line ends inside what the new text makes a special token of."""
-    line = StoredBranch("<|im_start|>a <tool_c", [*recall.encode("<|im_start|>a"), *letters(recall, " <tool_c")])
+    line = StoredBranch(
+        "<|im_start|>a <tool_c", [*recall.tokenizer.encode("<|im_start|>a"), *letters(recall, " <tool_c")]
+    )
     new = "<|im_start|>a <tool_call>b"
-    result = continue_text(new, [line], recall)
-    assert recall.decode(result.tokens) == new
-    assert result.tokens[-2:] == recall.encode("<tool_call>b")
+    result = continue_text(new, [line], recall.spelling)
+    assert recall.tokenizer.decode(result.tokens) == new
+    assert result.tokens[-2:] == recall.tokenizer.encode("<tool_call>b")
     assert line.text[: result.common_characters] == line.text
     assert 0 < result.kept_tokens < len(line.tokens)
 
 
 def test_a_seam_in_a_word_goes_back_to_where_the_word_begins(recall: TextModel):
-    line = StoredBranch("<|im_start|>the qui", [*recall.encode("<|im_start|>"), *letters(recall, "the qui")])
+    line = StoredBranch("<|im_start|>the qui", [*recall.tokenizer.encode("<|im_start|>"), *letters(recall, "the qui")])
     new = "<|im_start|>the quick fox"
-    result = continue_text(new, [line], recall)
-    assert result.tokens == [*line.tokens[:4], *recall.encode(" quick fox")]
+    result = continue_text(new, [line], recall.spelling)
+    assert result.tokens == [*line.tokens[:4], *recall.tokenizer.encode(" quick fox")]
     assert (result.kept_tokens, result.reason) == (4, "no safe seam")
 
 
@@ -119,16 +128,18 @@ def test_prepared_lines_give_what_others_give_whatever_holds_the_ids(recall: Tex
     random = Random(7)
     base = "<|im_start|>" + say(random, 300)
     texts = [base[: random.randint(1, len(base))] + say(random, 5) for _ in range(6)]
-    lines = [StoredBranch(text, kind(letters(recall, text[12:40]) + recall.encode(text))) for text in texts[:2]]
-    lines += [StoredBranch(text, kind(recall.encode(text))) for text in texts[2:]]
-    prepared = [index_line(line, recall) for line in lines]
+    lines = [
+        StoredBranch(text, kind(letters(recall, text[12:40]) + recall.tokenizer.encode(text))) for text in texts[:2]
+    ]
+    lines += [StoredBranch(text, kind(recall.tokenizer.encode(text))) for text in texts[2:]]
+    prepared = [recall.spelling.index(line) for line in lines]
     assert all(isinstance(line, IndexedLine) for line in prepared)
     for _ in range(20):
         new = base[: random.randint(1, len(base))] + say(random, 3)
-        result = continue_text(new, lines, recall)
-        assert result == continue_text(new, prepared, recall)
+        result = continue_text(new, lines, recall.spelling)
+        assert result == continue_text(new, prepared, recall.spelling)
         assert all(type(token) is int for token in result.tokens)
-        each = [continue_text(new, [line], recall) for line in lines]
+        each = [continue_text(new, [line], recall.spelling) for line in lines]
         assert result.kept_tokens == max(one.kept_tokens for one in each)
         assert (result.kept_tokens, result.common_characters) == max(
             (one.kept_tokens, one.common_characters) for one in each
@@ -163,24 +174,24 @@ def test_no_seam_is_told_by_words_where_the_tokenizer_changes_the_text(recall: T
     new = "<|im_start|>The QUICK brown fox"
     for model, kept in ((recall, 10), (changing, 1)):
         line = StoredBranch(
-            "<|im_start|>The QUICK bro", [*model.encode("<|im_start|>"), *letters(recall, "The QUICK bro")]
+            "<|im_start|>The QUICK bro", [*model.tokenizer.encode("<|im_start|>"), *letters(recall, "The QUICK bro")]
         )
-        result = continue_text(new, [line], model)
+        result = continue_text(new, [line], model.spelling)
         assert (result.kept_tokens, result.reason) == (kept, "no safe seam")
-    assert result.tokens == changing.encode(new)
+    assert result.tokens == changing.tokenizer.encode(new)
 
 
 def test_a_long_text_without_special_tokens_is_continued_at_its_end(recall: TextModel):
     """Words are looked at only near the end, and the seam is the same."""
     random = Random(3)
     text = say(random, 12_000)
-    line = StoredBranch(text, [*letters(recall, text[:50]), *recall.encode(text[50:])])
+    line = StoredBranch(text, [*letters(recall, text[:50]), *recall.tokenizer.encode(text[50:])])
     for new in (f"{text}, and more", f"{text[:-1]}abc", f"{text}{END}"):
-        result = continue_text(new, [line], recall)
-        assert recall.decode(result.tokens) == new
+        result = continue_text(new, [line], recall.spelling)
+        assert recall.tokenizer.decode(result.tokens) == new
         assert result.kept_tokens > len(line.tokens) - 10
         rest = len(result.tokens) - result.kept_tokens
-        assert result.tokens[-rest:] == recall.encode(new)[-rest:]
+        assert result.tokens[-rest:] == recall.tokenizer.encode(new)[-rest:]
 
 
 def test_a_hundred_thousand_tokens_cost_less_than_tokenizing_them(recall: TextModel):
@@ -188,10 +199,10 @@ def test_a_hundred_thousand_tokens_cost_less_than_tokenizing_them(recall: TextMo
     random = Random(1)
     turns = [f"<|im_start|>user\n{say(random, 400)}{END}\n" for _ in range(100)]
     text = "".join(turns)
-    tokens = recall.encode(text)
+    tokens = recall.tokenizer.encode(text)
     lines = [StoredBranch("".join(turns[: 100 - k]) + "x" * k, tokens) for k in range(1, 8)]
     lines.append(StoredBranch(text, tokens))
-    prepared = [index_line(line, recall) for line in lines]
+    prepared = [recall.spelling.index(line) for line in lines]
 
     def cost(work: Any) -> float:
         times = []
@@ -202,20 +213,20 @@ def test_a_hundred_thousand_tokens_cost_less_than_tokenizing_them(recall: TextMo
         return min(times)
 
     assert len(tokens) > 100_000
-    encoding = cost(lambda: recall.encode(text))
+    encoding = cost(lambda: recall.tokenizer.encode(text))
     new = f"{text}<|im_start|>more"
-    assert continue_text(new, prepared, recall).kept_tokens == len(tokens)
-    assert cost(lambda: continue_text(new, prepared, recall)) < encoding / 4
-    assert cost(lambda: continue_text(new, lines, recall)) < 2 * encoding
+    assert continue_text(new, prepared, recall.spelling).kept_tokens == len(tokens)
+    assert cost(lambda: continue_text(new, prepared, recall.spelling)) < encoding / 4
+    assert cost(lambda: continue_text(new, lines, recall.spelling)) < 2 * encoding
 
 
 def test_many_threads_share_one_model(recall: TextModel):
-    fresh = TextModel(recall._wrapper)
+    fresh = TextModel(recall.template.bare._wrapper)
     text = "<|im_start|>" + say(Random(2), 500)
-    line = StoredBranch(text, recall.encode(text))
+    line = StoredBranch(text, recall.tokenizer.encode(text))
     with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(lambda n: continue_text(f"{text}{n}", [line], fresh).tokens, range(64)))
-    assert results == [recall.encode(f"{text}{n}") for n in range(64)]
+        results = list(pool.map(lambda n: continue_text(f"{text}{n}", [line], fresh.spelling).tokens, range(64)))
+    assert results == [recall.tokenizer.encode(f"{text}{n}") for n in range(64)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -228,19 +239,24 @@ def test_the_common_length_is_where_the_first_difference_is(one: bytes, other: b
 
 
 def test_the_class_says_how_much_is_common(recall: TextModel):
-    line = StoredBranch("0123456789", recall.encode("0123456789"))
+    line = StoredBranch("0123456789", recall.tokenizer.encode("0123456789"))
     cases = [("0123456789", "exact"), ("0123456789a", "extend"), ("01234567a", "partial"), ("0123456a", "diverge")]
     for new, match in cases:
-        result = continue_text(new, [line], recall)
+        result = continue_text(new, [line], recall.spelling)
         assert (result.match, result.line) == (Match(match), 0)
     assert [result.common_characters, result.kept_tokens] == [7, 7]
-    for lines in ([], [StoredBranch("xyz", recall.encode("xyz"))], [StoredBranch("", [])]):
-        result = continue_text("abc", lines, recall)
-        assert (result.tokens, result.line, result.match, result.kept_tokens) == (recall.encode("abc"), None, None, 0)
+    for lines in ([], [StoredBranch("xyz", recall.tokenizer.encode("xyz"))], [StoredBranch("", [])]):
+        result = continue_text("abc", lines, recall.spelling)
+        assert (result.tokens, result.line, result.match, result.kept_tokens) == (
+            recall.tokenizer.encode("abc"),
+            None,
+            None,
+            0,
+        )
 
 
 def test_an_unpaired_surrogate_is_the_callers_fault_and_in_a_line_only_a_difference(recall: TextModel):
     with pytest.raises(InvalidRequest):
-        continue_text("a\ud800", [StoredBranch("a", recall.encode("a"))], recall)
-    line = StoredBranch("hello \ud800", recall.encode("hello"))
-    assert recall.decode(continue_text("hello ?", [line], recall).tokens) == "hello ?"
+        continue_text("a\ud800", [StoredBranch("a", recall.tokenizer.encode("a"))], recall.spelling)
+    line = StoredBranch("hello \ud800", recall.tokenizer.encode("hello"))
+    assert recall.tokenizer.decode(continue_text("hello ?", [line], recall.spelling).tokens) == "hello ?"

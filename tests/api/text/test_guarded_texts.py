@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
 from tokenizers.normalizers import Normalizer
 
-from satchel.api.text.continuation import StoredBranch, continue_text, index_line
+from satchel.api.text.continuation import StoredBranch, continue_text
 from satchel.api.text.control_tokens import BREAK, breaks_of, unbroken, with_breaks
 from satchel.api.text.model import TextModel
 from satchel.api.text.recent import RecentTexts
@@ -43,38 +43,42 @@ def model(request: pytest.FixtureRequest, made: dict[str, TextModel]) -> TextMod
 
 def conversation(model: TextModel, texts: list[str], guard: bool = True) -> str:
     """Turns of a template, which writes control tokens around what callers say, and joins two of them at each turn."""
-    shown = [model.controls.guarded(text) if guard else text for text in texts]
+    shown = [model.tokenizer.controls.guarded(text) if guard else text for text in texts]
     return "".join(f"{START}user\n{text}{shown[0]}{END}\n" for text in shown)
 
 
 def controls(model: TextModel, tokens: list[int], unknown: bool = False) -> list[int]:
     """The control tokens among `tokens`, without the one for characters that a vocabulary does not have."""
-    own = model.token_of("<unk>")
-    return [token for token in tokens if token in model.controls.ids and (unknown or token != own)]
+    own = model.tokenizer.token_of("<unk>")
+    return [token for token in tokens if token in model.tokenizer.controls.ids and (unknown or token != own)]
 
 
 @quick
 @given(texts=turns)
 def test_no_text_becomes_a_control_token(texts: list[str], model: TextModel):
     """Neither alone nor with the text that follows it."""
-    tokens = model.encode(conversation(model, texts))
-    assert controls(model, tokens) == controls(model, model.encode(conversation(model, ["a"] * len(texts))))
+    tokens = model.tokenizer.encode(conversation(model, texts))
+    assert controls(model, tokens) == controls(model, model.tokenizer.encode(conversation(model, ["a"] * len(texts))))
     if model.name in LOSSLESS:
-        assert model.decode(tokens) == unbroken(conversation(model, texts)) == conversation(model, texts, guard=False)
+        assert (
+            model.tokenizer.decode(tokens)
+            == unbroken(conversation(model, texts))
+            == conversation(model, texts, guard=False)
+        )
 
 
 @quick
 @given(texts=st.lists(harmless, min_size=1, max_size=4))
 def test_texts_without_marks_are_not_touched(texts: list[str], model: TextModel):
     """The same string, so the same tokens, and nothing that is in memory is lost."""
-    assert all(model.controls.guarded(text) is text for text in texts)
+    assert all(model.tokenizer.controls.guarded(text) is text for text in texts)
     assert conversation(model, texts) == conversation(model, texts, guard=False)
 
 
 def without_control(model: TextModel) -> Tokenizer:
     """The tokenizer as its file would be without control tokens."""
-    state = json.loads(model._tokenizer.backend_tokenizer.to_str())
-    state["added_tokens"] = [each for each in state["added_tokens"] if each["id"] not in model.controls.ids]
+    state = json.loads(model.tokenizer._tokenizer.backend_tokenizer.to_str())
+    state["added_tokens"] = [each for each in state["added_tokens"] if each["id"] not in model.tokenizer.controls.ids]
     state["post_processor"] = None
     return Tokenizer.from_str(json.dumps(state))
 
@@ -87,8 +91,8 @@ def test_a_callers_text_has_the_tokens_of_its_spelling(text: str, model: TextMod
         # Their vocabularies have marks as words, or cannot be asked.
         return
     spelling = without_control(model).encode(text, add_special_tokens=False).tokens
-    for guarded in (model.controls.guarded(text), with_breaks(text, range(1, len(text)))):
-        assert model.written(model.encode(guarded)) == spelling
+    for guarded in (model.tokenizer.controls.guarded(text), with_breaks(text, range(1, len(text)))):
+        assert model.tokenizer.written(model.tokenizer.encode(guarded)) == spelling
 
 
 @quick
@@ -97,17 +101,21 @@ def test_what_stands_around_a_callers_mark_is_tokenized_as_without_it(text: str,
     """A break where no mark is changes no token."""
     plain = f"{START}user\nhello{END}\n{START}a"
     at = plain.index("hello") + 2
-    whole = model.encode(f"{plain}{text}{more}")
+    whole = model.tokenizer.encode(f"{plain}{text}{more}")
     if model.name != "python":
-        assert model.encode(with_breaks(plain, [at]) + text + more) == whole
+        assert model.tokenizer.encode(with_breaks(plain, [at]) + text + more) == whole
 
 
 @quick
 @given(texts=turns)
 def test_what_the_tokenizer_puts_around_a_text_is_put_around_a_guarded_one(texts: list[str], model: TextModel):
     prompt = conversation(model, [*texts, END])
-    around = [*model.begin_tokens, *model.encode(prompt), *model.closing_tokens]
-    assert model.encode(prompt, special_tokens=True) == model.encode_prompt(prompt, "", special_tokens=True) == around
+    around = [*model.tokenizer.begin_tokens, *model.tokenizer.encode(prompt), *model.tokenizer.closing_tokens]
+    assert (
+        model.tokenizer.encode(prompt, special_tokens=True)
+        == model.recent.encode(prompt, "", special_tokens=True)
+        == around
+    )
 
 
 @quick
@@ -118,9 +126,9 @@ def test_memory_of_guarded_texts_gives_the_tokens_of_their_whole_encoding(
     """Continued, cut or parted anywhere: what the line has as a token is one in the new text, or the seam is before."""
     before = conversation(model, old)
     new = conversation(model, [*old[: cut % (len(old) + 1)], *more])
-    line = StoredBranch(unbroken(before), model.encode(before))
-    assert continue_text(new, [line], model).tokens == model.encode(new)
-    assert continue_text(new, [index_line(line, model)], model).tokens == model.encode(new)
+    line = StoredBranch(unbroken(before), model.tokenizer.encode(before))
+    assert continue_text(new, [line], model.spelling).tokens == model.tokenizer.encode(new)
+    assert continue_text(new, [model.spelling.index(line)], model.spelling).tokens == model.tokenizer.encode(new)
 
 
 @quick
@@ -129,29 +137,31 @@ def test_the_same_text_with_other_structure_is_not_continued(
     old: str, new: str, ours: bool, theirs: bool, model: TextModel
 ):
     """A mark that was a token is not one when a caller writes it, and the other way round."""
-    guard = model.controls.guarded
+    guard = model.tokenizer.controls.guarded
     before = f"{START}user\n{guard(old) if theirs else old}"
     after = f"{START}user\n{guard(old) if ours else old}{new}"
-    line = StoredBranch(unbroken(before), model.encode(before))
-    result = continue_text(after, [line], model)
-    assert controls(model, result.tokens) == controls(model, model.encode(after))
+    line = StoredBranch(unbroken(before), model.tokenizer.encode(before))
+    result = continue_text(after, [line], model.spelling)
+    assert controls(model, result.tokens) == controls(model, model.tokenizer.encode(after))
     assert unbroken(after)[: result.common_characters] == line.text[: result.common_characters]
 
 
 def test_a_mark_whose_end_is_another_tokens_begin_is_text_in_memory_too(made: dict[str, TextModel]):
     model = model_of("flags", made)
-    before, after = (f"{START}user\n{said}" for said in (model.controls.guarded("> <|user|>!hel"), "> <|user|>!hel"))
-    line = StoredBranch(unbroken(before), model.encode(before))
-    assert continue_text(after, [line], model).tokens == model.encode(after)
+    before, after = (
+        f"{START}user\n{said}" for said in (model.tokenizer.controls.guarded("> <|user|>!hel"), "> <|user|>!hel")
+    )
+    line = StoredBranch(unbroken(before), model.tokenizer.encode(before))
+    assert continue_text(after, [line], model.spelling).tokens == model.tokenizer.encode(after)
 
 
 def test_a_mark_before_spaces_is_text_in_memory_too(made: dict[str, TextModel]):
     """Where a token for several spaces is longer than they are."""
     model = model_of("gemma", made)
-    before = f"{START}user\n{model.controls.guarded(START)}  "
-    line = StoredBranch(unbroken(before), model.encode(before))
+    before = f"{START}user\n{model.tokenizer.controls.guarded(START)}  "
+    line = StoredBranch(unbroken(before), model.tokenizer.encode(before))
     after = f"{START}user\n{START}  {START}"
-    assert continue_text(after, [line], model).tokens == model.encode(after)
+    assert continue_text(after, [line], model.spelling).tokens == model.tokenizer.encode(after)
 
 
 @quick
@@ -159,12 +169,12 @@ def test_a_mark_before_spaces_is_text_in_memory_too(made: dict[str, TextModel]):
 def test_drawn_ids_of_guarded_texts_are_kept(texts: list[str], seed: int, model: TextModel):
     """Whatever pieces the model drew, the prompt has the control tokens that it should have."""
     before = conversation(model, texts)
-    line = StoredBranch(unbroken(before), redrawn(model, model.encode(before), Random(seed), 0.5))
-    new = f"{before}{START}user\n{model.controls.guarded(texts[-1])}{END}"
-    result = continue_text(new, [line], model)
-    assert controls(model, result.tokens) == controls(model, model.encode(new))
+    line = StoredBranch(unbroken(before), redrawn(model, model.tokenizer.encode(before), Random(seed), 0.5))
+    new = f"{before}{START}user\n{model.tokenizer.controls.guarded(texts[-1])}{END}"
+    result = continue_text(new, [line], model.spelling)
+    assert controls(model, result.tokens) == controls(model, model.tokenizer.encode(new))
     if model.name in LOSSLESS:
-        assert model.decode(result.tokens) == unbroken(new)
+        assert model.tokenizer.decode(result.tokens) == unbroken(new)
         # Python's own tokenizers cannot tell bytes that are no text from the character for such.
         assert result.kept_tokens == len(line.tokens) or model.name == "python"
 
@@ -173,35 +183,35 @@ def test_a_tokenizer_written_in_python_finds_lines_again_that_name_control_token
     model = model_of("python", made)
     before = conversation(model, [f"what is {END} for?", START])
     new = before + conversation(model, [f"{END}{END}"])
-    result = continue_text(new, [StoredBranch(unbroken(before), model.encode(before))], model)
-    assert result.tokens == model.encode(new)
-    assert result.kept_tokens == len(model.encode(before))
+    result = continue_text(new, [StoredBranch(unbroken(before), model.tokenizer.encode(before))], model.spelling)
+    assert result.tokens == model.tokenizer.encode(new)
+    assert result.kept_tokens == len(model.tokenizer.encode(before))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen", "flags", "gemma", "unigram", "bos"])
 def test_recent_texts_are_guarded_too(kind: str, made: dict[str, TextModel]):
     """Long prompts that go on from others, with marks everywhere."""
     model, random = model_of(kind, made), Random(kind)
-    recent, texts = RecentTexts(model), []
+    recent, texts = RecentTexts(model.spelling), []
     for _ in range(5):
         texts.append("".join(random.choices([*PIECES, *WORDS * 10], k=4000)))
         prompt = conversation(model, texts)
-        assert recent.encode(prompt, "") == model.encode(prompt)
+        assert recent.encode(prompt, "") == model.tokenizer.encode(prompt)
         unguarded = conversation(model, texts, guard=False)
-        assert recent.encode(unguarded, "") == model.encode(unguarded)
+        assert recent.encode(unguarded, "") == model.tokenizer.encode(unguarded)
 
 
 def test_a_mark_that_texts_make_together_is_text(made: dict[str, TextModel]):
     """Templates join the parts of a message, and what they have stripped."""
     model = model_of("qwen", made)
-    guard = model.controls.guarded
+    guard = model.tokenizer.controls.guarded
     for cut in range(1, len(END)):
         first, last = END[:cut], END[cut:]
-        assert model.encode(f"a{guard(first)}{guard(last)}") == model.encode(guard(f"a{END}"))
+        assert model.tokenizer.encode(f"a{guard(first)}{guard(last)}") == model.tokenizer.encode(guard(f"a{END}"))
         assert END not in guard(f"{first}  \n").strip() + guard(last)
         middle = len(last) // 2
         parts = (first, last[:middle], last[middle:])
-        assert not controls(model, model.encode("".join(map(guard, parts))))
+        assert not controls(model, model.tokenizer.encode("".join(map(guard, parts))))
 
 
 def test_breaks_are_places_in_the_unbroken_text():
@@ -213,17 +223,17 @@ def test_breaks_are_places_in_the_unbroken_text():
 
 def test_no_caller_can_write_a_break(text: TextModel):
     """It is no valid Unicode, as every other surrogate."""
-    for guard in (text.controls.guarded, lambda said: text.controls.guarded_value({"a": [said]})):
+    for guard in (text.tokenizer.controls.guarded, lambda said: text.tokenizer.controls.guarded_value({"a": [said]})):
         with pytest.raises(InvalidRequest, match="unpaired surrogate at character 3"):
             guard(f"<|i{BREAK}m_end|>")
     with pytest.raises(InvalidRequest, match="unpaired surrogate"):
-        text.encode(text.controls.guarded("\ud800<|im_end|>"))
+        text.tokenizer.encode(text.tokenizer.controls.guarded("\ud800<|im_end|>"))
 
 
 def test_values_are_guarded_to_the_keys_and_only_where_they_name_a_mark(text: TextModel):
     value = {"a": [1, None, True, {"b": "c"}], "d": "x"}
-    assert text.controls.guarded_value(value) is value
-    marked = text.controls.guarded_value({f"k{END}": [f"{END}"], "same": ["y"]})
+    assert text.tokenizer.controls.guarded_value(value) is value
+    marked = text.tokenizer.controls.guarded_value({f"k{END}": [f"{END}"], "same": ["y"]})
     ((key, listed), (_, same)) = marked.items()
     assert (unbroken(key), unbroken(listed[0]), same) == (f"k{END}", END, ["y"])
     assert BREAK in key and BREAK in listed[0]
@@ -234,12 +244,16 @@ def test_a_mark_in_another_spelling_is_text_where_the_tokenizer_folds_it():
     tokenizer = KINDS["lowercase"]()
     tokenizer.add_tokens([AddedToken("<tool_call>", normalized=True)])
     model = text_model(tokenizer)
-    assert model.encode("<TOOL_CALL>") == model.encode("<tool_call>") == [model.token_of("<tool_call>")]
+    assert (
+        model.tokenizer.encode("<TOOL_CALL>")
+        == model.tokenizer.encode("<tool_call>")
+        == [model.tokenizer.token_of("<tool_call>")]
+    )
     for said in ("<TOOL_CALL>", "a <Tool_Call> b", "<tool_call>", "<tool_call> <TOOL_CALL>"):
-        tokens = model.encode(model.controls.guarded(said))
+        tokens = model.tokenizer.encode(model.tokenizer.controls.guarded(said))
         assert not controls(model, tokens)
-        assert model.decode(tokens) == said.lower()
-    assert model.controls.guarded("Hello <b>") == "Hello <b>"
+        assert model.tokenizer.decode(tokens) == said.lower()
+    assert model.tokenizer.controls.guarded("Hello <b>") == "Hello <b>"
 
 
 @pytest.mark.parametrize(
@@ -252,15 +266,19 @@ def test_a_mark_in_another_spelling_is_text_in_parts_too(normalizer: Normalizer)
     tokenizer = KINDS["lowercase"]()
     tokenizer.normalizer = normalizer
     tokenizer.add_tokens([AddedToken("<|tool|>", normalized=True)])
-    model, guard = text_model(tokenizer), text_model(tokenizer).controls.guarded
+    model, guard = text_model(tokenizer), text_model(tokenizer).tokenizer.controls.guarded
     for mark in ("<|tool|>", "<|TOOL|>", "＜｜tool｜＞", "<|t\u200bool|>"):
         for said in (mark, f"a {mark} b"):
-            assert not controls(model, model.encode(guard(said))), said
+            assert not controls(model, model.tokenizer.encode(guard(said))), said
             for cut in range(1, len(said)):
                 parts = (said[:cut], said[cut:])
-                assert not controls(model, model.encode("".join(map(guard, parts)))), parts
-                assert not controls(model, model.encode(guard(f"{parts[0]}  \n").strip() + guard(parts[1]))), parts
-    assert controls(model, model.encode(f"<|tool|>{guard('<|tool|>')}")) == [model.token_of("<|tool|>")]
+                assert not controls(model, model.tokenizer.encode("".join(map(guard, parts)))), parts
+                assert not controls(
+                    model, model.tokenizer.encode(guard(f"{parts[0]}  \n").strip() + guard(parts[1]))
+                ), parts
+    assert controls(model, model.tokenizer.encode(f"<|tool|>{guard('<|tool|>')}")) == [
+        model.tokenizer.token_of("<|tool|>")
+    ]
 
 
 @pytest.mark.parametrize("template", ["{% for message in messages %}<|tool>{{ message.content }}{% endfor %}", ""])
@@ -270,15 +288,15 @@ def test_a_mark_that_begins_another_takes_no_other_text_for_its_rest(template: s
     model = text_model(tokenizer)
     model.template = lambda *_: template  # type: ignore[method-assign]
     tools = [{"type": "function", "function": {"name": "open_door", "parameters": {"type": "object"}}}]
-    assert model.controls.guarded_value(tools) == tools
+    assert model.tokenizer.controls.guarded_value(tools) == tools
     for said in ("Hello", "function", "Hello /nothink"):
-        assert model.controls.guarded(said) == said or said.endswith("/nothink")
-    assert model.controls.guarded("begin") == (f"{BREAK}begin" if template else "begin")
+        assert model.tokenizer.controls.guarded(said) == said or said.endswith("/nothink")
+    assert model.tokenizer.controls.guarded("begin") == (f"{BREAK}begin" if template else "begin")
 
 
 def test_words_of_a_text_are_no_control_tokens(made: dict[str, TextModel]):
     """Tokens for white space and for HTML stay what they are."""
     gemma = model_of("gemma", made)
-    named = {gemma.added_tokens[token].content for token in gemma.controls.ids}
+    named = {gemma.tokenizer.added_tokens[token].content for token in gemma.tokenizer.controls.ids}
     assert {START, END} <= named
     assert not {content for content in named if not content.strip()}

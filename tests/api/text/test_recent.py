@@ -34,24 +34,24 @@ class Counted:
 
     def __init__(self, model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.characters = 0
-        encode = model.encode
+        encode = model.tokenizer.encode
 
         def counted(text: str, *, special_tokens: bool = False) -> list[int]:
             self.characters += len(text)
             return encode(text, special_tokens=special_tokens)
 
-        monkeypatch.setattr(model, "encode", counted)
+        monkeypatch.setattr(model.tokenizer, "encode", counted)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen", "right", "whole", "flags", "lowercase", "bos", "gemma", "unigram"])
 def test_texts_that_go_on_have_the_ids_of_their_whole_encoding(kind: str, made: dict[str, TextModel]):
     """Appended to, cut, changed near the end and in the middle; with added tokens and without any for long."""
     model, random = model_of(kind, made), Random(kind)
-    recent = RecentTexts(model)
+    recent = RecentTexts(model.spelling)
     text = say(random, 60_000)
     for _ in range(4):
         for changed in (text, text[:-3], text[:-9000] + "x" + text[-9000:], text[:20_000] + say(random, 30_000)):
-            assert recent.encode(changed, "") == model.encode(changed)
+            assert recent.encode(changed, "") == model.tokenizer.encode(changed)
         text += random.choice(["", f"{END}{START}"]) + say(random, random.choice([40, 9000]))
 
 
@@ -63,27 +63,27 @@ def test_only_what_is_new_is_encoded(
 ):
     model, random = model_of("llama3", made), Random(1)
     text = say(random, 200_000)
-    model.encode_prompt(text, "a")
+    model.recent.encode(text, "a")
     counted = Counted(model, monkeypatch)
     for _ in range(3):
         text += (f"{END}{START}" if marked else "") + say(random, 300)
-        model.encode_prompt(text, "a")
+        model.recent.encode(text, "a")
     # Where no special token is near, the encoding begins up to 16 KB before what is new.
     assert counted.characters < 20_000 * (1 if marked else 3) + 10_000
 
 
 def test_other_scopes_encode_anew(made: dict[str, TextModel], monkeypatch: pytest.MonkeyPatch):
     model, text = model_of("qwen", made), say(Random(2), 50_000)
-    model.encode_prompt(text, "one/")
+    model.recent.encode(text, "one/")
     counted = Counted(model, monkeypatch)
-    model.encode_prompt(text + "!", "other/")
+    model.recent.encode(text + "!", "other/")
     assert counted.characters >= len(text)
 
 
 def test_what_was_used_least_recently_is_forgotten(made: dict[str, TextModel], monkeypatch: pytest.MonkeyPatch):
     model, random = model_of("llama3", made), Random(3)
     texts = [say(random, 50_000) for _ in range(6)]
-    recent = RecentTexts(model, bytes_max=2_000_000)
+    recent = RecentTexts(model.spelling, bytes_max=2_000_000)
     for text in texts:
         recent.encode(text, "")
     counted = Counted(model, monkeypatch)
@@ -96,10 +96,10 @@ def test_what_was_used_least_recently_is_forgotten(made: dict[str, TextModel], m
 def test_special_tokens_are_put_around(made: dict[str, TextModel]):
     model, text = model_of("bos", made), say(Random(4), 50_000)
     for _ in range(2):
-        assert model.encode_prompt(text, "", special_tokens=True) == model.encode(text, special_tokens=True)
+        assert model.recent.encode(text, "", special_tokens=True) == model.tokenizer.encode(text, special_tokens=True)
         text += "more"
 
 
 def test_text_that_is_no_unicode_is_refused(made: dict[str, TextModel]):
     with pytest.raises(InvalidRequest, match="surrogate"):
-        model_of("qwen", made).encode_prompt("a" * 10_000 + "\ud800", "")
+        model_of("qwen", made).recent.encode("a" * 10_000 + "\ud800", "")

@@ -71,13 +71,13 @@ def test_an_answer_is_what_the_template_writes_after_its_prompt():
     model = load_text_model(EMBEDDED / "script")
     assert model.script is not None
     said = [{"role": "user", "content": "Hi"}]
-    prompt = model.render(said)
-    whole = model.render([*said, {"role": "assistant", "content": "Hello there"}], generation_prompt=False)
-    tokens = answer_tokens(model, prompt, whole)
-    assert model.encode("Hello there") == tokens
+    prompt = model.template.render(said)
+    whole = model.template.render([*said, {"role": "assistant", "content": "Hello there"}], generation_prompt=False)
+    tokens = answer_tokens(model.tokenizer, prompt, whole)
+    assert model.tokenizer.encode("Hello there") == tokens
     assert token_grammar(tokens) == "start: " + " ".join(f"<[{token}]>" for token in tokens)
     with pytest.raises(InvalidRequest, match="cannot be scripted"):
-        answer_tokens(model, prompt, "something else")
+        answer_tokens(model.tokenizer, prompt, "something else")
 
 
 def test_the_scripted_model_has_the_tokenizer_of_the_other_one():

@@ -132,7 +132,8 @@ async def test_one_that_has_ended_is_not_cancelled(asking):
 
 
 async def test_a_failure_is_its_status(asking, backend):
-    backend.play(RowUpdate("row", backend.text.encode("Hello"), cached_tokens=0), GenerationFailed("it broke"))
+    tokenizer = backend.text.tokenizer
+    backend.play(RowUpdate("row", tokenizer.encode("Hello"), cached_tokens=0), GenerationFailed("it broke"))
     failed = await shown(asking, (await asking.say("Hi", background=True))["id"], until="failed")
     assert failed["error"] == {"code": "server_error", "message": "it broke"}
     long = await asking.say("word " * 20_000, background=True)

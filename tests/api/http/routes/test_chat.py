@@ -29,7 +29,7 @@ async def test_a_whole_answer(api, backend):
     assert choice["finish_reason"] == "stop"
     usage = body["usage"]
     assert usage["prompt_tokens"] == len(backend.requests[0]["prompt"])
-    assert usage["completion_tokens"] == len(backend.text.encode("Hello wörld 😀"))
+    assert usage["completion_tokens"] == len(backend.text.tokenizer.encode("Hello wörld 😀"))
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
 
@@ -65,7 +65,7 @@ async def test_a_stream_is_not_silent_while_its_prompt_is_read(api, backend, mon
     for name in ("PING_S", "HEADERS_WAIT_S"):
         monkeypatch.setattr(f"satchel.api.http.event_stream.{name}", 0.03)
     body, waiting = SILENT[path]
-    hello = RowUpdate("r", backend.text.encode("Hello"), cached_tokens=0)
+    hello = RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0)
     backend.play(0.3, hello, 0.2, RowUpdate("r", [], finish="stop"))
     answer = await api.client.post(path, json={"model": "satchel/tiny", "stream": True, **body})
     assert answer.status_code == 200
@@ -99,7 +99,7 @@ async def test_include_usage_adds_one_chunk_and_nulls(api, backend):
     assert done == "[DONE]"
     assert last["choices"] == []
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
-    assert last["usage"]["completion_tokens"] == len(backend.text.encode("Hello"))
+    assert last["usage"]["completion_tokens"] == len(backend.text.tokenizer.encode("Hello"))
     assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
@@ -119,8 +119,8 @@ async def test_stream_and_whole_answer_agree(api, backend):
 
 
 async def test_end_tokens_never_show(api, backend):
-    ends = [backend.text.encode("<|im_end|>")[0], backend.text.encode("<|endoftext|>")[0]]
-    hello = backend.text.encode("Hello")
+    ends = [backend.text.tokenizer.encode("<|im_end|>")[0], backend.text.tokenizer.encode("<|endoftext|>")[0]]
+    hello = backend.text.tokenizer.encode("Hello")
     backend.play(RowUpdate("r", [*hello, ends[0], *hello, ends[1]], finish="length", cached_tokens=0))
     body = (await api.chat(ignore_eos=True)).json()
     assert body["choices"][0]["message"]["content"] == "HelloHello"
@@ -131,7 +131,7 @@ async def test_end_tokens_never_show(api, backend):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_cuts_the_answer_and_stops_the_row(api, backend, stream):
     waiting = asyncio.Event()
-    tokens = backend.text.encode("one two STOP three")
+    tokens = backend.text.tokenizer.encode("one two STOP three")
     backend.play(*[RowUpdate("r", [token], cached_tokens=0) for token in tokens], waiting)
     if stream:
         *chunks, _ = await api.stream(stop=["never", "STOP"])
@@ -231,7 +231,7 @@ def api_tokens(backend: Any, model: str) -> list[int]:
     from satchel.api.text.model import load_text_model
 
     folder = next(served.folder for served in backend.served if served.name == model)
-    return load_text_model(folder).encode(CALL)
+    return load_text_model(folder).tokenizer.encode(CALL)
 
 
 async def test_special_tool_markers_are_seen_and_never_shown(api, backend, folders, texts):
@@ -239,7 +239,7 @@ async def test_special_tool_markers_are_seen_and_never_shown(api, backend, folde
     backend.served[0] = type(backend.served[0])(
         "satchel/tiny", b"3" * 32, b"3" * 32, str(folders["special"]), 1000, 512, 1_700_000_000
     )
-    backend.play(RowUpdate("r", text.encode("Well. " + CALL), finish="stop", cached_tokens=0))
+    backend.play(RowUpdate("r", text.tokenizer.encode("Well. " + CALL), finish="stop", cached_tokens=0))
     choice = (await api.chat(tools=[WEATHER])).json()["choices"][0]
     assert choice["message"]["content"] == "Well."
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
@@ -326,7 +326,7 @@ async def test_an_error_before_the_first_byte_is_an_http_error(api, backend, str
     ],
 )
 async def test_an_error_in_mid_stream_is_one_event_and_the_end(api, backend, failure, code):
-    backend.play(RowUpdate("r", backend.text.encode("Hello"), cached_tokens=0), failure)
+    backend.play(RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), failure)
     events = await api.stream()
     assert "[DONE]" not in events
     assert events[-1]["error"]["code"] == code
@@ -335,7 +335,7 @@ async def test_an_error_in_mid_stream_is_one_event_and_the_end(api, backend, fai
 
 
 async def test_a_row_that_ends_without_an_end_is_an_error(api, backend):
-    backend.play(RowUpdate("r", backend.text.encode("Hello"), cached_tokens=0))
+    backend.play(RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0))
     assert (await api.chat()).status_code == 500
     assert "error" in (await api.stream())[-1]
 

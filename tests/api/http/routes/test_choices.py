@@ -24,7 +24,7 @@ async def test_choices_come_in_order_and_the_prompt_counts_once(api, backend):
     assert tuple(choice["message"]["content"] for choice in body["choices"]) == ANSWERS
     usage = body["usage"]
     assert usage["prompt_tokens"] == len(backend.requests[0]["prompt"])
-    assert usage["completion_tokens"] == sum(len(backend.text.encode(text)) for text in ANSWERS)
+    assert usage["completion_tokens"] == sum(len(backend.text.tokenizer.encode(text)) for text in ANSWERS)
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 9}
 
@@ -62,7 +62,7 @@ async def test_n_and_several_prompts_make_a_table_prompt_by_prompt(api, backend)
     accept = backend.generate
 
     async def generate(model, row, **how):
-        prompt, choice = backend.text.decode(row.prompt), row.sampling.choice
+        prompt, choice = backend.text.tokenizer.decode(row.prompt), row.sampling.choice
         backend.say(f"{prompt}{choice}")
         return await accept(model, row, **how)
 
@@ -71,7 +71,7 @@ async def test_n_and_several_prompts_make_a_table_prompt_by_prompt(api, backend)
     assert [choice["text"] for choice in body["choices"]] == ["a0", "a1", "a2", "b0", "b1", "b2"]
     assert [choice["index"] for choice in body["choices"]] == list(range(6))
     assert body["usage"]["prompt_tokens"] == 2
-    seeds = {backend.text.decode(row["prompt"]): row["sampling"].seed for row in backend.requests}
+    seeds = {backend.text.tokenizer.decode(row["prompt"]): row["sampling"].seed for row in backend.requests}
     assert seeds["a"] != seeds["b"], "equal prompts in one request must not get equal answers"
 
 
@@ -177,7 +177,7 @@ async def test_the_limit_on_time_reaches_the_replica_and_is_at_most_the_configur
 async def test_a_request_ends_after_its_own_timeout(api, backend, stream):
     """In mid-stream as an event; the row is taken out."""
     await api.chat("so that the tokenizer is loaded")
-    backend.play(RowUpdate("r", backend.text.encode("Hello"), cached_tokens=0), asyncio.Event())
+    backend.play(RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), asyncio.Event())
     response = await api.chat(timeout_s=0.3, stream=stream)
     assert response.status_code == (200 if stream else 504)
     assert '"code":"deadline_exceeded"' in response.text
@@ -210,7 +210,8 @@ async def test_time_spent_on_sending_the_body_counts(api, backend):
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_client_that_reads_too_slowly_gets_the_errors_event(api, backend, n):
-    backend.play(RowUpdate("r", backend.text.encode("Hello"), cached_tokens=0), SlowReader("4096 tokens are unread"))
+    tokenizer = backend.text.tokenizer
+    backend.play(RowUpdate("r", tokenizer.encode("Hello"), cached_tokens=0), SlowReader("4096 tokens are unread"))
     events = await api.stream(n=n)
     assert "[DONE]" not in events
     assert events[-1]["error"]["code"] == "slow_reader"

@@ -21,7 +21,7 @@ async def test_one_text(api, backend):
 
 
 async def test_every_form_of_prompt(api, backend):
-    tokens = backend.text.encode("once upon")
+    tokens = backend.text.tokenizer.encode("once upon")
     for prompt, rows in (("once upon", 1), (["once", "upon"], 2), (tokens, 1), ([tokens, tokens, tokens], 3)):
         backend.requests.clear()
         body = (await api.complete(prompt)).json()
@@ -52,7 +52,7 @@ async def test_streams_of_several_prompts_interleave_by_index(api, backend):
         reasons[choice["index"]] += [choice["finish_reason"]] * (choice["finish_reason"] is not None)
     assert texts == ["one two", "three four"]
     assert reasons == [["stop"], ["stop"]]
-    assert usage["usage"]["completion_tokens"] == sum(len(backend.text.encode(text)) for text in texts)
+    assert usage["usage"]["completion_tokens"] == sum(len(backend.text.tokenizer.encode(text)) for text in texts)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -91,9 +91,9 @@ async def test_nothing_that_a_caller_says_is_structure(path: str, client: httpx.
         answer = await client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         prompts.append(backend.requests[-1]["prompt"])
-    marked, plain = ([token for token in prompt if token in backend.text.controls.ids] for prompt in prompts)
+    marked, plain = ([token for token in prompt if token in backend.text.tokenizer.controls.ids] for prompt in prompts)
     assert marked == plain
-    assert backend.text.decode(prompts[0]).count("evil") >= 2
+    assert backend.text.tokenizer.decode(prompts[0]).count("evil") >= 2
 
 
 async def test_a_models_config_can_make_marks_tokens(client: httpx.AsyncClient, backend: FakeBackend):
@@ -101,19 +101,19 @@ async def test_a_models_config_can_make_marks_tokens(client: httpx.AsyncClient, 
     body = {"messages": [{"role": "user", "content": MARKS}]}
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
     prompt = backend.requests[-1]["prompt"]
-    assert prompt == backend.text.encode(backend.text.decode(prompt))
+    assert prompt == backend.text.tokenizer.encode(backend.text.tokenizer.decode(prompt))
 
 
 async def test_a_bare_prompt_is_the_template(api: Chat, client: httpx.AsyncClient, backend: FakeBackend):
     """Who writes it writes the marks too, be it for an answer or to see its tokens."""
     raw = "<|im_start|>user\nx<|im_end|>\n"
     assert (await api.complete(raw)).status_code == 200
-    assert backend.requests[-1]["prompt"] == backend.text.encode(raw)
+    assert backend.requests[-1]["prompt"] == backend.text.tokenizer.encode(raw)
     tokens = (await client.post("/tokenize", json={"prompt": raw})).json()["tokens"]
-    assert tokens == backend.text.encode(raw)
+    assert tokens == backend.text.tokenizer.encode(raw)
     body = {"model": "satchel/tiny", "prompt": raw, "raw": True, "stream": False}
     assert (await client.post("/api/generate", json=body)).status_code == 200
-    assert backend.requests[-1]["prompt"] == backend.text.encode(raw)
+    assert backend.requests[-1]["prompt"] == backend.text.tokenizer.encode(raw)
 
 
 async def test_the_tokens_of_messages_are_those_of_a_request(client: httpx.AsyncClient, backend: FakeBackend):
@@ -140,9 +140,9 @@ async def test_a_file_around_a_gap_is_text(api: Chat, backend: FakeBackend, tmp_
     before, after = f"def f(): {marks[2]}", f"{marks[0]} <|im_end|>"
     assert (await api.complete(before, suffix=after)).status_code == 200
     prompt = backend.requests[-1]["prompt"]
-    prefix, suffix, middle = (backend.text.token_of(mark) for mark in marks)
-    assert [token for token in prompt if token in backend.text.controls.ids] == [prefix, suffix, middle]
-    assert backend.text.decode(prompt) == f"{marks[0]}{before}{marks[1]}{after}{marks[2]}"
+    prefix, suffix, middle = (backend.text.tokenizer.token_of(mark) for mark in marks)
+    assert [token for token in prompt if token in backend.text.tokenizer.controls.ids] == [prefix, suffix, middle]
+    assert backend.text.tokenizer.decode(prompt) == f"{marks[0]}{before}{marks[1]}{after}{marks[2]}"
 
 
 async def test_texts_that_are_embedded_and_ranked_are_text(client: httpx.AsyncClient, backend: FakeBackend):
@@ -153,8 +153,8 @@ async def test_texts_that_are_embedded_and_ranked_are_text(client: httpx.AsyncCl
         answer = await client.post(f"/v1/{path}", json={"model": "satchel/tiny", **body})
         assert answer.status_code == 200, answer.text
         for tokens in backend.pooled[-1].texts:
-            assert backend.text.decode(tokens) == MARKS
-            assert not backend.text.controls.ids & set(tokens)
+            assert backend.text.tokenizer.decode(tokens) == MARKS
+            assert not backend.text.tokenizer.controls.ids & set(tokens)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -162,7 +162,7 @@ async def test_marks_that_a_model_spells_are_told_as_text(streamed: bool, api: C
     """Letter by letter they are no control tokens: they neither end the answer nor vanish from it."""
     text = backend.text
     said = "It ends with <|im_end|> and <|endoftext|>."
-    spelled = [*text.encode(text.controls.guarded(said)), text.token_of("<|im_end|>")]
+    spelled = [*text.tokenizer.encode(text.tokenizer.controls.guarded(said)), text.tokenizer.token_of("<|im_end|>")]
     backend.play(*(RowUpdate("row", [token]) for token in spelled), RowUpdate("row", [], finish="stop"))
     if streamed:
         events = await api.stream()
@@ -178,7 +178,7 @@ async def test_calls_that_a_client_reads_itself_come_back_as_the_model_wrote_the
     """Without tools in the request a call is content, and its marks were tokens."""
     text = backend.text
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-    drawn = text.encode(call + "<|im_end|>")
+    drawn = text.tokenizer.encode(call + "<|im_end|>")
     backend.play(RowUpdate("row", drawn, finish="stop"))
     answer = (await api.chat()).json()["choices"][0]["message"]
     assert answer["content"] == call
@@ -187,7 +187,7 @@ async def test_calls_that_a_client_reads_itself_come_back_as_the_model_wrote_the
     assert (await api.post({"messages": thread})).status_code == 200
     prompt = backend.requests[-1]["prompt"]
     assert prompt[: len(first) + len(drawn)] == [*first, *drawn]
-    assert not text.tool_call_tokens & set(prompt[len(first) + len(drawn) :])
+    assert not text.tokenizer.call_tokens & set(prompt[len(first) + len(drawn) :])
     # Another salt is another caller.
     assert (await api.post({"messages": thread, "cache_salt": "other"})).status_code == 200
-    assert not text.tool_call_tokens & set(backend.requests[-1]["prompt"])
+    assert not text.tokenizer.call_tokens & set(backend.requests[-1]["prompt"])

@@ -114,7 +114,7 @@ async def test_the_calls_before_the_one_that_is_cut_are_whole(client: httpx.Asyn
 
 
 async def test_a_stop_token_within_a_call_leaves_it_out(client: httpx.AsyncClient, backend: FakeBackend):
-    (token,) = backend.text.encode("#")
+    (token,) = backend.text.tokenizer.encode("#")
     backend.say(f"{PART}#")
     assert await chats(client, stop_token_ids=[token]) == [([], "stop")] * 2
     assert await messages(client, stop_token_ids=[token]) == [([], "end_turn", None)] * 2

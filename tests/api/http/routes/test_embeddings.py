@@ -49,7 +49,7 @@ def vectors_of(answer: dict[str, Any]) -> np.ndarray:
 
 
 def bag(backend: FakeBackend, text: str | list[int]) -> np.ndarray:
-    tokens = backend.text.encode(text) if isinstance(text, str) else text
+    tokens = backend.text.tokenizer.encode(text) if isinstance(text, str) else text
     counts = np.bincount([token % DIMENSIONS for token in tokens], minlength=DIMENSIONS).astype(np.float32)
     return counts / np.linalg.norm(counts)
 
@@ -108,7 +108,7 @@ async def test_a_text_that_is_too_long_is_refused_or_cut(post, backend: FakeBack
     long = "word " * 900
     error = (await post(status=400, input=["a", long]))["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
-    tokens = len(backend.text.encode(long))
+    tokens = len(backend.text.tokenizer.encode(long))
     assert f"context length is 1000 tokens. However, your input[1] resulted in {tokens}" in error["message"]
     assert "at least" in (await post(status=400, input="word " * 40_000))["error"]["message"]
     assert (await post(status=400, input=[5] * 1001))["error"]["code"] == "context_length_exceeded"
@@ -116,7 +116,7 @@ async def test_a_text_that_is_too_long_is_refused_or_cut(post, backend: FakeBack
     for kept, count in ((-1, 1000), (7, 7)):
         for given in (long, "word " * 100_000, [*range(5, 10)] * 300):
             assert (await post(input=given, truncate_prompt_tokens=kept))["usage"]["prompt_tokens"] == count
-            whole = given if isinstance(given, list) else backend.text.encode(given[:9000])
+            whole = given if isinstance(given, list) else backend.text.tokenizer.encode(given[:9000])
             assert backend.pooled[-1].texts == [whole[:count]]
     error = (await post(status=400, input=long, truncate_prompt_tokens=1001))["error"]
     assert error["code"] == "context_length_exceeded", "as many are kept, and do not fit"
@@ -300,7 +300,7 @@ async def test_a_model_with_a_score_ranks_by_the_probability_of_pairs(post, back
     reranker(backend, tmp_path / "m", template=PAIR_TEMPLATE, score=[5, 6])
     answer = await post("rerank", query="Hello", documents=["aa", "a much longer document", "b"])
     asked = backend.pooled[-1]
-    said = [backend.text.decode(text) for text in asked.texts]
+    said = [backend.text.tokenizer.decode(text) for text in asked.texts]
     assert said == ["Q Hello D aa A", "Q Hello D a much longer document A", "Q Hello D b A"]
     assert asked.score == [5, 6]
     logits = [len(text) / 8 - 4 for text in asked.texts]
@@ -313,14 +313,14 @@ async def test_a_model_with_a_score_ranks_by_the_probability_of_pairs(post, back
     (tmp_path / "m" / "sentence_bert_config.json").write_text("{}")
     (tmp_path / "m" / "1_LogitScore" / "config.json").write_text('{"true_token_id": 5, "false_token_id": null}')
     await post("rerank", query="Hello", documents=["aa"])
-    assert backend.text.decode(backend.pooled[-1].texts[0]) == "Find: Q Hello D aa"
+    assert backend.text.tokenizer.decode(backend.pooled[-1].texts[0]) == "Find: Q Hello D aa"
     assert backend.pooled[-1].score == [5]
     long = "word " * 900
     assert (await post("rerank", 400, query="Hello", documents=["a", long]))["error"]["param"] == "documents"
     await post("rerank", query="Hello", documents=["a", long], truncate_prompt_tokens=50)
     short, cut = backend.pooled[-1].texts
     assert len(short) < 50 and 48 <= len(cut) <= 50
-    assert backend.text.decode(cut).startswith("Find: Q Hello D word word")
+    assert backend.text.tokenizer.decode(cut).startswith("Find: Q Hello D word word")
 
 
 async def test_a_qwen3_reranker_is_known_by_its_name_and_shown_its_cards_form(
@@ -329,7 +329,7 @@ async def test_a_qwen3_reranker_is_known_by_its_name_and_shown_its_cards_form(
     reranker(backend, tmp_path / "models--Qwen--Qwen3-Reranker-0.6B" / "snapshots")
     text = backend.text
     # In the tiny vocabulary these words are not one token each.
-    assert text.token_of("yes") is None
+    assert text.tokenizer.token_of("yes") is None
     await post("rerank", query="Hello", documents=["aa"])
     assert backend.pooled[-1].score == [], "so it can only embed"
     add_words(tmp_path / "models--Qwen--Qwen3-Reranker-0.6B" / "snapshots")
@@ -337,8 +337,8 @@ async def test_a_qwen3_reranker_is_known_by_its_name_and_shown_its_cards_form(
     await post("rerank", query="Hello", documents=["a {document}"])
     backend.text = load_text_model(backend.served[0].folder)
     asked = backend.pooled[-1]
-    assert asked.score == [backend.text.token_of("yes"), backend.text.token_of("no")]
-    assert backend.text.decode(asked.texts[0]) == (
+    assert asked.score == [backend.text.tokenizer.token_of("yes"), backend.text.tokenizer.token_of("no")]
+    assert backend.text.tokenizer.decode(asked.texts[0]) == (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
         'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
         "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
@@ -375,13 +375,20 @@ async def test_prompts_of_the_models_files_go_before_texts(post, backend: FakeBa
     backend.served[0] = replace(backend.served[0], folder=str(folder), files_id=b"p")
     text = backend.text
     await post(input=["Hello", "b"])
-    assert [text.decode(tokens) for tokens in backend.pooled[-1].texts] == ["it: Hello", "it: b"]
-    assert backend.pooled[-1].skipped == [len(text.encode("it: "))] * 2
+    assert [text.tokenizer.decode(tokens) for tokens in backend.pooled[-1].texts] == ["it: Hello", "it: b"]
+    assert backend.pooled[-1].skipped == [len(text.tokenizer.encode("it: "))] * 2
     await post(input=[[5, 6], [7]])
     assert backend.pooled[-1].texts == [[5, 6], [7]] and backend.pooled[-1].skipped == []
     await post("rerank", query="Hello", documents=["b", "c"])
-    assert [text.decode(tokens) for tokens in backend.pooled[-1].texts] == ["find: Hello", "text: b", "text: c"]
-    assert backend.pooled[-1].skipped == [len(text.encode("find: ")), *[len(text.encode("text: "))] * 2]
+    assert [text.tokenizer.decode(tokens) for tokens in backend.pooled[-1].texts] == [
+        "find: Hello",
+        "text: b",
+        "text: c",
+    ]
+    assert backend.pooled[-1].skipped == [
+        len(text.tokenizer.encode("find: ")),
+        *[len(text.tokenizer.encode("text: "))] * 2,
+    ]
 
 
 async def test_special_tokens_are_the_tokenizers_and_survive_a_cut(post, backend: FakeBackend, folders, tmp_path: Path):
@@ -389,7 +396,7 @@ async def test_special_tokens_are_the_tokenizers_and_survive_a_cut(post, backend
     folder = tmp_path / "ends"
     shutil.copytree(folders["added"], folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    end = backend.text.token_of("<|endoftext|>")
+    end = backend.text.tokenizer.token_of("<|endoftext|>")
     tokenizer["post_processor"] = {
         "type": "TemplateProcessing",
         "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}],
@@ -398,7 +405,7 @@ async def test_special_tokens_are_the_tokenizers_and_survive_a_cut(post, backend
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     backend.served[0] = replace(backend.served[0], folder=str(folder), files_id=b"e")
-    hello = backend.text.encode("Hello")
+    hello = backend.text.tokenizer.encode("Hello")
     for fields, expected in (
         ({"input": "Hello"}, [*hello, end]),
         ({"input": "Hello", "add_special_tokens": False}, hello),
@@ -449,7 +456,7 @@ async def test_openais_client_unmodified_gets_what_the_model_alone_computes(comp
     model: Any = load_model(EMBEDDED / "recall")[0]
     model.set_dtype(mx.float32)
     text = load_text_model(EMBEDDED / "recall")
-    states = [np.array(model.model(mx.array([text.encode(each)], mx.uint32))[0, -1]) for each in texts]
+    states = [np.array(model.model(mx.array([text.tokenizer.encode(each)], mx.uint32))[0, -1]) for each in texts]
     expected = np.array([state / np.linalg.norm(state) for state in states])
     http: Any = httpx.AsyncClient(transport=computing)
     async with openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http) as client:
@@ -465,7 +472,7 @@ async def test_openais_client_unmodified_gets_what_the_model_alone_computes(comp
     assert np.abs(np.array([entry.embedding for entry in floats.data]) - got).max() < 1e-9
     first = got[0][:32] / np.linalg.norm(got[0][:32])
     assert np.abs(np.array(short.data[0].embedding) - first).max() < 1e-6
-    assert answer.usage.total_tokens == sum(len(text.encode(each)) for each in texts)
+    assert answer.usage.total_tokens == sum(len(text.tokenizer.encode(each)) for each in texts)
     assert caught.value.code == "context_length_exceeded"
     assert listed[0].model_dump()["embedding"]["dimensions"] == 256
 

@@ -30,7 +30,7 @@ async def test_continuous_usage_is_in_every_chunk(api, backend):
     *chunks, last, _ = await api.stream(stream_options=options)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[0] == 0 < counts[1], "the first one has the role alone"
-    assert counts[-1] == last["usage"]["completion_tokens"] == len(backend.text.encode("one two three"))
+    assert counts[-1] == last["usage"]["completion_tokens"] == len(backend.text.tokenizer.encode("one two three"))
 
 
 async def test_a_stop_string_stays_if_it_is_asked_for(api, backend):
@@ -43,18 +43,18 @@ async def test_a_stop_string_stays_if_it_is_asked_for(api, backend):
 
 
 async def test_a_stop_token_stays_if_it_is_asked_for(api, backend):
-    stop = backend.text.encode("!")
+    stop = backend.text.tokenizer.encode("!")
     for keeps in (True, False):
-        backend.play(RowUpdate("r", [*backend.text.encode("Hello"), *stop], finish="stop", cached_tokens=0))
+        backend.play(RowUpdate("r", [*backend.text.tokenizer.encode("Hello"), *stop], finish="stop", cached_tokens=0))
         response = await api.chat(stop_token_ids=stop, include_stop_str_in_output=keeps)
         assert response.json()["choices"][0]["message"]["content"] == ("Hello!" if keeps else "Hello")
 
 
 async def test_special_tokens_are_text_if_they_are_asked_for(api, backend):
-    (special,) = backend.text.encode("<|im_start|>")
-    (end,) = backend.text.encode("<|im_end|>")
+    (special,) = backend.text.tokenizer.encode("<|im_start|>")
+    (end,) = backend.text.tokenizer.encode("<|im_end|>")
     for skips in (True, False):
-        tokens = [*backend.text.encode("a"), special, end]
+        tokens = [*backend.text.tokenizer.encode("a"), special, end]
         backend.play(RowUpdate("r", tokens, finish="stop", cached_tokens=0))
         response = await api.complete("x", skip_special_tokens=skips)
         assert response.json()["choices"][0]["text"] == ("a" if skips else "a<|im_start|>")
@@ -64,11 +64,11 @@ async def test_token_ids_are_those_of_prompt_and_answer(api, backend):
     backend.say("Hello STOP and more", step=100)
     body = (await api.chat(return_token_ids=True)).json()
     assert body["prompt_token_ids"] == backend.requests[-1]["prompt"]
-    assert body["choices"][0]["token_ids"] == backend.text.encode("Hello STOP and more")
+    assert body["choices"][0]["token_ids"] == backend.text.tokenizer.encode("Hello STOP and more")
     backend.say("Hello")
     body = (await api.complete(["a", "b"], return_token_ids=True)).json()
     assert [choice["prompt_token_ids"] for choice in body["choices"]] == [r["prompt"] for r in backend.requests[-2:]]
-    assert [choice["token_ids"] for choice in body["choices"]] == [backend.text.encode("Hello")] * 2
+    assert [choice["token_ids"] for choice in body["choices"]] == [backend.text.tokenizer.encode("Hello")] * 2
     for body in ((await api.chat()).json(), (await api.complete("a")).json()):
         assert "prompt_token_ids" not in body and "token_ids" not in body["choices"][0]
 
@@ -77,13 +77,13 @@ async def test_token_ids_of_a_stream_come_at_its_beginning_and_end(api, backend)
     backend.say("Hello")
     first, *_, last, _ = await api.stream(return_token_ids=True)
     assert first["prompt_token_ids"] == backend.requests[-1]["prompt"]
-    assert last["choices"][0]["token_ids"] == backend.text.encode("Hello")
+    assert last["choices"][0]["token_ids"] == backend.text.tokenizer.encode("Hello")
     *_, last, _ = await api.complete_stream(["a"], return_token_ids=True)
     assert last["choices"][0]["prompt_token_ids"] == backend.requests[-1]["prompt"]
 
 
 async def test_the_prompts_last_tokens_are_kept(api, backend):
-    tokens = backend.text.encode("one two three four")
+    tokens = backend.text.tokenizer.encode("one two three four")
     await api.complete(tokens, truncate_prompt_tokens=3)
     assert backend.requests[-1]["prompt"] == tokens[-3:]
     await api.complete([7] * 3000, truncate_prompt_tokens=-1, max_tokens=100)
@@ -93,7 +93,7 @@ async def test_the_prompts_last_tokens_are_kept(api, backend):
     await api.chat("word " * 500, truncate_prompt_tokens=10)
     assert (
         backend.requests[-1]["prompt"]
-        == backend.text.encode(BEGIN.partition("Hi")[0] + "word " * 500 + BEGIN[21:])[-10:]
+        == backend.text.tokenizer.encode(BEGIN.partition("Hi")[0] + "word " * 500 + BEGIN[21:])[-10:]
     )
     refused = await api.complete([7] * 3000, truncate_prompt_tokens=1000)
     assert refused.json()["error"]["code"] == "context_length_exceeded"
@@ -101,7 +101,7 @@ async def test_the_prompts_last_tokens_are_kept(api, backend):
 
 async def test_limits_of_tokens_reach_the_replica(api, backend):
     await api.chat(allowed_token_ids=[5, 6], bad_words=["one two", " x"])
-    encode = backend.text.encode
+    encode = backend.text.tokenizer.encode
     assert backend.sampling.allowed_token_ids == [5, 6]
     assert sorted(backend.sampling.bad_words) == sorted([encode("one two"), encode(" one two"), encode(" x")])
 
@@ -120,7 +120,7 @@ async def test_limits_of_tokens_reach_the_replica(api, backend):
 )
 async def test_an_effort_is_told_as_templates_know_it(api, monkeypatch, effort, said):
     told: list[Any] = []
-    render = "satchel.api.text.model.TextModel.render"
+    render = "satchel.api.text.templates.template.Template.render"
     monkeypatch.setattr(render, lambda self, messages, tools, kwargs, **how: told.append(kwargs) or "x")
     await api.chat(reasoning_effort=effort)
     assert (told[-1]["reasoning_effort"], told[-1].get("enable_thinking")) == said
@@ -158,7 +158,7 @@ async def test_echo_puts_the_prompt_before_every_answer(api, backend):
     backend.say(" and more")
     body = (await api.complete(["once", "upon a"], echo=True, n=2, stop=["once"])).json()
     assert [choice["text"] for choice in body["choices"]] == ["once and more"] * 2 + ["upon a and more"] * 2
-    body = (await api.complete(backend.text.encode("once"), echo=True)).json()
+    body = (await api.complete(backend.text.tokenizer.encode("once"), echo=True)).json()
     assert body["choices"][0]["text"] == "once and more"
     chunks = await api.complete_stream(["once"], echo=True)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == "once and more"
@@ -175,7 +175,7 @@ async def test_no_tokens_are_only_the_prompt(api, backend):
 
 async def test_the_best_answers_are_the_likeliest(api, backend):
     # The fake replica's logprobs fall with the tokens' ids.
-    texts = sorted(["a", "b", "c", "d"], key=lambda text: backend.text.encode(text)[0])
+    texts = sorted(["a", "b", "c", "d"], key=lambda text: backend.text.tokenizer.encode(text)[0])
     backend.say(*(texts[at] for at in (2, 0, 3, 1)), *(texts[at] for at in (3, 2, 1, 0)), "x")
     body = (await api.complete(["one", "two"], n=2, best_of=4)).json()
     assert len(backend.requests) == 8
@@ -191,21 +191,21 @@ async def test_the_best_answers_are_the_likeliest(api, backend):
 
 async def test_special_tokens_around_a_prompt_can_be_left_out(api, backend, monkeypatch):
     asked: list[bool] = []
-    encode = backend.text.encode
+    encode = backend.text.tokenizer.encode
 
     def noting(self, string, scope, *, special_tokens=False):
         asked.append(special_tokens)
         return encode(string)
 
-    monkeypatch.setattr("satchel.api.text.model.TextModel.encode_prompt", noting)
+    monkeypatch.setattr("satchel.api.text.recent.RecentTexts.encode", noting)
     await api.complete("once")
     await api.complete("once", add_special_tokens=False)
     assert asked == [True, False]
 
 
 async def test_a_suffix_is_what_follows_the_answer(api, backend, monkeypatch):
-    monkeypatch.setattr("satchel.api.text.model.infill_marks", lambda vocabulary: InfillMarks(1, 2, 3))
-    encode = backend.text.encode
+    monkeypatch.setattr("satchel.api.text.tokenizer.infill_marks", lambda vocabulary: InfillMarks(1, 2, 3))
+    encode = backend.text.tokenizer.encode
     assert (await api.complete("once", suffix=" end")).status_code == 200
     assert backend.requests[-1]["prompt"] == [1, *encode("once"), 2, *encode(" end"), 3]
     refused = await api.complete([5, 6], suffix=" end")

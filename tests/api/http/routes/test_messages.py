@@ -42,7 +42,7 @@ async def test_a_whole_answer(messages, backend):
             "input_tokens": tokens - 3,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 3,
-            "output_tokens": len(backend.text.encode("Hello wörld 😀")),
+            "output_tokens": len(backend.text.tokenizer.encode("Hello wörld 😀")),
             "output_tokens_details": {"thinking_tokens": 0},
         },
     }
@@ -73,7 +73,7 @@ async def test_a_stream_event_by_event(messages, backend):
         },
     }
     assert ping == {"type": "ping"}
-    tokens = len(backend.text.encode("Hello 日本語"))
+    tokens = len(backend.text.tokenizer.encode("Hello 日本語"))
     assert rest == [
         {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
         {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hello 日本語"}},
@@ -151,7 +151,7 @@ async def test_why_an_answer_ended(messages, backend):
         " three",
     )
     assert gathered(await messages.stream(stop_sequences=[" three"]))["stop_sequence"] == " three"
-    tokens = len(backend.text.encode("one two three"))
+    tokens = len(backend.text.tokenizer.encode("one two three"))
     backend.say("one two three", finish="length")
     assert (await messages.say(max_tokens=tokens))["stop_reason"] == "max_tokens"
     assert backend.sampling.max_tokens == tokens
@@ -293,7 +293,7 @@ async def test_claude_code_sees_that_something_answers(client):
 
 
 async def test_a_failure_in_mid_stream_is_an_error_event(messages, backend):
-    hello = RowUpdate("r", backend.text.encode("Hello"), cached_tokens=0)
+    hello = RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0)
     for failure, kind in ((GenerationFailed("numbers ran out"), "api_error"), (KeyError("secret"), "api_error")):
         backend.play(hello, failure)
         *_, last = await messages.stream()
@@ -332,7 +332,7 @@ async def test_the_system_may_speak_in_between(messages, backend, tmp_path):
 
 async def test_a_silent_stream_has_pings(messages, backend, monkeypatch):
     monkeypatch.setattr("satchel.api.http.event_stream.PING_S", 0.05)
-    hello = RowUpdate("r", backend.text.encode("Hello"), cached_tokens=0)
+    hello = RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0)
     backend.play(hello, 0.3, RowUpdate("r", [], finish="stop"))
     events = await messages.stream()
     pings = [index for index, event in enumerate(events) if event["type"] == "ping"]
@@ -342,7 +342,7 @@ async def test_a_silent_stream_has_pings(messages, backend, monkeypatch):
 
 async def test_a_stream_begins_while_the_prompt_is_read(messages, backend, monkeypatch):
     monkeypatch.setattr("satchel.api.http.event_stream.HEADERS_WAIT_S", 0.02)
-    hello = RowUpdate("r", backend.text.encode("Hello"), cached_tokens=4)
+    hello = RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=4)
     backend.play(0.2, hello, RowUpdate("r", [], finish="stop"))
     events = await messages.stream()
     assert events[0]["message"]["usage"]["cache_read_input_tokens"] == 0, "not known yet"
@@ -350,7 +350,7 @@ async def test_a_stream_begins_while_the_prompt_is_read(messages, backend, monke
 
 
 async def test_a_client_that_goes_stops_its_row(server, backend):
-    hello = RowUpdate("r", backend.text.encode("Hello"), cached_tokens=0)
+    hello = RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0)
     backend.play(hello, asyncio.Event())
     body = {"max_tokens": 5, "messages": HELLO, "stream": True}
     async with (
@@ -404,11 +404,13 @@ async def test_what_does_not_fit_is_counted_and_what_is_far_too_long_roughly(mes
         body = {"messages": [{"role": "user", "content": "word " * words}]}
         return (await messages.client.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"]
 
-    rendered = text.render([{"role": "user", "content": "word " * 1000}])
-    assert await count(1000) == len(text.encode(rendered)) > 1000
-    real = type(text).encode
+    rendered = text.template.render([{"role": "user", "content": "word " * 1000}])
+    assert await count(1000) == len(text.tokenizer.encode(rendered)) > 1000
+    real = type(text.tokenizer).encode
     monkeypatch.setattr(
-        type(text), "encode", lambda self, given, **how: real(self, given, **how) if len(given) < 10**5 else 1 / 0
+        type(text.tokenizer),
+        "encode",
+        lambda self, given, **how: real(self, given, **how) if len(given) < 10**5 else 1 / 0,
     )
     assert await count(100_000) >= 4000
 

@@ -72,7 +72,7 @@ async def test_a_whole_answer_and_its_lines(client, backend, route):
         "done_reason": "stop",
         "prompt_eval_count": len(backend.requests[0]["prompt"]),
         "prompt_eval_cached_count": 3,
-        "eval_count": len(backend.text.encode("Hello 日本\u2028 😀")),
+        "eval_count": len(backend.text.tokenizer.encode("Hello 日本\u2028 😀")),
     }
     assert answer == {**end, **part("Hello 日本\u2028 😀")}
     first, last = map(untimed, await lines(client, route))
@@ -201,12 +201,13 @@ async def test_an_agent_goes_on(backend, config):
 
 
 async def test_a_failure_in_the_middle_is_a_line(client, backend):
-    backend.play(RowUpdate("r", backend.text.encode("Hello"), cached_tokens=0), GenerationFailed("numbers ran out"))
+    tokenizer = backend.text.tokenizer
+    backend.play(RowUpdate("r", tokenizer.encode("Hello"), cached_tokens=0), GenerationFailed("numbers ran out"))
     assert (await lines(client))[-1] == {"error": "numbers ran out"}
 
 
 async def test_a_row_stops_with_its_client(server, backend):
-    backend.play(RowUpdate("r", backend.text.encode("Hello"), cached_tokens=0), asyncio.Event())
+    backend.play(RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), asyncio.Event())
     async with (
         httpx.AsyncClient(base_url=server) as client,
         client.stream("POST", "/api/chat", json={"model": "satchel/tiny", "messages": HELLO}) as response,
@@ -382,7 +383,7 @@ async def test_texts_are_embedded_in_both_forms(client: httpx.AsyncClient, backe
     async def embed(path: str = "embed", **fields: Any) -> httpx.Response:
         return await client.post(f"/api/{path}", json={"model": "satchel/tiny", **fields})
 
-    one, two = backend.text.encode("Hello"), backend.text.encode("b")
+    one, two = backend.text.tokenizer.encode("Hello"), backend.text.tokenizer.encode("b")
     response = await embed(input=["Hello", "b"], keep_alive="5m", options={"num_ctx": 8})
     body = response.json()
     assert response.headers["x-satchel-replica"] == "satchel/tiny#0"

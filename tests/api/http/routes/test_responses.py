@@ -73,7 +73,7 @@ async def test_a_whole_answer(asking, backend):
     assert message["id"].startswith("msg_") and (message["role"], message["status"]) == ("assistant", "completed")
     text = {"type": "output_text", "text": "Hello wörld 😀", "annotations": [], "logprobs": []}
     assert message["content"] == [text]
-    tokens, drawn = len(backend.requests[0]["prompt"]), len(backend.text.encode("Hello wörld 😀"))
+    tokens, drawn = len(backend.requests[0]["prompt"]), len(backend.text.tokenizer.encode("Hello wörld 😀"))
     assert response["usage"] == {
         "input_tokens": tokens,
         "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
@@ -206,7 +206,8 @@ async def test_an_answer_that_is_cut_is_incomplete(asking, backend):
 
 
 async def test_a_failure_in_mid_stream_is_an_event(asking, backend):
-    backend.play(RowUpdate("row", backend.text.encode("Hello"), cached_tokens=0), GenerationFailed("it broke"))
+    tokenizer = backend.text.tokenizer
+    backend.play(RowUpdate("row", tokenizer.encode("Hello"), cached_tokens=0), GenerationFailed("it broke"))
     events = await asking.stream()
     assert events[-1]["type"] == "response.failed"
     response = events[-1]["response"]
@@ -329,7 +330,7 @@ async def test_another_tenants_responses_are_not_there(backend, config, tmp_path
 
 
 async def test_a_streaming_row_stops_with_its_client(server, backend):
-    backend.play(RowUpdate("r", backend.text.encode("Hello"), cached_tokens=0), asyncio.Event())
+    backend.play(RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), asyncio.Event())
     body = {"input": "Hi", "stream": True}
     async with httpx.AsyncClient() as client, client.stream("POST", f"{server}/v1/responses", json=body) as answer:
         seen = [json.loads(line[6:]) async for line in _until_text(aiter(answer.aiter_lines()))]

@@ -15,7 +15,7 @@ def post(request, api):
 
 
 async def test_a_text_becomes_tokens_and_text_again(post, backend):
-    tokens = backend.text.encode("Hello wörld <|im_end|>")
+    tokens = backend.text.tokenizer.encode("Hello wörld <|im_end|>")
     shown = (await post("tokenize", prompt="Hello wörld <|im_end|>")).json()
     assert shown == {"count": len(tokens), "max_model_len": 1000, "tokens": tokens, "token_strs": None}
     assert (await post("detokenize", tokens=tokens)).json() == {"prompt": "Hello wörld <|im_end|>"}
@@ -43,7 +43,7 @@ async def test_tokens_are_shown_as_the_vocabulary_writes_them(post, backend):
 )
 async def test_messages_are_shown_as_the_model_is_shown_them(post, backend, how, messages, said):
     shown = (await post("tokenize", messages=messages, **how)).json()
-    assert backend.text.decode(shown["tokens"]) == said
+    assert backend.text.tokenizer.decode(shown["tokens"]) == said
 
 
 async def test_a_text_may_be_longer_than_the_context_but_not_without_end(post):

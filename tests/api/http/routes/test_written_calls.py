@@ -144,7 +144,7 @@ PLAIN = (
 
 async def test_a_template_without_a_place_for_tools_tells_of_them(api: Chat, backend: FakeBackend, tmp_path: Path):
     """It takes turns of user and assistant only, so tools, calls and results are said in these."""
-    backbone = load_text_model(write_family(tmp_path / "family", "llama")).backend
+    backbone = load_text_model(write_family(tmp_path / "family", "llama")).tokenizer.backend
     folder = write_folder(tmp_path / "plain", backbone, PLAIN)  # type: ignore[arg-type]
     backend.text = load_text_model(folder)
     backend.served[0] = ServedModel("satchel/tiny", b"4" * 32, b"4" * 32, str(folder), 4000, 512, 1_700_000_000)

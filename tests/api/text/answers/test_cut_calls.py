@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from satchel.api.generation.bound_answers import ModelGrammars
 from satchel.api.text.answers.finding import CallFinder
-from satchel.api.text.answers.harmony import HarmonySplitter
+from satchel.api.text.answers.harmony_splitter import HarmonySplitter
 from satchel.api.text.answers.pipeline import ToolCall
 from satchel.api.text.answers.row_text import RowText, TextDelta
 from satchel.api.text.model import TextModel, load_text_model
@@ -40,7 +39,7 @@ def text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def written(text: TextModel) -> str:
     """What the template writes for the calls, as many as it may at once."""
-    if text.is_harmony:
+    if text.template.is_harmony:
         name, given = CALLS[0]
         return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(given)}<|call|>"
     ids = ("abcdefgh1", "abcdefgh2")
@@ -49,7 +48,7 @@ def written(text: TextModel) -> str:
          "function": {"name": name, "arguments": given}}
         for index, (name, given) in enumerate(CALLS[: 1 if text.name == "llama" else 2])
     ]  # fmt: skip
-    rendered = text.render([{"role": "assistant", "content": "", "tool_calls": said}], generation_prompt=False)
+    rendered = text.template.render([{"role": "assistant", "content": "", "tool_calls": said}], generation_prompt=False)
     return rendered.removeprefix("<|im_start|>assistant\n").partition("<|im_end|>")[0].lstrip("\n")
 
 
@@ -62,11 +61,13 @@ class Told:
     """
 
     def __init__(self, text: TextModel, answer: str, *, cut: bool = False, **row: Any) -> None:
-        finder = CallFinder(text, TOOLS, ModelGrammars(text, 2**20).call_format)
-        harmony = HarmonySplitter(TOOLS) if text.is_harmony else None
-        made = RowText(text, text.detokenizer(), calls=finder.stage(harmony), harmony=harmony, **row)
+        finder = CallFinder(text.calls, text.tokenizer, TOOLS, text.call_format)
+        harmony = HarmonySplitter(TOOLS) if text.template.is_harmony else None
+        made = RowText(
+            text.tokenizer, text.tokenizer.detokenizer(), calls=finder.stage(harmony), harmony=harmony, **row
+        )
         events = []
-        for token in [*text.encode(answer), *row.get("stop_tokens", ())]:
+        for token in [*text.tokenizer.encode(answer), *row.get("stop_tokens", ())]:
             if not made.stopped:
                 events += made.add([token])
         events += made.finish(cut=cut)
@@ -77,7 +78,7 @@ class Told:
 
 
 def expected(text: TextModel) -> list[tuple[str, dict[str, Any]]]:
-    return CALLS[:1] if text.is_harmony or text.name == "llama" else CALLS
+    return CALLS[:1] if text.template.is_harmony or text.name == "llama" else CALLS
 
 
 def test_whole_answers_are_called(text: TextModel):
@@ -107,7 +108,7 @@ def test_no_value_is_made_up_where_the_model_itself_ends(text: TextModel):
 @pytest.mark.parametrize("stop", ["abc", "two", "234"])
 def test_a_stop_string_within_a_call_leaves_it_out(text: TextModel, stop: str):
     told = Told(text, written(text), stops=[stop])
-    if text.is_harmony:
+    if text.template.is_harmony:
         assert told.whole == expected(text), "stop strings are looked for in what is said to the user"
     else:
         assert not told.called and not told.calls
@@ -125,5 +126,5 @@ def test_a_stop_string_within_the_second_call_leaves_the_first(text: TextModel):
 def test_a_stop_token_within_a_call_leaves_it_out(text: TextModel):
     answer = written(text)
     end = answer.index("abc")
-    told = Told(text, answer[:end], stop_tokens=text.encode("\ue000")[:1])
+    told = Told(text, answer[:end], stop_tokens=text.tokenizer.encode("\ue000")[:1])
     assert not told.called and not told.calls

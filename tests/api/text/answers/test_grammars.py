@@ -10,12 +10,12 @@ import pytest
 
 from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.api.generation.bound_answers import ModelGrammars
-from satchel.api.text.answers.call_format import KeyedFormat, read_format
 from satchel.api.text.answers.grammars import AnswerForm, BoundCalls, BoundTool, Thought
 from satchel.api.text.answers.keyed_reader import keyed_parser
 from satchel.api.text.answers.pipeline import ToolCall
 from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
 from satchel.api.text.model import TextModel, load_text_model
+from satchel.api.text.templates.call_formats import KeyedFormat
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.call_templates import FAMILIES, write_family
 
@@ -57,14 +57,14 @@ def written(text: TextModel, calls: list[tuple[str, Any]]) -> str:
          "function": {"name": name, "arguments": arguments}}
         for index, (name, arguments) in enumerate(calls)
     ]  # fmt: skip
-    rendered = text.render([{"role": "assistant", "content": "", "tool_calls": said}], generation_prompt=False)
-    return rendered[rendered.index(text.tool_call_start) : rendered.rindex("<|im_end|>")]
+    rendered = text.template.render([{"role": "assistant", "content": "", "tool_calls": said}], generation_prompt=False)
+    return rendered[rendered.index(text.calls.start) : rendered.rindex("<|im_end|>")]
 
 
 def takes(text: TextModel, grammar: str, answer: str) -> bool:
     """Whether the grammar takes the answer, and it may end there."""
-    matcher = GrammarCompiler(text.tokenizer_json(), text.end_tokens).matcher(grammar)
-    tokens = text.encode(answer)
+    matcher = GrammarCompiler(text.tokenizer.json(), text.tokenizer.end_tokens).matcher(grammar)
+    tokens = text.tokenizer.encode(answer)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -74,11 +74,11 @@ def grammar_of(text: TextModel, calls: BoundCalls | None, thought: Thought = Tho
 
 def parsed(text: TextModel, answer: str, tools: list[BoundTool]) -> list[tuple[str, Any]]:
     given = [{"type": "function", "function": {"name": each.name, "parameters": each.parameters}} for each in tools]
-    assert text.tool_parser is not None
-    known, parser = read_format(text), text.tool_parser
+    assert text.calls.parser is not None
+    known, parser = text.call_format, text.calls.parser
     if isinstance(known, KeyedFormat):
-        parser = keyed_parser(known, text.tool_call_start)
-    splitter = ToolCallSplitter(text.tool_call_start, text.tool_call_end, call_parser(parser, given))
+        parser = keyed_parser(known, text.calls.start)
+    splitter = ToolCallSplitter(text.calls.start, text.calls.end, call_parser(parser, given))
     pieces = [*splitter.add(answer), *splitter.flush()]
     return [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCall)]
 
@@ -153,14 +153,14 @@ def test_reasoning_comes_first_where_the_prompt_opens_it(thinker: TextModel):
 
 
 def test_a_template_opens_or_closes_reasoning(thinker: TextModel):
-    assert thinker.ends_in_thought(thinker.render([{"role": "user", "content": "?"}]))
-    assert thinker.may_think("<|im_start|>assistant\n")
-    assert not thinker.may_think("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert thinker.template.ends_in_thought(thinker.template.render([{"role": "user", "content": "?"}]))
+    assert thinker.template.may_think("<|im_start|>assistant\n")
+    assert not thinker.template.may_think("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 def test_a_family_whose_calls_are_not_understood_is_forced_in_json_or_refused_by_name(tmp_path: Path):
     text = load_text_model(write_family(tmp_path, "odd"), name="odd")
-    assert text.has_tool_calls
+    assert text.calls.known
     with pytest.raises(InvalidRequest, match="how the model 'odd' writes tool calls is not known"):
         grammar_of(text, BoundCalls(TOOLS, forced=False, chosen=True))
     assert grammar_of(text, BoundCalls(TOOLS, forced=False)) == ""

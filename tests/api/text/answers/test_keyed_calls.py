@@ -11,13 +11,13 @@ import pytest
 from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.api.generation.backend import ServedModel
 from satchel.api.generation.bound_answers import ModelGrammars
-from satchel.api.text.answers.call_format import KeyedFormat, read_format
 from satchel.api.text.answers.call_reader import reader_of
 from satchel.api.text.answers.grammars import BoundCalls, BoundTool, Thought
 from satchel.api.text.answers.keyed_reader import keyed_parser
 from satchel.api.text.answers.pipeline import CallArguments, Piece, ToolCall, text_of
 from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
 from satchel.api.text.model import TextModel, load_text_model
+from satchel.api.text.templates.call_formats import KeyedFormat
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.call_templates import write_family
 from tests.worlds.fake_backend import Chat, FakeBackend
@@ -41,7 +41,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 
 
 def format_of(text: TextModel) -> KeyedFormat:
-    known = read_format(text)
+    known = text.call_format
     assert isinstance(known, KeyedFormat)
     return known
 
@@ -56,7 +56,7 @@ def said(text: TextModel, *calls: str) -> str:
 
 
 def split(text: TextModel, answer: str, size: int, most: int | None = None) -> list[Piece]:
-    known, start, end = format_of(text), text.tool_call_start, text.tool_call_end
+    known, start, end = format_of(text), text.calls.start, text.calls.end
     names = {tool["function"]["name"] for tool in TOOLS}
     parse = call_parser(keyed_parser(known, start), TOOLS)
     splitter = ToolCallSplitter(start, end, parse, most, reader_of(known, start, end, names))
@@ -139,8 +139,10 @@ def test_what_python_writes(call: str):
 def test_what_is_deep_is_read_as_the_template_writes_it(family: str, tmp_path: Path):
     text = load_text_model(write_family(tmp_path, family), name=family)
     call = {"id": "1", "type": "function", "function": {"name": "one", "arguments": DEEP}}
-    rendered = text.render([{"role": "assistant", "content": "", "tool_calls": [call]}], generation_prompt=False)
-    written = rendered[rendered.index(text.tool_call_start) : rendered.rindex("<|im_end|>")]
+    rendered = text.template.render(
+        [{"role": "assistant", "content": "", "tool_calls": [call]}], generation_prompt=False
+    )
+    written = rendered[rendered.index(text.calls.start) : rendered.rindex("<|im_end|>")]
     assert found(split(text, written, 5))[1] == [("one", DEEP)]
     free = ModelGrammars(text, 2**20).grammar(
         Thought.NONE, None, BoundCalls([BoundTool("one", {}, "tools[0]")], forced=True)
@@ -149,8 +151,8 @@ def test_what_is_deep_is_read_as_the_template_writes_it(family: str, tmp_path: P
 
 
 def takes(text: TextModel, grammar: str, answer: str) -> bool:
-    matcher = GrammarCompiler(text.tokenizer_json(), text.end_tokens).matcher(grammar)
-    tokens = text.encode(answer)
+    matcher = GrammarCompiler(text.tokenizer.json(), text.tokenizer.end_tokens).matcher(grammar)
+    tokens = text.tokenizer.encode(answer)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -216,7 +218,7 @@ def test_calls_that_the_template_leaves_out_are_in_the_prompt(tmp_path: Path):
     calls = [{"type": "function", "function": {"name": "one", "arguments": {"a": "x", "b": [1, True], "c": None}}}]
     said = [{"role": "user", "content": "Do it."}, {"role": "assistant", "content": "Well.", "tool_calls": calls * 2}]
     call = 'one(a="x", b=[1, true], c=None)'
-    assert f"Well.<|tool_call_start|>[{call}, {call}]<|tool_call_end|><|im_end|>" in text.render(said)
+    assert f"Well.<|tool_call_start|>[{call}, {call}]<|tool_call_end|><|im_end|>" in text.template.render(said)
 
 
 def test_strict_refuses_what_this_form_cannot_follow(gemma: TextModel):

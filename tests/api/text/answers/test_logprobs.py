@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from satchel.actors.protocol.messages import RowUpdate, TokenLogprobs
 from satchel.api.text.answers.call_stage import CallLimit, CallStage
-from satchel.api.text.answers.detokenizing import ByteDetokenizer
 from satchel.api.text.answers.lenient.bodies import CallBodies
 from satchel.api.text.answers.lenient.declared import DeclaredTools
 from satchel.api.text.answers.lenient.stage import LenientCalls, OwnMarks
@@ -23,7 +22,9 @@ from satchel.api.text.answers.reasoning import ReasoningSplitter
 from satchel.api.text.answers.row_text import RowText, TextDelta, TextEvent
 from satchel.api.text.answers.stops import StopMatcher
 from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
+from satchel.api.text.detokenizing import ByteDetokenizer
 from satchel.api.text.model import TextModel
+from satchel.api.text.tokenizer import Tokenizer
 
 thorough = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -32,10 +33,10 @@ parse = call_parser(lambda text, tools: json.loads(text), [])
 
 
 class Bytes:
-    """A text model in which token `i` is the `i`-th of some pieces of a text, cut between any two bytes."""
+    """A tokenizer in which token `i` is the `i`-th of some pieces of a text, cut between any two bytes."""
 
     byte_level = True
-    end_tokens = hidden_tokens = think_tokens = tool_call_tokens = frozenset()
+    end_tokens = hidden_tokens = think_tokens = call_tokens = frozenset()
 
     def __init__(self, pieces: list[bytes]) -> None:
         self.pieces = pieces
@@ -44,7 +45,7 @@ class Bytes:
         return self.pieces[token]
 
     def row(self, **how: Any) -> RowText:
-        return RowText(cast(TextModel, self), ByteDetokenizer(self.token_bytes), logprobs=True, **how)
+        return RowText(cast(Tokenizer, self), ByteDetokenizer(self.token_bytes), logprobs=True, **how)
 
 
 def calls_stage() -> CallStage:
@@ -187,7 +188,7 @@ def test_any_tokens_of_real_tokenizers(
     model = data.draw(st.sampled_from([text, sentencepiece]))
     size = 262 if model is sentencepiece else 400
     tokens = data.draw(st.lists(st.integers(0, size), max_size=30))
-    row = RowText(model, model.detokenizer(), logprobs=True)
+    row = RowText(model.tokenizer, model.tokenizer.detokenizer(), logprobs=True)
     events: list[TextEvent] = []
     for group in grouped(len(tokens), groups):
         drawn = [tokens[i] for i in group]
@@ -197,13 +198,13 @@ def test_any_tokens_of_real_tokenizers(
     assert b"".join(token.data for token in shown) == content(events).encode()
     positions = [-int(token.logprob) for token in shown]
     assert positions == sorted(set(positions))
-    assert not any(tokens[position] in model.hidden_tokens for position in positions)
+    assert not any(tokens[position] in model.tokenizer.hidden_tokens for position in positions)
 
 
 def test_a_character_spelled_in_byte_tokens_keeps_each_tokens_byte(sentencepiece: TextModel):
-    assert sentencepiece.backend is not None
-    tokens = [sentencepiece.backend.token_to_id(f"<0x{byte:02X}>") for byte in "日".encode()]
-    row = RowText(sentencepiece, sentencepiece.detokenizer(), logprobs=True)
+    assert sentencepiece.tokenizer.backend is not None
+    tokens = [sentencepiece.tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in "日".encode()]
+    row = RowText(sentencepiece.tokenizer, sentencepiece.tokenizer.detokenizer(), logprobs=True)
     events = [*row.add(tokens, [(-1.0, [])] * 3), *row.finish()]
     assert [token.data for token in shown_tokens(events)] == [bytes([byte]) for byte in "日".encode()]
 
@@ -216,9 +217,9 @@ def test_bytes_that_are_no_text_stay_their_tokens_own():
 
 
 def test_a_space_that_a_decoder_strips_is_no_tokens(sentencepiece: TextModel):
-    assert sentencepiece.backend is not None
-    tokens = [sentencepiece.backend.token_to_id(word) for word in ("▁", "a", "▁world")]
-    row = RowText(sentencepiece, sentencepiece.detokenizer(), logprobs=True)
+    assert sentencepiece.tokenizer.backend is not None
+    tokens = [sentencepiece.tokenizer.backend.token_to_id(word) for word in ("▁", "a", "▁world")]
+    row = RowText(sentencepiece.tokenizer, sentencepiece.tokenizer.detokenizer(), logprobs=True)
     events = [*row.add(tokens, logprobs_of(range(3))), *row.finish()]
     assert content(events) == "a world"
     assert [(token.logprob, token.data) for token in shown_tokens(events)] == [(-1.0, b"a"), (-2.0, b" world")]
@@ -253,8 +254,9 @@ def test_reasoning_and_calls_have_no_entries():
 
 
 async def test_a_chats_logprobs(api, backend):
+    tokenizer = backend.text.tokenizer
     backend.say("Hé日!")
-    tokens = backend.text.encode("Hé日!")
+    tokens = tokenizer.encode("Hé日!")
     choice = (await api.chat(logprobs=True, top_logprobs=2)).json()["choices"][0]
     assert backend.sampling.logprobs == 2
     assert choice["logprobs"]["refusal"] is None
@@ -262,12 +264,12 @@ async def test_a_chats_logprobs(api, backend):
     assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == choice["message"]["content"]
     for token, entry in zip(tokens, entries, strict=True):
         drawn, top = backend.logprobs_of(token, 2)
-        data = backend.text.token_bytes(token)
+        data = tokenizer.token_bytes(token)
         assert entry["logprob"] == drawn
         assert entry["bytes"] == list(data)
         assert entry["token"] == data.decode("utf-8", "replace")
         assert [one["logprob"] for one in entry["top_logprobs"]] == [value for _, value in top]
-        assert [one["bytes"] for one in entry["top_logprobs"]] == [list(backend.text.token_bytes(t)) for t, _ in top]
+        assert [one["bytes"] for one in entry["top_logprobs"]] == [list(tokenizer.token_bytes(t)) for t, _ in top]
 
 
 @pytest.mark.parametrize("step", [1, 3, 100])
@@ -302,12 +304,12 @@ async def test_a_completions_logprobs_have_the_older_shape(api, backend, stream)
         found = {key: [value for one in found if one for value in one[key]] for key in found[0]}
     else:
         found = (await api.complete("x", logprobs=2)).json()["choices"][0]["logprobs"]
-    tokens = backend.text.encode("aé日b")
+    tokens = backend.text.tokenizer.encode("aé日b")
     drawn = [backend.logprobs_of(token, 2)[0] for token in tokens]
     assert found["token_logprobs"] == drawn
     data, offsets = b"", []
     for token, written in zip(tokens, found["tokens"], strict=True):
-        piece = backend.text.token_bytes(token)
+        piece = backend.text.tokenizer.token_bytes(token)
         whole = len(data.decode("utf-8", "ignore"))
         offsets.append(whole)
         data += piece
@@ -322,7 +324,7 @@ async def test_a_completions_logprobs_have_the_older_shape(api, backend, stream)
 
 
 async def test_what_is_impossible_is_a_number_in_json(api, backend):
-    (token,) = backend.text.encode("a")
+    (token,) = backend.text.tokenizer.encode("a")
     impossible = (-math.inf, [(token, -math.inf), (token + 1, math.nan)])
     backend.play(RowUpdate("r", [token], "stop", cached_tokens=0, logprobs=[impossible]))
     (entry,) = (await api.chat(logprobs=True, top_logprobs=2)).json()["choices"][0]["logprobs"]["content"]
@@ -332,7 +334,7 @@ async def test_what_is_impossible_is_a_number_in_json(api, backend):
 
 
 async def test_a_replica_that_leaves_logprobs_out_is_an_error_and_not_a_wrong_answer(api, backend):
-    backend.play(RowUpdate("r", backend.text.encode("ab"), "stop", cached_tokens=0, logprobs=[(-1.0, [])]))
+    backend.play(RowUpdate("r", backend.text.tokenizer.encode("ab"), "stop", cached_tokens=0, logprobs=[(-1.0, [])]))
     response = await api.chat(logprobs=True)
     assert (response.status_code, response.json()["error"]["code"]) == (500, "generation_failed")
 
@@ -340,7 +342,7 @@ async def test_a_replica_that_leaves_logprobs_out_is_an_error_and_not_a_wrong_an
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_token_that_the_caller_stops_at_is_no_text(api, backend, stream):
     """It is counted, as end tokens are, and has no entry."""
-    *tokens, last = backend.text.encode("Hello world!")
+    *tokens, last = backend.text.tokenizer.encode("Hello world!")
     backend.play(RowUpdate("r", [*tokens, last], "stop", cached_tokens=0))
     if stream:
         *chunks, _ = await api.stream(stop_token_ids=[last], logprobs=True)
@@ -350,7 +352,7 @@ async def test_a_token_that_the_caller_stops_at_is_no_text(api, backend, stream)
         text = body["choices"][0]["message"]["content"]
         assert len(body["choices"][0]["logprobs"]["content"]) == len(tokens)
         assert body["usage"]["completion_tokens"] == len(tokens) + 1
-    assert text == backend.text.decode(tokens)
+    assert text == backend.text.tokenizer.decode(tokens)
     assert backend.sampling.stop_token_ids == [last]
 
 

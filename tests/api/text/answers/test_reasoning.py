@@ -107,8 +107,8 @@ async def test_a_whole_answer_and_a_stream_tell_reasoning_apart(api, thinker, st
     assert not any({"content", "reasoning_content"} <= set(delta) for delta in deltas)
     block, _, _ = THOUGHT.partition("\n\n")
     for counted in (body["usage"], usage["usage"]):
-        assert counted["completion_tokens"] == len(thinker.text.encode(THOUGHT))
-        assert counted["completion_tokens_details"] == {"reasoning_tokens": len(thinker.text.encode(block))}
+        assert counted["completion_tokens"] == len(thinker.text.tokenizer.encode(THOUGHT))
+        assert counted["completion_tokens_details"] == {"reasoning_tokens": len(thinker.text.tokenizer.encode(block))}
 
 
 async def test_an_answer_without_reasoning_has_no_such_field(api, thinker):
@@ -146,7 +146,7 @@ async def test_a_block_that_is_never_closed_is_all_reasoning(api, thinker):
 
 
 async def test_a_stop_string_cuts_the_content_after_the_reasoning(api, thinker):
-    tokens = thinker.text.encode("<think>a STOP b</think>c STOP d")
+    tokens = thinker.text.tokenizer.encode("<think>a STOP b</think>c STOP d")
     thinker.play(*[RowUpdate("r", [token], cached_tokens=0) for token in tokens], asyncio.Event())
     message = (await api.chat(stop="STOP")).json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("a STOP b", "c ")
@@ -175,7 +175,7 @@ async def test_markers_inside_an_answer_are_text(api, thinker):
     """Where they are special tokens they stay hidden, as all special tokens are."""
     thinker.say("Write <think>x</think> so.")
     shown = (await api.chat()).json()["choices"][0]["message"]["content"]
-    special = bool(thinker.text.think_tokens & thinker.text.hidden_tokens)
+    special = bool(thinker.text.tokenizer.think_tokens & thinker.text.tokenizer.hidden_tokens)
     assert shown == ("Write x so." if special else "Write <think>x</think> so.")
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from satchel.api.text.answers.call_format import TaggedFormat, read_format
 from satchel.api.text.answers.pipeline import CallArguments, Piece, ToolCall, text_of
 from satchel.api.text.answers.tagged_reader import tagged_reader_of
 from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
 from satchel.api.text.model import TextModel, load_text_model
+from satchel.api.text.templates.call_formats import TaggedFormat
 from tests.worlds.call_templates import write_family
 
 TEXT, ANY = {"type": "string"}, {"type": ["string", "null"]}
@@ -32,7 +32,7 @@ def text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def format_of(text: TextModel) -> TaggedFormat:
-    known = read_format(text)
+    known = text.call_format
     assert isinstance(known, TaggedFormat)
     return known
 
@@ -50,7 +50,7 @@ def written(text: TextModel, *calls: tuple[str, dict[str, Any]]) -> str:
 
 
 def split(text: TextModel, pieces: list[str], most: int | None = None, *, cut: bool = False) -> list[Piece]:
-    start, end, parser = text.tool_call_start, text.tool_call_end, text.tool_parser
+    start, end, parser = text.calls.start, text.calls.end, text.calls.parser
     assert parser is not None
     reader = tagged_reader_of(format_of(text), start, end, parser, TOOLS)
     assert reader is not None
@@ -109,9 +109,9 @@ def test_text_is_what_the_models_parser_makes_of_it(text: TextModel):
     for value in ("", "null", "NULL", "nul", "nullx", " null", "  x ", "\n\nx\n", "true", "3"):
         answer = written(text, ("write", {"path": value, "count": 1}))
         _, ((name, arguments, begun),), (part,) = told(split(text, list(answer)))
-        assert text.tool_parser is not None
-        body = answer.removeprefix(text.tool_call_start).removesuffix(text.tool_call_end)
-        assert json.loads(arguments) == text.tool_parser(body, TOOLS)["arguments"]
+        assert text.calls.parser is not None
+        body = answer.removeprefix(text.calls.start).removesuffix(text.calls.end)
+        assert json.loads(arguments) == text.calls.parser(body, TOOLS)["arguments"]
         assert (name, begun, part) == ("write", True, arguments)
 
 
@@ -134,7 +134,7 @@ def test_what_is_written_otherwise_is_a_call_all_the_same(text: TextModel, data:
     assert told(outs[0]) == told(outs[1])
     assert all("".join(map(text_of, out)) == answer for out in outs)
     whole = ToolCallSplitter(
-        text.tool_call_start, text.tool_call_end, call_parser(text.tool_parser or (lambda *_: None), TOOLS)
+        text.calls.start, text.calls.end, call_parser(text.calls.parser or (lambda *_: None), TOOLS)
     )
     expected = [name for name, _, _ in told([*whole.add(answer), *whole.flush()])[1]]
     _, calls, parts = told(outs[0])
@@ -155,7 +155,7 @@ def test_a_parser_that_makes_something_else_of_text_is_given_the_whole(text: Tex
     def parse(text: str, tools: Any) -> dict[str, Any]:
         return {"name": "name", "arguments": {"key": text.upper()}}
 
-    start, end = text.tool_call_start, text.tool_call_end
+    start, end = text.calls.start, text.calls.end
     assert tagged_reader_of(format_of(text), start, end, parse, TOOLS) is None
     many = TaggedFormat("<tool_call>", "", "<k>", "</k><v>", "</v>", "</call>", "<call>")
-    assert text.tool_parser is not None and tagged_reader_of(many, start, end, text.tool_parser, TOOLS) is None
+    assert text.calls.parser is not None and tagged_reader_of(many, start, end, text.calls.parser, TOOLS) is None

@@ -30,13 +30,13 @@ def text(request: pytest.FixtureRequest, tmp_path: Path) -> TextModel:
 
 def written(text: TextModel, calls: list[tuple[str, Any]]) -> str:
     made = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
-    rendered = text.render([{"role": "assistant", "content": "", "tool_calls": made}], generation_prompt=False)
-    return rendered[rendered.index(text.tool_call_start) : rendered.rindex("<|im_end|>")]
+    rendered = text.template.render([{"role": "assistant", "content": "", "tool_calls": made}], generation_prompt=False)
+    return rendered[rendered.index(text.calls.start) : rendered.rindex("<|im_end|>")]
 
 
 def split(text: TextModel, answer: str) -> tuple[str, list[tuple[str, Any]]]:
-    assert text.tool_parser is not None
-    splitter = ToolCallSplitter(text.tool_call_start, text.tool_call_end, call_parser(text.tool_parser, TOOLS))
+    assert text.calls.parser is not None
+    splitter = ToolCallSplitter(text.calls.start, text.calls.end, call_parser(text.calls.parser, TOOLS))
     pieces = [piece for character in answer for piece in splitter.add(character)] + splitter.flush()
     calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCall)]
     return "".join(piece for piece in pieces if isinstance(piece, str)), calls
@@ -49,7 +49,7 @@ def test_calls_are_read_as_the_template_writes_them(text: TextModel):
 
 def test_what_is_no_call_is_text(text: TextModel):
     said = written(text, CALLS[:1])
-    for other in (said.replace("one", "three"), said[: len(said) // 2], text.tool_call_start, "Hello"):
+    for other in (said.replace("one", "three"), said[: len(said) // 2], text.calls.start, "Hello"):
         assert split(text, other) == (other, [])
 
 
@@ -66,8 +66,8 @@ def test_calls_are_forced_in_that_form(text: TextModel):
     grammar = ModelGrammars(text, 2**20).grammar(Thought.NONE, None, BoundCalls([tool], forced=True))
 
     def takes(answer: str) -> bool:
-        matcher = GrammarCompiler(text.tokenizer_json(), text.end_tokens).matcher(grammar)
-        tokens = text.encode(answer)
+        matcher = GrammarCompiler(text.tokenizer.json(), text.tokenizer.end_tokens).matcher(grammar)
+        tokens = text.tokenizer.encode(answer)
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     assert takes(written(text, [("one", {"a": 5})]))
@@ -77,8 +77,8 @@ def test_calls_are_forced_in_that_form(text: TextModel):
 def test_a_template_without_calls_has_none(tmp_path: Path):
     plain = "{%- for message in messages %}{{- message.role + message.content + '<|im_end|>' }}{% endfor %}{#- tools #}"
     other = load_text_model(write_family(tmp_path / "other", "llama"))
-    text = load_text_model(write_folder(tmp_path / "plain", other.backend, plain))  # type: ignore[arg-type]
-    assert not text.has_tool_calls and text.template_calls is None
+    text = load_text_model(write_folder(tmp_path / "plain", other.tokenizer.backend, plain))  # type: ignore[arg-type]
+    assert not text.calls.known and text.calls.from_template is None
 
 
 async def test_a_chat_calls_a_tool(api: Chat, backend: FakeBackend, text: TextModel, tmp_path: Path):

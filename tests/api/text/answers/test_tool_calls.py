@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from satchel.api.text.answers.call_format import CallFormat, TaggedFormat
 from satchel.api.text.answers.call_reader import CallReader, reader_of
 from satchel.api.text.answers.pipeline import CallArguments, CallBegun, Piece, ToolCall, text_of
 from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
+from satchel.api.text.templates.call_formats import JsonFormat, TaggedFormat
 
 START, END = "<tool_call>", "</tool_call>"
 GOOD = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -113,7 +113,7 @@ def test_call_ids_are_unique():
 
 # Calls that come in pieces.
 
-HERMES = CallFormat(
+HERMES = JsonFormat(
     head='<tool_call>\n{"name": "',
     middle='", "arguments": ',
     between='}\n</tool_call>\n<tool_call>\n{"name": "',
@@ -212,9 +212,9 @@ def test_an_answer_is_over_after_as_many_calls_as_may_be(text: str):
 def test_formats_whose_calls_are_read_as_a_whole():
     for known in (
         None,
-        CallFormat("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", ""),
-        CallFormat("<tool_call>", "\ue000", "</tool_call><tool_call>", "</tool_call>"),
-        CallFormat("<tool_call>[", ":", ", ", "]</tool_call>"),
+        JsonFormat("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", ""),
+        JsonFormat("<tool_call>", "\ue000", "</tool_call><tool_call>", "</tool_call>"),
+        JsonFormat("<tool_call>[", ":", ", ", "]</tool_call>"),
         TaggedFormat("<tool_call>", "", "<k>", "</k><v>", "</v>", "</tool_call>", "<tool_call>"),
     ):
         end = "" if known is not None and known.head.startswith("[") else END

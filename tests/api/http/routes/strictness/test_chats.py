@@ -348,9 +348,9 @@ async def test_a_prompt_longer_than_the_context_says_the_numbers(api):
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_without_encoding_it(api, text, monkeypatch):
-    length = len(text.encode("x " * 400_000))
-    assert text.tokens_min("x " * 400_000, 10**9) <= length
-    monkeypatch.setattr("satchel.api.text.model.TextModel.encode", None)
+    length = len(text.tokenizer.encode("x " * 400_000))
+    assert text.tokenizer.tokens_min("x " * 400_000, 10**9) <= length
+    monkeypatch.setattr("satchel.api.text.tokenizer.Tokenizer.encode", None)
     check(await api.chat("x " * 400_000), 400, "messages", "context_length_exceeded")
     check(await api.complete("x " * 400_000), 400, "prompt", "context_length_exceeded")
 

@@ -186,7 +186,7 @@ async def test_every_failure_has_its_kind_and_status(client, backend, error, sta
 
 async def test_too_long_is_told_in_the_words_that_make_clients_compact(client, backend, text):
     long = [{"role": "user", "content": "word " * 1000}]
-    tokens = len(text.encode(text.render(long)))
+    tokens = len(text.tokenizer.encode(text.template.render(long)))
     message = check(await client.post("/v1/messages", json={**BODY, "messages": long}), 400, "invalid_request_error")
     assert message == f"prompt is too long: {tokens} tokens > 999 maximum"
     longer = {**BODY, "messages": [{"role": "user", "content": "word " * 100_000}], "stream": True}

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ..spelling import REPLACEMENT
+REPLACEMENT = "\ufffd"
 
 # A character has at most four bytes, so if a window this long still ends in U+FFFD, its bytes are invalid.
 _HELD_TOKENS_MAX = 8

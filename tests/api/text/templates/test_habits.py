@@ -22,18 +22,21 @@ def load(folder: Path, template: str) -> TextModel:
 def test_what_a_template_forgets_is_found_in_milliseconds(tmp_path: Path, name: str):
     template, habits, end = TEMPLATES[name]
     text = load(tmp_path, template)
-    assert text.habits() == replace(habits, passing_end=end)
+    assert text.template.habits() == replace(habits, passing_end=end)
     began = time.perf_counter()
-    text.habits({"another": 1})
+    text.template.habits({"another": 1})
     assert time.perf_counter() - began < 0.5
 
 
 def test_what_a_prompt_ends_with_for_its_answer_alone_is_not_lasting(tmp_path: Path):
     """And neither is the name of the role before it, whose last line break another text may change."""
     text = load(tmp_path, TEMPLATES["drops thinking"][0])
-    rendered = text.render([{"role": "user", "content": "Hi"}])
-    prompt = text.encode(rendered)
-    assert text.decode(prompt[: lasting_tokens(text, prompt, rendered, {})]) == "<|im_start|>user\nHi<|im_start|>"
+    rendered = text.template.render([{"role": "user", "content": "Hi"}])
+    prompt = text.tokenizer.encode(rendered)
+    assert (
+        text.tokenizer.decode(prompt[: lasting_tokens(text, prompt, rendered, {})])
+        == "<|im_start|>user\nHi<|im_start|>"
+    )
     assert lasting_tokens(text, prompt, rendered + "It is", {}) == 0
     keeps = load(tmp_path / "keeps", TEMPLATES["keeps all"][0])
     assert lasting_tokens(keeps, prompt, rendered, {}) == 0
@@ -49,8 +52,8 @@ def test_the_date_that_a_template_shows_can_be_chosen(tmp_path: Path, format: st
     text = load(tmp_path, whole)
     said = [{"role": "user", "content": "Hi"}]
     then = datetime(2024, 2, 29, 23, 59)
-    assert text.shows_date and text.habits().dated
-    assert text.render(said) == text.render(said, at=datetime.now())
+    assert text.template.shows_date and text.template.habits().dated
+    assert text.template.render(said) == text.template.render(said, at=datetime.now())
     shown = {"'%d %b %Y'": "It is 29 Feb 2024.Hi", '"%Y-%m-%d"': "It is 2024-02-29.Hi"}
-    assert text.render(said, at=then) == shown.get(format, text.render(said))
-    assert not load(tmp_path / "none", SYSTEM + messages() + ASKS).shows_date
+    assert text.template.render(said, at=then) == shown.get(format, text.template.render(said))
+    assert not load(tmp_path / "none", SYSTEM + messages() + ASKS).template.shows_date

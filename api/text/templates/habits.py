@@ -7,18 +7,13 @@ messages in another way once others follow: without reasoning, with the system's
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...cluster.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from .model import TextModel
-
-logger = logging.getLogger(__name__)
+from ....cluster.errors import InvalidRequest
+from .dates import shows_date
 
 Messages = list[dict[str, Any]]
 
@@ -100,30 +95,35 @@ class TemplateHabits:
         return notes
 
 
-def habits_of(text: TextModel, template_kwargs: Mapping[str, Any]) -> TemplateHabits:
-    """Returns what the model's template forgets with these variables, as far as it renders the trial's conversations.
-    Never raises."""
-    try:
-        habits = _Trial(text, template_kwargs).habits()
-        if habits.drops_thinking:
-            for name, value in _SWITCHES.items():
-                if name in text.template() and name not in template_kwargs:
-                    kept = _Trial(text, {**template_kwargs, name: value}).habits()
-                    if not kept.drops_thinking:
-                        return replace(habits, switch=json.dumps({name: value}))
-        return habits
-    except Exception:
-        # A template is a foreign program, and no reason not to serve the model.
-        logger.warning("the chat template of %r could not be tried", text.name, exc_info=True)
-        return TemplateHabits()
+def habits_of(
+    render: Callable[..., str], template: str, template_kwargs: Mapping[str, Any], *, thinks: bool
+) -> TemplateHabits:
+    """Returns what a template forgets with these variables, as far as it renders the trial's conversations.
+
+    Args:
+        render: as `Template.render`.
+        template: itself.
+        thinks: whether the model has marks of reasoning.
+
+    Raises:
+        Exception: whatever a template does.
+    """
+    dated = shows_date(template)
+    habits = _Trial(render, template_kwargs).habits(thinks=thinks, dated=dated)
+    if habits.drops_thinking:
+        for name, value in _SWITCHES.items():
+            if name in template and name not in template_kwargs:
+                kept = _Trial(render, {**template_kwargs, name: value}).habits(thinks=thinks, dated=dated)
+                if not kept.drops_thinking:
+                    return replace(habits, switch=json.dumps({name: value}))
+    return habits
 
 
 class _Trial:
     """A short conversation, rendered as its turns come."""
 
-    def __init__(self, text: TextModel, template_kwargs: Mapping[str, Any]) -> None:
-        self._text = text
-        self._kwargs = template_kwargs
+    def __init__(self, render: Callable[..., str], template_kwargs: Mapping[str, Any]) -> None:
+        self._template, self._kwargs = render, template_kwargs
         system: Messages = [{"role": "system", "content": _SYSTEM}]
         user = {"role": "user", "content": _ASKED}
         # Some templates know no messages of the system.
@@ -131,14 +131,14 @@ class _Trial:
         self._answer = {"role": "assistant", "content": _SAID, "reasoning_content": _THOUGHT}
         self._next = {"role": "user", "content": _ASKED_NEXT}
 
-    def habits(self) -> TemplateHabits:
+    def habits(self, *, thinks: bool, dated: bool) -> TemplateHabits:
         first, second = self._render(self._opening), self._render([*self._opening, self._answer, self._next])
         if not first or not second:
-            return TemplateHabits(dated=self._text.shows_date)
+            return TemplateHabits(dated=dated)
         last = {"role": "user", "content": _ASKED_LAST}
         third = self._render([*self._opening, self._answer, self._next, self._answer, last])
         answered = self._render([*self._opening, self._answer], generation_prompt=False)
-        thinks = self._text.has_thinking or _THOUGHT in answered or _THOUGHT in second
+        thinks = thinks or _THOUGHT in answered or _THOUGHT in second
         # The first turn again before the second one: not even what lies behind a turn stays.
         unstable = bool(third) and _common(second, third) < _end_of(second, _ASKED)
         step, after = self._with_tools()
@@ -153,7 +153,7 @@ class _Trial:
             moves=tuple(moved),
             rewrites=changes and not moved,
             unstable=unstable,
-            dated=self._text.shows_date,
+            dated=dated,
             passing_end=first[shared:] if (shared := _common(first, second)) >= _end_of(first, _ASKED) else "",
         )
 
@@ -173,7 +173,7 @@ class _Trial:
     ) -> str:
         """Returns the rendered text, "" if the template refuses it."""
         try:
-            return self._text.render(list(messages), tools, self._kwargs, generation_prompt=generation_prompt, at=_DAY)
+            return self._template(list(messages), tools, self._kwargs, generation_prompt=generation_prompt, at=_DAY)
         except InvalidRequest:
             return ""
 

@@ -16,7 +16,7 @@ from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.api.generation.backend import ServedModel
 from satchel.api.generation.bound_answers import ModelGrammars
 from satchel.api.text.answers.grammars import AnswerForm, BoundCalls, BoundTool, Thought
-from satchel.api.text.answers.harmony import HarmonySplitter
+from satchel.api.text.answers.harmony_splitter import HarmonySplitter
 from satchel.api.text.answers.pipeline import CallArguments, CallBegun, Piece, ReasoningDelta, ToolCall, text_of
 from satchel.api.text.model import TextModel, load_text_model
 from tests.worlds.fake_backend import Chat, FakeBackend
@@ -87,8 +87,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 
 
 def takes(text: TextModel, grammar: str, answer: str) -> bool:
-    matcher = GrammarCompiler(text.tokenizer_json(), text.end_tokens).matcher(grammar)
-    tokens = text.encode(answer)
+    matcher = GrammarCompiler(text.tokenizer.json(), text.tokenizer.end_tokens).matcher(grammar)
+    tokens = text.tokenizer.encode(answer)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -120,7 +120,7 @@ def call(name: str, id: str, **arguments: Any) -> dict[str, Any]:
 
 
 def test_history_has_one_call_a_message_with_its_result_behind_it(text: TextModel):
-    rendered = text.render([
+    rendered = text.template.render([
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "I look.", "reasoning_content": "Two.",
          "tool_calls": [call("a", "1", x=1), call("b", "2")]},
@@ -169,7 +169,7 @@ async def test_a_chat_calls_a_tool_and_goes_on(api: Chat, served: FakeBackend, w
     messages = [{"role": "user", "content": "Hi"}, choice["message"], result]
     answer = (await api.post({"messages": messages, "tools": [TOOL]})).json()["choices"][0]
     assert answer["message"]["content"] == "Hello, <b>you</b>"
-    prompt = served.text.decode(served.requests[-1]["prompt"])
+    prompt = served.text.tokenizer.decode(served.requests[-1]["prompt"])
     assert '"rain"<|end|><|start|>assistant' in prompt and "They want it.<|end|>" in prompt
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from satchel.api.text.answers.call_format import read_format
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.api.text.template_tools import TemplateTools
+from satchel.api.text.templates.tools import TemplateTools
 from tests.worlds.call_templates import write_family
 from tests.worlds.tiny_tokenizers import write_folder
 
@@ -64,7 +63,7 @@ TEMPLATES: dict[str, tuple[str, TemplateTools]] = {
 
 
 def model(folder: Path, template: str) -> TextModel:
-    tokenizer = load_text_model(write_family(folder / "family", "llama")).backend
+    tokenizer = load_text_model(write_family(folder / "family", "llama")).tokenizer.backend
     return load_text_model(write_folder(folder / "model", tokenizer, template))  # type: ignore[arg-type]
 
 
@@ -72,20 +71,20 @@ def model(folder: Path, template: str) -> TextModel:
 def test_a_template_is_tried(name: str, tmp_path: Path):
     template, expected = TEMPLATES[name]
     text = model(tmp_path, template)
-    found = text.template_tools
+    found = text.template.tools
     assert found is not None
     assert {**vars(found), "example": ""} == {**vars(expected), "example": ""}
     # Whatever it does, the model is told all of it.
-    assert "weather" in text.render([ASKED], [TOOL])
-    shown = text.render(CALLED, [TOOL])
+    assert "weather" in text.template.render([ASKED], [TOOL])
+    shown = text.template.render(CALLED, [TOOL])
     assert '"city": "Köln"' in shown.replace("\\", "") and "It rains." in shown
-    assert "Hi" in text.render([ASKED]), "without tools too"
+    assert "Hi" in text.template.render([ASKED]), "without tools too"
 
 
 def test_a_call_is_read_from_a_template_whose_prompts_end_in_a_thought(tmp_path: Path):
     text = model(tmp_path, TEMPLATES["all of it, but not without tools"][0])
-    known = read_format(text)
-    assert known is not None and "<args>" in text.shown_calls and "<think>" not in text.shown_calls
+    known = text.call_format
+    assert known is not None and "<args>" in text.calls.shown and "<think>" not in text.calls.shown
 
 
 def test_tools_are_told_in_the_system_message_or_the_first_one():

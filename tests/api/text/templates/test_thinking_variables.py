@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from satchel.api.text.thinking_variables import with_thinking
+from satchel.api.text.templates.thinking_variables import with_thinking
 
 QWEN = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 DEEPSEEK = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}{{ message.thinking }}"

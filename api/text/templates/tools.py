@@ -8,13 +8,11 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...cluster.errors import InvalidRequest
-from .answers.call_format import ID, CallFormat
-
-if TYPE_CHECKING:
-    from .model import TextModel
+from ....cluster.errors import InvalidRequest
+from .bare_template import BareTemplate
+from .call_formats import ID, Format, JsonFormat
 
 logger = logging.getLogger(__name__)
 
@@ -121,44 +119,47 @@ class TemplateTools:
         return said
 
 
-def tools_of(text: TextModel) -> TemplateTools:
-    """Returns what the model's template does with tools. Takes milliseconds. Never raises."""
-    if not text.template():
+def tools_of(template: BareTemplate, known: Format | None) -> TemplateTools:
+    """Returns what a chat template does with tools. Takes milliseconds. Never raises.
+
+    Args:
+        known: how the model writes calls, if its template has told.
+    """
+    if template.is_harmony or not template.source():
         return TemplateTools()
     try:
-        return _found(text)
+        return _found(template, known)
     except Exception:
         # A template is a foreign program, and no reason not to serve the model.
-        logger.warning("the chat template of %r could not be tried with tools", text.name, exc_info=True)
+        logger.warning("the chat template of %r could not be tried with tools", template.name, exc_info=True)
         return TemplateTools()
 
 
-def _found(text: TextModel) -> TemplateTools:
-    shows_tools = _NAME in _rendered(text, [_ASKED], [_TOOL])
-    as_text = next((as_text for as_text in (False, True) if _shows_call(text, as_text=as_text)), None)
+def _found(template: BareTemplate, known: Format | None) -> TemplateTools:
+    shows_tools = _NAME in _rendered(template, [_ASKED], [_TOOL])
+    as_text = next((as_text for as_text in (False, True) if _shows_call(template, as_text=as_text)), None)
     shows_results, tools = False, [_TOOL] if shows_tools else None
     for id in _IDS:
         said = {"role": "assistant", "content": "Brouhaha."}
         called = [_ASKED, said] if as_text is None else _conversation(id, as_text=as_text)
         result = {"role": "tool", "content": _RESULT, "tool_call_id": id, "name": _NAME}
-        shows_results = shows_results or _RESULT in _rendered(text, [*called, result], tools)
-    known = text.template_calls.format if text.template_calls is not None else None
+        shows_results = shows_results or _RESULT in _rendered(template, [*called, result], tools)
     example = TemplateTools.example
-    if isinstance(known, CallFormat) and ID not in known.head + known.middle + known.tail:
+    if isinstance(known, JsonFormat) and ID not in known.head + known.middle + known.tail:
         example = f"{known.head}{_EXAMPLE_NAME}{known.middle}{_EXAMPLE_ARGUMENTS}{known.tail}"
     return TemplateTools(
         shows_tools,
         as_text is not None,
         shows_results,
-        bool(_rendered(text, [_SYSTEM, _ASKED])),
+        bool(_rendered(template, [_SYSTEM, _ASKED])),
         bool(as_text),
         example,
     )
 
 
-def _shows_call(text: TextModel, *, as_text: bool) -> bool:
+def _shows_call(template: BareTemplate, *, as_text: bool) -> bool:
     called = (_conversation(id, as_text=as_text) for id in _IDS)
-    return any(_NAME in _rendered(text, said, generation_prompt=False) for said in called)
+    return any(_NAME in _rendered(template, said, generation_prompt=False) for said in called)
 
 
 def _conversation(id: str, *, as_text: bool) -> Messages:
@@ -171,11 +172,11 @@ def _conversation(id: str, *, as_text: bool) -> Messages:
 
 
 def _rendered(
-    text: TextModel, messages: Messages, tools: Messages | None = None, *, generation_prompt: bool = True
+    template: BareTemplate, messages: Messages, tools: Messages | None = None, *, generation_prompt: bool = True
 ) -> str:
     """Returns the rendered text, "" if the template refuses it."""
     try:
-        return text.render(messages, tools, {}, generation_prompt=generation_prompt)
+        return template.render(messages, tools, {}, generation_prompt=generation_prompt)
     except InvalidRequest:
         return ""
 

@@ -1,0 +1,133 @@
+"""A model's chat template as its author wrote it: the text that it makes of a conversation, or why it makes none."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from ....cluster.errors import InvalidRequest
+from ..control_tokens import BREAK, ESCAPED_BREAK, unbroken
+from . import harmony
+from .call_formats import KeyedFormat, with_calls
+from .dates import dated, shows_date
+from .thinking_variables import with_thinking
+
+
+class BareTemplate:
+    """The chat template of one model. Thread-safe.
+
+    Args:
+        wrapper: mlx-lm's `TokenizerWrapper`.
+        name: the model's.
+        unshown: how the model writes calls, if its template leaves those of earlier turns out.
+
+    Attributes:
+        think_start, think_end: the marks of reasoning; "" if the model has none.
+        turn_ends: the texts of the tokens that end an answer.
+        is_harmony: whether the model answers in OpenAI's Harmony format.
+    """
+
+    def __init__(self, wrapper: Any, name: str = "", unshown: KeyedFormat | None = None) -> None:
+        self.name = name
+        self.unshown = unshown
+        self._wrapper = wrapper
+        self._tokenizer = wrapper._tokenizer
+        self.think_start: str = wrapper.think_start or ""
+        self.think_end: str = wrapper.think_end or ""
+        self.turn_ends: list[str] = [
+            self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for token in wrapper.eos_token_ids
+        ]
+        self.is_harmony = harmony.is_harmony(self.source(), self._tokenizer.get_vocab())
+        self.shows_date = shows_date(self.source())
+
+    @property
+    def has_thinking(self) -> bool:
+        return bool(self.think_start)
+
+    def source(self, tools: list[dict[str, Any]] | None = None) -> str:
+        """Returns the template itself; "" if there is none, or the conversation is rendered by Python code."""
+        if (
+            not self._wrapper.has_chat_template
+            or self._wrapper._chat_template is not None
+            or not _renders_templates(self._tokenizer)
+        ):
+            return ""
+        try:
+            return self._tokenizer.get_chat_template(tools=tools or None)
+        except ValueError:
+            # It has several, and none for conversations like this one.
+            return ""
+
+    @property
+    def sources(self) -> str:
+        """The templates for conversations without and with tools."""
+        return "\n".join({self.source(), self.source([{}])})
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        generation_prompt: bool = True,
+        at: datetime | None = None,
+    ) -> str:
+        """As `Template.render`, for what the template itself has a place for."""
+        if not self._wrapper.has_chat_template:
+            raise InvalidRequest(f"the model {self.name!r} has no chat template; use /v1/completions", param="model")
+        if self.is_harmony:
+            messages = harmony.for_template(messages)
+        if self.unshown is not None:
+            messages = with_calls(messages, self.unshown)
+        extra = dict(template_kwargs or {})
+        if extra and (taken := _taken_names() & extra.keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs: {min(taken)!r} is not for callers to set", param="chat_template_kwargs"
+            )
+        if extra:
+            extra = with_thinking(self.source(tools), extra)
+        if at is not None and (template := dated(self.source(tools))) is not None:
+            extra |= {"chat_template": template.text} | template.variables(at)
+        try:
+            rendered = self._applied(messages, tools, {"add_generation_prompt": generation_prompt, **extra})
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise InvalidRequest(f"the model's chat template refused: {unbroken(reason)}", param="messages") from error
+        if ESCAPED_BREAK in rendered and ("ensure_ascii" in self.sources or not self.sources.strip()):
+            # It may have written breaks as JSON in ASCII does. Where Python code renders it, nobody knows.
+            return re.sub(r"(?<!\\)((?:\\\\)*)\\udbff", rf"\1{BREAK}", rendered)
+        return rendered
+
+    def _applied(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, extra: Any) -> str:
+        """Raises whatever a template does: it is a program of the model's author."""
+        apply = self._wrapper.apply_chat_template
+        try:
+            return apply(messages, tools=tools or None, tokenize=False, **extra)
+        except Exception as error:
+            if "'functions' is undefined" in str(error):
+                # The name of the tools in old templates, which take them as text.
+                listed = json.dumps([tool["function"] for tool in tools or ()], ensure_ascii=False)
+                old = {"functions": listed, "datetime": f"{datetime.now():%b %d %Y}"}
+                return apply(messages, tools=tools or None, tokenize=False, **old, **extra)
+            if tools:
+                raise
+            # Some templates go through the tools without asking whether there are any.
+            return apply(messages, tools=[], tokenize=False, **extra)
+
+
+def _taken_names() -> set[str]:
+    """Returns the template arguments that transformers and `render` set themselves."""
+    from transformers import PreTrainedTokenizerBase
+
+    return {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages", "conversations"}
+
+
+def _renders_templates(tokenizer: Any) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
