@@ -167,7 +167,7 @@ class CallersText:
         """Returns the breaks in those marks of calls and reasoning that the agent's memory has as tokens in the same
         text."""
         said = text.strip()
-        data, begin = _utf8(said), text.find(said)
+        data, begin = said.encode("utf-8", "surrogatepass"), text.find(said)
         found: set[int] = set()
         if not data:
             return found
@@ -200,10 +200,6 @@ def _places_of(part: bytes, data: bytes) -> Iterator[int]:
     while at >= 0:
         yield at
         at = data.find(part, at + len(part))
-
-
-def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
 
 
 def _inside(at: int, mark: str) -> set[int]:

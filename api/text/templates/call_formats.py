@@ -167,7 +167,9 @@ def _between(written: str, words: Iterable[str]) -> list[str] | None:
 def keyed_format(written: str) -> KeyedFormat | None:
     """Returns the format of the one or two known calls that are `written` with keys; None if they are not."""
     count = 1 + (NAMES[1] in written)
-    words = [word for name, given in zip(NAMES[:count], ARGUMENTS, strict=False) for word in (name, *_flat(given))]
+    words: list[str] = []
+    for name, given in zip(NAMES[:count], ARGUMENTS, strict=False):
+        words += [name, *(word for pair in given.items() for word in pair)]
     if (pieces := _between(written, words)) is None:
         return None
     head, opening, assigned, comma, again = pieces[:5]
@@ -193,10 +195,6 @@ def keyed_format(written: str) -> KeyedFormat | None:
         passage[len(closing) :] if count > 1 else "",
         tail[len(closing) :],
     )
-
-
-def _flat(pairs: dict[str, str]) -> list[str]:
-    return [word for pair in pairs.items() for word in pair]
 
 
 def common_length(one: str, other: str) -> int:

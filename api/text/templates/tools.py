@@ -91,7 +91,8 @@ class TemplateTools:
 
     def _with_calls(self, message: dict[str, Any], calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if not self.shows_calls:
-            written = "\n".join(_call_text(call["function"]) for call in calls)
+            said = [{key: call["function"][key] for key in ("name", "arguments")} for call in calls]
+            written = "\n".join(json.dumps(each, ensure_ascii=False) for each in said)
             del message["tool_calls"]
             return {**message, "content": _joined(message.get("content") or "", written, "\n\n")}
         if self.arguments_as_text:
@@ -179,10 +180,6 @@ def _rendered(
         return template.render(messages, tools, {}, generation_prompt=generation_prompt)
     except InvalidRequest:
         return ""
-
-
-def _call_text(function: Mapping[str, Any]) -> str:
-    return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
 
 
 def _arguments_text(function: Mapping[str, Any]) -> str:
