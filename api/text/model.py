@@ -18,7 +18,6 @@ from ...actors.model_files.foreign_code import own_code_only
 from ...actors.model_files.nulls import without_nulls
 from ...actors.model_files.processors import PictureProcessor, in_words, sees
 from ...actors.model_files.source import first_sentence
-from ...actors.patches import inner_tokenizer, renders_by_code
 from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import ModelLoadError
 from .answers.call_format import CallFormat

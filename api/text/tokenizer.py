@@ -10,6 +10,7 @@ from typing import Any
 
 from ...actors.model_files.byte_level import mend_decoder
 from ...actors.model_files.infill import infill_marks
+from ...actors.patches import inner_tokenizer
 from ...cluster.errors import InvalidRequest
 from .control_tokens import BREAK, ControlTokens, Markers, unbroken
 from .detokenizing import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -62,7 +63,7 @@ class Tokenizer:
         self.name = name
         self.markers = markers or Markers()
         self._template = template
-        self._tokenizer = wrapper._tokenizer
+        self._tokenizer = inner_tokenizer(wrapper)
         self.added_tokens: dict[int, Any] = dict(self._tokenizer.added_tokens_decoder)
         self.backend = _rust_tokenizer(self._tokenizer)
         self.byte_level = self.backend is not None and _is_byte_level(self.backend)

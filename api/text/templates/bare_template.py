@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from ....actors.patches import inner_tokenizer, renders_by_code
 from ....cluster.errors import InvalidRequest
 from ..control_tokens import BREAK, ESCAPED_BREAK, unbroken
 from . import harmony
@@ -35,7 +36,7 @@ class BareTemplate:
         self.name = name
         self.unshown = unshown
         self._wrapper = wrapper
-        self._tokenizer = wrapper._tokenizer
+        self._tokenizer = inner_tokenizer(wrapper)
         self.think_start: str = wrapper.think_start or ""
         self.think_end: str = wrapper.think_end or ""
         self.turn_ends: list[str] = [
@@ -53,7 +54,7 @@ class BareTemplate:
         """Returns the template itself; "" if there is none, or the conversation is rendered by Python code."""
         if (
             not self._wrapper.has_chat_template
-            or self._wrapper._chat_template is not None
+            or renders_by_code(self._wrapper)
             or not _renders_templates(self._tokenizer)
         ):
             return ""

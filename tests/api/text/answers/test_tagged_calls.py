@@ -136,7 +136,8 @@ def test_what_is_written_otherwise_is_a_call_all_the_same(text: TextModel, data:
     whole = ToolCallSplitter(
         text.calls.start, text.calls.end, call_parser(text.calls.parser or (lambda *_: None), TOOLS)
     )
-    expected = [name for name, _, _ in told([*whole.add(answer), *whole.flush()])[1]]
+    # GLM's parser makes a call of "unknown" of any text.
+    expected = [name for name, _, _ in told([*whole.add(answer), *whole.flush()])[1] if name != "unknown"]
     _, calls, parts = told(outs[0])
     names = iter(name for name, _, _ in calls)
     endless = bool(calls) and not is_json(calls[-1][1])
