@@ -23,10 +23,11 @@ from ..cluster.timing import Timing
 from .kv_store.actor import KVStoreActor
 from .protocol import control_store, registry
 from .protocol.clients import ReplicaClient, RouterClient
-from .protocol.handles import ROUTER, actor_handle, replica_actor_name, store_actor_name
 from .protocol.messages import ModelInfo, ReplicaStats
+from .protocol.names import ROUTER, replica_actor_name, store_actor_name
 from .replica.actor import ReplicaActor
 from .router.actor import RouterActor
+from .rpc.client import actor_handle
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,9 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from ..actors.protocol import registry
-from ..actors.protocol.answers import answers
-from ..actors.protocol.calls import UNANSWERED, no_answer
-from ..actors.protocol.codec import decode_any, encode
-from ..actors.protocol.messages import Nothing, StopServing
+from ..actors.rpc.client import ActorRef
+from ..actors.rpc.shell import answers
+from ..actors.rpc.spec import Client, method
 from ..actors.start import Report, drain, find_replicas, start_actors, wait_until_ready
 from ..actors.supervision.watchdog import Watchdog
 from ..cluster.audit import Audit
@@ -54,6 +53,39 @@ MINUTE_S = 60.0
 
 FLOOD_MIN = 10
 """Fewer refusals in a minute are not reported."""
+
+
+class _Endpoint(ActorRef):
+    """The running endpoint, which Serve finds. Call it in a thread."""
+
+    unanswered_by = (*ActorRef.unanswered_by, RayServeException)
+
+    def find(self) -> Any:
+        return serve.get_app_handle(APPLICATION)
+
+    def answer(self, sent: Any, timeout_s: float) -> Any:
+        return sent.result(timeout_s=timeout_s)
+
+
+class EndpointClient(Client):
+    """The running endpoint, for use from a thread."""
+
+    def __init__(self, timing: Timing) -> None:
+        super().__init__(_Endpoint("the endpoint", "the endpoint does not answer now"), timing)
+
+    @method()
+    def warm(self) -> None:
+        """Loads the tokenizers of all models, so that the first requests need not wait for them.
+
+        Raises:
+            SatchelError: one cannot be loaded.
+        """
+        ...
+
+    @method(lambda timing, timeout_s: timeout_s + timing.brief_answer_s)
+    def close(self, timeout_s: float) -> None:
+        """Stops accepting connections, and lets clients read the rest of their answers for at most `timeout_s`."""
+        ...
 
 
 class HttpEndpoint:
@@ -113,50 +145,14 @@ class HttpEndpoint:
         if (failure := self._server.failure) is not None:
             raise ClusterError("the HTTP server has ended") from failure
 
-    @answers(Nothing)
-    async def warm(self, _: Nothing) -> None:
+    @answers(EndpointClient.warm)
+    async def warm(self) -> None:
         for model in await self._generator.backend.models():
             await self._generator.text_model(model)
 
-    @answers(StopServing)
-    async def close(self, how: StopServing) -> None:
-        await self._server.close(how.timeout_s)
-
-
-class EndpointClient:
-    """A client of the running endpoint, for use from a thread. Raises the errors of `protocol.calls`.
-
-    Args:
-        timing: of the cluster.
-    """
-
-    def __init__(self, timing: Timing) -> None:
-        self._brief_answer_s = timing.brief_answer_s
-
-    def warm(self, timeout_s: float) -> None:
-        """Loads the tokenizers of all models, so that the first requests need not wait for them.
-
-        Raises:
-            SatchelError: one cannot be loaded.
-        """
-        self._ask(lambda endpoint: endpoint.warm.remote(encode(Nothing())), timeout_s)
-
-    def close(self, timeout_s: float) -> None:
-        """Stops accepting connections, and lets clients read the rest of their answers for at most `timeout_s`.
-
-        Raises:
-            SatchelError: the endpoint does not answer.
-        """
-        self._ask(
-            lambda endpoint: endpoint.close.remote(encode(StopServing(timeout_s))), timeout_s + self._brief_answer_s
-        )
-
-    def _ask(self, send: Callable[[Any], Any], timeout_s: float) -> None:
-        try:
-            answer = send(serve.get_app_handle(APPLICATION)).result(timeout_s=timeout_s)
-        except (*UNANSWERED, RayServeException) as error:
-            raise no_answer(error, "the endpoint does not answer now") from error
-        decode_any(Nothing, answer)
+    @answers(EndpointClient.close)
+    async def close(self, timeout_s: float) -> None:
+        await self._server.close(timeout_s)
 
 
 class Deployment:
@@ -176,7 +172,7 @@ class Deployment:
     def stop(self, timeout_s: float) -> None:
         """Stops accepting connections, and lets clients read their answers for at most `timeout_s`. The processes
         belong to the cluster's Ray, which its owner ends."""
-        EndpointClient(self._timing).close(timeout_s)
+        EndpointClient(self._timing).close(timeout_s).wait()
 
 
 def deploy(config: Config, *, report: Report) -> Deployment:
@@ -197,7 +193,7 @@ def deploy(config: Config, *, report: Report) -> Deployment:
     deployment = Deployment(config)
     report("Waiting for the endpoint", None)
     _await_health(deployment.url, config.endpoint.tls)
-    EndpointClient(config.timing).warm(config.timeouts.model_load_s)
+    EndpointClient(config.timing).warm().within(config.timeouts.model_load_s).wait()
     return deployment
 
 

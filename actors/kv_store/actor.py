@@ -1,75 +1,34 @@
 """The store actor of a node: agents' memory and KV, for the endpoint, the node's replicas and the other nodes' stores.
 
-A thin shell: a method takes a message, has a service do it, and gives a message back.
+A thin shell: each method of `StoreClient` is done by a service.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from ...cluster.config import Config
 from ...cluster.environment import cluster_key, default_home
 from ...cluster.incidents import note_incident
 from ...cluster.nodes import Node
-from ..protocol.answers import answers
-from ..protocol.handles import store_actor_name
-from ..protocol.messages import Count, Nothing
-from ..protocol.router_messages import AgentKeys
-from ..protocol.store_messages import (
-    Addresses,
-    AgentBranches,
-    AgentKey,
-    AgentKV,
-    AgentPage,
-    AgentTo,
-    AskKV,
-    AskRoom,
-    AskUnpack,
-    Begin,
-    Begun,
-    BranchIds,
-    CommitOutcome,
-    CommitSegment,
-    CommitTurn,
-    DiskSession,
-    EntryIds,
-    Fetched,
-    FetchKV,
-    FilePath,
-    FindKV,
-    Flag,
-    Fork,
-    FoundKV,
-    ListAgents,
-    MoveAgent,
-    Moved,
-    Packed,
-    PrimaryEpoch,
-    Promote,
-    PullKV,
-    ReadDone,
-    Recall,
-    Recalled,
-    Standings,
-    StoreStats,
-    TakeIn,
-    TakeSecondary,
-    Tombstone,
-    TombstoneList,
-    TouchChain,
-    Transcript,
-    TurnName,
-    Unpacked,
-)
+from ..protocol.names import store_actor_name
+from ..protocol.store_client import StoreClient
+from ..rpc.shell import Shell, shell
+from ..rpc.spec import Method
 from ..supervision.watchdog import Watchdog
 from .disk.probe import DiskProbe
 from .replication.peers import Peers, RayPeers
 from .services.composition import StoreServices
 from .services.memory import open_memory
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 STUCK_S = 600.0
 """So long may the store's threads take for one thing, as long as the disk answers; else until it does."""
@@ -84,11 +43,15 @@ class Surroundings:
     peers: Peers
 
 
+def _by(declared: Method[P, R], find: Callable[[StoreServices], Callable[P, Awaitable[R] | R]]) -> Shell:
+    """Returns the method of the actor that a service's method does."""
+    return shell(declared, lambda store: find(store.services))
+
+
 class KVStoreActor:
     """Named `kv_store:<node>` in the cluster's namespace. Made on the event loop that it lives on.
 
-    It is called through `StoreClient`, which says what its methods do: what they take and return travels as bytes, and
-    errors with them.
+    It is called through `StoreClient`, which says what its methods do.
 
     Args:
         given: instead of the cluster's own; then nothing is reported, and nothing tended by itself but the disk.
@@ -124,168 +87,55 @@ class KVStoreActor:
 
     # Turns.
 
-    @answers(Recall)
-    async def recall(self, asked: Recall) -> Recalled:
-        await self.services.tending.ready()
-        return await self.services.conversations.recall(asked.agent, asked.files_id, asked.known, asked.limits)
-
-    @answers(Begin)
-    async def begin(self, asked: Begin) -> Begun:
-        await self.services.tending.ready()
-        return await self.services.turns.begin(asked.agent, asked.turn, asked.files_id, asked.known, asked.limits)
-
-    @answers(TurnName)
-    async def renew(self, which: TurnName) -> Flag:
-        return Flag(await self.services.turns.renew(which.agent, which.turn))
-
-    @answers(CommitTurn)
-    async def commit(self, asked: CommitTurn) -> CommitOutcome:
-        return await self.services.turns.commit(asked.agent, asked.commit, asked.limits)
-
-    @answers(TurnName)
-    async def abandon(self, which: TurnName) -> None:
-        await self.services.turns.abandon(which.agent, which.turn)
+    recall = _by(StoreClient.recall, lambda services: services.introduced(services.conversations.recall))
+    begin = _by(StoreClient.begin, lambda services: services.introduced(services.turns.begin))
+    renew = _by(StoreClient.renew, lambda services: services.turns.renew)
+    commit = _by(StoreClient.commit, lambda services: services.turns.commit)
+    abandon = _by(StoreClient.abandon, lambda services: services.turns.abandon)
 
     # Agents.
 
-    @answers(AgentKey)
-    async def transcript(self, which: AgentKey) -> Transcript:
-        return Transcript(await self.services.conversations.transcript(which.agent))
-
-    @answers(AgentKey)
-    async def info(self, which: AgentKey) -> AgentBranches:
-        return await self.services.conversations.describe(which.agent)
-
-    @answers(ListAgents)
-    async def agents(self, which: ListAgents) -> AgentPage:
-        return AgentPage(await self.services.conversations.page(which.tenant, which.after, which.limit))
-
-    @answers(AskKV)
-    async def blocks(self, which: AskKV) -> AgentKV:
-        return AgentKV(await self.services.conversations.blocks(which.agent, which.replicas))
-
-    @answers(AgentKey)
-    async def disk_kept(self, which: AgentKey) -> Count:
-        return Count(await self.services.conversations.disk_kept(which.agent))
-
-    @answers(Fork)
-    async def fork(self, asked: Fork) -> Count:
-        return Count(await self.services.conversations.fork(asked.source, asked.target, asked.limits))
-
-    @answers(AskRoom)
-    async def room(self, asked: AskRoom) -> FilePath:
-        return FilePath(str(self.services.satchels.room(asked.nbytes, asked.agent, asked.limits)))
-
-    @answers(AskKV)
-    async def pack(self, which: AskKV) -> Packed:
-        return await self.services.satchels.pack(which.agent, which.replicas)
-
-    @answers(AgentTo)
-    async def borrow(self, asked: AgentTo) -> None:
-        await self.services.satchels.borrow(asked.agent, asked.to)
-
-    @answers(AgentKey)
-    async def give_back(self, which: AgentKey) -> None:
-        await self.services.satchels.give_back(which.agent)
-
-    @answers(AskUnpack)
-    async def unpack(self, asked: AskUnpack) -> Unpacked:
-        await self.services.tending.ready()
-        return await self.services.satchels.unpack(asked)
-
-    @answers(AgentKey)
-    async def forget(self, which: AgentKey) -> Flag:
-        return Flag(await self.services.conversations.forget(which.agent))
-
-    @answers(Nothing)
-    async def stats(self, _: Nothing) -> StoreStats:
-        return await self.services.stats()
+    transcript = _by(StoreClient.transcript, lambda services: services.conversations.transcript)
+    info = _by(StoreClient.info, lambda services: services.conversations.describe)
+    agents = _by(StoreClient.agents, lambda services: services.conversations.page)
+    blocks = _by(StoreClient.blocks, lambda services: services.conversations.blocks)
+    disk_kept = _by(StoreClient.disk_kept, lambda services: services.conversations.disk_kept)
+    fork = _by(StoreClient.fork, lambda services: services.conversations.fork)
+    forget = _by(StoreClient.forget, lambda services: services.conversations.forget)
+    room = _by(StoreClient.room, lambda services: services.satchels.room)
+    pack = _by(StoreClient.pack, lambda services: services.satchels.pack)
+    borrow = _by(StoreClient.borrow, lambda services: services.satchels.borrow)
+    give_back = _by(StoreClient.give_back, lambda services: services.satchels.give_back)
+    unpack = _by(StoreClient.unpack, lambda services: services.introduced(services.satchels.unpack))
+    stats = _by(StoreClient.stats, lambda services: services.stats)
 
     # KV on the disk.
 
-    @answers(Nothing)
-    async def disk_session(self, _: Nothing) -> DiskSession | None:
-        return self.services.memory.disk.describe()
-
-    @answers(CommitSegment)
-    async def disk_commit(self, written: CommitSegment) -> EntryIds | None:
-        return _ids(await self.services.memory.disk.commit(written.record, written.limits))
-
-    @answers(TouchChain)
-    async def disk_touch(self, used: TouchChain) -> EntryIds | None:
-        return _ids(await self.services.memory.disk.touch(used.model, used.chain, used.owner))
-
-    @answers(FindKV)
-    async def disk_find(self, wanted: FindKV) -> FoundKV | None:
-        return await self.services.memory.disk.find(wanted)
-
-    @answers(ReadDone)
-    async def disk_read(self, done: ReadDone) -> None:
-        await self.services.memory.disk.read(done)
-
-    @answers(PullKV)
-    async def pull(self, wanted: PullKV) -> Fetched:
-        return await self.services.fetching.pull(wanted)
+    disk_session = _by(StoreClient.disk_session, lambda services: services.memory.disk.describe)
+    disk_commit = _by(StoreClient.disk_commit, lambda services: services.memory.disk.commit)
+    disk_touch = _by(StoreClient.disk_touch, lambda services: services.memory.disk.touch)
+    disk_find = _by(StoreClient.disk_find, lambda services: services.memory.disk.find)
+    disk_read = _by(StoreClient.disk_read, lambda services: services.memory.disk.read)
+    pull = _by(StoreClient.pull, lambda services: services.fetching.pull)
 
     # Where agents live.
 
-    @answers(MoveAgent)
-    async def move(self, asked: MoveAgent) -> Moved:
-        return await self.services.moving.move(asked.agent, asked.to, at_once=asked.at_once)
-
-    @answers(Promote)
-    async def promote(self, asked: Promote) -> PrimaryEpoch:
-        return PrimaryEpoch(await self.services.copying.promote(asked.agent, asked.above))
-
-    @answers(Nothing)
-    async def drain(self, _: Nothing) -> None:
-        self.services.reports.drain()
+    move = _by(StoreClient.move, lambda services: services.moving.move)
+    promote = _by(StoreClient.promote, lambda services: services.copying.promote)
+    drain = _by(StoreClient.drain, lambda services: services.reports.drain)
 
     # For the stores of other nodes.
 
-    @answers(Promote)
-    async def promote_here(self, asked: Promote) -> PrimaryEpoch:
-        return PrimaryEpoch(await self.services.copying.promote_here(asked.agent, asked.above))
-
-    @answers(TakeSecondary)
-    async def take_secondary(self, copy: TakeSecondary) -> BranchIds:
-        return BranchIds(await self.services.copying.take_secondary(copy))
-
-    @answers(AgentTo)
-    async def send_secondary(self, asked: AgentTo) -> PrimaryEpoch:
-        return PrimaryEpoch(await self.services.copying.send_secondary(asked.agent, asked.to))
-
-    @answers(TakeIn)
-    async def take_in(self, memory: TakeIn) -> Count:
-        return Count(await self.services.copying.take_in(memory))
-
-    @answers(AgentKeys)
-    async def standing(self, which: AgentKeys) -> Standings:
-        return Standings(await self.services.copying.standing(which.agents))
-
-    @answers(AgentKey)
-    async def doubt(self, which: AgentKey) -> None:
-        self.services.succession.doubt(which.agent)
-
-    @answers(Nothing)
-    async def buried(self, _: Nothing) -> TombstoneList:
-        return TombstoneList(await self.services.tombstones.told())
-
-    @answers(Tombstone)
-    async def bury(self, told: Tombstone) -> Flag:
-        return Flag(await self.services.tombstones.bury(told.agent, told.epoch, told.number))
-
-    @answers(FetchKV)
-    async def fetch(self, asked: FetchKV) -> Fetched:
-        return await self.services.fetching.fetch(asked.agent, asked.source, asked.deadline_s)
-
-    @answers(Nothing)
-    async def block_addresses(self, _: Nothing) -> Addresses:
-        return Addresses(self.services.fetching.addresses)
-
-
-def _ids(found: list[bytes] | None) -> EntryIds | None:
-    return None if found is None else EntryIds(found)
+    promote_here = _by(StoreClient.promote_here, lambda services: services.copying.promote_here)
+    take_secondary = _by(StoreClient.take_secondary, lambda services: services.copying.take_secondary)
+    send_secondary = _by(StoreClient.send_secondary, lambda services: services.copying.send_secondary)
+    take_in = _by(StoreClient.take_in, lambda services: services.copying.take_in)
+    standing = _by(StoreClient.standing, lambda services: services.copying.standing)
+    doubt = _by(StoreClient.doubt, lambda services: services.succession.doubt)
+    buried = _by(StoreClient.buried, lambda services: services.tombstones.told)
+    bury = _by(StoreClient.bury, lambda services: services.tombstones.bury)
+    fetch = _by(StoreClient.fetch, lambda services: services.fetching.fetch)
+    block_addresses = _by(StoreClient.block_addresses, lambda services: services.fetching.addresses)
 
 
 def _note_room(full: bool) -> None:

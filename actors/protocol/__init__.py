@@ -1,2 +1,2 @@
-"""Messages between processes, and the ids that all of them use. Pure, but for calls, handles, control_store, registry
-and reporter."""
+"""What actors say to each other: the methods of each (`clients`, `store_client`), the messages in them, and the ids
+that all use. Pure, but for control_store, registry and reporter."""

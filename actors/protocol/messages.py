@@ -1,16 +1,14 @@
-"""Requests to replicas, and their answers. One version number covers these, the router's (`router_messages.py`) and the
-stores' (`store_messages.py`).
+"""What replicas are asked and answer (`clients.py`), as far as that is more than a word or a number.
 
-`codec.py` encodes them field by field, so both sides must run the same `VERSION`. Tokens go from a replica straight to
-the *consumer* (the endpoint, or a driver with handles); the router sees only sizes and ids.
+A message travels field by field, so both sides must run the same `VERSION` (`rpc/codec.py`), which covers these, the
+router's (`router_messages.py`) and the stores' (`store_messages.py`). Tokens go from a replica straight to the
+*consumer* (the endpoint, or a driver with handles); the router sees only sizes and ids.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
-
-VERSION = 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,28 +159,6 @@ class RowUpdate:
     cached_tokens: int | None = None
     error: dict[str, Any] | None = None
     logprobs: list[TokenLogprobs] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The updates of all rows of one consumer: of one engine step, or of several if the consumer was slow to ask."""
-
-    rows: list[RowUpdate]
-
-
-@dataclass(frozen=True, slots=True)
-class Nothing:
-    """A request without arguments, or an answer without content."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopServing:
-    """The endpoint takes no more connections; clients have `timeout_s` to read the rest of their answers."""
-
-    timeout_s: float
-
-
-# Further requests to a replica, and its answers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,19 +314,6 @@ class PooledTexts:
 
 
 @dataclass(frozen=True, slots=True)
-class NextFrame:
-    """Asks for the frame `number` of a consumer, counted from 0; acknowledges those before it."""
-
-    consumer: str
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowIds:
-    request_ids: list[str]
-
-
-@dataclass(frozen=True, slots=True)
 class KVSelection:
     """Blocks of one chain, and ids of image embeddings. If the chain is shorter than a block, `first` has its packed
     tokens, which follow `root`."""
@@ -359,19 +322,3 @@ class KVSelection:
     block_ids: list[bytes]
     first: bytes
     embeddings: list[bytes] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Refuse new rows from now on. Running ones finish, or with `end_rows` end with an error.
-
-    With `leaves` too it is the replica's node that leaves, and not the model: its rows go on at other replicas.
-    """
-
-    end_rows: bool = False
-    leaves: bool = False

@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 def tell_router(report: ReplicaReport | StoreReport, timing: Timing) -> bool:
     """Sends a report. Returns False if the router missed an earlier one; the next must then be full."""
-    return RouterClient(timing).report(report).within(timing.brief_answer_s).wait()
+    router = RouterClient(timing)
+    sent = router.report(report) if isinstance(report, ReplicaReport) else router.store_report(report)
+    return sent.within(timing.brief_answer_s).wait()
 
 
 Report = TypeVar("Report", ReplicaReport, StoreReport)

@@ -1,4 +1,4 @@
-"""Requests to the router, its answers, and what replicas and stores report to it; `codec.py` encodes them."""
+"""What the router is asked and answers, and what replicas and stores report to it; as `messages.py`."""
 
 from __future__ import annotations
 
@@ -161,35 +161,6 @@ class StoreReport:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportAck:
-    """The router has a report. If not `complete`, it missed an earlier one and asks for a full one."""
-
-    complete: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaName:
-    replica: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodeName:
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelName:
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Names of replicas, or keys of agents."""
-
-    names: list[str]
-
-
-@dataclass(frozen=True, slots=True)
 class RowLeft:
     """The row does not load the replica: it was refused, or ended before a report mentioned it.
 
@@ -201,11 +172,6 @@ class RowLeft:
     request_id: str
     cached_tokens: int | None = None
     first_token_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestId:
-    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +190,6 @@ class Explanation:
     split_costs_s: dict[str, float] = field(default_factory=dict)
     actual_cached_tokens: int | None = None
     actual_first_token_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AgentKeys:
-    """Keys of agents, `tenant/agent_id`."""
-
-    agents: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,15 +215,6 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentMoved:
-    """The agent's home is `node` since `epoch`."""
-
-    agent: str
-    node: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
 class NodeReport:
     """A node as its store has reported it; None for what it has not reported yet.
 
@@ -287,8 +237,3 @@ class NodeReport:
     agents: int | None = None
     replicas: list[str] = field(default_factory=list)
     links: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class NodeReports:
-    nodes: list[NodeReport]

@@ -1,11 +1,11 @@
-"""Requests to a node's store, and its answers; `codec.py` encodes them."""
+"""What a node's store is asked and answers; as `messages.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .entries import Failure, Location, SegmentRecord
+from .entries import Location
 from .messages import KVSelection
 
 Limits = Mapping[str, int | None]
@@ -115,34 +115,12 @@ class BranchMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Recall:
-    """Asks for the branches that a stateless turn may continue, those of this `files_id` (see `Head`). `known` are
-    epochs by branch of those that need no content; `limits` the tenant's, if the turn will add to the memory."""
-
-    agent: str
-    files_id: bytes
-    known: dict[int, int]
-    limits: Limits = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Recalled:
     """`since` is the present sequence number; `let_go` is whether the agent had a memory that was evicted."""
 
     since: int
     branches: list[BranchMemory]
     let_go: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """As `Recall`, for a turn that continues the main branch and has a name."""
-
-    agent: str
-    turn: str
-    files_id: bytes
-    known: dict[int, int]
-    limits: Limits = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,42 +141,6 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnName:
-    agent: str
-    turn: str
-
-
-@dataclass(frozen=True, slots=True)
-class CommitTurn:
-    """`limits` are the tenant's, whose KV is evicted to make room."""
-
-    agent: str
-    commit: Commit
-    limits: Limits = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """A yes or no."""
-
-    value: bool
-
-
-@dataclass(frozen=True, slots=True)
-class AgentKey:
-    """The key of an agent, `tenant/agent_id`."""
-
-    agent: str
-
-
-@dataclass(frozen=True, slots=True)
-class Transcript:
-    """OpenAI messages as JSON."""
-
-    messages: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class AgentBranches:
     """An agent on a node: its `main` branch, None if none has a transcript; all branches, the oldest first; the home
     epoch, and whether the node has the primary."""
@@ -211,61 +153,11 @@ class AgentBranches:
 
 
 @dataclass(frozen=True, slots=True)
-class ListAgents:
-    """Asks for at most `limit` agents of the tenant ("" for all), sorted by key, from the first after `after`."""
-
-    tenant: str
-    after: str
-    limit: int
-
-
-@dataclass(frozen=True, slots=True)
-class AgentPage:
-    agents: list[AgentBranches]
-
-
-@dataclass(frozen=True, slots=True)
-class AskKV:
-    """`replicas` are (files id, model id) of replicas that may have computed the same tokens under another model id."""
-
-    agent: str
-    replicas: list[tuple[bytes, bytes]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
 class BranchKV:
     """The KV that a branch uses at replicas of the model id `model`."""
 
     model: bytes
     kept: KVSelection
-
-
-@dataclass(frozen=True, slots=True)
-class AgentKV:
-    branches: list[BranchKV]
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    source: str
-    target: str
-    limits: Limits = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class AskRoom:
-    """Asks for the path of a new file, for a satchel of `nbytes` with the agent. `limits` are its tenant's."""
-
-    agent: str
-    nbytes: int
-    limits: Limits = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class FilePath:
-    """A file on the store's machine."""
-
-    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,42 +226,6 @@ class DiskSession:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitSegment:
-    """`limits` are those of the tenant whose KV it is."""
-
-    record: SegmentRecord
-    limits: Limits = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class EntryIds:
-    ids: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class TouchChain:
-    model: bytes
-    chain: list[bytes]
-    owner: str
-
-
-@dataclass(frozen=True, slots=True)
-class FindKV:
-    """Asks for the KV of a prompt.
-
-    `chain` are the ids of its blocks, in order. The answer has those before the first that is missing, and at most
-    `tails_max` tails after them. `parent` is the id before `chain`, and `tokens` are all tokens after `parent`
-    (`pack_tokens`).
-    """
-
-    model: bytes
-    chain: list[bytes]
-    parent: bytes
-    tokens: bytes
-    tails_max: int
-
-
-@dataclass(frozen=True, slots=True)
 class FoundTail:
     """A tail, and how many of its first tokens are those of the prompt."""
 
@@ -386,35 +242,7 @@ class FoundKV:
     lease: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReadDone:
-    """A reader returns its lease: it has used `chain`, and could not read the entries of `failures`."""
-
-    lease: str
-    chain: list[bytes]
-    owner: str
-    failures: list[Failure] = field(default_factory=list)
-
-
 # Between nodes.
-
-
-@dataclass(frozen=True, slots=True)
-class AgentTo:
-    """An agent, and the node to which it or a copy of it is sent."""
-
-    agent: str
-    to: str
-
-
-@dataclass(frozen=True, slots=True)
-class MoveAgent:
-    """Moves an agent to the node `to`: between two of its turns, or with `at_once` also during one, which is committed
-    there."""
-
-    agent: str
-    to: str
-    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,19 +260,6 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class PrimaryEpoch:
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Promote:
-    """Asks for a promotion. `above` is the highest home epoch that the caller knows."""
-
-    agent: str
-    above: int
-
-
-@dataclass(frozen=True, slots=True)
 class TakeSecondary:
     """A secondary copy of an agent: all its branches, and by branch at least the contents that have changed. `epoch`
     and `version` are the primary's: a copy that was sent earlier and arrives later changes nothing. `limits` are the
@@ -456,11 +271,6 @@ class TakeSecondary:
     heads: list[Head]
     contents: dict[int, Content]
     limits: Limits = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class BranchIds:
-    branches: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,11 +297,6 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Standings:
-    agents: list[Standing]
-
-
-@dataclass(frozen=True, slots=True)
 class Tombstone:
     """A forgotten agent: nothing up to this epoch may be kept, and turns that began before this sequence number cannot
     commit."""
@@ -499,20 +304,6 @@ class Tombstone:
     agent: str
     epoch: int
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class TombstoneList:
-    agents: list[Tombstone]
-
-
-@dataclass(frozen=True, slots=True)
-class FetchKV:
-    """Asks to pull the agent's KV from the disk of the node `source`, within `deadline_s`."""
-
-    agent: str
-    source: str
-    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,10 +334,3 @@ class Fetched:
     seconds: float = 0.0
     complete: bool = False
     more: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Addresses:
-    """[host, port] each, the fastest link first."""
-
-    addresses: list[tuple[str, int]]

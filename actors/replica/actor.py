@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypedDict
 
@@ -31,25 +31,21 @@ from ...cluster.errors import (
 from ...cluster.nodes import Node
 from ...cluster.timing import Timing
 from ..protocol import registry
-from ..protocol.answers import answers
+from ..protocol.clients import ReplicaClient
 from ..protocol.entries import unpack_tokens
-from ..protocol.handles import actor_handle, replica_actor_name
 from ..protocol.messages import (
-    Count,
-    Drain,
-    Frame,
     GenerateRequest,
     KVSelection,
     ModelInfo,
-    NextFrame,
-    Nothing,
     PooledTexts,
     PoolingRequest,
     ReplicaProgress,
     ReplicaStats,
-    RowIds,
     RowUpdate,
 )
+from ..protocol.names import replica_actor_name
+from ..rpc.client import actor_handle
+from ..rpc.shell import answers
 from ..supervision.stall import pause_s
 from ..supervision.watchdog import ENGINE, Watchdog
 from .consumers import Consumers
@@ -89,7 +85,7 @@ class _Proving(TypedDict):
 class ReplicaActor:
     """The actor that serves one model. Named `replica:<name>` in the cluster's namespace.
 
-    Callers use `ReplicaClient`: requests, replies and errors travel as bytes.
+    It is called through `ReplicaClient`, which says what its methods do.
 
     It ends itself if its model is not served (see `registry`) and nobody calls `progress` or `stats`, as a driver does
     while it loads or unloads the model. So a driver that is killed meanwhile leaves no replica behind.
@@ -123,21 +119,15 @@ class ReplicaActor:
         threading.Thread(target=self._run_engine, name="engine", daemon=True).start()
         threading.Thread(target=self._end_when_unwanted, name="wanted", daemon=True).start()
 
-    @answers(Nothing)
-    async def progress(self, _: Nothing) -> ReplicaProgress:
-        """Returns how far loading is.
-
-        Raises:
-            SatchelError: loading failed.
-        """
+    @answers(ReplicaClient.progress)
+    async def progress(self) -> ReplicaProgress:
         self._asked = True
         if self._loading.error is not None:
             raise self._loading.error
         return ReplicaProgress(self._loading.what, self._loading.fraction, self._engine is not None)
 
-    @answers(Nothing)
-    async def info(self, _: Nothing) -> ModelInfo | None:
-        """Returns the loaded model's description; None while it loads."""
+    @answers(ReplicaClient.info)
+    async def info(self) -> ModelInfo | None:
         if self._engine is None:
             return None
         loaded = self._engine.loaded
@@ -173,9 +163,8 @@ class ReplicaActor:
         since = self._plain_since
         return {"proving": self._loading.what if since else "", "proving_since": since}
 
-    @answers(Nothing)
-    async def stats(self, _: Nothing) -> ReplicaStats:
-        """Returns the replica's counters and gauges."""
+    @answers(ReplicaClient.stats)
+    async def stats(self) -> ReplicaStats:
         self._asked = True
         engine = self._engine
         if engine is None:
@@ -226,13 +215,8 @@ class ReplicaActor:
             "split_fallbacks_total": counters.lost_prefills,
         }
 
-    @answers(GenerateRequest)
+    @answers(ReplicaClient.submit)
     async def submit(self, request: GenerateRequest) -> None:
-        """Accepts a row.
-
-        Raises:
-            SatchelError: the row is refused.
-        """
         if self._engine is None:
             raise NoReplica(f"{self._model.name} is still loading")
         if request.model_id not in (b"", self._engine.loaded.model_id):
@@ -288,13 +272,9 @@ class ReplicaActor:
             update = RowUpdate(request.request_id, [], "error", error=error.to_wire())
             self._deliver({request.consumer: [update]})
 
-    @answers(PoolingRequest)
+    @answers(ReplicaClient.pool)
     async def pool(self, request: PoolingRequest) -> PooledTexts:
-        """Returns the vectors of texts once all are computed. They are given up if the call is cancelled.
-
-        Raises:
-            SatchelError: the request is refused, or failed.
-        """
+        """They are given up if the call is cancelled."""
         engine = self._engine
         if engine is None:
             raise NoReplica(f"{self._model.name} is still loading")
@@ -316,11 +296,9 @@ class ReplicaActor:
             raise result
         return result
 
-    @answers(NextFrame)
-    async def next_frame(self, asked: NextFrame) -> Frame | None:
-        """Returns the consumer's next frame, as `Consumers.next_frame`."""
-        updates = await self._known().next_frame(asked.consumer, asked.number)
-        return None if updates is None else Frame(updates)
+    @answers(ReplicaClient.next_frame)
+    async def next_frame(self, consumer: str, number: int) -> list[RowUpdate] | None:
+        return await self._known().next_frame(consumer, number)
 
     async def _grammar_of(self, request: GenerateRequest) -> RowGrammar | None:
         """As `Engine.grammar_of`, without blocking the event loop."""
@@ -366,26 +344,22 @@ class ReplicaActor:
             self._following.discard(name)
             self._looking.discard(name)
 
-    @answers(RowIds)
-    async def go_on(self, rows: RowIds) -> None:
-        """Has rows wait no more for KV that another node was to make: they are computed from what has come. Unknown ids
-        are ignored."""
-        self._following.difference_update(rows.request_ids)
+    @answers(ReplicaClient.go_on)
+    async def go_on(self, request_ids: Sequence[str]) -> None:
+        self._following.difference_update(request_ids)
 
-    @answers(RowIds)
-    async def abort(self, rows: RowIds) -> None:
-        """Aborts rows and requests for vectors. Unknown ids are ignored."""
-        await self._take_out(rows.request_ids)
+    @answers(ReplicaClient.abort)
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._take_out(request_ids)
 
-    async def _take_out(self, request_ids: list[str]) -> None:
+    async def _take_out(self, request_ids: Sequence[str]) -> None:
         # The engine does not know rows that are still being looked up.
         self._known().forget_rows(self._looking.intersection(request_ids))
         if self._engine is not None:
             self._engine.abort(tuple(request_ids))
 
-    @answers(KVSelection)
-    async def release(self, kept: KVSelection) -> Count:
-        """Drops KV and image embeddings from memory. Returns the freed bytes."""
+    @answers(ReplicaClient.release)
+    async def release(self, kept: KVSelection) -> int:
         tokens = unpack_tokens(kept.first)
 
         def drop(engine: Engine) -> int:
@@ -394,9 +368,8 @@ class ReplicaActor:
 
         return await self._on_engine(drop)
 
-    @answers(KVSelection)
-    async def held(self, kept: KVSelection) -> Count:
-        """Returns how many of the leading blocks are in memory, or without blocks how many tails after the root."""
+    @answers(ReplicaClient.held)
+    async def held(self, kept: KVSelection) -> int:
         tokens = unpack_tokens(kept.first)
 
         def count(engine: Engine) -> int:
@@ -406,10 +379,8 @@ class ReplicaActor:
 
         return await self._on_engine(count)
 
-    @answers(Nothing)
-    async def clear_cache(self, _: Nothing) -> Count:
-        """Drops all kept KV and image embeddings. Returns the bytes they had."""
-
+    @answers(ReplicaClient.clear_cache)
+    async def clear_cache(self) -> int:
         def clear(engine: Engine) -> int:
             held = engine.prefixes.nbytes
             engine.prefixes.clear()
@@ -417,11 +388,11 @@ class ReplicaActor:
 
         return await self._on_engine(clear)
 
-    async def _on_engine(self, action: Callable[[Engine], int]) -> Count:
+    async def _on_engine(self, action: Callable[[Engine], int]) -> int:
         """Runs `action` between two steps; 0 if there is no engine yet."""
         engine = self._engine
         if engine is None:
-            return Count(0)
+            return 0
         loop = asyncio.get_running_loop()
         done: asyncio.Future[int] = loop.create_future()
 
@@ -430,18 +401,17 @@ class ReplicaActor:
             loop.call_soon_threadsafe(lambda: done.done() or done.set_result(result))
 
         engine.call(run)
-        return Count(await done)
+        return await done
 
-    @answers(Drain)
-    async def drain(self, how: Drain) -> None:
-        """Refuses new rows from now on, and ends running ones if asked to."""
+    @answers(ReplicaClient.drain)
+    async def drain(self, *, end_rows: bool = False, leaves: bool = False) -> None:
         # The caller ends this process next.
         self._watchdog.leave()
         self._draining = True
         if self._engine is not None:
             self._engine.drain()
-            if how.end_rows:
-                self._engine.end_all(leaves=how.leaves)
+            if end_rows:
+                self._engine.end_all(leaves=leaves)
 
     def _deliver(self, updates: dict[str, list[RowUpdate]]) -> None:
         self._known().deliver(updates)

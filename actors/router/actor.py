@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -15,29 +15,20 @@ from ...cluster.environment import default_home
 from ...cluster.errors import NoReplica
 from ...cluster.incidents import note_incident_aside
 from ..protocol import registry
-from ..protocol.answers import answers
-from ..protocol.handles import ROUTER
-from ..protocol.messages import Nothing
+from ..protocol.clients import RouterClient
+from ..protocol.names import ROUTER
 from ..protocol.router_messages import (
-    AgentKeys,
-    AgentMoved,
     AgentPlace,
     Decision,
     Explanation,
-    ModelName,
-    Names,
-    NodeName,
     NodeReport,
-    NodeReports,
     Places,
-    ReplicaName,
     ReplicaReport,
-    ReportAck,
-    RequestId,
     RouteRequest,
     RowLeft,
     StoreReport,
 )
+from ..rpc.shell import answers
 from ..supervision.watchdog import Watchdog
 from .places import Whereabouts
 from .policy import Policy
@@ -52,7 +43,7 @@ LOST_LOOKS = 3
 class RouterActor:
     """The actor that chooses a replica for each request. Named `router` in the cluster's namespace.
 
-    Callers use `RouterClient`: requests, replies and errors travel as bytes.
+    It is called through `RouterClient`, which says what its methods do.
 
     A restarted router learns everything from reports. Until every node has reported, or the timeout of a lost node has
     passed, it does not say that an agent is unknown or that its primary is gone.
@@ -107,13 +98,8 @@ class RouterActor:
                     incidents.append(f"the store of node {name} has not reported for {node['seen_s']:.0f} s")
         return incidents
 
-    @answers(RouteRequest)
+    @answers(RouterClient.route)
     async def route(self, request: RouteRequest) -> Decision:
-        """Chooses the replica for a request and reserves its load there.
-
-        Raises:
-            NoReplica: no replica of the model is alive.
-        """
         decision = self._policy.route(request, time.monotonic())
         asyncio.get_running_loop().call_soon(self._policy.members.settle)
         if decision is None:
@@ -124,46 +110,41 @@ class RouterActor:
             self._left.pop(self._decisions.popitem(last=False)[0], None)
         return decision
 
-    @answers(ReplicaReport)
-    async def report(self, report: ReplicaReport) -> ReportAck:
-        """Takes a replica's report; `ReportAck` says whether a full one must follow."""
+    @answers(RouterClient.report)
+    async def report(self, report: ReplicaReport) -> bool:
         async with self._observing:
-            return ReportAck(await _in_parts(self._policy.members.observe_in_parts(report, time.monotonic())))
+            return await _in_parts(self._policy.members.observe_in_parts(report, time.monotonic()))
 
-    @answers(StoreReport)
-    async def store_report(self, report: StoreReport) -> ReportAck:
-        """Takes a store's report; `ReportAck` says whether a full one must follow."""
+    @answers(RouterClient.store_report)
+    async def store_report(self, report: StoreReport) -> bool:
         async with self._observing:
             complete = await _in_parts(self._policy.members.observe_store_in_parts(report, time.monotonic()))
         if complete:
             self._unheard.discard(report.node)
-        return ReportAck(complete)
+        return complete
 
-    @answers(ReplicaName)
-    async def lose(self, which: ReplicaName) -> None:
-        """Avoids a replica until it reports again."""
-        self._policy.members.lose(which.replica)
+    @answers(RouterClient.lose)
+    async def lose(self, replica: str) -> None:
+        self._policy.members.lose(replica)
 
-    @answers(NodeName)
-    async def lose_node(self, which: NodeName) -> None:
-        """Avoids a node until it reports again; at first only reports of new processes count."""
-        self._policy.members.lose_node(which.node, time.monotonic())
-        self._unheard.discard(which.node)
+    @answers(RouterClient.lose_node)
+    async def lose_node(self, node: str) -> None:
+        # At first only reports of new processes count.
+        self._policy.members.lose_node(node, time.monotonic())
+        self._unheard.discard(node)
 
-    @answers(RowLeft)
-    async def release(self, row: RowLeft) -> None:
-        """Uncounts a row that was refused or has ended."""
-        self._policy.members.release(row.replica, row.request_id)
-        decision = self._decisions.get(row.request_id)
-        if decision is not None and decision.replica == row.replica:
-            self._left[row.request_id] = row
+    @answers(RouterClient.release)
+    async def release(self, left: RowLeft) -> None:
+        self._policy.members.release(left.replica, left.request_id)
+        decision = self._decisions.get(left.request_id)
+        if decision is not None and decision.replica == left.replica:
+            self._left[left.request_id] = left
 
-    @answers(RequestId)
-    async def explain(self, which: RequestId) -> Explanation | None:
-        """Returns the latest decision of a request; None if it is not remembered."""
+    @answers(RouterClient.explain)
+    async def explain(self, request_id: str) -> Explanation | None:
         # A row's id is its request's id and a random part.
-        wanted, of_it = which.request_id, f"{which.request_id}/"
-        row = next((row for row in reversed(self._decisions) if row == wanted or row.startswith(of_it)), None)
+        of_it = f"{request_id}/"
+        row = next((row for row in reversed(self._decisions) if row == request_id or row.startswith(of_it)), None)
         if row is None:
             return None
         decision = self._decisions[row]
@@ -186,20 +167,17 @@ class RouterActor:
         )
 
     async def config(self) -> Config:
-        """Returns the config that the cluster was started with."""
         return self._config
 
-    @answers(ModelName)
-    async def alive(self, which: ModelName) -> Names:
-        """Returns the replicas of a model that reported lately."""
-        return Names(self._policy.members.alive(which.model, time.monotonic()))
+    @answers(RouterClient.alive)
+    async def alive(self, model: str) -> list[str]:
+        return self._policy.members.alive(model, time.monotonic())
 
-    @answers(AgentKeys)
-    async def places(self, which: AgentKeys) -> Places:
-        """Returns where agents' memory is, and the nodes that must still report before a missing one means anything."""
+    @answers(RouterClient.places)
+    async def places(self, agents: Sequence[str]) -> Places:
         alive = frozenset(self._policy.members.alive_nodes(time.monotonic()))
         unheard = self._awaited()
-        known = ((agent, self._policy.members.where(agent)) for agent in which.agents)
+        known = ((agent, self._policy.members.where(agent)) for agent in agents)
         claimed = [_place(agent, place, alive) for agent, place in known if place is not None]
         return Places([place for place in claimed if place.alive or not unheard], unheard)
 
@@ -207,22 +185,19 @@ class RouterActor:
         """Returns the nodes that must still report."""
         return sorted(self._unheard) if time.monotonic() < self._listens_until else []
 
-    @answers(AgentMoved)
-    async def moved(self, moved: AgentMoved) -> None:
-        """Notes an agent's new primary."""
-        self._policy.members.places.moved(moved.agent, moved.node, moved.epoch)
+    @answers(RouterClient.moved)
+    async def moved(self, agent: str, node: str, epoch: int) -> None:
+        self._policy.members.places.moved(agent, node, epoch)
 
-    @answers(NodeName)
-    async def agents_on(self, which: NodeName) -> Names:
-        """Returns the agents whose primary the node is."""
-        return Names(self._policy.members.places.agents_on(which.node))
+    @answers(RouterClient.agents_on)
+    async def agents_on(self, node: str) -> list[str]:
+        return self._policy.members.places.agents_on(node)
 
-    @answers(Nothing)
-    async def nodes(self, _: Nothing) -> NodeReports:
-        """Returns all nodes, with those that must still report."""
+    @answers(RouterClient.nodes)
+    async def nodes(self) -> list[NodeReport]:
         heard = [NodeReport(**node) for node in self._policy.members.node_views(time.monotonic())]
         names = {node.name for node in heard}
-        return NodeReports(heard + [NodeReport(name, True) for name in self._awaited() if name not in names])
+        return heard + [NodeReport(name, True) for name in self._awaited() if name not in names]
 
 
 def _joined() -> list[str]:

@@ -81,7 +81,7 @@ class ReplicaConnection:
                     break
                 self.heard = True
                 number += 1
-                for update in frame.rows:
+                for update in frame:
                     self._deal(update)
         except Exception as error:
             # Any error: rows that nobody reads must not wait. If the time limit itself came late, this process stood

@@ -17,10 +17,10 @@ from ray.exceptions import RayError
 
 from ...actors.kv_store.replication.peers import secondary_nodes
 from ...actors.protocol import control_store
-from ...actors.protocol.calls import Call
 from ...actors.protocol.clients import RouterClient
 from ...actors.protocol.router_messages import AgentPlace
 from ...actors.protocol.store_client import StoreClient
+from ...actors.rpc.client import Call
 from ...cluster.config import Config
 from ...cluster.errors import ActorSilent, NoAnswer, SatchelError, Unavailable
 from ...cluster.nodes import Node

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ...actors.protocol.calls import Call
+from ...actors.rpc.client import Call
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.media_ids import embeddings_needed
 from ...actors.protocol.messages import GenerateRequest, ModelInfo

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ...actors.protocol import registry
-from ...actors.protocol.calls import Call
 from ...actors.protocol.clients import ReplicaClient
 from ...actors.protocol.messages import ModelInfo
 from ...actors.protocol.router_messages import AgentPlace
@@ -28,6 +27,7 @@ from ...actors.protocol.store_messages import (
     Recalled,
     Unpacked,
 )
+from ...actors.rpc.client import Call
 from ...actors.start import find_replicas
 from ...cluster.errors import (
     AgentElsewhere,

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.protocol.codec import decode, encode
 from satchel.actors.protocol.router_messages import ReplicaReport, RouteRequest, StoreReport
 from satchel.actors.router.policy import Policy
+from satchel.actors.rpc.codec import decode, encode
 
 from ..parts import percentile
 

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import pytest
 from ray.exceptions import RayActorError
 
-from satchel.actors.protocol import calls
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.messages import GenerateRequest, RowUpdate, Sampling
@@ -29,6 +28,7 @@ from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.tiers import disk_tier
 from satchel.actors.replica.tiers.disk_tier import DiskTier, WriteJob
+from satchel.actors.rpc import client as calls
 from satchel.api.ray_backend import connection, dispatch, routing
 from satchel.api.ray_backend.rows import RayGeneration
 from satchel.cluster.config import Scheduling, parse_config

@@ -20,12 +20,12 @@ from satchel.actors.kv_store.disk.segments import write_segment
 from satchel.actors.kv_store.disk.store import DiskStore
 from satchel.actors.kv_store.replication.peers import secondary_nodes
 from satchel.actors.kv_store.services.ownership import Ownership
-from satchel.actors.protocol.codec import decode, encode
 from satchel.actors.protocol.entries import Entry, Failure
 from satchel.actors.protocol.router_messages import StoreReport
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Content, TakeSecondary
 from satchel.actors.router.places import AgentPlaces
+from satchel.actors.rpc.codec import decode, encode
 from satchel.cluster.config import parse_config
 from satchel.cluster.errors import Unavailable
 from satchel.cluster.nodes import Node
@@ -97,7 +97,11 @@ class Cluster:
         return secondary_nodes(agent, [name for name in self.listed if name != home], self.config.replication)
 
     def sent_copies(self) -> list[TakeSecondary]:
-        return [decode(TakeSecondary, asked) for _, _, method, asked in self.calls if method == "take_secondary"]
+        return [
+            StoreClient.take_secondary.asked(asked)[0]
+            for _, _, method, asked in self.calls
+            if method == "take_secondary"
+        ]
 
     def start(self, name: str) -> KVStoreActor:
         given = Surroundings(self.folder / name, CLUSTER_KEY, Peers(self, name))

@@ -28,22 +28,15 @@ from satchel.actors.kv_store.services.disk import NodeDisk
 from satchel.actors.kv_store.services.memory import NodeMemory
 from satchel.actors.kv_store.services.work import Work
 from satchel.actors.protocol.clients import RouterClient
-from satchel.actors.protocol.codec import decode, encode
-from satchel.actors.protocol.router_messages import ReportAck
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.protocol.store_messages import (
-    BranchIds,
     Commit,
-    CommitOutcome,
-    CommitTurn,
     Content,
-    PrimaryEpoch,
-    Promote,
-    TakeSecondary,
 )
 from satchel.actors.router.actor import RouterActor
 from satchel.actors.router.places import AgentPlaces
 from satchel.actors.router.policy import Policy
+from satchel.actors.rpc.codec import encode
 from satchel.api.ray_backend.locator import AgentLocator, Question
 from satchel.cluster.config import Config, parse_config
 from satchel.cluster.errors import SatchelError, Unavailable
@@ -282,23 +275,24 @@ class World:
     async def _become_home(self, call: Callable[[bytes], Awaitable[bytes]], asked: bytes) -> bytes:
         answer = await call(asked)
         with suppress(SatchelError):
-            assert decode(PrimaryEpoch, answer).epoch > decode(Promote, asked).above, "a later home has a later epoch"
+            _, above = StoreClient.promote.asked(asked)
+            assert StoreClient.promote.answered(answer) > above, "a later home has a later epoch"
         return answer
 
     async def _take_copy(self, store: Store, asked: bytes) -> bytes:
-        copy, answer = decode(TakeSecondary, asked), await store.take_secondary(asked)
+        (copy,), answer = StoreClient.take_secondary.asked(asked), await store.take_secondary(asked)
         with suppress(SatchelError):
-            if not decode(BranchIds, answer).branches:
+            if not StoreClient.take_secondary.answered(answer):
                 known = store.roles.place(copy.agent).epoch
                 assert known >= copy.epoch, "who has a copy of a later home knows of that home"
         return answer
 
     async def _commit(self, store: Store, asked: bytes) -> bytes:
-        agent = decode(CommitTurn, asked).agent
+        agent, *_ = StoreClient.commit.asked(asked)
         epoch = max(store.roles.place(agent).epoch, 1)
         answer = await store.commit(asked)
         with suppress(SatchelError):
-            if decode(CommitOutcome, answer).kept:
+            if StoreClient.commit.answered(answer).kept:
                 self.accepted.append((agent, epoch, store.name))
         return answer
 
@@ -324,14 +318,14 @@ class World:
 
     async def tell(self, node: str, method: str, report: Any) -> bool:
         """Send the router a report, which may be lost, late, or come twice. False where the next one must be full."""
-        rng, message = self.rng, encode(report)
+        rng, message = self.rng, encode([report])
         await asyncio.sleep(rng.random() * 0.1)
         fate = rng.random()
         if not self.reaches(node, CLIENT) or fate < self.loss / 2:
             return False
         if fate < self.loss or fate > 1 - self.twice:
             self.loop.call_later(rng.random() * 4.0, self._hear, method, message)
-        return fate >= self.loss and decode(ReportAck, await getattr(self.router, method)(message)).complete
+        return fate >= self.loss and RouterClient.report.answered(await getattr(self.router, method)(message))
 
     def _hear(self, method: str, message: bytes) -> None:
         self.process_of_router.start(getattr(self.router, method)(message))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Awaitable, Callable
+from typing import ParamSpec, TypeVar
 
 from ....cluster.config import Config
 from ....cluster.nodes import Node
@@ -22,6 +24,9 @@ from .satchels import Satchels
 from .tending import Tending
 from .tombstones import Tombstones
 from .turns import Turns
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +109,15 @@ class StoreServices:
 
         self.memory.disk.on_opened = opened
         self.fetching.serve()
+
+    def introduced(self, do: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
+        """As `do`, once the store has heard what it missed, or has tried to."""
+
+        async def later(*args: P.args, **kwargs: P.kwargs) -> R:
+            await self.tending.ready()
+            return await do(*args, **kwargs)
+
+        return later
 
     async def stats(self) -> StoreStats:
         """Bytes and counts of the memory on this node."""

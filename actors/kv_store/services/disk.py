@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from ....cluster.errors import SatchelError
 from ....cluster.timing import Timing
 from ...protocol.block_ids import BLOCK_TOKENS
-from ...protocol.entries import TOKEN_BYTES, Location, SegmentRecord, unpack_tokens
-from ...protocol.store_messages import DiskSession, FindKV, FoundKV, FoundTail, Limits, ReadDone
+from ...protocol.entries import TOKEN_BYTES, Failure, Location, SegmentRecord, unpack_tokens
+from ...protocol.store_messages import DiskSession, FoundKV, FoundTail, Limits
 from ..agents.claims import Branch, Claims
 from ..disk.quotas import Quotas, tenant_of
 from ..disk.store import DiskLimits, DiskStore
@@ -214,7 +214,7 @@ class NodeDisk:
 
         return await self._fenced(work)
 
-    async def touch(self, model: bytes, chain: list[bytes], owner: str) -> list[bytes] | None:
+    async def touch(self, model: bytes, chain: Sequence[bytes], owner: str) -> list[bytes] | None:
         """Note that a chain was used. Returns the ids of it that are not there."""
 
         async def work(store: DiskStore, owned: Ownership) -> list[bytes]:
@@ -228,36 +228,37 @@ class NodeDisk:
                 self.on_touched(agent)
         return missing
 
-    async def find(self, wanted: FindKV) -> FoundKV | None:
-        """What is there of a prompt, pinned for a reader."""
+    async def find(
+        self, model: bytes, chain: Sequence[bytes], parent: bytes, tokens: bytes, tails_max: int
+    ) -> FoundKV | None:
+        """What is there of a prompt, pinned for a reader; as `StoreClient.disk_find`."""
 
         def work(store: DiskStore) -> FoundKV:
             blocks: list[Location] = []
-            for location in store.locate(wanted.model, wanted.chain):
+            for location in store.locate(model, chain):
                 if location is None:
                     break
                 blocks.append(location)
             start = len(blocks) * BLOCK_TOKENS * TOKEN_BYTES
-            rest = unpack_tokens(wanted.tokens[start : start + BLOCK_TOKENS * TOKEN_BYTES])
-            parent = blocks[-1].id if blocks else wanted.parent
-            tails = store.tails(wanted.model, parent, rest, wanted.tails_max)
+            rest = unpack_tokens(tokens[start : start + BLOCK_TOKENS * TOKEN_BYTES])
+            tails = store.tails(model, blocks[-1].id if blocks else parent, rest, tails_max)
             lease = store.pin([*blocks, *(tail.location for tail in tails)], self._timing.block_lease_s)
             return FoundKV(blocks, [FoundTail(tail.location, tail.tokens) for tail in tails], lease)
 
         return None if self.store is None else await self.in_thread(work, self.store)
 
-    async def read(self, done: ReadDone) -> None:
+    async def read(self, lease: str, chain: Sequence[bytes], owner: str, failures: Sequence[Failure] = ()) -> None:
         """A reader has done."""
 
         def give_back(store: DiskStore) -> None:
-            store.unpin(done.lease)
-            if done.failures:
-                store.report(done.failures)
+            store.unpin(lease)
+            if failures:
+                store.report(failures)
 
         async def work(store: DiskStore, owned: Ownership) -> None:
             await self.in_thread(give_back, store)
             # The turn that reads has only begun, so nothing is about to say more of its owner.
-            await self._touch(store, owned, done.chain, done.owner, wait=False)
+            await self._touch(store, owned, chain, owner, wait=False)
 
         await self._fenced(work)
 
@@ -296,5 +297,5 @@ def kept_on(store: DiskStore, branches: Iterable[Branch]) -> int:
     return len(found)
 
 
-def _missing(store: DiskStore, model: bytes, chain: list[bytes]) -> list[bytes]:
+def _missing(store: DiskStore, model: bytes, chain: Sequence[bytes]) -> list[bytes]:
     return [block for block, location in zip(chain, store.locate(model, chain), strict=True) if location is None]

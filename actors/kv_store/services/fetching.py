@@ -42,7 +42,6 @@ class Fetching:
         self.blocks = blocks
         owned.end_pulls = blocks.end_pulls
 
-    @property
     def addresses(self) -> list[tuple[str, int]]:
         """Where this node's blocks are served, the fastest link first."""
         return self.blocks.addresses if self.blocks is not None else []

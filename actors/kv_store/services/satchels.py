@@ -94,7 +94,7 @@ class Satchels:
             # What an earlier process has left.
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def room(self, nbytes: int, agent: str, limits: Limits | None = None) -> Path:
+    def room(self, agent: str, nbytes: int, limits: Limits | None = None) -> str:
         """Returns the path of a file that does not exist yet, for a satchel of so many bytes. Its user removes it.
 
         Raises:
@@ -119,7 +119,7 @@ class Satchels:
         if nbytes > space.free - reserve:
             free = f"{max(0, space.free - reserve):,} are free besides the reserve (disk_reserve_bytes)"
             raise DiskFull(f"a satchel of {nbytes:,} bytes does not fit on the disk of {folder}: {free}")
-        return folder / secrets.token_hex(16)
+        return str(folder / secrets.token_hex(16))
 
     def _sweep(self, folder: Path) -> None:
         """Removes files that nobody has written to for long: who asked for them has ended."""
@@ -209,7 +209,7 @@ class Satchels:
         manifest = manifest_of(name, branches, chains, locations, now_s)
         contents = [content for _, content in branches]
         words = sum(head.nbytes for head, _ in branches)
-        path = self.room(words + manifest.entries_bytes, agent)
+        path = Path(self.room(agent, words + manifest.entries_bytes))
         try:
             with typed("writing a satchel"), _created(self._io, path) as file:
                 lease_s = self._timing.block_lease_s

@@ -95,7 +95,7 @@ class Tombstones:
     async def _bury_at(self, node: str, agent: str, epoch: int) -> None:
         try:
             number = await self._work.in_order(lambda: self._agents.buried(agent))
-            await self._peers.client(node).bury(Tombstone(agent, epoch, number))
+            await self._peers.client(node).bury(agent, epoch, number)
         except SatchelError as error:
             # A node that was away asks before it announces anything; one that is there is told again.
             logger.warning("node %s has not forgotten agent %s yet: %s", node, agent, error.message)

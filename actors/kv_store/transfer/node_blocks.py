@@ -148,7 +148,8 @@ class NodeBlocks:
         Raises:
             SatchelError: the source does not tell its addresses, or there are too many pulls.
         """
-        addresses = await self._peers.client(source).block_addresses().within(self._answer_s)
+        told = await self._peers.client(source).block_addresses().within(self._answer_s)
+        addresses = [(host, port) for host, port in told]
         begin = partial(self._puller.pull, wanted, source, addresses, deadline_s=deadline_s, owner=owner)
         found = await asyncio.get_running_loop().run_in_executor(self._threads, begin)
         # A pull that waits measures the other node's prefill.

@@ -271,8 +271,8 @@ async def test_a_row_that_waits_for_another_nodes_prefill_is_accepted_at_once(re
         await until(lambda: not replica._waiting)
     frame = await first
     assert frame is not None
-    ends = [(row.request_id, row.finish, bool(row.error)) for row in frame.rows]
+    ends = [(row.request_id, row.finish, bool(row.error)) for row in frame]
     assert ends == [("u", "error", True)]
     again = await client(replica).next_frame("c", 1)
-    assert again is not None and [row.request_id for row in again.rows] == ["v"]
+    assert again is not None and [row.request_id for row in again] == ["v"]
     assert not replica._known().rows("c") & {"u", "v"}

@@ -89,15 +89,15 @@ async def test_a_turn_right_after_a_move_goes_where_the_agent_went():
     router = Router()
     for name, node in (("a", "n0"), ("b", "n1")):
         await router.report(report(name, node=node, kv_bytes_per_token=1000))
-    await router.report(store("n0", agents=[["t/agent", 2, True]]))
-    await router.report(store("n1", announced=BLOCKS[:4], agents=[["t/agent", 2, False]]))
+    await router.store_report(store("n0", agents=[["t/agent", 2, True]]))
+    await router.store_report(store("n1", announced=BLOCKS[:4], agents=[["t/agent", 2, False]]))
     assert (await ask(router, "before")).replica == "a"
     await router.moved("t/agent", "n1", 3)
     (place,) = (await router.places(["t/agent"])).places
     assert (place.home, place.epoch, place.copies) == ("n1", 3, ["n0"])
     assert (await ask(router, "after")).replica == "b"
     # What the former home still says is older.
-    await router.report(store("n0", sequence=2, agents=[["t/agent", 2, True]]))
+    await router.store_report(store("n0", sequence=2, agents=[["t/agent", 2, True]]))
     assert (await ask(router, "later")).replica == "b"
 
 
@@ -105,10 +105,10 @@ async def test_nodes_report_and_are_asked_for():
     """A pull is decided and explained; where an agent is, who has copies, and which nodes there are."""
     router = Router()
     await router.report(report("a", node="n0", kv_bytes_per_token=1000, prefill_tokens_per_s=100.0))
-    assert await router.report(store("n0", agents=[["t/agent", 2, True]], links={"n1": 1e9}))
+    assert await router.store_report(store("n0", agents=[["t/agent", 2, True]], links={"n1": 1e9}))
     holds = store("n1", announced=BLOCKS[:4], agents=[["t/agent", 2, False]])
-    assert await router.report(holds)
-    assert not await router.report(store("n1", sequence=2, full=False, blocks=4, used_bytes=7, free_bytes=9))
+    assert await router.store_report(holds)
+    assert not await router.store_report(store("n1", sequence=2, full=False, blocks=4, used_bytes=7, free_bytes=9))
     decision = await ask(router, "r")
     assert (decision.node, decision.pull_from, decision.pull_tokens) == ("n0", "n1", 4 * 256)
     explained = await router.explain("r")
@@ -137,12 +137,12 @@ async def test_a_router_that_began_anew_says_what_it_knows_and_no_more():
     unsure = Places([], unheard=["n0", "n1"])
     assert await router.places(["t/agent"]) == unsure
     assert await router.nodes() == [NodeReport("n0", True), NodeReport("n1", True)]
-    assert not await router.report(store("n1", sequence=7, full=False))
+    assert not await router.store_report(store("n1", sequence=7, full=False))
     assert await router.places(["t/agent"]) == unsure, "a part of what it has says little"
-    await router.report(store("n1", sequence=8, agents=[["t/agent", 2, False]]))
+    await router.store_report(store("n1", sequence=8, agents=[["t/agent", 2, False]]))
     assert await router.places(["t/agent"]) == Places([], unheard=["n0"]), "its home is not lost"
     assert [(node.name, node.alive) for node in await router.nodes()] == [("n1", True), ("n0", True)]
-    await router.report(store("n0", agents=[["t/agent", 2, True]]))
+    await router.store_report(store("n0", agents=[["t/agent", 2, True]]))
     known = AgentPlace("t/agent", "n0", True, 2, ["n1"])
     assert await router.places(["t/agent", "t/nobody"]) == Places([known])
 
@@ -150,7 +150,7 @@ async def test_a_router_that_began_anew_says_what_it_knows_and_no_more():
 @pytest.mark.parametrize("how", ["silent", "lost"])
 async def test_a_router_that_began_anew_waits_for_no_node_for_ever(how: str, monkeypatch: pytest.MonkeyPatch):
     router = Router(["n0", "n1"])
-    await router.report(store("n1", agents=[["t/agent", 2, False]]))
+    await router.store_report(store("n1", agents=[["t/agent", 2, False]]))
     if how == "lost":
         await router.lose_node("n0")
     else:

@@ -10,7 +10,6 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from satchel.actors.protocol.codec import decode, encode
 from satchel.actors.protocol.router_messages import Decision, RouteRequest
 from satchel.actors.router import splitting
 from satchel.actors.router.costs import RESTORE_SETUP_S
@@ -27,6 +26,7 @@ from satchel.actors.router.splitting import (
     Split,
     best_split,
 )
+from satchel.actors.rpc.codec import decode, encode
 
 from ...worlds.routing import make_policy, report, route, store
 

@@ -13,10 +13,10 @@ from ray.exceptions import RayActorError
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.codec import decode, encode, encode_error
 from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from satchel.actors.protocol.router_messages import Decision, RowLeft
 from satchel.actors.replica.consumers import _merge
+from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.connection import SENT_MAX, ReplicaConnection, SentPictures
 from satchel.api.ray_backend.rows import ATTEMPTS, RayGeneration
 from satchel.cluster.config import parse_config
@@ -66,7 +66,7 @@ class FakeLink:
             raise Lost
         if step == "end":
             raise RayActorError
-        self.taken.append(decode(GenerateRequest, data))
+        self.taken += ReplicaClient.submit.asked(data)
         return encode(None)
 
     def lose(self) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from satchel.actors import start
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.codec import decode, encode
-from satchel.actors.protocol.messages import Drain, Nothing, ReplicaStats
+from satchel.actors.protocol.messages import ReplicaStats
+from satchel.actors.rpc.codec import encode
 from satchel.api.ray_backend.leaving import AT_ONCE, HandedOver, hand_over
 from satchel.cluster.errors import ActorLost
 from satchel.cluster.timing import USUAL
@@ -67,11 +67,11 @@ class BusyReplica:
     """A replica whose row does not end by itself."""
 
     def __init__(self) -> None:
-        self.told: list[Drain] = []
+        self.told: list[list[bool]] = []
 
     async def drain(self, how: bytes) -> bytes:
-        self.told.append(decode(Drain, how))
-        return encode(Nothing())
+        self.told.append(ReplicaClient.drain.asked(how))
+        return encode(None)
 
     async def stats(self, _: bytes) -> bytes:
         return encode(ReplicaStats("m-0", "m", True, running=1))
@@ -84,4 +84,4 @@ async def test_rows_that_outlast_a_drain_are_told_whether_only_their_node_goes(l
     replica = BusyReplica()
     client = ReplicaClient("m-0", USUAL, Direct(lambda: replica))
     await start.drain({"m-0": client}, 0.1, USUAL, leaves=leaves)
-    assert replica.told == [Drain(), Drain(True, leaves)]
+    assert replica.told == [[False, False], [True, leaves]]

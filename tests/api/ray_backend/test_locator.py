@@ -10,42 +10,29 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from satchel.actors.protocol import calls
-from satchel.actors.protocol.codec import decode, encode, encode_error
-from satchel.actors.protocol.messages import Count, KVSelection
+from satchel.actors.protocol.clients import RouterClient
+from satchel.actors.protocol.messages import KVSelection
 from satchel.actors.protocol.registry import ServedEntry
 from satchel.actors.protocol.router_messages import (
-    AgentKeys,
-    AgentMoved,
     AgentPlace,
-    NodeName,
     NodeReport,
-    NodeReports,
     Places,
 )
+from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.protocol.store_messages import (
     AgentBranches,
-    AgentKey,
-    AgentPage,
-    Begin,
     Begun,
     BranchKV,
     BranchMemory,
     Commit,
     CommitOutcome,
-    CommitTurn,
     Content,
-    Fork,
     Head,
-    ListAgents,
-    MoveAgent,
     Moved,
-    PrimaryEpoch,
-    Promote,
-    Recall,
     Recalled,
-    TurnName,
 )
+from satchel.actors.rpc import client as calls
+from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend import locator as agent_locator
 from satchel.api.ray_backend import store as ray_store
 from satchel.api.ray_backend.locator import KNOWN_MAX, AgentLocator
@@ -104,20 +91,21 @@ class Actors:
 
         return Method(answer)
 
-    def _nodes(self, asked: bytes, away: set[str]) -> NodeReports:
-        return NodeReports([NodeReport(node, node not in away | self.unlisted) for node in self.names])
+    def _nodes(self, asked: bytes, away: set[str]) -> list[NodeReport]:
+        return [NodeReport(node, node not in away | self.unlisted) for node in self.names]
 
     def _lose_node(self, asked: bytes, away: set[str]) -> None:
-        self.lost.append(decode(NodeName, asked).node)
+        self.lost += RouterClient.lose_node.asked(asked)
 
     def _moved(self, asked: bytes, away: set[str]) -> None:
-        moved = decode(AgentMoved, asked)
-        self.homes[moved.agent] = moved.node, moved.epoch
+        agent, node, epoch = RouterClient.moved.asked(asked)
+        self.homes[agent] = node, epoch
 
     def _places(self, asked: bytes, away: set[str]) -> Places:
         if self.unheard:
             return Places([], self.unheard)
-        agents = [agent for agent in decode(AgentKeys, asked).agents if agent in self.homes]
+        (named,) = RouterClient.places.asked(asked)
+        agents = [agent for agent in named if agent in self.homes]
         return Places([self.place(agent, away) for agent in agents])
 
     def place(self, agent: str, away: set[str]) -> AgentPlace:
@@ -138,19 +126,19 @@ class StoreHandle:
 
     async def _answer(self, method: str, asked: bytes) -> bytes:
         actors, node = self._actors, self._node
-        message = decode(ASKED[method], asked)
-        actors.asked.append((node, method, message))
+        values = getattr(StoreClient, method).asked(asked)
+        actors.asked.append((node, method, values))
         await asyncio.sleep(actors.delay_s)
         if node in actors.silent or (node in actors.ended and not actors.tells):
             await asyncio.Event().wait()
         if node in actors.ended | actors.restarting:
             raise ActorUnavailableError("the connection broke", None)
         try:
-            return encode(self._result(method, message))
+            return encode(self._result(method, values))
         except SatchelError as error:
             return encode_error(error)
 
-    def _result(self, method: str, asked: Any) -> Any:
+    def _result(self, method: str, asked: list[Any]) -> Any:
         """What names the node where it can."""
         actors, node = self._actors, self._node
         if method == "agents":
@@ -160,42 +148,29 @@ class StoreHandle:
                 AgentBranches(each, None, [head_at(node, each)], actors.homes[each][1], node == actors.homes[each][0])
                 for each in here
             ]
-            return AgentPage([each for each in told if each.agent > asked.after][: asked.limit])
-        agent = asked.source if method == "fork" else asked.agent
+            _, after, limit = asked
+            return [each for each in told if each.agent > after][:limit]
+        agent = asked[0]
         if method == "promote":
             if node not in actors.copies.get(agent, []):
                 raise AgentNotFound("there is no copy here")
-            actors.homes[agent] = node, asked.above + 1
-            return PrimaryEpoch(asked.above + 1)
+            actors.homes[agent] = node, asked[1] + 1
+            return asked[1] + 1
         if (node, agent) in actors.elsewhere:
             raise AgentElsewhere("it has moved")
         if method == "begin":
             return Begun(ord(node), None, False)
         if method == "move":
-            return Moved(asked.to, actors.homes[agent][1] + 1)
+            return Moved(asked[1], actors.homes[agent][1] + 1)
         if method == "disk_kept":
             raise Unavailable("the disk is full")
         if method == "commit":
             return CommitOutcome(node)
         if method == "fork":
-            return Count(ord(node))
+            return ord(node)
         if method == "info":
             return AgentBranches(agent, None, [head_at(node, agent)], 1, True)
         return Recalled(0, [BranchMemory(head_at(node, agent), None)], False)
-
-
-ASKED = {
-    "abandon": TurnName,
-    "begin": Begin,
-    "promote": Promote,
-    "agents": ListAgents,
-    "commit": CommitTurn,
-    "disk_kept": AgentKey,
-    "fork": Fork,
-    "info": AgentKey,
-    "move": MoveAgent,
-    "recall": Recall,
-}
 
 
 def head_at(node: str, agent: str) -> Head:
@@ -269,7 +244,7 @@ async def test_a_lost_home_is_adopted_once_whoever_asks_at_the_same_time(actors)
     actors.delay_s = 0.05
     found = homes()
     assert set(await asyncio.gather(*(found.locate(X) for _ in range(20)))) == {"b"}
-    assert [call for call in actors.asked if call[1] == "promote"] == [("b", "promote", Promote(X, 3))]
+    assert [call for call in actors.asked if call[1] == "promote"] == [("b", "promote", [X, 3])]
 
 
 async def test_one_who_gives_up_does_not_end_the_adoption_for_the_others(actors):
@@ -422,7 +397,7 @@ async def test_a_node_that_was_killed_is_replaced_at_once(actors, tells):
         assert set(await asyncio.gather(*(committed(store, agent) for agent in agents))) == {"c"}
     assert set(actors.lost) == {"a"} and len(actors.lost) <= 2
     adopted = [call for call in actors.asked if call[1] == "promote"]
-    assert sorted(adopted, key=str) == sorted((("c", "promote", Promote(agent, 1)) for agent in agents), key=str)
+    assert sorted(adopted, key=str) == sorted((("c", "promote", [agent, 1]) for agent in agents), key=str)
 
 
 async def test_a_store_that_restarts_alone_keeps_its_agents(actors):

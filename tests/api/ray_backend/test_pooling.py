@@ -10,9 +10,9 @@ import pytest
 from ray.exceptions import RayActorError
 
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.codec import decode, encode, encode_error
 from satchel.actors.protocol.messages import PooledTexts, PoolingRequest
 from satchel.actors.protocol.router_messages import Decision, RouteRequest
+from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.generation.backend import Vectors
 from satchel.api.ray_backend import rows
 from satchel.api.ray_backend.pooling import RayPooling
@@ -48,7 +48,7 @@ class Replica(worlds.FakeLink):
         self.client = ReplicaClient(self.replica, USUAL, Direct(lambda: SimpleNamespace(pool=self._pool)))
 
     async def _pool(self, data: bytes) -> bytes:
-        self.asked.append(decode(PoolingRequest, data))
+        self.asked += ReplicaClient.pool.asked(data)
         step = self.script.pop(0) if self.script else "answer"
         if isinstance(step, SatchelError):
             return encode_error(step)

@@ -11,22 +11,19 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from satchel.actors.protocol import calls, registry
+from satchel.actors.protocol import registry
 from satchel.actors.protocol.clients import RouterClient
-from satchel.actors.protocol.codec import decode
-from satchel.actors.protocol.handles import ROUTER
 from satchel.actors.protocol.messages import GenerateRequest, ReplicaStats, Sampling
+from satchel.actors.protocol.names import ROUTER
 from satchel.actors.protocol.registry import ServedEntry
 from satchel.actors.protocol.router_messages import (
     Chain,
     Decision,
     Explanation,
-    NodeName,
     NodeReport,
-    NodeReports,
-    RequestId,
     RouteRequest,
 )
+from satchel.actors.rpc import client as calls
 from satchel.api.ray_backend import dispatch
 from satchel.api.ray_backend.dispatch import RayBackend
 from satchel.api.views.cluster import SeenNodes
@@ -110,7 +107,7 @@ async def test_the_ids_that_replicas_have_are_learnt_from_decisions(world: World
     asked: list[RouteRequest] = []
 
     def route(request: bytes) -> Decision:
-        asked.append(decode(RouteRequest, request))
+        asked.extend(RouterClient.route.asked(request))
         return Decision("m-1", "why", node="mac1", model_id=b"b", model_ids=[b"a", b"b"])
 
     world.restart(route=route)
@@ -150,7 +147,7 @@ async def test_a_replica_that_loads_has_its_node_and_no_process(world: World) ->
 async def test_nodes_are_shown_while_the_router_restarts(world: World) -> None:
     assert [(node.name, node.up) for node in await world.backend.nodes()] == [("mac0", True), ("mac1", False)]
     described = NodeReport("mac1", True, used_bytes=5, links={"mac0": 2.0})
-    world.restart(nodes=lambda _: NodeReports([described]))
+    world.restart(nodes=lambda _: [described])
     assert [(node.name, node.up) for node in await world.backend.nodes()] == [("mac0", True), ("mac1", True)]
 
 
@@ -167,7 +164,7 @@ async def test_a_decision_is_explained_with_its_node(world: World) -> None:
     with pytest.raises(Unavailable):
         await world.backend.explain("r")
     found = {"r": Explanation("m-1", "why"), "s": Explanation("m-1", "why", node="mac7")}
-    world.restart(explain=lambda asked: found.get(decode(RequestId, asked).request_id))
+    world.restart(explain=lambda asked: found.get(*RouterClient.explain.asked(asked)))
     assert await world.backend.explain("r") == {**asdict(found["r"]), "replica": "m-1", "node": "mac1"}
     assert await world.backend.explain("s") == {**asdict(found["s"]), "replica": "m-1", "node": "mac7"}
     assert await world.backend.explain("t") is None
@@ -237,8 +234,8 @@ class Removals(World):
 
     def reports(self, up: bool) -> None:
         self.restart(
-            nodes=lambda _: NodeReports([NodeReport("mac0", True), NodeReport("mac2", up)]),
-            lose_node=lambda which: self.lost.append(decode(NodeName, which).node),
+            nodes=lambda _: [NodeReport("mac0", True), NodeReport("mac2", up)],
+            lose_node=lambda which: self.lost.extend(RouterClient.lose_node.asked(which)),
         )
 
 

@@ -15,9 +15,9 @@ from ray.exceptions import RayActorError
 
 from satchel.actors.protocol.block_ids import block_ids
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.codec import decode, encode, encode_error
-from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowIds, RowUpdate, Sampling
+from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from satchel.actors.protocol.router_messages import Decision, RowLeft
+from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.connection import SentPictures
 from satchel.api.ray_backend.routing import may_split
 from satchel.api.ray_backend.rows import RayGeneration
@@ -53,11 +53,11 @@ class Replica:
             return encode_error(self.answer)
         if self.answer == "end":
             raise RayActorError
-        self.taken.append(decode(GenerateRequest, data))
+        self.taken += ReplicaClient.submit.asked(data)
         return encode(None)
 
     async def _go_on(self, data: bytes) -> bytes:
-        self.let_go += decode(RowIds, data).request_ids
+        self.let_go += ReplicaClient.go_on.asked(data)[0]
         return encode(None)
 
     def say(

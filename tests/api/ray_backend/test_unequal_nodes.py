@@ -13,10 +13,11 @@ import pytest
 from satchel.actors import start
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.codec import decode, encode
 from satchel.actors.protocol.messages import ModelInfo
 from satchel.actors.protocol.registry import ServedEntry
-from satchel.actors.protocol.store_messages import AgentKV, AskKV, Commit, Content
+from satchel.actors.protocol.store_client import StoreClient
+from satchel.actors.protocol.store_messages import Commit, Content
+from satchel.actors.rpc.codec import encode
 from satchel.actors.start import differing
 from satchel.api.generation.backend import ReplicaStats
 from satchel.api.ray_backend import store as ray_store
@@ -130,8 +131,8 @@ async def test_the_store_over_ray_asks_for_the_ids_of_all_replicas(monkeypatch):
             return ["mac0"]
 
     async def tell(method: str, asked: bytes, timeout_s: float) -> bytes:
-        told.append((method, decode(AskKV, asked)))
-        return encode(AgentKV([]))
+        told.append((method, StoreClient.blocks.asked(asked)))
+        return encode([])
 
     told: list[Any] = []
 
@@ -144,7 +145,7 @@ async def test_the_store_over_ray_asks_for_the_ids_of_all_replicas(monkeypatch):
     )
     assert await RayStore(Homes(), USUAL).blocks("t/ann") == []  # type: ignore[arg-type]
     ids: Any = [[FILES, CPU], [FILES, GPU]]
-    assert told == [("blocks", AskKV("t/ann", ids))]
+    assert told == [("blocks", ["t/ann", ids])]
 
 
 async def test_words_and_ids_survive_the_disk_and_old_rows_are_read(tmp_path, config):

@@ -52,7 +52,7 @@ from satchel.cluster.connection import connect_ray, find_cluster
 
 connect_ray(find_cluster(Home(Path(sys.argv[1]))))
 import ray
-from satchel.actors.protocol.calls import ActorRef
+from satchel.actors.rpc.client import ActorRef
 from satchel.cluster.errors import NoAnswer
 
 left = ray.remote(type("Left", (), {"ping": lambda self: b""})).options(num_cpus=0).remote()

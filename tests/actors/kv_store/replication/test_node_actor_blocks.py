@@ -11,7 +11,7 @@ from satchel.actors.kv_store.transfer import node_blocks
 from satchel.actors.kv_store.transfer.pull_writer import PullWriter
 from satchel.actors.protocol.entries import Entry, owner_tag
 from satchel.actors.protocol.media_ids import NAME_TOKENS, embeddings_parent, media_tokens
-from satchel.actors.protocol.store_messages import PullKV, Tombstone
+from satchel.actors.protocol.store_messages import PullKV
 from tests.worlds.kv_files import MODEL, ROOT, chain, tail
 from tests.worlds.store_nodes import Cluster, cluster
 
@@ -188,7 +188,7 @@ async def test_what_is_still_coming_for_an_agent_that_is_forgotten_is_not_kept(t
         wanted = PullKV("a", MODEL, ROOT, ids, rest, X, 20.0)
         pulling = asyncio.ensure_future(world.at("b").pull(wanted))
         await asyncio.to_thread(written.wait, 10.0)
-        await world.at("b").bury(Tombstone(X, 5, 0))
+        await world.at("b").bury(X, 5, 0)
         await world.owned("b").idle()
         go_on.set()
         await pulling
@@ -214,7 +214,7 @@ async def test_pulls_of_a_forgotten_agent_end_at_once(tmp_path, monkeypatch):
             return end(owner, wait_s)
 
         monkeypatch.setattr(store.services.fetching.blocks._puller, "cancel_owner", noted)
-        await world.at("b").bury(Tombstone(X, 5, 0))
+        await world.at("b").bury(X, 5, 0)
         await store.services.memory.disk.owned.idle()
         assert cancelled == [X] and entries
 

@@ -10,8 +10,8 @@ import pytest
 
 from satchel.actors.kv_store.agents.roles import LIFE, Place, Role
 from satchel.actors.kv_store.replication.peers import RayPeers
-from satchel.actors.protocol import calls
 from satchel.actors.protocol.store_messages import BranchMemory, Content, TakeIn
+from satchel.actors.rpc import client as calls
 from satchel.cluster.errors import (
     AgentElsewhere,
     AgentNotFound,

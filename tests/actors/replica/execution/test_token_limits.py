@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.protocol.codec import decode, encode
 from satchel.actors.protocol.messages import Sampling
 from satchel.actors.replica.execution.sampling import BatchSampler
+from satchel.actors.rpc.codec import decode, encode
 
 VOCABULARY = 50
 END = frozenset({7, 11})

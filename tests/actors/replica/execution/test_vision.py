@@ -25,10 +25,9 @@ from PIL import Image
 from satchel.actors.kv_store.transfer.node_blocks import NodeBlocks
 from satchel.actors.model_files.processors import PictureProcessor, SpanLayout
 from satchel.actors.protocol.block_ids import root_id
-from satchel.actors.protocol.codec import encode
 from satchel.actors.protocol.media_ids import is_media_token, picture_hash
 from satchel.actors.protocol.messages import MediaSpan
-from satchel.actors.protocol.store_messages import Addresses, Content, Head
+from satchel.actors.protocol.store_messages import Content, Head
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.both_ways import runs_of
 from satchel.actors.replica.execution.loaded_model import LoadedModel
@@ -37,6 +36,7 @@ from satchel.actors.replica.kv.caches import see_both_ways
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
 from satchel.actors.replica.tiers.disk_tier import DiskTier
+from satchel.actors.rpc.codec import encode
 from satchel.api.media.prompt import Medium, place, with_media_tokens
 from satchel.api.media.sources import Picture
 from satchel.cluster.nodes import Node as ClusterNode
@@ -364,7 +364,7 @@ def fetch(scene: Scene, source: Node, target: Node) -> None:
     )
 
     async def where(method: str, asked: bytes, timeout_s: float) -> bytes:
-        return encode(Addresses(giver.addresses))
+        return encode(giver.addresses)
 
     peers.client = lambda node: carried(node, where)
     try:

@@ -19,9 +19,8 @@ from satchel.actors.kv_store.disk.segment_reader import read_footer
 from satchel.actors.kv_store.disk.segments import grouped, model_folder, write_segment
 from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, block_ids, root_id
-from satchel.actors.protocol.codec import decode
 from satchel.actors.protocol.entries import Entry, Failure, Location, signature
-from satchel.actors.protocol.store_messages import ReadDone
+from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv import sealing
@@ -360,7 +359,7 @@ def test_counters_say_what_was_damaged_what_is_gone_and_what_was_read(loaded: Lo
 
         def listening(method: str, asked: bytes, told=told, call=call) -> bytes:
             if method == "disk_read":
-                told += decode(ReadDone, asked).failures
+                told += StoreClient.disk_read.asked(asked)[-1]
             return call(method, asked)
 
         root.call = listening  # type: ignore[method-assign]

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
-from satchel.actors.protocol.codec import decode, encode
-from satchel.actors.protocol.store_messages import CommitSegment, EntryIds
+from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv.prefix import PrefixCache, PrefixKV
 from satchel.actors.replica.kv.shares import MemoryShares
 from satchel.actors.replica.tiers import disk_tier
+from satchel.actors.rpc.codec import encode
 from tests.worlds.bench import Bench
 
 from .test_disk_tier import Node, process, prompt_of, write_down
@@ -279,8 +279,8 @@ def test_what_follows_a_block_that_the_tenant_may_not_have_is_not_written(
     def refusing(method: str, data: bytes) -> bytes:
         if method != "disk_commit":
             return call(method, data)
-        asked.append(decode(CommitSegment, data).limits)
-        return call(method, data) if len(asked) == 1 else encode(EntryIds([]))
+        asked.append(StoreClient.disk_commit.asked(data)[-1])
+        return call(method, data) if len(asked) == 1 else encode([])
 
     monkeypatch.setattr(node, "call", refusing)
     bench, disk = process(loaded, node)

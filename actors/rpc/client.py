@@ -1,6 +1,6 @@
 """A call to an actor: made by name, bounded in time, with one convention for errors.
 
-An actor answers with bytes: a message (`codec.encode`), or an error as data, which is raised again in the caller. If no
+An actor answers with bytes: a value (`codec.encode`), or an error as data, which is raised again in the caller. If no
 answer comes, the caller gets `NoAnswer` or a subclass: `ActorLost`, `ActorAway`, `ActorSilent`, `OtherVersion`. Ray's
 errors leave this file only as causes.
 """
@@ -14,10 +14,23 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RaySystemError, RayTaskError
 
+from ...cluster.connection import NAMESPACE
 from ...cluster.errors import ActorAway, ActorLost, ActorSilent, NoAnswer, OtherVersion
-from .handles import actor_handle
 
 T = TypeVar("T")
+
+
+def actor_handle(name: str) -> Any:
+    """Returns the handle of a running actor.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return ray.get_actor(name, namespace=NAMESPACE)
+
+
+UNANSWERED = (RayError, ValueError, AttributeError, TimeoutError)
+"""What Ray and Python raise if no answer comes: any error of Ray, no such actor, no such method, a timeout."""
 
 
 class ActorRef:
@@ -28,6 +41,8 @@ class ActorRef:
         handle: the actor's, if known.
         on_no_answer: called if no answer comes.
     """
+
+    unanswered_by: tuple[type[Exception], ...] = UNANSWERED
 
     def __init__(
         self,
@@ -70,20 +85,19 @@ class ActorRef:
         """As `find`, for an event loop."""
         return self._handle if self._handle is not None else await asyncio.to_thread(self.find)
 
+    def answer(self, sent: Any, timeout_s: float) -> Any:
+        """Waits in a thread for the answer to a call."""
+        return ray.get(sent, timeout=timeout_s)
+
     def unanswered(self, error: Exception) -> NoAnswer:
         """Returns the error to raise instead of Ray's or a timeout. Drops the handle, except after a timeout: a slow
         actor is still there."""
-        translated = no_answer(error, self._silent, self._retry_after_s)
+        translated = _kind(error)(self._silent, retry_after_s=self._retry_after_s)
         if not isinstance(translated, ActorSilent):
             self._handle = None
         if self.on_no_answer is not None:
             self.on_no_answer()
         return translated
-
-
-def no_answer(error: Exception, silent: str, retry_after_s: float = 1.0) -> NoAnswer:
-    """Returns the `NoAnswer` for one of `UNANSWERED`, with the message `silent`."""
-    return _kind(error)(silent, retry_after_s=retry_after_s)
 
 
 def _kind(error: Exception) -> type[NoAnswer]:
@@ -95,10 +109,6 @@ def _kind(error: Exception) -> type[NoAnswer]:
     if isinstance(error, ActorUnavailableError):
         return ActorAway
     return ActorLost if isinstance(error, RayActorError) else NoAnswer
-
-
-UNANSWERED = (RayError, ValueError, AttributeError, TimeoutError)
-"""What Ray and Python raise if no answer comes: any error of Ray, no such actor, no such method, a timeout."""
 
 
 class Call(Generic[T]):
@@ -135,15 +145,15 @@ class Call(Generic[T]):
                     await asyncio.to_thread(self._begin, handle) if self._large else self._begin(handle)
                 )
                 answer = await sent
-        except UNANSWERED as error:
+        except self._actor.unanswered_by as error:
             raise self._actor.unanswered(error) from error
         return self._decoded(answer)
 
     def wait(self) -> T:
         """Makes the call and returns the answer. For threads without an event loop."""
         try:
-            answer = ray.get(self._begin(self._actor.find()), timeout=self._timeout_s)
-        except UNANSWERED as error:
+            answer = self._actor.answer(self._begin(self._actor.find()), self._timeout_s)
+        except self._actor.unanswered_by as error:
             raise self._actor.unanswered(error) from error
         return self._decoded(answer)
 

@@ -11,15 +11,16 @@ import msgpack
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
-from satchel.actors.protocol import calls
-from satchel.actors.protocol.answers import answers
-from satchel.actors.protocol.calls import Call
 from satchel.actors.protocol.clients import ReplicaClient, RouterClient
-from satchel.actors.protocol.codec import decode, encode, encode_error
-from satchel.actors.protocol.messages import VERSION, Count, NextFrame, Nothing
-from satchel.actors.protocol.router_messages import Places, ReplicaName
+from satchel.actors.protocol.messages import KVSelection
+from satchel.actors.protocol.router_messages import Places
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.protocol.store_messages import Commit, Content
+from satchel.actors.rpc import client as calls
+from satchel.actors.rpc.client import Call
+from satchel.actors.rpc.codec import VERSION, decode, encode, encode_error
+from satchel.actors.rpc.shell import answers
+from satchel.actors.rpc.spec import Client, method
 from satchel.cluster.errors import (
     ActorAway,
     ActorLost,
@@ -190,7 +191,7 @@ def test_another_version_is_no_answer_and_no_fault(world: World, whom: str, how:
     world.said = lambda: OTHER_VERSION
     error = outcome(CALLS[whom][0](), how)
     assert type(error) is OtherVersion and f"version {VERSION + 1}" in error.message
-    world.said = lambda: encode(NextFrame("c", 0))
+    world.said = lambda: encode(["c", 0])
     assert type(outcome(ReplicaClient("m-0", USUAL).stats(), how)) is OtherVersion, "nor one that says something else"
 
 
@@ -234,34 +235,73 @@ async def test_who_gives_up_is_not_told_that_the_actor_is_silent(world: World):
 # The actor's side.
 
 
-class Counter:
-    def __init__(self, said: Count | SatchelError | None) -> None:
-        self._said = said
+class CounterClient(Client):
+    @method(lambda timing, which, times, kept: times * timing.answer_s)
+    def count(self, which: str, times: int = 1, *, kept: KVSelection | None = None) -> int: ...
 
-    @answers(ReplicaName)
-    async def count(self, which: ReplicaName) -> Count | None:
-        assert which.replica == "m-0"
+
+KEPT = KVSelection(b"r", [b"x"], b"")
+
+
+class Counter:
+    def __init__(self, said: int | SatchelError) -> None:
+        self._said, self.asked = said, []
+
+    @answers(CounterClient.count)
+    async def count(self, which: str, times: int = 1, *, kept: KVSelection | None = None) -> int:
+        self.asked.append((which, times, kept))
         if isinstance(self._said, SatchelError):
             raise self._said
         return self._said
 
 
-async def test_a_method_takes_and_returns_bytes():
-    asked = encode(ReplicaName("m-0"))
-    assert await Counter(Count(3)).count(asked) == encode(Count(3))
-    assert await Counter(None).count(asked) == encode(None)
+def asking(counter: Counter) -> CounterClient:
+    handle = SimpleNamespace(count=SimpleNamespace(remote=counter.count))
+    return CounterClient(calls.ActorRef("counter", "it does not count", handle=handle), USUAL)
+
+
+async def test_what_is_asked_comes_to_the_actor_as_it_was_asked():
+    counter = Counter(3)
+    client = asking(counter)
+    assert [await client.count("m-0"), await client.count(times=2, which="m-0", kept=KEPT)] == [3, 3]
+    assert counter.asked == [("m-0", 1, None), ("m-0", 2, KEPT)]
+    assert client.count("m-0", 3)._timeout_s == 3 * USUAL.answer_s
     with pytest.raises(AgentNotFound, match="nobody"):
-        decode(Count, await Counter(AgentNotFound("nobody")).count(asked))
+        await asking(Counter(AgentNotFound("nobody"))).count("m-0")
+
+
+@pytest.mark.parametrize(
+    ("args", "named"), [((), {}), (("a", 1, None, 2), {}), (("a",), {"which": "b"}), (("a",), {"x": 1})]
+)
+def test_what_is_not_declared_cannot_be_asked(args: tuple[Any, ...], named: dict[str, Any]):
+    with pytest.raises(TypeError, match="count takes which, times, kept"):
+        asking(Counter(3)).count(*args, **named)
 
 
 async def test_whom_somebody_else_gave_no_answer_is_not_taken_for_lost():
-    answer = await Counter(ActorLost("the store does not answer", retry_after_s=2.0)).count(encode(ReplicaName("m-0")))
     with pytest.raises(Unavailable) as error:
-        decode(Count, answer)
+        await asking(Counter(ActorLost("the store does not answer", retry_after_s=2.0))).count("m-0")
     assert type(error.value) is Unavailable
     assert (error.value.message, error.value.retry_after_s) == ("the store does not answer", 2.0)
 
 
+OTHER_REQUESTS = [encode(["m-0"]), encode([1, 1, None]), encode(["m-0", 1, [b"r"]]), encode(None), encode("m-0")]
+
+
+@pytest.mark.parametrize("asked", OTHER_REQUESTS)
+async def test_a_request_that_was_not_declared_is_of_another_version(asked: bytes):
+    counter = Counter(3)
+    with pytest.raises(OtherVersion):
+        CounterClient.count.answered(await counter.count(asked))
+    assert not counter.asked
+
+
+@pytest.mark.parametrize("said", [None, "three", [3]])
+async def test_an_answer_that_was_not_declared_is_of_another_version(said: Any):
+    with pytest.raises(OtherVersion, match="counter is another version"):
+        await asking(Counter(said)).count("m-0")
+
+
 async def test_a_request_of_another_version_is_answered_with_that():
     with pytest.raises(OtherVersion, match=f"version {VERSION + 1}"):
-        decode(Nothing, await Counter(None).count(OTHER_VERSION))
+        CounterClient.count.answered(await Counter(3).count(OTHER_VERSION))

@@ -1,0 +1,50 @@
+"""The actor's side of a call: bytes come, what they ask is done, and bytes are the answer, with errors as data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ...cluster.errors import NoAnswer, OtherVersion, SatchelError, Unavailable
+from .codec import encode, encode_error
+from .spec import Method
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Shell = Callable[[Any, bytes], Coroutine[Any, Any, bytes]]
+"""A method of an actor as Ray calls it."""
+
+
+def answers(declared: Method[P, R]) -> Callable[[Callable[Concatenate[Any, P], Awaitable[R]]], Shell]:
+    """Returns a decorator for the method of an actor that does what is declared: the result takes and returns bytes.
+
+    A `SatchelError` that the method raises travels as data, and is raised again in the caller. A request of another
+    version is answered with an error, whose version the caller in turn finds to be another one.
+    """
+    return lambda does: shell(declared, lambda actor: partial(does, actor))
+
+
+def shell(declared: Method[P, R], find: Callable[[Any], Callable[P, Awaitable[R] | R]]) -> Shell:
+    """As `answers`, for what a part of the actor does: `find` gets the actor, and returns the part's method."""
+
+    async def answer(self: Any, data: bytes) -> bytes:
+        try:
+            values = declared.asked(data)
+        except (TypeError, ValueError) as error:
+            return encode_error(OtherVersion(str(error)))
+        except SatchelError as error:
+            return encode_error(error)
+        try:
+            answer = declared.do(find(self), values)
+            return encode(await answer if inspect.isawaitable(answer) else answer)
+        except NoAnswer as error:
+            # A third process did not answer; the caller must not take this actor for lost.
+            return encode_error(Unavailable(error.message, retry_after_s=error.retry_after_s))
+        except SatchelError as error:
+            return encode_error(error)
+
+    answer.__name__, answer.__doc__ = declared.name, declared.__doc__
+    return answer
