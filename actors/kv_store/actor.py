@@ -45,7 +45,7 @@ class Surroundings:
 
 def _by(declared: Method[P, R], find: Callable[[StoreServices], Callable[P, Awaitable[R] | R]]) -> Shell:
     """Returns the method of the actor that a service's method does."""
-    return shell(declared, lambda store: find(store.services))
+    return shell(declared, lambda store: find(store.services), module=__name__, actor="KVStoreActor")
 
 
 class KVStoreActor:

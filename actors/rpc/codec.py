@@ -105,7 +105,12 @@ def reader(hint: Any) -> Callable[[Any], Any]:
     return read
 
 
+_ATOMS = frozenset((types.NoneType, bool, int, float, str, bytes))
+
+
 def _plain(value: Any) -> Any:
+    if type(value) in _ATOMS:
+        return value
     flatten = _flattener(type(value))
     if flatten is not None:
         return flatten(value)

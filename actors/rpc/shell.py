@@ -24,11 +24,23 @@ def answers(declared: Method[P, R]) -> Callable[[Callable[Concatenate[Any, P], A
     A `SatchelError` that the method raises travels as data, and is raised again in the caller. A request of another
     version is answered with an error, whose version the caller in turn finds to be another one.
     """
-    return lambda does: shell(declared, lambda actor: partial(does, actor))
+
+    def make(does: Callable[Concatenate[Any, P], Awaitable[R]]) -> Shell:
+        actor, _, _ = does.__qualname__.rpartition(".")
+        return shell(declared, lambda self: partial(does, self), module=does.__module__, actor=actor)
+
+    return make
 
 
-def shell(declared: Method[P, R], find: Callable[[Any], Callable[P, Awaitable[R] | R]]) -> Shell:
-    """As `answers`, for what a part of the actor does: `find` gets the actor, and returns the part's method."""
+def shell(
+    declared: Method[P, R], find: Callable[[Any], Callable[P, Awaitable[R] | R]], *, module: str, actor: str
+) -> Shell:
+    """As `answers`, for what a part of an actor does.
+
+    Args:
+        find: gets the actor, and returns the part's method.
+        module, actor: names of the actor's module and class, where Ray's processes find the method.
+    """
 
     async def answer(self: Any, data: bytes) -> bytes:
         try:
@@ -47,4 +59,5 @@ def shell(declared: Method[P, R], find: Callable[[Any], Callable[P, Awaitable[R]
             return encode_error(error)
 
     answer.__name__, answer.__doc__ = declared.name, declared.__doc__
+    answer.__module__, answer.__qualname__ = module, f"{actor}.{declared.name}"
     return answer

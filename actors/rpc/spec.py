@@ -63,8 +63,9 @@ class Method(Generic[P, R]):
     def __init__(self, declared: Callable[Concatenate[Any, P], R], limit: Limit, large: bool) -> None:
         self.name, self.__doc__ = declared.__name__, declared.__doc__
         self._declared, self._limit, self._large = declared, limit, large
-        _, *self._parameters = inspect.signature(declared).parameters.values()
-        self._by_position = sum(each.kind is not each.KEYWORD_ONLY for each in self._parameters)
+        _, *parameters = inspect.signature(declared).parameters.values()
+        self._defaults = [(each.name, each.default) for each in parameters]
+        self._by_position = sum(each.kind is not each.KEYWORD_ONLY for each in parameters)
 
     @overload
     def __get__(self, client: None, owner: type) -> Method[P, R]: ...
@@ -83,15 +84,11 @@ class Method(Generic[P, R]):
 
     def _values(self, *args: P.args, **kwargs: P.kwargs) -> list[Any]:
         """Returns the arguments in the order of the declaration, with defaults."""
-        values, given = list(args), len(kwargs)
-        for each in self._parameters[len(args) :]:
-            if each.name in kwargs:
-                given -= 1
-                values.append(kwargs[each.name])
-            else:
-                values.append(each.default)
-        if given or len(values) > len(self._parameters) or any(each is inspect.Parameter.empty for each in values):
-            raise TypeError(f"{self.name} takes {', '.join(each.name for each in self._parameters) or 'nothing'}")
+        values: list[Any] = [*args]
+        for name, default in self._defaults[len(args) :]:
+            values.append(kwargs.pop(name, default))
+        if kwargs or len(args) > self._by_position or inspect.Parameter.empty in values:
+            raise TypeError(f"{self.name} takes {', '.join(name for name, _ in self._defaults) or 'nothing'}")
         return values
 
     def asked(self, data: bytes) -> list[Any]:
@@ -117,11 +114,13 @@ class Method(Generic[P, R]):
 
     def do(self, how: Callable[..., T], values: list[Any]) -> T:
         """Calls `how` with arguments in the order of the declaration."""
-        named = zip(self._parameters[self._by_position :], values[self._by_position :], strict=True)
-        return how(*values[: self._by_position], **{each.name: value for each, value in named})
+        if self._by_position == len(values):
+            return how(*values)
+        named = zip(self._defaults[self._by_position :], values[self._by_position :], strict=True)
+        return how(*values[: self._by_position], **{name: value for (name, _), value in named})
 
     @cached_property
     def _readers(self) -> list[Callable[[Any], Any]]:
         """Of the arguments, and of the answer."""
         hints = get_type_hints(self._declared)
-        return [reader(hints[name]) for name in (*(each.name for each in self._parameters), "return")]
+        return [reader(hints[name]) for name in (*(name for name, _ in self._defaults), "return")]

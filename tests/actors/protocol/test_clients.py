@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -233,6 +234,14 @@ def test_every_method_of_an_actor_is_called_by_its_client():
         called = {each for each, value in vars(declared).items() if isinstance(value, Method)}
         assert called == {case[1] for case in cases}
         assert methods_of(actor) == called | ({"config"} if name == ROUTER else set())
+
+
+def test_the_processes_of_actors_import_their_methods():
+    """What they cannot find by its name Ray sends them as code, without the module around it."""
+    for actor, _ in ACTORS.values():
+        for name in methods_of(actor):
+            method = getattr(actor, name)
+            assert pickle.loads(pickle.dumps(method)) is method
 
 
 PATIENT = (

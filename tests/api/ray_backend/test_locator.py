@@ -378,7 +378,7 @@ async def test_a_turn_that_a_node_does_not_begin_in_time_is_ended_there(actors):
     actors.silent.add("a")
     assert (await store.begin(X, "turn", b"", {})).since == ord("c")
     await asyncio.sleep(0.01)
-    began = [(node, method, asked.turn) for node, method, asked in actors.asked if method in ("begin", "abandon")]
+    began = [(node, method, asked[1]) for node, method, asked in actors.asked if method in ("begin", "abandon")]
     assert sorted(began) == [("a", "abandon", "turn"), ("a", "begin", "turn"), ("c", "begin", "turn")]
     assert began.index(("a", "begin", "turn")) < began.index(("a", "abandon", "turn"))
 
