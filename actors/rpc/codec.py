@@ -116,7 +116,7 @@ def _plain(value: Any) -> Any:
         return flatten(value)
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value] if value and _flattener(type(value[0])) is not None else value
-    if isinstance(value, dict):
+    if isinstance(value, (dict, Mapping)):
         return {k: _plain(v) for k, v in value.items()}
     return value
 

@@ -72,9 +72,9 @@ class Method(Generic[P, R]):
     @overload
     def __get__(self, client: Client, owner: type) -> Callable[P, Call[R]]: ...
     def __get__(self, client: Client | None, owner: type) -> Method[P, R] | Callable[P, Call[R]]:
-        return self if client is None else partial(self._call, client)
+        return self if client is None else partial(self.call, client)
 
-    def _call(self, client: Client, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+    def call(self, client: Client, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
         values = self._values(*args, **kwargs)
 
         def send(handle: Any) -> Any:

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
+from types import CoroutineType
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...actors.protocol import registry
 from ...actors.protocol.clients import ReplicaClient
@@ -19,15 +20,13 @@ from ...actors.protocol.store_messages import (
     AskUnpack,
     Begun,
     BranchKV,
-    Commit,
-    CommitOutcome,
     Limits,
     Moved,
     Packed,
-    Recalled,
     Unpacked,
 )
 from ...actors.rpc.client import Call
+from ...actors.rpc.spec import Method
 from ...actors.start import find_replicas
 from ...cluster.errors import (
     AgentElsewhere,
@@ -45,6 +44,7 @@ from .served import DetachedTasks
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 WRITTEN_S = 2.0
@@ -54,6 +54,16 @@ MOVES_MAX = 4
 """How often an agent is located again if it is not where it was expected."""
 
 
+def _at_primary(declared: Method[P, T]) -> Callable[Concatenate[RayStore, P], CoroutineType[Any, Any, T]]:
+    """Returns the method of `RayStore` that asks the store of the agent's primary; the first argument is the agent."""
+
+    async def ask(self: RayStore, *args: P.args, **kwargs: P.kwargs) -> T:
+        agent: Any = args[0] if args else kwargs["agent"]
+        return await self._ask_primary(agent, lambda store: declared.call(store, *args, **kwargs))
+
+    return ask
+
+
 class RayStore:
     """`agents.Store` over the actors of a running cluster. Make it on the event loop that uses it."""
 
@@ -61,10 +71,14 @@ class RayStore:
         self._locator, self._timing = locator, timing
         self._background = DetachedTasks()
 
-    async def recall(
-        self, agent: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
-    ) -> Recalled:
-        return await self._at_primary(agent, lambda store: store.recall(agent, files_id, known, limits))
+    recall = _at_primary(StoreClient.recall)
+    renew = _at_primary(StoreClient.renew)
+    commit = _at_primary(StoreClient.commit)
+    abandon = _at_primary(StoreClient.abandon)
+    transcript = _at_primary(StoreClient.transcript)
+    info = _at_primary(StoreClient.info)
+    disk_kept = _at_primary(StoreClient.disk_kept)
+    forget = _at_primary(StoreClient.forget)
 
     async def begin(
         self, agent: str, turn: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
@@ -79,28 +93,10 @@ class RayStore:
 
         return (await self._locate_and_ask(agent, ask, unanswered=end_late))[0]
 
-    async def renew(self, agent: str, turn: str) -> bool:
-        return await self._at_primary(agent, lambda store: store.renew(agent, turn))
-
-    async def commit(self, agent: str, commit: Commit, limits: Limits | None = None) -> CommitOutcome:
-        return await self._at_primary(agent, lambda store: store.commit(agent, commit, limits))
-
-    async def abandon(self, agent: str, turn: str) -> None:
-        await self._at_primary(agent, lambda store: store.abandon(agent, turn))
-
-    async def transcript(self, agent: str) -> bytes:
-        return await self._at_primary(agent, lambda store: store.transcript(agent))
-
-    async def info(self, agent: str) -> AgentBranches:
-        return await self._at_primary(agent, lambda store: store.info(agent))
-
     async def blocks(self, agent: str) -> list[BranchKV]:
         # Replicas with several model ids may have computed the same tokens.
         replicas = [(info.files_id, info.model_id) for _, info in await self._infos()]
-        return await self._at_primary(agent, lambda store: store.blocks(agent, replicas))
-
-    async def disk_kept(self, agent: str) -> int:
-        return await self._at_primary(agent, lambda store: store.disk_kept(agent))
+        return await self._ask_primary(agent, lambda store: store.blocks(agent, replicas))
 
     async def fork(self, source: str, target: str, limits: Limits | None = None) -> int:
         if await self._locator.where(target) is not None:
@@ -109,9 +105,6 @@ class RayStore:
         # The fork starts on its source's node; the router hears of it a moment later.
         self._locator.note(target, node)
         return branches
-
-    async def forget(self, agent: str) -> bool:
-        return await self._at_primary(agent, lambda store: store.forget(agent))
 
     async def room(self, agent: str, nbytes: int, limits: Limits | None = None) -> str:
         return await self._locator.ask(self._locator.head, lambda store: store.room(agent, nbytes, limits))
@@ -123,7 +116,7 @@ class RayStore:
             return await self._pack(agent)
         await self._locator.ask(head, lambda store: store.borrow(agent, primary))
         try:
-            await self._at_primary(agent, lambda store: store.send_secondary(agent, head))
+            await self._ask_primary(agent, lambda store: store.send_secondary(agent, head))
             return await self._pack(agent)
         finally:
             # No copy of it stays that nobody wants, whoever has given up.
@@ -171,7 +164,7 @@ class RayStore:
                     answers = await _answers([replica.stats() for replica in replicas])
                     unwritten = any(stats.unwritten_bytes for stats in answers)
 
-    async def _at_primary(self, agent: str, question: Question[T]) -> T:
+    async def _ask_primary(self, agent: str, question: Question[T]) -> T:
         return (await self._locate_and_ask(agent, question))[0]
 
     def _in_background(self, node: str, question: Question[T]) -> None:
@@ -232,7 +225,7 @@ class RayStore:
         if node not in await self._locator.nodes():
             raise InvalidRequest(f"there is no node {quoted(node)}", param="to")
         await self.info(agent)
-        moved = await self._at_primary(agent, lambda store: store.move(agent, node))
+        moved = await self._ask_primary(agent, lambda store: store.move(agent, node))
         await self._locator.moved(agent, node, moved.epoch)
         return moved
 
