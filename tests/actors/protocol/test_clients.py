@@ -136,7 +136,12 @@ OF_REPLICA: list[Case] = [
 ]
 RECALLED = Recalled(9, [BranchMemory(HEAD, CONTENT), BranchMemory(HEAD, None)], True)
 OF_STORE: list[Case] = [
-    (store_of.recall("t/a", b"w", MappingProxyType({3: 7}), {"t": None}), "recall", ["t/a", b"w", {3: 7}, {"t": None}], RECALLED),
+    (
+        store_of.recall("t/a", b"w", MappingProxyType({3: 7}), {"t": None}),
+        "recall",
+        ["t/a", b"w", {3: 7}, {"t": None}],
+        RECALLED,
+    ),
     (
         store_of.begin("t/a", "turn", b"w", {}),
         "begin",
