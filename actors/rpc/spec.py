@@ -65,7 +65,8 @@ class Method(Generic[P, R]):
         self._declared, self._limit, self._large = declared, limit, large
         _, *parameters = inspect.signature(declared).parameters.values()
         self._defaults = [(each.name, each.default) for each in parameters]
-        self._by_position = sum(each.kind is not each.KEYWORD_ONLY for each in parameters)
+        self._named = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        self._by_position = len(parameters) - len(self._named)
 
     @overload
     def __get__(self, client: None, owner: type) -> Method[P, R]: ...
@@ -101,7 +102,7 @@ class Method(Generic[P, R]):
         values, readers = unpack(data), self._readers[:-1]
         if not isinstance(values, list) or len(values) != len(readers):
             raise ValueError(f"{self.name} takes {len(readers)} arguments")
-        return [read(value) for read, value in zip(readers, values, strict=True)]
+        return [read(value) for read, value in zip(readers, values, strict=False)]
 
     def answered(self, data: bytes) -> R:
         """Returns the answer to a call.
@@ -114,10 +115,8 @@ class Method(Generic[P, R]):
 
     def do(self, how: Callable[..., T], values: list[Any]) -> T:
         """Calls `how` with arguments in the order of the declaration."""
-        if self._by_position == len(values):
-            return how(*values)
-        named = zip(self._defaults[self._by_position :], values[self._by_position :], strict=True)
-        return how(*values[: self._by_position], **{name: value for (name, _), value in named})
+        named = dict(zip(self._named, values[self._by_position :], strict=True))
+        return how(*values[: self._by_position], **named)
 
     @cached_property
     def _readers(self) -> list[Callable[[Any], Any]]:

@@ -285,6 +285,10 @@ def test_nothing_is_waited_for_for_ever(call: Call[Any], timeout_s: float):
     assert call._timeout_s == timeout_s and call.within(0.5)._timeout_s == 0.5
 
 
+def test_what_may_be_a_megabyte_is_encoded_beside_the_event_loop():
+    assert {case[2] for case in CASES if case[1]._large} == {"commit", "pool"}
+
+
 async def test_the_config_is_the_clusters(monkeypatch: pytest.MonkeyPatch):
     config: Any = default_config()
 

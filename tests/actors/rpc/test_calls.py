@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from satchel.cluster.errors import (
     ActorLost,
     ActorSilent,
     AgentNotFound,
+    InvalidRecord,
     NoAnswer,
     OtherVersion,
     QueueFull,
@@ -285,7 +287,40 @@ async def test_whom_somebody_else_gave_no_answer_is_not_taken_for_lost():
     assert (error.value.message, error.value.retry_after_s) == ("the store does not answer", 2.0)
 
 
-OTHER_REQUESTS = [encode(["m-0"]), encode([1, 1, None]), encode(["m-0", 1, [b"r"]]), encode(None), encode("m-0")]
+@dataclass
+class Fragile:
+    text: str
+
+    def to_wire(self) -> str:
+        return self.text
+
+    @classmethod
+    def from_wire(cls, values: Any) -> Fragile:
+        raise InvalidRecord(f"{values} is damaged")
+
+
+class Keeper:
+    @method()
+    def keep(self, what: Fragile) -> None: ...
+
+    @answers(keep)
+    async def kept(self, what: Fragile) -> None:
+        raise AssertionError
+
+
+async def test_who_sends_what_is_damaged_is_told_that():
+    with pytest.raises(InvalidRecord, match="it is damaged"):
+        Keeper.keep.answered(await Keeper().kept(encode([Fragile("it")])))
+
+
+OTHER_REQUESTS = [
+    encode(["m-0"]),
+    encode(["m-0", 1, None, 2]),
+    encode([1, 1, None]),
+    encode(["m-0", 1, [b"r"]]),
+    encode({"m-0": 0, 1: 0, None: 0}),
+    encode(None),
+]
 
 
 @pytest.mark.parametrize("asked", OTHER_REQUESTS)
