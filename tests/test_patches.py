@@ -34,7 +34,8 @@ DOCUMENTED = {
     "uvicorn": {"should_exit"},
     "Starlette, FastAPI": {"headers", "openapi", "openapi_schema"},
     "typer, click, rich": {"obj", "params", "quiet"},
-    "Python": {"stdout", "daemon", "text_factory", "__name__", "__qualname__", "__doc__", "argtypes", "restype"},
+    "Python": {"stdout", "daemon", "text_factory", "argtypes", "restype"},
+    "Python's functions": {"__name__", "__qualname__", "__module__", "__doc__"},
     "Python's ssl": {"minimum_version", "check_hostname", "verify_mode", "verify_flags"},
     "Python's reprlib": {"maxstring", "maxother", "maxlong"},
 }
