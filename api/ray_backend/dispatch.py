@@ -15,7 +15,6 @@ from ...actors.protocol.block_ids import is_shared, scope_of
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.messages import GenerateRequest, PoolingRequest, ReplicaStats
 from ...actors.protocol.router_messages import NodeReport
-from ...actors.rpc.client import Call
 from ...actors.start import forget_node
 from ...cluster.config import Config
 from ...cluster.environment import default_home

@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ...actors.rpc.client import Call
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.media_ids import embeddings_needed
 from ...actors.protocol.messages import GenerateRequest, ModelInfo
 from ...actors.protocol.router_messages import Chain, Decision, RouteRequest, RowLeft
+from ...actors.rpc.client import Call
 from ...cluster.config import Config
 from ...cluster.errors import NoAnswer, NoReplica
 from .connection import ReplicaConnection
