@@ -15,6 +15,7 @@ from typing import Any
 from ...cluster.config import Model, name_refusal, parse_model
 from ...cluster.errors import InvalidRequest, ModelNotFound
 from . import control_store
+from .router_messages import NodeEntry
 
 _MODEL = "model:"
 _REPLICA = "replica:"
@@ -32,24 +33,6 @@ class ServedEntry:
     order: int
     model: Model
     replicas: dict[str, str] = field(default_factory=dict, compare=False)
-
-
-@dataclass(frozen=True)
-class NodeEntry:
-    """A machine that has joined, whether or not it is present now.
-
-    Attributes:
-        links: (address, kind) of every link to its KV, the fastest first.
-        home: the folder of its memory.
-        since_s: when it last joined, in Unix time.
-    """
-
-    name: str
-    address: str
-    links: tuple[tuple[str, str], ...]
-    version: str
-    home: str
-    since_s: float
 
 
 def entries() -> tuple[ServedEntry, ...]:

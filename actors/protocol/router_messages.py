@@ -214,6 +214,24 @@ class Places:
     unheard: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class NodeEntry:
+    """A machine that has joined, whether or not it is present now.
+
+    Attributes:
+        links: (address, kind) of every link to its KV, the fastest first.
+        home: the folder of its memory.
+        since_s: when it last joined, in Unix time.
+    """
+
+    name: str
+    address: str
+    links: tuple[tuple[str, str], ...]
+    version: str
+    home: str
+    since_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class NodeReport:
     """A node as its store has reported it; None for what it has not reported yet.

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...actors.protocol.router_messages import NodeReport
+from ...actors.protocol.router_messages import NodeEntry, NodeReport
 from ...cluster.errors import SatchelError
 from ...cluster.nodes import Node
 from ..agents.store import Store
 from ..generation.backend import Backend, NodeState, ReplicaStats
 from .agents import agent_id_of
-
-if TYPE_CHECKING:
-    from ...actors.protocol.registry import NodeEntry
 
 AGENTS_MAX = 1000
 """Agents in one view of the cluster."""

@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from satchel.actors.protocol.registry import NodeEntry
-from satchel.actors.protocol.router_messages import NodeReport
+from satchel.actors.protocol.router_messages import NodeEntry, NodeReport
 from satchel.api.agents.memory import FOLLOWING_MAX
 from satchel.api.cli.views import _replica_lines
 from satchel.api.client.agent import Agent
