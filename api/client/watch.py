@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from ...cluster.errors import NotRunning
+from ...cluster.patches import rest_ray_listener
 from ...cluster.processes import ProcessMark
 
 LOOK_S = 0.5
@@ -61,18 +62,22 @@ class ServerWatch:
     async def look(self) -> None:
         """Looks once, for `KNOCK_S` at most."""
         if self._process is not None and not self._process.is_alive():
-            self._ended = True
+            self._end()
             return
         try:
             async with asyncio.timeout(KNOCK_S):
                 _, writer = await asyncio.open_connection(*host_and_port(self._address))
         except ConnectionRefusedError:
-            self._ended = True
+            self._end()
         except (OSError, TimeoutError):
             self._silent_looks += 1
         else:
             writer.close()
             self._heard_at, self._silent_looks = time.monotonic(), 0
+
+    def _end(self) -> None:
+        self._ended = True
+        rest_ray_listener()
 
     async def follow(self, on_lost: Callable[[], None]) -> None:
         """Looks until the server has ended, and calls `on_lost` each time that it is lost."""

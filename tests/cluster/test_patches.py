@@ -8,10 +8,13 @@ import sys
 import threading
 import time
 import uuid
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import psutil
 import pytest
+from ray._private import worker
 from ray._private.node import Node
 from ray.exceptions import RayError
 from ray.serve._private import replica
@@ -150,6 +153,23 @@ class Listener:
 
     def add_secure_port(self, address: str, credentials: grpc.ServerCredentials) -> int:
         return self.add_insecure_port(address)
+
+
+def test_ray_listens_no_more_for_errors_of_a_cluster_that_has_ended() -> None:
+    asked = threading.Event()
+    subscriber = SimpleNamespace(subscribe=lambda: None, poll=lambda: (asked.set(), None))
+    job = SimpleNamespace(binary=bytes)
+    driver: Any = SimpleNamespace(gcs_error_subscriber=subscriber, current_job_id=job)
+    stopped = worker.global_worker.threads_stopped
+    listener = threading.Thread(target=worker.listen_error_messages, args=(driver, stopped), daemon=True)
+    try:
+        listener.start()
+        assert asked.wait(30) and listener.is_alive()
+        patches.rest_ray_listener()
+        listener.join(30)
+        assert not listener.is_alive()
+    finally:
+        stopped.clear()
 
 
 def test_ray_serve_listens_to_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
