@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 NAMES = ["mac0", "mac1", "mac2"]
 STREAMS = 16
 STORY, GREETING = "Tell me a story.", "Hello."
-TOKENS, LONG_TOKENS = 200, 1000
+TOKENS, LONG_TOKENS = 200, 3000
 LEAVE_S = 60.0
 
 GIVE_UP_S = "5"
