@@ -27,8 +27,8 @@ NAME = "scaled_dot_product_attention"
 FEW_QUERIES = 128
 """So many queries a row, padding counted, are a short turn after a history: `attend_few` computes it on CUDA."""
 
-SCORES_MAX = 2**25
-"""Scores that `attend_few` may write out, 4 bytes each. cuDNN writes out none."""
+SCORES_MAX = 2**24
+"""Scores that `attend_few` writes out at once, 4 bytes each, some three times. cuDNN writes out none."""
 
 
 def install(model: Any) -> bool:
@@ -71,8 +71,9 @@ class _Attend:
 
 
 def is_few(queries: mx.array, keys: mx.array) -> bool:
-    """Whether `attend_few` takes them."""
-    return queries.shape[2] <= FEW_QUERIES and queries.size // queries.shape[3] * keys.shape[2] <= SCORES_MAX
+    """Whether `attend_few` takes them: (rows, heads, queries, key_dim) and (rows, kv_heads, columns, key_dim)."""
+    (heads, count), (kv_heads, columns) = queries.shape[1:3], keys.shape[1:3]
+    return count <= FEW_QUERIES and heads // kv_heads * count * columns <= SCORES_MAX
 
 
 def attend_few(
@@ -93,6 +94,14 @@ def attend_few(
     """
     rows, heads, count, dim = queries.shape
     kv_heads, columns = keys.shape[1:3]
+    if rows * heads * count * columns > SCORES_MAX and max(rows, kv_heads) > 1:
+        # One row after the other, and of a long one each KV head.
+        axis, parts = (0, rows) if rows > 1 else (1, kv_heads)
+        masks = mx.split(mask, parts) if len(mask) > 1 else [mask] * parts
+        of_heads = [sinks] * parts if sinks is None or rows > 1 else mx.split(sinks, parts)
+        arrays = (mx.split(array, parts, axis) for array in (queries, keys, values))
+        given = zip(*arrays, masks, of_heads, strict=True)
+        return mx.concatenate([attend_few(q, k, v, seen, scale, sink) for q, k, v, seen, sink in given], axis=axis)
     # In float32, as scores of hundreds are usual. Of 16-bit numbers TF32 has all bits.
     grouped = queries.astype(mx.float32).reshape(rows, kv_heads, -1, dim)
     scores = (grouped @ keys.astype(mx.float32).swapaxes(2, 3)).reshape(rows, heads, count, columns)

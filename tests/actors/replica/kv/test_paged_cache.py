@@ -357,7 +357,12 @@ def test_sinks_take_their_share_of_the_softmax():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_few_queries_attend_as_mlx_does(kv_heads: int, dtype: mx.Dtype):
+@pytest.mark.parametrize("scores_max", [2**24, 6001, 1])
+def test_few_queries_attend_as_mlx_does(
+    scores_max: int, kv_heads: int, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """All at once, row by row, or head by head."""
+    monkeypatch.setattr(attention, "SCORES_MAX", scores_max)
     mx.random.seed(kv_heads)
     queries, keys = (mx.random.normal((3, heads, *rest)) for heads, rest in ((4, (5, 64)), (kv_heads, (300, 64))))
     values = mx.random.normal((3, kv_heads, 300, 32)).astype(dtype)
