@@ -160,14 +160,15 @@ SPACED = ("prefix", "metaspace", "legacy", "unigram")
 LOSSLESS = ("gpt2", "llama3", "right", "whole", "bos", "python")
 
 
-def text_model(tokenizer: Tokenizer, kind: type = PreTrainedTokenizerFast) -> TextModel:
+def text_model(tokenizer: Tokenizer, kind: type = PreTrainedTokenizerFast, template: str = "") -> TextModel:
     names = ("tool_parser", "tool_call_start", "tool_call_end", "think_start", "think_end", "tool_call_start_tokens")
     silent: dict[str, Any] = dict.fromkeys((*names, "tool_call_end_tokens", "think_start_tokens", "think_end_tokens"))
-    inner = kind(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    inner = kind(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, chat_template=template or None)
     return TextModel(
         SimpleNamespace(
             _tokenizer=inner,
-            has_chat_template=False,
+            has_chat_template=bool(template),
+            _chat_template=None,
             eos_token_ids={tokenizer.token_to_id(END)},
             has_tool_calling=False,
             has_thinking=False,

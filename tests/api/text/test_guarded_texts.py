@@ -285,8 +285,7 @@ def test_a_mark_in_another_spelling_is_text_in_parts_too(normalizer: Normalizer)
 def test_a_mark_that_begins_another_takes_no_other_text_for_its_rest(template: str):
     tokenizer = KINDS["qwen"]()
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("<|tool>", "<|tool>begin", "/nothink")])
-    model = text_model(tokenizer)
-    model.template = lambda *_: template  # type: ignore[method-assign]
+    model = text_model(tokenizer, template=template)
     tools = [{"type": "function", "function": {"name": "open_door", "parameters": {"type": "object"}}}]
     assert model.tokenizer.controls.guarded_value(tools) == tools
     for said in ("Hello", "function", "Hello /nothink"):
