@@ -6,13 +6,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from ...cluster.config import Scheduling
-from .encode_queue import PictureQueue
 from .execution.executor import BatchExecutor
 from .execution.loaded_model import LoadedModel
 from .scheduling.memory_budget import Held, MemoryBudget, Rows, bearable_bytes
 from .scheduling.scheduler import Limits, Scheduler
+from .tiers.embedding_cache import EmbeddingCache
 from .tiers.memory import RowMemory
 
 IDLE_S = 30.0
@@ -41,6 +42,21 @@ def limits_of(loaded: LoadedModel, scheduling: Scheduling, memory_bytes_max: int
     )
 
 
+class Pictures(Protocol):
+    """Pictures that wait and those that were encoded.
+
+    Attributes:
+        embeddings: what the encoder made of pictures.
+    """
+
+    embeddings: EmbeddingCache
+
+    @property
+    def held_bytes(self) -> int:
+        """What pictures of waiting and running rows take, in bytes."""
+        ...
+
+
 class MemoryRoom:
     """The memory of an engine. Used on its thread.
 
@@ -61,7 +77,7 @@ class MemoryRoom:
         scheduler: Scheduler,
         executor: BatchExecutor,
         memory: RowMemory,
-        pictures: PictureQueue,
+        pictures: Pictures,
         unwritten_bytes: Callable[[], int],
         text_bytes: Callable[[], int] = lambda: 0,
     ) -> None:

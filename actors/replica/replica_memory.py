@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -27,7 +26,6 @@ from ...cluster.errors import ModelLoadError
 from ...cluster.nodes import Node
 from ..model_files.source import read_json
 from ..protocol.block_ids import BLOCK_TOKENS
-from .engine import Engine
 from .execution.loaded_model import LoadedModel
 from .kv.device import device_bytes, device_kind, on_cuda
 from .memory_room import limits_of
@@ -139,19 +137,18 @@ class ReplicaMemory:
         """Returns what the deprecated `kv_bytes_max` leaves this replica's rows; None if it is not set."""
         return None if self._rows_bytes is None else self._rows_bytes // (1 + len(self._others()))
 
-    def watch(self, engine_of: Callable[[], Engine]) -> None:
+    def watch(self, workspace_bytes: Callable[[], int], resize: Callable[[int, int, int], None]) -> None:
         """Tells the engine its memory every second, until it is withdrawn.
 
         Args:
-            engine_of: returns the one that serves now.
+            workspace_bytes: returns what a step of the engine needs for a moment.
+            resize: takes the replica's part of the memory, what is free on the device, and of how much, in bytes.
         """
         while not self._withdrawn:
             time.sleep(POLL_S)
-            engine = engine_of()
             try:
-                self.note(self._own.weights, max(self._workspace, engine.executor.workspace_bytes))
-                share, free = self.share_bytes(), device_bytes(free=True) + mx.get_cache_memory()
-                engine.call(partial(engine.room.resize, share, free, device_bytes()))
+                self.note(self._own.weights, max(self._workspace, workspace_bytes()))
+                resize(self.share_bytes(), device_bytes(free=True) + mx.get_cache_memory(), device_bytes())
             except OSError as error:
                 logger.warning("the node's memory is not known: %s", error)
 

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from ...cluster.config import Model, Scheduling
@@ -189,7 +190,14 @@ class Serving:
         def is_slow() -> bool:
             return watchdog.is_slow(ENGINE)
 
-        threading.Thread(target=memory.watch, args=(serving,), name="memory", daemon=True).start()
+        def workspace_bytes() -> int:
+            return serving().executor.workspace_bytes
+
+        def resize(*sizes: int) -> None:
+            now = serving()
+            now.call(partial(now.room.resize, *sizes))
+
+        threading.Thread(target=memory.watch, args=(workspace_bytes, resize), name="memory", daemon=True).start()
 
         def most_s() -> float:
             # A piece of what is proven may take longer than a step: an encoder's look at a picture, on a CPU.

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
 from ..generation.bodies import check_counts
-from ..generation.fields.shared import ChatFieldsBody, SamplingBody
+from ..generation.fields.shared import AgentBody, ChatFieldsBody
 from ..generation.history import Message
 from ..generation.neighbours import NAMES
 from ..generation.options import MaxTokens, MinTokens, Options, Stop
@@ -185,7 +185,7 @@ class PromptBody(ChatFieldsBody):
         )
 
 
-class MessagesBody(PromptBody, SamplingBody):
+class MessagesBody(PromptBody, AgentBody):
     """The body of `/v1/messages`. `max_tokens` 0 reads the prompt and answers nothing. Most ways to draw tokens are
     vLLM's."""
 
@@ -195,8 +195,6 @@ class MessagesBody(PromptBody, SamplingBody):
     stream: bool | None = None
     stop_sequences: StopSequences | None = None
     metadata: Metadata | None = None
-    agent_id: str | None = None
-    agent_continue: bool | None = None
 
     @property
     def user(self) -> dict[str, Any]:

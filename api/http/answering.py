@@ -12,17 +12,14 @@ from fastapi import Request
 
 from ...cluster.config import Config
 from ...cluster.errors import InvalidRequest, Unavailable
-from ..anthropic.bodies import MessagesBody
 from ..generation.backend import ServedModel
 from ..generation.callers import Caller
+from ..generation.fields.shared import AgentBody
 from ..generation.identity import NOBODY, Identity, identify
 from ..generation.remembered import HEADER
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..generation.requests import Request as Asked
 from ..generation.streams import Answer, TextStream, collect_all
-from ..ollama.bodies import OllamaBody
-from ..openai.bodies import GenerationBody
-from ..responses.bodies import ResponseBody
 from ..views.generation import Generator
 from .exchange import BodyReader, CancelOnDisconnect, header_text
 from .metrics import Metrics
@@ -31,8 +28,7 @@ _PROBE_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
 
-AgentBody = TypeVar("AgentBody", bound=GenerationBody | MessagesBody | OllamaBody | ResponseBody)
-"""A body that may go on with its agent's transcript."""
+Body = TypeVar("Body", bound=AgentBody)
 
 Work = TypeVar("Work", bound=Asked)
 """What a body asks of a model."""
@@ -65,7 +61,7 @@ class Answering:
         self._unknown_model = config.endpoint.unknown_model
         self._metrics = metrics
 
-    async def read(self, request: Request, kind: type[AgentBody]) -> AgentBody:
+    async def read(self, request: Request, kind: type[Body]) -> Body:
         """Returns the body, with what the header `X-Agent-Continue` asks for.
 
         Raises:

@@ -17,7 +17,7 @@ from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
 from ..generation.bodies import RequestBody, check_counts, wrong
 from ..generation.conversation import with_system
-from ..generation.fields.shared import ChatFieldsBody, SamplingBody
+from ..generation.fields.shared import AgentBody, ChatFieldsBody
 from ..generation.fields.thinking import EFFORTS
 from ..generation.history import Message
 from ..generation.neighbours import NAMES
@@ -47,7 +47,7 @@ ModelName = Annotated[str, Field(min_length=1)]
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 
 
-class OllamaBody(ChatFieldsBody, SamplingBody):
+class OllamaBody(ChatFieldsBody, AgentBody):
     """The fields that both generation routes take. None, written `null`, means the default. Most ways to draw tokens
     stand in `options`; those beside it are vLLM's."""
 
@@ -74,8 +74,6 @@ class OllamaBody(ChatFieldsBody, SamplingBody):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     debug_render_only: bool | None = Field(default=None, alias="_debug_render_only")
-    agent_id: str | None = None
-    agent_continue: bool | None = None
 
     def check(self) -> None:
         _ = self.form, self.thinking_said  # Raises if one is malformed.

@@ -16,7 +16,7 @@ from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest, quoted
 from ..generation.bodies import RequestBody, check_counts, check_nested
 from ..generation.conversation import mark_of_last, with_system
-from ..generation.fields.shared import ChatFieldsBody, FormBody, SamplingBody
+from ..generation.fields.shared import AgentBody, ChatFieldsBody, FormBody
 from ..generation.history import Message
 from ..generation.neighbours import NAMES, Translated, joined_texts
 from ..generation.options import WHOLE, CacheSalt, Choices, MaxTokens, MinTokens, TopLogprobs
@@ -72,7 +72,7 @@ PromptBody = Annotated[
 Unchecked = Annotated[Any, WithJsonSchema({})]
 
 
-class GenerationBody(FormBody, SamplingBody):
+class GenerationBody(FormBody, AgentBody):
     """The fields that both generation routes take. None, written `null`, means the default."""
 
     own_names = SAMPLING
@@ -98,8 +98,6 @@ class GenerationBody(FormBody, SamplingBody):
     conversation: Unchecked = None
     prompt_cache_key: Unchecked = None
     metadata: Unchecked = None
-    agent_id: str | None = None
-    agent_continue: bool | None = None
     # These are checked by `read_form`, which knows where in them something is wrong.
     response_format: Json = None
     structured_outputs: Json = None

@@ -18,7 +18,7 @@ from ...cluster.config import Endpoint
 from ...cluster.errors import InvalidRequest
 from ..generation.bodies import check_counts, check_nested
 from ..generation.conversation import mark_of_last
-from ..generation.fields.shared import ChatFieldsBody, SamplingBody
+from ..generation.fields.shared import AgentBody, ChatFieldsBody
 from ..generation.history import Message
 from ..generation.neighbours import NAMES, Translated
 from ..generation.options import MaxTokens, Options, TopLogprobs
@@ -216,7 +216,7 @@ class AskedBody(ChatFieldsBody):
         )
 
 
-class ResponseBody(AskedBody, SamplingBody):
+class ResponseBody(AskedBody, AgentBody):
     """The body of `/v1/responses`. `agent_id` and `agent_continue` are Satchel's, and most ways to draw tokens are
     vLLM's."""
 
@@ -241,8 +241,6 @@ class ResponseBody(AskedBody, SamplingBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
-    agent_id: str | None = None
-    agent_continue: bool | None = None
 
     def check(self) -> None:
         super().check()

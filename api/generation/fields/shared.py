@@ -117,3 +117,14 @@ class SamplingBody(RequestBody):
             if name not in _ELSEWHERE and (value := getattr(self, name, None)) is not None
         }
         return make_options(**(same | more), max_tokens=max_tokens, logprobs=logprobs)
+
+
+class AgentBody(SamplingBody):
+    """A body whose answer an agent may remember.
+
+    Attributes:
+        agent_continue: whether it goes on with its agent's transcript.
+    """
+
+    agent_id: str | None = None
+    agent_continue: bool | None = None

@@ -114,14 +114,11 @@ def test_the_engine_is_told_again_and_again(tmp_path: Path, monkeypatch: pytest.
     class Enough(Exception):
         pass
 
-    def call(action: object) -> None:
-        told.append(action)
+    def resize(*sizes: int) -> None:
+        told.append(sizes)
         raise Enough
 
-    engine = SimpleNamespace(
-        executor=SimpleNamespace(workspace_bytes=GIB), room=SimpleNamespace(resize=lambda *_: None), call=call
-    )
     monkeypatch.setattr(replica_memory, "POLL_S", 0.0)
     with pytest.raises(Enough):
-        memory.watch(lambda: engine)  # type: ignore[arg-type, return-value]
-    assert told and memory.share_bytes() == 7 * GIB, "what prefills needed is measured"
+        memory.watch(lambda: GIB, resize)
+    assert told[0][0] == 7 * GIB and memory.share_bytes() == 7 * GIB, "what prefills needed is measured"
