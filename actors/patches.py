@@ -1,5 +1,5 @@
 """What Satchel changes of MLX, mlx-lm, mlx-vlm and transformers, and what it uses of their insides: nothing else under
-`actors/` does, but for OpenBLAS in MLX's place (`replica/loading/blas.py`).
+`actors/` does, but for OpenBLAS in MLX's place (`replica/device/blas.py`).
 
 docs/patches.md lists the patches of all libraries. Each fits the versions of requirements.lock. Libraries are imported
 when they are needed: they take seconds.

@@ -23,8 +23,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from satchel.actors.model_files.conversion import convert
+from satchel.actors.replica.device.device import on_gpu
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.kv.device import on_gpu
 from satchel.actors.replica.loading import models
 
 from . import machine

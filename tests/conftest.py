@@ -16,8 +16,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-from satchel.actors.replica.kv.device import on_gpu
-from satchel.actors.replica.loading import blas
+from satchel.actors.replica.device import blas
+from satchel.actors.replica.device.device import on_gpu
 from satchel.cluster import environment
 from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Home

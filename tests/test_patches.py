@@ -19,7 +19,7 @@ INSIDES = ("uvicorn.protocols", "ray.experimental.internal_kv", "transformers.dy
 
 OWN_IN_ONE_FILE = {
     "actors/replica/actor.py",
-    "actors/replica/engine.py",
+    "actors/replica/loop/engine.py",
     "actors/replica/kv/paged_cache.py",
     "api/client/agent.py",
     "api/generation/bodies.py",

@@ -48,14 +48,14 @@ from ..rpc.client import actor_handle
 from ..rpc.shell import answers
 from ..supervision.stall import pause_s
 from ..supervision.watchdog import ENGINE, Watchdog
-from .consumers import Consumers
+from .loop.consumers import Consumers
 
 if TYPE_CHECKING:
-    from .engine import Engine
     from .execution.grammar import RowGrammar
     from .execution.vision import ImageEmbeddings
-    from .tiers.disk_tier import DiskTier
-    from .trial import Proven
+    from .loop.engine import Engine
+    from .memory.disk_tier import DiskTier
+    from .selftest.self_test import Proven
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from ...cluster.timing import Timing
 from ..protocol.reporter import Reporter, tell_router
 from ..protocol.router_messages import ReplicaReport
-from .engine import Engine
-from .tiers.disk_tier import DiskTier
+from .loop.engine import Engine
+from .memory.disk_tier import DiskTier
 
 
 class EngineReports:

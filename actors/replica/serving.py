@@ -21,17 +21,18 @@ from ..protocol.messages import RowUpdate
 from ..protocol.store_client import StoreClient
 from ..supervision.stall import limit_s
 from ..supervision.watchdog import ENGINE, Watchdog
-from .engine import Engine
+from .device import blas
+from .device.device import on_cuda, on_gpu
+from .device.device_errors import DeviceFailed
 from .execution.loaded_model import LoadedModel
-from .kv.device import on_cuda, on_gpu
-from .kv.device_errors import DeviceFailed
-from .loading import blas, models
+from .loading import models
 from .loading.warm_up import WarmUp
+from .loop.engine import Engine
 from .meanwhile import Meanwhile
-from .replica_memory import ReplicaMemory
+from .memory.disk_tier import DiskTier
+from .memory.replica_memory import ReplicaMemory
 from .reports import EngineReports
-from .tiers.disk_tier import DiskTier
-from .trial import Proven, prove
+from .selftest.self_test import Proven, prove
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import typer
 from .models import Dtype, JsonOption
 
 if TYPE_CHECKING:
-    from .probe_model import KVSize, ProbeResult, Report
+    from ...actors.replica.selftest.probe import KVSize, ProbeResult, Report
 
 _SAMPLES_MAX = 100
 _SEED = 1
@@ -78,8 +78,8 @@ def _names(text: str) -> list[str]:
 def _measure(model: str, lengths: list[int], policies: list[str], samples: int, dtype: Dtype, tell: Tell) -> Report:
     # MLX and transformers take seconds to import.
     from ...actors.replica.loading.models import load
-    from .probe_model import probe as measure
-    from .probe_text import Texts, load_tokenizer
+    from ...actors.replica.selftest.probe import probe as measure
+    from ...actors.replica.selftest.probe_texts import Texts, load_tokenizer
 
     loaded = load(
         model,

@@ -15,8 +15,8 @@ import psutil
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
-from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.loading import models
+from satchel.actors.replica.loop.engine import Engine
 from satchel.cluster.config import Scheduling
 from satchel.cluster.errors import SatchelError
 

@@ -14,9 +14,9 @@ from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids
 from satchel.actors.protocol.entries import Entry, Location, unpack_tokens
 from satchel.actors.replica.kv.caches import PooledBlock, Records, Slab
-from satchel.actors.replica.tiers.disk_tier import read_blocks, read_slabs
-from satchel.actors.replica.tiers.memory import kept_of
-from satchel.actors.replica.tiers.slab_codec import to_parts
+from satchel.actors.replica.memory.disk_tier import read_blocks, read_slabs
+from satchel.actors.replica.memory.sequence_memory import kept_of
+from satchel.actors.replica.memory.slab_codec import to_parts
 
 from ..parts import Budget, ResultTable, Say, median
 from .desk import WARM_UP_ROUNDS, Desk, on_gpu

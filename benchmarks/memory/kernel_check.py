@@ -19,12 +19,13 @@ import mlx.nn as nn
 import numpy as np
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kv import attention, decode_kernel, gpu_kernels, sealing
-from satchel.actors.replica.kv.decode_views import DecodeView, KernelStep, KernelView, RowBlocks
-from satchel.actors.replica.kv.head_transform import NOTHING, HeadTransform, Norm, Rotation
+from satchel.actors.replica.kernels import decode_kernel, gpu_kernels, sealing
+from satchel.actors.replica.kernels.decode_views import DecodeView, KernelStep, KernelView, RowBlocks
+from satchel.actors.replica.kernels.head_transform import NOTHING, HeadTransform, Norm, Rotation
+from satchel.actors.replica.kernels.sealing import POLICIES, Plain
+from satchel.actors.replica.kv import attention
 from satchel.actors.replica.kv.paged_cache import heads_of
 from satchel.actors.replica.kv.pool import SlotGroup, slots_of
-from satchel.actors.replica.kv.sealing import POLICIES, Plain
 
 LENGTHS = (1, 256, 257, 1500, 5000, 90, 700)
 HEAD_SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))

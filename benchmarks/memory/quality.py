@@ -11,9 +11,9 @@ from mlx_lm.models.cache import QuantizedKVCache
 from tokenizers import Tokenizer
 
 from satchel.actors.replica.execution.divergence import Scores, compare
-from satchel.actors.replica.kv.sealing import FULL_PRECISION, POLICIES
+from satchel.actors.replica.kernels.sealing import FULL_PRECISION, POLICIES
 from satchel.actors.replica.loading import models
-from satchel.api.cli.probe_model import caches_of, row_of, scored_spans, spec_of
+from satchel.actors.replica.selftest.probe import caches_of, row_of, scored_spans, spec_of
 
 from ..embedded import data
 from ..parts import Budget, ResultTable, Say

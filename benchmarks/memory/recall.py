@@ -8,10 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from satchel.actors.replica.kernels.sealing import FULL_PRECISION, POLICIES
 from satchel.actors.replica.kv.caches import merge
-from satchel.actors.replica.kv.sealing import FULL_PRECISION, POLICIES
 from satchel.actors.replica.loading import models
-from satchel.api.cli.probe_model import caches_of, spec_of
+from satchel.actors.replica.selftest.probe import caches_of, spec_of
 
 from ..embedded import evaluate
 from ..embedded import questions as questioner

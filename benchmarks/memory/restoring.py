@@ -13,14 +13,14 @@ from satchel.actors.kv_store.disk.segments import grouped, write_segment
 from satchel.actors.kv_store.disk.store import DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_id, root_id
 from satchel.actors.protocol.entries import Entry
+from satchel.actors.replica.kernels import sealing
+from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv import caches as kv_cache
-from satchel.actors.replica.kv import sealing
 from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec, PooledBlock, Records, Slab
 from satchel.actors.replica.kv.paged_cache import Reads
 from satchel.actors.replica.kv.pool import BlockPool
-from satchel.actors.replica.kv.sealing import POLICIES
-from satchel.actors.replica.tiers.disk_tier import read_blocks
-from satchel.actors.replica.tiers.slab_codec import to_parts
+from satchel.actors.replica.memory.disk_tier import read_blocks
+from satchel.actors.replica.memory.slab_codec import to_parts
 
 from ..parts import Budget, ResultTable, Say, median
 from .first_token import SESSION, drop_from_page_cache, open_store

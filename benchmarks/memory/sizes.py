@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.replica.kernels.sealing import POLICIES, sealed_token_bytes, value_group
 from satchel.actors.replica.kv.paged_cache import PagedBatch, PagedKVCache
 from satchel.actors.replica.kv.pool import BlockPool
-from satchel.actors.replica.kv.sealing import POLICIES, sealed_token_bytes, value_group
 
 from ..parts import ResultTable
 

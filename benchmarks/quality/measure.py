@@ -13,15 +13,15 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters
 
+from satchel.actors.replica.device.device import on_gpu
 from satchel.actors.replica.execution.agreement import MODEL_ERRORS
 from satchel.actors.replica.execution.divergence import NewCaches, Scores, compare
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.kv.device import on_gpu
-from satchel.actors.replica.kv.sealing import FULL_PRECISION, POLICIES
+from satchel.actors.replica.kernels.sealing import FULL_PRECISION, POLICIES
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.kv_choice import encoded
-from satchel.api.cli.probe_model import caches_of, right_answers, spec_of
-from satchel.api.cli.probe_text import Texts, load_tokenizer
+from satchel.actors.replica.selftest.probe import caches_of, right_answers, spec_of
+from satchel.actors.replica.selftest.probe_texts import Texts, load_tokenizer
 
 from ..parts import Budget, ResultTable, Say
 from .texts import TEXTS

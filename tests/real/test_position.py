@@ -17,11 +17,11 @@ import pytest
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
+from satchel.actors.replica.kernels.sealing import FULL_PRECISION, POLICIES
 from satchel.actors.replica.kv.caches import new_pool
 from satchel.actors.replica.kv.paged_cache import Reads
-from satchel.actors.replica.kv.sealing import FULL_PRECISION, POLICIES
 from satchel.actors.replica.loading import decode_ways, models
-from satchel.actors.replica.tiers.disk_tier import DiskTier
+from satchel.actors.replica.memory.disk_tier import DiskTier
 from tests.worlds.bench import Bench, Forced, Logits
 from tests.worlds.bench_disk import Node, process, write_down
 from tests.worlds.split_nodes import TIMING, split_nodes

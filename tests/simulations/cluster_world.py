@@ -20,7 +20,7 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id, 
 from satchel.actors.protocol.entries import EntryRecord, Failure, owner_tag
 from satchel.actors.protocol.router_messages import Decision, RouteRequest, RowLeft, prefill_row
 from satchel.actors.protocol.store_messages import PullKV
-from satchel.actors.replica.tiers.following import follow
+from satchel.actors.replica.memory.following import follow
 from satchel.api.ray_backend.store import RayStore
 from satchel.cluster.errors import ReplicaLost, SatchelError, Unavailable
 

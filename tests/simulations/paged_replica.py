@@ -10,7 +10,7 @@ from itertools import count
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids
 from satchel.actors.replica.kv.prefix import PrefixCache, PrefixKV
-from satchel.actors.replica.scheduling.memory_budget import Held, MemoryBudget, Rows
+from satchel.actors.replica.memory.budget import Held, MemoryBudget, Rows
 from satchel.actors.replica.scheduling.scheduler import Limits, ScheduledRow, Scheduler
 
 ROOT = bytes(32)

@@ -14,11 +14,11 @@ import numpy as np
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
-from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.sampling import Draw
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.tiers.disk_tier import DiskTier
+from satchel.actors.replica.loop.engine import Engine
+from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.cluster.config import Scheduling
 from satchel.cluster.errors import SatchelError
 from tests.worlds.families import write_model

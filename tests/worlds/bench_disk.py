@@ -14,7 +14,7 @@ from satchel.actors.kv_store.actor import KVStoreActor
 from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.kv_store.services.disk import NodeDisk
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.tiers.disk_tier import DiskTier
+from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.cluster.errors import Unavailable
 from satchel.cluster.timing import USUAL
 from tests.worlds.bench import Bench

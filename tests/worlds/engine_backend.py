@@ -15,9 +15,9 @@ from fastapi import FastAPI
 
 from satchel.actors.protocol.block_ids import is_shared, scope_of
 from satchel.actors.protocol.messages import GenerateRequest, PooledTexts, PoolingRequest, RowUpdate
-from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.tiers.disk_tier import DiskTier
+from satchel.actors.replica.loop.engine import Engine
+from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.api.agents.memory import AgentMemory
 from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel, Vectors
 from satchel.api.http.app import create_app

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kv import attention, block_kernels, decode_kernel, gpu_kernels, seal_kernel, sealing
-from satchel.actors.replica.kv.decode_views import DecodeView, KernelView
+from satchel.actors.replica.kernels import block_kernels, decode_kernel, gpu_kernels, seal_kernel, sealing
+from satchel.actors.replica.kernels.decode_views import DecodeView, KernelView
+from satchel.actors.replica.kernels.sealing import Sealed, SealPolicy
+from satchel.actors.replica.kv import attention
 from satchel.actors.replica.kv.paged_cache import heads_of
 from satchel.actors.replica.kv.pool import SlotGroup
-from satchel.actors.replica.kv.sealing import Sealed, SealPolicy
 from satchel.actors.replica.loading import decode_ways
-from satchel.actors.replica.tiers.slab_codec import to_numpy
+from satchel.actors.replica.memory.slab_codec import to_numpy
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.replica.kv import gpu_kernels
+from satchel.actors.replica.kernels import gpu_kernels
 
 from . import cuda_on_cpu
 

@@ -24,10 +24,10 @@ from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.messages import GenerateRequest, RowUpdate, Sampling
 from satchel.actors.protocol.router_messages import Decision, RouteRequest, RowLeft
 from satchel.actors.replica.actor import ReplicaActor
-from satchel.actors.replica.engine import Engine
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.tiers import disk_tier
-from satchel.actors.replica.tiers.disk_tier import DiskTier, WriteJob
+from satchel.actors.replica.loop.engine import Engine
+from satchel.actors.replica.memory import disk_tier
+from satchel.actors.replica.memory.disk_tier import DiskTier, WriteJob
 from satchel.actors.rpc import client as calls
 from satchel.api.ray_backend import connection, dispatch, routing
 from satchel.api.ray_backend.rows import RayGeneration

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from satchel.actors.protocol.messages import Sampling
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.trial import Proven, prove
+from satchel.actors.replica.selftest.self_test import Proven, prove
 from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.bench import Bench, Forced, Logits

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ...patches import NO_CHANGE, Change
-from ..kv.device import multiplies_exactly
+from ..device.device import multiplies_exactly
 
 Logits = Sequence[mx.array]
 

@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 from cachetools import LRUCache
 
-from ..kv.decode_views import KernelStep, KernelView, RowBlocks
-from ..kv.head_transform import NOTHING, HeadTransform
+from ..kernels.decode_views import KernelStep, KernelView, RowBlocks
+from ..kernels.head_transform import NOTHING, HeadTransform
+from ..kernels.sealing import Sealed, SealPolicy
 from ..kv.paged_cache import PagedKVCache
-from ..kv.sealing import Sealed, SealPolicy
 from .deferral import Deferral
 
 GRAPHS_MAX = 32

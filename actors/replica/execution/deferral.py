@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...patches import stood_in
-from ..kv.head_transform import HeadTransform, Norm, Rotation
+from ..kernels.head_transform import HeadTransform, Norm, Rotation
 
 
 class CannotDefer(RuntimeError):

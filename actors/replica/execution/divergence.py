@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..kv.device import as_numpy
+from ..device.device import as_numpy
 from .pieces import IN_ONE_PIECE, Pieces
 
 CHUNK_TOKENS = 512

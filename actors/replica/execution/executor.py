@@ -22,20 +22,20 @@ import numpy as np
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.messages import Sampling, TokenLogprobs
+from ..device.device import on_gpu, size_class
+from ..device.device_errors import on_device
 from ..kv import caches as kv_cache
-from ..kv.apart import RowsApart
 from ..kv.attention import FEW_QUERIES
 from ..kv.caches import PooledBlock, Records, Slab
-from ..kv.device import on_gpu, size_class
-from ..kv.device_errors import on_device
 from ..kv.paged_cache import PagedKVCache
-from ..kv.row_view import RowView, Stacks
+from ..kv.sequence_view import RowView, Stacks
+from ..kv.unbatched import RowsApart
 from .compiled_step import CompiledStep
 from .grammar import MaskMaker, RowGrammar, RowMasks
 from .loaded_model import LoadedModel
 from .pieces import IN_ONE_PIECE
-from .row_states import ExecutorRow, Stage, Together
 from .sampling import BatchSampler, Draw
+from .sequence_states import ExecutorRow, Stage, Together
 from .vision import RowPart, RowPictures
 
 CLEAR_EVERY_STEPS = 512

@@ -15,7 +15,7 @@ from typing import Any
 from ....cluster.errors import ClusterError
 from ....cluster.home import write_private_json
 from ...protocol.block_ids import digest
-from ..kv.device import device_name
+from ..device.device import device_name
 
 
 class Findings:

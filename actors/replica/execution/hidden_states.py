@@ -18,8 +18,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..device.device import as_numpy, multiplies_exactly
 from ..kv.caches import ModelCacheSpec, read_spec
-from ..kv.device import as_numpy, multiplies_exactly
 from .agreement import MODEL_ERRORS, TOLERANCE, TOLERANCE_16, agree
 from .findings import NOWHERE, Findings
 from .pieces import IN_ONE_PIECE, Pieces

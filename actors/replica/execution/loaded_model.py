@@ -12,9 +12,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...model_files.model_identity import ModelIdentity
 from ...model_files.sentence_modules import SentenceModules
 from ...protocol.messages import EmbeddingInfo
+from ..kernels.sealing import FULL_PRECISION
 from ..kv.caches import ModelCacheSpec, new_caches
 from ..kv.pool import BlockPool
-from ..kv.sealing import FULL_PRECISION
 from .decode_way import DEQUANTIZED, DecodeWay
 from .deferral import Deferral
 from .hidden_states import HiddenStates

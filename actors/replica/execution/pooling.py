@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ....cluster.errors import GenerationFailed
-from ..kv.device import as_numpy, on_gpu
+from ..device.device import as_numpy, on_gpu
 from .executor import CLEAR_EVERY_TOKENS, padded_tokens
 from .hidden_states import HiddenStates
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...protocol.messages import Sampling, TokenLogprobs
-from ..kv.device import as_numpy, on_cuda
+from ..device.device import as_numpy, on_cuda
 from .grammar import RowMasks
 from .token_limits import TokenLimits, limits_of
 

@@ -26,11 +26,11 @@ from PIL import Image
 from ...model_files.foreign_code import refuse_model_file
 from ...model_files.processors import PictureProcessor, SpanLayout
 from ...patches import emptied, reset_to_now
+from ..device.device import as_numpy, on_gpu, settle
+from ..kernels.sealing import copied
 from ..kv.caches import is_recurrent
-from ..kv.device import as_numpy, on_gpu, settle
-from ..kv.sealing import copied
 from .agreement import MODEL_ERRORS
-from .both_ways import SIDE, BothWays, find_both_ways, runs_of
+from .bidirectional import SIDE, BothWays, find_both_ways, runs_of
 from .findings import Findings
 from .levels import has_dense_levels, levels_of, spread_levels
 from .pieces import Pieces

@@ -1,1 +1,1 @@
-"""KV as arrays: MLX's caches, sealed blocks, attention on them, and the prefix cache."""
+"""KV as arrays: MLX's caches, the block pool, attention on sealed blocks, and the prefix cache."""

@@ -16,11 +16,11 @@ from typing import Any
 import mlx.core as mx
 
 from ...patches import rebound
-from . import decode_kernel
-from .decode_views import DecodeView, KernelView
-from .device import on_cuda, on_gpu
+from ..device.device import on_cuda, on_gpu
+from ..kernels import decode_kernel
+from ..kernels.decode_views import DecodeView, KernelView
+from ..kernels.sealing import Plain, SealPolicy, put, value_group
 from .paged_cache import PagedKVCache
-from .sealing import Plain, SealPolicy, put, value_group
 
 NAME = "scaled_dot_product_attention"
 

@@ -22,10 +22,10 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ...patches import window_in_order
 from ...protocol.block_ids import BLOCK_TOKENS
+from ..kernels.sealing import Sealed, SealPolicy, sealed_token_bytes
 from .paged_cache import PagedBatch, PagedKVCache, Reads
 from .pool import BlockPool, BlockTable, LayerFields, Slot
 from .prefix import ReuseRule
-from .sealing import Sealed, SealPolicy, sealed_token_bytes
 from .steps import first_block
 
 SNAPSHOT_TOKENS_MAX = 4096

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .device import size_class
+from ..device.device import size_class
 from .pool import BlockPool, BlockTable, Slot
 
 SLOTS_MIN = 64

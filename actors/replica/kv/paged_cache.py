@@ -20,11 +20,11 @@ from typing import Any
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from . import block_kernels, sealing
-from .decode_views import DecodeView, KernelStep, KernelView, RowBlocks
+from ..kernels import block_kernels, sealing
+from ..kernels.decode_views import DecodeView, KernelStep, KernelView, RowBlocks
+from ..kernels.sealing import SealPolicy
 from .paged_batch import PagedBatch, Reads
 from .pool import BlockTable, SlotGroup, slots_of
-from .sealing import SealPolicy
 from .steps import Step, mask_of, seen_of, step_of
 
 JOINED_MAX = 2**31 - 1

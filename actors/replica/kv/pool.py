@@ -31,8 +31,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from . import block_kernels
-from .sealing import Sealed, token_axes
+from ..kernels import block_kernels
+from ..kernels.sealing import Sealed, token_axes
 
 GROW_MIN, GROW_FRACTION = 16, 0.25
 """A group that is full grows by this many slots at least, and by this part of what it has, within its limit."""

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from .device import as_numpy, on_gpu, size_class
+from ..device.device import as_numpy, on_gpu, size_class
 
 Runs = Sequence[tuple[int, int]]
 """[start, stop) of tokens of a row."""

@@ -18,17 +18,17 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
+from ..device.device import on_gpu
 from ..execution.agreement import TOLERANCE_16, Logits, Verdict, agree, try_change, unless_equal
 from ..execution.compiled_step import CompiledStep
 from ..execution.decode_way import DecodeWay
 from ..execution.deferral import Deferral
 from ..execution.findings import NOWHERE, Findings
 from ..execution.pieces import IN_ONE_PIECE, Pieces
-from ..kv import gpu_kernels
+from ..kernels import gpu_kernels
 from ..kv.caches import ModelCacheSpec, Slab, merge, new_caches, new_pool, restore
-from ..kv.device import on_gpu
 from ..kv.paged_cache import PagedKVCache, Reads
-from ..kv.row_view import RowView
+from ..kv.sequence_view import RowView
 
 logger = logging.getLogger(__name__)
 

@@ -51,8 +51,8 @@ from ....cluster.environment import mlx_rounding
 from ....cluster.errors import ModelLoadError
 from ...model_files.source import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, WEIGHTS, named_by_index
 from ...model_files.weights import WeightFile
-from ..kv.device import device_kind, device_name, has_tensor_units, multiplies_exactly
-from . import blas
+from ..device import blas
+from ..device.device import device_kind, device_name, has_tensor_units, multiplies_exactly
 
 _NOT_READ = (
     ".*",

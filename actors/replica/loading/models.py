@@ -33,6 +33,8 @@ from ...model_files.source import (
     resolve_adapter,
 )
 from ...model_files.weights import WeightFile, bytes_in_memory, missing_files, read_weight_file, read_weight_files
+from ..device import blas
+from ..device.device import device_bytes, on_cuda, on_gpu
 from ..execution import vision
 from ..execution.decode_way import DEQUANTIZED, DecodeWay
 from ..execution.findings import Findings
@@ -40,12 +42,11 @@ from ..execution.hidden_states import HiddenStates, find_hidden_states
 from ..execution.loaded_model import IN_CONFIG, LoadedModel
 from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..execution.vision import LanguagePart, NotLeftToRightError, Vision
+from ..kernels.sealing import FULL_PRECISION, POLICIES, SealPolicy
 from ..kv import attention
 from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
-from ..kv.device import device_bytes, on_cuda, on_gpu
 from ..kv.paged_cache import Reads
-from ..kv.sealing import FULL_PRECISION, POLICIES, SealPolicy
-from . import blas, decode_ways, few_rows_trial, joined, kv_choice
+from . import decode_ways, few_rows_check, joined, kv_choice
 from .identity import computing, files_of, order_of_weights, refuse_elsewhere
 from .kv_choice import AUTO
 from .prepare import prepare_weights
@@ -371,7 +372,7 @@ def _faster(how: _How, running: _Running, findings: Findings, pieces: Pieces) ->
     products = joined.join(running.language, running.model, findings) if on_gpu() else 0
     pieces.pause()
     if how.numerics == "fast":
-        few_rows_trial.install(running.language, findings, pieces)
+        few_rows_check.install(running.language, findings, pieces)
     return replace(running, products=products)
 
 

@@ -22,8 +22,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ...patches import recast
-from ..kv.device import device_bytes, on_gpu
-from . import blas, few_rows
+from ..device import blas
+from ..device.device import device_bytes, on_gpu
+from ..kernels import few_rows
 
 DEQUANTIZED_FRACTION = 0.25
 """The share of the device's memory that `auto` allows for dequantized weights."""

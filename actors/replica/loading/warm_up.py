@@ -16,13 +16,13 @@ import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.messages import Sampling
+from ..device.device import device_bytes, size_class
+from ..device.device_errors import DeviceFailed
 from ..execution.executor import SHAPE_TOKENS, BatchExecutor
 from ..execution.loaded_model import LoadedModel
 from ..execution.vision import RowPictures, Vision
 from ..kv.attention import FEW_QUERIES
 from ..kv.caches import PooledBlock, Slab
-from ..kv.device import device_bytes, size_class
-from ..kv.device_errors import DeviceFailed
 
 logger = logging.getLogger(__name__)
 

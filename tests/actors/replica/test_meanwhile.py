@@ -16,16 +16,17 @@ import pytest
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.messages import GenerateRequest, RowUpdate, Sampling
-from satchel.actors.replica import meanwhile, serving, trial
-from satchel.actors.replica.engine import Engine
+from satchel.actors.replica import meanwhile, serving
 from satchel.actors.replica.execution.findings import Findings
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.pieces import IN_ONE_PIECE, Pieces
-from satchel.actors.replica.forced_rows import ForcedRow, Scene
 from satchel.actors.replica.loading import models
+from satchel.actors.replica.loop.engine import Engine
 from satchel.actors.replica.meanwhile import Meanwhile, fault
+from satchel.actors.replica.selftest import self_test
+from satchel.actors.replica.selftest.forced_sequences import ForcedRow, Scene
+from satchel.actors.replica.selftest.self_test import Proven, Verdict, prove
 from satchel.actors.replica.serving import Serving
-from satchel.actors.replica.trial import Proven, Verdict, prove
 from satchel.cluster.config import Home, Model, Scheduling
 from satchel.cluster.errors import ComputesOtherwise, ModelLoadError, SatchelError
 from satchel.cluster.incidents import incidents
@@ -150,7 +151,7 @@ def test_time_stands_still_for_a_proof_while_somebody_is_served() -> None:
 
 def test_what_others_log_meanwhile_is_no_fault_of_the_model(folder: Path) -> None:
     """A scene hears of its own engine's failures alone."""
-    loaded, logger = load(folder, IN_ONE_PIECE), logging.getLogger("satchel.actors.replica.delivery")
+    loaded, logger = load(folder, IN_ONE_PIECE), logging.getLogger("satchel.actors.replica.loop.delivery")
 
     def fail() -> None:
         try:
@@ -307,7 +308,7 @@ def test_a_trial_that_was_ended_goes_on_with_the_next_way(
 ) -> None:
     """The first way was refused, and the process ended while the second was tried."""
     loaded, findings, tried = load(folder, IN_ONE_PIECE), Findings(tmp_path / "trials.json", bytes(32)), list[str]()
-    faults = trial._Trial._faults
+    faults = self_test._Trial._faults
 
     def first_is_wrong(self: Any, loaded: LoadedModel) -> Any:
         tried.append(loaded.way.describe())
@@ -318,10 +319,10 @@ def test_a_trial_that_was_ended_goes_on_with_the_next_way(
             raise KeyboardInterrupt
         return found
 
-    monkeypatch.setattr(trial._Trial, "_faults", first_is_wrong)
+    monkeypatch.setattr(self_test._Trial, "_faults", first_is_wrong)
     with pytest.raises(KeyboardInterrupt):
-        trial._try(loaded, findings, IN_ONE_PIECE)
-    verdict = trial._try(loaded, findings, IN_ONE_PIECE)
+        self_test._try(loaded, findings, IN_ONE_PIECE)
+    verdict = self_test._try(loaded, findings, IN_ONE_PIECE)
     assert tried[1:] == [tried[1]] * 2 and tried[0] != tried[1], "what was found of the first is kept"
     assert not verdict.usual_way and "a neighbour changes it" in verdict.notes[0]
 
@@ -418,7 +419,7 @@ def start(folder: Path, home: Home) -> Iterator[Callable[..., Shell]]:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Trials go on once it is set."""
-    goes_on, honest = threading.Event(), trial._try
+    goes_on, honest = threading.Event(), self_test._try
 
     def tries(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
         ends = time.monotonic() + WAIT_S
@@ -427,7 +428,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             time.sleep(0.001)
         return honest(loaded, findings, pieces)
 
-    monkeypatch.setattr(trial, "_try", tries)
+    monkeypatch.setattr(self_test, "_try", tries)
     yield goes_on
     goes_on.set()
 
@@ -448,7 +449,7 @@ def test_a_first_start_serves_before_its_proof_ends_and_a_later_one_needs_none(
     proven = shell.engine
     assert proven is not None and proven.loaded.spec.reusable and proven.prefixes.blocks
     assert [plainly for _, plainly in shell.taken] == [True, False]
-    monkeypatch.setattr(trial, "_try", lambda *_: pytest.fail("it was tried before"))
+    monkeypatch.setattr(self_test, "_try", lambda *_: pytest.fail("it was tried before"))
     monkeypatch.setattr(meanwhile, "fault", lambda _: pytest.fail("it need not be served plainly"))
     again = start(60.0)
     again.until(lambda: again.engine is not None)
@@ -458,7 +459,7 @@ def test_a_first_start_serves_before_its_proof_ends_and_a_later_one_needs_none(
 def test_a_model_that_turns_out_wrong_is_refused_from_then_on(
     start: Callable[..., Shell], home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "_try", lambda *_: Verdict(refusal="with a prompt in parts it is another model"))
+    monkeypatch.setattr(self_test, "_try", lambda *_: Verdict(refusal="with a prompt in parts it is another model"))
     shell = start()
     shell.until(lambda: shell.refusal is not None)
     assert "another model" in str(shell.refusal)

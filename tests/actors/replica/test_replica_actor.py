@@ -16,8 +16,8 @@ from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, PooledT
 from satchel.actors.replica import actor
 from satchel.actors.replica import reports as engine_reports
 from satchel.actors.replica.actor import ReplicaActor
-from satchel.actors.replica.delivery import Counters
 from satchel.actors.replica.execution.decode_way import DEQUANTIZED
+from satchel.actors.replica.loop.delivery import Counters
 from satchel.actors.replica.reports import EngineReports
 from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import InvalidRequest, NoReplica, SatchelError, Unavailable

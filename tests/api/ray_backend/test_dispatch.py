@@ -15,7 +15,7 @@ from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from satchel.actors.protocol.router_messages import Decision, RowLeft
-from satchel.actors.replica.consumers import _merge
+from satchel.actors.replica.loop.consumers import _merge
 from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.connection import SENT_MAX, ReplicaConnection, SentPictures
 from satchel.api.ray_backend.rows import ATTEMPTS, RayGeneration

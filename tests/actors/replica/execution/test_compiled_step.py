@@ -14,13 +14,13 @@ import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.messages import Sampling
+from satchel.actors.replica.device.device import on_gpu
 from satchel.actors.replica.execution.decode_way import DecodeWay
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.kv import gpu_kernels
+from satchel.actors.replica.kernels import gpu_kernels
+from satchel.actors.replica.kernels.head_transform import HeadTransform, Norm
 from satchel.actors.replica.kv.caches import new_pool
-from satchel.actors.replica.kv.device import on_gpu
-from satchel.actors.replica.kv.head_transform import HeadTransform, Norm
 from satchel.actors.replica.kv.paged_cache import Reads
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.warm_up import WarmUp

@@ -14,15 +14,15 @@ import pytest
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.entries import flat_bytes, signature
 from satchel.actors.protocol.messages import Sampling
-from satchel.actors.replica import engine
+from satchel.actors.replica.device.device import size_class
+from satchel.actors.replica.device.device_errors import DeviceFailed
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.kv import paged_cache, row_view, steps
+from satchel.actors.replica.kv import paged_cache, sequence_view, steps
 from satchel.actors.replica.kv.caches import Slab
-from satchel.actors.replica.kv.device import size_class
-from satchel.actors.replica.kv.device_errors import DeviceFailed
 from satchel.actors.replica.loading import warm_up
-from satchel.actors.replica.tiers.slab_codec import Layout, to_parts
+from satchel.actors.replica.loop import engine
+from satchel.actors.replica.memory.slab_codec import Layout, to_parts
 from tests.worlds.bench import Bench, load_tiny
 
 GREEDY = Sampling(temperature=0.0, max_tokens=100)
@@ -134,7 +134,7 @@ def test_a_row_of_those_prefilled_together_goes_on_alone(
     assert {name: tokens == expected[int(name)][0][:7] for name, tokens in drawn.items()} == {"1": True, "2": True}
 
 
-@pytest.mark.parametrize("limit", [row_view.STACK_BYTES_MAX, 0], ids=["together", "each for itself"])
+@pytest.mark.parametrize("limit", [sequence_view.STACK_BYTES_MAX, 0], ids=["together", "each for itself"])
 def test_what_is_cut_is_the_row_s_own_to_the_last_byte(
     loaded: LoadedModel,
     expected: list[tuple[list[int], list[list[bytes]]]],
@@ -142,7 +142,7 @@ def test_what_is_cut_is_the_row_s_own_to_the_last_byte(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Of many rows after one step, whatever the batch does afterwards."""
-    monkeypatch.setattr(row_view, "STACK_BYTES_MAX", limit)
+    monkeypatch.setattr(sequence_view, "STACK_BYTES_MAX", limit)
     executor, prompts = executor_of(loaded), prompts_of(LENGTHS)
     names = prefill(executor, prompts)
     join(executor, names, prompts)

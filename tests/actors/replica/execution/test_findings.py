@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.replica.execution import both_ways
-from satchel.actors.replica.execution.both_ways import BothWays, find_both_ways
+from satchel.actors.replica.execution import bidirectional
+from satchel.actors.replica.execution.bidirectional import BothWays, find_both_ways
 from satchel.actors.replica.execution.findings import Findings
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import ModelLoadError
@@ -54,7 +54,7 @@ def test_what_attends_both_ways_is_looked_for_once(tmp_path: Path, monkeypatch: 
             raise RuntimeError("out of memory")
         return BothWays.PICTURES
 
-    monkeypatch.setattr(both_ways, "_find", find)
+    monkeypatch.setattr(bidirectional, "_find", find)
     findings = Findings(tmp_path / "trials.json", ONE)
     processor: Any = None
     # Why a probe failed may be another one's business, so it is not kept.
@@ -62,7 +62,7 @@ def test_what_attends_both_ways_is_looked_for_once(tmp_path: Path, monkeypatch: 
     assert [find_both_ways("model", processor, None, findings) for _ in range(3)] == [BothWays.PICTURES] * 3
     assert find_both_ways("model", processor, None, Findings(tmp_path / "trials.json", OTHER)) is BothWays.PICTURES
     assert looked == ["short of memory", "model", "model"]
-    findings.note(both_ways._WHAT, both_ways._VERSION, "no such way")
+    findings.note(bidirectional._WHAT, bidirectional._VERSION, "no such way")
     assert find_both_ways("model", processor, None, findings) is BothWays.PICTURES
     assert len(looked) == 4
 
@@ -77,5 +77,5 @@ def test_a_load_keeps_it_with_what_the_trial_found(tmp_path: Path, monkeypatch: 
 
     first = load()
     assert "attend to each other" in first
-    monkeypatch.setattr(both_ways, "_find", lambda *_: pytest.fail("it was found before"))
+    monkeypatch.setattr(bidirectional, "_find", lambda *_: pytest.fail("it was found before"))
     assert load() == first

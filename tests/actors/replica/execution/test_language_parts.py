@@ -21,8 +21,8 @@ from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.vision import LanguagePart
 from satchel.actors.replica.loading import models
+from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
-from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.api.media.prompt import Medium
 from satchel.cluster.errors import ModelLoadError
 from tests.worlds.bench import Bench, Forced, Logits

@@ -29,13 +29,13 @@ from satchel.actors.protocol.media_ids import is_media_token, picture_hash
 from satchel.actors.protocol.messages import MediaSpan
 from satchel.actors.protocol.store_messages import Content, Head
 from satchel.actors.replica.execution import executor
-from satchel.actors.replica.execution.both_ways import runs_of
+from satchel.actors.replica.execution.bidirectional import runs_of
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.vision import TOGETHER_TOKENS_MAX, RowPart, RowPictures
 from satchel.actors.replica.kv.caches import see_both_ways
 from satchel.actors.replica.loading import models
+from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
-from satchel.actors.replica.tiers.disk_tier import DiskTier
 from satchel.actors.rpc.codec import encode
 from satchel.api.media.prompt import Medium, place, with_media_tokens
 from satchel.api.media.sources import Picture
@@ -45,7 +45,7 @@ from tests.worlds.bench_disk import Node, write_down
 from tests.worlds.direct import carried
 from tests.worlds.vision_families import FAMILIES, write_model
 
-from ..tiers.test_disk_tier import AGENT as ALICE
+from ..memory.test_disk_tier import AGENT as ALICE
 from .test_families import TOLERANCE
 
 APART = {"internvl_chat"}

@@ -22,12 +22,13 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kv import attention, paged_cache, sealing
+from satchel.actors.replica.kernels import sealing
+from satchel.actors.replica.kernels.decode_views import DecodeView
+from satchel.actors.replica.kernels.sealing import POLICIES, SealPolicy
+from satchel.actors.replica.kv import attention, paged_cache
 from satchel.actors.replica.kv import caches as kv_cache
-from satchel.actors.replica.kv.decode_views import DecodeView
 from satchel.actors.replica.kv.paged_cache import PagedBatch, PagedKVCache, Reads
 from satchel.actors.replica.kv.pool import BlockPool, SlotGroup, slots_of
-from satchel.actors.replica.kv.sealing import POLICIES, SealPolicy
 from satchel.actors.replica.kv.steps import first_block, mask_of, step_of
 from tests.worlds import metal_on_cpu
 

@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from satchel.actors.replica.kernels.sealing import Plain
 from satchel.actors.replica.kv.paged_batch import PagedBatch
 from satchel.actors.replica.kv.pool import BlockPool, BlockTable, Field, LayerFields, SlotGroup
-from satchel.actors.replica.kv.sealing import Plain
 
 SHAPE = (1, 2, 4)
 

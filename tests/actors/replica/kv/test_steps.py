@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kv.device import on_gpu
+from satchel.actors.replica.device.device import on_gpu
 from satchel.actors.replica.kv.steps import mask_of, seen_of, step_of
 
 RUN = (230, 300)

@@ -18,8 +18,8 @@ import pytest
 from satchel.actors.model_files.digests import digest_files
 from satchel.actors.model_files.model_identity import ModelIdentity
 from satchel.actors.model_files.weights import read_weight_file
+from satchel.actors.replica.device import device
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.kv import device
 from satchel.actors.replica.loading import identity, models
 from satchel.actors.replica.loading.identity import computing, files_of, order_of_weights
 from satchel.cluster.errors import ModelLoadError

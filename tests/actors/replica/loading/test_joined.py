@@ -13,10 +13,11 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
+from satchel.actors.replica.device import blas
+from satchel.actors.replica.device.device import on_gpu
 from satchel.actors.replica.execution.agreement import agree
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.kv.device import on_gpu
-from satchel.actors.replica.loading import blas, joined, models, prepare
+from satchel.actors.replica.loading import joined, models, prepare
 from satchel.actors.replica.loading.joined import Joined, Part
 from tests.worlds import families, vision_families
 

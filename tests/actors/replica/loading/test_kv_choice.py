@@ -13,8 +13,8 @@ import pytest
 
 from satchel.actors.replica.execution.divergence import Scores
 from satchel.actors.replica.execution.loaded_model import IN_CONFIG, LoadedModel
-from satchel.actors.replica.kv import sealing
-from satchel.actors.replica.kv.sealing import POLICIES
+from satchel.actors.replica.kernels import sealing
+from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.loading import kv_choice, models, real_text
 from satchel.actors.replica.loading.kv_choice import KL_MAX, Measured, decide
 from satchel.actors.replica.loading.models import EMBEDDED

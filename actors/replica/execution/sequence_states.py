@@ -1,0 +1,101 @@
+"""A row on its way through the executor: in prefill, alone or in a batch, about to join, and decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from ...protocol.messages import Sampling
+from ..kv import caches as kv_cache
+from ..kv.sequence_view import Stacks
+from .grammar import RowGrammar
+from .vision import RowPart, RowPictures
+
+
+@dataclass
+class Together:
+    """Caches of rows that were prefilled in one batch; never changed afterwards. `rows` maps row ids to batch rows,
+    without rows that left or have own caches. `size` is the number of batch rows."""
+
+    caches: list[Any]
+    rows: dict[str, int]
+    size: int
+    stacks: Stacks = field(default_factory=Stacks)
+
+
+class Stage(Enum):
+    """Of a row in the executor."""
+
+    PREFILL = auto()
+    JOINING = auto()
+    DECODE = auto()
+
+
+@dataclass
+class ExecutorRow:
+    """A row in the executor.
+
+    Attributes:
+        length: tokens that have KV, once the step in flight is done.
+        caches: before it decodes, its own caches; if `together` is set, its KV is in a row of that batch until own
+            caches are needed.
+        failure: what the model raised while it changed the caches, which are useless then.
+        tokens: all its tokens when it joins. The last `drawn` of them were generated, and the very last is its first
+            input.
+        tokens_max: it ends when it has so many, or with one of `ends`.
+        fed: after its first decode step.
+        begun: after the step that returned its first token.
+    """
+
+    row_id: str
+    length: int
+    caches: list[Any] = field(default_factory=list)
+    pictures: RowPictures | None = None
+    stage: Stage = Stage.PREFILL
+    together: Together | None = None
+    failure: Exception | None = None
+    tokens: Sequence[int] = ()
+    drawn: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    grammar: RowGrammar | None = None
+    tokens_max: int = 0
+    ends: frozenset[int] = frozenset()
+    fed: bool = False
+    begun: bool = False
+
+    @property
+    def grammar_error(self) -> str:
+        """What is wrong about the last token drawn, which has not been returned yet."""
+        return "" if self.grammar is None else self.grammar.error
+
+    def part(self, tokens: Sequence[int]) -> RowPart:
+        """Returns the row's next tokens with its pictures."""
+        return RowPart(tokens, self.length, self.pictures)
+
+    def own(self) -> list[Any]:
+        """Returns the row's own caches; extracts them (lazily) if its KV is in a batch."""
+        if self.together is not None:
+            self.caches = kv_cache.extract(self.together.caches, self.together.rows.pop(self.row_id))
+            self.together = None
+        return self.caches
+
+    def join(
+        self, tokens: Sequence[int], sampling: Sampling, drawn: int, grammar: RowGrammar | None, ends: frozenset[int]
+    ) -> None:
+        """Lets the row join the batch at the next step."""
+        if grammar is not None:
+            grammar.resume(tokens[len(tokens) - drawn :])
+        self.stage, self.tokens, self.sampling, self.drawn = Stage.JOINING, tokens, sampling, drawn
+        self.grammar, self.ends = grammar, ends
+        self.tokens_max = self.length + 1 + sampling.max_tokens - drawn
+
+    def decode(self) -> None:
+        """Leaves its KV to the batch that it has joined."""
+        self.stage, self.caches, self.together, self.tokens = Stage.DECODE, [], None, ()
+
+    def leave(self) -> None:
+        """Removes the row from the batch that it was prefilled in."""
+        if self.together is not None:
+            del self.together.rows[self.row_id]

@@ -1,0 +1,1 @@
+"""Sealed blocks and what computes with their codes: GPU kernels, and the same in MLX's own operations."""

@@ -1,0 +1,160 @@
+"""Whether and for how many rows the kernel of `few_rows.py` is used: where it agreed with MLX's own product on this
+device when the model was loaded, and as long as it was no slower there."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from ...model_files.source import first_sentence
+from ..device.device import on_cuda
+from ..execution.agreement import MODEL_ERRORS, Logits, try_change
+from ..execution.findings import NOWHERE, Findings
+from ..execution.pieces import IN_ONE_PIECE, Pieces
+from ..kernels import gpu_kernels
+from ..kernels.few_rows import ROWS_MOST, by_kernel, fits, multiply
+
+logger = logging.getLogger(__name__)
+
+ROWS_TRIED = (ROWS_MOST, 16, 8)
+"""A tile has 8 rows."""
+
+TOLERANCE = 2e-2
+"""How far a product may be from MLX's own with dequantized weights, of its largest number: both round to 16 bits. A
+group of inputs that is left out shows as several times as much. MLX's product with quantized weights may round sums
+too: on a CPU it was off by 5e-2 itself."""
+
+OUTPUTS_DEQUANTIZED = 8192
+"""At a time."""
+
+TIMED_PRODUCTS, TIMED_ROUNDS = 8, 5
+
+
+_WHAT, _VERSION = "few_rows", 1
+"""Raised whenever the kernel is tried otherwise, or is another one."""
+
+
+def install(model: nn.Module, findings: Findings = NOWHERE, pieces: Pieces = IN_ONE_PIECE) -> int:
+    """Lets a model's quantized layers multiply few rows by the kernel, where it is right and no slower. The first layer
+    of every shape is tried, if no earlier load did. What does not hold is logged.
+
+    Args:
+        findings: of this model, whatever policy it has.
+        pieces: what is tried ends one after each shape.
+
+    Returns:
+        The number of layers that do.
+    """
+    if not (on_cuda() and gpu_kernels.is_available()):
+        return 0
+    modules = dict(model.named_modules())
+    known = findings.read(_WHAT, _VERSION)
+    most: dict[str, int] = {}
+    if isinstance(known, dict):
+        most |= {shape: rows for shape, rows in known.items() if rows in (0, *ROWS_TRIED)}
+    better: list[tuple[str, Any]] = []
+    for name, layer in modules.items():
+        if not fits(layer):
+            continue
+        shape = str((*layer.weight.shape, layer.group_size, "bias" in layer))
+        if shape not in most:
+            # A layer in both forms (`prepare.py`) has this one as its `stored`.
+            most[shape] = _rows_most(layer, _product(modules[name.removesuffix(".stored")]))
+            findings.note(_WHAT, _VERSION, most)
+            pieces.pause()
+        if most[shape]:
+            better.append((name, by_kernel(layer, most[shape])))
+    model.update_modules(tree_unflatten(better))
+    return len(better)
+
+
+def _product(layer: Any) -> Callable[[mx.array], mx.array]:
+    return getattr(layer, "as_linear", layer)
+
+
+def _rows_most(layer: Any, today: Callable[[mx.array], mx.array]) -> int:
+    """Returns up to how many rows the kernel is to be used for layers of this shape, 0 for none.
+
+    Args:
+        today: what computes the product otherwise.
+    """
+    shape = f"{layer.weight.shape[0]} x {layer.weight.shape[1] * 8}"
+    inputs = [_inputs(layer, count, 1)[0] for rows in ROWS_TRIED for count in (rows, rows - 3)]
+    verdict = try_change(
+        lambda: [_plain_product(layer, x).astype(mx.float32) for x in inputs],
+        lambda: [_product_in_parts(layer, x).astype(mx.float32) for x in inputs],
+        _why_not,
+    )
+    error = verdict.error
+    if verdict.holds:
+        try:
+            return next((rows for rows in ROWS_TRIED if not _kernel_is_slower(layer, rows, today, shape)), 0)
+        except MODEL_ERRORS as failed:
+            error = failed
+    reason = verdict.reason if error is None else first_sentence(error)
+    logger.warning("few rows are multiplied with %s as many are: %s", shape, reason)
+    return 0
+
+
+def _why_not(expected: Logits, got: Logits) -> str:
+    """Why the kernel is not used; empty if its products agree with MLX's."""
+    for one, other in zip(expected, got, strict=True):
+        error, scale = (float(array.abs().max()) for array in (other - one, one))
+        # So that a NaN is refused.
+        if not error <= TOLERANCE * scale:
+            return f"the kernel is off by {error:.2g} of {scale:.2g} for {len(one)} rows"
+    return ""
+
+
+def _kernel_is_slower(layer: Any, rows: int, today: Callable[[mx.array], mx.array], shape: str) -> bool:
+    inputs = _inputs(layer, rows, TIMED_PRODUCTS)
+    today_s, kernel_s = (_product_s(product, inputs) for product in (today, _product(by_kernel(layer, rows))))
+    logger.info("%s, %d rows: %.1f us, by the kernel %.1f us", shape, rows, today_s * 1e6, kernel_s * 1e6)
+    return is_slower(today_s, kernel_s)
+
+
+def _product_in_parts(layer: Any, x: mx.array) -> mx.array:
+    """The kernel's product, in parts as they are of joined layers."""
+    outputs = layer.weight.shape[0]
+    return mx.concatenate(multiply(layer, x, (16, outputs - 16) if outputs > 16 else (outputs,)), axis=-1)
+
+
+def _plain_product(layer: Any, x: mx.array) -> mx.array:
+    pieces = []
+    for start in range(0, layer.weight.shape[0], OUTPUTS_DEQUANTIZED):
+        quantized = (layer[name][start : start + OUTPUTS_DEQUANTIZED] for name in ("weight", "scales", "biases"))
+        weight = mx.dequantize(*quantized, group_size=layer.group_size, bits=layer.bits)
+        pieces.append(x @ weight.T)
+    product = mx.concatenate(pieces, axis=-1)
+    return product + layer.bias if "bias" in layer else product
+
+
+def _inputs(layer: Any, rows: int, count: int) -> list[mx.array]:
+    shape = (count, rows, layer.weight.shape[1] * 8)
+    return list(mx.random.normal(shape, key=mx.random.key(rows)).astype(layer.scales.dtype))
+
+
+def _product_s(product: Callable[[mx.array], mx.array], inputs: list[mx.array]) -> float:
+    """Returns the least time of a product among others in a recorded graph, as decode steps are, in seconds."""
+
+    def products(inputs: list[mx.array]) -> list[mx.array]:
+        return [product(x) for x in inputs]
+
+    run, times = mx.compile(products), []
+    mx.eval(run(inputs))
+    for _ in range(TIMED_ROUNDS):
+        began = time.perf_counter()
+        mx.eval(run(inputs))
+        times.append(time.perf_counter() - began)
+    return min(times) / len(inputs)
+
+
+def is_slower(today_s: float, kernel_s: float) -> bool:
+    """Whether a product takes longer by the kernel."""
+    return kernel_s > today_s

@@ -1,0 +1,177 @@
+"""The prefill loop: admits rows, reads their KV back from disk, and prefills chunks within the step's budget."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from ...protocol.messages import RowUpdate
+from ..execution.executor import BatchExecutor
+from ..kv.caches import PooledBlock
+from ..memory.keeping import Keeping
+from ..memory.restores import Reading, Restores
+from ..memory.sequence_memory import Restored, RowMemory, Sequence
+from ..scheduling.prefill_budget import PrefillPace
+from ..scheduling.scheduler import PrefillChunk, Scheduler
+from .delivery import Delivery
+from .encode_queue import PictureQueue
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillLoop:
+    """The prefill part of a step. Used on the engine's thread.
+
+    Args:
+        make_room: does `MemoryRoom.fit` for a row that was admitted.
+
+    Attributes:
+        pace: limits what a step may prefill, and measures it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: BatchExecutor,
+        memory: RowMemory,
+        keeping: Keeping,
+        pictures: PictureQueue,
+        restores: Restores,
+        pace: PrefillPace,
+        delivery: Delivery,
+        make_room: Callable[[], None],
+    ) -> None:
+        self.pace = pace
+        self._scheduler = scheduler
+        self._executor = executor
+        self._memory = memory
+        self._keeping = keeping
+        self._pictures = pictures
+        self._restores = restores
+        self._delivery = delivery
+        self._make_room = make_room
+
+    def step(self) -> bool:
+        """Admits rows and prefills a step's budget. Returns False if there was nothing to do."""
+        scheduler, delivery = self._scheduler, self._delivery
+        step_budget = budget = self.pace.budget(bool(scheduler.decoding()))
+        busy = False
+        while budget > 0:
+            while not self._keeping.behind and (admitted := scheduler.admit()) is not None:
+                busy = True
+                delivery.attempt(admitted, self._admit, admitted)
+                self._make_room()
+            chunks = self._next_chunks(budget, step_budget)
+            if not chunks:
+                break
+            busy = True
+            budget -= sum(chunk.stop - chunk.start for chunk in chunks)
+            self._compute(chunks)
+        return busy
+
+    # Admission.
+
+    def _admit(self, request_id: str) -> None:
+        """Opens a row that got a place, or begins to read its KV back first."""
+        sequence = self._delivery.rows[request_id]
+        hot = self._memory.peek(sequence)
+        if self._restores.asks(sequence, hot, plain=self._memory.prefixes.is_plain):
+            # Other rows must not evict them meanwhile.
+            self._memory.pin(sequence, hot)
+            self._scheduler.await_restore(request_id, hot)
+            self._restores.begin(sequence, hot, self.pace.tokens_per_s)
+        else:
+            self._open(request_id)
+
+    def open_restored(self, reading: Reading, restored: Restored | None) -> None:
+        """Opens a row after its KV was read back (or nothing was), if it still waits for that."""
+        if self._restores.end(reading):
+            request_id = reading.prompt.request_id
+            self._delivery.attempt(request_id, self._open, request_id, restored)
+
+    def open_overdue(self) -> None:
+        """Opens rows whose KV was not read back in time, without it."""
+        for request_id in self._restores.overdue():
+            self._delivery.attempt(request_id, self._open, request_id)
+
+    def _open(self, request_id: str, restored: Restored | None = None) -> None:
+        sequence = self._delivery.rows[request_id]
+        row = self._scheduler.row(request_id)
+        assert row is not None
+        if restored is not None:
+            self._keeping.put_back(sequence, restored)
+        hit = self._memory.find(sequence, row.prompt)
+        assert not isinstance(hit.tail, PooledBlock), "a tail is no whole block"
+        self._executor.open(request_id, hit.blocks, hit.tail, hit.tail_tokens, sequence.pictures)
+        reused = hit.tokens
+        if sequence.cached is None:
+            sequence.cached = reused
+            counters = self._delivery.counters
+            counters.cached_tokens += reused
+            counters.prefix_hits += reused > 0
+            counters.prefix_misses += reused == 0
+            self._delivery.tell(sequence, RowUpdate(request_id, [], cached_tokens=reused))
+        self._scheduler.reused(request_id, reused)
+        if reused == row.prompt:
+            self._start_decoding(sequence)
+
+    # Chunks.
+
+    def _next_chunks(self, budget: int, step_budget: int) -> list[PrefillChunk]:
+        """Returns chunks of different rows, of at most `budget` tokens together; they run in one call."""
+        chunks: list[PrefillChunk] = []
+        while (chunk := self._scheduler.next_chunk(budget, step_budget)) is not None:
+            if any(chunk.request_id == other.request_id for other in chunks):
+                break
+            self._scheduler.prefilled(chunk)
+            chunks.append(chunk)
+            budget -= chunk.stop - chunk.start
+        return chunks
+
+    def _compute(self, chunks: list[PrefillChunk]) -> None:
+        rows = self._delivery.rows
+        parts = [(chunk.request_id, rows[chunk.request_id].given(chunk.start, chunk.stop)) for chunk in chunks]
+        # What is known of the rows before they are computed must not hold up their first tokens.
+        self._delivery.flush()
+        started = time.perf_counter()
+        try:
+            for chunk in chunks:
+                self._pictures.require(rows[chunk.request_id], chunk.start, chunk.stop)
+            self._executor.prefill(parts)
+        except Exception:
+            if len(chunks) > 1:
+                logger.exception("a prefill of %d rows failed; they run again one by one", len(chunks))
+            for chunk, part in zip(chunks, parts, strict=True):
+                self._delivery.attempt(chunk.request_id, self._compute_alone, chunk, part)
+            return
+        self.pace.note(sum(len(tokens) for _, tokens in parts), time.perf_counter() - started)
+        for chunk in chunks:
+            self._delivery.attempt(chunk.request_id, self._computed, chunk)
+
+    def _compute_alone(self, chunk: PrefillChunk, part: tuple[str, list[int]]) -> None:
+        if self._executor.length(chunk.request_id) < chunk.stop:
+            self._pictures.require(self._delivery.rows[chunk.request_id], chunk.start, chunk.stop)
+            self._executor.prefill([part])
+        self._computed(chunk)
+
+    def _computed(self, chunk: PrefillChunk) -> None:
+        sequence = self._delivery.rows[chunk.request_id]
+        self._keeping.after_chunk(sequence, chunk.stop)
+        row = self._scheduler.row(chunk.request_id)
+        if row is None:
+            return
+        if chunk.stop == row.pause:
+            self._keeping.at_pause(sequence, chunk.stop)
+        if row.done == row.prompt:
+            self._keeping.after_prompt(sequence, chunk.stop)
+            self._start_decoding(sequence)
+
+    def _start_decoding(self, sequence: Sequence) -> None:
+        request = sequence.request
+        self._pictures.drop_embeddings(sequence)
+        if not request.sampling.max_tokens:
+            self._delivery.finish(sequence, RowUpdate(sequence.id, [], "length"))
+            return
+        drawn = request.generated + sequence.emitted
+        self._executor.join(sequence.id, sequence.given(), request.sampling, drawn, sequence.grammar)

@@ -1,0 +1,600 @@
+"""A replica's disk tier: writes rows' KV in the background, and reads it back before other rows begin.
+
+The store of the node says where things are; bytes go past it, straight to the files and from them.
+Both ways have limits, and neither is ever waited for by a step: memory only saves work, so whatever fails here is
+computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ....cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
+from ....cluster.timing import USUAL, Timing
+from ...kv_store.disk.segment_reader import EntryReader, Run, read_entries
+from ...kv_store.disk.segments import grouped, read_key, write_segment
+from ...protocol.block_ids import BLOCK_TOKENS
+from ...protocol.entries import TOKEN_BYTES, Entry, Failure, Location, pack_tokens, tail_id, unpack_tokens
+from ...protocol.messages import GenerateRequest
+from ...protocol.store_client import StoreClient
+from ...protocol.store_messages import FoundKV, Limits, PullKV
+from ..device.device import on_gpu
+from ..kv.caches import ModelCacheSpec, PooledBlock, Records, Slab
+from . import slab_codec
+from .following import follow
+from .sequence_memory import Found, Piece, Restored, Unsaved, kept_of
+from .slab_codec import DeviceBuffers, Layout
+
+logger = logging.getLogger(__name__)
+
+STALLED_S = 30.0
+"""After so long without anything written the disk is not waited for: what is more than may wait is dropped."""
+
+TRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""How long after each failure a job is tried again, where the store does not answer or the disk is full: it may be
+starting anew, and makes room."""
+
+SAVED_MAX = 65_536
+"""How many written block ids are remembered. A forgotten one is written twice, and the second copy is dropped."""
+
+TAILS_MAX = 2
+"""How many tails after the last block are read back."""
+
+TAILS_ASKED = 16
+"""How many tails are asked for with recurrent layers, which can use only tails that the prompt has entirely."""
+
+RATE_WEIGHT = 0.3
+"""Weight of a new measurement in the smoothed read rate."""
+
+ADOPT_S = 10.0
+"""How long blocks that were read back wait for the pool, which takes them between two steps."""
+
+ADOPTS_AHEAD = 3
+"""How many runs of blocks wait for the pool at the same time: steps may take longer than reading one."""
+
+GPU_RUN_BYTES_MAX = 32 * 2**20
+GPU_THREADS = 4
+"""A GPU takes a run with one kernel a layer, so runs are larger. CUDA moves the pages of memory that both use, which
+slows down whoever writes there, so that more threads read."""
+
+Adopt = Callable[[Records], Future[list[PooledBlock]]]
+"""Puts blocks into the pool, on the thread that may."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Named arrays other than KV that are to be written, found again by `tokens` after `parent`."""
+
+    parent: bytes
+    tokens: Sequence[int]
+    arrays: dict[str, mx.array]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt whose KV may be read back: `tokens` after `root`, and the `ids` of their whole blocks."""
+
+    request_id: str
+    owner: str
+    root: bytes
+    ids: Sequence[bytes]
+    tokens: Sequence[int]
+
+    @property
+    def wanted(self) -> Sequence[bytes]:
+        """Ids of the blocks to look for. A block that ends with the last token is excluded: a sealed block cannot be
+        cut, so a tail is read for it."""
+        return self.ids[: (len(self.tokens) - 1) // BLOCK_TOKENS]
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> Prompt:
+        """Returns the prompt of a request."""
+        return cls(request.request_id, request.agent, request.root_id, request.block_ids, request.prompt)
+
+
+@dataclass(frozen=True)
+class _WriterSession:
+    root: Path
+    key: bytes
+    session: str
+    epoch: int
+
+
+@dataclass
+class WriteJob:
+    """A row's KV (and other arrays) that is to be written, of `nbytes` bytes.
+
+    Attributes:
+        owner: the agent.
+        chain: ids of entries that the row used.
+        limits: what the tenant may have on disk.
+        done: called on the writer's thread when the job was written or given up.
+    """
+
+    owner: str
+    chain: list[bytes]
+    unsaved: list[Unsaved]
+    others: list[Written] = field(default_factory=list)
+    limits: Limits = field(default_factory=dict)
+    done: Callable[[], None] = lambda: None
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(item.kept.nbytes for item in self.unsaved)
+        self.nbytes += sum(array.nbytes for item in self.others for array in item.arrays.values())
+
+
+@dataclass
+class DiskCounters:
+    """Totals since the replica started."""
+
+    written_blocks: int = 0
+    written_bytes: int = 0
+    unwritten_turns: int = 0
+    restored_tokens: int = 0
+    corrupt_blocks: int = 0
+    followed_rows: int = 0
+    lost_prefills: int = 0
+
+
+def read_slabs(
+    spec: ModelCacheSpec, root: Path, key: bytes, where: Sequence[Location], failures: list[Failure]
+) -> list[Slab | None]:
+    """Reads entries back. Appends to `failures`.
+
+    Args:
+        root: the folder of KV.
+        key: the home's key, from `read_key`.
+        where: locations of the entries, pinned.
+
+    Returns:
+        For every location its slab, or None.
+
+    Raises:
+        InvalidRecord: a location is invalid.
+        DiskError: nothing can be read now.
+    """
+    reader, layout_of = EntryReader(root, key, where), cache(partial(Layout, spec))
+    slabs: list[Slab | None] = [None] * len(where)
+    for run in reader.runs():
+        for row, index in enumerate(run.indexes):
+            location = where[index]
+            try:
+                layout = layout_of(run.layout.parts)
+                slabs[index] = layout.slab(run.data[row], len(location.tokens) // TOKEN_BYTES, location.window_from)
+            except ValueError as error:
+                failures.append(Failure(location, str(error), False))
+        reader.give_back(run)
+    failures += reader.failures.values()
+    return slabs
+
+
+def read_blocks(
+    spec: ModelCacheSpec, root: Path, key: bytes, where: Sequence[Location], failures: list[Failure], adopt: Adopt
+) -> list[PooledBlock]:
+    """Reads consecutive blocks back, up to the first that fails, and has each run of them put into the pool while the
+    next ones are read. Appends to `failures`. Arguments and errors as for `read_slabs`.
+
+    Args:
+        adopt: puts blocks into the pool, on the thread that may.
+
+    Raises:
+        Unavailable: that takes longer than `ADOPT_S`.
+    """
+    buffers = DeviceBuffers() if on_gpu() else None
+    if buffers is None:
+        reader = EntryReader(root, key, where)
+    else:
+        reader = EntryReader(
+            root, key, where, threads=GPU_THREADS, run_bytes_max=GPU_RUN_BYTES_MAX, make_buffer=buffers.make
+        )
+    layout_of = cache(partial(Layout, spec))
+    blocks: list[PooledBlock] = []
+    coming: deque[tuple[Run, Future[list[PooledBlock]]]] = deque()
+    read = 0
+
+    def take() -> None:
+        run, adopted = coming.popleft()
+        blocks.extend(adopted.result(ADOPT_S))
+        if buffers is None:
+            reader.give_back(run)
+
+    try:
+        for run in reader.runs():
+            # Those that follow the blocks before without a gap.
+            count = sum(index == read + row for row, index in enumerate(run.indexes))
+            windows = [where[index].window_from for index in run.indexes[:count]]
+            if count:
+                records = layout_of(run.layout.parts).records(run.data[:count], windows, len(where) - read, buffers)
+                if buffers is not None:
+                    reader.give_back(run)
+                coming.append((run, adopt(records)))
+                read += count
+            if count < len(run.indexes):
+                break
+            if len(coming) > ADOPTS_AHEAD:
+                take()
+        while coming:
+            take()
+    except ValueError as error:
+        failures.append(Failure(where[len(blocks)], str(error), False))
+    except TimeoutError:
+        logger.warning("blocks that were read back have waited %g s for the pool", ADOPT_S)
+    failures += reader.failures.values()
+    return blocks
+
+
+def _with_tokens(where: Sequence[Location], tokens: Sequence[int]) -> list[Location]:
+    """Returns the leading blocks whose tokens match `tokens`."""
+    for index, location in enumerate(where):
+        start = index * BLOCK_TOKENS
+        if list(unpack_tokens(location.tokens)) != list(tokens[start : start + BLOCK_TOKENS]):
+            return list(where[:index])
+    return list(where)
+
+
+class DiskTier:
+    """Writes and reads one model's KV. `accepts` and `write` are for the engine's thread; `load`, `look`, `pull` and
+    `read` block, and are for any thread but an event loop's."""
+
+    def __init__(
+        self,
+        spec: ModelCacheSpec,
+        model_id: bytes,
+        store: StoreClient,
+        unwritten_bytes_max: int = 512 * 2**20,
+        timing: Timing = USUAL,
+    ) -> None:
+        self.counters = DiskCounters()
+        self.restore_bytes_per_s = 0.0
+        self.saved: OrderedDict[bytes, None] = OrderedDict()
+        self._spec = spec
+        self._model = model_id
+        self._store = store
+        self._pull_s = timing.pull_s
+        self._session: _WriterSession | None = None
+        self._queue: queue.SimpleQueue[WriteJob] = queue.SimpleQueue()
+        self._waiting = 0
+        self._waiting_max = unwritten_bytes_max
+        # When something was last written, or accepted while nothing waited.
+        self._moved_at = time.monotonic()
+        self._given_up = False
+        # Guards the counts; only held briefly.
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        threading.Thread(target=self._write_forever, name="disk", daemon=True).start()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        return self._waiting
+
+    @property
+    def behind(self) -> bool:
+        """Whether more than the limit waits while the disk makes progress."""
+        return self._waiting > self._waiting_max and not self._stalled
+
+    @property
+    def _stalled(self) -> bool:
+        return self._waiting > 0 and time.monotonic() - self._moved_at > STALLED_S
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `nbytes` more may wait."""
+        return self._waiting + nbytes <= self._waiting_max
+
+    def accepts(self, job: WriteJob) -> bool:
+        """Accepts a job, or returns False; if accepted, `write` must follow. Jobs are accepted even beyond the limit,
+        because the row's own caches are freed for them, but not if the disk has stalled."""
+        with self._lock:
+            if self._stalled and not self.has_room(job.nbytes):
+                self.counters.unwritten_turns += 1
+                logger.warning("%d bytes of KV wait to be written; new KV of %s is dropped", self._waiting, job.owner)
+                return False
+            if not self._waiting:
+                self._moved_at = time.monotonic()
+            # Empty jobs are accepted too: they mark their chain as used.
+            self._waiting += job.nbytes
+            return True
+
+    def withdraw(self, job: WriteJob) -> None:
+        """Takes an accepted job back whose KV is gone."""
+        with self._lock:
+            self._waiting -= job.nbytes
+            self.counters.unwritten_turns += 1
+
+    def write(self, job: WriteJob) -> None:
+        """Writes an accepted job in the background, after waiting for its arrays."""
+        mx.eval([array for item in job.unsaved for array in item.kept.value.arrays()])
+        self._queue.put(job)
+
+    def load(self, prompt: Prompt, hot_tokens: int, adopt: Adopt) -> Restored | None:
+        """Reads a prompt's KV beyond its first `hot_tokens` tokens; None if there is nothing, or reading fails.
+
+        Args:
+            adopt: as for `read_blocks`.
+
+        Raises:
+            Unavailable: the store does not answer.
+        """
+        # The last token is always computed: it is the first decode step's input.
+        if hot_tokens >= len(prompt.tokens) - 1:
+            return None
+        try:
+            return self._load(prompt, hot_tokens, adopt)
+        except Unavailable:
+            raise
+        except SatchelError as error:
+            logger.warning("request %s: reading KV back failed: %s", prompt.request_id, error.message)
+            return None
+
+    def look(self, prompt: Prompt, hot_tokens: int) -> int:
+        """Returns how many of a prompt's first tokens `load` would reach, according to the index."""
+        try:
+            found = self._find(prompt, hot_tokens) if hot_tokens < len(prompt.tokens) - 1 else None
+            if found is None:
+                return hot_tokens
+            self._store.disk_read(found.lease, [], prompt.owner).wait()
+        except SatchelError as error:
+            logger.warning("request %s: looking KV up on disk failed: %s", prompt.request_id, error.message)
+            return hot_tokens
+        whole = (hot_tokens // BLOCK_TOKENS + len(found.blocks)) * BLOCK_TOKENS
+        return max(hot_tokens, whole + max((tail.tokens for tail in found.tails), default=0))
+
+    def pull(self, request: GenerateRequest) -> None:
+        """Pulls KV from another node to this one's disk; whatever does not come is computed."""
+        whole = request.pull_tokens // BLOCK_TOKENS
+        rest = request.prompt[whole * BLOCK_TOKENS : (whole + 1) * BLOCK_TOKENS]
+        try:
+            self._store.pull(self._wanted(request, rest)).wait()
+        except SatchelError as error:
+            logger.warning("request %s: pulling KV failed: %s", request.request_id, error.message)
+
+    async def follow(self, request: GenerateRequest, wait_s: float, waits: Callable[[], bool]) -> bool:
+        """Pulls KV from a node that makes it now, as it is made.
+
+        Args:
+            wait_s: for how long at the most.
+            waits: whether the row still waits for it.
+
+        Returns:
+            Whether all of it came; what did not is computed.
+        """
+        whole = request.pull_tokens // BLOCK_TOKENS
+        wanted = self._wanted(request, request.prompt[whole * BLOCK_TOKENS : request.pull_tokens])
+        came = await follow(self._store.pull, wanted, wait_s, waits)
+        self.counters.followed_rows += 1
+        return came
+
+    def _wanted(self, request: GenerateRequest, rest: list[int]) -> PullKV:
+        return PullKV(
+            request.pull_from,
+            self._model,
+            request.root_id,
+            request.block_ids[: request.pull_tokens // BLOCK_TOKENS],
+            rest,
+            request.agent,
+            self._pull_s,
+            request.disk_limits,
+        )
+
+    def _find(self, prompt: Prompt, hot_tokens: int) -> FoundKV | None:
+        """What the store finds, with the tails that are of use."""
+        hot = hot_tokens // BLOCK_TOKENS
+        parent = prompt.ids[hot - 1] if hot else prompt.root
+        # All tokens after the hot blocks, because the disk's blocks may end before the prompt's last one.
+        rest = pack_tokens(prompt.tokens[hot * BLOCK_TOKENS : -1])
+        most = TAILS_ASKED if self._spec.recurrent else TAILS_MAX
+        found = self._store.disk_find(self._model, prompt.wanted[hot:], parent, rest, most).wait()
+        if found is None:
+            return None
+        tails = found.tails
+        if self._spec.recurrent:
+            tails = [tail for tail in tails if tail.tokens * TOKEN_BYTES == len(tail.location.tokens)]
+        return replace(found, tails=tails[:TAILS_MAX])
+
+    def _load(self, prompt: Prompt, hot_tokens: int, adopt: Adopt) -> Restored | None:
+        session = self._opened()
+        found = self._find(prompt, hot_tokens) if session is not None else None
+        if session is None or found is None:
+            return None
+        hot, ids = hot_tokens // BLOCK_TOKENS, prompt.wanted
+        failures: list[Failure] = []
+        blocks: list[Found] = []
+        tails: list[Found] = []
+        try:
+            where = found.blocks
+            self._forget_saved(ids[hot + len(where) :])
+            same = _with_tokens(where, prompt.tokens[hot * BLOCK_TOKENS :])
+            started = time.perf_counter()
+            blocks = self._read_blocks(session, same, failures, adopt)
+            self._note_rate(sum(kept.nbytes for _, kept in blocks), time.perf_counter() - started)
+            if len(blocks) == len(where):
+                more = hot_tokens - (hot + len(blocks)) * BLOCK_TOKENS
+                ends = [tail.location for tail in found.tails if tail.tokens > more]
+                tails = self._found(ends, self._read(session, ends, failures))
+        finally:
+            self._store.disk_read(found.lease, ids[: hot + len(blocks)], prompt.owner, failures).wait()
+        self.counters.corrupt_blocks += sum(not failure.missing for failure in failures)
+        self.counters.restored_tokens += len(blocks) * BLOCK_TOKENS + max(
+            (len(tokens) for tokens, _ in tails), default=0
+        )
+        parent = ids[hot + len(blocks) - 1] if hot + len(blocks) else prompt.root
+        for known in (*ids[hot : hot + len(blocks)], *(tail_id(parent, tokens) for tokens, _ in tails)):
+            self._note_saved(known)
+        return Restored(hot, blocks, tails) if blocks or tails else None
+
+    def read(self, parent: bytes, tokens: Sequence[int], owner: str) -> dict[str, mx.array] | None:
+        """Returns the arrays of something `Written`, by name, evaluated, in the shapes and dtypes they were written
+        with; None if it is not there or cannot be read."""
+        try:
+            session = self._opened()
+            if session is None:
+                return None
+            found = self._store.disk_find(self._model, [], parent, pack_tokens(tokens), 1).wait()
+            if found is None:
+                return None
+            where = [tail.location for tail in found.tails if tail.tokens == len(tokens)]
+            arrays: dict[str, mx.array] = {}
+            failures: list[Failure] = []
+            try:
+                for stored in read_entries(session.root, session.key, where):
+                    if isinstance(stored, Failure):
+                        failures.append(stored)
+                    else:
+                        arrays |= {name: slab_codec.to_mlx(array) for name, array in stored.parts.items()}
+                # No other thread could evaluate what this one leaves lazy.
+                mx.eval(list(arrays.values()))
+            finally:
+                used = [location.id for location in where] if arrays else []
+                self._store.disk_read(found.lease, used, owner, failures).wait()
+        except SatchelError as error:
+            logger.warning("reading arrays of %s back failed: %s", owner or "nobody", error.message)
+            return None
+        self.counters.corrupt_blocks += sum(not failure.missing for failure in failures)
+        return arrays if arrays and not failures else None
+
+    def _note_rate(self, nbytes: int, seconds: float) -> None:
+        if nbytes:
+            rate = nbytes / max(seconds, 1e-6)
+            self.restore_bytes_per_s += (RATE_WEIGHT if self.restore_bytes_per_s else 1.0) * (
+                rate - self.restore_bytes_per_s
+            )
+
+    def _read(self, session: _WriterSession, where: Sequence[Location], failures: list[Failure]) -> list[Slab | None]:
+        return read_slabs(self._spec, session.root, session.key, where, failures)
+
+    def _read_blocks(
+        self, session: _WriterSession, where: Sequence[Location], failures: list[Failure], adopt: Adopt
+    ) -> list[Found]:
+        """Reads consecutive blocks up to the first failure. Appends to `failures`."""
+        if self._spec.policy is None:
+            slabs = self._read(session, where, failures)
+            return self._found(where, slabs[: slabs.index(None)] if None in slabs else slabs)
+        blocks = read_blocks(self._spec, session.root, session.key, where, failures, adopt)
+        return self._found(where[: len(blocks)], blocks)
+
+    def _found(self, where: Sequence[Location], pieces: Sequence[Piece | None]) -> list[Found]:
+        return [
+            (unpack_tokens(location.tokens), kept_of(piece))
+            for location, piece in zip(where, pieces, strict=False)
+            if piece is not None
+        ]
+
+    # The writer's thread.
+
+    def _write_forever(self) -> None:
+        while True:
+            job = self._queue.get()
+            try:
+                self._write_patiently(job)
+            except SatchelError as error:
+                self.counters.unwritten_turns += 1
+                logger.warning("writing KV of %s failed: %s", job.owner, error.message)
+            except Exception:
+                # This thread must survive any error, or nothing is ever written again.
+                self.counters.unwritten_turns += 1
+                logger.exception("writing KV of %s failed", job.owner)
+            finally:
+                job.done()
+                with self._lock:
+                    self._waiting -= job.nbytes
+                # Otherwise the job would stay alive until the next one.
+                del job
+
+    def _write_patiently(self, job: WriteJob) -> None:
+        """Writes a job. Retries if the store is unavailable, unless an earlier job has failed all its retries and
+        nothing was written since."""
+        for pause_s in () if self._given_up else TRIES_S:
+            try:
+                return self._write(job)
+            except (Unavailable, StaleEpoch, DiskFull) as error:
+                logger.info("writing KV of %s again in %g s: %s", job.owner, pause_s, error.message)
+                time.sleep(pause_s)
+        self._given_up = True
+        self._write(job)
+
+    def _write(self, job: WriteJob) -> None:
+        try:
+            self._write_once(job)
+        except SatchelError:
+            with self._opening:
+                # The store may have restarted.
+                self._session = None
+            raise
+        self._given_up = False
+        self._moved_at = time.monotonic()
+
+    def _write_once(self, job: WriteJob) -> None:
+        session = self._opened()
+        if session is None:
+            return
+        for entries in grouped(self._entries(job)):
+            record = write_segment(
+                session.root,
+                session.key,
+                self._model,
+                entries,
+                session=session.session,
+                epoch=session.epoch,
+                now_s=time.time(),
+            )
+            there = self._store.disk_commit(record, job.limits).wait() or []
+            for written in there:
+                self._note_saved(written)
+            self.counters.written_blocks += len(entries)
+            self.counters.written_bytes += record.nbytes
+            self._moved_at = time.monotonic()
+            if len(there) < len(entries) and any(most is not None for most in job.limits.values()):
+                # The tenant's limit is reached, and later blocks would never be found.
+                break
+        # Once for the whole chain, which may be long; what has gone from the disk is written again after a later turn.
+        self._forget_saved(self._store.disk_touch(self._model, job.chain, job.owner).wait() or [])
+
+    def _entries(self, job: WriteJob) -> Iterator[Entry]:
+        owners = (job.owner,)
+        # After a failed attempt some blocks may be on disk already.
+        for item in [item for item in job.unsaved if item.id is None or item.id not in self.saved]:
+            assert isinstance(item.kept.value, Slab), "blocks in the pool are copied before they are handed over"
+            parts: dict[str, np.ndarray] = slab_codec.to_parts(self._spec, item.kept.value)
+            more: dict[str, Any] = {"window_from": item.kept.window_from, "snapshot": item.kept.snapshot}
+            if item.id is None:
+                yield Entry.of_tail(item.parent, item.tokens, parts, owners=owners, **more)
+            else:
+                yield Entry(item.id, item.parent, item.tokens, parts, owners=owners, **more)
+        for other in job.others:
+            arrays = {name: slab_codec.to_numpy(array) for name, array in other.arrays.items()}
+            yield Entry.of_tail(other.parent, other.tokens, arrays, owners=owners)
+
+    def _note_saved(self, block: bytes) -> None:
+        # A plain OrderedDict, because other threads remove ids, and a library's cache is not atomic.
+        self.saved.pop(block, None)
+        self.saved[block] = None
+        while len(self.saved) > SAVED_MAX:
+            self.saved.popitem(last=False)
+
+    def _forget_saved(self, missing: Sequence[bytes]) -> None:
+        for block in missing:
+            self.saved.pop(block, None)
+
+    def _opened(self) -> _WriterSession | None:
+        with self._opening:
+            if self._session is None:
+                told = self._store.disk_session().wait()
+                if told is None:
+                    return None
+                root = Path(told.root)
+                self._session = _WriterSession(root, read_key(root), told.session, told.epoch)
+            return self._session

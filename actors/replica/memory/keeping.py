@@ -1,0 +1,173 @@
+"""Keeps the KV of rows in memory, and writes the KV of agents' rows to disk.
+
+A row's whole blocks go to disk while it is still being prefilled, as soon as they fill a few files, or at once if
+another node waits for them; the rest goes when the row ends, however it ends. The copies are computed with the next
+step and handed to the writer after it. They are pinned in memory until they are on disk, so that the next turn finds
+them in one place or the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..device.device_errors import on_device
+from ..execution.executor import BatchExecutor
+from .disk_tier import DiskTier, WriteJob
+from .sequence_memory import Restored, RowMemory, Sequence, Unsaved
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 32 * 2**20
+"""Unsaved bytes of a running row from which on they are written."""
+
+
+@dataclass(frozen=True)
+class _SavedOrComing:
+    """The ids that are on disk or on their way there."""
+
+    saved: dict[bytes, None]
+    coming: set[bytes]
+
+    def __contains__(self, block: object) -> bool:
+        return block in self.saved or block in self.coming
+
+
+class Keeping:
+    """Keeps rows' KV, on the engine's thread. Kept KV only saves work, so no failure here fails a request.
+
+    Args:
+        disk: stores the KV of agents' rows; None if nothing is written.
+        later: runs an action on the engine's thread; may be called from any thread.
+
+    Attributes:
+        added: whether something of a row may have been kept since this was last set to False: in memory, or on its way
+            to the disk, where its bytes count before they are copied.
+    """
+
+    def __init__(
+        self,
+        memory: RowMemory,
+        executor: BatchExecutor,
+        disk: DiskTier | None,
+        later: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._memory = memory
+        self._executor = executor
+        self._disk = disk
+        self._later = later
+        self.added = False
+        self._noted: list[WriteJob] = []
+        self._coming: set[bytes] = set()
+        self._writers = 0
+
+    @property
+    def behind(self) -> bool:
+        """Whether too many bytes wait to be written: no row may begin until there are fewer."""
+        return self._disk is not None and self._disk.behind
+
+    # In the life of a row.
+
+    def put_back(self, sequence: Sequence, restored: Restored) -> None:
+        """Does `RowMemory.put_back`."""
+        self._try(self._memory.put_back, sequence, restored)
+
+    def after_chunk(self, sequence: Sequence, computed: int) -> None:
+        """Keeps and writes whole blocks of a row in prefill, which has KV of `computed` tokens now."""
+        if sequence.request.reusable:
+            self._try(self._memory.keep_blocks, sequence, computed)
+            self._try(self._write_blocks, sequence)
+
+    def at_pause(self, sequence: Sequence, computed: int) -> None:
+        """Keeps the state where later prompts leave this one, as `RowMemory.pause` says."""
+        self._try(self._memory.keep_prompt_end, sequence, computed)
+
+    def after_prompt(self, sequence: Sequence, computed: int) -> None:
+        """Keeps the prompt's end once its last chunk is computed: for other choices, or for the agent's next turn."""
+        if sequence.request.choices > 1:
+            self._try(self._memory.keep_tail, sequence, computed)
+        elif sequence.request.agent and sequence.request.reusable and sequence.prompt_end is None:
+            self._try(self._memory.keep_prompt_end, sequence, computed)
+
+    def before_step(self, decoding: Iterable[Sequence]) -> None:
+        """Keeps the prompt tails of rows whose next decode step fills, and so seals, the block of the prompt's end."""
+        for sequence in decoding:
+            if self._memory.fills_prompt(sequence):
+                self._try(self._memory.keep_prompt_tail, sequence)
+
+    def keep(self, sequence: Sequence, *, ended: bool = False, returns: bool = False) -> None:
+        """Keeps all KV of a row that is about to leave, if it has any and somebody can reuse it.
+
+        Args:
+            ended: whether its answer is complete, not aborted.
+            returns: whether it goes back to the queue.
+        """
+        if (sequence.request.reusable or returns) and self._executor.holds(sequence.id):
+            self._try(self._memory.keep_all, sequence)
+            self._try(self._write_all, sequence, ended)
+
+    def _try(self, store: Callable[..., None], sequence: Sequence, *arguments: object) -> None:
+        self.added = True
+        try:
+            store(sequence, *arguments)
+        except Exception:
+            logger.exception("the KV of request %s could not be kept", sequence.id)
+
+    # On the way to the disk.
+
+    def _write_blocks(self, sequence: Sequence) -> None:
+        """Writes the blocks of a running row if they are worth it; if the disk cannot keep up, they stay in the row."""
+        disk = self._disk_of(sequence)
+        if disk is None:
+            return
+        known = _SavedOrComing(disk.saved, self._coming)
+        self._memory.drop_snapshots(sequence, known)
+        nbytes = self._memory.unsaved_bytes(sequence, known)
+        least = 1 if sequence.request.hands_on else PIECE_BYTES
+        if nbytes >= least and disk.has_room(nbytes):
+            self._offer(disk, sequence, [], self._memory.unsaved_blocks(sequence, known))
+
+    def _write_all(self, sequence: Sequence, ended: bool) -> None:
+        """Writes the KV of a row that is about to leave and is kept already; `ended` as for `RowMemory.unsaved`."""
+        disk = self._disk_of(sequence)
+        if disk is not None:
+            unsaved = self._memory.unsaved(sequence, _SavedOrComing(disk.saved, self._coming), ended=ended)
+            self._offer(disk, sequence, self._memory.used(sequence), unsaved)
+
+    def hand_over(self) -> None:
+        """Hands the write jobs of the step before to the disk."""
+        while self._noted:
+            assert self._disk is not None
+            job = self._noted[0]
+            with on_device():
+                job.unsaved = [self._memory.copied(item) for item in job.unsaved]
+                self._disk.write(job)
+            # Not before: a job that is not handed over is withdrawn if the device has failed.
+            del self._noted[0]
+
+    def reset(self) -> None:
+        """Forgets the write jobs that were not handed over: their KV is gone."""
+        noted, self._noted = self._noted, []
+        self._coming.clear()
+        for job in noted:
+            assert self._disk is not None
+            self._disk.withdraw(job)
+
+    def _disk_of(self, sequence: Sequence) -> DiskTier | None:
+        return self._disk if self._memory.is_written(sequence) else None
+
+    def _offer(self, disk: DiskTier, sequence: Sequence, chain: list[bytes], unsaved: list[Unsaved]) -> None:
+        self._writers += 1
+        writer, blocks = f"written {self._writers}", {item.id for item in unsaved if item.id is not None}
+
+        def done() -> None:
+            self._coming -= blocks
+            self._memory.release(writer)
+
+        request = sequence.request
+        job = WriteJob(request.agent, chain, unsaved, limits=request.disk_limits, done=lambda: self._later(done))
+        if disk.accepts(job):
+            self._coming |= blocks
+            self._memory.hold(writer, sequence, unsaved)
+            self._noted.append(job)

@@ -1,0 +1,214 @@
+"""A replica's part of its node's memory.
+
+The replicas of a node are processes that know of each other by claims: each has a file in the node's home that says
+what its model needs, and holds a lock on it (flock) for as long as it lives. Every replica reads all claims again and
+again, so a model that is loaded or ends changes the parts of the others within seconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+import mlx.core as mx
+import psutil
+
+from ....cluster.config import Scheduling
+from ....cluster.errors import ModelLoadError
+from ....cluster.nodes import Node
+from ...model_files.source import read_json
+from ...protocol.block_ids import BLOCK_TOKENS
+from ..device.device import device_bytes, device_kind, on_cuda
+from ..execution.loaded_model import LoadedModel
+from .budget import MemoryClaim, share_bytes, workspace_bytes
+from .room import limits_of
+
+logger = logging.getLogger(__name__)
+
+PARTS, LEAST_PART = {"cpu": 1 / 2, "metal": 9 / 10, "cuda": 15 / 16}, 1 / 16
+"""What a node's replicas use by kind of device: of a machine's memory on a CPU, of Metal's recommended working set, and
+of a card's free memory on CUDA, where the rest is for kernels and graphs. From 95% of Metal's working set on MLX gives
+the buffers that it keeps for later back with every allocation, so some must be left for them below that. The second is
+what a replica has of either at the least where the config names no figure."""
+
+POLL_S = 1.0
+
+YIELD_S = 10.0
+"""How long a model that is loaded waits for the other replicas to make room for its weights."""
+
+CLAIM_BYTES = 256
+POOL_ARRAY_PART = 2 / 3
+"""A layer's largest array has no more than this of its blocks: 8-bit codes of keys beside 4-bit ones of values."""
+
+
+@dataclass(frozen=True)
+class _Noted(MemoryClaim):
+    """A claim as it is written down, with what the device could give when the replica began."""
+
+    device: int = 0
+
+
+class ReplicaMemory:
+    """The node's memory as one replica sees it. For one thread at a time, and `watch` beside it. As a context it is
+    given up if that fails.
+
+    Args:
+        folder: where all replicas of the node write their claims.
+        replica: this one's name.
+        node, scheduling: what the config allows.
+    """
+
+    def __init__(self, folder: Path, replica: str, node: Node, scheduling: Scheduling) -> None:
+        self._folder, self._scheduling, self._workspace = folder, scheduling, 0
+        self._noting, self._withdrawn = threading.Lock(), False
+        self._set_bytes = scheduling.memory_bytes_max if node.memory_bytes_max is None else node.memory_bytes_max
+        self._rows_bytes = scheduling.kv_bytes_max if node.kv_bytes_max is None else node.kv_bytes_max
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._path = folder / f"{replica}-{os.getpid()}.claim"
+        self._own = _Noted(0, 0, max([_device_now(), *(other.device for other in self._others())]))
+        # It gets its name once it is locked: what is not locked is removed by others.
+        started = self._path.with_suffix(".new")
+        self._file = os.open(started, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._write()
+        started.rename(self._path)
+
+    def note(self, weights: int, workspace: int = 0) -> None:
+        """Notes what the model needs, in bytes."""
+        with self._noting:
+            noted = _Noted(weights, workspace, self._own.device)
+            if noted != self._own:
+                self._own = noted
+                self._write()
+
+    def make_way(self, weights: int) -> None:
+        """Claims a model's weights before they are loaded, and waits until the other replicas have made room."""
+        self.note(weights)
+        ends = time.monotonic() + YIELD_S
+        while device_bytes(free=True) < weights and self._others() and time.monotonic() < ends:
+            time.sleep(POLL_S / 4)
+
+    def settle(self, loaded: LoadedModel) -> int:
+        """Notes what a model needs that has been loaded. Returns this replica's part for KV and pictures.
+
+        Raises:
+            ModelLoadError: that is not enough for a single row.
+        """
+        weights = max(0, mx.get_active_memory() - (loaded.pool.nbytes if loaded.pool is not None else 0))
+        self.note(weights)
+        self._workspace = _workspace_of(loaded, self._scheduling.prefill_chunk_tokens, self.share_bytes())
+        self.note(weights, self._workspace)
+        share = self.share_bytes()
+        if limits_of(loaded, self._scheduling, share).prompt_tokens_max < 1:
+            raise ModelLoadError(
+                f"{share / 2**20:.0f} MiB are left beside the weights ({weights / 2**20:.0f} MiB) and other replicas, "
+                "which is not enough for one row: raise memory_bytes_max, or unload another model"
+            )
+        return share
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.withdraw()
+
+    def withdraw(self) -> None:
+        """Claims nothing any more."""
+        self._withdrawn = True
+        os.close(self._file)
+
+    def share_bytes(self) -> int:
+        """Returns this replica's part for KV and pictures."""
+        claims = [self._own, *self._others()]
+        if self._set_bytes is not None:
+            return share_bytes(self._set_bytes, claims)
+        return max(share_bytes(self._own.device, claims), int(self._own.device * LEAST_PART))
+
+    def rows_bytes_max(self) -> int | None:
+        """Returns what the deprecated `kv_bytes_max` leaves this replica's rows; None if it is not set."""
+        return None if self._rows_bytes is None else self._rows_bytes // (1 + len(self._others()))
+
+    def watch(self, workspace_bytes: Callable[[], int], resize: Callable[[int, int, int], None]) -> None:
+        """Tells the engine its memory every second, until it is withdrawn.
+
+        Args:
+            workspace_bytes: returns what a step of the engine needs for a moment.
+            resize: takes the replica's part of the memory, what is free on the device, and of how much, in bytes.
+        """
+        while not self._withdrawn:
+            time.sleep(POLL_S)
+            try:
+                self.note(self._own.weights, max(self._workspace, workspace_bytes()))
+                resize(self.share_bytes(), device_bytes(free=True) + mx.get_cache_memory(), device_bytes())
+            except OSError as error:
+                logger.warning("the node's memory is not known: %s", error)
+
+    def _write(self) -> None:
+        os.pwrite(self._file, json.dumps(asdict(self._own)).encode().ljust(CLAIM_BYTES), 0)
+
+    def _others(self) -> list[_Noted]:
+        """Returns the claims of the other replicas that live."""
+        found = []
+        for path in self._folder.glob("*.claim"):
+            if path != self._path and (claim := _read_claim(path)) is not None:
+                found.append(claim)
+        return found
+
+
+def _read_claim(path: Path) -> _Noted | None:
+    """Returns a claim; None if its replica has ended."""
+    try:
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _Noted(**json.loads(file.read(CLAIM_BYTES)))
+            path.unlink(missing_ok=True)
+    except (OSError, ValueError, TypeError) as error:
+        if not isinstance(error, FileNotFoundError):
+            logger.warning("%s cannot be read: %s", path, error)
+    return None
+
+
+def _device_now() -> int:
+    """Returns what the device can give the replicas of a node, if none of them runs yet."""
+    kind, whole = device_kind(), psutil.virtual_memory().total
+    if kind == "metal":
+        whole = int(mx.device_info().get("max_recommended_working_set_size", device_bytes()))
+    elif kind == "cuda":
+        whole = device_bytes(free=True)
+    return usable_bytes(kind, whole)
+
+
+def usable_bytes(kind: str, whole: int) -> int:
+    """Returns what replicas use of a device's bytes; `kind` as `device_kind` returns it."""
+    return int(whole * PARTS[kind])
+
+
+def _workspace_of(loaded: LoadedModel, chunk_tokens: int, memory_bytes: int) -> int:
+    """Returns what a model's prefill needs for a moment, and its block pool while it grows, with so much memory."""
+    config = read_json(loaded.folder / "config.json")
+    config = {**config, **(config.get("text_config") or {})}
+    spec, hidden = loaded.spec, int(config.get("hidden_size") or 0)
+    experts = int(config.get("num_experts_per_tok") or 1) * int(config.get("moe_intermediate_size") or 0)
+    layers = [layer.token_bytes for layer in spec.layers]
+    prefill = workspace_bytes(
+        tokens=chunk_tokens,
+        context=min(loaded.context_tokens, memory_bytes // spec.bytes_per_token),
+        hidden=hidden,
+        intermediate=max(experts, int(config.get("intermediate_size") or 4 * hidden)),
+        itemsize=4 if loaded.dtype == "float32" else 2,
+        layer=max(layer.open_bytes // BLOCK_TOKENS or layer.token_bytes for layer in spec.layers),
+        # Truth values, and the same as numbers of 16 bits.
+        mask=3 if on_cuda() else 1,
+    )
+    return prefill + int(memory_bytes * POOL_ARRAY_PART * max(layers) / max(1, sum(layers)))

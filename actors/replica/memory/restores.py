@@ -1,0 +1,189 @@
+"""Reads the KV of admitted rows back from disk before they begin.
+
+A row is read back when it is admitted, not when it arrives. So its KV counts as a running row's, and queued rows hold
+none.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from ....cluster.errors import Unavailable
+from ...protocol.block_ids import BLOCK_TOKENS
+from ..kv.caches import PooledBlock, Records
+from .disk_tier import Adopt, DiskTier, Prompt
+from .sequence_memory import Restored, Sequence
+
+logger = logging.getLogger(__name__)
+
+READS_MAX = 2
+"""How many prompts are read back at a time. Each may be as large as the context, and more would only share the disk."""
+
+READ_WAIT_S_MIN = 5.0
+"""So long an admitted row waits for its KV in any case, and else for twice as long as computing would take."""
+
+TRIES_S = (0.5, 1.0, 1.0)
+"""How long after each failure a store is asked again that is starting anew: it fails at once."""
+
+AT_ONCE_S = 1.0
+
+PAUSE_S = 10.0
+"""How long a store is not asked that hangs: rows would wait for it one after the other."""
+
+
+class NotWaiting(Exception):
+    """The row does not wait for its KV any more."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A row that is being read back since `since` (seconds, monotonic clock), and waits `wait_s` for it."""
+
+    prompt: Prompt
+    hot_tokens: int
+    since: float
+    wait_s: float
+
+
+Deliver = Callable[[Reading, Restored | None], None]
+
+
+class Restores:
+    """The rows that wait for their KV, and the threads that read it. Methods are for the engine's thread.
+
+    Args:
+        disk: None if nothing is read back.
+        deliver: called on a reader's thread with what was read, or None.
+        adopt: called on a reader's thread for blocks as they come, so that little of a long prompt is held twice.
+        wait_s_max: how long a row waits at the most, its turn to read included; its prompt is computed then. The store
+            keeps the files for no longer: `timing.block_lease_s`.
+    """
+
+    def __init__(self, disk: DiskTier | None, deliver: Deliver, adopt: Adopt, wait_s_max: float) -> None:
+        self.wait_s_max = wait_s_max
+        self._disk = disk
+        self._deliver = deliver
+        self._adopt = adopt
+        self._reading: dict[str, Reading] = {}
+        # Start times of the readers that are busy.
+        self._working: dict[int, float] = {}
+        self._paused_until = 0.0
+        self._jobs: SimpleQueue[Reading] = SimpleQueue()
+        for number in range(READS_MAX if disk is not None else 0):
+            threading.Thread(target=self._read_forever, args=(number,), name=f"reader-{number}", daemon=True).start()
+
+    def __len__(self) -> int:
+        return len(self._reading)
+
+    def asks(self, sequence: Sequence, hot: int, *, plain: bool) -> bool:
+        """Whether the disk may have more of a row than the `hot` tokens that memory has.
+
+        Args:
+            plain: whether every prefix of a kept entry can be reused.
+        """
+        request, tokens = sequence.request, len(sequence.tokens)
+        if self._disk is None or not (request.agent or sequence.ids) or hot >= tokens - 1:
+            return False
+        if not request.reusable or self._hangs():
+            return False
+        # All that an agent remembers is hot, or there is none, and asking the disk for the few new tokens takes longer
+        # than computing them.
+        remembered = request.remembered_tokens if request.agent else hot
+        return not (plain and 0 < remembered <= hot and tokens - hot < BLOCK_TOKENS)
+
+    def _hangs(self) -> bool:
+        """Whether the disk hangs, so that reading would only delay rows."""
+        now, working = time.monotonic(), list(self._working.values())
+        return now < self._paused_until or (
+            len(working) == READS_MAX and all(now - since > self.wait_s_max for since in working)
+        )
+
+    def begin(self, sequence: Sequence, hot: int, tokens_per_s: float) -> None:
+        """Queues a row to be read back.
+
+        Args:
+            hot: how many of its first tokens memory has.
+            tokens_per_s: the prefill rate; 0 if unknown.
+        """
+        request = sequence.request
+        # Copies, because the row may leave and its tokens change.
+        prompt = Prompt(request.request_id, request.agent, request.root_id, list(sequence.ids), list(sequence.tokens))
+        compute_s = (len(prompt.tokens) - hot) / tokens_per_s if tokens_per_s else self.wait_s_max
+        reading = Reading(prompt, hot, time.monotonic(), max(READ_WAIT_S_MIN, 2 * compute_s))
+        self._reading[request.request_id] = reading
+        self._jobs.put(reading)
+
+    def end(self, reading: Reading) -> bool:
+        """Ends a reading. Returns False if the row does not wait for it any more."""
+        if self._reading.get(reading.prompt.request_id) is not reading:
+            return False
+        del self._reading[reading.prompt.request_id]
+        return True
+
+    def leave(self, request_id: str) -> None:
+        """Forgets a row that was preempted or ended; unknown ids are ignored."""
+        self._reading.pop(request_id, None)
+
+    def overdue(self) -> list[str]:
+        """Removes and returns the rows that have waited too long."""
+        if not self._reading:
+            return []
+        now = time.monotonic()
+        late = {
+            name: wait_s
+            for name, reading in self._reading.items()
+            if now - reading.since > (wait_s := min(reading.wait_s, self.wait_s_max))
+        }
+        for name, wait_s in late.items():
+            logger.warning("request %s: nothing is read back within %.1f s", name, wait_s)
+            del self._reading[name]
+        return list(late)
+
+    def _read_forever(self, number: int) -> None:
+        while True:
+            reading = self._jobs.get()
+            restored = None
+            self._working[number] = time.monotonic()
+            try:
+                restored = self._read(reading)
+            except Exception:
+                # This thread must survive any error, and the row is computed instead.
+                logger.exception("request %s: nothing is read back", reading.prompt.request_id)
+            del self._working[number]
+            self._deliver(reading, restored)
+            # Otherwise the result would stay alive until the next one.
+            del reading, restored
+
+    def _waits(self, reading: Reading) -> bool:
+        """Whether the row has not left, and has not waited too long."""
+        return self._reading.get(reading.prompt.request_id) is reading
+
+    def _read(self, reading: Reading) -> Restored | None:
+        assert self._disk is not None
+
+        def adopt(records: Records) -> Future[list[PooledBlock]]:
+            if not self._waits(reading):
+                raise NotWaiting
+            return self._adopt(records)
+
+        for pause_s in (*TRIES_S, 0.0):
+            if not self._waits(reading) or time.monotonic() < self._paused_until:
+                return None
+            began = time.monotonic()
+            try:
+                return self._disk.load(reading.prompt, reading.hot_tokens, adopt)
+            except NotWaiting:
+                return None
+            except Unavailable as error:
+                logger.warning("request %s: nothing is read back yet: %s", reading.prompt.request_id, error.message)
+                if time.monotonic() - began > AT_ONCE_S:
+                    break
+            time.sleep(pause_s)
+        self._paused_until = time.monotonic() + PAUSE_S
+        return None

@@ -1,0 +1,165 @@
+"""Keeps what a replica holds within its memory: how much rows may cost, prefixes and image embeddings may take, and the
+block pool may grow. `memory/budget.py` has the rules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from ....cluster.config import Scheduling
+from ..execution.executor import BatchExecutor
+from ..execution.loaded_model import LoadedModel
+from ..scheduling.scheduler import Limits, Scheduler
+from .budget import Held, MemoryBudget, Rows, bearable_bytes
+from .embedding_cache import EmbeddingCache
+from .sequence_memory import RowMemory
+
+IDLE_S = 30.0
+"""How long half of the pool's slots must be free before it gives them back."""
+
+MUCH_BYTES = 64 * 2**20
+"""A pool of fewer bytes keeps free slots."""
+
+
+def limits_of(loaded: LoadedModel, scheduling: Scheduling, memory_bytes_max: int) -> Limits:
+    """Returns the scheduler's limits for a replica's memory."""
+    spec = loaded.spec
+    rows_bytes = min(memory_bytes_max, scheduling.kv_bytes_max or memory_bytes_max)
+    chunk = scheduling.prefill_chunk_tokens
+    paged = spec.policy is not None
+    return Limits(
+        rows_max=scheduling.rows_max,
+        queue_requests_max=scheduling.queue_requests_max,
+        prefill_chunk_tokens=min(chunk, spec.snapshot_tokens) if spec.recurrent else chunk,
+        prefill_rows_max=scheduling.prefill_rows_max,
+        kv_tokens_max=rows_bytes // spec.bytes_per_token,
+        row_tokens=-(-spec.bytes_per_row // spec.bytes_per_token),
+        paged=paged,
+        # Of other layers a row may find less than another one holds.
+        shares=paged and not spec.recurrent and not spec.rule.window,
+    )
+
+
+class Pictures(Protocol):
+    """Pictures that wait and those that were encoded.
+
+    Attributes:
+        embeddings: what the encoder made of pictures.
+    """
+
+    embeddings: EmbeddingCache
+
+    @property
+    def held_bytes(self) -> int:
+        """What pictures of waiting and running rows take, in bytes."""
+        ...
+
+
+class MemoryRoom:
+    """The memory of an engine. Used on its thread.
+
+    Args:
+        bytes_max: what the replica may hold besides its weights and what a step needs for a moment.
+        unwritten_bytes: returns what waits to be written to the disk.
+        text_bytes: returns what a text that is embedded takes.
+
+    Attributes:
+        usage: figures of the last step, as `ReplicaStats` has them; for any thread.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        scheduling: Scheduling,
+        bytes_max: int,
+        scheduler: Scheduler,
+        executor: BatchExecutor,
+        memory: RowMemory,
+        pictures: Pictures,
+        unwritten_bytes: Callable[[], int],
+        text_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        spec = loaded.spec
+        self.budget = MemoryBudget(
+            bytes_max, spec.bytes_per_token, spec.open_row_bytes, scheduler.limits.rows_max, spec.policy is not None
+        )
+        self._loaded, self._scheduling, self._share_bytes = loaded, scheduling, bytes_max
+        self._scheduler, self._executor = scheduler, executor
+        self._memory, self._pictures = memory, pictures
+        self._unwritten_bytes, self._text_bytes = unwritten_bytes, text_bytes
+        self.usage: dict[str, int] = {}
+        self._much_free_since: float | None = None
+        memory.room = self._kept_bytes
+
+    def held(self) -> Held:
+        """What memory holds now."""
+        pool, prefixes = self._loaded.pool, self._memory.prefixes
+        return Held(
+            pool=pool.nbytes if pool is not None else 0,
+            slots=pool.taken_bytes if pool is not None else 0,
+            kept=prefixes.nbytes - prefixes.pool_bytes,
+            loose=prefixes.loose_bytes,
+            pictures=self._pictures.held_bytes,
+            seen=self._pictures.embeddings.nbytes,
+            unwritten=self._unwritten_bytes(),
+            text=self._text_bytes(),
+        )
+
+    def rows(self) -> Rows:
+        """What the scheduler counts, and rows that the next step takes out."""
+        scheduler = self._scheduler
+        return Rows(scheduler.running + self._executor.leaving, scheduler.cost_tokens, scheduler.held_tokens)
+
+    def _kept_bytes(self) -> int:
+        return self.budget.kept_bytes(self.rows(), self.held())
+
+    def fit(self) -> None:
+        """Makes room before a step: evicts what has no room any more beside the rows, and bounds what they may cost."""
+        self._memory.fit()
+        rows, held = self.rows(), self.held()
+        most = self._scheduling.vision_bytes_max
+        room = self.budget.pictures_bytes(rows, held)
+        self._pictures.embeddings.resize(room if most is None else min(most, room))
+        self._scheduler.room_tokens = self.budget.rows_tokens(rows, held)
+        pool = self._loaded.pool
+        if pool is not None:
+            pool.limit(self.budget.pool_bytes(rows, held))
+            if self.budget.pool_is_too_large(rows, held) and held.pool > held.slots:
+                self._executor.give_back(self.budget.pool_bytes(rows, held))
+        self.usage = self._usage(rows, held)
+
+    def _usage(self, rows: Rows, held: Held) -> dict[str, int]:
+        kept = self._memory.prefixes.loose_slots
+        counts = self._loaded.pool.counts() if self._loaded.pool is not None else {"slots": 0, "slots_free": 0}
+        return {
+            "slots_running": max(0, counts["slots"] - counts["slots_free"] - kept),
+            "slots_kept": kept,
+            "slots_free": counts["slots_free"],
+            "memory_bytes": self.budget.used(rows, held),
+            "memory_bytes_max": self.budget.bytes_max,
+        }
+
+    def resize(self, share_bytes: int, free_bytes: int, device_bytes: int) -> None:
+        """Changes the memory, and gives back what has been free for long. Call it every second or so.
+
+        Args:
+            share_bytes: the replica's part of the node's memory. It decides what is refused; if other programs need
+                memory, the replica uses less.
+            free_bytes: what is free on the device now, of `device_bytes`.
+        """
+        if share_bytes != self._share_bytes:
+            self._share_bytes = share_bytes
+            self._scheduler.limits = limits_of(self._loaded, self._scheduling, share_bytes)
+        used = self.budget.used(self.rows(), self.held())
+        self.budget = replace(self.budget, bytes_max=bearable_bytes(share_bytes, used, free_bytes, device_bytes))
+        self.fit()
+        now, held = time.monotonic(), self.held()
+        if held.pool < MUCH_BYTES or 2 * held.slots > held.pool:
+            self._much_free_since = None
+        elif self._much_free_since is None:
+            self._much_free_since = now
+        elif now - self._much_free_since >= IDLE_S:
+            self._much_free_since = None
+            self._executor.give_back(held.slots + held.slots // 4)

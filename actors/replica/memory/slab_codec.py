@@ -1,0 +1,191 @@
+"""KV as named numpy arrays, as the disk takes it, and back: whole blocks from their records straight into the pool.
+
+A part's name is its layer and kind: `3.key_codes` and the other fields of a sealed block, or `3.keys` and `3.values` of
+an open one, or `3.state.0` of a recurrent layer. Shapes are those of the slab's arrays, with a first axis of one row.
+Dtypes are equal too, but bfloat16, which numpy lacks, is stored as uint16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from ...protocol.entries import DTYPES, Part
+from ..kernels.sealing import Plain, Quantized, Sealed
+from ..kv.caches import LayerKind, LayerKV, ModelCacheSpec, Records, Slab
+from ..kv.pool import Field, LayerFields
+
+_PAIR = ("keys", "values")
+
+_NOTHING = "nothing"
+"""The part of a block between two snapshots of a model whose layers are all recurrent: an entry must have one."""
+
+_DTYPES = {
+    np.dtype(np.uint8): mx.uint8,
+    np.dtype(np.uint16): mx.bfloat16,
+    np.dtype(np.uint32): mx.uint32,
+    np.dtype(np.uint64): mx.uint64,
+    np.dtype(np.int8): mx.int8,
+    np.dtype(np.int16): mx.int16,
+    np.dtype(np.int32): mx.int32,
+    np.dtype(np.int64): mx.int64,
+    np.dtype(np.float16): mx.float16,
+    np.dtype(np.float32): mx.float32,
+}
+
+
+def to_parts(spec: ModelCacheSpec, slab: Slab) -> dict[str, np.ndarray]:
+    """Returns the slab's arrays by name, without copying. They must be evaluated already.
+
+    States come last: they may have any size, and a GPU reads the KV of blocks where their records have it.
+    """
+    parts: dict[str, np.ndarray] = {}
+    last: dict[str, np.ndarray] = {}
+    states = iter(slab.states or ())
+    for index, (layer, entry) in enumerate(zip(spec.layers, slab.layers, strict=True)):
+        if entry is not None:
+            names = entry._fields if isinstance(entry, Sealed) else _PAIR
+            parts |= {f"{index}.{name}": to_numpy(array) for name, array in zip(names, entry, strict=True)}
+        elif layer.kind is LayerKind.RECURRENT and slab.states is not None:
+            arrays = enumerate(next(states))
+            last |= {f"{index}.state.{number}": to_numpy(array) for number, array in arrays}
+    return parts | last or {_NOTHING: np.zeros(1, np.uint8)}
+
+
+class Layout:
+    """Where a model's arrays are in the records of entries with equal parts.
+
+    Args:
+        parts: of each entry, in order.
+
+    Raises:
+        ValueError: they do not match the model's layers.
+    """
+
+    def __init__(self, spec: ModelCacheSpec, parts: Sequence[Part]) -> None:
+        fields: dict[str, Field] = {}
+        start = 0
+        for part in parts:
+            stop = start + part.nbytes
+            fields[part.name] = Field(start, stop, _DTYPES[DTYPES[part.dtype]], part.shape)
+            start = stop
+        fields.pop(_NOTHING, None)
+        # A GPU reads numbers at multiples of their sizes alone.
+        self._aligned = all(field.start % field.dtype.size == 0 for field in fields.values())
+        self.layers: list[tuple[type[Sealed] | None, list[Field]] | None] = []
+        self._states: list[list[Field]] = []
+        for number, layer in enumerate(spec.layers):
+            if layer.kind is LayerKind.RECURRENT:
+                state: list[Field] = []
+                while (field := fields.pop(f"{number}.state.{len(state)}", None)) is not None:
+                    state.append(field)
+                self._states += [state] if state else []
+                self.layers.append(None)
+                continue
+            found = _kind_of(fields, f"{number}.")
+            if found is None and not layer.window:
+                raise ValueError(f"layer {number} has no KV")
+            self.layers.append(found)
+        recurrent = sum(layer.kind is LayerKind.RECURRENT for layer in spec.layers)
+        if fields or len(self._states) not in (0, recurrent):
+            raise ValueError(f"not a slab of this model: {', '.join(sorted(fields)[:3]) or 'a state is missing'}")
+
+    def slab(self, data: np.ndarray, tokens: int, window_from: int = 0) -> Slab:
+        """Returns the entry of `data`, `(nbytes,) uint8`, as a slab with memory of its own, evaluated."""
+        whole = mx.array(data) if self._aligned else None
+
+        def array(field: Field) -> mx.array:
+            if whole is None:
+                return mx.array(data[field.start : field.stop]).view(field.dtype).reshape(field.shape)
+            return whole[field.start : field.stop].view(field.dtype).reshape(field.shape)
+
+        layers: list[LayerKV | None] = []
+        for found in self.layers:
+            arrays = [array(field) for field in found[1]] if found is not None else []
+            kind = found[0] if found is not None else None
+            layers.append(kind._make(arrays) if kind is not None else (arrays[0], arrays[1]) if arrays else None)
+        states = [[array(field) for field in state] for state in self._states]
+        slab = Slab(layers, tokens, window_from, states or None)
+        # No other thread could evaluate what this one leaves lazy.
+        mx.eval(slab.arrays())
+        return slab
+
+    def records(
+        self, data: np.ndarray, windows: Sequence[int], coming: int = 0, buffers: DeviceBuffers | None = None
+    ) -> Records:
+        """Returns sealed blocks, `(blocks, nbytes) uint8`, as the pool takes them.
+
+        Args:
+            data: may be overwritten afterwards if there are `buffers`.
+            windows: each block's `window_from`.
+            coming: as in `Records`.
+            buffers: those that were read into, for a GPU.
+
+        Raises:
+            ValueError: a layer is not sealed.
+        """
+        layers: list[LayerFields | None] = []
+        for found in self.layers:
+            if found is not None and found[0] is None:
+                raise ValueError("blocks of a model with a pool are sealed")
+            layers.append(LayerFields(found[0], found[1]) if found is not None and found[0] is not None else None)
+        states: list[list[list[mx.array]] | None] = [None] * len(data)
+        if self._states:
+            states = [
+                [
+                    [mx.array(row[field.start : field.stop]).view(field.dtype).reshape(field.shape) for field in state]
+                    for state in self._states
+                ]
+                for row in data
+            ]
+        mx.eval(states)
+        return Records(data if buffers is None else buffers.moved(data), layers, windows, states, coming)
+
+
+class DeviceBuffers:
+    """Memory of MLX's that files are read into, from where a GPU takes it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, mx.array] = {}
+
+    def make(self, count: int, nbytes: int) -> np.ndarray:
+        """Returns a buffer, `(count, nbytes) uint8`."""
+        array = mx.zeros((count, nbytes), mx.uint8, stream=mx.cpu)
+        mx.eval(array)
+        buffer = np.asarray(array)
+        self._arrays[buffer.ctypes.data] = array
+        return buffer
+
+    def moved(self, data: np.ndarray) -> mx.array:
+        """Returns a copy of a buffer's first rows in the GPU's own memory, evaluated."""
+        array = self._arrays.get(data.ctypes.data)
+        whole = mx.array(data) if array is None else array[: len(data)]
+        # All pages move to the card at once: fields that are read one by one move them in thousands of pieces.
+        moved = whole + mx.array(0, mx.uint8)
+        mx.eval(moved)
+        return moved
+
+
+def _kind_of(fields: dict[str, Field], prefix: str) -> tuple[type[Sealed] | None, list[Field]] | None:
+    """Removes a layer's fields, named with the prefix. Returns their kind, None for an open pair, or None if they are
+    incomplete."""
+    for kind, names in ((Quantized, Quantized._fields), (Plain, Plain._fields), (None, _PAIR)):
+        if all(prefix + name in fields for name in names):
+            return kind, [fields.pop(prefix + name) for name in names]
+    return None
+
+
+def to_numpy(array: mx.array) -> np.ndarray:
+    """Returns an evaluated array as it is stored: of the same shape and dtype, but uint16 for bfloat16. It shares the
+    array's memory."""
+    seen = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    mx.eval(seen)
+    return np.asarray(seen)
+
+
+def to_mlx(array: np.ndarray) -> mx.array:
+    """Returns a stored array as MLX has it: of the same shape and dtype, but bfloat16 for uint16."""
+    made = mx.array(array)
+    return made.view(mx.bfloat16) if array.dtype == np.uint16 else made

@@ -1,0 +1,374 @@
+"""An engine of its own whose rows are forced along given tokens, and their logits: how a trial at load sees what an
+engine makes of a model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import mlx.core as mx
+import numpy as np
+from PIL import Image
+
+from ....cluster.config import Scheduling
+from ...model_files.processors import SpanLayout
+from ...model_files.source import first_sentence
+from ...protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
+from ...protocol.media_ids import media_key, media_tokens, picture_hash
+from ...protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
+from ..device.device import as_numpy, device_bytes, multiplies_exactly
+from ..device.device_errors import DeviceFailed
+from ..execution.loaded_model import LoadedModel
+from ..execution.pieces import IN_ONE_PIECE, Pieces
+from ..execution.sampling import Draw
+from ..execution.vision import ImageEmbeddings
+from ..kernels.sealing import FULL_PRECISION, POLICIES
+from ..loading.models import resealed
+from ..loop.engine import Engine
+from ..scheduling.prefill_budget import PrefillPace
+
+DRAWN = 4
+"""How many logits of every row are compared."""
+
+ROUNDING, ROUNDING_16 = 2e-3, 6e-2
+"""How far a logit may be off, of the largest one, in float32 and in 16 bits, in three of four places. Sums are added in
+another order, and a router may then choose another expert."""
+
+GROSS, GROSS_16 = 5e-2, 0.5
+"""How far it may be off in the others. Sealed recurrent models reach 0.02: a state that rounds otherwise takes another
+code."""
+
+TURN_TOKENS = 9
+"""What is new in a second turn."""
+
+MORE_TOKENS = 2 * DRAWN + TURN_TOKENS
+"""The most that follows a row's prompt."""
+
+NO_DEADLINE_S = 1e6
+"""Others may be served meanwhile for as long as it takes."""
+
+_STEPS_MAX = 4000
+_ENCODES_S = 300.0
+"""How long pictures may take."""
+
+Logits = dict[tuple[int, int], np.ndarray]
+"""By the row's number and how many tokens it has drawn, `(vocabulary,) float32`."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A picture of a row, or frames of a video in the size that its encoder takes: the first token of its span, the
+    span, the frames, their embeddings, and whether they are of a video."""
+
+    start: int
+    span: SpanLayout
+    frames: Sequence[Image.Image]
+    embeddings: ImageEmbeddings
+    video: bool = False
+
+    def in_request(self) -> MediaSpan:
+        """Returns it as requests have it."""
+        width, height = self.frames[0].size
+        pixels = [frame.tobytes() for frame in self.frames]
+        key = media_key([picture_hash(width, height, one) for one in pixels], b"frames" if self.video else b"")
+        grid, tokens = list(self.span.grid), list(self.span.tokens)
+        return MediaSpan(self.start, tokens, key, grid, width, height, pixels, self.video)
+
+
+@dataclass(frozen=True)
+class ForcedRow:
+    """A row: the tokens that the model gets, of which the first `prompt` are its prompt, and its pictures in order."""
+
+    tokens: Sequence[int]
+    prompt: int
+    pictures: Sequence[Shown] = ()
+
+    def request(self, name: str, number: int, root: bytes, more: int) -> GenerateRequest:
+        """Returns a request for the row.
+
+        Args:
+            number: of the row.
+            root: the parent of its first block.
+            more: how many tokens after its prompt belong to it too.
+        """
+        prompt, media = list(self.tokens[: self.prompt + more]), []
+        for shown in self.pictures:
+            media.append(span := shown.in_request())
+            ids = iter(media_tokens(span.key, len(shown.span.places), video=shown.video))
+            for place in sorted(shown.span.places):
+                prompt[shown.start + place] = next(ids)
+        return GenerateRequest(
+            request_id=name,
+            consumer="trial",
+            model="",
+            agent="",
+            prompt=prompt,
+            block_ids=block_ids(root, prompt),
+            root_id=root,
+            sampling=Sampling(temperature=0.0, max_tokens=DRAWN, seed=number, ignore_eos=True),
+            media=media,
+            deadline_s=NO_DEADLINE_S,
+        )
+
+
+@dataclass
+class Faults:
+    """What does not hold, as the end of a sentence: of a row `alone` in the engine, of rows `together`, and of turns
+    that use KV `again`; empty where it does."""
+
+    alone: str = ""
+    together: str = ""
+    again: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.first)
+
+    @property
+    def first(self) -> str:
+        return self.alone or self.together or self.again
+
+    @property
+    def weight(self) -> int:
+        """How much has to be given up because of them."""
+        return 4 * bool(self.alone) + 2 * bool(self.together) + bool(self.again)
+
+
+def rounding(loaded: LoadedModel) -> tuple[float, float]:
+    """Returns how far logits of the model may be off: in three of four places, and in the others."""
+    return (ROUNDING, GROSS) if multiplies_exactly(getattr(mx, loaded.dtype)) else (ROUNDING_16, GROSS_16)
+
+
+def difference(expected: Logits, got: Logits, allowed: tuple[float, float]) -> str:
+    """Says how logits differ more than is `allowed` (from `rounding`), as the end of a sentence; empty if they do
+    not."""
+    if missing := not_finite(got) or ("" if expected.keys() <= got.keys() else "it ends too soon"):
+        return missing
+    off = [float(np.abs(got[place] - one).max() / np.abs(one).max()) for place, one in expected.items()]
+    usual, gross = allowed
+    wrong = max(off) > gross or 4 * sum(one > usual for one in off) > len(off)
+    return f"it computes something else, off by {max(off):.2g} of its logits" if wrong else ""
+
+
+def not_finite(logits: Logits) -> str:
+    """Says that logits are not finite, as the end of a sentence; empty if they are."""
+    finite = all(np.isfinite(values).all() for values in logits.values())
+    return "" if finite else "it computes numbers that are not finite"
+
+
+class _Forced:
+    """In place of a batch's sampler: gives every row the next token of its script, and notes its logits."""
+
+    def __init__(self, scripts: Sequence[ForcedRow], noted: Logits) -> None:
+        self._scripts = scripts
+        self._noted = noted
+        self._rows: list[tuple[int, int, int]] = []
+
+    def add(self, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        self._rows.append((sampling.seed, len(prompt), len(generated)))
+
+    def keep(self, indices: Sequence[int]) -> None:
+        self._rows = [self._rows[index] for index in indices]
+
+    def __call__(self, logits: mx.array, masks: object) -> Draw:
+        values, tokens = as_numpy(logits.astype(mx.float32)), []
+        for place, (row, prompt, drawn) in enumerate(self._rows):
+            script = self._scripts[row].tokens
+            self._noted.setdefault((row, drawn), values[place])
+            tokens.append(script[min(prompt + drawn, len(script) - 1)])
+            self._rows[place] = (row, prompt, drawn + 1)
+        return Draw(mx.array(tokens, mx.uint32), mx.ones((len(tokens),), mx.bool_))
+
+
+class _Steady(PrefillPace):
+    """In place of a measured rate: prompts come in parts of one size, so that who is in whose company does not depend
+    on how busy the machine is."""
+
+    def budget(self, decoding: bool) -> int:
+        return self.chunk_tokens
+
+
+class Scene:
+    """An engine whose rows are forced. What its model raises is heard, not logged.
+
+    Args:
+        pieces: it ends one after each of its steps, and within a step after each layer of a prompt.
+
+    Attributes:
+        noted: the logits of its rows.
+        failure: what went wrong, as the end of a sentence; empty if nothing did.
+    """
+
+    def __init__(self, loaded: LoadedModel, rows: Sequence[ForcedRow], pieces: Pieces = IN_ONE_PIECE) -> None:
+        self.noted: Logits = {}
+        self._pieces = pieces
+        self._ends: dict[str, str] = {}
+        self._heard: list[BaseException] = []
+        self._rows = rows
+        self._runs = 0
+        self._root = root_id(loaded.model_id, "trial")
+        memory_bytes = device_bytes(free=True)
+        self._engine = engine = Engine(loaded, Scheduling(rows_max=8), memory_bytes, self._take)
+        engine.prefill.pace = _Steady(BLOCK_TOKENS, pause_s=1.0)
+        if pieces is not IN_ONE_PIECE:
+            engine.executor.pieces = Pieces(self._pause)
+        engine.executor.make_sampler = lambda: _Forced(rows, self.noted)
+        engine.executor.clear_batch()
+
+    def __enter__(self) -> Scene:
+        self._listening = _listening(self._heard)
+        self._listening.__enter__()
+        return self
+
+    def _pause(self) -> None:
+        """Ends a piece. What those who are served meanwhile log is theirs."""
+        self._listening.__exit__(None, None, None)
+        try:
+            self._pieces.pause()
+        finally:
+            self._listening = _listening(self._heard)
+            self._listening.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._engine.prefixes.clear()
+            self._engine.executor.clear_batch()
+            self._engine.executor.give_back(0)
+        except DeviceFailed:
+            self._engine.executor.reset()
+        finally:
+            self._listening.__exit__(None, None, None)
+
+    @property
+    def failure(self) -> str:
+        if self._heard:
+            return f"it fails ({first_sentence(self._heard[0])})"
+        wrong = {end for end in self._ends.values() if end != "length"}
+        return f"its rows end with {min(wrong)}" if wrong else ""
+
+    def run(self, rows: Sequence[int], later: Sequence[int] = (), *, more: int = 0) -> None:
+        """Runs rows to their ends; some of them join `later`, when the others have drawn a token.
+
+        Args:
+            more: how many tokens after its prompt belong to it too.
+        """
+        self._runs += 1
+        waiting = list(later)
+        for row in rows:
+            self._submit(row, more)
+        steps, ends = 0, self._pieces.now_s() + _ENCODES_S
+        while steps < _STEPS_MAX and self._pieces.now_s() < ends:
+            try:
+                busy = self._engine.step()
+            except DeviceFailed as error:
+                self._heard.append(error)
+                return
+            if self._pieces is not IN_ONE_PIECE:
+                self._pause()
+            if waiting and (self.noted or not (busy or self._engine.pictures)):
+                for row in waiting:
+                    self._submit(row, more)
+                waiting = []
+            elif not busy and self._engine.pictures:
+                # They are encoded on another thread.
+                time.sleep(0.001)
+            elif not busy:
+                return
+            else:
+                steps += 1
+        self._ends["all"] = "no end"
+
+    def _submit(self, number: int, more: int) -> None:
+        def reply(refusal: Exception | None) -> None:
+            if refusal is not None:
+                self._heard.append(refusal)
+
+        row = self._rows[number]
+        request = row.request(f"{self._runs}/{number}", number, self._root, more)
+        # Encoders take long: each picture is encoded once.
+        embeddings = {index: shown.embeddings for index, shown in enumerate(row.pictures)}
+        self._engine.submit(request, reply, embeddings=embeddings)
+
+    def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
+        for one in updates.get("trial", []):
+            if one.finish is not None:
+                said = (one.error or {}).get("message")
+                self._ends[one.request_id] = f"{one.finish} ({said})" if said else one.finish
+
+
+class ForcedRows:
+    """Rows that are run in engines of a model, in every company that they may come to."""
+
+    def __init__(self, loaded: LoadedModel, rows: Sequence[ForcedRow], pieces: Pieces = IN_ONE_PIECE) -> None:
+        self.rows, self._pieces = rows, pieces
+        self._allowed = rounding(loaded)
+
+    def difference(self, expected: Logits, got: Logits) -> str:
+        """As the function of that name, within what rounding of the model allows."""
+        return difference(expected, got, self._allowed)
+
+    def alone(self, loaded: LoadedModel) -> tuple[Logits, Logits, str]:
+        """Runs every row alone.
+
+        Returns:
+            Their logits, the same with KV as it is computed, and what is wrong of either. What rounding KV to a few
+            bits does is not known, so only the second can be compared with the bare model.
+        """
+        logits, wrong = self._alone(loaded)
+        policy = loaded.spec.policy
+        if policy is None or not policy.quantizes or wrong:
+            return logits, logits, wrong
+        return logits, *self._alone(replace(resealed(loaded, POLICIES[FULL_PRECISION]), way=loaded.way))
+
+    def _alone(self, loaded: LoadedModel) -> tuple[Logits, str]:
+        with Scene(loaded, self.rows, self._pieces) as scene:
+            for row in range(len(self.rows)):
+                scene.run([row])
+        return scene.noted, scene.failure or not_finite(scene.noted)
+
+    def in_company(self, loaded: LoadedModel, alone: Logits) -> str:
+        """Runs all rows together, the last one first. Returns what does not hold of them."""
+        *short, long = range(len(self.rows))
+        with Scene(loaded, self.rows, self._pieces) as scene:
+            scene.run([long], short)
+            return scene.failure or self.difference(alone, scene.noted)
+
+    def again(self, loaded: LoadedModel, rows: Sequence[int]) -> str:
+        """Runs a second turn of some rows from what the engine keeps, and anew. Returns what does not hold of it."""
+        more = DRAWN + TURN_TOKENS
+        with Scene(loaded, self.rows, self._pieces) as anew:
+            anew.run(rows, more=more)
+        with Scene(loaded, self.rows, self._pieces) as scene:
+            scene.run(rows)
+            scene.noted.clear()
+            scene.run(rows, more=more)
+            return scene.failure or self.difference(anew.noted, scene.noted)
+
+
+@contextmanager
+def _listening(heard: list[BaseException]) -> Iterator[None]:
+    """Takes what is logged as an exception of the replica's own modules; everything else goes on to the log."""
+    replica = __name__.rpartition(".selftest.")[0]
+
+    class Listener(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            if record.exc_info and record.exc_info[1] is not None:
+                heard.append(record.exc_info[1])
+                return False
+            return True
+
+    # Filters of a logger see only what is logged on it, so those of its modules' get it too.
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(f"{replica}.")]
+    listener, loggers = Listener(), [logging.getLogger(replica), *map(logging.getLogger, names)]
+    for one in loggers:
+        one.addFilter(listener)
+    try:
+        yield
+    finally:
+        for one in loggers:
+            one.removeFilter(listener)

@@ -1,0 +1,179 @@
+"""The trial of a model's pictures before it is served: what it sees must be what mlx-vlm shows it.
+
+An encoder may look for its pixels under another name, make another number of embeddings than a picture has tokens,
+want inputs of its language part that nobody gives, or see a picture otherwise inside a prompt than alone. All of that
+loads, and then describes pictures that nobody sent. So pictures are encoded, compared with each other and with what
+mlx-vlm makes of whole prompts, and rows with them are forced through an engine as those of text are. The same with a
+video, for models that take more than single pictures.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from PIL import Image
+
+from ...model_files.source import first_sentence
+from ...protocol.block_ids import BLOCK_TOKENS
+from ..device.device import as_numpy
+from ..execution.loaded_model import LoadedModel
+from ..execution.pieces import IN_ONE_PIECE, Pieces
+from ..execution.vision import Vision
+from .forced_sequences import Faults, Logits, difference, rounding
+from .samples import Exhibit, Exhibition, UnseenError, noise
+
+SIZE = (224, 168)
+"""Width and height of the pictures."""
+
+WIDE = (728, 364)
+"""Of one that many processors cut into parts."""
+
+SECONDS = (0.0, 0.5, 1.0, 1.5)
+"""When the frames of the video are."""
+
+LATE_S = 20.0
+"""How long an encoder may take until what is tried is cut short: on a CPU large ones take a minute for a picture."""
+
+REPEATS = 4
+"""How often a picture is encoded again, with other numbers in freed memory: some encoders read past an array's end."""
+
+DIFFERING = 0.5
+"""The part of a picture's places that must differ between two pictures of noise: some stand for the ends of lines."""
+
+_FEW = 12
+
+
+def faults(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> Faults:
+    """Tries a model that sees. Whatever its modules note meanwhile is taken back.
+
+    Args:
+        pieces: of the trial; a prompt with a picture, as mlx-vlm computes it, and a picture's encoding are one each.
+
+    Returns:
+        What does not hold of rows with pictures, as of those of text; if `alone` does not, it cannot take pictures.
+    """
+    vision = loaded.vision
+    assert vision is not None
+    try:
+        before = _plain(loaded)
+        found = _PictureTrial(loaded, vision, pieces).faults()
+        if not found.alone and (changed := difference(before, _plain(loaded), rounding(loaded))):
+            found.alone = f"after a picture, text is not computed as before: {changed}"
+    except UnseenError as reason:
+        found = Faults(alone=str(reason))
+    except Exception as error:
+        # Encoders and processors raise anything.
+        found = Faults(alone=f"a picture fails ({first_sentence(error)})")
+    vision.forget()
+    return found
+
+
+def fault_of_videos(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> str:
+    """Tries a model whose pictures are right with a video, alone and beside a picture.
+
+    Args:
+        pieces: as for `faults`.
+
+    Returns:
+        What does not hold, as the end of a sentence; empty if all does, or its processor takes no videos.
+    """
+    vision = loaded.vision
+    assert vision is not None
+    if not vision.processor.video_placeholder:
+        return vision.processor.stills
+    try:
+        found = _of_videos(Exhibition(loaded, vision, pieces), pieces).first
+    except UnseenError as reason:
+        found = str(reason)
+    except Exception as error:
+        found = f"a video fails ({first_sentence(error)})"
+    vision.forget()
+    return found
+
+
+def _plain(loaded: LoadedModel) -> Logits:
+    """What a prompt of text gives with the model's own caches."""
+    tokens = mx.array([[2, 3, 5, 7, 11, 13]], mx.uint32) % loaded.vocabulary_size
+    logits = loaded.model(tokens, cache=make_prompt_cache(loaded.model))[0, -1]
+    return {(0, 0): as_numpy(logits.astype(mx.float32))}
+
+
+class _PictureTrial:
+    def __init__(self, loaded: LoadedModel, vision: Vision, pieces: Pieces) -> None:
+        self._vision, self._shows, self._pieces = vision, Exhibition(loaded, vision, pieces), pieces
+        self._late = pieces.now_s() + LATE_S
+
+    def faults(self) -> Faults:
+        """Returns what does not hold.
+
+        Raises:
+            UnseenError: the pictures do not reach the model as they should.
+        """
+        shows = self._shows
+        one, other = self._encode()
+        few = shows.words(_FEW)
+        cut = shows.words(max(_FEW, BLOCK_TOKENS - 2 * _FEW - one.tokens // 2))
+        plans: list[list[str | Exhibit]] = [[few, one, few]]
+        if not self._is_late():
+            # Of one picture that the end of a block cuts, and of two.
+            plans += [[cut, other, few], [few, one, cut, other, few]]
+            plans += [[few, wide, few] for wide in self._wide()]
+        prompts = shows.prompts(plans)
+        rows = [shows.row(prompt) for prompt in prompts]
+        found = shows.in_engine(rows, shows.own(prompts, rows), again=min(2, len(rows) - 1))
+        if found.alone:
+            found.alone = f"with a picture in its prompt {found.alone}"
+        return found
+
+    def _is_late(self) -> bool:
+        return self._pieces.now_s() > self._late
+
+    def _encode(self) -> tuple[Exhibit, Exhibit]:
+        """Encodes two pictures, and compares them."""
+        picture = noise(1, *SIZE)
+        opposite = Image.fromarray(255 - np.asarray(picture))
+        one, other = self._shows.picture(picture), self._shows.picture(opposite)
+        span, encoded = one.shown[0].span, one.shown[0].embeddings.inputs
+        places = mx.array(sorted(span.places))
+        left, right = (each.shown[0].embeddings.inputs[places].astype(mx.float32) for each in (one, other))
+        differing = mx.abs(left - right).max(-1) > self._shows.near * mx.abs(left).max()
+        if float(differing.astype(mx.float32).mean()) < DIFFERING:
+            raise UnseenError("its encoder does not look at pictures: two different ones are the same to it")
+        for _ in range(REPEATS):
+            if self._is_late():
+                break
+            _leave_noise()
+            again = self._pieces.beside(lambda: self._vision.encode(span, [[picture]], video=False)[0].inputs)
+            self._pieces.pause()
+            if not float(mx.abs(again - encoded).max()) <= self._shows.near * float(mx.abs(again).max()):
+                raise UnseenError("its encoder makes something else of the same picture every time")
+        return one, other
+
+    def _wide(self) -> list[Exhibit]:
+        """Encodes a wide picture, if it has another layout than the others."""
+        if self._vision.processor.layout(*WIDE).span == self._vision.processor.layout(*SIZE).span:
+            return []
+        try:
+            return [self._shows.picture(noise(2, *WIDE))]
+        except Exception as error:
+            raise UnseenError(f"a picture of {WIDE[0]} x {WIDE[1]} pixels fails ({first_sentence(error)})") from error
+
+
+def _of_videos(shows: Exhibition, pieces: Pieces) -> Faults:
+    began = pieces.now_s()
+    few, video = shows.words(_FEW), shows.video([noise(3 + number, *SIZE) for number in range(len(SECONDS))], SECONDS)
+    plans: list[list[str | Exhibit]] = [[few, video, few]]
+    if pieces.now_s() < began + LATE_S:
+        # One that the end of a block cuts, and one with a picture before it.
+        cut = shows.words(max(_FEW, BLOCK_TOKENS - 2 * _FEW - video.tokens // 2))
+        plans += [[cut, video, few], [few, shows.picture(noise(1, *SIZE)), few, video, few]]
+    prompts = shows.prompts(plans)
+    rows = [shows.row(prompt) for prompt in prompts]
+    return shows.in_engine(rows, shows.own(prompts, rows), again=len(rows) - 1)
+
+
+def _leave_noise() -> None:
+    """Leaves numbers other than zero in memory that small arrays had."""
+    sizes = [2**power for power in range(1, 10) for _ in range(16)]
+    mx.eval([mx.random.randint(1, 1000, (size,), dtype=mx.int32) for size in sizes])

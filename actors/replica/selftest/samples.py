@@ -1,0 +1,277 @@
+"""What a trial shows a model: pictures and videos of noise, prompts with them, and what mlx-vlm makes of these.
+
+Each is encoded as requests have it, and put together with a prompt's text; mlx-vlm gets whole prompts with whole
+pictures and videos. Where the two differ, the model would be shown something else here than it was made for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from PIL import Image
+
+from ...model_files.processors import Film
+from ..device.device import as_numpy, multiplies_exactly
+from ..execution.levels import levels_of
+from ..execution.loaded_model import LoadedModel
+from ..execution.pieces import IN_ONE_PIECE, Pieces
+from ..execution.vision import RowPart, RowPictures, Vision
+from .forced_sequences import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, Shown
+
+NEAR, NEAR_16 = 1e-3, 5e-2
+"""How far embeddings may be off, of the largest one, in float32 and in 16 bits."""
+
+_SENTENCE = "The boats came back to the harbour in the morning, and nobody had seen the storm. "
+
+
+class UnseenError(Exception):
+    """Why something is not shown to a model, as the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A picture or a video.
+
+    Attributes:
+        placeholder: what the chat template writes for it.
+        text: what the processor writes in that place.
+        shown: its spans, of which only the order is known.
+        pictures, films: what the processor gets, one of them.
+    """
+
+    placeholder: str
+    text: str
+    shown: Sequence[Shown]
+    pictures: Sequence[Image.Image] = ()
+    films: Sequence[Film] = ()
+
+    @property
+    def tokens(self) -> int:
+        """How many it has in a prompt, about."""
+        return sum(len(each.span.tokens) for each in self.shown)
+
+
+@dataclass(frozen=True)
+class SeenPrompt:
+    """A prompt as mlx-vlm reads it: its tokens, what else its processor made of it, and where the spans begin.
+
+    Attributes:
+        single: whether it shows one thing alone. Of several, mlx-vlm may make something else than of each.
+    """
+
+    tokens: Sequence[int]
+    given: dict[str, Any]
+    shown: Sequence[Shown]
+    single: bool
+
+
+def noise(seed: int, width: int, height: int) -> Image.Image:
+    """Returns a picture of noise."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+class Exhibition:
+    """Shows things to a model: as requests do, and as mlx-vlm does.
+
+    Args:
+        pieces: it ends one after each encoding, and after each prompt of mlx-vlm.
+    """
+
+    def __init__(self, loaded: LoadedModel, vision: Vision, pieces: Pieces = IN_ONE_PIECE) -> None:
+        self._pieces = pieces
+        self.loaded, self.vision, self.processor = loaded, vision, vision.processor
+        self.near = NEAR if multiplies_exactly(getattr(mx, loaded.dtype)) else NEAR_16
+
+    def picture(self, picture: Image.Image) -> Exhibit:
+        """Encodes a picture."""
+        laid = self.processor.layout(*picture.size)
+        embeddings = self._pieces.beside(lambda: self.vision.encode(laid.span, [[picture]], video=False)[0])
+        self._pieces.pause()
+        return Exhibit(
+            self.processor.placeholder, laid.text, [Shown(0, laid.span, [picture], embeddings)], pictures=[picture]
+        )
+
+    def video(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Exhibit:
+        """Encodes a video, whose frames all have one size."""
+        laid = self.processor.video_layout(*frames[0].size, seconds)
+        # As large as its encoder wants them, so that nobody has to resize them.
+        frames = [frame.resize((laid.width, laid.height), Image.Resampling.BICUBIC) for frame in frames]
+        film = Film(np.stack([np.asarray(frame) for frame in frames]), seconds)
+        frames += frames[-1:] * (len(laid.spans) * laid.frames - len(frames))
+        shown = []
+        for index, span in enumerate(laid.spans):
+            group = frames[index * laid.frames : (index + 1) * laid.frames]
+            encode = partial(self.vision.encode, span, [group], video=True)
+            shown.append(Shown(0, span, group, self._pieces.beside(encode)[0], video=True))
+            self._pieces.pause()
+        return Exhibit(self.processor.video_placeholder, laid.text, shown, films=[film])
+
+    def words(self, count: int) -> str:
+        """Returns a text of about so many tokens."""
+        return _SENTENCE * max(1, round(count / len(self.processor.tokens(_SENTENCE))))
+
+    def prompts(self, plans: Sequence[Sequence[str | Exhibit]]) -> list[SeenPrompt]:
+        """Returns prompts of texts and what is between them, as far as the model's context allows.
+
+        Raises:
+            UnseenError: not even one fits; or the processor writes something otherwise inside a prompt than alone.
+        """
+        prompts = [self._prompt(plan) for plan in plans]
+        prompts = [each for each in prompts if len(each.tokens) + MORE_TOKENS < self.loaded.context_tokens]
+        if not prompts:
+            raise UnseenError("its context has no room for it")
+        return prompts
+
+    def _prompt(self, plan: Sequence[str | Exhibit]) -> SeenPrompt:
+        exhibits = [part for part in plan if isinstance(part, Exhibit)]
+        text = "".join(part.placeholder if isinstance(part, Exhibit) else part for part in plan)
+        placed = self.processor.tokens("".join(part.text if isinstance(part, Exhibit) else part for part in plan))
+        pictures = [each for one in exhibits for each in one.pictures]
+        films = [each for one in exhibits for each in one.films]
+        try:
+            given = self.processor.read(text, pictures, films)
+            tokens = np.array(given.pop("input_ids")).reshape(-1).tolist()
+        except Exception:
+            if len(exhibits) == 1:
+                raise
+            # Some processors take one picture at a time, as prompts are written here.
+            given, tokens = {}, placed
+        shown, at, here = list[Shown](), 0, 0
+        for each in [each for one in exhibits for each in one.shown]:
+            at, here = _find(each.span.tokens, tokens, at), _find(each.span.tokens, placed, here)
+            shown.append(replace(each, start=at))
+            at, here = at + len(each.span.tokens), here + len(each.span.tokens)
+        return SeenPrompt(tokens, given, shown, len(exhibits) == 1)
+
+    def row(self, prompt: SeenPrompt) -> ForcedRow:
+        """Returns a row with the prompt, forced along tokens of text."""
+        draw, vocabulary = random.Random(1).randrange, self.loaded.vocabulary_size
+        more = [draw(min(256, vocabulary // 2), vocabulary) for _ in range(MORE_TOKENS)]
+        # The last token of a picture or behind it may be special.
+        special = (self.processor.token, self.processor.video_token)
+        more = [token if token not in special else min(special) - 1 for token in more]
+        return ForcedRow([*prompt.tokens, *more], len(prompt.tokens), prompt.shown)
+
+    def own(self, prompts: Sequence[SeenPrompt], rows: Sequence[ForcedRow]) -> Logits:
+        """What mlx-vlm computes of rows; and where it does not take several things as it takes each of them, what the
+        bare model computes with what was encoded.
+
+        Raises:
+            UnseenError: mlx-vlm makes something else of a thing inside a prompt than alone.
+        """
+        own: Logits = {}
+        for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+            logits = self._by_mlx_vlm(prompt, row) or self._in_one_piece(row)
+            own |= {(number, drawn): one for drawn, one in enumerate(logits)}
+            self._pieces.pause()
+        self.vision.forget()
+        return own
+
+    def _by_mlx_vlm(self, prompt: SeenPrompt, row: ForcedRow) -> list[np.ndarray]:
+        from mlx_vlm.models.cache import make_prompt_cache as own_caches
+
+        if not prompt.given:
+            return []
+        model, ids = self.vision.model, mx.array([prompt.tokens])
+        try:
+            given = {name: _as_arrays(value) for name, value in prompt.given.items() if name != "attention_mask"}
+            marked = mx.array([self.processor.marked(prompt.tokens)])
+            pixels, mask = given.pop("pixel_values", None), mx.ones(marked.shape, dtype=mx.int32)
+            made = model.get_input_embeddings(marked, pixels, mask=mask, **given).to_dict()
+            self._compare(made, row)
+        except Exception:
+            if prompt.single:
+                raise
+            return []
+        given |= {name: value for name, value in made.items() if value is not None}
+        language, caches = model.language_model, own_caches(model.language_model)
+        logits = [language(ids, cache=caches, **given).logits[0, -1]]
+        for token in row.tokens[row.prompt : row.prompt + DRAWN - 1]:
+            logits.append(language(mx.array([[token]]), cache=caches).logits[0, -1])
+        return [as_numpy(each.astype(mx.float32)) for each in logits]
+
+    def _compare(self, made: dict[str, Any], row: ForcedRow) -> None:
+        """Compares the embeddings of a whole prompt with those that are put together of what was encoded alone."""
+        whole, tokens = made["inputs_embeds"][0], row.tokens[: row.prompt]
+        if whole.shape[0] != len(tokens):
+            raise UnseenError(f"mlx-vlm makes {whole.shape[0]} embeddings of a prompt of {len(tokens)} tokens")
+        beside = self.vision.inputs([RowPart(tokens, 0, self._known(row))], len(tokens))
+        pairs = [(whole, beside["inputs_embeds"][0])]
+        ours, theirs = levels_of(beside), levels_of(made)
+        if len(ours) != len(theirs):
+            raise UnseenError("the picture reaches other layers inside a prompt than alone")
+        for one, other in zip(ours, theirs, strict=True):
+            pairs.append((_spread(other, made["visual_pos_masks"]), _spread(one, beside["visual_pos_masks"])))
+        for expected, got in pairs:
+            off = float(mx.abs(expected - got).max() / mx.abs(expected).max())
+            if not off <= self.near:
+                raise UnseenError(f"inside a prompt mlx-vlm sees it otherwise than alone, off by {off:.2g}")
+
+    def _known(self, row: ForcedRow) -> RowPictures:
+        """The pictures of a row, with their embeddings and positions."""
+        pictures = RowPictures([(each.start, len(each.span.tokens)) for each in row.pictures])
+        for index, each in enumerate(row.pictures):
+            pictures.embeddings[index] = each.embeddings
+        grids = [(each.span.grid, each.video) for each in row.pictures]
+        self.vision.set_positions(pictures, row.tokens[: row.prompt], grids)
+        return pictures
+
+    def _in_one_piece(self, row: ForcedRow) -> list[np.ndarray]:
+        model, pictures, caches = self.loaded.model, self._known(row), make_prompt_cache(self.loaded.model)
+        tokens, beside = row.tokens[: row.prompt], self.vision.inputs
+        logits = [model(mx.array([tokens]), cache=caches, **beside([RowPart(tokens, 0, pictures)], len(tokens)))[0, -1]]
+        for place in range(row.prompt, row.prompt + DRAWN - 1):
+            further = self.vision.steps([place], [pictures])
+            logits.append(model(mx.array([[row.tokens[place]]]), cache=caches, **further)[0, -1])
+        return [as_numpy(each.astype(mx.float32)) for each in logits]
+
+    def in_engine(self, rows: Sequence[ForcedRow], own: Logits, again: int) -> Faults:
+        """Forces rows through an engine: alone, in company, and one of them once more with what is kept of it.
+
+        Args:
+            own: the expected logits.
+            again: that row's number.
+        """
+        loaded, found, forced = self.loaded, Faults(), ForcedRows(self.loaded, rows, self._pieces)
+        alone, plain, wrong = forced.alone(loaded)
+        if wrong := wrong or forced.difference(own, plain):
+            found.alone = wrong
+            return found
+        found.together = forced.in_company(loaded, alone)
+        if loaded.spec.reusable:
+            found.again = forced.again(loaded, [again])
+        return found
+
+
+def _find(span: Sequence[int], tokens: Sequence[int], at: int) -> int:
+    """Returns where a span begins, from `at` on.
+
+    Raises:
+        UnseenError: it is not there.
+    """
+    wanted = list(span)
+    for place in range(at, len(tokens) - len(wanted) + 1):
+        if list(tokens[place : place + len(wanted)]) == wanted:
+            return place
+    raise UnseenError("inside a prompt its processor writes it otherwise than alone")
+
+
+def _as_arrays(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_arrays(each) for each in value]
+    return mx.array(value) if isinstance(value, np.ndarray) else value
+
+
+def _spread(level: mx.array, mask: mx.array) -> mx.array:
+    """Returns a level as `(tokens, dim)`, zero for tokens outside the mask `(1, tokens)`."""
+    places = np.flatnonzero(np.array(mask).reshape(-1))
+    spread = mx.zeros((mask.size, level.shape[-1]), level.dtype)
+    spread[mx.array(places)] = level
+    return spread

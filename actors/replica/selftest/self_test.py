@@ -1,0 +1,344 @@
+"""The trial of a model before it is served: rows in company, in parts and from memory must compute what the model
+computes alone.
+
+A family that nobody here has seen may look at a batch's padding, share one layer's KV with another, count positions by
+itself, or overflow in another number format. All of that loads, and then says wrong words to whoever is not alone. So a
+real engine runs three rows of a model, forced along given tokens, and its logits are compared with those that the bare
+model has with its own caches. What does not hold is not used, one thing after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from ....cluster.config import Model, Scheduling
+from ....cluster.errors import ModelLoadError
+from ...model_files.source import Progress, first_sentence
+from ..device.device import as_numpy, on_gpu
+from ..execution.agreement import MODEL_ERRORS
+from ..execution.decode_way import DEQUANTIZED, DecodeWay
+from ..execution.findings import Findings
+from ..execution.loaded_model import LoadedModel
+from ..execution.pieces import IN_ONE_PIECE, Pieces
+from ..kernels.sealing import FULL_PRECISION, POLICIES
+from ..kv.paged_cache import Reads
+from ..loading.models import resealed
+from ..loading.quirks import positions_leak
+from . import pictures
+from .forced_sequences import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, not_finite
+
+logger = logging.getLogger(__name__)
+
+PROMPTS = (20, 262, 300)
+"""Tokens of the rows' prompts: one is within a block, the others are past one, as far as the model's context allows."""
+
+WINDOW_MAX, PAST_WINDOW = 1100, 40
+"""The longest window that a row is made for which goes past it, and by how many tokens it does."""
+
+OWN = "own"
+"""KV in the model's own caches, which nothing else reads."""
+
+_WHAT, _VERSION = "trial", 5
+"""Raised whenever the trial or what it tries changes."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a model may be served.
+
+    Attributes:
+        kv: how KV is kept instead: `fp16` in sealed blocks as computed, `own` in the model's caches; "" as asked for.
+        usual_way: whether decode steps may read sealed KV in the way that was found at load.
+        together: whether rows may run at the same time.
+        apart: whether steps compute row by row.
+        reuses: whether KV may be used again.
+        blind: why it takes no pictures, although it could; empty if it does, and of a model of text.
+        stills: why it is shown a video's frames as single pictures; empty if it is shown videos, or takes none.
+        refusal: why it cannot be served at all; empty if it can.
+        notes: what of it is not as it was asked for, and why, a sentence each.
+    """
+
+    kv: str = ""
+    usual_way: bool = True
+    together: bool = True
+    reuses: bool = True
+    apart: bool = False
+    blind: str = ""
+    stills: str = ""
+    refusal: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A model as it may be served. `notes` say what of it is not as it was asked for, and why, a sentence each."""
+
+    loaded: LoadedModel
+    together: bool = True
+    notes: Sequence[str] = ()
+
+    def scheduling(self, asked: Scheduling) -> Scheduling:
+        """Returns the limits of its scheduler."""
+        return asked if self.together else replace(asked, rows_max=1, prefill_rows_max=1)
+
+
+def prove(
+    loaded: LoadedModel,
+    model: Model,
+    progress: Progress,
+    known: Path | None = None,
+    pieces: Pieces = IN_ONE_PIECE,
+) -> Proven:
+    """Tries a loaded model, or takes what an earlier trial of it on this device found. Models that ship with Satchel
+    were tried on CPUs by its tests.
+
+    Args:
+        known: the file where what was found is kept; None for nowhere.
+        pieces: of the trial.
+
+    Raises:
+        ModelLoadError: it cannot be served rightly; the message says what is wrong.
+    """
+    source = model.source
+    proven = _prove(loaded, model, progress, known, pieces)
+    blind = proven.loaded.blind
+    if blind and not loaded.blind:
+        logger.warning("%s is served for text alone: %s", source, blind)
+    notes = [f"it takes no pictures: {blind}"] if blind else []
+    if stills := proven.loaded.stills:
+        notes = [f"videos are shown to it as single pictures: {stills}"]
+    return replace(proven, notes=[*proven.notes, *notes]) if notes else proven
+
+
+def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | None, pieces: Pieces) -> Proven:
+    source = model.source
+    if not model.trial:
+        note = "it was not tried (trial: false), so nobody knows whether it is right in company and from memory"
+        logger.warning("%s: %s", source, note)
+        return Proven(loaded, notes=[note])
+    if source.startswith("embedded:") and not on_gpu():
+        return Proven(loaded)
+    findings = Findings(known, loaded.model_id)
+    verdict = _verdict(findings.read(_WHAT, _VERSION))
+    if verdict is None:
+        progress(f"trying {source}", None)
+        began = pieces.now_s()
+        verdict = _try(loaded, findings, pieces)
+        logger.info("%s was tried in %.1f s", source, pieces.now_s() - began)
+        findings.note(_WHAT, _VERSION, asdict(verdict))
+    if verdict.refusal:
+        raise ModelLoadError(f"{source} cannot be served: {verdict.refusal}")
+    for note in verdict.notes:
+        logger.warning("%s: %s", source, note)
+    if not verdict.usual_way:
+        loaded = replace(loaded, way=DEQUANTIZED)
+    if verdict.kv:
+        loaded = replace(resealed(loaded, POLICIES.get(verdict.kv)), kv_why="nothing else held when it was tried")
+    if verdict.apart:
+        loaded = replace(loaded, apart=True)
+    if not verdict.reuses:
+        loaded = replace(loaded, spec=replace(loaded.spec, kept=False))
+    if verdict.blind:
+        loaded = replace(loaded, vision=None, blind=verdict.blind)
+    if verdict.stills:
+        loaded = replace(loaded, stills=verdict.stills)
+    return Proven(loaded, verdict.together, verdict.notes)
+
+
+def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
+    if loaded.context_tokens <= MORE_TOKENS + 1:
+        return Verdict(notes=["it was not tried: its context is too short"])
+    trial = _Trial(loaded, findings, pieces)
+    if refusal := trial.refusal(loaded):
+        return Verdict(refusal=refusal)
+    tried: list[tuple[_Variant, Faults]] = []
+    for variant in _variants(loaded):
+        if variant.apart and not loaded.apart and not any(faults.together for _, faults in tried):
+            continue
+        tried.append((variant, trial.faults(variant, loaded)))
+        if not tried[-1][1]:
+            break
+    # The first of those that need the least to be given up.
+    place = min(range(len(tried)), key=lambda index: tried[index][1].weight)
+    variant, faults = tried[place]
+    if faults.alone:
+        return Verdict(refusal=f"with a prompt in parts {faults.alone}")
+    notes = [f"{variant.means}: otherwise {tried[place - 1][1].first}"] if place else []
+    if loaded.apart:
+        notes = ["steps compute row by row: its caches cannot be those of a batch", *notes]
+    blind = stills = ""
+    if loaded.vision is not None:
+        variant, seen = _seen(variant, loaded, notes, pieces)
+        blind = seen.alone
+        if not blind:
+            stills = pictures.fault_of_videos(variant.of(loaded), pieces)
+            faults.together, faults.again = faults.together or seen.together, faults.again or seen.again
+    if faults.together:
+        notes = [*notes, f"rows are computed one after the other: in company {faults.together}"]
+    if not loaded.spec.reusable:
+        notes = [
+            *notes,
+            "nothing is used again, every turn is computed from its beginning: its caches are of other kinds",
+        ]
+    if faults.again:
+        notes = [*notes, f"nothing is used again, every turn is computed from its beginning: {faults.again}"]
+    return Verdict(
+        kv=variant.kv,
+        usual_way=variant.way == loaded.way,
+        together=not faults.together,
+        reuses=not faults.again,
+        apart=variant.apart,
+        blind=blind,
+        stills=stills,
+        notes=notes,
+    )
+
+
+def _seen(variant: _Variant, loaded: LoadedModel, notes: list[str], pieces: Pieces) -> tuple[_Variant, Faults]:
+    """Tries a variant with pictures. Returns what does not hold of it, or of the same that computes row by row if that
+    helps, which it then `notes`."""
+    seen = pictures.faults(variant.of(loaded), pieces)
+    if not seen.together or variant.apart:
+        return variant, seen
+    apart = replace(variant, apart=True)
+    alone = pictures.faults(apart.of(loaded), pieces)
+    if alone.weight >= seen.weight:
+        return variant, seen
+    notes.append(f"steps compute row by row: otherwise in company {seen.together}")
+    return apart, alone
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """One way to serve a model: how its KV is kept, as in `Verdict`, how decode steps read it, whether they compute row
+    by row, and what that `means` for the user."""
+
+    kv: str
+    way: DecodeWay
+    means: str = ""
+    apart: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is called where findings are kept."""
+        return f"{_WHAT}, {self.kv or 'as asked'}, {self.way.describe()}{', apart' if self.apart else ''}"
+
+    def of(self, loaded: LoadedModel) -> LoadedModel:
+        loaded = replace(loaded, apart=self.apart)
+        return resealed(loaded, POLICIES.get(self.kv)) if self.kv else replace(loaded, way=self.way)
+
+
+def _variants(loaded: LoadedModel) -> Iterator[_Variant]:
+    """The best first."""
+    usual = _Variant("", loaded.way, apart=loaded.apart)
+    yield usual
+    policy = loaded.spec.policy
+    ways = [usual]
+    if policy is not None and loaded.way.reads is not Reads.DEQUANTIZED:
+        ways.append(replace(usual, way=DEQUANTIZED, means="decode steps copy blocks together"))
+    yield from ways[1:]
+    if policy is not None and policy.quantizes:
+        yield _Variant(FULL_PRECISION, DEQUANTIZED, "KV is kept as computed")
+    if policy is not None:
+        yield _Variant(OWN, DEQUANTIZED, "KV is kept as computed, in the model's own way")
+    for one in ways:
+        if not loaded.apart:
+            yield replace(one, means="steps compute row by row", apart=True)
+
+
+class _Trial:
+    """The rows of a trial. Their tokens are drawn from the vocabulary, always the same ones.
+
+    What is found of a variant is kept at once: the next start goes on with the one after it, if the process ends.
+    """
+
+    def __init__(self, loaded: LoadedModel, findings: Findings, pieces: Pieces) -> None:
+        draw, vocabulary = random.Random(1).randrange, loaded.vocabulary_size
+        # The first ones are often special.
+        first = min(256, vocabulary // 2)
+        window = max((layer.window for layer in loaded.spec.layers if layer.window <= WINDOW_MAX), default=0)
+        wanted = [*PROMPTS, *([window + PAST_WINDOW] if window + PAST_WINDOW > PROMPTS[-1] else [])]
+        prompts = [min(prompt, loaded.context_tokens - MORE_TOKENS) for prompt in wanted]
+        rows = [ForcedRow([draw(first, vocabulary) for _ in range(prompt + MORE_TOKENS)], prompt) for prompt in prompts]
+        self._rows = ForcedRows(loaded, rows, pieces)
+        self._findings, self._pieces = findings, pieces
+        self._own: Logits = {}
+
+    def refusal(self, loaded: LoadedModel) -> str:
+        """Why the bare model is wrong by itself, as a sentence; empty if it is not."""
+        try:
+            self._own = self._alone_with_own_caches(loaded)
+        except MODEL_ERRORS as error:
+            return f"it does not go on from its own caches ({first_sentence(error)})"
+        if not_finite(self._own):
+            return f"in {loaded.dtype} it computes numbers that are not finite; try another `dtype`"
+        return ""
+
+    def _alone_with_own_caches(self, loaded: LoadedModel) -> Logits:
+        """What the bare model computes, as mlx-lm would: a prompt in one piece, then steps."""
+        logits: Logits = {}
+        for number, row in enumerate(self._rows.rows):
+            script, prompt, caches = row.tokens, row.prompt, make_prompt_cache(loaded.model)
+            loaded.model(mx.array([script[: prompt - 1]], mx.uint32), cache=caches)
+            self._pieces.evaluate(caches)
+            for drawn in range(DRAWN):
+                step = loaded.model(mx.array([[script[prompt - 1 + drawn]]], mx.uint32), cache=caches)[0, -1]
+                logits[(number, drawn)] = as_numpy(step.astype(mx.float32))
+                self._pieces.pause()
+        return logits
+
+    def _in_one_piece(self, loaded: LoadedModel) -> Logits:
+        """What the bare model computes without a step. Some models' windows are one longer in prompts than in steps;
+        then either is right."""
+        logits: Logits = {}
+        for number, row in enumerate(self._rows.rows):
+            given, caches = mx.array([row.tokens[: row.prompt + DRAWN - 1]], mx.uint32), make_prompt_cache(loaded.model)
+            whole = loaded.model(given, cache=caches)[0, row.prompt - 1 :]
+            self._pieces.evaluate(caches)
+            logits |= {(number, drawn): as_numpy(one) for drawn, one in enumerate(whole.astype(mx.float32))}
+            self._pieces.pause()
+        return logits
+
+    def faults(self, variant: _Variant, loaded: LoadedModel) -> Faults:
+        """What does not hold of a variant of a model in an engine."""
+        match self._findings.read(variant.name, _VERSION):
+            case {"alone": str(alone), "together": str(together), "again": str(again)}:
+                return Faults(alone, together, again)
+        found = self._faults(variant.of(loaded))
+        self._findings.note(variant.name, _VERSION, asdict(found))
+        return found
+
+    def _faults(self, loaded: LoadedModel) -> Faults:
+        found = Faults()
+        alone, plain, wrong = self._rows.alone(loaded)
+        found.alone = wrong or self._rows.difference(self._own, plain)
+        if found.alone and not wrong and not self._rows.difference(self._in_one_piece(loaded), plain):
+            found.alone = ""
+        if found.alone:
+            return found
+        found.together = self._rows.in_company(loaded, alone)
+        if (
+            not found.together
+            and not loaded.apart
+            and positions_leak(loaded.model, loaded.context_tokens - MORE_TOKENS, self._pieces)
+        ):
+            found.together = "a row's position changes what another one computes"
+        if loaded.spec.reusable:
+            # The second row, and the one that goes past a window if there is one.
+            found.again = self._rows.again(loaded, [1, *range(len(PROMPTS), len(self._rows.rows))])
+        return found
+
+
+def _verdict(found: Any) -> Verdict | None:
+    with suppress(TypeError):
+        return None if found is None else Verdict(**found)
+    return None

@@ -1,1 +1,0 @@
-"""Storage of a replica's KV and image embeddings outside the batch: memory and disk."""

@@ -1,0 +1,171 @@
+"""The decode kernel beside the reference in plain MLX operations, on rows of any lengths; and how work is divided."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.memory import kernel_check
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.replica.device.device import size_class
+from satchel.actors.replica.kernels import block_kernels, decode_kernel, gpu_kernels, sealing
+from satchel.actors.replica.kernels.decode_views import GROUPS_WANTED, KernelStep, KernelView, RowBlocks
+from satchel.actors.replica.kernels.head_transform import HeadTransform, Rotation
+from satchel.actors.replica.kernels.sealing import POLICIES
+from satchel.actors.replica.kv.pool import Field, LayerFields, SlotGroup, slots_of
+from tests.worlds import cuda_on_cpu, metal_on_cpu
+
+
+@given(rows=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 256)), min_size=1, max_size=40))
+def test_every_row_has_its_groups_and_a_long_one_most(rows: list[tuple[int, int]]):
+    nothing = mx.zeros((1,), mx.uint32)
+    blocks, opened = [count for count, _ in rows], [tokens for _, tokens in rows]
+    lengths = [BLOCK_TOKENS * count + tokens - 1 for count, tokens in rows]
+    made = RowBlocks.of(nothing, [0, *accumulate(blocks)], lengths, [0] * len(rows), 8)
+    numbers: list[int] = np.array(made.numbers).tolist()
+    begins, owners = numbers[4 * len(rows) + 2 : 5 * len(rows) + 3], numbers[5 * len(rows) + 3 :]
+    assert numbers[: len(rows) + 1] == [len(rows), *opened]
+    padded = len(owners)
+    owners = owners[: begins[-1]]
+    assert padded == (len(rows) if len(owners) == len(rows) else size_class(len(owners)))
+    assert owners == [row for row in range(len(rows)) for _ in range(begins[row], begins[row + 1])]
+    counts = [end - begin for begin, end in pairwise(begins)]
+    assert min(counts) >= 1 and made.count == padded and len(owners) <= GROUPS_WANTED + len(rows)
+    units = [4 * count + -(-tokens // 32) for count, tokens in rows]
+    assert counts[units.index(max(units))] == max(counts)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("lengths", [(3,), (700, 3)])
+def test_a_kernel_gets_what_it_names(
+    lengths: tuple[int, ...], number: int, policy: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Where there is no GPU to run it."""
+    names: list[str] = []
+
+    def kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str):
+        def launch(*, inputs: list[mx.array], **rest: Any) -> list[mx.array]:
+            names.append(name)
+            assert len(inputs) == len(read) and all(named in body for named in read if named not in ("order", "sinks"))
+            assert len(rest["output_shapes"]) == len(rest["output_dtypes"]) == len(outputs)
+            return [mx.zeros(*of) for of in zip(rest["output_shapes"], rest["output_dtypes"], strict=True)]
+
+        read = inputs
+        return launch
+
+    monkeypatch.setattr(decode_kernel, "kernel", kernel)
+    decode_kernel._plan.cache_clear()
+    transform = kernel_check.all_transforms(64, mx.float32)[number]
+    pool = block_kernels.empty_slot(2, 64, 64, mx.float32, POLICIES[policy])
+    blocks = [length // BLOCK_TOKENS for length in lengths]
+    slots, one = mx.zeros((64,), mx.uint32), mx.zeros((1,), mx.uint32)
+    rows = RowBlocks.of(slots, [0, *accumulate(blocks)], lengths, [0] * len(lengths), 2)
+    tails = [mx.zeros((len(lengths), 2, BLOCK_TOKENS, 64))] * 2
+    new = mx.zeros((len(lengths), 2, 1, 64))
+    view = KernelView(new, new, KernelStep((tails[0], tails[1]), pool, rows, one), lambda dim: transform)
+    queries = mx.zeros((len(lengths), 4, 1, 64))
+    assert decode_kernel.attend(queries, view, POLICIES[policy], 0.1).shape == queries.shape
+    assert names[-1].endswith("join") == (len(lengths) > 1)
+    decode_kernel._plan.cache_clear()
+
+
+@pytest.mark.skipif(not cuda_on_cpu.can_run(), reason="no compiler")
+@pytest.mark.parametrize("position", [0, 5003, 131_071, 1_000_003])
+def test_far_tokens_are_rotated_as_metal_rotates_a_prompt(position: int, monkeypatch: pytest.MonkeyPatch):
+    """The kernel's text for Metal, run here, puts the same new key into a row's open block as MLX's rotations with
+    their fast cosines do in prefill, wherever the row is."""
+    monkeypatch.setattr(decode_kernel, "kernel", metal_on_cpu.kernel)
+    decode_kernel._plan.cache_clear()
+    dim, policy, numbers = 64, POLICIES["q4"], np.random.default_rng(position)
+    rotation = Rotation.of(nn.RoPE(dim, base=1e6), dim, mx.float32)
+    pool = block_kernels.empty_slot(1, dim, dim, mx.float32, policy)
+    nothing = mx.zeros((1,), mx.uint32)
+    rows = RowBlocks.of(mx.zeros((64,), mx.uint32), [0, 0], [position], [0], 1)
+    tails = mx.zeros((1, 1, BLOCK_TOKENS, dim)), mx.zeros((1, 1, BLOCK_TOKENS, dim))
+    query, key, value = (mx.array(numbers.standard_normal((1, 1, 1, dim), np.float32)) for _ in range(3))
+    step = KernelStep(tails, pool, rows, nothing)
+    view = KernelView(key, value, step, lambda _: HeadTransform(rotation=rotation))
+    mx.eval(tails)
+    mx.eval(decode_kernel.attend(query, view, policy, 1))
+    decode_kernel._plan.cache_clear()
+    got = np.array(tails[0])[0, 0, position % BLOCK_TOKENS]
+    assert np.abs(got - metal_on_cpu.rotate(np.array(key)[0, 0, 0], position, 1e6)).max() < 1e-5
+    assert np.array_equal(np.array(tails[1])[0, 0, position % BLOCK_TOKENS], np.array(value)[0, 0, 0])
+
+
+@pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
+@pytest.mark.parametrize("window", kernel_check.WINDOWS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("grouped", kernel_check.GROUPED)
+@pytest.mark.parametrize("dims", kernel_check.HEAD_SIZES)
+def test_the_kernel_agrees_with_the_reference(dims: tuple[int, int], grouped: int, policy: str, window: int):
+    assert kernel_check.error(dims, grouped, policy, window, mx.bfloat16) <= kernel_check.BOUND_16
+
+
+@pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("grouped", [1, 2, 8])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_norms_and_rotations_in_the_kernel_agree_with_the_modules(dim: int, grouped: int, number: int):
+    for dtype in (mx.float32, mx.bfloat16):
+        transform = kernel_check.all_transforms(dim, dtype)[number]
+        off = kernel_check.error((dim, dim), grouped, "q4", 0, dtype, transform)
+        assert off <= (kernel_check.BOUND if dtype == mx.float32 else kernel_check.BOUND_16)
+
+
+@pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_blocks_are_written_from_their_records(policy: str, dtype: mx.Dtype):
+    """Both layers' arrays, after each other in each record, end in the slots to the last bit."""
+    mx.random.seed(4)
+    group, other = SlotGroup([0, 1], kernels=True), SlotGroup([0, 1], kernels=True)
+    shape = (1, 2, 3 * BLOCK_TOKENS, 128)
+    layers = [
+        slots_of(sealing.seal(mx.random.normal(shape).astype(dtype), mx.random.normal(shape).astype(dtype), seal), 3)
+        for seal in [POLICIES[policy]] * 2
+    ]
+    parts = [array.reshape(3, -1).view(mx.uint8) for layer in layers for array in layer]
+    records, fields, at = mx.concatenate(parts, axis=1), [], 0
+    for part, array in zip(parts, [array for layer in layers for array in layer], strict=True):
+        fields.append(Field(at, at + part.shape[1], array.dtype, array.shape))
+        at += part.shape[1]
+    half = len(fields) // 2
+    slots = group.take(5)[1:4]
+    numbers = mx.array([slot.number for slot in slots], mx.uint32)
+    told = [LayerFields(type(layer), part) for layer, part in zip(layers, (fields[:half], fields[half:]), strict=True)]
+    group.write_records(slots, told, records)
+    assert other.take(5)
+    for place, layer in enumerate(layers):
+        other.write(place, numbers, layer)
+        for one, wanted in zip(group.layer(place), layer, strict=True):
+            assert mx.array_equal(one[numbers + group.written(place)], wanted)
+
+
+@pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("policy", [policy.name for policy in POLICIES.values() if policy.quantizes])
+@pytest.mark.parametrize("key_dim, value_dim", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_blocks_are_dequantized_as_by_mlx(key_dim: int, value_dim: int, policy: str, dtype: mx.Dtype):
+    mx.random.seed(3)
+    keys, values = (mx.random.normal((1, 2, 5 * BLOCK_TOKENS, dim)).astype(dtype) for dim in (key_dim, value_dim))
+    group, seal = SlotGroup([0], kernels=True), POLICIES[policy]
+    slots = group.take(5)
+    numbers = mx.array([slot.number for slot in slots], mx.uint32)
+    group.write(0, numbers, slots_of(sealing.seal(keys, values, seal), 5))
+    mx.eval(group.arrays())
+    table = mx.array([[4, 0, 2], [1, 1, 3]], mx.uint32)
+    open_keys, open_values = (mx.random.normal((2, 2, 300, dim)).astype(dtype) for dim in (key_dim, value_dim))
+    got = block_kernels.unseal(group.layer(0), table, open_keys, open_values, seal, group.written(0))
+    before = sealing.unseal(group.gather(0, table), seal, value_dim, dtype)
+    for one, sealed, fresh in zip(got, before, (open_keys, open_values), strict=True):
+        wanted = mx.concatenate([sealed, fresh], axis=2).astype(mx.float32)
+        assert bool(mx.abs(one.astype(mx.float32) - wanted).max() <= 1e-2 * mx.abs(wanted).max())

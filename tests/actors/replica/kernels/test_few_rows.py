@@ -1,0 +1,216 @@
+"""The kernel for few rows beside plain products: its own text on a CPU, and itself where there is CUDA; and where a
+model uses it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from satchel.actors.replica.device.device import on_cuda
+from satchel.actors.replica.kernels import few_rows
+from satchel.actors.replica.loading import few_rows_check, joined, prepare
+from tests.worlds import cuda_on_cpu
+
+ROUNDING = {mx.bfloat16: 2**-8, mx.float16: 2**-11}
+"""Of the largest number: half a step of its last bit, and what the additions make of it."""
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernel, as far as this machine has it."""
+    if on_cuda():
+        yield
+        return
+    if not cuda_on_cpu.can_run():
+        pytest.skip("this machine has neither CUDA nor a compiler")
+    monkeypatch.setattr(few_rows, "kernel", cuda_on_cpu.kernel)
+    few_rows._plan.cache_clear()
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+    few_rows._plan.cache_clear()
+
+
+def quantized(outputs: int, inputs: int, dtype: mx.Dtype, *, group_size: int = 64, bias: bool = False) -> Any:
+    layer = nn.QuantizedLinear(inputs, outputs, bias=bias, group_size=group_size, bits=4)
+    weight = mx.random.normal((outputs, inputs), key=mx.random.key(outputs)).astype(dtype)
+    layer.weight, layer.scales, layer.biases = mx.quantize(weight, group_size, 4)
+    if bias:
+        layer.bias = mx.random.normal((outputs,), key=mx.random.key(1)).astype(dtype)
+    return layer
+
+
+def exact(layer: Any, x: mx.array) -> mx.array:
+    scales, biases = (array.astype(mx.float32) for array in (layer.scales, layer.biases))
+    weight = mx.dequantize(layer.weight, scales, biases, layer.group_size, 4)
+    return x.astype(mx.float32) @ weight.T + (layer.bias.astype(mx.float32) if "bias" in layer else 0)
+
+
+def drawn(shape: tuple[int, ...], dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(3)).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "widths", "group_size", "output_tiles"),
+    [
+        (2, 64, (16,), 64, 1),
+        (8, 640, (48,), 64, 1),
+        (7, 256, (30, 2, 64), 128, 2),
+        (16, 512, (64, 112, 32), 64, 4),
+        (17, 1152, (96,), 128, 1),
+        (32, 256, (80, 32), 64, 2),
+        (29, 1024, (208,), 64, 4),
+    ],
+)
+def test_the_kernel_multiplies(
+    dtype: mx.Dtype,
+    rows: int,
+    inputs: int,
+    widths: tuple[int, ...],
+    group_size: int,
+    output_tiles: int,
+    kernel: None,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(few_rows, "_output_tiles", lambda outputs: output_tiles)
+    layer = quantized(sum(widths), inputs, dtype, group_size=group_size, bias=rows % 2 == 1)
+    x = drawn((rows, 1, inputs), dtype)
+    parts = few_rows.multiply(layer, x, widths)
+    assert [part.shape for part in parts] == [(rows, 1, width) for width in widths]
+    assert {part.dtype for part in parts} == {dtype}
+    expected = exact(layer, x)
+    error = mx.abs(mx.concatenate(parts, axis=-1).astype(mx.float32) - expected).max()
+    assert error <= 1.5 * ROUNDING[dtype] * mx.abs(expected).max()
+
+
+def test_rows_may_begin_anywhere_in_memory(kernel: None, monkeypatch: pytest.MonkeyPatch):
+    if on_cuda():
+        flat = drawn((5 * 128 + 1,))
+        x = mx.contiguous(flat)[1:].reshape(5, 128)
+    else:
+        # Arrays of numpy are aligned.
+        monkeypatch.setattr(few_rows, "_BODY", few_rows._BODY.replace("if (aligned)", "if (false)"))
+        x = drawn((5, 128))
+    layer = quantized(32, 128, mx.bfloat16)
+    expected = exact(layer, x)
+    error = mx.abs(few_rows.multiply(layer, x, (32,))[0].astype(mx.float32) - expected).max()
+    assert error <= 1.5 * ROUNDING[mx.bfloat16] * mx.abs(expected).max()
+
+
+def test_work_is_divided_so_that_a_device_is_busy():
+    for outputs in (16, 1024, 4096, 6144, 8192, 151_936):
+        each = few_rows._output_tiles(outputs)
+        assert each in (1, 2, 4) and (each == 1 or outputs / (16 * each) >= few_rows.GROUPS_WANTED)
+
+
+def test_only_few_rows_of_the_weights_dtype_are_taken():
+    layer = few_rows.by_kernel(quantized(32, 64, mx.bfloat16), 16)
+    taken = [rows for rows in (1, 2, 16, 17, 32) if few_rows.takes(layer, drawn((rows, 1, 64)))]
+    assert taken == [2, 16]
+    assert not few_rows.takes(layer, drawn((4, 64), mx.float32))
+    assert not few_rows.takes(quantized(32, 64, mx.bfloat16), drawn((4, 64)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "does"),
+    [
+        (quantized(32, 64, mx.bfloat16), True),
+        (quantized(32, 128, mx.float16, group_size=128, bias=True), True),
+        (quantized(24, 64, mx.bfloat16), False),
+        (quantized(32, 64, mx.float32), False),
+        (quantized(32, 64, mx.bfloat16, group_size=32), False),
+        (nn.QuantizedLinear(64, 32, bits=8), False),
+        (nn.QuantizedLinear(64, 32, mode="mxfp4"), False),
+        (nn.Linear(64, 32), False),
+    ],
+)
+def test_what_the_kernel_cannot_read_is_left_alone(layer: Any, does: bool):
+    assert few_rows.fits(layer) is does
+
+
+class Tiny(nn.Module):
+    """Layers in both forms and in one, some joined, and an embedding that is the output layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.QuantizedEmbedding(48, 64, 64, 4)
+        self.embedding.weight, self.embedding.scales, self.embedding.biases = mx.quantize(drawn((48, 64)), 64, 4)
+        self.one, self.two = (prepare._both(quantized(outputs, 64, mx.bfloat16)) for outputs in (32, 48))
+        self.last = quantized(64, 64, mx.bfloat16)
+        self.odd = quantized(24, 64, mx.bfloat16)
+        self.layers: list[Any] = []
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        x = self.embedding(tokens)
+        x = x + mx.pad(self.one(x), [(0, 0), (0, 0), (0, 32)]) * mx.pad(self.two(x), [(0, 0), (0, 0), (0, 16)])
+        return self.embedding.as_linear(self.last(x) / 8 + self.odd(-x).mean(axis=-1, keepdims=True))
+
+
+@pytest.fixture
+def device(kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with CUDA, on which the kernel is no slower."""
+    monkeypatch.setattr(few_rows_check, "on_cuda", lambda: True)
+    monkeypatch.setattr(few_rows_check.gpu_kernels, "is_available", lambda: True)
+    monkeypatch.setattr(few_rows_check, "is_slower", lambda *_: False)
+    monkeypatch.setattr(few_rows_check, "TIMED_PRODUCTS", 1)
+    monkeypatch.setattr(few_rows_check, "TIMED_ROUNDS", 1)
+
+
+def test_a_models_layers_multiply_few_rows_by_the_kernel(device: None, monkeypatch: pytest.MonkeyPatch):
+    model = Tiny()
+    tokens = mx.array([[1], [2], [3]], mx.uint32)
+    before = model(tokens, None)
+    assert joined.join(model, model) == 1
+    assert few_rows_check.install(model) == 3
+    seen = []
+    multiply = few_rows.multiply
+    monkeypatch.setattr(
+        few_rows, "multiply", lambda layer, x, widths: seen.append(widths) or multiply(layer, x, widths)
+    )
+    monkeypatch.setattr(prepare, "STORED_PRODUCTS_MAX", 0)
+    after = model(tokens, None)
+    assert seen == [(32, 48), (64,), (48,)]
+    # On a CPU MLX rounds sums of codes to 16 bits.
+    assert mx.abs(after - before).max() <= 5e-2 * mx.abs(before).max()
+    seen.clear()
+    model(tokens[:1], None)
+    model(mx.zeros((33, 1), mx.uint32), None)
+    assert not seen
+
+
+def test_a_kernel_that_is_slower_is_used_for_fewer_rows_or_not_at_all(device: None, monkeypatch: pytest.MonkeyPatch):
+    model, tried = Tiny(), []
+    monkeypatch.setattr(few_rows_check, "is_slower", lambda *_: tried.append(1) or len(tried) < 3)
+    few_rows_check.install(model)
+    # The layer that was tried first.
+    assert model.last.rows_most == 8
+    monkeypatch.setattr(few_rows_check, "is_slower", lambda *_: True)
+    assert few_rows_check.install(Tiny()) == 0
+
+
+@pytest.mark.parametrize("fault", ["wrong", "nothing", "refused"])
+def test_a_kernel_that_is_wrong_here_is_not_used_and_why_is_logged(
+    fault: str, device: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    multiply = few_rows.multiply
+
+    def faulty(layer: Any, x: mx.array, widths: tuple[int, ...]) -> list[mx.array]:
+        if fault == "refused":
+            raise RuntimeError("it cannot be compiled. At all")
+        return [part * (1.05 if fault == "wrong" else mx.nan) for part in multiply(layer, x, widths)]
+
+    monkeypatch.setattr(few_rows_check, "multiply", faulty)
+    with caplog.at_level(logging.WARNING):
+        assert few_rows_check.install(Tiny()) == 0
+    assert ("cannot be compiled" if fault == "refused" else "the kernel is off by") in caplog.text
+
+
+def test_without_cuda_nothing_is_tried(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(few_rows_check, "on_cuda", lambda: False)
+    assert few_rows_check.install(Tiny()) == 0

@@ -1,0 +1,79 @@
+"""The rules by which memory is divided."""
+
+from __future__ import annotations
+
+import pytest
+
+from satchel.actors.replica.memory.budget import (
+    Held,
+    MemoryBudget,
+    MemoryClaim,
+    Rows,
+    bearable_bytes,
+    share_bytes,
+    workspace_bytes,
+)
+
+BUDGET = MemoryBudget(bytes_max=32_000, token_bytes=2, row_bytes=100, rows_max=4, paged=True)
+USABLE = 31_000
+
+
+def test_replicas_get_equal_parts_of_what_models_and_workspaces_leave():
+    assert share_bytes(1000, [MemoryClaim(100, 50), MemoryClaim(300, 50)]) == 250
+    assert share_bytes(1000, [MemoryClaim(2000, 0)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("used", "free", "expected"), [(0, 1000, 500), (400, 64, 432), (400, 32, 400), (400, 10, 378), (0, 0, 0)]
+)
+def test_other_programs_take_what_they_need(used: int, free: int, expected: int):
+    """A thirty-second of the device stays free; what is missing is given back."""
+    assert bearable_bytes(500, used, free, 1024) == expected
+
+
+def test_a_workspace_grows_with_the_chunk_and_with_the_history():
+    small = workspace_bytes(tokens=256, context=1000, hidden=64, intermediate=128, itemsize=2, layer=100)
+    assert small == 256 * (12 * 64 + 4 * 128) * 2 + 256 * 1000 + 2 * 1000 * 100
+
+
+def test_kept_prefixes_have_what_rows_do_not_need():
+    assert BUDGET.usable == USABLE
+    assert BUDGET.kept_bytes(Rows(), Held()) == USABLE - 400, "open blocks of rows that may come are reserved"
+    rows = Rows(count=2, cost=5000, held=1000)
+    held = Held(pool=4000, slots=3800, kept=50, loose=2050)
+    # Of the slots and what lies beside them 2,050 bytes can go, and rows account for the rest.
+    assert BUDGET.others(rows, held) == 0
+    assert BUDGET.kept_bytes(rows, held) == USABLE - 10_000 - 200
+    assert BUDGET.rows_tokens(rows, held) == USABLE // 2
+
+
+def test_all_that_is_not_in_the_pool_is_outside():
+    assert Held(pool=10_000, slots=9000, loose=800, kept=1, pictures=20, seen=300, unwritten=4000).outside == 4321
+
+
+def test_what_nobody_expected_of_the_slots_is_not_given_to_rows():
+    rows, held = Rows(count=1, cost=1000, held=1000), Held(pool=9000, slots=9000, loose=2000)
+    assert BUDGET.others(rows, held) == 9000 - 2000 + 100 - 2000
+    assert BUDGET.rows_tokens(rows, held) == (USABLE - 5100) // 2
+
+
+def test_pictures_of_rows_and_unwritten_kv_go_before_what_is_kept():
+    held = Held(pictures=5000, unwritten=1000, seen=3000)
+    assert BUDGET.kept_bytes(Rows(), held) == USABLE - 6000 - 3000 - 400
+    assert BUDGET.pictures_bytes(Rows(), held) == 4000
+    assert BUDGET.pictures_bytes(Rows(count=4, cost=12_000, held=12_000), held) == USABLE - 6000 - 24_000
+
+
+def test_a_pool_grows_by_much_or_not_at_all_and_gives_back_with_slack():
+    held = Held(pool=30_000, slots=30_000, loose=30_000)
+    assert BUDGET.pool_bytes(Rows(), held) == USABLE - 400
+    assert BUDGET.kept_bytes(Rows(), held) == 30_000, "600 bytes more are not worth a copy"
+    assert not BUDGET.pool_is_too_large(Rows(), held)
+    assert BUDGET.pool_is_too_large(Rows(), Held(pool=30_000, kept=2001))
+
+
+def test_a_dense_batch_has_no_pool():
+    dense = MemoryBudget(bytes_max=32_000, token_bytes=2, row_bytes=0, rows_max=4, paged=False)
+    rows, held = Rows(count=2, cost=1000, held=900), Held(kept=3000, loose=1000)
+    assert dense.others(rows, held) == 2000 and dense.used(rows, held) == 1800 + 3000
+    assert dense.kept_bytes(rows, held) == USABLE - 2000 - 2000

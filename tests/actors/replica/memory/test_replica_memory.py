@@ -1,0 +1,124 @@
+"""How the replicas of a node share its memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from satchel.actors.replica.memory import replica_memory
+from satchel.actors.replica.memory.replica_memory import ReplicaMemory
+from satchel.cluster.config import Scheduling
+from satchel.cluster.errors import ModelLoadError
+from satchel.cluster.nodes import Node
+from tests.worlds.bench import load_tiny
+
+GIB = 2**30
+
+
+def replica(folder: Path, name: str, memory_bytes_max: int | None = 8 * GIB, **node: Any) -> ReplicaMemory:
+    return ReplicaMemory(folder, name, Node(name="mac0", **node), Scheduling(memory_bytes_max=memory_bytes_max))
+
+
+def test_replicas_divide_what_their_models_leave(tmp_path: Path) -> None:
+    """One that is loaded while another runs takes its weights from the whole, and half of the rest."""
+    first = replica(tmp_path, "m-0")
+    first.note(2 * GIB, GIB)
+    assert first.share_bytes() == 5 * GIB
+    second = replica(tmp_path, "n-0")
+    second.note(GIB)
+    assert first.share_bytes() == second.share_bytes() == 2 * GIB
+    second.note(20 * GIB)
+    assert first.share_bytes() == 0
+
+
+def test_a_node_s_own_figure_goes_before_and_the_deprecated_one_is_divided(tmp_path: Path) -> None:
+    first = replica(tmp_path, "m-0", memory_bytes_max=4 * GIB, kv_bytes_max=GIB)
+    assert first.share_bytes() == 4 * GIB and first.rows_bytes_max() == GIB
+    replica(tmp_path, "m-1", memory_bytes_max=2 * GIB)
+    assert first.share_bytes() == 2 * GIB and first.rows_bytes_max() == GIB // 2
+
+
+def _claim_and_die(folder: Path) -> None:
+    replica(folder, "other").note(6 * GIB)
+    os._exit(9)
+
+
+def test_the_claim_of_a_replica_that_died_counts_no_more(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_claim_and_die, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    first = replica(tmp_path, "m-0")
+    assert process.exitcode == 9 and first.share_bytes() == 8 * GIB
+    assert [path.name for path in tmp_path.iterdir()] == [f"m-0-{os.getpid()}.claim"]
+
+
+def test_without_a_figure_the_device_says_and_a_later_replica_believes_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is free on a card when the second model is loaded lacks what the first one has taken."""
+    monkeypatch.setattr(replica_memory, "_device_now", lambda: 16 * GIB)
+    first = replica(tmp_path, "m-0", memory_bytes_max=None)
+    monkeypatch.setattr(replica_memory, "_device_now", lambda: 3 * GIB)
+    second = replica(tmp_path, "n-0", memory_bytes_max=None)
+    assert first.share_bytes() == second.share_bytes() == 8 * GIB
+    second.note(60 * GIB)
+    assert first.share_bytes() == GIB, "a sixteenth is left for whoever runs already"
+
+
+def test_on_metal_the_plan_stays_below_where_mlx_gives_its_buffers_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is 95% of the working set, with the buffers that are kept for later."""
+    monkeypatch.setattr(replica_memory, "device_kind", lambda: "metal")
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 100 * GIB})
+    assert 85 * GIB <= replica_memory._device_now() <= 92 * GIB
+    assert replica_memory.usable_bytes("cuda", 16 * GIB) == 15 * GIB
+    assert replica_memory.usable_bytes("cpu", 16 * GIB) == 8 * GIB
+
+
+def test_a_model_waits_until_others_have_made_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no longer than its limit; alone it waits for nobody."""
+    free, slept = [GIB, GIB, 3 * GIB], []
+    monkeypatch.setattr(replica_memory, "device_bytes", lambda **how: free.pop(0) if len(free) > 1 else free[0])
+    # Only there: other threads of this process sleep too.
+    monkeypatch.setattr(replica_memory, "time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic))
+    first = replica(tmp_path, "m-0")
+    first.make_way(2 * GIB)
+    assert not slept
+    second = replica(tmp_path, "n-0")
+    second.make_way(2 * GIB)
+    assert len(slept) == 1 and first.share_bytes() == (8 - 4) * GIB // 2
+
+
+def test_a_model_that_leaves_no_memory_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_tiny(tmp_path / "model")
+    # This process has other models too.
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 10 * 2**20)
+    small = replica(tmp_path / "claims", "m-0", memory_bytes_max=2**16)
+    with pytest.raises(ModelLoadError, match="raise memory_bytes_max"):
+        small.settle(loaded)
+    large = replica(tmp_path / "claims", "m-1", memory_bytes_max=2**31)
+    shared = large.settle(loaded)
+    small.withdraw()
+    assert shared < 2**30 < large.settle(loaded)
+
+
+def test_the_engine_is_told_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, told = replica(tmp_path, "m-0"), []
+
+    class Enough(Exception):
+        pass
+
+    def resize(*sizes: int) -> None:
+        told.append(sizes)
+        raise Enough
+
+    monkeypatch.setattr(replica_memory, "POLL_S", 0.0)
+    with pytest.raises(Enough):
+        memory.watch(lambda: GIB, resize)
+    assert told[0][0] == 7 * GIB and memory.share_bytes() == 7 * GIB, "what prefills needed is measured"
