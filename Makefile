@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 # `docs` and `examples` are folders too.
-.PHONY: help serve docs examples test test-slow test-clients test-real test-zoo test-mutants check format lock clean train-embedded eval-embedded train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
+.PHONY: help serve docs examples test test-slow test-clients test-real test-zoo test-mutants check format lock clean train-recall eval-recall train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
 	bench-vision bench-templates bench-recipe bench-quality bench-checkpoints soak attack
 
 PYTHON ?= python3
@@ -68,21 +68,21 @@ format: .venv/.development ## Format the code and mend what lint can mend
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-train-embedded: ## Train the small model anew into OUT=build/recall, with a PYTHON that has PyTorch and a GPU
+train-recall: ## Train the small text model anew into OUT=build/recall, with a PYTHON that has PyTorch and a GPU
 	@$(PYTHON) -c 'import torch, safetensors, tokenizers' 2>/dev/null || \
 		{ echo "\"$(PYTHON)\" has no torch, safetensors and tokenizers; training needs them, and an NVIDIA GPU" >&2; exit 1; }
-	@$(PYTHON) -m benchmarks.embedded.train --out "$(or $(OUT),build/recall)" --tokenizer actors/model_files/embedded/recall
+	@$(PYTHON) -m training.recall.train --out "$(or $(OUT),build/recall)" --tokenizer actors/model_files/embedded/recall
 
 train-shapes: ## Train the small vision model anew into OUT=build/shapes, with a PYTHON that has PyTorch and a GPU
 	@$(PYTHON) -c 'import torch, safetensors, tokenizers' 2>/dev/null || \
 		{ echo "\"$(PYTHON)\" has no torch, safetensors and tokenizers; training needs them, and an NVIDIA GPU" >&2; exit 1; }
-	@$(PYTHON) -m benchmarks.shapes.train --out "$(or $(OUT),build/shapes)" --tokenizer actors/model_files/embedded/shapes
+	@$(PYTHON) -m training.shapes.train --out "$(or $(OUT),build/shapes)" --tokenizer actors/model_files/embedded/shapes
 
 eval-shapes: .venv/.development ## Measure the small vision model that ships with Satchel
-	@$(BIN)/python -m benchmarks.shapes.evaluate
+	@$(BIN)/python -m benchmarks.embedded.shapes
 
-eval-embedded: .venv/.development ## Measure the small model that ships with Satchel
-	@$(BIN)/python -m benchmarks.embedded.evaluate
+eval-recall: .venv/.development ## Measure the small text model that ships with Satchel
+	@$(BIN)/python -m benchmarks.embedded.recall
 
 bench-serve: .venv/.development ## Measure serving beside other servers; BENCH="--models recall --rounds 1" for options
 	@$(BIN)/python -m benchmarks.serve.run $(BENCH)
@@ -116,10 +116,10 @@ bench-checkpoints: .venv/.development ## Measure how real checkpoints start, go 
 	@$(BIN)/python -m benchmarks.checkpoints.run --models "$(MODELS)" $(BENCH)
 
 soak: .venv/.development ## Kill a server and fill its disk for MINUTES=60 while agents talk, and compare; BENCH="--disk tenth" options
-	@$(BIN)/python -m benchmarks.soak.run $(if $(MINUTES),--minutes "$(MINUTES)") $(BENCH)
+	@$(BIN)/python -m tests.soak.run $(if $(MINUTES),--minutes "$(MINUTES)") $(BENCH)
 
 attack: .venv/.development ## Attack a server of its own on loopback while 16 clients stream, for MINUTES=20; BODIES=500 ONLY=raw,large for less
-	@$(BIN)/python -m benchmarks.attack.run $(if $(MINUTES),--minutes "$(MINUTES)") $(if $(BODIES),--bodies "$(BODIES)") \
+	@$(BIN)/python -m tests.attack.run $(if $(MINUTES),--minutes "$(MINUTES)") $(if $(BODIES),--bodies "$(BODIES)") \
 		$(if $(ONLY),--only "$(ONLY)") $(BENCH)
 
 COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
@@ -132,7 +132,7 @@ lock: .venv/bin/python ## Write the lock files anew from pyproject.toml; UPGRADE
 	@$(COMPILE) tests/clients/requirements.in --output-file tests/clients/requirements.lock
 
 # Symbolic links, for pages link to files outside docs/, and MkDocs knows one folder.
-PAGES := README.md ARCHITECTURE.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE docs examples benchmarks configs
+PAGES := README.md ARCHITECTURE.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE docs examples training benchmarks tests configs
 docs: .venv/.runtime build/docs/venv/.ready ## Build the documentation into build/docs/site; a dead link fails
 	@$(BIN)/python -m docs.reference
 	@rm -rf build/docs/source && mkdir -p build/docs/source

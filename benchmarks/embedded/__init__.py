@@ -1,1 +1,1 @@
-"""How the embedded text model was made, and what it can do."""
+"""What the embedded models can do."""

@@ -14,8 +14,8 @@ from satchel.actors.replica.execution.divergence import Scores, compare
 from satchel.actors.replica.kernels.sealing import FULL_PRECISION, POLICIES
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.selftest.probe import caches_of, row_of, scored_spans, spec_of
+from training.recall import data
 
-from ..embedded import data
 from ..parts import Budget, ResultTable, Say
 
 OURS = tuple(name for name, policy in POLICIES.items() if policy.quantizes)

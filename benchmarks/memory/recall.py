@@ -13,8 +13,8 @@ from satchel.actors.replica.kv.caches import merge
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.selftest.probe import caches_of, spec_of
 
-from ..embedded import evaluate
-from ..embedded import questions as questioner
+from ..embedded import recall_questions as questioner
+from ..embedded.recall import MODEL, TextSpeaker
 from ..parts import Budget, ResultTable, Say
 
 COMPARED = (FULL_PRECISION, *(name for name in POLICIES if name != FULL_PRECISION))
@@ -40,13 +40,13 @@ def recall(
     """
     part = ResultTable("Codes that the embedded model recalls")
     loaded = models.load(
-        str(evaluate.MODEL),
+        str(MODEL),
         context_tokens_max=None,
         progress=lambda what, fraction: None,
         kv=FULL_PRECISION,
         warm=False,
     )
-    speaker = evaluate.TextSpeaker(evaluate.MODEL, loaded.model)
+    speaker = TextSpeaker(MODEL, loaded.model)
     makers = {name: caches_of(loaded, spec_of(loaded, name)) for name in policies}
     lengths = talks or [(facts, length) for facts, length in questioner.LONG if length < loaded.context_tokens]
     total = dict.fromkeys(policies, 0)

@@ -1,4 +1,4 @@
-"""The embedded model recalls what it is sold for, in full precision and with KV in 4 bits."""
+"""The embedded models recall and see what they are sold for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.programs import ROOT, program
 )
 def test_recall(row: str, questions: int, least: float):
     run = subprocess.run(
-        program("embedded.evaluate", "--json", "--cpu", "--rows", row, "--questions", questions),
+        program("embedded.recall", "--json", "--cpu", "--rows", row, "--questions", questions),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -30,3 +30,27 @@ def test_recall(row: str, questions: int, least: float):
     right = json.loads(run.stdout)["right"]
     assert set(right) == {row, f"{row}, never told"}
     assert min(right.values()) >= least, right
+
+
+@pytest.mark.parametrize(
+    ("count", "every", "least"),
+    [
+        pytest.param(4, 18, {"pure colours on white": 1.0, "what is in it": 0.9}, marks=pytest.mark.slow),
+        pytest.param(
+            20,
+            1,
+            {"pure colours on white": 1.0, "what is in it": 0.97, "video": 0.92},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_sight(count: int, every: int, least: dict[str, float]):
+    found: dict[str, list[int]] = {}
+    for row in least:
+        options = ["--json", "--cpu", "--rows", row, "--count", str(count), "--every", str(every)]
+        run = subprocess.run(
+            program("embedded.shapes", *options), cwd=ROOT, capture_output=True, text=True, timeout=5400, check=True
+        )
+        found |= json.loads(run.stdout)
+    shares = {row: found[row][0] / found[row][1] for row in least}
+    assert all(shares[row] >= share for row, share in least.items()), shares

@@ -81,7 +81,7 @@ def test_an_answer_is_what_the_template_writes_after_its_prompt():
 
 
 def test_the_scripted_model_has_the_tokenizer_of_the_other_one():
-    """`benchmarks.embedded.scripted` copies it."""
+    """`training.script` copies it."""
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (EMBEDDED / "script" / name).read_bytes() == (EMBEDDED / "recall" / name).read_bytes()
     assert json.loads((EMBEDDED / "script" / "config.json").read_text())["max_position_embeddings"] == 131_072

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .filler import any_filler, sentence
-from .talk import GREETING, NOTED, SEEN, Message, answer, count_reply, fact, question
-from .tools import call, get_code_tool, result
-from .words import LETTERS, any_code, any_name, number_in_words, pronounceable_name, similar_name
+from training.recall.filler import any_filler, sentence
+from training.recall.talk import GREETING, NOTED, SEEN, Message, answer, count_reply, fact, question
+from training.recall.tools import call, get_code_tool, result
+from training.recall.words import LETTERS, any_code, any_name, number_in_words, pronounceable_name, similar_name
 
 # Other talk that no generator of the training makes.
 PROSE = """

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..embedded.filler import any_filler
+from ..recall.filler import any_filler
 from . import questions
 from .questions import ORDINALS, Asked, ask, ask_across, ask_film, directed
 from .scenes import Film, Scene, any_film, any_scene

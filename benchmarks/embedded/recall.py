@@ -1,6 +1,6 @@
 """Measures the embedded text model with MLX: greedy, in float32, with names it has not seen.
 
-    python -m benchmarks.embedded.evaluate [--model DIR] [--questions 60] [--json]
+    python -m benchmarks.embedded.recall [--model DIR] [--questions 60] [--json]
 
 A reply counts only if it is right from the first character to its end. Where one reply is right, the model reads it
 once and must find each of its tokens the most likely: then it is what greedy decoding says. Stories are decoded.
@@ -22,9 +22,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_tokenizer
 
 from satchel.actors.replica.loading.models import load
+from training.recall.talk import Message
 
-from .questions import LONG, SHORT, QuestionCase, asked, long_talk, story_asked
-from .talk import Message
+from .recall_questions import LONG, SHORT, QuestionCase, asked, long_talk, story_asked
 
 MODEL = Path(__file__).resolve().parents[2] / "actors" / "model_files" / "embedded" / "recall"
 CHUNK = 512  # tokens read at once

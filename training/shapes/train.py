@@ -1,6 +1,6 @@
 """Trains the vision model on one GPU and writes it in the Hugging Face layout.
 
-    python -m benchmarks.shapes.train --out DIR --tokenizer actors/model_files/embedded/shapes
+    python -m training.shapes.train --out DIR --tokenizer actors/model_files/embedded/shapes
 
 Every picture is drawn once and never again. The same seed gives the same chats whatever the number of workers; where
 `--seconds` ends the training, the machine's speed decides after how many of them.

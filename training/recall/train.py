@@ -1,6 +1,6 @@
 """Trains the embedded text model on one GPU and writes it in the Hugging Face layout.
 
-    python -m benchmarks.embedded.train --out DIR
+    python -m training.recall.train --out DIR
 
 The folder must hold the tokenizer's files or they are made first. Rows grow from 512 to 8,192 tokens; every row is a
 new conversation. The same seed gives the same rows whatever the number of workers.

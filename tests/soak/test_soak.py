@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.soak import client, driver, ledger, plan, reference, report
+from tests.soak import client, driver, ledger, plan, reference, report
 
 KINDS_WITH_AN_AGENT = {"fork", "delete", "release", "inject"}
 

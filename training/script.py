@@ -1,6 +1,6 @@
 """Writes the scripted model: the shipped tokenizer and template, and a layer of random weights with a long context.
 
-python -m benchmarks.embedded.scripted OUT
+python -m training.script OUT
 """
 
 from __future__ import annotations

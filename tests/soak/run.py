@@ -1,7 +1,7 @@
 """A soak: agents talk for an hour to a server that has room for a tenth of what they hold, while it is killed again and
 again and its disk fills; afterwards the same is done undisturbed, and compared.
 
-    python -m benchmarks.soak.run [--minutes 60] [--disk roomy] [--agents 24] [--seed 1]
+    python -m tests.soak.run [--minutes 60] [--disk roomy] [--agents 24] [--seed 1]
 
 With `--disk roomy` only the memory is small: then each turn may compute its own new tokens and one block. With
 `--disk tenth` the disk is as small, and what it has no room for is computed again. Exits with 1 where a law is broken.
@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from .. import kept, machine
-from ..programs import RESULTS, ROOT
+from benchmarks import kept, machine
+from benchmarks.programs import RESULTS, ROOT
+
 from .driver import Soak
 from .plan import LIMITS, SlotPlan
 from .reference import Compared, Reference

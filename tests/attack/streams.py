@@ -1,6 +1,6 @@
 """The honest clients: greedy streams with fixed prompts, in a process of their own, as long as the server is attacked.
 
-    python -m benchmarks.attack.streams URL STREAMS TOKENS KEY
+    python -m tests.attack.streams URL STREAMS TOKENS KEY
 
 Prints a line of JSON for every answer, and every second the ages of what the streams wait for. Ends with its input.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from ..programs import ROOT, program
+from benchmarks.programs import ROOT
 
 _NAMES = ("ada", "bob", "eve", "ida", "leo", "mia", "ned", "zoe")
 _PAUSE_S = 0.5
@@ -133,7 +133,7 @@ class Streams:
         self.said: list[StreamedAnswer] = []
         self.waiting: list[LongestWait] = []
         self._process = subprocess.Popen(
-            program("attack.streams", url, streams, tokens, key),
+            [sys.executable, "-m", "tests.attack.streams", url, str(streams), str(tokens), key],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

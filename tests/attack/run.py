@@ -1,6 +1,6 @@
 """Attacks a server of its own, on loopback, while honest clients stream beside: nothing of theirs changes or stops.
 
-    python -m benchmarks.attack.run [--minutes 20] [--bodies 20000] [--only raw,large] [--seed 1]
+    python -m tests.attack.run [--minutes 20] [--bodies 20000] [--only raw,large] [--seed 1]
 
 Exits with 1 where a status from 500 on came that no limit names, a stream changed, was cut off or stood still for more
 than a second (and longer than in peace), a process kept memory, or the server was gone.
@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import kept, machine
+from benchmarks.programs import RESULTS, ROOT
 from satchel.cluster.config import Home
 from satchel.cluster.keys import create_key
 
-from .. import kept, machine
-from ..programs import RESULTS, ROOT
 from ..soak import server as soak_server
 from .attacks import ATTACKS
 from .http import AttackOutcome, healthy, sign

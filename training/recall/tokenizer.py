@@ -1,6 +1,6 @@
 """Trains the byte-level BPE of the embedded text model and writes its files with the chat template.
 
-    python -m benchmarks.embedded.tokenizer --out DIR
+    python -m training.recall.tokenizer --out DIR
 
 The merges are made in two rounds. The first never joins a space to anything; the second only puts a space before a
 word or sign that the first has made whole. As the second round's merges rank last, a word falls into the same pieces

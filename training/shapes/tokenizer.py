@@ -1,6 +1,6 @@
 """Trains the byte-level BPE of the vision model and writes its files with the chat template.
 
-python -m benchmarks.shapes.tokenizer --out DIR
+python -m training.shapes.tokenizer --out DIR
 """
 
 from __future__ import annotations

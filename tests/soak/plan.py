@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..embedded import filler, talk, words
+from training.recall import filler, talk, words
 
 LIMITS = (600, 2000, 600, 2000, 6000, 2000, 600, 6000)
 """Tokens at which a life ends, by slot."""

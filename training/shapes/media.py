@@ -1,6 +1,6 @@
 """Pictures and videos as the model is given them: the arithmetic of mlx-vlm's Qwen3-VL processor, without it.
 
-The machine that trains has no MLX. `tests/benchmarks/test_shapes.py` holds both against each other.
+The machine that trains has no MLX. `tests/training/test_shapes.py` holds both against each other.
 """
 
 from __future__ import annotations

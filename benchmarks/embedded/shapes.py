@@ -1,6 +1,6 @@
 """Measures the embedded vision model with MLX: greedy, in float32, on pictures it has not seen.
 
-    python -m benchmarks.shapes.evaluate [--model DIR] [--count 25] [--rows TEXT] [--json]
+    python -m benchmarks.embedded.shapes [--model DIR] [--count 25] [--rows TEXT] [--json]
 
 Pictures go through the processor and the model of mlx-vlm. A reply counts only if it is right from the first character
 to its end. The model reads a chat once, with the right replies in it, and must find each of their tokens the most
@@ -24,11 +24,11 @@ import numpy as np
 from mlx_vlm.utils import load
 from PIL import ImageColor
 
-from .drawing import frames_of, shown
-from .palette import COLOURS, WHITE
-from .questions import ask, ask_film, ask_list, directed, listed
-from .scenes import SHAPES, Film, Look, Scene, Thing, any_film, any_scene
-from .talk import PictureChat, any_chat
+from training.shapes.drawing import frames_of, shown
+from training.shapes.palette import COLOURS, WHITE
+from training.shapes.questions import ask, ask_film, ask_list, directed, listed
+from training.shapes.scenes import SHAPES, Film, Look, Scene, Thing, any_film, any_scene
+from training.shapes.talk import PictureChat, any_chat
 
 MODEL = Path(__file__).resolve().parents[2] / "actors" / "model_files" / "embedded" / "shapes"
 SIDES = (64, 96, 128, 160, 224, 256, 320, 448, 1024)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attack import bodies, http, large, report, streams
-from benchmarks.attack.attacks import ATTACKS
+from tests.attack import bodies, http, large, report, streams
+from tests.attack.attacks import ATTACKS
 
 
 def error(status: int, **fields: Any) -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""How the embedded vision model was made, and what it can do."""

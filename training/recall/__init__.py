@@ -1,0 +1,1 @@
+"""How the embedded text model was made."""

@@ -1,0 +1,1 @@
+"""How the embedded vision model was made."""
