@@ -19,7 +19,7 @@ from satchel.actors.model_files.source import EMBEDDED
 from satchel.cluster.config import Home
 from satchel.cluster.keys import OWNER, create_key
 from tests.system import hosts
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
 
 from ..parts import Budget, ResultTable, Say, median
 from ..programs import ROOT, program

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from tests.worlds.bench import Bench, load_tiny
+from tests.worlds.replica.bench import Bench, load_tiny
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, dynamic_module_utils
 
 from satchel.actors import patches
 from satchel.actors.model_files.source import EMBEDDED
-from tests.worlds import families, vision_families
+from tests.worlds.models import families, vision_families
 
 LAYERS = 2
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.templates.run import DATED, measure, text_model
 from benchmarks.templates.sessions import RecordedSession, RecordedStep, Words, answer, result
-from tests.worlds.forgetful_templates import TEMPLATES
+from tests.worlds.models.forgetful_templates import TEMPLATES
 
 
 @pytest.fixture(scope="module")

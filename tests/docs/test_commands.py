@@ -22,7 +22,7 @@ import yaml
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import load_config
 from tests.system.serving import COMMAND, serving
-from tests.worlds.recordings import talk, write
+from tests.worlds.api.recordings import talk, write
 
 from .pages import PAGES, ROOT, Command, blocks, commands
 

@@ -14,7 +14,7 @@ import pytest
 from examples.stories import gossip, story, traces
 from examples.stories.endpoint import RequestUsage
 from examples.stories.ledger import Ledger, table
-from tests.worlds.recordings import calls, talk
+from tests.worlds.api.recordings import calls, talk
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,7 +16,7 @@ from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer, save_model
 
-from tests.worlds.bench import Logits
+from tests.worlds.replica.bench import Logits
 
 from .served import own_source
 

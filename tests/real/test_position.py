@@ -22,8 +22,8 @@ from satchel.actors.replica.kv.caches import new_pool
 from satchel.actors.replica.kv.paged_cache import Reads
 from satchel.actors.replica.loading import decode_ways, models
 from satchel.actors.replica.memory.disk_tier import DiskTier
-from tests.worlds.bench import Bench, Forced, Logits
-from tests.worlds.bench_disk import Node, process, write_down
+from tests.worlds.replica.bench import Bench, Forced, Logits
+from tests.worlds.replica.bench_disk import Node, process, write_down
 from tests.worlds.split_nodes import TIMING, split_nodes
 
 from .reference import ON_CPU, SEALED_OFF, Allowed, Reference, Tally

@@ -20,7 +20,7 @@ from satchel.api.ray_backend import locator as agent_locator
 from satchel.api.ray_backend.store import RayStore
 from satchel.cluster.errors import SatchelError
 
-from ..worlds.store_world import World, speak
+from ..worlds.kv_store.store_world import World, speak
 from .cluster_time import Clock
 
 

@@ -25,7 +25,7 @@ from satchel.api.ray_backend.store import RayStore
 from satchel.cluster.errors import ReplicaLost, SatchelError, Unavailable
 
 from ..worlds.direct import carried
-from ..worlds.store_world import CLIENT, MODEL, REPORT_S, Endpoint, Peers, Store, World
+from ..worlds.kv_store.store_world import CLIENT, MODEL, REPORT_S, Endpoint, Peers, Store, World
 from .cluster_disk import ENTRY_BYTES, KVDisk, digest, kv_of
 from .cluster_pulls import Puller
 from .cluster_time import Process

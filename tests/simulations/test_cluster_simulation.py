@@ -32,7 +32,7 @@ from satchel.actors.router.directory import Disk
 from satchel.actors.router.policy import Policy
 from satchel.cluster.errors import SatchelError
 
-from ..worlds.store_world import CLIENT
+from ..worlds.kv_store.store_world import CLIENT
 from .cluster_disk import kv_of
 from .cluster_ledger import Ledger, simulate
 from .cluster_world import ClusterWorld

@@ -31,8 +31,8 @@ from satchel.actors.protocol.entries import Entry
 from satchel.actors.protocol.store_messages import Commit, Content
 from satchel.cluster.config import parse_config
 from satchel.cluster.errors import HomeInUse
-from tests.worlds.kv_files import MODEL, ROOT, chain, payload, same, tail
-from tests.worlds.lone_store import LoneStore
+from tests.worlds.kv_store.kv_files import MODEL, ROOT, chain, payload, same, tail
+from tests.worlds.kv_store.lone_store import LoneStore
 
 ROUNDS = 4
 AGENTS = 3

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.processes import session_members
 from tests.system.serving import COMMAND, serving
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
 
 UNREAD_MAX = 64
 ADAPTED = "adapted-" + "x" * 190

@@ -12,7 +12,7 @@ from examples.stories import gossip, prisoners, replay, story
 from examples.stories.endpoint import endpoint_at
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.api.serve import Deployment
-from tests.worlds.recordings import FILLER, calls, talk, write
+from tests.worlds.api.recordings import FILLER, calls, talk, write
 
 
 @pytest.fixture

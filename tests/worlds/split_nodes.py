@@ -36,8 +36,8 @@ from satchel.cluster.errors import Unavailable
 from satchel.cluster.nodes import Node
 from satchel.cluster.timing import Timing
 
-from . import store_nodes
 from .direct import carried
+from .kv_store import store_nodes
 
 T = TypeVar("T")
 

@@ -22,8 +22,8 @@ from satchel.actors.replica.loading import models
 from satchel.actors.replica.selftest.self_test import Proven, prove
 from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import ModelLoadError
-from tests.worlds.bench import Bench, Forced, Logits
-from tests.worlds.bench_disk import Node, process, write_down
+from tests.worlds.replica.bench import Bench, Forced, Logits
+from tests.worlds.replica.bench_disk import Node, process, write_down
 
 from . import text_types, vision_types
 from .rows import SAID, Rows, seeing_rows, text_rows

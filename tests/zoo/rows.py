@@ -19,7 +19,7 @@ from satchel.actors.protocol.messages import MediaSpan
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.api.media.prompt import Medium, place, with_media_tokens
 from satchel.api.media.sources import Picture
-from tests.worlds.bench import Bench, Logits
+from tests.worlds.replica.bench import Bench, Logits
 
 ANSWER, SAID = 6, 2
 """How many tokens a row says, and how many of them in the first of two turns."""

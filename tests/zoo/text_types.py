@@ -9,7 +9,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.utils import _get_classes, save_model
 
-from tests.worlds.families import END_TOKEN, VOCABULARY, copy_tokenizer, random_weights
+from tests.worlds.models.families import END_TOKEN, VOCABULARY, copy_tokenizer, random_weights
 
 _CONFIGS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 

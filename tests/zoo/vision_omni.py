@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.worlds.vision_families import QWEN_IDS, QWEN_TOKENS, Family
+from tests.worlds.models.vision_families import QWEN_IDS, QWEN_TOKENS, Family
 
 from .vision_parts import EXPERTS, MERGING, QWEN_FILES, TEXT
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.worlds.vision_families import CONTEXT, QWEN_IMAGES
-from tests.worlds.vision_families import IMAGES as SCALED
+from tests.worlds.models.vision_families import CONTEXT, QWEN_IMAGES
+from tests.worlds.models.vision_families import IMAGES as SCALED
 
 HIDDEN, HEAD, WINDOW = 128, 32, 192
 ALTERNATING = ["sliding_attention", "full_attention"] * 2

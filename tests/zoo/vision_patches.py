@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.worlds.vision_families import IMAGES as SCALED
-from tests.worlds.vision_families import QWEN_IDS, QWEN_IMAGES, QWEN_TOKENS, Family
+from tests.worlds.models.vision_families import IMAGES as SCALED
+from tests.worlds.models.vision_families import QWEN_IDS, QWEN_IMAGES, QWEN_TOKENS, Family
 
 from .vision_parts import (
     ALTERNATING,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.worlds.vision_families import FAMILIES, Family
-from tests.worlds.vision_families import IMAGES as SCALED
+from tests.worlds.models.vision_families import FAMILIES, Family
+from tests.worlds.models.vision_families import IMAGES as SCALED
 
 from .vision_parts import (
     EXPERTS,

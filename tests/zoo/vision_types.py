@@ -6,9 +6,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.worlds import vision_families
-from tests.worlds.vision_families import FAMILIES, Family
-from tests.worlds.vision_families import IMAGES as SCALED
+from tests.worlds.models import vision_families
+from tests.worlds.models.vision_families import FAMILIES, Family
+from tests.worlds.models.vision_families import IMAGES as SCALED
 
 from .vision_omni import OMNI
 from .vision_parts import ALTERNATING, EXPERTS, HEAD, HIDDEN, LINEAR, TEXT, TOWER, WINDOW, only

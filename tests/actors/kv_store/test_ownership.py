@@ -12,9 +12,9 @@ from satchel.actors.kv_store.services import ownership
 from satchel.actors.protocol.store_messages import BranchKV
 from satchel.api.views.agents import agent_info
 from satchel.cluster.errors import DiskError
-from tests.worlds import kv_node
-from tests.worlds.kv_files import MODEL, ROOT, chain, tail
-from tests.worlds.kv_node import ALICE, BOB, CAROL, DAVE, spoken
+from tests.worlds.kv_store import kv_node
+from tests.worlds.kv_store.kv_files import MODEL, ROOT, chain, tail
+from tests.worlds.kv_store.kv_node import ALICE, BOB, CAROL, DAVE, spoken
 
 nodes = kv_node.nodes
 """A fixture."""

@@ -22,9 +22,9 @@ from satchel.actors.protocol.store_messages import AskUnpack, Unpacked
 from satchel.api.ray_backend.store import RayStore
 from satchel.cluster.errors import AgentExists, AgentNotFound, DiskFull, InvalidSatchel, QuotaExceeded, RequestTooLarge
 from tests.worlds.direct import model_info
-from tests.worlds.kv_files import MODEL, OTHER_MODEL, chain, tail
-from tests.worlds.kv_node import spoken
-from tests.worlds.store_nodes import Cluster, cluster
+from tests.worlds.kv_store.kv_files import MODEL, OTHER_MODEL, chain, tail
+from tests.worlds.kv_store.kv_node import spoken
+from tests.worlds.kv_store.store_nodes import Cluster, cluster
 
 ALICE, BOB = "default/alice", "default/bob"
 PICTURE = media_tokens(b"p" * 32, 4)

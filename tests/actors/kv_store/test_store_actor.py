@@ -21,7 +21,7 @@ from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Conten
 from satchel.cluster.config import Config, parse_config
 from satchel.cluster.errors import AgentBusy, AgentExists, AgentNotFound, Unavailable
 from satchel.cluster.timing import Timing
-from tests.worlds.lone_store import LoneStore
+from tests.worlds.kv_store.lone_store import LoneStore
 
 MODEL, OTHER = b"m" * 32, b"o" * 32
 

@@ -17,9 +17,9 @@ from satchel.actors.model_files.conversion import Converted, convert
 from satchel.actors.replica.loading import models
 from satchel.api.cli.main import app
 from satchel.cluster.errors import ModelLoadError
-from tests.worlds import metal_on_cpu
-from tests.worlds.families import TOKENIZER_FILES, write_model
-from tests.worlds.vision_families import write_model as write_vision_model
+from tests.worlds.models.families import TOKENIZER_FILES, write_model
+from tests.worlds.models.vision_families import write_model as write_vision_model
+from tests.worlds.replica import metal_on_cpu
 
 
 def converted(source: Path, target: Path, recipe: str = "8-4-4") -> Converted:

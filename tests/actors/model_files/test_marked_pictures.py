@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from satchel.actors.model_files.processors import PictureProcessor
-from tests.worlds.vision_families import write_files
+from tests.worlds.models.vision_families import write_files
 from tests.zoo.vision_types import TYPES
 
 SIZE, OTHER = (224, 168), (300, 300)

@@ -32,8 +32,8 @@ from satchel.cluster.errors import ComputesOtherwise, ModelLoadError, SatchelErr
 from satchel.cluster.incidents import incidents
 from satchel.cluster.nodes import Node
 from satchel.cluster.timing import USUAL
-from tests.worlds import vision_families
-from tests.worlds.families import write_model
+from tests.worlds.models import vision_families
+from tests.worlds.models.families import write_model
 
 PROMPT = [7, 3, 19, 4, 23, 5, 40, 2] * 40
 ANSWER_TOKENS = 6

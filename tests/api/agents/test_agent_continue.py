@@ -13,8 +13,8 @@ from satchel.api.generation.requests import ChatRequest
 from satchel.api.views.generation import Generator
 from satchel.cluster.errors import Unavailable
 from satchel.cluster.timing import Timing
-from tests.worlds.fake_backend import events_of
-from tests.worlds.remembering import LocalStore, Remembering, spoken
+from tests.worlds.api.fake_backend import events_of
+from tests.worlds.api.remembering import LocalStore, Remembering, spoken
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from satchel.api.http.server import HttpServer
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import parse_config
 from satchel.cluster.timing import Timing
-from tests.worlds.remembering import LocalStore, Remembering, spoken
+from tests.worlds.api.remembering import LocalStore, Remembering, spoken
 
 
 @pytest.fixture

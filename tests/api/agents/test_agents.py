@@ -14,7 +14,7 @@ from satchel.api.generation.requests import ChatRequest
 from satchel.api.generation.streams import Finished
 from satchel.cluster.errors import Unavailable
 from satchel.cluster.timing import Timing
-from tests.worlds.remembering import LocalStore, Remembering, spoken
+from tests.worlds.api.remembering import LocalStore, Remembering, spoken
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from satchel.cluster.config import parse_config
-from tests.worlds.anthropic_client import Messages, gathered
-from tests.worlds.engine_backend import remembering_app
+from tests.worlds.api.anthropic_client import Messages, gathered
+from tests.worlds.api.engine_backend import remembering_app
 
 HINT = {"cache_control": {"type": "ephemeral"}}
 TOOLS = [

@@ -17,9 +17,9 @@ from satchel.api.agents.memory import AgentMemory
 from satchel.api.http.app import create_app
 from satchel.api.views.generation import Generator
 from satchel.cluster.config import parse_config
-from tests.worlds.engine_backend import EngineBackend
-from tests.worlds.remembering import LocalStore
-from tests.worlds.responses_client import Responses
+from tests.worlds.api.engine_backend import EngineBackend
+from tests.worlds.api.remembering import LocalStore
+from tests.worlds.api.responses_client import Responses
 
 RULES = "Say what you know. " * 60
 READ: dict[str, Any] = {

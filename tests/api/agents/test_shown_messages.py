@@ -13,8 +13,8 @@ import pytest
 
 from satchel.api.generation.backend import ServedModel
 from satchel.api.text.model import load_text_model
-from tests.worlds.call_templates import write_family
-from tests.worlds.remembering import Remembering
+from tests.worlds.api.remembering import Remembering
+from tests.worlds.models.call_templates import write_family
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}

@@ -16,10 +16,10 @@ from satchel.api.generation import requests
 from satchel.api.generation.backend import ServedModel
 from satchel.api.text.model import load_text_model
 from satchel.cluster.config import parse_config
-from tests.worlds.engine_backend import remembering_app
-from tests.worlds.families import write_model
-from tests.worlds.forgetful_templates import TEMPLATES, write_template
-from tests.worlds.remembering import Remembering
+from tests.worlds.api.engine_backend import remembering_app
+from tests.worlds.api.remembering import Remembering
+from tests.worlds.models.families import write_model
+from tests.worlds.models.forgetful_templates import TEMPLATES, write_template
 
 
 @pytest.fixture

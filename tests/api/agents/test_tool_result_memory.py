@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.worlds.remembering import Remembering
+from tests.worlds.api.remembering import Remembering
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 ASK = {"role": "user", "content": "Fetch both."}

@@ -22,8 +22,8 @@ from satchel.cluster.errors import SatchelError
 from satchel.cluster.home import prepare_home, write_private_json
 from satchel.cluster.keys import KeyRing
 from satchel.cluster.processes import ProcessMark
-from tests.worlds.homes import HomesStore
-from tests.worlds.remembering import Remembering
+from tests.worlds.api.homes import HomesStore
+from tests.worlds.api.remembering import Remembering
 
 
 class Served:

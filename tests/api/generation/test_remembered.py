@@ -19,8 +19,8 @@ from satchel.api.http.server import HttpServer
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.errors import MemoryFull
 from satchel.cluster.timing import Timing
-from tests.worlds.fake_backend import events_of
-from tests.worlds.remembering import LocalStore, Remembering, spoken
+from tests.worlds.api.fake_backend import events_of
+from tests.worlds.api.remembering import LocalStore, Remembering, spoken
 
 
 @pytest.fixture(name="endpoint")

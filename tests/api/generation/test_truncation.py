@@ -16,7 +16,7 @@ from satchel.api.generation.requests import ChatRequest, count_prompt
 from satchel.api.generation.truncation import truncated
 from satchel.api.text.templates.template import Template
 from satchel.cluster.errors import InvalidRequest
-from tests.worlds.responses_client import Responses
+from tests.worlds.api.responses_client import Responses
 
 MODEL = ServedModel("tiny", b"3" * 32, b"3" * 32, "", 1000, 512, 0)
 RULES = {"role": "system", "content": "Rules."}

@@ -17,7 +17,7 @@ from satchel.api.http import exchange as http
 from satchel.api.http.app import create_app
 from satchel.api.http.server import HttpServer
 from satchel.cluster.bring_up.ports import free_port
-from tests.worlds.fake_backend import events_of
+from tests.worlds.api.fake_backend import events_of
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 

@@ -20,9 +20,9 @@ from satchel.api.views.generation import Generator
 from satchel.cluster.config import Config, Home, parse_config
 from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyRing, create_key, revoke_key
-from tests.worlds.engine_backend import EngineBackend
-from tests.worlds.kv_files import nbytes_of
-from tests.worlds.remembering import LocalStore, Remembering, spoken
+from tests.worlds.api.engine_backend import EngineBackend
+from tests.worlds.api.remembering import LocalStore, Remembering, spoken
+from tests.worlds.kv_store.kv_files import nbytes_of
 
 from .test_tenants import Tenants
 

@@ -19,7 +19,7 @@ from satchel.cluster.audit import Audit
 from satchel.cluster.config import Home
 from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyRing, create_key, owner_key, revoke_key, write_owner_key
-from tests.worlds.remembering import LocalStore, Remembering
+from tests.worlds.api.remembering import LocalStore, Remembering
 
 
 class Tenants(Remembering):

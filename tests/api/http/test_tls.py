@@ -30,7 +30,7 @@ from satchel.cluster.home import prepare_home
 from satchel.cluster.trust.endpoint_certificate import client_context
 from satchel.cluster.trust.shown_certificate import ShownCertificate
 from tests.authority import Issued, authority, key_pem, new_key, write_pair
-from tests.worlds.fake_backend import events_of
+from tests.worlds.api.fake_backend import events_of
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

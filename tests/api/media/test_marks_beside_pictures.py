@@ -13,7 +13,7 @@ from satchel.api.media.prompt import Medium
 from satchel.api.media.sources import Picture, PictureSource
 from satchel.api.text.continuation import StoredBranch
 from satchel.api.text.model import TextModel, load_text_model
-from tests.worlds.vision_families import FAMILIES, write_files
+from tests.worlds.models.vision_families import FAMILIES, write_files
 
 SERVED = ServedModel("tiny", b"1", b"1", "", 10_000, 10_000, 0)
 

@@ -18,9 +18,9 @@ from satchel.api.generation.unseen import UNREAD
 from satchel.api.http.app import create_app
 from satchel.api.text.model import load_text_model
 from satchel.cluster.config import Config
-from tests.worlds.anthropic_client import HELLO, Messages
-from tests.worlds.fake_backend import FakeBackend
-from tests.worlds.vision_families import write_model
+from tests.worlds.api.anthropic_client import HELLO, Messages
+from tests.worlds.api.fake_backend import FakeBackend
+from tests.worlds.models.vision_families import write_model
 
 
 @pytest.fixture

@@ -32,9 +32,9 @@ from satchel.api.views.generation import Generator
 from satchel.cluster.config import Config
 from satchel.cluster.config import Media as Limits
 from satchel.cluster.errors import Unavailable
-from tests.worlds.fake_backend import FakeBackend
-from tests.worlds.remembering import Remembering
-from tests.worlds.vision_families import write_model
+from tests.worlds.api.fake_backend import FakeBackend
+from tests.worlds.api.remembering import Remembering
+from tests.worlds.models.vision_families import write_model
 
 
 @pytest.fixture(scope="module")

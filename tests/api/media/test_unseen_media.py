@@ -14,7 +14,7 @@ from satchel.api.generation.requests import ChatRequest, Past, prepare_chat
 from satchel.api.generation.unseen import WORDS, without_unseen
 from satchel.api.media.sources import PictureSource
 from satchel.api.text.model import TextModel
-from tests.worlds.fake_backend import FakeBackend
+from tests.worlds.api.fake_backend import FakeBackend
 
 DATA = "R0lGODlhAQABAIAAAP8AAP///yH5BAAAAAAALAAAAAABAAEAAAICRAEAOw=="
 URL = f"data:image/gif;base64,{DATA}"

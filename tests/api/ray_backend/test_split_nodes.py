@@ -12,8 +12,8 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.messages import RowUpdate
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
-from tests.worlds.bench import load_tiny
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
+from tests.worlds.replica.bench import load_tiny
 from tests.worlds.split_nodes import SplitNodes, split_nodes
 
 

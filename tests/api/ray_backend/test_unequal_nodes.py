@@ -25,8 +25,8 @@ from satchel.api.ray_backend.store import RayStore
 from satchel.cluster.config import Model
 from satchel.cluster.errors import ModelLoadError
 from satchel.cluster.timing import USUAL
+from tests.worlds.api.remembering import LocalStore, Remembering, spoken
 from tests.worlds.direct import Direct, answer_of, carried, model_info
-from tests.worlds.remembering import LocalStore, Remembering, spoken
 
 FILES, CPU, GPU = b"f" * 32, b"c" * 32, b"g" * 32
 LONG = "word " * 60

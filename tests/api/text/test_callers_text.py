@@ -20,8 +20,8 @@ from satchel.api.text.continuation import StoredBranch
 from satchel.api.text.control_tokens import BREAK, unbroken
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.cluster.errors import InvalidRequest
-from tests.worlds.call_templates import FAMILIES, write_family
-from tests.worlds.tiny_tokenizers import write_tokenizer
+from tests.worlds.models.call_templates import FAMILIES, write_family
+from tests.worlds.models.tiny_tokenizers import write_tokenizer
 
 quick = settings(
     max_examples=40,

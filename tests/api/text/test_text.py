@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from satchel.api.text.answers.stops import StopMatcher
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.cluster.errors import InvalidRequest, ModelLoadError
-from tests.worlds.tiny_tokenizers import write_tokenizer
+from tests.worlds.models.tiny_tokenizers import write_tokenizer
 
 quick = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

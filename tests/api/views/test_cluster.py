@@ -24,8 +24,8 @@ from satchel.cluster.config import Home
 from satchel.cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from satchel.cluster.home import prepare_home
 from satchel.cluster.nodes import Link, Node
-from tests.worlds.homes import HomesStore
-from tests.worlds.remembering import Remembering
+from tests.worlds.api.homes import HomesStore
+from tests.worlds.api.remembering import Remembering
 
 from ..http.routes.test_operations import samples
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from satchel.actors.kv_store.agents.claims import Branch, Census, Claims
 from satchel.actors.protocol.block_ids import block_ids
 from satchel.actors.protocol.entries import EntryRecord, owner_tag, pack_tokens, tail_id
-from tests.worlds.kv_files import KEY, MODEL, OTHER_MODEL, ROOT
+from tests.worlds.kv_store.kv_files import KEY, MODEL, OTHER_MODEL, ROOT
 
 TOKENS = list(range(600))
 BLOCKS = block_ids(ROOT, TOKENS)

@@ -17,7 +17,7 @@ from satchel.actors.kv_store.disk.segment_reader import read_entries
 from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.protocol.entries import Entry, EntryRecord, Failure, SegmentRecord
 from satchel.cluster.errors import DiskError, DiskFull, InvalidRecord, SatchelError, StaleEpoch, StoreInUse
-from tests.worlds.kv_files import (
+from tests.worlds.kv_store.kv_files import (
     MODEL,
     OTHER_MODEL,
     ROOT,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from satchel.actors.kv_store.services import ownership
 from satchel.cluster.errors import DiskError
-from tests.worlds import kv_node
-from tests.worlds.kv_files import MODEL, chain, tail
-from tests.worlds.kv_node import ALICE, BOB, CAROL, spoken
-from tests.worlds.store_nodes import cluster
+from tests.worlds.kv_store import kv_node
+from tests.worlds.kv_store.kv_files import MODEL, chain, tail
+from tests.worlds.kv_store.kv_node import ALICE, BOB, CAROL, spoken
+from tests.worlds.kv_store.store_nodes import cluster
 
 nodes = kv_node.nodes
 """A fixture."""

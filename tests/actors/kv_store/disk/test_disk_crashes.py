@@ -13,9 +13,9 @@ import pytest
 
 from satchel.actors.protocol.entries import Entry
 from satchel.cluster.errors import DiskError, DiskFull
-from tests.worlds import kv_scenes
-from tests.worlds.kv_files import ROOT, Bench, Failing, NoSync, Photographed, chain, evict, payload, tail
-from tests.worlds.kv_scenes import ALICE, BOB, LONG, OPERATIONS, REPLACED, SHORT, found, no_orphans
+from tests.worlds.kv_store import kv_scenes
+from tests.worlds.kv_store.kv_files import ROOT, Bench, Failing, NoSync, Photographed, chain, evict, payload, tail
+from tests.worlds.kv_store.kv_scenes import ALICE, BOB, LONG, OPERATIONS, REPLACED, SHORT, found, no_orphans
 
 copies, prepared = kv_scenes.copies, kv_scenes.prepared
 """Fixtures."""

@@ -6,9 +6,9 @@ import random
 
 from satchel.actors.kv_store.disk.segment_reader import read_entries
 from satchel.actors.protocol.entries import Failure, owner_tag
-from tests.worlds import kv_scenes
-from tests.worlds.kv_files import MODEL, chain, payload
-from tests.worlds.kv_scenes import BOB, found, no_orphans
+from tests.worlds.kv_store import kv_scenes
+from tests.worlds.kv_store.kv_files import MODEL, chain, payload
+from tests.worlds.kv_store.kv_scenes import BOB, found, no_orphans
 
 copies, prepared = kv_scenes.copies, kv_scenes.prepared
 """Fixtures."""

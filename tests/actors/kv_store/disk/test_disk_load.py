@@ -12,7 +12,7 @@ import pytest
 
 from satchel.actors.kv_store.disk.segment_reader import read_entries
 from satchel.actors.protocol.entries import Entry, EntryRecord, Failure, SegmentRecord, owner_tag
-from tests.worlds.kv_files import MODEL, ROOT, Bench, chain, checked, evict, payload, tail
+from tests.worlds.kv_store.kv_files import MODEL, ROOT, Bench, chain, checked, evict, payload, tail
 
 
 @pytest.fixture

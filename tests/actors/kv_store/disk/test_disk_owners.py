@@ -13,7 +13,7 @@ from satchel.actors.kv_store.disk.segment_reader import read_entries
 from satchel.actors.kv_store.disk.segments import STORE_SESSION, SegmentWriter
 from satchel.actors.protocol.entries import Entry, Failure, SegmentRecord, owner_tag
 from satchel.cluster.errors import InvalidRecord
-from tests.worlds.kv_files import OTHER_MODEL, ROOT, Bench, arrays, chain, checked, payload, tail
+from tests.worlds.kv_store.kv_files import OTHER_MODEL, ROOT, Bench, arrays, chain, checked, payload, tail
 
 
 @pytest.fixture

@@ -25,9 +25,9 @@ from satchel.actors.kv_store.services import disk, ownership, work
 from satchel.actors.protocol.entries import Entry
 from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Content
 from satchel.cluster.errors import DiskError, DiskFull, MemoryFull, SatchelError
-from tests.worlds.kv_files import MODEL, Bench, NoSync, chain, checked, evict
-from tests.worlds.kv_node import ALICE, BOB, Node, spoken
-from tests.worlds.lone_store import LoneStore
+from tests.worlds.kv_store.kv_files import MODEL, Bench, NoSync, chain, checked, evict
+from tests.worlds.kv_store.kv_node import ALICE, BOB, Node, spoken
+from tests.worlds.kv_store.lone_store import LoneStore
 
 TOTAL = 80_000
 RESERVE = TOTAL // 8

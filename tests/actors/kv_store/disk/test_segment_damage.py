@@ -15,7 +15,7 @@ from satchel.actors.kv_store.disk.segment_reader import EntryReader, read_entrie
 from satchel.actors.kv_store.disk.segments import model_folder
 from satchel.actors.protocol.entries import Failure, Location
 from satchel.cluster.errors import DiskError, InvalidRecord
-from tests.worlds.kv_files import KEY, OTHER_MODEL, chain, file_of, places, same, tail, write_file
+from tests.worlds.kv_store.kv_files import KEY, OTHER_MODEL, chain, file_of, places, same, tail, write_file
 
 
 def data_of(raw: bytes) -> int:

@@ -34,7 +34,7 @@ from satchel.actors.protocol.entries import (
     tail_id,
 )
 from satchel.cluster.errors import DiskError, DiskFull, InvalidRecord
-from tests.worlds.kv_files import (
+from tests.worlds.kv_store.kv_files import (
     KEY,
     MODEL,
     ROOT,

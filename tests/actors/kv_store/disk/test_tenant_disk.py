@@ -21,10 +21,10 @@ from satchel.actors.protocol.block_ids import root_id
 from satchel.actors.protocol.entries import NOBODY, crowd_tag, is_crowd, owner_tag, tenant_of_tag, tenant_tag
 from satchel.actors.protocol.store_messages import Commit, Content, Head, PullKV
 from satchel.cluster.errors import QuotaExceeded
-from tests.worlds import kv_node
-from tests.worlds.kv_files import MODEL, ROOT, Bench, chain, nbytes_of, tail
-from tests.worlds.kv_node import Node, spoken
-from tests.worlds.store_nodes import Cluster, cluster
+from tests.worlds.kv_store import kv_node
+from tests.worlds.kv_store.kv_files import MODEL, ROOT, Bench, chain, nbytes_of, tail
+from tests.worlds.kv_store.kv_node import Node, spoken
+from tests.worlds.kv_store.store_nodes import Cluster, cluster
 
 nodes = kv_node.nodes
 """A fixture."""

@@ -19,8 +19,8 @@ from satchel.cluster.errors import (
     StaleEpoch,
     Unavailable,
 )
-from tests.worlds.kv_files import MODEL, chain
-from tests.worlds.store_nodes import cluster
+from tests.worlds.kv_store.kv_files import MODEL, chain
+from tests.worlds.kv_store.store_nodes import cluster
 
 X = "t/x"
 

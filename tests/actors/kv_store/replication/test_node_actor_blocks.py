@@ -12,8 +12,8 @@ from satchel.actors.kv_store.transfer.pull_writer import PullWriter
 from satchel.actors.protocol.entries import Entry, owner_tag
 from satchel.actors.protocol.media_ids import NAME_TOKENS, embeddings_parent, media_tokens
 from satchel.actors.protocol.store_messages import PullKV
-from tests.worlds.kv_files import MODEL, ROOT, chain, tail
-from tests.worlds.store_nodes import Cluster, cluster
+from tests.worlds.kv_store.kv_files import MODEL, ROOT, chain, tail
+from tests.worlds.kv_store.store_nodes import Cluster, cluster
 
 X, Y = "default/x", "default/y"
 

@@ -18,8 +18,8 @@ from satchel.cluster.errors import (
     Unavailable,
 )
 from satchel.cluster.timing import USUAL
-from tests.worlds.kv_files import MODEL
-from tests.worlds.store_nodes import cluster
+from tests.worlds.kv_store.kv_files import MODEL
+from tests.worlds.kv_store.store_nodes import cluster
 
 X = "t/x"
 

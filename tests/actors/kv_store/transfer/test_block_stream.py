@@ -19,8 +19,8 @@ from satchel.actors.kv_store.transfer.pull_loop import PullLimits, Stop
 from satchel.actors.kv_store.transfer.pull_writer import SEGMENTS_AHEAD, PullWriter
 from satchel.actors.protocol.entries import Entry
 from satchel.cluster.errors import InvalidRecord, PortInUse, QueueFull
-from tests.worlds.block_nodes import Meddler, Nodes, nodes, wanted
-from tests.worlds.kv_files import ROOT, arrays, chain, payload, read_one, tail
+from tests.worlds.kv_store.block_nodes import Meddler, Nodes, nodes, wanted
+from tests.worlds.kv_store.kv_files import ROOT, arrays, chain, payload, read_one, tail
 
 
 @pytest.fixture

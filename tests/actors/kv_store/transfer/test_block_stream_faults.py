@@ -22,8 +22,8 @@ from satchel.actors.kv_store.transfer.link import Link
 from satchel.actors.kv_store.transfer.pull_loop import LINES_MAX, PullLimits, Stop
 from satchel.actors.protocol.entries import Entry
 from satchel.cluster.errors import LinkError
-from tests.worlds.block_nodes import CLUSTER_KEY, Meddler, Nodes, nodes, wanted
-from tests.worlds.kv_files import MODEL, Filling, NoSync, chain, evict, payload
+from tests.worlds.kv_store.block_nodes import CLUSTER_KEY, Meddler, Nodes, nodes, wanted
+from tests.worlds.kv_store.kv_files import MODEL, Filling, NoSync, chain, evict, payload
 
 from .test_block_stream import large
 

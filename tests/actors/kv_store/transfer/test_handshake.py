@@ -27,8 +27,8 @@ from satchel.actors.kv_store.transfer.handshake import (
 )
 from satchel.actors.kv_store.transfer.pull_loop import PullLimits, Stop
 from satchel.cluster.errors import LinkError, LinkGarbage, LinkRefused, LinkVersion
-from tests.worlds.block_nodes import CLUSTER_KEY, LIMITS, Nodes, nodes, wanted
-from tests.worlds.kv_files import chain
+from tests.worlds.kv_store.block_nodes import CLUSTER_KEY, LIMITS, Nodes, nodes, wanted
+from tests.worlds.kv_store.kv_files import chain
 
 ONE, TWO, THREE = (bytes([number]) * 32 for number in (1, 2, 3))
 

@@ -10,9 +10,9 @@ import pytest
 
 from satchel.actors.kv_store.transfer.priority import LOWER, give_way
 from satchel.actors.protocol.block_ids import root_id, scope_of
-from tests.worlds.kv_files import MODEL, chain
-from tests.worlds.kv_node import spoken
-from tests.worlds.store_nodes import cluster
+from tests.worlds.kv_store.kv_files import MODEL, chain
+from tests.worlds.kv_store.kv_node import spoken
+from tests.worlds.kv_store.store_nodes import cluster
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 

@@ -19,8 +19,8 @@ from satchel.actors.kv_store.transfer.messages import MESSAGE_BYTES_MAX, Offered
 from satchel.actors.kv_store.transfer.pull_loop import LINES_MAX, PullLimits, Stop
 from satchel.actors.protocol.entries import EntryLayout, EntryRecord, flat_bytes, pack_tokens, signature, tail_id
 from satchel.cluster.errors import LinkError
-from tests.worlds.block_nodes import CLUSTER_KEY, Nodes, nodes, wanted
-from tests.worlds.kv_files import ROOT, chain, evict
+from tests.worlds.kv_store.block_nodes import CLUSTER_KEY, Nodes, nodes, wanted
+from tests.worlds.kv_store.kv_files import ROOT, chain, evict
 
 BLOCKS = chain(2)
 IDS = [block.id for block in BLOCKS]

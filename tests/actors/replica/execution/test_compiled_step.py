@@ -24,9 +24,10 @@ from satchel.actors.replica.kv.caches import new_pool
 from satchel.actors.replica.kv.paged_cache import Reads
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.warm_up import WarmUp
-from tests.worlds import fake_kernels, vision_families
-from tests.worlds.bench import Bench
-from tests.worlds.families import write_model
+from tests.worlds.models import vision_families
+from tests.worlds.models.families import write_model
+from tests.worlds.replica import fake_kernels
+from tests.worlds.replica.bench import Bench
 
 GREEDY = Sampling(temperature=0.0, max_tokens=1000)
 LENGTHS = (236, 236, 256, 500, 740, 3)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from satchel.actors.replica.execution.divergence import compare, logits_of
-from tests.worlds.table_model import VOCABULARY, Table, Tape
+from tests.worlds.models.table_model import VOCABULARY, Table, Tape
 
 
 def distribution(table: Table, place: int, token: int, sharpness: float) -> np.ndarray:

@@ -23,7 +23,7 @@ from satchel.actors.replica.kv.caches import Slab
 from satchel.actors.replica.loading import warm_up
 from satchel.actors.replica.loop import engine
 from satchel.actors.replica.memory.slab_codec import Layout, to_parts
-from tests.worlds.bench import Bench, load_tiny
+from tests.worlds.replica.bench import Bench, load_tiny
 
 GREEDY = Sampling(temperature=0.0, max_tokens=100)
 LENGTHS = (250, 250, 300, 40, 520)

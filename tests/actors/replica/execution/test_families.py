@@ -22,8 +22,8 @@ from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv import attention
 from satchel.actors.replica.loading import models
-from tests.worlds.bench import Bench, Forced, Logits
-from tests.worlds.families import FAMILIES, VOCABULARY, write_model
+from tests.worlds.models.families import FAMILIES, VOCABULARY, write_model
+from tests.worlds.replica.bench import Bench, Forced, Logits
 
 TOLERANCE = 2e-5
 """Of the logits' scale. In float32 the paths differ by rounding only."""

@@ -19,7 +19,7 @@ from satchel.actors.replica.execution.pooling import PoolingText, TextPooler
 from satchel.actors.replica.execution.vision import load_weights
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import GenerationFailed, ModelLoadError
-from tests.worlds import families, vision_families
+from tests.worlds.models import families, vision_families
 
 TEXTS = [[7, 300, 20, 21, 22], [900, 5], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
 

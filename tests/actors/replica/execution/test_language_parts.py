@@ -25,8 +25,8 @@ from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
 from satchel.api.media.prompt import Medium
 from satchel.cluster.errors import ModelLoadError
-from tests.worlds.bench import Bench, Forced, Logits
-from tests.worlds.bench_disk import Node, write_down
+from tests.worlds.replica.bench import Bench, Forced, Logits
+from tests.worlds.replica.bench_disk import Node, write_down
 from tests.zoo.vision_types import write
 
 from .test_vision import ANSWER, Script, by_mlx_vlm, noisy, written

@@ -23,7 +23,7 @@ from satchel.actors.replica.execution.sampling import (
     _stretches,
     noise_key,
 )
-from tests.worlds import metal_on_cpu
+from tests.worlds.replica import metal_on_cpu
 
 LOGITS = mx.array(np.random.default_rng(0).normal(size=(1, 50)).astype(np.float32) * 2)
 VOCABULARY = 1500

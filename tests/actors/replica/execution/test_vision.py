@@ -40,10 +40,10 @@ from satchel.actors.rpc.codec import encode
 from satchel.api.media.prompt import Medium, place, with_media_tokens
 from satchel.api.media.sources import Picture
 from satchel.cluster.nodes import Node as ClusterNode
-from tests.worlds.bench import Bench, Forced, Logits
-from tests.worlds.bench_disk import Node, write_down
 from tests.worlds.direct import carried
-from tests.worlds.vision_families import FAMILIES, write_model
+from tests.worlds.models.vision_families import FAMILIES, write_model
+from tests.worlds.replica.bench import Bench, Forced, Logits
+from tests.worlds.replica.bench_disk import Node, write_down
 
 from ..memory.test_disk_tier import AGENT as ALICE
 from .test_families import TOLERANCE

@@ -12,8 +12,8 @@ from satchel.actors.model_files.processors import PictureProcessor
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.loading import models
 from satchel.api.media.prompt import Medium
-from tests.worlds.bench import Bench
-from tests.worlds.vision_families import write_model
+from tests.worlds.models.vision_families import write_model
+from tests.worlds.replica.bench import Bench
 
 from .test_families import TOLERANCE, Forced, Logits
 from .test_vision import Script, in_one_pass, picture_of, written

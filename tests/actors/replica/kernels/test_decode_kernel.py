@@ -20,7 +20,7 @@ from satchel.actors.replica.kernels.decode_views import GROUPS_WANTED, KernelSte
 from satchel.actors.replica.kernels.head_transform import HeadTransform, Rotation
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.pool import Field, LayerFields, SlotGroup, slots_of
-from tests.worlds import cuda_on_cpu, metal_on_cpu
+from tests.worlds.replica import cuda_on_cpu, metal_on_cpu
 
 
 @given(rows=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 256)), min_size=1, max_size=40))

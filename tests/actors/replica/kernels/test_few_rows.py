@@ -14,7 +14,7 @@ import pytest
 from satchel.actors.replica.device.device import on_cuda
 from satchel.actors.replica.kernels import few_rows
 from satchel.actors.replica.loading import few_rows_check, joined, prepare
-from tests.worlds import cuda_on_cpu
+from tests.worlds.replica import cuda_on_cpu
 
 ROUNDING = {mx.bfloat16: 2**-8, mx.float16: 2**-11}
 """Of the largest number: half a step of its last bit, and what the additions make of it."""

@@ -13,9 +13,9 @@ from satchel.actors.replica.kernels import decode_kernel
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.paged_cache import Reads
 from satchel.actors.replica.loading import decode_ways, models
-from tests.worlds import fake_kernels
-from tests.worlds.bench import Bench
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
+from tests.worlds.replica import fake_kernels
+from tests.worlds.replica.bench import Bench
 
 
 @pytest.mark.skipif(on_gpu(), reason="a GPU has its own kernel")

@@ -30,7 +30,7 @@ from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv.paged_cache import PagedBatch, PagedKVCache, Reads
 from satchel.actors.replica.kv.pool import BlockPool, SlotGroup, slots_of
 from satchel.actors.replica.kv.steps import first_block, mask_of, step_of
-from tests.worlds import metal_on_cpu
+from tests.worlds.replica import metal_on_cpu
 
 KV_HEADS, HEADS = 2, 4
 TOLERANCE = 2e-6

@@ -23,7 +23,7 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import identity, models
 from satchel.actors.replica.loading.identity import computing, files_of, order_of_weights
 from satchel.cluster.errors import ModelLoadError
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
 
 HOW: dict[str, Any] = {"dtype": "float32", "weights": "stored", "kv": "q4", "numerics": "fast", "seeing": False}
 

@@ -19,7 +19,7 @@ from satchel.actors.replica.execution.agreement import agree
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import joined, models, prepare
 from satchel.actors.replica.loading.joined import Joined, Part
-from tests.worlds import families, vision_families
+from tests.worlds.models import families, vision_families
 
 pytestmark = pytest.mark.skipif(on_gpu(), reason="there models are joined when they are loaded")
 

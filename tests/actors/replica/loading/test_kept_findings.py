@@ -15,7 +15,7 @@ from satchel.actors.replica.execution.hidden_states import HiddenStates
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv.paged_cache import Reads
 from satchel.actors.replica.loading import decode_ways, identity, joined, models, quirks
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
 
 TOKENS = mx.array([[3, 1, 4, 1, 5]], mx.uint32)
 

@@ -18,7 +18,7 @@ from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.loading import kv_choice, models, real_text
 from satchel.actors.replica.loading.kv_choice import KL_MAX, Measured, decide
 from satchel.actors.replica.loading.models import EMBEDDED
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
 
 GOOD, BAD, NONE = KL_MAX / 2, KL_MAX * 2, float("nan")
 

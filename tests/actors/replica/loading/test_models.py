@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models, prepare
 from satchel.cluster.errors import ModelLoadError
-from tests.worlds.bench import Bench
-from tests.worlds.families import config_of, write_model
+from tests.worlds.models.families import config_of, write_model
+from tests.worlds.replica.bench import Bench
 
 
 def quiet(what: str, fraction: float | None) -> None:

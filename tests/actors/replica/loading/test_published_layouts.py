@@ -20,7 +20,7 @@ from mlx_lm.utils import _get_classes, load_model, quantize_model, save_model
 from satchel.actors.model_files.checkpoints import drop_nulls
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import ModelLoadError
-from tests.worlds.families import config_of, copy_tokenizer, random_weights, write_model
+from tests.worlds.models.families import config_of, copy_tokenizer, random_weights, write_model
 from tests.zoo import text_types
 
 PROMPT = mx.array([[5, 700, 41, 2600, 9, 18, 27]])

@@ -30,8 +30,8 @@ from satchel.cluster.errors import (
     SatchelError,
     Unavailable,
 )
-from tests.worlds.bench import Bench
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
+from tests.worlds.replica.bench import Bench
 
 MakeBench = Callable[..., Bench]
 

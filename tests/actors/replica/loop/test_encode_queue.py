@@ -23,8 +23,8 @@ from satchel.actors.replica.execution.vision import Vision
 from satchel.actors.replica.loading import models, warm_up
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.cluster.errors import PictureLost, QueueFull
-from tests.worlds.bench import Bench
-from tests.worlds.vision_families import write_model
+from tests.worlds.models.vision_families import write_model
+from tests.worlds.replica.bench import Bench
 
 from ..memory.test_disk_tier import AGENT, Node, write_down
 

@@ -20,8 +20,8 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import Draining, ReplicaLeaves, SatchelError, from_wire
-from tests.worlds.bench import Bench
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
+from tests.worlds.replica.bench import Bench
 
 MakeBench = Callable[..., Bench]
 

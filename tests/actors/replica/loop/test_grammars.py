@@ -16,7 +16,7 @@ from satchel.actors.replica.execution.grammar import PARALLEL_ROWS_MIN, MaskMake
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import InvalidRequest
-from tests.worlds.bench import Bench, Row
+from tests.worlds.replica.bench import Bench, Row
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -17,9 +17,9 @@ import pytest
 
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.scheduling.prefill_budget import FIRST_CHUNK_TOKENS, TOKENS_MIN
-from tests.worlds.bench import Bench
-from tests.worlds.families import write_model
-from tests.worlds.interleaving import (
+from tests.worlds.models.families import write_model
+from tests.worlds.replica.bench import Bench
+from tests.worlds.replica.interleaving import (
     DEVICES,
     LIMITS,
     PAUSE_S,

@@ -22,9 +22,9 @@ from satchel.actors.replica.kv.paged_cache import PagedKVCache
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.actors.replica.selftest import self_test
 from satchel.cluster.errors import Unavailable
-from tests.worlds.bench import Bench, load_tiny
-from tests.worlds.bench_disk import Node, write_down
-from tests.worlds.device_faults import Fault, lost
+from tests.worlds.replica.bench import Bench, load_tiny
+from tests.worlds.replica.bench_disk import Node, write_down
+from tests.worlds.replica.device_faults import Fault, lost
 
 AGENT = "default/a"
 LONG, SHORT, LATE = list(range(5, 305)), list(range(300, 330)), list(range(100, 160))

@@ -12,9 +12,9 @@ import pytest
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory import disk_tier
-from tests.worlds.bench import load_tiny
-from tests.worlds.bench_disk import Node, process, write_down
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
+from tests.worlds.replica.bench import load_tiny
+from tests.worlds.replica.bench_disk import Node, process, write_down
 
 AGENT = "default/alice"
 

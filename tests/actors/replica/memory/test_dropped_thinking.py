@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from satchel.actors.replica.loading import models
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
 
 from .test_disk_tier import AGENT, Node, node, process, prompt_of, write_down
 

@@ -15,8 +15,8 @@ from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory import disk_tier, keeping
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
-from tests.worlds.bench import Bench
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
+from tests.worlds.replica.bench import Bench
 
 from .test_disk_tier import AGENT, Node, node, process, prompt_of, write_down
 

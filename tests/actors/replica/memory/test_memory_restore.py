@@ -32,7 +32,7 @@ from satchel.actors.replica.memory import disk_tier, slab_codec
 from satchel.actors.replica.memory.disk_tier import read_blocks, read_slabs
 from satchel.actors.replica.memory.slab_codec import Layout
 
-from ....worlds import fake_kernels
+from ....worlds.replica import fake_kernels
 from .test_disk_tier import AGENT, Node, node, process, prompt_of, write_down
 
 __all__ = ["node"]

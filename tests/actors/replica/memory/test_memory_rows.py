@@ -11,7 +11,7 @@ from satchel.actors.replica.kv import prefix
 from satchel.actors.replica.loop import intake
 from satchel.actors.replica.loop.engine import Engine
 from satchel.actors.replica.scheduling.scheduler import ScheduledRow
-from tests.worlds.bench import Bench
+from tests.worlds.replica.bench import Bench
 
 MakeBench = Callable[..., Bench]
 

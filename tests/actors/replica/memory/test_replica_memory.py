@@ -17,7 +17,7 @@ from satchel.actors.replica.memory.replica_memory import ReplicaMemory
 from satchel.cluster.config import Scheduling
 from satchel.cluster.errors import ModelLoadError
 from satchel.cluster.nodes import Node
-from tests.worlds.bench import load_tiny
+from tests.worlds.replica.bench import load_tiny
 
 GIB = 2**30
 

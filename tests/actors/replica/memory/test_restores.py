@@ -19,8 +19,8 @@ from satchel.actors.replica.memory.disk_tier import DiskTier, Prompt, WriteJob, 
 from satchel.actors.replica.memory.keeping import Keeping
 from satchel.actors.replica.scheduling.scheduler import Limits, ScheduledRow, Scheduler
 from satchel.cluster.errors import Unavailable
-from tests.worlds.bench import Bench
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
+from tests.worlds.replica.bench import Bench
 
 from ..loop.test_encode_queue import Gate, asked, gate, seeing
 from .test_disk_tier import AGENT, Node, node, process, prompt_of, write_down

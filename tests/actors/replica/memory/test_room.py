@@ -13,9 +13,9 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory import room
-from tests.worlds.bench import Bench, load_tiny
-from tests.worlds.bench_disk import Node, process, write_down
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
+from tests.worlds.replica.bench import Bench, load_tiny
+from tests.worlds.replica.bench_disk import Node, process, write_down
 
 DEVICE = 2**40
 

@@ -15,7 +15,7 @@ from satchel.actors.replica.kv.prefix import PrefixCache, PrefixKV
 from satchel.actors.replica.kv.shares import MemoryShares
 from satchel.actors.replica.memory import disk_tier
 from satchel.actors.rpc.codec import encode
-from tests.worlds.bench import Bench
+from tests.worlds.replica.bench import Bench
 
 from .test_disk_tier import Node, process, prompt_of, write_down
 from .test_disk_tier import node as _node

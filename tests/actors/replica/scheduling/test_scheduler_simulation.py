@@ -24,7 +24,7 @@ from satchel.actors.replica.scheduling.scheduler import (
     ScheduledRow,
     Scheduler,
 )
-from tests.worlds.scheduler_worlds import World, make_world
+from tests.worlds.replica.scheduler_worlds import World, make_world
 
 BLOCK = 256
 PATIENCE = 20

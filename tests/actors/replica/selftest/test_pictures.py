@@ -22,8 +22,8 @@ from satchel.actors.replica.selftest.self_test import prove
 from satchel.api.generation.conversation import with_shown
 from satchel.cluster.config import Model
 from satchel.cluster.errors import InvalidRequest
-from tests.worlds.families import random_weights
-from tests.worlds.vision_families import write_files, write_model
+from tests.worlds.models.families import random_weights
+from tests.worlds.models.vision_families import write_files, write_model
 from tests.zoo import vision_types
 
 PATCHES = 16 * 12

@@ -31,7 +31,7 @@ from satchel.actors.replica.selftest.probe_texts import Quiz, Texts, load_tokeni
 from satchel.api.cli import probe as cli_probe
 from satchel.api.cli.main import app
 from satchel.cluster.errors import GenerationFailed, InvalidRequest, ModelLoadError
-from tests.worlds.table_model import VOCABULARY, Table, Tape
+from tests.worlds.models.table_model import VOCABULARY, Table, Tape
 
 
 @pytest.fixture(scope="module")

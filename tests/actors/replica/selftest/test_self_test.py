@@ -23,8 +23,8 @@ from satchel.actors.replica.selftest import self_test
 from satchel.actors.replica.selftest.self_test import Proven, prove
 from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import ModelLoadError
-from tests.worlds.bench import load_tiny
-from tests.worlds.families import APART, PECULIAR, write_model
+from tests.worlds.models.families import APART, PECULIAR, write_model
+from tests.worlds.replica.bench import load_tiny
 
 ASKED = Model(name="tiny", source="somewhere/tiny")
 

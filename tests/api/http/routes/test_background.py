@@ -16,7 +16,7 @@ from satchel.actors.protocol.messages import RowUpdate
 from satchel.api.http.app import create_app
 from satchel.api.responses.event_log import EventLog
 from satchel.cluster.errors import GenerationFailed, InvalidRequest
-from tests.worlds.responses_client import Responses, check_event
+from tests.worlds.api.responses_client import Responses, check_event
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from satchel.api.agents.memory import AgentMemory
 from satchel.api.http.app import create_app
 from satchel.api.views.generation import Generator
 from satchel.cluster.config import Config, parse_config
-from tests.worlds.engine_backend import EngineBackend
-from tests.worlds.remembering import LocalStore
+from tests.worlds.api.engine_backend import EngineBackend
+from tests.worlds.api.remembering import LocalStore
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

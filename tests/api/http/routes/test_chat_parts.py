@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.worlds.remembering import Remembering
+from tests.worlds.api.remembering import Remembering
 
 AND_NOW = {"role": "user", "content": "And now?"}
 PAGE = base64.b64encode(b"%PDF").decode()

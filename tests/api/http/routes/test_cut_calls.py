@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.worlds.anthropic_client import Messages
-from tests.worlds.fake_backend import Chat, FakeBackend
-from tests.worlds.responses_client import Responses
+from tests.worlds.api.anthropic_client import Messages
+from tests.worlds.api.fake_backend import Chat, FakeBackend
+from tests.worlds.api.responses_client import Responses
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "read_file", "parameters": SCHEMA}}

@@ -28,9 +28,9 @@ from satchel.cluster.config import Config, Home, parse_config
 from satchel.cluster.errors import QueueFull
 from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyRing, create_key
-from tests.worlds.engine_backend import remembering_app
-from tests.worlds.fake_backend import DIMENSIONS, FakeBackend
-from tests.worlds.tiny_tokenizers import write_tokenizer
+from tests.worlds.api.engine_backend import remembering_app
+from tests.worlds.api.fake_backend import DIMENSIONS, FakeBackend
+from tests.worlds.models.tiny_tokenizers import write_tokenizer
 
 
 @pytest.fixture

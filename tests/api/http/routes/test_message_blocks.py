@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.worlds.anthropic_client import HELLO, Messages
+from tests.worlds.api.anthropic_client import HELLO, Messages
 
 SEARCH = {"name": "ToolSearch", "input_schema": {"type": "object"}}
 GREP = {"name": "grep", "input_schema": {"type": "object"}, "defer_loading": True}

@@ -11,7 +11,7 @@ import pytest_asyncio
 from anthropic.types import MessageParam, ToolParam
 
 from satchel.cluster.config import parse_config
-from tests.worlds.engine_backend import remembering_app
+from tests.worlds.api.engine_backend import remembering_app
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

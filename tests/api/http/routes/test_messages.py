@@ -12,9 +12,9 @@ import pytest
 from satchel.actors.protocol.messages import RowUpdate
 from satchel.api.http.app import create_app
 from satchel.cluster.errors import GenerationFailed
-from tests.worlds.anthropic_client import HELLO, Messages, gathered
-from tests.worlds.remembering import Remembering
-from tests.worlds.tiny_tokenizers import write_tokenizer
+from tests.worlds.api.anthropic_client import HELLO, Messages, gathered
+from tests.worlds.api.remembering import Remembering
+from tests.worlds.models.tiny_tokenizers import write_tokenizer
 
 WEATHER = {"name": "weather", "description": "Tells it.", "input_schema": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'

@@ -19,8 +19,8 @@ from satchel.cluster.config import Home
 from satchel.cluster.errors import GenerationFailed, QueueFull
 from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyRing, create_key
-from tests.worlds.fake_backend import FakeBackend
-from tests.worlds.remembering import Remembering
+from tests.worlds.api.fake_backend import FakeBackend
+from tests.worlds.api.remembering import Remembering
 
 HELLO = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

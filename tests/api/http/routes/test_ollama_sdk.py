@@ -20,9 +20,9 @@ from satchel.api.generation.backend import ServedModel
 from satchel.api.http.app import create_app
 from satchel.api.text.model import load_text_model
 from satchel.cluster.config import Config, parse_config
-from tests.worlds.engine_backend import remembering_app
-from tests.worlds.fake_backend import FakeBackend
-from tests.worlds.vision_families import write_model
+from tests.worlds.api.engine_backend import remembering_app
+from tests.worlds.api.fake_backend import FakeBackend
+from tests.worlds.models.vision_families import write_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

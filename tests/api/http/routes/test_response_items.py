@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.worlds.responses_client import Responses
+from tests.worlds.api.responses_client import Responses
 
 HI, AND_NOW = {"role": "user", "content": "Hi"}, {"role": "user", "content": "And now?"}
 READ = {"type": "function", "name": "read", "parameters": {"type": "object"}, "strict": False}

@@ -22,8 +22,8 @@ from satchel.cluster.config import Home
 from satchel.cluster.errors import GenerationFailed
 from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyRing, create_key
-from tests.worlds.remembering import Remembering
-from tests.worlds.responses_client import Responses
+from tests.worlds.api.remembering import Remembering
+from tests.worlds.api.responses_client import Responses
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 WEATHER: dict[str, Any] = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}

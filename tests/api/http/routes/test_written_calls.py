@@ -12,11 +12,11 @@ import pytest
 
 from satchel.api.generation.backend import ServedModel
 from satchel.api.text.model import load_text_model
-from tests.worlds.anthropic_client import Messages, gathered
-from tests.worlds.call_templates import write_family
-from tests.worlds.fake_backend import Chat, FakeBackend
-from tests.worlds.responses_client import Responses
-from tests.worlds.tiny_tokenizers import write_folder
+from tests.worlds.api.anthropic_client import Messages, gathered
+from tests.worlds.api.fake_backend import Chat, FakeBackend
+from tests.worlds.api.responses_client import Responses
+from tests.worlds.models.call_templates import write_family
+from tests.worlds.models.tiny_tokenizers import write_folder
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}

@@ -14,8 +14,8 @@ from satchel.api.text.answers.harmony_splitter import HarmonySplitter
 from satchel.api.text.answers.pipeline import ToolCall
 from satchel.api.text.answers.row_text import RowText, TextDelta
 from satchel.api.text.model import TextModel, load_text_model
-from tests.worlds.call_templates import FAMILIES, UNKNOWN, write_family
-from tests.worlds.harmony import write_harmony
+from tests.worlds.models.call_templates import FAMILIES, UNKNOWN, write_family
+from tests.worlds.models.harmony import write_harmony
 
 PROPERTIES = {"path": {"type": "string"}, "content": {"type": "string"}, "count": {"type": "integer"}}
 TOOLS = [

@@ -17,7 +17,7 @@ from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.text.templates.call_formats import KeyedFormat
 from satchel.cluster.errors import InvalidRequest
-from tests.worlds.call_templates import FAMILIES, write_family
+from tests.worlds.models.call_templates import FAMILIES, write_family
 
 WEATHER = {
     "type": "object",

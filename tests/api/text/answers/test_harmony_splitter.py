@@ -19,8 +19,8 @@ from satchel.api.text.answers.grammars import AnswerForm, BoundCalls, BoundTool,
 from satchel.api.text.answers.harmony_splitter import HarmonySplitter
 from satchel.api.text.answers.pipeline import CallArguments, CallBegun, Piece, ReasoningDelta, ToolCall, text_of
 from satchel.api.text.model import TextModel, load_text_model
-from tests.worlds.fake_backend import Chat, FakeBackend
-from tests.worlds.harmony import write_harmony
+from tests.worlds.api.fake_backend import Chat, FakeBackend
+from tests.worlds.models.harmony import write_harmony
 
 THOUGHT = "<|channel|>analysis<|message|>They want it.<|end|>"
 FINAL = "<|channel|>final<|message|>Hello, <b>you</b>"

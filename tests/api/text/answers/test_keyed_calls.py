@@ -19,8 +19,8 @@ from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.text.templates.call_formats import KeyedFormat
 from satchel.cluster.errors import InvalidRequest
-from tests.worlds.call_templates import write_family
-from tests.worlds.fake_backend import Chat, FakeBackend
+from tests.worlds.api.fake_backend import Chat, FakeBackend
+from tests.worlds.models.call_templates import write_family
 
 KEYED = ("gemma4", "function_gemma", "pythonic", "pythonic, not shown", "llama, pythonic", "llama, bare")
 GEMMA = KEYED[:2]

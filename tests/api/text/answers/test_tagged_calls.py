@@ -15,7 +15,7 @@ from satchel.api.text.answers.tagged_reader import tagged_reader_of
 from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.text.templates.call_formats import TaggedFormat
-from tests.worlds.call_templates import write_family
+from tests.worlds.models.call_templates import write_family
 
 TEXT, ANY = {"type": "string"}, {"type": ["string", "null"]}
 PROPERTIES = {"path": TEXT, "content": TEXT, "count": {"type": "integer"}, "more": {"type": "object"}, "any": ANY}

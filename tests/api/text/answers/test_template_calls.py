@@ -15,9 +15,9 @@ from satchel.api.text.answers.grammars import BoundCalls, BoundTool, Thought
 from satchel.api.text.answers.pipeline import ToolCall
 from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
 from satchel.api.text.model import TextModel, load_text_model
-from tests.worlds.call_templates import UNKNOWN, write_family
-from tests.worlds.fake_backend import Chat, FakeBackend
-from tests.worlds.tiny_tokenizers import write_folder
+from tests.worlds.api.fake_backend import Chat, FakeBackend
+from tests.worlds.models.call_templates import UNKNOWN, write_family
+from tests.worlds.models.tiny_tokenizers import write_folder
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("one", "two")]
 CALLS = [("one", {"a": '}"]', "b": [1, {}]}), ("two", {})]

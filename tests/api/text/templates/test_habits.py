@@ -11,7 +11,7 @@ import pytest
 
 from satchel.api.generation.requests import lasting_tokens
 from satchel.api.text.model import TextModel, load_text_model
-from tests.worlds.forgetful_templates import ASKS, SYSTEM, TEMPLATES, messages, write_template
+from tests.worlds.models.forgetful_templates import ASKS, SYSTEM, TEMPLATES, messages, write_template
 
 
 def load(folder: Path, template: str) -> TextModel:

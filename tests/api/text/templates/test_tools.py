@@ -10,8 +10,8 @@ import pytest
 
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.text.templates.tools import TemplateTools
-from tests.worlds.call_templates import write_family
-from tests.worlds.tiny_tokenizers import write_folder
+from tests.worlds.models.call_templates import write_family
+from tests.worlds.models.tiny_tokenizers import write_folder
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 ASKED = {"role": "user", "content": "Hi"}

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from satchel.api.http.app import create_app
 from satchel.api.text.model import TextModel
 from satchel.cluster.config import Config
-from tests.worlds.fake_backend import FakeBackend, tiny_backend
+from tests.worlds.api.fake_backend import FakeBackend, tiny_backend
 
 
 @pytest.fixture(scope="module")

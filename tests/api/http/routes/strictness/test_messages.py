@@ -23,7 +23,7 @@ from satchel.cluster.errors import (
 )
 from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyRing, create_key
-from tests.worlds.anthropic_client import HELLO, Messages
+from tests.worlds.api.anthropic_client import HELLO, Messages
 
 BODY = {"model": "claude-opus-5", "max_tokens": 50, "messages": HELLO}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}

@@ -11,7 +11,7 @@ import pytest
 
 from satchel.api.http.app import create_app
 from satchel.cluster.errors import AgentBusy, DeadlineExceeded, MemoryFull, NotAllowed, QueueFull, RateLimited
-from tests.worlds.responses_client import Responses
+from tests.worlds.api.responses_client import Responses
 
 TOOL: dict[str, Any] = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 SPACE: dict[str, Any] = {"type": "namespace", "name": "s", "tools": [TOOL]}

@@ -17,8 +17,8 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.cluster.errors import Unavailable
 from satchel.cluster.timing import USUAL
-from tests.worlds.bench import Bench
 from tests.worlds.direct import carried
+from tests.worlds.replica.bench import Bench
 
 
 @cache

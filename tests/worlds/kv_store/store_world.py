@@ -44,9 +44,9 @@ from satchel.cluster.keys import OWNER
 from satchel.cluster.nodes import Node
 from satchel.cluster.timing import Timing
 
-from ..simulations.cluster_memory import Memory
-from ..simulations.cluster_time import Process
-from .direct import Direct, carried
+from ...simulations.cluster_memory import Memory
+from ...simulations.cluster_time import Process
+from ..direct import Direct, carried
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from satchel.api.views.generation import Generator
 from satchel.cluster.config import Config
 from satchel.cluster.errors import NodeNotFound, SatchelError
 
-from .direct import carried
+from ..direct import carried
 from .remembering import LocalStore
 
 

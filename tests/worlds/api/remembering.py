@@ -21,7 +21,7 @@ from satchel.api.views.generation import Generator
 from satchel.cluster.config import Config
 from satchel.cluster.errors import AgentNotFound, InvalidRequest, Unavailable
 
-from .lone_store import LoneStore
+from ..kv_store.lone_store import LoneStore
 
 
 class LocalStore:

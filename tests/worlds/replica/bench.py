@@ -21,7 +21,7 @@ from satchel.actors.replica.loop.engine import Engine
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.cluster.config import Scheduling
 from satchel.cluster.errors import SatchelError
-from tests.worlds.families import write_model
+from tests.worlds.models.families import write_model
 
 
 def load_tiny(folder: Path, **how: Any) -> LoadedModel:

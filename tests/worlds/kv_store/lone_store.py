@@ -11,7 +11,7 @@ from satchel.actors.protocol.store_client import StoreClient
 from satchel.cluster.config import Config
 from satchel.cluster.nodes import Node
 
-from .direct import Direct
+from ..direct import Direct
 
 
 class NoPeers:

@@ -30,7 +30,7 @@ from satchel.cluster.config import parse_config
 from satchel.cluster.errors import Unavailable
 from satchel.cluster.nodes import Node
 
-from .direct import Direct, carried
+from ..direct import Direct, carried
 from .kv_files import MODEL, NoSync, payload, same
 
 CLUSTER_KEY = bytes(range(32))
