@@ -139,7 +139,13 @@ def test_one_file_knows_ray_serve() -> None:
 
 def test_the_product_knows_nothing_of_what_stands_around_it() -> None:
     others = {name.split(".")[0] for path in sources() for name in imported_names(path)}
-    assert not others & {"benchmarks", "docs", "examples", "tests"}
+    assert not others & {"benchmarks", "docs", "examples", "tests", "training"}
+
+
+def test_how_models_are_made_knows_nothing_of_what_measures_them() -> None:
+    programs = list((ROOT / "training").rglob("*.py"))
+    others = {name.split(".")[0] for path in programs for name in imported_names(path)}
+    assert "satchel" in others and not others & {"benchmarks", "tests"}
 
 
 def test_one_file_reads_the_environment() -> None:
