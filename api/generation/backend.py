@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...actors.protocol.messages import (
-    EmbeddingInfo,
     GenerateRequest,
+    ModelInfo,
     PooledTexts,
     PoolingRequest,
     ReplicaStats,
@@ -22,38 +22,18 @@ from ...actors.protocol.messages import (
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A configured model as its replicas loaded it. `folder` holds tokenizer and template; `created` is Unix time;
-    `memory` tells a reader which layers keep what, and how; `pictures` says whether it takes pictures and videos,
-    `blind` why one that could see does not, `stills` why one that could takes a video's frames as single pictures, and
-    `embedding` how it embeds texts. `notes` say what of it is not served as asked, a sentence each. `proving` says what
-    of it is still being found out, since `proving_since` (Unix time); until then it is served plainly, for text.
+    """A configured model: `info` is how a replica has loaded it, and the rest how the endpoint serves it.
 
-    `files_id` is the same for all its replicas, and agents' token ids belong to it. `model_id` is one replica's: nodes
-    that compute differently have others. `template_kwargs` are variables for its template that requests leave open.
-    `marks_are_tokens` says that what callers write may become control tokens (`control_tokens_in_text: tokens`).
-    With `schema_in_prompt` it is told the schema that binds its answer. With `omits_unseen` pictures that it cannot see
-    are left out where they do not belong to the newest message (`unseen_media: omit`).
+    `info.files_id` is the same for all its replicas, and agents' token ids belong to it. `info.model_id` is one
+    replica's: nodes that compute differently have others. `template_kwargs` are variables for its template that
+    requests leave open. `marks_are_tokens` says that what callers write may become control tokens
+    (`control_tokens_in_text: tokens`). With `schema_in_prompt` it is told the schema that binds its answer. With
+    `omits_unseen` pictures that it cannot see are left out where they do not belong to the newest message
+    (`unseen_media: omit`).
     """
 
-    name: str
-    model_id: bytes
-    files_id: bytes
-    folder: str
-    context_tokens: int
-    vocabulary_size: int
-    created: int
-    memory: str = ""
-    kv: str = ""
-    kv_why: str = ""
-    trust_remote_code: bool = False
-    pictures: bool = False
-    blind: str = ""
-    stills: str = ""
-    notes: tuple[str, ...] = ()
-    proving: str = ""
-    proving_since: float = 0.0
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    embedding: EmbeddingInfo = field(default_factory=EmbeddingInfo)
+    info: ModelInfo
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     marks_are_tokens: bool = False
     schema_in_prompt: bool = True
     omits_unseen: bool = True

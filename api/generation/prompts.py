@@ -34,7 +34,7 @@ def prepare_completion(
     prompts: list[PreparedPrompt] = []
     for where, prompt in entries(request.prompt, "prompt", prompts_max):
         tokens = _encoded(text, model, request, prompt, where) if isinstance(prompt, str) else prompt
-        check_vocabulary(tokens, model.vocabulary_size, where)
+        check_vocabulary(tokens, model.info.vocabulary_size, where)
         if not tokens:
             raise InvalidRequest(f"{where} is empty", param="prompt")
         if request.suffix and not isinstance(prompt, str):
@@ -70,7 +70,7 @@ def _encoded(text: TextModel, model: ServedModel, request: CompletionRequest, pr
         # A bare prompt is the template: its marks are tokens.
         return text.recent.encode(refuse_breaks(prompt), request.scope, special_tokens=request.special_tokens)
     if (marks := text.tokenizer.infill_marks) is None:
-        message = f"suffix: the model {model.name!r} has no tokens for a text between two others"
+        message = f"suffix: the model {model.info.name!r} has no tokens for a text between two others"
         raise InvalidRequest(message, param="suffix")
     first = text.tokenizer.begin_tokens if request.special_tokens else []
     guard = CallersText(text.tokenizer, as_tokens=model.marks_are_tokens)

@@ -240,11 +240,11 @@ def too_long(
         amount += ", and at least one is for the answer"
     # Clients compact a conversation when they find OpenAI's words.
     return ContextLengthExceeded(
-        f"This model's maximum context length is {model.context_tokens} tokens. However, your {where} resulted in "
+        f"This model's maximum context length is {model.info.context_tokens} tokens. However, your {where} resulted in "
         f"{amount}. Please reduce the length of the {where}.",
         param=where.partition("[")[0],
         tokens=tokens,
-        tokens_max=model.context_tokens - answered,
+        tokens_max=model.info.context_tokens - answered,
     )
 
 
@@ -254,7 +254,7 @@ def kept_tokens(prompt: list[int], model: ServedModel, request: Request) -> list
         return prompt
     if most < 0:
         answer = request.options.max_tokens or request.max_tokens_default or 1
-        most = max(1, model.context_tokens - answer)
+        most = max(1, model.info.context_tokens - answer)
     return prompt[-most:]
 
 
@@ -262,7 +262,7 @@ def check_length(prompt: list[int], model: ServedModel, where: str) -> None:
     """Raises:
     ContextLengthExceeded: a prompt does not fit.
     """
-    if len(prompt) >= model.context_tokens:
+    if len(prompt) >= model.info.context_tokens:
         raise too_long(len(prompt), model, where)
 
 
@@ -275,7 +275,7 @@ def check_least(text: TextModel, string: str, model: ServedModel, where: str, *,
     Raises:
         ContextLengthExceeded: it is too long.
     """
-    most = model.context_tokens * (_COUNTED_CONTEXTS if cut else 1)
+    most = model.info.context_tokens * (_COUNTED_CONTEXTS if cut else 1)
     if (least := text.tokenizer.tokens_min(string, most)) >= most:
         raise too_long(least, model, where, at_least=True)
 
@@ -368,7 +368,7 @@ def count_prompt(text: TextModel, model: ServedModel, request: ChatRequest, medi
         InvalidRequest: as `prepare_chat`.
     """
     conversation = _render(text, model, request, Past(), media, reply=True)
-    far = _COUNTED_CONTEXTS * model.context_tokens
+    far = _COUNTED_CONTEXTS * model.info.context_tokens
     if (least := text.tokenizer.tokens_min(conversation.text, far)) >= far:
         return least
     return len(_encoded(text, request, conversation, special_tokens=False))
@@ -433,7 +433,7 @@ def _render(
         messages, media = _appended(before, messages, media)
     if pictures is None and model.omits_unseen:
         messages = without_unseen(messages, request.left_out)
-    messages = _with_shown(messages, media, pictures, model.blind)
+    messages = _with_shown(messages, media, pictures, model.info.blind)
     messages = with_kept(messages, past.kept(messages))
     if reply and model.schema_in_prompt and _bound_to_json(request):
         assert request.form is not None
@@ -502,9 +502,9 @@ def _bound_to_json(request: ChatRequest) -> bool:
 
 
 def _pictures(text: TextModel, model: ServedModel) -> PictureProcessor | None:
-    if model.blind or text.pictures is None:
+    if model.info.blind or text.pictures is None:
         return None
-    return text.pictures.of_stills() if model.stills else text.pictures
+    return text.pictures.of_stills() if model.info.stills else text.pictures
 
 
 def _with_shown(

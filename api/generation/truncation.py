@@ -41,7 +41,7 @@ def truncated(text: TextModel, model: ServedModel, request: ChatRequest, media: 
     Raises:
         InvalidRequest: the model's template refuses the messages.
     """
-    context = model.context_tokens
+    context = model.info.context_tokens
     room = min(request.options.max_tokens or request.max_tokens_default or context // _ANSWER_PART, context // 2)
     order = _oldest_first(request.messages)
 

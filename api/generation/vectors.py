@@ -142,7 +142,7 @@ class _Encoder:
         self.texts: list[list[int]] = []
         self._tokenizer, self._model, self._special = tokenizer, model, special_tokens
         self._guard = CallersText(tokenizer, as_tokens=model.marks_are_tokens)
-        context = model.context_tokens
+        context = model.info.context_tokens
         self._most = None if most is None else context if most < 0 else most
         self._behind = len(tokenizer.closing_tokens) if special_tokens and most is not None else 0
         self._tokens = 0
@@ -153,7 +153,7 @@ class _Encoder:
         self._add(self._cut(self._encoded(prompt + self._guard.text(given), where)), where)
 
     def add_tokens(self, tokens: list[int], where: str) -> None:
-        check_vocabulary(tokens, self._model.vocabulary_size, where)
+        check_vocabulary(tokens, self._model.info.vocabulary_size, where)
         if not tokens:
             raise InvalidRequest(f"{where} is empty", param=where.partition("[")[0])
         self._add(tokens if self._most is None else tokens[: self._most], where)
@@ -171,7 +171,7 @@ class _Encoder:
         self._add(tokens, where)
 
     def _encoded(self, given: str, where: str) -> list[int]:
-        tokenizer, context = self._tokenizer, self._model.context_tokens
+        tokenizer, context = self._tokenizer, self._model.info.context_tokens
         if self._most is None:
             if (least := tokenizer.tokens_min(given, context + 1)) > context:
                 raise too_long(least, self._model, where, at_least=True, answered=False)
@@ -194,7 +194,7 @@ class _Encoder:
     def _add(self, tokens: list[int], where: str) -> None:
         if not tokens:
             raise InvalidRequest(f"{where} has no tokens", param=where.partition("[")[0])
-        if len(tokens) > self._model.context_tokens:
+        if len(tokens) > self._model.info.context_tokens:
             raise too_long(len(tokens), self._model, where, answered=False)
         self._tokens += len(tokens)
         if self._tokens > TOKENS_MAX:

@@ -127,7 +127,7 @@ class Answering:
             Unavailable: the cluster does not answer.
         """
         caller: Caller = request.state.caller
-        return [model for model in await probe(self.generator.backend.models()) if caller.may_use(model.name)]
+        return [model for model in await probe(self.generator.backend.models()) if caller.may_use(model.info.name)]
 
     async def served(self, request: Request, name: str) -> ServedModel:
         """Returns the model that would answer the caller's request for `name`.
@@ -175,7 +175,7 @@ class Answering:
     def placed(work: Asked, answers: Sequence[Placed]) -> dict[str, str]:
         """Returns headers with nodes, replicas and reasons of the parts of an answer, each value once. A model that was
         not asked for is named too."""
-        served = answers[0].model.name
+        served = answers[0].model.info.name
         headers = {
             "x-satchel-node": dict.fromkeys(answer.node for answer in answers if answer.node),
             "x-satchel-replica": dict.fromkeys(answer.replica for answer in answers),
@@ -188,7 +188,7 @@ class Answering:
         """Records times to first token; `arrived` is by `time.perf_counter`."""
         for stream in streams:
             if stream.first_event_at is not None:
-                self._metrics.first_token(stream.model.name, stream.first_event_at - arrived)
+                self._metrics.first_token(stream.model.info.name, stream.first_event_at - arrived)
 
 
 def _joined(headers: Mapping[str, Iterable[str]]) -> dict[str, str]:

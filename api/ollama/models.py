@@ -132,12 +132,13 @@ def _details(facts: ModelFacts) -> dict[str, Any]:
 
 def listed_body(model: ServedModel, facts: ModelFacts) -> dict[str, Any]:
     """Returns an entry of `/api/tags`."""
+    info = model.info
     return {
-        "name": model.name,
-        "model": model.name,
-        "modified_at": date(model.created),
+        "name": info.name,
+        "model": info.name,
+        "modified_at": date(info.created),
         "size": facts.size,
-        "digest": model.files_id.hex(),
+        "digest": info.files_id.hex(),
         "details": _details(facts),
     }
 
@@ -146,28 +147,28 @@ def running_body(model: ServedModel, facts: ModelFacts) -> dict[str, Any]:
     """Returns an entry of `/api/ps`."""
     listed = listed_body(model, facts)
     del listed["modified_at"]
-    return {**listed, "expires_at": NEVER, "context_length": model.context_tokens}
+    return {**listed, "expires_at": NEVER, "context_length": model.info.context_tokens}
 
 
 def shown_body(model: ServedModel, facts: ModelFacts, text: TextModel) -> dict[str, Any]:
     """Returns the body of `/api/show`."""
-    info: dict[str, Any] = {"general.basename": model.name}
+    info: dict[str, Any] = {"general.basename": model.info.name}
     if facts.parameters is not None:
         info["general.parameter_count"] = facts.parameters
     if kind := facts.architecture:
-        info |= {"general.architecture": kind, f"{kind}.context_length": model.context_tokens}
+        info |= {"general.architecture": kind, f"{kind}.context_length": model.info.context_tokens}
         info |= {f"{kind}.{name}": facts.config[given] for name, given in _INFO.items() if given in facts.config}
     can = {
         "completion": True,
         # A template without a place for tools does not keep a model from being told of them.
         "tools": text.calls.known or bool(text.template.source),
-        "vision": model.pictures,
+        "vision": model.info.pictures,
         "thinking": text.template.has_thinking or text.template.is_harmony,
         "insert": text.tokenizer.infill_marks is not None,
-        "embedding": model.embedding.stated and not model.embedding.refusal,
+        "embedding": model.info.embedding.stated and not model.info.embedding.refusal,
     }
     return {
-        "modified_at": date(model.created),
+        "modified_at": date(model.info.created),
         "details": _details(facts),
         "model_info": info,
         "capabilities": [name for name, possible in can.items() if possible],

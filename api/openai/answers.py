@@ -41,7 +41,7 @@ class AnswerStyle:
 
 def system_fingerprint(model: ServedModel, version: str) -> str:
     """Returns a short name of the model as it is computed here by a `version` of Satchel."""
-    return f"fp_{hashlib.sha256(model.model_id + version.encode()).hexdigest()[:_FINGERPRINT_DIGITS]}"
+    return f"fp_{hashlib.sha256(model.info.model_id + version.encode()).hexdigest()[:_FINGERPRINT_DIGITS]}"
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
@@ -298,20 +298,21 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
     by which policy and why, and `embedding` how it embeds texts. `notes` say what of it is not served as asked, and
     what its chat template forgets; `proving` what of it is still being found out, since when (Unix time).
     """
-    seen = ["image", "video"] if model.pictures else []
+    info = model.info
+    seen = ["image", "video"] if info.pictures else []
     return {
-        "id": model.name,
+        "id": info.name,
         "object": "model",
-        "created": model.created,
+        "created": info.created,
         "owned_by": "satchel",
-        "max_model_len": model.context_tokens,
-        "context_length": model.context_tokens,
+        "max_model_len": info.context_tokens,
+        "context_length": info.context_tokens,
         "architecture": {"input_modalities": ["text", *seen], "output_modalities": ["text"]},
-        "memory": model.memory,
-        "kv": {"policy": model.kv, "why": model.kv_why},
+        "memory": info.layers,
+        "kv": {"policy": info.kv, "why": info.kv_why},
         "notes": list(notes),
-        "proving": {"what": model.proving, "since": int(model.proving_since)} if model.proving else None,
-        "embedding": _embedding_body(model.embedding),
+        "proving": {"what": info.proving, "since": int(info.proving_since)} if info.proving else None,
+        "embedding": _embedding_body(info.embedding),
     }
 
 

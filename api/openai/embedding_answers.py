@@ -24,7 +24,7 @@ def embedding_json(made: Embeddings, *, base64_encoded: bool) -> bytes:
     """
     entries = ",".join(_entries(made.vectors, base64_encoded=base64_encoded))
     usage = json.dumps(_usage(made.tokens), separators=(",", ":"))
-    return f'{{"object":"list","data":[{entries}],"model":{json.dumps(made.model.name)},"usage":{usage}}}'.encode()
+    return f'{{"object":"list","data":[{entries}],"model":{json.dumps(made.model.info.name)},"usage":{usage}}}'.encode()
 
 
 def _entries(vectors: np.ndarray, *, base64_encoded: bool) -> Iterator[str]:
@@ -51,7 +51,7 @@ def ranking_body(made: Ranking, documents: Sequence[str] | None) -> dict[str, An
     return {
         "id": f"rerank-{secrets.token_hex(12)}",
         "object": "list",
-        "model": made.model.name,
+        "model": made.model.info.name,
         "results": results,
         "usage": _usage(made.tokens),
         "meta": {"tokens": {"input_tokens": made.tokens}},

@@ -59,7 +59,7 @@ class RayBackend:
         scope = scope_of(self.config.share, request.tenant, name, request.request_id, cache_salt)
         most = self.config.timeouts.request_s
         bounded = replace(request, deadline_s=min(request.deadline_s, most), reusable=is_shared(scope))
-        generation = RayGeneration(self.routing, await called(bounded, model.model_id, scope), beside, scope)
+        generation = RayGeneration(self.routing, await called(bounded, model.info.model_id, scope), beside, scope)
         await generation.start()
         return generation
 
@@ -69,7 +69,7 @@ class RayBackend:
 
     async def health(self) -> dict[str, bool]:
         """Returns for every served model whether a replica answers and the model's description is known here."""
-        known = {model.name for model in await self.models()}
+        known = {model.info.name for model in await self.models()}
         stats = await self.stats()
         answering = {stat.model for stat in stats if stat.answers}
         return {name: name in known and name in answering for name in await self.names()}

@@ -102,7 +102,7 @@ class ServedModels:
         first = []
         for entry in entries:
             known = self._known.get(entry)
-            if known is not None and not known.proving:
+            if known is not None and not known.info.proving:
                 continue
             asking = self._asking.get(entry)
             if asking is None or now >= asking.again_at:
@@ -154,26 +154,9 @@ class ServedModels:
 
 def _served(info: ModelInfo, entry: ServedEntry) -> ServedModel:
     return ServedModel(
-        name=info.name,
-        model_id=info.model_id,
-        folder=info.folder,
-        context_tokens=info.context_tokens,
-        vocabulary_size=info.vocabulary_size,
-        created=info.created,
-        memory=info.layers,
-        kv=info.kv,
-        kv_why=info.kv_why,
-        files_id=info.files_id,
-        trust_remote_code=info.trust_remote_code,
-        pictures=info.pictures,
-        blind=info.blind,
-        stills=info.stills,
+        info,
         template_kwargs=entry.model.template_kwargs,
         marks_are_tokens=entry.model.control_tokens_in_text == "tokens",
         schema_in_prompt=entry.model.schema_in_prompt == "auto",
         omits_unseen=entry.model.unseen_media == "omit",
-        embedding=info.embedding,
-        notes=tuple(info.notes),
-        proving=info.proving,
-        proving_since=info.proving_since,
     )

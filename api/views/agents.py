@@ -179,7 +179,7 @@ async def _release(store: Store, branches: list[BranchKV]) -> int:
 
 
 async def _names(backend: Backend) -> dict[bytes, str]:
-    return {model.files_id: model.name for model in await backend.models()}
+    return {model.info.files_id: model.info.name for model in await backend.models()}
 
 
 def _view(described: AgentBranches, names: dict[bytes, str]) -> dict[str, Any]:

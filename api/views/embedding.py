@@ -78,13 +78,16 @@ class Embedder:
 
         def encode(text: TextModel, model: ServedModel, sentences: SentenceModules) -> TokenTexts:
             _check_embeds(model)
-            if request.dimensions is not None and not 1 <= request.dimensions <= model.embedding.dimensions:
-                message = f"dimensions: the model {model.name!r} has 1 to {model.embedding.dimensions}"
+            embedding = model.info.embedding
+            if request.dimensions is not None and not 1 <= request.dimensions <= embedding.dimensions:
+                message = f"dimensions: the model {model.info.name!r} has 1 to {embedding.dimensions}"
                 raise InvalidRequest(message, param="dimensions")
             return embedding_texts(text.tokenizer, model, sentences, request)
 
         model, texts, answer = await self._run(request, encode)
-        vectors = await asyncio.to_thread(_shortened, _array(answer), request.dimensions, model.embedding.normalized)
+        vectors = await asyncio.to_thread(
+            _shortened, _array(answer), request.dimensions, model.info.embedding.normalized
+        )
         return Embeddings(model, vectors, texts.count, answer.replica, answer.node, answer.why)
 
     async def rank(self, request: RankingRequest) -> Ranking:
@@ -94,7 +97,7 @@ class Embedder:
 
         def encode(text: TextModel, model: ServedModel, sentences: SentenceModules) -> TokenTexts:
             _check_embeds(model)
-            pairs = pair_form(text.tokenizer, text.template, sentences, f"{model.name} {model.folder}")
+            pairs = pair_form(text.tokenizer, text.template, sentences, f"{model.info.name} {model.info.folder}")
             return ranking_texts(text.tokenizer, model, sentences, pairs, request)
 
         model, texts, answer = await self._run(request, encode)
@@ -127,7 +130,7 @@ class Embedder:
         text = await generator.text_model(model)
 
         def encoded() -> TokenTexts:
-            return encode(text, model, read_sentence_modules(Path(model.folder)))
+            return encode(text, model, read_sentence_modules(Path(model.info.folder)))
 
         texts = await asyncio.to_thread(encoded)
         admitted = caller.admit(1, texts.count)
@@ -135,7 +138,7 @@ class Embedder:
             pooling = PoolingRequest(
                 # Callers choose request ids and may repeat them.
                 request_id=f"{request.request_id or 'texts'}/{secrets.token_hex(8)}",
-                model=model.name,
+                model=model.info.name,
                 texts=texts.tokens,
                 skipped=texts.skipped,
                 score=list(texts.score),
@@ -150,10 +153,11 @@ class Embedder:
 
 
 def _check_embeds(model: ServedModel) -> None:
-    if model.proving:
-        raise Unavailable(f"how {model.name!r} embeds is still being tried", retry_after_s=5.0)
-    if model.embedding.refusal:
-        message = f"the model {model.name!r} embeds no texts: {model.embedding.refusal}"
+    info = model.info
+    if info.proving:
+        raise Unavailable(f"how {info.name!r} embeds is still being tried", retry_after_s=5.0)
+    if info.embedding.refusal:
+        message = f"the model {info.name!r} embeds no texts: {info.embedding.refusal}"
         raise InvalidRequest(message, param="model")
 
 

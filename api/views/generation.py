@@ -122,7 +122,7 @@ class Generator:
         names = [name for name in await self.backend.names() if caller.may_use(name)]
         wanted = name if name and not (any_model and name not in names) else next(iter(names), "")
         for model in await self.backend.models():
-            if model.name == wanted and wanted in names:
+            if model.info.name == wanted and wanted in names:
                 return model
         if wanted in names:
             raise NoReplica(f"the model {wanted!r} is still loading", param="model")
@@ -134,24 +134,24 @@ class Generator:
         Raises:
             ModelLoadError: its tokenizer does not load.
         """
-        key = (model.folder, model.files_id)
+        key = (model.info.folder, model.info.files_id)
         task = self._texts.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
-            trusted = model.trust_remote_code
+            trusted = model.info.trust_remote_code
             loading = asyncio.to_thread(self._load, model, trusted=trusted)
             task = asyncio.create_task(loading)
             self._texts[key] = task
             # Drop those of models that are no longer served.
-            served = {key, *((other.folder, other.files_id) for other in await self.backend.models())}
+            served = {key, *((other.info.folder, other.info.files_id) for other in await self.backend.models())}
             self._texts = {known: text for known, text in self._texts.items() if known in served}
         # Shielded: a cancelled request must not end the loading for the others.
         return await asyncio.shield(task)
 
     def _load(self, model: ServedModel, *, trusted: bool) -> TextModel:
         """Loads a model's text side, and logs what its template forgets."""
-        text = self._load_text(model.folder, name=model.name, trusted=trusted)
+        text = self._load_text(model.info.folder, name=model.info.name, trusted=trusted)
         for note in text.template.habits(model.template_kwargs).notes:
-            _log.warning("%s: %s", model.name, note)
+            _log.warning("%s: %s", model.info.name, note)
         return text
 
     async def template_notes(self, model: ServedModel) -> list[str]:
@@ -234,7 +234,7 @@ class Generator:
             Unavailable: the model has not been loaded yet.
         """
         model, text = await self._chosen(request)
-        check_vocabulary(tokens, model.vocabulary_size, "tokens")
+        check_vocabulary(tokens, model.info.vocabulary_size, "tokens")
         return await asyncio.to_thread(text.tokenizer.decode, tokens)
 
     async def inject(self, request: ChatRequest) -> tuple[Usage, Remembered]:
@@ -296,7 +296,7 @@ class Generator:
             turn = Turn(
                 self.memory,
                 agent,
-                model.files_id,
+                model.info.files_id,
                 text,
                 continues=request.agent_continue,
                 limits=request.caller.disk_limits,
@@ -387,7 +387,7 @@ class Generator:
         none."""
         # In threads, because there may be thousands of parts.
         request = await asyncio.to_thread(request.of, model)
-        if text.pictures is None or model.blind:
+        if text.pictures is None or model.info.blind:
             if not model.omits_unseen:
                 return request, []
             scope = f"{request.scope}/{request.agent}"
@@ -455,7 +455,7 @@ class Generator:
             raise InvalidRequest(f"{name}: at most {limit} tokens are possible (scheduling.max_tokens_max)", param=name)
         if request.choices > scheduling.queue_requests_max:
             raise InvalidRequest(f"n: at most {scheduling.queue_requests_max} choices are possible", param="n")
-        options.check_tokens(model.vocabulary_size)
+        options.check_tokens(model.info.vocabulary_size)
         return model, await self.text_model(model)
 
     async def _start_all(self, job: _Job) -> list[TextStream]:
@@ -493,8 +493,8 @@ class Generator:
             text.sampling,
             seed=seed,
             choice=choice,
-            max_tokens=self._max_tokens(request, model.context_tokens - len(prompt)),
-            vocabulary_size=model.vocabulary_size,
+            max_tokens=self._max_tokens(request, model.info.context_tokens - len(prompt)),
+            vocabulary_size=model.info.vocabulary_size,
             grammar=job.grammar,
             bad_words=job.bad_words,
         )
@@ -503,7 +503,7 @@ class Generator:
         row = GenerateRequest(
             request_id=row_id,
             consumer="",
-            model=model.name,
+            model=model.info.name,
             agent=job.agent,
             prompt=prompt,
             block_ids=[],

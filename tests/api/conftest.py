@@ -9,13 +9,13 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from satchel.api.generation.backend import ServedModel
 from satchel.api.http.app import create_app
 from satchel.api.http.server import HttpServer
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Config, parse_config
 from tests.worlds.api.fake_backend import CONTEXT_TOKENS, Chat, FakeBackend, tiny_backend
+from tests.worlds.api.served_models import served_model
 from tests.worlds.models.tiny_tokenizers import write_sentencepiece, write_tokenizer
 
 
@@ -67,9 +67,7 @@ def thinker(request: pytest.FixtureRequest, backend: FakeBackend, thinking_folde
     """The backend with a default model that knows reasoning, its markers plain or special tokens."""
     folder = thinking_folders[request.param]
     backend.text = load_text_model(folder)
-    backend.served[0] = ServedModel(
-        "satchel/tiny", b"3" * 32, b"3" * 32, str(folder), CONTEXT_TOKENS, 512, 1_700_000_000
-    )
+    backend.served[0] = served_model(folder=folder, context_tokens=CONTEXT_TOKENS)
     return backend
 
 

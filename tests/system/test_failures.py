@@ -249,7 +249,7 @@ async def test_rows_of_a_consumer_that_vanishes_are_taken_out(handles: Cluster, 
     backend = RayBackend(handles.config)
     (model,) = await backend.models()
     sampling = Sampling(temperature=1.0, seed=1, max_tokens=ENDLESS["max_tokens"], ignore_eos=True)
-    await backend.generate(model, GenerateRequest("orphan", "", model.name, "", [1, 2, 3], [], b"", sampling))
+    await backend.generate(model, GenerateRequest("orphan", "", model.info.name, "", [1, 2, 3], [], b"", sampling))
     assert running(http) == 1
     for link in backend.routing._links.values():
         link.close()

@@ -43,10 +43,10 @@ class MessageRoutes:
             return EventStream(
                 self._answering,
                 chat,
-                lambda streams: MessageEvents(chat.model or streams[0].model.name, body.max_tokens, edits=edits),
+                lambda streams: MessageEvents(chat.model or streams[0].model.info.name, body.max_tokens, edits=edits),
             )
         (stream,), (answer,) = await self._answering.answer(request, chat)
-        model = chat.model or stream.model.name
+        model = chat.model or stream.model.info.name
         message = message_body(model, answer, body.max_tokens, edits=edits, remembered=stream.remembered)
         return JSONResponse(message, headers=self._answering.headers(chat, [stream]))
 

@@ -122,7 +122,7 @@ class OllamaRoutes:
         """Shows what one model is and can do."""
         body = await self._answering.bodies.read(request, OllamaShowBody)
         model = await self._served(request, body.wanted)
-        facts = await asyncio.to_thread(model_facts, model.folder, model.files_id)
+        facts = await asyncio.to_thread(model_facts, model.info.folder, model.info.files_id)
         text = await self._answering.generator.text_model(model)
         return JSONResponse(shown_body(model, facts, text))
 
@@ -142,7 +142,7 @@ class OllamaRoutes:
         models = await self._answering.models(request)
 
         def shown() -> list[dict[str, Any]]:
-            return [body(model, model_facts(model.folder, model.files_id)) for model in models]
+            return [body(model, model_facts(model.info.folder, model.info.files_id)) for model in models]
 
         return JSONResponse({"models": await asyncio.to_thread(shown)})
 

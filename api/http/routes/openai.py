@@ -53,11 +53,11 @@ class OpenAIRoutes:
             return EventStream(
                 self._answering,
                 chat,
-                lambda streams: ChatChunks(streams[0].model.name, self._style(body, streams, functions=functions)),
+                lambda streams: ChatChunks(streams[0].model.info.name, self._style(body, streams, functions=functions)),
             )
         streams, answers = await self._answering.answer(request, chat)
         style = self._style(body, streams, functions=functions)
-        shown = chat_body(streams[0].model.name, answers, streams[0].remembered, style)
+        shown = chat_body(streams[0].model.info.name, answers, streams[0].remembered, style)
         return JSONResponse(shown, headers=self._answering.headers(chat, streams))
 
     async def completions(self, request: Request) -> Response:
@@ -68,7 +68,7 @@ class OpenAIRoutes:
             return EventStream(
                 self._answering,
                 work,
-                lambda streams: CompletionChunks(streams[0].model.name, self._style(body, streams)),
+                lambda streams: CompletionChunks(streams[0].model.info.name, self._style(body, streams)),
             )
         streams, answers = await self._answering.answer(request, work)
         usage = sum((answer.usage for answer in answers), Usage(0, 0, 0))
@@ -76,7 +76,7 @@ class OpenAIRoutes:
             answers = best_answers(answers, body.rows, body.choices)
         if body.logprobs is None:
             answers = [replace(answer, logprobs=None) for answer in answers]
-        shown = completion_body(streams[0].model.name, answers, self._style(body, streams), usage)
+        shown = completion_body(streams[0].model.info.name, answers, self._style(body, streams), usage)
         return JSONResponse(shown, headers=self._answering.headers(work, streams))
 
     def _style(self, body: GenerationBody, streams: Sequence[TextStream], *, functions: bool = False) -> AnswerStyle:

@@ -138,7 +138,7 @@ class ResponseRoutes:
             (stream,), (answer,) = await self._answering.answer(request, chat)
         except ContextLengthExceeded as error:
             raise _too_long(error, body) from None
-        shown = whole(events(stream.model.name), answer, stream)
+        shown = whole(events(stream.model.info.name), answer, stream)
         return JSONResponse(shown, headers=self._answering.headers(chat, [stream]))
 
     async def _begin(
@@ -153,12 +153,12 @@ class ResponseRoutes:
         # That there is no such model is an error at once.
         model = await self._answering.served(request, chat.model)
         tenant = chat.caller.tenant
-        log, id = self._background.log(tenant, shares=bool(chat.caller.key)), background_id(id, tenant, model.name)
+        log, id = self._background.log(tenant, shares=bool(chat.caller.key)), background_id(id, tenant, model.info.name)
 
         def ended(shown: dict[str, Any], answer: Message) -> None:
             made.answer = _behind(chat.prefill, answer)
 
-        events = ResponseEvents(ResponseObject(id, body, model.name), body.offered, ended)
+        events = ResponseEvents(ResponseObject(id, body, model.info.name), body.offered, ended)
         earlier = None if chat.agent_continue else messages
         made = BackgroundResponse(events, body.input.given, earlier, chat.agent, log, body.item_tools)
         make = self._make(made, chat, body, request.state.arrived)
@@ -362,7 +362,7 @@ class _ResponseStream(EventStream):
         body: ResponseBody,
         events: Callable[[str], ResponseEvents],
     ) -> None:
-        super().__init__(answering, chat, lambda streams: events(streams[0].model.name))
+        super().__init__(answering, chat, lambda streams: events(streams[0].model.info.name))
         self._body = body
         self._events = events
 

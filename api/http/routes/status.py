@@ -52,7 +52,7 @@ class StatusRoutes:
 
     async def _described(self, model: ServedModel) -> dict[str, Any]:
         notes = await self._answering.generator.template_notes(model)
-        return model_body(model, [*model.notes, *notes])
+        return model_body(model, [*model.info.notes, *notes])
 
     async def health(self, request: Request) -> Response:
         """Responds 200 if a replica of every served model answers, else 503. `disk_errors` gives by node why no KV is

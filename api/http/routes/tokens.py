@@ -31,7 +31,12 @@ class TokenRoutes:
             model, tokens, written = await self._answering.generator.tokenize(
                 work, reply=body.reply, special_tokens=special, written=bool(body.return_token_strs)
             )
-        shown = {"count": len(tokens), "max_model_len": model.context_tokens, "tokens": tokens, "token_strs": written}
+        shown = {
+            "count": len(tokens),
+            "max_model_len": model.info.context_tokens,
+            "tokens": tokens,
+            "token_strs": written,
+        }
         return JSONResponse(shown)
 
     async def detokenize(self, request: Request) -> Response:

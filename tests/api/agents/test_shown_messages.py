@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from satchel.api.generation.backend import ServedModel
 from satchel.api.text.model import load_text_model
 from tests.worlds.api.remembering import Remembering
+from tests.worlds.api.served_models import served_model
 from tests.worlds.models.call_templates import write_family
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -27,7 +27,7 @@ ASKED = {"role": "user", "content": "Hi"}
 async def endpoint(backend, config, tmp_path: Path) -> AsyncIterator[Remembering]:
     folder = write_family(tmp_path / "model", "hermes")
     backend.text = load_text_model(folder)
-    backend.served[0] = ServedModel("satchel/tiny", b"4" * 32, b"4" * 32, str(folder), 4000, 512, 1_700_000_000)
+    backend.served[0] = served_model(folder=folder, context_tokens=4000)
     remembering = Remembering(backend, config)
     yield remembering
     await remembering.client.aclose()

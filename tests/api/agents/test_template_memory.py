@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from satchel.api.generation import requests
-from satchel.api.generation.backend import ServedModel
 from satchel.api.text.model import load_text_model
 from satchel.cluster.config import parse_config
 from tests.worlds.api.engine_backend import remembering_app
 from tests.worlds.api.remembering import Remembering
+from tests.worlds.api.served_models import served_model
 from tests.worlds.models.families import write_model
 from tests.worlds.models.forgetful_templates import TEMPLATES, write_template
 
@@ -27,7 +27,7 @@ async def endpoint(backend, config, tmp_path: Path, request: pytest.FixtureReque
     """Of a model with the template of that name."""
     folder = write_template(tmp_path / "model", TEMPLATES[request.param][0])
     backend.text = load_text_model(folder)
-    backend.served[0] = ServedModel("satchel/tiny", b"4" * 32, b"4" * 32, str(folder), 1000, 512, 1_700_000_000)
+    backend.served[0] = served_model(folder=folder)
     remembering = Remembering(backend, config)
     yield remembering
     await remembering.client.aclose()

@@ -15,6 +15,7 @@ from satchel.api.generation.backend import NodeState
 from satchel.api.text.templates.habits import TemplateHabits
 from satchel.cluster.errors import SatchelError
 from satchel.cluster.keys import create_key, write_owner_key
+from tests.worlds.api.served_models import served_model
 
 from .conftest import Served
 
@@ -40,7 +41,7 @@ async def test_models_are_listed_with_what_their_templates_forget(served: Served
 async def test_models_and_doctor_say_how_kv_is_kept_and_why(served: Served, backend) -> None:
     """Of a model that does not say it, as one that was loaded by an earlier version, nothing is said."""
     why = "KL 0.0021 of at most 0.01 over 256 places"
-    backend.served[0] = replace(backend.served[0], kv="q4", kv_why=why)
+    backend.served[0] = served_model(backend.served[0], kv="q4", kv_why=why)
     found = {model["id"]: model["kv"] for model in json.loads(await served.says("models", "--json"))}
     assert found["satchel/tiny"] == {"policy": "q4", "why": why}
     (line,) = [line for line in (await served.says("models")).splitlines() if "keeps its KV" in line]

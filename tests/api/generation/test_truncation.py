@@ -10,15 +10,15 @@ from typing import Any
 import httpx
 import pytest
 
-from satchel.api.generation.backend import ServedModel
 from satchel.api.generation.options import Options
 from satchel.api.generation.requests import ChatRequest, count_prompt
 from satchel.api.generation.truncation import truncated
 from satchel.api.text.templates.template import Template
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.api.responses_client import Responses
+from tests.worlds.api.served_models import served_model
 
-MODEL = ServedModel("tiny", b"3" * 32, b"3" * 32, "", 1000, 512, 0)
+MODEL = served_model()
 RULES = {"role": "system", "content": "Rules."}
 
 

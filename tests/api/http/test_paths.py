@@ -11,6 +11,7 @@ from satchel.api.http.app import create_app
 from satchel.cluster.config import Home
 from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyRing, create_key
+from tests.worlds.api.served_models import served_model
 
 HOST = "http://localhost"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -148,8 +149,8 @@ async def test_a_model_that_is_not_served(backend, config, setting):
 
 
 async def test_a_model_says_its_context_and_what_it_takes(api, backend):
-    backend.served[1] = replace(backend.served[1], pictures=True)
+    backend.served[1] = served_model(backend.served[1], pictures=True)
     text, pictures = (await api.client.get("/v1/models")).json()["data"]
-    assert text["max_model_len"] == text["context_length"] == backend.served[0].context_tokens
+    assert text["max_model_len"] == text["context_length"] == backend.served[0].info.context_tokens
     assert text["architecture"] == {"input_modalities": ["text"], "output_modalities": ["text"]}
     assert pictures["architecture"]["input_modalities"] == ["text", "image", "video"]

@@ -7,15 +7,15 @@ import pytest
 from PIL import Image
 
 from satchel.actors.protocol.media_ids import media_tokens_in, picture_hash
-from satchel.api.generation.backend import ServedModel
 from satchel.api.generation.requests import Chat, ChatRequest, Past, prepare_chat
 from satchel.api.media.prompt import Medium
 from satchel.api.media.sources import Picture, PictureSource
 from satchel.api.text.continuation import StoredBranch
 from satchel.api.text.model import TextModel, load_text_model
+from tests.worlds.api.served_models import served_model
 from tests.worlds.models.vision_families import FAMILIES, write_files
 
-SERVED = ServedModel("tiny", b"1", b"1", "", 10_000, 10_000, 0)
+SERVED = served_model(context_tokens=10_000, vocabulary_size=10_000)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -13,20 +13,20 @@ import httpx
 import pytest
 from PIL import Image
 
-from satchel.api.generation.backend import ServedModel
 from satchel.api.generation.unseen import UNREAD
 from satchel.api.http.app import create_app
 from satchel.api.text.model import load_text_model
 from satchel.cluster.config import Config
 from tests.worlds.api.anthropic_client import HELLO, Messages
 from tests.worlds.api.fake_backend import FakeBackend
+from tests.worlds.api.served_models import served_model
 from tests.worlds.models.vision_families import write_model
 
 
 @pytest.fixture
 def backend(tmp_path: Path) -> FakeBackend:
     folder = write_model(tmp_path / "qwen3_vl", "qwen3_vl")
-    served = ServedModel("satchel/tiny", b"5" * 32, b"5" * 32, str(folder), 4000, 4000, 1_700_000_000)
+    served = served_model(folder=folder, context_tokens=4000, vocabulary_size=4000)
     return FakeBackend(load_text_model(folder), [served])
 
 

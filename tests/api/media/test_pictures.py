@@ -21,7 +21,6 @@ from PIL import Image, ImageDraw
 from satchel.actors.model_files.processors import PictureLayout, PictureProcessor
 from satchel.actors.protocol.media_ids import FIRST_MEDIA_TOKEN, media_tokens_in, picture_hash
 from satchel.actors.protocol.messages import MediaSpan
-from satchel.api.generation.backend import ServedModel
 from satchel.api.generation.requests import ChatRequest
 from satchel.api.http.app import create_app
 from satchel.api.media.prompt import Medium, Resized, referred, with_references
@@ -34,6 +33,7 @@ from satchel.cluster.config import Media as Limits
 from satchel.cluster.errors import Unavailable
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.remembering import Remembering
+from tests.worlds.api.served_models import served_model
 from tests.worlds.models.vision_families import write_model
 
 
@@ -50,8 +50,8 @@ def seeing(folder: Path) -> TextModel:
 @pytest.fixture
 def backend(folder: Path, seeing: TextModel, folders: dict[str, Path]) -> FakeBackend:
     served = [
-        ServedModel("satchel/tiny", b"5" * 32, b"5" * 32, str(folder), 4000, 4000, 1_700_000_000),
-        ServedModel("other", b"2" * 32, b"2" * 32, str(folders["none"]), 1000, 1000, 1_700_000_001),
+        served_model(folder=folder, context_tokens=4000, vocabulary_size=4000),
+        served_model(name="other", folder=folders["none"], vocabulary_size=1000),
     ]
     return FakeBackend(seeing, served)
 
@@ -311,7 +311,7 @@ async def test_frames_of_a_video_are_encoded_two_by_two(
 async def test_a_model_that_is_not_proven_with_videos_is_shown_their_frames(
     client: httpx.AsyncClient, backend: FakeBackend, seeing: TextModel
 ) -> None:
-    backend.served[0] = replace(backend.served[0], stills="a video fails")
+    backend.served[0] = served_model(backend.served[0], stills="a video fails")
     frames = [picture(color, (84, 84)) for color in ("red", "green", "blue")]
     part = {"type": "video", "video": [url_of(frame) for frame in frames], "fps": 2}
     assert (await ask(client, [*shown(picture()), part])).status_code == 200

@@ -55,7 +55,7 @@ class World:
         return self.answers[replica]
 
     async def names(self) -> list[str]:
-        return [model.name for model in await self.models.models()]
+        return [model.info.name for model in await self.models.models()]
 
     def load(self, replica: str, name: str, *, context: int = 8, proving: str = "") -> None:
         self.answers[replica] = model_info(name=name, context_tokens=context, proving=proving)
@@ -124,7 +124,8 @@ async def test_a_model_that_was_unloaded_and_loaded_again_is_another_one(world: 
     world.load("a-0", "a", context=99)
     world.entries = (entry(2, B), entry(3, A))
     world.forget_the_reading()
-    assert [(model.name, model.context_tokens) for model in await world.models.models()] == [("b", 8), ("a", 99)]
+    infos = [model.info for model in await world.models.models()]
+    assert [(info.name, info.context_tokens) for info in infos] == [("b", 8), ("a", 99)]
 
 
 async def test_without_the_control_store_what_was_read_last_counts(world: World):
@@ -144,16 +145,16 @@ async def test_a_model_that_is_being_proven_is_asked_again_until_it_is(world: Wo
     world.load("a-0", "a", proving="how it keeps its KV")
     world.load("b-0", "b")
     world.load("b-1", "b")
-    assert [model.proving for model in await world.models.models()] == ["how it keeps its KV", ""]
+    assert [model.info.proving for model in await world.models.models()] == ["how it keeps its KV", ""]
     asked = world.asked.count("a-0")
     del world.answers["a-0"]
     async with asyncio.timeout(5):
         assert await world.names() == ["a", "b"]
     world.load("a-0", "a", context=16)
     async with asyncio.timeout(5):
-        while (await world.models.models())[0].proving:
+        while (await world.models.models())[0].info.proving:
             await asyncio.sleep(0.005)
-    assert (await world.models.models())[0].context_tokens == 16 and world.asked.count("a-0") > asked
+    assert (await world.models.models())[0].info.context_tokens == 16 and world.asked.count("a-0") > asked
     asked = len(world.asked)
     assert await world.names() == ["a", "b"] and len(world.asked) == asked
 
@@ -164,5 +165,5 @@ async def test_a_replica_that_is_proven_speaks_for_its_model(world: World, first
     for name in ("b-0", "b-1"):
         world.load(name, "b", proving="" if name == first else "how it keeps its KV")
     async with asyncio.timeout(5):
-        while [model.proving for model in await world.models.models()] != ["", ""]:
+        while [model.info.proving for model in await world.models.models()] != ["", ""]:
             await asyncio.sleep(0.005)

@@ -26,6 +26,7 @@ from satchel.cluster.config import Model
 from satchel.cluster.errors import ModelLoadError
 from satchel.cluster.timing import USUAL
 from tests.worlds.api.remembering import LocalStore, Remembering, spoken
+from tests.worlds.api.served_models import served_model
 from tests.worlds.direct import Direct, answer_of, carried, model_info
 
 FILES, CPU, GPU = b"f" * 32, b"c" * 32, b"g" * 32
@@ -34,8 +35,8 @@ LONG = "word " * 60
 
 @pytest.fixture
 async def endpoint(backend, config) -> AsyncIterator[Remembering]:
-    backend.served = [replace(model, model_id=CPU, files_id=FILES) for model in backend.served[:1]]
-    backend.configured = [backend.served[0].name]
+    backend.served = [served_model(model, model_id=CPU, files_id=FILES) for model in backend.served[:1]]
+    backend.configured = [backend.served[0].info.name]
     remembering = Remembering(backend, config)
     yield remembering
     await remembering.client.aclose()
@@ -58,7 +59,7 @@ async def test_a_conversation_goes_on_where_another_id_computes_it(endpoint, bac
     assert endpoint.prompt[: len(first) + len(drawn)] == [*first, *drawn]
     assert endpoint.memory.commits == {"opened": 1, "replaced": 1}
     (branch,) = await endpoint.branches()
-    assert branch["model"] == backend.served[0].name
+    assert branch["model"] == backend.served[0].info.name
     ((model, root, ids, *_),) = await stands(endpoint)
     said = endpoint.prompt + backend.text.tokenizer.encode("the quick")
     assert (model, root) == (GPU, root_id(GPU, "tenant:default"))
@@ -70,7 +71,7 @@ async def test_whose_agents_are_whose_is_not_decided_by_who_answers_first(backen
     """An endpoint that starts again, and hears of the model from another replica first, knows the same agents."""
     store = LocalStore(config)
     for model_id, said in ((CPU, ["Hi"]), (answers_first, ["Hi", "Hello there", "And?"])):
-        backend.served = [replace(backend.served[0], model_id=model_id, files_id=FILES)]
+        backend.served = [served_model(backend.served[0], model_id=model_id, files_id=FILES)]
         backend.computes_as = CPU
         endpoint = Remembering(backend, config, store)
         await endpoint.say(*said)
@@ -95,7 +96,7 @@ async def test_a_continuing_turn_and_an_injection_are_kept_under_the_id_that_com
 async def test_other_files_are_another_model_and_other_words(endpoint, backend, config):
     """Where token ids may mean something else, none are taken over."""
     await endpoint.say("Hi")
-    backend.served = [replace(backend.served[0], files_id=b"o" * 32)]
+    backend.served = [served_model(backend.served[0], files_id=b"o" * 32)]
     await endpoint.say("Hi", "Hello there", "And?")
     assert endpoint.memory.matches == {"new": 2}
 

@@ -20,6 +20,7 @@ from satchel.api.text.continuation import StoredBranch
 from satchel.api.text.control_tokens import BREAK, unbroken
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.cluster.errors import InvalidRequest
+from tests.worlds.api.served_models import served_model
 from tests.worlds.models.call_templates import FAMILIES, write_family
 from tests.worlds.models.tiny_tokenizers import write_tokenizer
 
@@ -77,7 +78,7 @@ def model(request: pytest.FixtureRequest, known: dict[str, Any]) -> TextModel:
 
 
 def served(*, as_tokens: bool = False) -> ServedModel:
-    return ServedModel("tiny", b"1", b"1", "", 10_000, 10_000, 0, marks_are_tokens=as_tokens)
+    return served_model(context_tokens=10_000, vocabulary_size=10_000, marks_are_tokens=as_tokens)
 
 
 def prepared(

@@ -25,6 +25,7 @@ from satchel.api.ray_backend.rows import called
 from satchel.api.views.generation import Generator
 from satchel.cluster.config import Config
 from satchel.cluster.errors import NodeNotFound, SatchelError
+from tests.worlds.api.served_models import served_model
 
 from ..direct import carried
 from .remembering import LocalStore
@@ -112,16 +113,14 @@ class EngineBackend:
 
     async def models(self) -> list[ServedModel]:
         loaded = self.engine.loaded
-        size, tokens = loaded.vocabulary_size, loaded.context_tokens
         return [
-            ServedModel(
-                self.config.models[0].name,
-                loaded.model_id,
-                loaded.identity.files_id,
-                str(loaded.folder),
-                tokens,
-                size,
-                1_700_000_000,
+            served_model(
+                name=self.config.models[0].name,
+                model_id=loaded.model_id,
+                files_id=loaded.identity.files_id,
+                folder=loaded.folder,
+                context_tokens=loaded.context_tokens,
+                vocabulary_size=loaded.vocabulary_size,
                 embedding=loaded.embedding,
             )
         ]
@@ -158,7 +157,7 @@ class EngineBackend:
         name = request.agent.partition("/")[2]
         scope = scope_of(self.config.share, request.tenant, name, request.request_id, cache_salt)
         request = replace(request, consumer="test", reusable=is_shared(scope))
-        request = await called(request, model.model_id, scope)
+        request = await called(request, model.info.model_id, scope)
         generation = self._rows[request.request_id] = EngineGeneration(self, request)
         known, embeddings = await asyncio.to_thread(self.engine.look_up, request)
         grammar = await asyncio.to_thread(self.engine.grammar_of, request)

@@ -25,6 +25,7 @@ from satchel.actors.protocol.messages import (
 from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel, Vectors
 from satchel.api.text.model import TextModel
 from satchel.cluster.errors import NodeNotFound
+from tests.worlds.api.served_models import served_model
 
 DIMENSIONS = 8
 CONTEXT_TOKENS = 1000
@@ -73,12 +74,12 @@ class FakeBackend:
     def __init__(self, text: TextModel, served: list[ServedModel]) -> None:
         self.text = text
         self.served = served
-        self.configured = [model.name for model in served]
+        self.configured = [model.info.name for model in served]
         self.requests: list[dict[str, Any]] = []
         self.generations: list[FakeGeneration] = []
         self.scripts: deque[list[Any]] = deque()
         self.refusal: BaseException | None = None
-        self.answering: dict[str, bool] = {model.name: True for model in served}
+        self.answering: dict[str, bool] = {model.info.name: True for model in served}
         self.replicas: list[ReplicaStats] = []
         self.machines = [NodeState("local", "127.0.0.1", (("127.0.0.1", "ethernet"),), True)]
         self.placed: dict[str, str] = {}
@@ -127,11 +128,11 @@ class FakeBackend:
             raise self.refusal
         script = self.scripts.popleft() if len(self.scripts) > 1 else self.scripts[0]
         generation = FakeGeneration(
-            request.request_id, script, f"{model.name}#{len(self.generations) % 2}", request.sampling
+            request.request_id, script, f"{model.info.name}#{len(self.generations) % 2}", request.sampling
         )
         generation.node = self.placed.get(generation.replica, "")
         generation.move_to = self.move_to
-        generation.model_id = self.computes_as or model.model_id
+        generation.model_id = self.computes_as or model.info.model_id
         self.generations.append(generation)
         return generation
 
@@ -144,7 +145,7 @@ class FakeBackend:
             await self.pooling.wait()
         made = np.concatenate([self.vector_of(text, request) for text in request.texts])
         pooled = PooledTexts(len(made) // len(request.texts), made.astype("<f4").tobytes())
-        return Vectors(pooled, f"{model.name}#0", "mac0", "test: the first")
+        return Vectors(pooled, f"{model.info.name}#0", "mac0", "test: the first")
 
     @staticmethod
     def vector_of(text: list[int], request: PoolingRequest) -> np.ndarray:
@@ -226,16 +227,19 @@ def tiny_backend(folders: dict[str, Path], text: TextModel) -> FakeBackend:
     """Serves two models with tiny tokenizers."""
     size = len(text.tokenizer.encode("")) + 512
     served = [
-        ServedModel(
-            "satchel/tiny",
-            b"1" * 32,
-            b"1" * 32,
-            str(folders["added"]),
-            CONTEXT_TOKENS,
-            size,
-            1_700_000_000,
-            embedding=EMBEDS,
-        ),
-        ServedModel("other", b"2" * 32, b"2" * 32, str(folders["none"]), CONTEXT_TOKENS, size, 1_700_000_001),
+        served_model(
+            name=name,
+            model_id=number * 32,
+            files_id=number * 32,
+            folder=folders[markers],
+            context_tokens=CONTEXT_TOKENS,
+            vocabulary_size=size,
+            created=created,
+            embedding=embedding,
+        )
+        for name, number, markers, created, embedding in (
+            ("satchel/tiny", b"1", "added", 1_700_000_000, EMBEDS),
+            ("other", b"2", "none", 1_700_000_001, EmbeddingInfo()),
+        )
     ]
     return FakeBackend(text, served)

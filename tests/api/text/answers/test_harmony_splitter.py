@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from satchel.actors.model_files.grammars import GrammarCompiler
-from satchel.api.generation.backend import ServedModel
 from satchel.api.generation.bound_answers import ModelGrammars
 from satchel.api.text.answers.grammars import AnswerForm, BoundCalls, BoundTool, Thought
 from satchel.api.text.answers.harmony_splitter import HarmonySplitter
 from satchel.api.text.answers.pipeline import CallArguments, CallBegun, Piece, ReasoningDelta, ToolCall, text_of
 from satchel.api.text.model import TextModel, load_text_model
 from tests.worlds.api.fake_backend import Chat, FakeBackend
+from tests.worlds.api.served_models import served_model
 from tests.worlds.models.harmony import write_harmony
 
 THOUGHT = "<|channel|>analysis<|message|>They want it.<|end|>"
@@ -142,7 +142,7 @@ def test_history_has_one_call_a_message_with_its_result_behind_it(text: TextMode
 def served(backend: FakeBackend, text: TextModel, tmp_path: Path) -> FakeBackend:
     folder = str(write_harmony(tmp_path / "harmony"))
     backend.text = text
-    backend.served[0] = ServedModel("satchel/tiny", b"4" * 32, b"4" * 32, folder, 1000, 512, 1_700_000_000)
+    backend.served[0] = served_model(folder=folder)
     return backend
 
 

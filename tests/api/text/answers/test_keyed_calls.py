@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from satchel.actors.model_files.grammars import GrammarCompiler
-from satchel.api.generation.backend import ServedModel
 from satchel.api.generation.bound_answers import ModelGrammars
 from satchel.api.text.answers.call_reader import reader_of
 from satchel.api.text.answers.grammars import BoundCalls, BoundTool, Thought
@@ -20,6 +19,7 @@ from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.text.templates.call_formats import KeyedFormat
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.api.fake_backend import Chat, FakeBackend
+from tests.worlds.api.served_models import served_model
 from tests.worlds.models.call_templates import write_family
 
 KEYED = ("gemma4", "function_gemma", "pythonic", "pythonic, not shown", "llama, pythonic", "llama, bare")
@@ -231,7 +231,7 @@ def test_strict_refuses_what_this_form_cannot_follow(gemma: TextModel):
 async def test_a_chat_streams_a_call(api: Chat, backend: FakeBackend, text: TextModel, tmp_path: Path):
     backend.text = load_text_model(write_family(tmp_path / "family", text.name), name=text.name)
     folder = str(tmp_path / "family")
-    backend.served[0] = ServedModel("satchel/tiny", b"4" * 32, b"4" * 32, folder, 1000, 512, 1_700_000_000)
+    backend.served[0] = served_model(folder=folder)
     backend.say(said(text, 'one(a="The quick", b=3)'))
     choice = (await api.chat(tools=TOOLS)).json()["choices"][0]
     (call,) = choice["message"]["tool_calls"]

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from satchel.actors.model_files.grammars import GrammarCompiler
-from satchel.api.generation.backend import ServedModel
 from satchel.api.generation.bound_answers import ModelGrammars
 from satchel.api.text.answers.grammars import BoundCalls, BoundTool, Thought
 from satchel.api.text.answers.pipeline import ToolCall
 from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
 from satchel.api.text.model import TextModel, load_text_model
 from tests.worlds.api.fake_backend import Chat, FakeBackend
+from tests.worlds.api.served_models import served_model
 from tests.worlds.models.call_templates import UNKNOWN, write_family
 from tests.worlds.models.tiny_tokenizers import write_folder
 
@@ -84,7 +84,7 @@ def test_a_template_without_calls_has_none(tmp_path: Path):
 async def test_a_chat_calls_a_tool(api: Chat, backend: FakeBackend, text: TextModel, tmp_path: Path):
     backend.text = text
     folder = str(tmp_path / "family")
-    backend.served[0] = ServedModel("satchel/tiny", b"4" * 32, b"4" * 32, folder, 1000, 512, 1_700_000_000)
+    backend.served[0] = served_model(folder=folder)
     backend.say(written(text, CALLS[:1]))
     choice = (await api.chat(tools=TOOLS)).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
@@ -99,7 +99,7 @@ async def test_a_model_that_writes_calls_in_another_way_must_write_json(
 ):
     folder = write_family(tmp_path / "family", "odd")
     backend.text = load_text_model(folder)
-    backend.served[0] = ServedModel("satchel/tiny", b"4" * 32, b"4" * 32, str(folder), 1000, 512, 1_700_000_000)
+    backend.served[0] = served_model(folder=folder)
     said = '{"name": "one", "arguments": {"a": 1}}'
     for how in ("required", "auto"):
         marked = said if how == "required" else f"<tool_call>{said}</tool_call>"

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from satchel.api.generation.backend import ServedModel
 from satchel.api.text.model import load_text_model
 from tests.worlds.api.anthropic_client import Messages, gathered
 from tests.worlds.api.fake_backend import Chat, FakeBackend
 from tests.worlds.api.responses_client import Responses
+from tests.worlds.api.served_models import served_model
 from tests.worlds.models.call_templates import write_family
 from tests.worlds.models.tiny_tokenizers import write_folder
 
@@ -147,7 +147,7 @@ async def test_a_template_without_a_place_for_tools_tells_of_them(api: Chat, bac
     backbone = load_text_model(write_family(tmp_path / "family", "llama")).tokenizer.backend
     folder = write_folder(tmp_path / "plain", backbone, PLAIN)  # type: ignore[arg-type]
     backend.text = load_text_model(folder)
-    backend.served[0] = ServedModel("satchel/tiny", b"4" * 32, b"4" * 32, str(folder), 4000, 512, 1_700_000_000)
+    backend.served[0] = served_model(folder=folder, context_tokens=4000)
     backend.say(CALL)
     for choice in ("auto", "required"):
         answer = (await api.chat(tools=[TOOL], tool_choice=choice)).json()["choices"][0]
@@ -173,7 +173,7 @@ async def test_a_template_without_a_place_for_tools_tells_of_them(api: Chat, bac
 async def test_every_family_takes_calls_in_json(api: Chat, backend: FakeBackend, tmp_path: Path, family: str):
     folder = write_family(tmp_path / "family", family)
     backend.text = load_text_model(folder)
-    backend.served[0] = ServedModel("satchel/tiny", b"4" * 32, b"4" * 32, str(folder), 4000, 512, 1_700_000_000)
+    backend.served[0] = served_model(folder=folder, context_tokens=4000)
     for said in (CALL, FENCED, f"[{CALL}]"):
         backend.say(said, step=1)
         choice = (await api.chat(tools=[TOOL])).json()["choices"][0]

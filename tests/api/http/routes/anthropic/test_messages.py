@@ -14,6 +14,7 @@ from satchel.api.http.app import create_app
 from satchel.cluster.errors import GenerationFailed
 from tests.worlds.api.anthropic_client import HELLO, Messages, gathered
 from tests.worlds.api.remembering import Remembering
+from tests.worlds.api.served_models import served_model
 from tests.worlds.models.tiny_tokenizers import write_tokenizer
 
 WEATHER = {"name": "weather", "description": "Tells it.", "input_schema": {"type": "object"}}
@@ -323,7 +324,7 @@ async def test_the_system_may_speak_in_between(messages, backend, tmp_path):
     assert backend.prompt == "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + "<|im_start|>assistant\n"
     folder = write_tokenizer(tmp_path, markers="none")
     (folder / "chat_template.jinja").write_text(STRICT)
-    backend.served[0] = replace(backend.served[0], folder=str(folder), files_id=b"4" * 32)
+    backend.served[0] = served_model(backend.served[0], folder=folder, files_id=b"4" * 32)
     await messages.say(said, system="Be brief.")
     assert backend.prompt == "[system] Be brief.\n\nFirst. [user] Hi\nyou\nBe kind. "
     twice = [*HELLO, {"role": "assistant", "content": "x"}, {"role": "assistant", "content": [], "name": 5}, *HELLO]

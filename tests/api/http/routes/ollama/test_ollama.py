@@ -21,6 +21,7 @@ from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyRing, create_key
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.remembering import Remembering
+from tests.worlds.api.served_models import served_model
 
 HELLO = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -173,7 +174,7 @@ async def test_logprobs_beside_their_words(client, backend):
 
 
 async def test_names_of_models(client, backend, config):
-    backend.served[1] = replace(backend.served[1], name="qwen:7b")
+    backend.served[1] = served_model(backend.served[1], name="qwen:7b")
     backend.configured[1] = "qwen:7b"
     for name, served in (("satchel/tiny:latest", "satchel/tiny"), ("qwen:7b", "qwen:7b")):
         answer = await whole(client, model=name)
@@ -350,9 +351,9 @@ async def test_errors_of_every_kind_have_ollamas_shape(client, backend, config, 
 
 async def test_what_files_do_not_say_is_left_out(client, backend, tmp_path: Path):
     shown = (await client.post("/api/show", json={"name": "satchel/tiny:latest"})).json()
-    assert shown["model_info"]["qwen3.context_length"] == backend.served[0].context_tokens
+    assert shown["model_info"]["qwen3.context_length"] == backend.served[0].info.context_tokens
     assert "general.parameter_count" not in shown["model_info"], "the tiny model has no weights"
-    backend.served[0] = replace(backend.served[0], folder=str(tmp_path))
+    backend.served[0] = served_model(backend.served[0], folder=str(tmp_path))
     listed, _ = (await client.get("/api/tags/")).json()["models"]
     assert listed["modified_at"] == "2023-11-14T22:13:20.000000Z" and listed["digest"] == "31" * 32
     assert listed["size"] == 0 and not any(listed["details"].values())

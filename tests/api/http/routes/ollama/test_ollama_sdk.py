@@ -16,12 +16,12 @@ import pytest_asyncio
 from PIL import Image
 
 from satchel.actors.protocol.media_ids import is_media_token
-from satchel.api.generation.backend import ServedModel
 from satchel.api.http.app import create_app
 from satchel.api.text.model import load_text_model
 from satchel.cluster.config import Config, parse_config
 from tests.worlds.api.engine_backend import remembering_app
 from tests.worlds.api.fake_backend import FakeBackend
+from tests.worlds.api.served_models import served_model
 from tests.worlds.models.vision_families import write_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -148,7 +148,7 @@ async def test_an_answer_follows_a_schema(client: ollama.AsyncClient) -> None:
 
 async def test_pictures_reach_the_model(tmp_path: Path, config: Config) -> None:
     folder = write_model(tmp_path / "qwen3_vl", "qwen3_vl")
-    served = ServedModel("satchel/tiny", b"5" * 32, b"5" * 32, str(folder), 4000, 4000, 1_700_000_000, pictures=True)
+    served = served_model(folder=folder, context_tokens=4000, vocabulary_size=4000, pictures=True)
     backend = FakeBackend(load_text_model(folder), [served])
     client = sdk(create_app(backend, config))
     written = BytesIO()

@@ -10,6 +10,7 @@ import pytest
 
 from satchel.actors.protocol.messages import RowUpdate
 from satchel.cluster.errors import GenerationFailed, QueueFull
+from tests.worlds.api.served_models import served_model
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -230,15 +231,13 @@ async def test_tool_calls(api, backend, markers):
 def api_tokens(backend: Any, model: str) -> list[int]:
     from satchel.api.text.model import load_text_model
 
-    folder = next(served.folder for served in backend.served if served.name == model)
+    folder = next(served.info.folder for served in backend.served if served.info.name == model)
     return load_text_model(folder).tokenizer.encode(CALL)
 
 
 async def test_special_tool_markers_are_seen_and_never_shown(api, backend, folders, texts):
     text = texts["special"]
-    backend.served[0] = type(backend.served[0])(
-        "satchel/tiny", b"3" * 32, b"3" * 32, str(folders["special"]), 1000, 512, 1_700_000_000
-    )
+    backend.served[0] = served_model(folder=folders["special"])
     backend.play(RowUpdate("r", text.tokenizer.encode("Well. " + CALL), finish="stop", cached_tokens=0))
     choice = (await api.chat(tools=[WEATHER])).json()["choices"][0]
     assert choice["message"]["content"] == "Well."

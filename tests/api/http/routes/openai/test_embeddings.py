@@ -7,7 +7,6 @@ import base64
 import json
 import shutil
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyRing, create_key
 from tests.worlds.api.engine_backend import remembering_app
 from tests.worlds.api.fake_backend import DIMENSIONS, FakeBackend
+from tests.worlds.api.served_models import served_model
 from tests.worlds.models.tiny_tokenizers import write_tokenizer
 
 
@@ -93,7 +93,7 @@ async def test_fewer_dimensions_are_the_first_ones_made_long_again(post):
 
 
 async def test_vectors_of_any_length_are_only_cut(post, backend: FakeBackend):
-    backend.served[0] = replace(backend.served[0], embedding=EmbeddingInfo(DIMENSIONS, "mean", False, True, ""))
+    backend.served[0] = served_model(backend.served[0], embedding=EmbeddingInfo(DIMENSIONS, "mean", False, True, ""))
     whole = vectors_of(await post(input="Hello"))
     assert (vectors_of(await post(input="Hello", dimensions=5)) == whole[:, :5]).all()
 
@@ -169,13 +169,13 @@ async def test_what_changes_nothing_is_taken(post, backend: FakeBackend):
 async def test_a_model_whose_embedding_is_still_tried_is_to_be_asked_again(post, backend: FakeBackend):
     """It may embed: nobody knows yet."""
     tried = EmbeddingInfo(refusal="its hidden states were not looked for")
-    backend.served[1] = replace(backend.served[1], embedding=tried, proving="how it is computed")
+    backend.served[1] = served_model(backend.served[1], embedding=tried, proving="how it is computed")
     error = (await post(status=503, input="a", model="other"))["error"]
     assert error["code"] == "unavailable" and "still being tried" in error["message"] and not backend.pooled
 
 
 async def test_a_model_that_embeds_nothing_says_why(post, backend: FakeBackend):
-    backend.served[1] = replace(backend.served[1], embedding=EmbeddingInfo(refusal="its head is odd"))
+    backend.served[1] = served_model(backend.served[1], embedding=EmbeddingInfo(refusal="its head is odd"))
     error = (await post(status=400, input="a", model="other"))["error"]
     assert error["message"] == "the model 'other' embeds no texts: its head is odd"
     models = (await post_models(post, backend))["data"]
@@ -293,7 +293,7 @@ def reranker(backend: FakeBackend, folder: Path, *, template: str = "", score: l
         module = {"path": "1_LogitScore", "type": "sentence_transformers.cross_encoder.modules.LogitScore"}
         (folder / "modules.json").write_text(json.dumps([module]))
     backend.text = load_text_model(folder)
-    backend.served[0] = replace(backend.served[0], folder=str(folder), files_id=str(folder).encode())
+    backend.served[0] = served_model(backend.served[0], folder=folder, files_id=str(folder).encode())
 
 
 async def test_a_model_with_a_score_ranks_by_the_probability_of_pairs(post, backend: FakeBackend, tmp_path: Path):
@@ -333,9 +333,9 @@ async def test_a_qwen3_reranker_is_known_by_its_name_and_shown_its_cards_form(
     await post("rerank", query="Hello", documents=["aa"])
     assert backend.pooled[-1].score == [], "so it can only embed"
     add_words(tmp_path / "models--Qwen--Qwen3-Reranker-0.6B" / "snapshots")
-    backend.served[0] = replace(backend.served[0], files_id=b"new")
+    backend.served[0] = served_model(backend.served[0], files_id=b"new")
     await post("rerank", query="Hello", documents=["a {document}"])
-    backend.text = load_text_model(backend.served[0].folder)
+    backend.text = load_text_model(backend.served[0].info.folder)
     asked = backend.pooled[-1]
     assert asked.score == [backend.text.tokenizer.token_of("yes"), backend.text.tokenizer.token_of("no")]
     assert backend.text.tokenizer.decode(asked.texts[0]) == (
@@ -372,7 +372,7 @@ async def test_prompts_of_the_models_files_go_before_texts(post, backend: FakeBa
     (folder / "modules.json").write_text(json.dumps([{"path": "1_Pooling", "type": "x.Pooling"}]))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean", "include_prompt": false}')
-    backend.served[0] = replace(backend.served[0], folder=str(folder), files_id=b"p")
+    backend.served[0] = served_model(backend.served[0], folder=folder, files_id=b"p")
     text = backend.text
     await post(input=["Hello", "b"])
     assert [text.tokenizer.decode(tokens) for tokens in backend.pooled[-1].texts] == ["it: Hello", "it: b"]
@@ -404,7 +404,7 @@ async def test_special_tokens_are_the_tokenizers_and_survive_a_cut(post, backend
         "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [end], "tokens": ["<|endoftext|>"]}},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    backend.served[0] = replace(backend.served[0], folder=str(folder), files_id=b"e")
+    backend.served[0] = served_model(backend.served[0], folder=folder, files_id=b"e")
     hello = backend.text.tokenizer.encode("Hello")
     for fields, expected in (
         ({"input": "Hello"}, [*hello, end]),

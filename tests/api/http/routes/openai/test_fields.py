@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from satchel.actors.model_files.infill import InfillMarks, infill_marks
 from satchel.actors.protocol.messages import RowUpdate
+from tests.worlds.api.served_models import served_model
 
 USER = {"role": "user", "content": "Hi"}
 BEGIN = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -20,7 +20,7 @@ async def test_the_fingerprint_is_the_models_in_bodies_and_chunks(api, backend):
     assert (await api.complete("x")).json()["system_fingerprint"] == first
     chunks = [*(await api.stream()), *(await api.complete_stream(["x"]))]
     assert {chunk["system_fingerprint"] for chunk in chunks if chunk != "[DONE]"} == {first}
-    backend.served[0] = replace(backend.served[0], model_id=b"9" * 32)
+    backend.served[0] = served_model(backend.served[0], model_id=b"9" * 32)
     assert (await api.chat()).json()["system_fingerprint"] != first
 
 
