@@ -37,7 +37,7 @@ from ..memory.embedding_tier import EmbeddingTier
 from ..memory.keeping import Keeping
 from ..memory.restores import NotWaiting, Restores
 from ..memory.room import MemoryRoom, limits_of
-from ..memory.sequence_memory import RowMemory
+from ..memory.sequence_memory import RowMemory, Sequence
 from ..scheduling.prefill_budget import PrefillPace
 from ..scheduling.scheduler import Scheduler
 from .decode import DecodeLoop
@@ -187,7 +187,8 @@ class Engine:
             embeddings: image embeddings read back from disk, by the pictures' indexes.
             grammar: what `grammar_of` returned.
         """
-        self._inbox.put(Submit(request, reply, known, embeddings or {}, grammar))
+        sequence = Sequence(request, list(request.prompt), list(request.block_ids), grammar=grammar)
+        self._inbox.put(Submit(sequence, reply, known, embeddings or {}))
 
     def pool(self, request: PoolingRequest, reply: Reply) -> None:
         """Queues a request for vectors. `reply` gets them, or the refusal, or why it failed; it is called on the

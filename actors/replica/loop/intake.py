@@ -9,7 +9,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ....cluster.errors import (
     ComputesOtherwise,
@@ -22,7 +22,6 @@ from ....cluster.errors import (
 from ...protocol.messages import GenerateRequest, PooledTexts, PoolingRequest
 from ..device.device_errors import DeviceFailed
 from ..execution.executor import BatchExecutor
-from ..execution.grammar import RowGrammar
 from ..execution.loaded_model import LoadedModel
 from ..execution.vision import ImageEmbeddings
 from ..memory.restores import Reading
@@ -39,14 +38,13 @@ IDLE_S = 2.0
 
 @dataclass(frozen=True)
 class Submit:
-    """Queues a request. `reply` gets None if it is accepted, else the refusal. `known`, `embeddings` and `grammar` as
-    for `Engine.submit`."""
+    """Queues a request. `reply` gets None if it is accepted, else the refusal. `known` and `embeddings` as for
+    `Engine.submit`."""
 
-    request: GenerateRequest
+    sequence: Sequence
     reply: Callable[[SatchelError | None], None]
-    known: int = 0
-    embeddings: dict[int, ImageEmbeddings] = field(default_factory=dict)
-    grammar: RowGrammar | None = None
+    known: int
+    embeddings: dict[int, ImageEmbeddings]
 
 
 @dataclass(frozen=True)
@@ -152,15 +150,13 @@ class Intake:
         Returns:
             The refusal; None if the row is accepted.
         """
-        request = submitted.request
-        tokens = list(request.prompt)
-        refused = self._refusal(request, tokens)
-        if refused is not None:
+        sequence = submitted.sequence
+        request, tokens = sequence.request, sequence.tokens
+        if (refused := self._refusal(sequence)) is not None:
             return refused
         self._memory.limit(request)
         # The last prompt token is the first decode step's input, unless nothing is to be generated.
         max_tokens = min(request.sampling.max_tokens, self._loaded.context_tokens - len(tokens))
-        sequence = Sequence(request, tokens, list(request.block_ids), grammar=submitted.grammar)
         known = max(submitted.known, self._memory.known(sequence))
         row = ScheduledRow(
             request_id=request.request_id,
@@ -194,7 +190,8 @@ class Intake:
             self._scheduler.add(row)
         return None
 
-    def _refusal(self, request: GenerateRequest, tokens: list[int]) -> SatchelError | None:
+    def _refusal(self, sequence: Sequence) -> SatchelError | None:
+        request = sequence.request
         if self._closed is not None:
             return self._closed
         if request.model_id not in (b"", self._loaded.model_id):
@@ -202,8 +199,8 @@ class Intake:
             return ComputesOtherwise("the request was made for a model that computes otherwise")
         if request.request_id in self._delivery.rows:
             return Unavailable(f"request {request.request_id} has not left yet")
-        refused = self._pictures.refusal(request.media, tokens)
-        return refused or self._no_room(request, Sequence(request, tokens, []).given())
+        refused = self._pictures.refusal(request.media, sequence.tokens)
+        return refused or self._no_room(request, sequence.given())
 
     def _no_room(self, request: GenerateRequest, tokens: list[int]) -> SatchelError | None:
         """Returns the refusal if the tokens are invalid, or the model or the queue has no room for them."""
