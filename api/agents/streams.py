@@ -10,7 +10,6 @@ from ..generation.conversation import with_arguments
 from ..generation.history import Message
 from ..generation.remembered import Remembered
 from ..generation.requests import Chat
-from ..text.model import TextModel
 from ..text.templates.template import Template
 from ..text.tokenizer import Tokenizer
 from .memory import CommittedTurn, Turn
@@ -23,13 +22,11 @@ class TurnKeeper:
 
     Args:
         chat: what the turn answers.
-        text: of the model, which spells the answer's tokens.
     """
 
-    def __init__(self, turn: Turn, chat: Chat, text: TextModel) -> None:
+    def __init__(self, turn: Turn, chat: Chat) -> None:
         self._turn = turn
         self._chat = chat
-        self._text = text
 
     @property
     def remembered(self) -> Remembered:
@@ -37,11 +34,11 @@ class TurnKeeper:
 
     async def keep(self, tokens: list[int], message: Message, generation: Generation) -> None:
         """Commit the turn under the id of the model where the row ended; its agent may follow the row there."""
-        chat, text = self._chat, self._text
+        chat, text, prefill = self._chat, self._chat.text_model, self._chat.request.prefill
         context = list(text.plain(chat.prompt[-_CONTEXT_TOKENS:]))
         spelled = await asyncio.to_thread(spell, text.tokenizer, context, tokens)
-        if chat.prefill and isinstance(content := message["content"], str):
-            message["content"] = chat.prefill + content
+        if prefill and isinstance(content := message["content"], str):
+            message["content"] = prefill + content
         if written := await asyncio.to_thread(written_otherwise, text.template, spelled, message):
             message["written"] = written
         said = [*chat.messages, message]

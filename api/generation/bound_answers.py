@@ -66,15 +66,14 @@ def bound_calls(request: ChatRequest) -> BoundCalls | None:
     return None
 
 
-def scripted_grammar(
-    text: TextModel, script: Script, chat: Chat, request: ChatRequest, calls: BoundCalls | None
-) -> str:
+def scripted_grammar(script: Script, chat: Chat, calls: BoundCalls | None) -> str:
     """Returns the grammar of what a script says in a conversation; "" if it has nothing to say where the request binds
     the answer to a form or to calls.
 
     Raises:
         InvalidRequest: the model's template cannot write it.
     """
+    text, request = chat.text_model, chat.request
     said = with_arguments(chat.messages)
     reply = script.reply(said, chat.tools)
     forced = calls is not None and request.tool_use.forced

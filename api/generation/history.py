@@ -119,10 +119,7 @@ def _digest(messages: Sequence[Message]) -> bytes:
 
 
 def _add(hasher: Any, message: Message) -> None:
-    calls = [_normal_call(call["function"]) for call in message.get("tool_calls", ())]
+    called = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [[function["name"], called_with(function["arguments"])] for function in called]
     line = json.dumps([message["role"], message["content"], calls], sort_keys=True)
     hasher.update(line.encode("ascii") + b"\n")
-
-
-def _normal_call(function: dict[str, str]) -> list[Any]:
-    return [function["name"], called_with(function["arguments"])]

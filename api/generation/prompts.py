@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 from ...cluster.errors import InvalidRequest
@@ -10,15 +9,7 @@ from ..text.callers_text import CallersText
 from ..text.control_tokens import refuse_breaks
 from ..text.model import TextModel
 from .backend import ServedModel
-from .requests import CompletionRequest, check_least, check_length, kept_tokens
-
-
-@dataclass(frozen=True)
-class PreparedPrompt:
-    """A prompt in tokens. `text` is what it says if the request echoes it, else ""."""
-
-    tokens: list[int]
-    text: str = ""
+from .requests import CompletionRequest, PreparedPrompt, check_least, check_length, kept_tokens
 
 
 def prepare_completion(
@@ -32,6 +23,7 @@ def prepare_completion(
         ContextLengthExceeded: one does not fit.
     """
     prompts: list[PreparedPrompt] = []
+    bad_words = text.tokenizer.word_tokens(request.options.bad_words)
     for where, prompt in entries(request.prompt, "prompt", prompts_max):
         tokens = _encoded(text, model, request, prompt, where) if isinstance(prompt, str) else prompt
         check_vocabulary(tokens, model.info.vocabulary_size, where)
@@ -45,7 +37,11 @@ def prepare_completion(
         if request.echo:
             uncut = request.truncate_prompt_tokens is None
             said = prompt if uncut and isinstance(prompt, str) else text.tokenizer.decode(tokens)
-        prompts.append(PreparedPrompt(tokens, said))
+        prompts.append(
+            PreparedPrompt(
+                request=request, model=model, text_model=text, prompt=tokens, prelude=said, bad_words=bad_words
+            )
+        )
     return prompts
 
 

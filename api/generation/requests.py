@@ -14,10 +14,15 @@ from ...actors.protocol.messages import MediaSpan
 from ...cluster.errors import ContextLengthExceeded, InvalidRequest
 from ...cluster.keys import OWNER, check_agent_id
 from ..media.prompt import MediaPrompt, Medium, media_said, place, with_media_tokens, with_references
+from ..text.answers.finding import CallFinder
 from ..text.answers.grammars import AnswerForm, Thought
-from ..text.callers_text import CallersText
+from ..text.answers.harmony_splitter import HarmonySplitter
+from ..text.answers.reasoning import ReasoningSplitter
+from ..text.answers.row_text import RowText
+from ..text.callers_text import AnswerLearner, CallersText
 from ..text.continuation import PICTURES_CHANGED, Continuation, Match, StoredBranch, continue_text
 from ..text.control_tokens import refuse_breaks, unbroken
+from ..text.detokenizing import Detokenizer
 from ..text.model import TextModel
 from ..text.spelling import common_length
 from .backend import ServedModel
@@ -146,41 +151,94 @@ class CompletionRequest(Request):
     echo: bool = False
 
 
-@dataclass(frozen=True)
-class Chat:
-    """A rendered conversation.
+@dataclass(frozen=True, kw_only=True)
+class PreparedPrompt:
+    """A prompt as its model takes it, with what its answers follow and how they are read.
 
-    `prompt` has media token ids in place of pictures; `media` are their spans, and `shown` their sources. `thinking`
-    says that the prompt ends inside a block of reasoning, `may_think` that the answer may begin with one. `text` is the
-    text of `prompt`, `messages` the whole conversation as a transcript, and `continuation` how the prompt continues the
-    agent's memory, None if there is nothing to continue. The prompt ends with the `prefill`. `lasting_tokens` and
-    `lasting_saved` are as in `GenerateRequest`. `truncated_messages` is how many were left out, because they
-    did not fit.
+    `request` asks `model` for it, whose text side is `text_model`. `prompt` has media token ids in place of pictures;
+    `media` are their spans, and `shown` their sources. `prelude` comes before the text of an answer. `grammar` and
+    `bad_words` are as in `Sampling`; `remembered_tokens`, `lasting_tokens` and `lasting_saved` as in `GenerateRequest`.
+    `truncated_messages` is how many were left out, because they did not fit.
     """
 
+    request: Request
+    model: ServedModel
+    text_model: TextModel
     prompt: list[int]
+    prelude: str = ""
+    grammar: str = ""
+    bad_words: list[list[int]] = field(default_factory=list)
+    media: list[MediaSpan] = field(default_factory=list)
+    shown: list[Medium] = field(default_factory=list)
+    remembered_tokens: int = 0
+    lasting_tokens: int = 0
+    lasting_saved: bool = False
+    truncated_messages: int = 0
+
+    def row_text(self) -> RowText:
+        """Returns what makes text of an answer's tokens."""
+        return self._read(self.text_model.tokenizer.detokenizer(self.prompt), prelude=self.prelude)
+
+    def learner(self) -> AnswerLearner | None:
+        """Returns what remembers which marks of an answer were tokens; None if nothing has to."""
+        return None
+
+    def _read(self, detokenizer: Detokenizer, **stages: Any) -> RowText:
+        options = self.request.options
+        return RowText(
+            self.text_model.tokenizer,
+            detokenizer,
+            stops=options.stop,
+            stop_tokens=options.stop_token_ids,
+            keeps_stop=options.include_stop_str_in_output,
+            special_tokens=not options.skip_special_tokens,
+            logprobs=options.logprobs is not None,
+            **stages,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(PreparedPrompt):
+    """A rendered conversation.
+
+    `thinking` says that the prompt ends inside a block of reasoning, `may_think` that the answer may begin with one.
+    `text` is the text of `prompt`, `messages` the whole conversation as a transcript, `tools` what the model is told
+    of, and `continuation` how the prompt continues the agent's memory, None if there is nothing to continue. The prompt
+    ends with the request's `prefill`. `calls` finds an answer's calls, None if there are none to find.
+    """
+
+    request: ChatRequest
     tools: list[dict[str, Any]]
     thinking: bool
     text: str
     messages: list[Message]
     continuation: Continuation | None = None
-    media: list[MediaSpan] = field(default_factory=list)
-    shown: list[Medium] = field(default_factory=list)
     may_think: bool = False
-    prefill: str = ""
-    lasting_tokens: int = 0
-    lasting_saved: bool = False
-    truncated_messages: int = 0
+    calls: CallFinder | None = None
 
     @property
     def thought(self) -> Thought:
         """Whether the answer begins with reasoning."""
         return Thought.OPEN if self.thinking else Thought.POSSIBLE if self.may_think else Thought.NONE
 
-    @property
-    def remembered_tokens(self) -> int:
-        """How many of the prompt's first tokens are in the agent's memory."""
-        return 0 if self.continuation is None else self.continuation.kept_tokens
+    def row_text(self) -> RowText:
+        text, request, finder = self.text_model, self.request, self.calls
+        harmony, reasoning = None, None
+        if text.template.is_harmony:
+            most = None if request.tool_use.parallel else 1
+            harmony = HarmonySplitter(self.tools, answering=bool(request.prefill), calls_max=most)
+        elif text.template.has_thinking:
+            called = finder.in_thought() if finder is not None else None
+            start, end = text.template.think_start, text.template.think_end
+            reasoning = ReasoningSplitter(start, end, inside=self.thinking, calls=called)
+        calls = finder.stage(harmony) if finder is not None else None
+        return self._read(text.tokenizer.detokenizer(), reasoning=reasoning, calls=calls, harmony=harmony)
+
+    def learner(self) -> AnswerLearner | None:
+        if self.model.marks_are_tokens:
+            return None
+        request, tokenizer = self.request, self.text_model.tokenizer
+        return AnswerLearner(tokenizer, request.scope, request.prefill, not request.options.skip_special_tokens)
 
 
 @dataclass(frozen=True)
@@ -304,9 +362,8 @@ def prepare_chat(
     if request.truncate_prompt_tokens is not None and (request.agent or media):
         message = "truncate_prompt_tokens: not possible with an agent's memory, or with pictures"
         raise InvalidRequest(message, param="truncate_prompt_tokens")
-    conversation = _render(text, model, request, past, media, reply=reply)
-    rendered, tools, shown, placed = conversation.text, conversation.tools, conversation.shown, conversation.placed
-    continuation = None
+    placed, transcript, shown = _render(text, model, request, past, media, reply=reply)
+    rendered, continuation = placed.text, None
     if past.lines:
         check_least(text, rendered, model, "messages")
         continuation = continue_text(rendered, past.lines, text.spelling)
@@ -318,26 +375,29 @@ def prepare_chat(
         raise InvalidRequest("the model's chat template made an empty prompt of these messages", param="messages")
     check_length(prompt, model, "messages")
     spans: list[MediaSpan] = []
-    if pictures is not None and placed is not None:
+    if pictures is not None:
         prompt, spans = with_media_tokens(pictures, prompt, placed)
         if continuation is not None and continuation.line is not None and past.media_tokens:
             continuation = _seen_alike(continuation, prompt, past.media_tokens[continuation.line])
-    transcript = with_references(conversation.messages, shown)
     return Chat(
-        prompt,
-        tools,
-        text.template.ends_in_thought(rendered),
-        unbroken(rendered),
-        transcript,
-        continuation,
-        spans,
-        shown,
+        request=request,
+        model=model,
+        text_model=text,
+        prompt=prompt,
+        tools=_told_tools(request),
+        thinking=text.template.ends_in_thought(rendered),
+        text=unbroken(rendered),
+        messages=transcript,
+        continuation=continuation,
+        bad_words=text.tokenizer.word_tokens(request.options.bad_words),
+        media=spans,
+        shown=shown,
         # What is begun is no reasoning.
-        not request.prefill and text.template.may_think(rendered),
-        request.prefill,
-        lasting_tokens(text, prompt, rendered, request.template_kwargs) if request.agent else 0,
+        may_think=not request.prefill and text.template.may_think(rendered),
+        remembered_tokens=0 if continuation is None else continuation.kept_tokens,
+        lasting_tokens=lasting_tokens(text, prompt, rendered, request.template_kwargs) if request.agent else 0,
         # What follows a user's message is dropped after the next one; what is between a turn's steps mostly is not.
-        bool(request.agent)
+        lasting_saved=bool(request.agent)
         and bool(transcript)
         and transcript[-1]["role"] == "user"
         and text.template.habits(request.template_kwargs).drops_thinking,
@@ -367,11 +427,11 @@ def count_prompt(text: TextModel, model: ServedModel, request: ChatRequest, medi
     Raises:
         InvalidRequest: as `prepare_chat`.
     """
-    conversation = _render(text, model, request, Past(), media, reply=True)
+    placed, _, _ = _render(text, model, request, Past(), media, reply=True)
     far = _COUNTED_CONTEXTS * model.info.context_tokens
-    if (least := text.tokenizer.tokens_min(conversation.text, far)) >= far:
+    if (least := text.tokenizer.tokens_min(placed.text, far)) >= far:
         return least
-    return len(_encoded(text, request, conversation, special_tokens=False))
+    return len(_encoded(text, model, request, placed, special_tokens=False))
 
 
 def prompt_tokens(
@@ -394,28 +454,24 @@ def prompt_tokens(
         InvalidRequest: as `prepare_chat`.
         ContextLengthExceeded: it is several times as long as the context.
     """
-    conversation = _render(text, model, request, Past(), media, reply=reply)
-    check_least(text, conversation.text, model, "messages", cut=True)
-    return list(text.plain(_encoded(text, request, conversation, special_tokens=special_tokens)))
+    placed, _, _ = _render(text, model, request, Past(), media, reply=reply)
+    check_least(text, placed.text, model, "messages", cut=True)
+    return list(text.plain(_encoded(text, model, request, placed, special_tokens=special_tokens)))
 
 
-def _encoded(text: TextModel, request: Request, conversation: _Conversation, *, special_tokens: bool) -> list[int]:
-    prompt = text.recent.encode(conversation.text, request.scope, special_tokens=special_tokens)
-    if text.pictures is not None and conversation.placed is not None:
+def _encoded(
+    text: TextModel, model: ServedModel, request: Request, placed: MediaPrompt, *, special_tokens: bool
+) -> list[int]:
+    prompt = text.recent.encode(placed.text, request.scope, special_tokens=special_tokens)
+    if (pictures := _pictures(text, model)) is not None:
         # Refuses what generating would refuse.
-        prompt, _ = with_media_tokens(text.pictures, prompt, conversation.placed)
+        prompt, _ = with_media_tokens(pictures, prompt, placed)
     return prompt
 
 
-@dataclass(frozen=True)
-class _Conversation:
-    """The guarded text of a prompt, its messages and tools, its media as the model is shown them, and their places."""
-
-    text: str
-    messages: list[Message]
-    tools: list[dict[str, Any]]
-    shown: list[Medium]
-    placed: MediaPrompt | None
+def _told_tools(request: ChatRequest) -> list[dict[str, Any]]:
+    """Returns the tools that the model is told of."""
+    return list(request.tools) if request.tool_use.shown else []
 
 
 def _render(
@@ -426,25 +482,28 @@ def _render(
     media: Sequence[Medium],
     *,
     reply: bool,
-) -> _Conversation:
+) -> tuple[MediaPrompt, list[Message], list[Medium]]:
+    """Returns the guarded text of a prompt with the places of its media, its messages as a transcript, and its media as
+    the model is shown them."""
     pictures = _pictures(text, model)
     messages = request.messages
     if request.agent_continue and (before := past.messages or request.opening):
         messages, media = _appended(before, messages, media)
     if pictures is None and model.omits_unseen:
         messages = without_unseen(messages, request.left_out)
-    messages = _with_shown(messages, media, pictures, model.info.blind)
+    pieces = None if pictures is None else [medium.shown(pictures) for medium in media]
+    parts = None if pieces is None else iter([[one.part for one in piece] for piece in pieces])
+    messages = with_shown(messages, parts, model.info.blind)
     messages = with_kept(messages, past.kept(messages))
-    if reply and model.schema_in_prompt and _bound_to_json(request):
-        assert request.form is not None
-        messages = with_schema(messages, request.form)
-    tools = list(request.tools) if request.tool_use.shown else []
+    form = request.form
+    if reply and model.schema_in_prompt and form is not None and form.kind == "json" and not request.tool_use.forced:
+        messages = with_schema(messages, form)
     guard = CallersText(text.tokenizer, request.scope, past.lines, model.marks_are_tokens)
-    shown_tools, variables = guard.value(tools), guard.value(dict(request.template_kwargs))
-    shown = [] if pictures is None else [one for medium in media for one in medium.shown(pictures)]
-    template, at = text.template, None
+    shown_tools, variables = guard.value(_told_tools(request)), guard.value(dict(request.template_kwargs))
+    shown = [one for piece in pieces or () for one in piece]
+    transcript, template, at = with_references(messages, shown), text.template, None
     if past.began and template.shows_date:
-        at = past.shown_at(with_references(messages, shown), time.time())
+        at = past.shown_at(transcript, time.time())
     said, rendered = _rendered(messages, guard, lambda said: template.render(said, shown_tools, variables, at=at))
     if not reply:
         closed = template.render(said, shown_tools, variables, generation_prompt=False, at=at)
@@ -454,8 +513,8 @@ def _render(
         rendered = template.prefilled(rendered, guard.beginning(request.prefill))
     if model.marks_are_tokens:
         refuse_breaks(rendered)
-    placed = None if pictures is None else place(pictures, rendered, shown)
-    return _Conversation(rendered if placed is None else placed.text, messages, tools, shown, placed)
+    placed = MediaPrompt(rendered, []) if pictures is None else place(pictures, rendered, shown)
+    return placed, transcript, shown
 
 
 def _appended(
@@ -496,23 +555,10 @@ def _rendered(
     raise refusal
 
 
-def _bound_to_json(request: ChatRequest) -> bool:
-    form = request.form
-    return form is not None and form.kind == "json" and not request.tool_use.forced
-
-
 def _pictures(text: TextModel, model: ServedModel) -> PictureProcessor | None:
     if model.info.blind or text.pictures is None:
         return None
     return text.pictures.of_stills() if model.info.stills else text.pictures
-
-
-def _with_shown(
-    messages: Sequence[Message], media: Sequence[Medium], pictures: PictureProcessor | None, blind: str
-) -> list[Message]:
-    if pictures is None:
-        return with_shown(messages, None, blind)
-    return with_shown(messages, iter([[one.part for one in medium.shown(pictures)] for medium in media]))
 
 
 def _seen_alike(continuation: Continuation, prompt: list[int], media_tokens: Sequence[int]) -> Continuation:

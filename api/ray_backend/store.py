@@ -237,9 +237,9 @@ class RayStore:
         return max(await _answers([holder.held(kept) for holder in await self._holders(branch.model)]), default=0)
 
     async def clear(self) -> int:
-        replicas = await self._replicas()
-        answers = await asyncio.gather(*(_answer(replica.clear_cache()) for replica in replicas.values()))
-        if silent := [name for name, answer in zip(replicas, answers, strict=True) if answer is None]:
+        placed = await self._placed()
+        answers = await asyncio.gather(*(_answer(replica.clear_cache()) for replica, _ in placed.values()))
+        if silent := [name for name, answer in zip(placed, answers, strict=True) if answer is None]:
             raise Unavailable(f"these replicas did not clear their memory: {', '.join(silent)}")
         return sum(answer or 0 for answer in answers)
 
@@ -257,9 +257,6 @@ class RayStore:
 
         answers = await asyncio.gather(*(ask(*each) for each in replicas.values()))
         return [(replica, info) for replica, info in answers if info is not None]
-
-    async def _replicas(self) -> dict[str, ReplicaClient]:
-        return {name: replica for name, (replica, _) in (await self._placed()).items()}
 
     async def _placed(self) -> dict[str, tuple[ReplicaClient, str]]:
         """Returns the replicas and their nodes, by the replicas' ids."""

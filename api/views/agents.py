@@ -41,7 +41,10 @@ async def agent_page(store: Store, backend: Backend, tenant: str, limit: int, af
     described = await store.agents(tenant, _begin(after, tenant), limit + 1)
     names = await _names(backend)
     shown = described[:limit]
-    data = [_view(each, names) if tenant else _owned(each, names) for each in shown]
+    data = [_view(each, names) for each in shown]
+    if not tenant:
+        for view, each in zip(data, shown, strict=True):
+            view["tenant"] = each.agent.partition("/")[0]
     ids = [agent_id_of(each.agent) if tenant else each.agent for each in shown]
     return {
         "object": "list",
@@ -59,10 +62,6 @@ def _begin(after: str, tenant: str) -> str:
         return f"{tenant}/" if tenant else ""
     owner, _, agent = (tenant, "", after) if tenant else after.partition("/")
     return _key(agent, "after", owner) or after
-
-
-def _owned(described: AgentBranches, names: dict[bytes, str]) -> dict[str, Any]:
-    return {**_view(described, names), "tenant": described.agent.partition("/")[0]}
 
 
 async def _let_go(backend: Backend) -> int | None:

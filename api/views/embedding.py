@@ -15,7 +15,7 @@ import numpy as np
 
 from ...actors.model_files.sentence_modules import SentenceModules, read_sentence_modules
 from ...actors.protocol.messages import PoolingRequest
-from ...cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from ...cluster.errors import InvalidRequest, Unavailable
 from ..generation.backend import ServedModel, Vectors
 from ..generation.requests import Request
 from ..generation.vectors import EmbeddingRequest, RankingRequest, TokenTexts, embedding_texts, ranking_texts
@@ -109,47 +109,33 @@ class Embedder:
         return Ranking(model, documents, texts.count, answer.replica, answer.node, answer.why)
 
     async def _run(self, request: Request, encode: Encode) -> tuple[ServedModel, TokenTexts, Vectors]:
-        generator, options = self._generator, request.options
-        limit_s = generator.config.timeouts.request_s
-        if options.timeout_s is not None:
-            limit_s = min(limit_s, options.timeout_s)
-        deadline = asyncio.get_running_loop().time() + limit_s - request.waited_s
-        timeout = asyncio.timeout_at(deadline)
-        try:
-            async with timeout:
-                return await self._ask(request, encode, deadline)
-        except TimeoutError:
-            if timeout.expired():
-                raise DeadlineExceeded(f"the texts were not computed within {limit_s:g} s") from None
-            raise
-
-    async def _ask(self, request: Request, encode: Encode, deadline: float) -> tuple[ServedModel, TokenTexts, Vectors]:
         generator, caller = self._generator, request.caller
-        model = await generator.served(request.model, caller, any_model=request.any_model)
-        priority = caller.priority(request.options.priority)
-        text = await generator.text_model(model)
+        async with generator.deadline(request, "the texts were not computed") as deadline:
+            model = await generator.served(request.model, caller, any_model=request.any_model)
+            priority = caller.priority(request.options.priority)
+            text = await generator.text_model(model)
 
-        def encoded() -> TokenTexts:
-            return encode(text, model, read_sentence_modules(Path(model.info.folder)))
+            def encoded() -> TokenTexts:
+                return encode(text, model, read_sentence_modules(Path(model.info.folder)))
 
-        texts = await asyncio.to_thread(encoded)
-        admitted = caller.admit(1, texts.count)
-        try:
-            pooling = PoolingRequest(
-                # Callers choose request ids and may repeat them.
-                request_id=f"{request.request_id or 'texts'}/{secrets.token_hex(8)}",
-                model=model.info.name,
-                texts=texts.tokens,
-                skipped=texts.skipped,
-                score=list(texts.score),
-                priority=priority,
-                deadline_s=max(0.001, deadline - asyncio.get_running_loop().time()),
-                tenant=caller.tenant,
-                flow=f"{caller.tenant}/ {caller.host}",
-            )
-            return model, texts, await generator.backend.pool(model, pooling)
-        finally:
-            admitted.close()
+            texts = await asyncio.to_thread(encoded)
+            admitted = caller.admit(1, texts.count)
+            try:
+                pooling = PoolingRequest(
+                    # Callers choose request ids and may repeat them.
+                    request_id=f"{request.request_id or 'texts'}/{secrets.token_hex(8)}",
+                    model=model.info.name,
+                    texts=texts.tokens,
+                    skipped=texts.skipped,
+                    score=list(texts.score),
+                    priority=priority,
+                    deadline_s=max(0.001, deadline - asyncio.get_running_loop().time()),
+                    tenant=caller.tenant,
+                    flow=f"{caller.tenant}/ {caller.host}",
+                )
+                return model, texts, await generator.backend.pool(model, pooling)
+            finally:
+                admitted.close()
 
 
 def _check_embeds(model: ServedModel) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,6 +42,7 @@ from ..generation.requests import (
     ChatRequest,
     CompletionRequest,
     Past,
+    PreparedPrompt,
     Request,
     ToolUse,
     count_prompt,
@@ -55,32 +57,9 @@ from ..media.prompt import Medium
 from ..media.sources import VideoSource
 from ..text.answers.finding import CallFinder
 from ..text.answers.grammars import AnswerForm, BoundCalls, Thought
-from ..text.answers.harmony_splitter import HarmonySplitter
-from ..text.answers.reasoning import ReasoningSplitter
-from ..text.answers.row_text import RowText
-from ..text.callers_text import AnswerLearner
 from ..text.model import TextModel, load_text_model
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A checked request. `deadline` is by the event loop's clock; `row_text` creates the text side of a row, given the
-    index of its prompt. If there is a `turn`, the first choice of the `chat` is committed to it. `grammar` bounds the
-    answers, and `bad_words` are token ids that do not appear in them."""
-
-    request: Request
-    model: ServedModel
-    text: TextModel
-    agent: str
-    deadline: float
-    prompts: list[list[int]]
-    row_text: Callable[[int], RowText]
-    turn: Turn | None = None
-    chat: Chat | None = None
-    grammar: str = ""
-    bad_words: Sequence[list[int]] = ()
 
 
 class Generator:
@@ -179,12 +158,9 @@ class Generator:
             Unavailable: no replica accepts it now.
             DeadlineExceeded: no replica accepted it in time.
         """
-        async with self._turn() as turns:
-
-            async def prepare(deadline: float) -> _Job:
-                return await self._prepare_chat(request, deadline, turns)
-
-            return await self._run(request, prepare)
+        async with self._turn() as turns, self.deadline(request) as deadline:
+            chat = await self._prepare_chat(request, turns)
+            return await self._start_all([chat], deadline, next(iter(turns), None))
 
     async def count(self, request: ChatRequest) -> int:
         """Returns how many tokens the prompt of a conversation has. Nothing is queued, and no agent's memory is read:
@@ -248,17 +224,11 @@ class Generator:
         options = Options(temperature=0.0)
         silent = replace(request, options=options, max_tokens_default=0, agent_continue=True, choices=1)
         async with self._turn() as turns:
-            jobs: list[_Job] = []
-
-            async def prepare(deadline: float) -> _Job:
-                job = await self._prepare_chat(silent, deadline, turns, reply=False)
-                jobs.append(job)
-                return replace(job, turn=None)
-
-            (stream,) = await self._run(silent, prepare)
+            async with self.deadline(silent) as deadline:
+                chat = await self._prepare_chat(silent, turns, reply=False)
+                (stream,) = await self._start_all([chat], deadline)
             usage = (await stream.collect()).usage
-            chat, turn = jobs[0].chat, jobs[0].turn
-            assert chat is not None and turn is not None
+            (turn,) = turns
             kept = CommittedTurn(
                 chat.prompt, chat.text, chat.messages, chat.continuation, stream.model_id, injected=True
             )
@@ -280,9 +250,7 @@ class Generator:
                 turn.leave()
             raise
 
-    async def _prepare_chat(
-        self, request: ChatRequest, deadline: float, turns: list[Turn], *, reply: bool = True
-    ) -> _Job:
+    async def _prepare_chat(self, request: ChatRequest, turns: list[Turn], *, reply: bool = True) -> Chat:
         agent = request.agent_key
         _check_salt(request)
         if request.agent_continue and not agent:
@@ -318,38 +286,17 @@ class Generator:
             request, media = shorter.request, shorter.media
             truncated_messages = shorter.truncated_messages
         chat = await asyncio.to_thread(prepare_chat, text, model, request, past, media, reply=reply)
-        chat = replace(chat, truncated_messages=truncated_messages) if truncated_messages else chat
         if turn is not None and self.memory is not None:
             self.memory.count(chat.continuation, turn.lines)
         bound = bound_calls(request)
         grammar = ""
         if text.script is not None:
-            grammar = await asyncio.to_thread(scripted_grammar, text, text.script, chat, request, bound)
+            grammar = await asyncio.to_thread(scripted_grammar, text.script, chat, bound)
         if not grammar:
             grammar = await self._grammar(text, chat.thought, request.form, bound)
-        calls_max = None if request.tool_use.parallel else 1
         finder = await self._call_finder(text, chat.tools, request.tool_use)
         _check_limits(request, grammar)
-
-        def row_text(prompt: int) -> RowText:
-            harmony, reasoning = None, None
-            if text.template.is_harmony:
-                harmony = HarmonySplitter(chat.tools, answering=bool(chat.prefill), calls_max=calls_max)
-            elif text.template.has_thinking:
-                called = finder.in_thought() if finder is not None else None
-                start, end = text.template.think_start, text.template.think_end
-                reasoning = ReasoningSplitter(start, end, inside=chat.thinking, calls=called)
-            return RowText(
-                text.tokenizer,
-                text.tokenizer.detokenizer(),
-                reasoning=reasoning,
-                stops=request.options.stop,
-                calls=finder.stage(harmony) if finder is not None else None,
-                harmony=harmony,
-                **_shown(request.options),
-            )
-
-        return _Job(request, model, text, agent, deadline, [chat.prompt], row_text, turn, chat, grammar)
+        return replace(chat, grammar=grammar, calls=finder, truncated_messages=truncated_messages)
 
     async def _grammar(
         self, text: TextModel, thought: Thought, form: AnswerForm | None, calls: BoundCalls | None
@@ -406,31 +353,25 @@ class Generator:
 
     async def start_completion(self, request: CompletionRequest) -> list[TextStream]:
         """Checks, encodes and queues prompts. The choices of the first prompt come first. Raises as `start_chats`."""
-
-        async def prepare(deadline: float) -> _Job:
-            agent = request.agent_key
+        async with self.deadline(request) as deadline:
             _check_salt(request)
             model, text = await self._chosen(request)
             prompts_max = self.config.scheduling.queue_requests_max // request.choices
             prompts = await asyncio.to_thread(prepare_completion, text, model, request, prompts_max)
-
-            def row_text(prompt: int) -> RowText:
-                return RowText(
-                    text.tokenizer,
-                    text.tokenizer.detokenizer(prompts[prompt].tokens),
-                    stops=request.options.stop,
-                    prelude=prompts[prompt].text,
-                    **_shown(request.options),
-                )
-
             grammar = await self._grammar(text, Thought.NONE, request.form, None)
             _check_limits(request, grammar)
-            tokens = [prompt.tokens for prompt in prompts]
-            return _Job(request, model, text, agent, deadline, tokens, row_text, grammar=grammar)
+            return await self._start_all([replace(prompt, grammar=grammar) for prompt in prompts], deadline)
 
-        return await self._run(request, prepare)
+    @asynccontextmanager
+    async def deadline(self, request: Request, missed: str = "no replica took the request") -> AsyncIterator[float]:
+        """Yields when a request's time is over, by the event loop's clock.
 
-    async def _run(self, request: Request, prepare: Callable[[float], Awaitable[_Job]]) -> list[TextStream]:
+        Args:
+            missed: what has not happened if what is done under it takes longer.
+
+        Raises:
+            DeadlineExceeded: it does.
+        """
         limit_s = self.config.timeouts.request_s
         if request.options.timeout_s is not None:
             limit_s = min(limit_s, request.options.timeout_s)
@@ -438,10 +379,10 @@ class Generator:
         timeout = asyncio.timeout_at(deadline)
         try:
             async with timeout:
-                return await self._start_all(await prepare(deadline))
+                yield deadline
         except TimeoutError:
             if timeout.expired():
-                raise DeadlineExceeded(f"no replica took the request within {limit_s:g} s") from None
+                raise DeadlineExceeded(f"{missed} within {limit_s:g} s") from None
             raise
 
     async def _chosen(self, request: Request) -> tuple[ServedModel, TextModel]:
@@ -458,22 +399,22 @@ class Generator:
         options.check_tokens(model.info.vocabulary_size)
         return model, await self.text_model(model)
 
-    async def _start_all(self, job: _Job) -> list[TextStream]:
-        """Starts every prompt's first row, then the others on the same replica, where they share the prompt's KV."""
-        given = job.request.options.seed
-        seeds = [secrets.randbits(63) if given is None else given for _ in job.prompts]
-        if words := job.request.options.bad_words:
-            job = replace(job, bad_words=await asyncio.to_thread(job.text.tokenizer.word_tokens, words))
-        starts = list(enumerate(seeds))
-        rows = len(starts) * job.request.choices
-        admission = job.request.caller.admit(rows, sum(len(prompt) for prompt in job.prompts))
+    async def _start_all(
+        self, prompts: Sequence[PreparedPrompt], deadline: float, turn: Turn | None = None
+    ) -> list[TextStream]:
+        """Starts every prompt's first row, then the others on the same replica, where they share the prompt's KV. The
+        first choice of a chat is committed to the `turn`."""
+        request = prompts[0].request
+        given, others = request.options.seed, range(1, request.choices)
+        starts = [(prompt, secrets.randbits(63) if given is None else given) for prompt in prompts]
+        admission = request.caller.admit(len(prompts) * request.choices, sum(len(prompt.prompt) for prompt in prompts))
+        start = partial(self._start, admission, deadline)
         first: list[TextStream] = []
         try:
-            first = await _all_or_none([self._start(job, admission, prompt, seed) for prompt, seed in starts])
-            others = range(1, job.request.choices)
+            first = await _all_or_none([start(prompt, seed, turn=turn) for prompt, seed in starts])
             rest = await _all_or_none(
                 [
-                    self._start(job, admission, prompt, seed, choice, stream.replica)
+                    start(prompt, seed, choice, stream.replica)
                     for (prompt, seed), stream in zip(starts, first, strict=True)
                     for choice in others
                 ]
@@ -486,64 +427,64 @@ class Generator:
         return [row for i, stream in enumerate(first) for row in (stream, *rest[i * size : (i + 1) * size])]
 
     async def _start(
-        self, job: _Job, admission: AdmittedRows, index: int, seed: int, choice: int = 0, beside: str = ""
+        self,
+        admission: AdmittedRows,
+        deadline: float,
+        prepared: PreparedPrompt,
+        seed: int,
+        choice: int = 0,
+        beside: str = "",
+        turn: Turn | None = None,
     ) -> TextStream:
-        request, model, text, prompt = job.request, job.model, job.text, job.prompts[index]
+        request, model, text, prompt = prepared.request, prepared.model, prepared.text_model, prepared.prompt
+        agent, caller = request.agent_key, request.caller
         sampling = request.options.sampling(
             text.sampling,
             seed=seed,
             choice=choice,
             max_tokens=self._max_tokens(request, model.info.context_tokens - len(prompt)),
             vocabulary_size=model.info.vocabulary_size,
-            grammar=job.grammar,
-            bad_words=job.bad_words,
+            grammar=prepared.grammar,
+            bad_words=prepared.bad_words,
         )
-        # Callers choose request ids and may repeat them; rows must differ.
-        row_id = f"{request.request_id or 'row'}/{secrets.token_hex(8)}"
         row = GenerateRequest(
-            request_id=row_id,
+            # Callers choose request ids and may repeat them; rows must differ.
+            request_id=f"{request.request_id or 'row'}/{secrets.token_hex(8)}",
             consumer="",
             model=model.info.name,
-            agent=job.agent,
+            agent=agent,
             prompt=prompt,
             block_ids=[],
             root_id=b"",
             sampling=sampling,
-            priority=request.caller.priority(request.options.priority),
-            deadline_s=max(0.001, job.deadline - asyncio.get_running_loop().time()),
+            priority=caller.priority(request.options.priority),
+            deadline_s=max(0.001, deadline - asyncio.get_running_loop().time()),
             choices=request.choices,
-            media=[] if job.chat is None else job.chat.media,
-            remembered_tokens=0 if job.chat is None else job.chat.remembered_tokens,
-            lasting_tokens=0 if job.chat is None else job.chat.lasting_tokens,
-            lasting_saved=job.chat is not None and job.chat.lasting_saved,
-            tenant=request.caller.tenant,
-            flow=job.agent or f"{request.caller.tenant}/ {request.caller.host}",
-            memory_bytes_max=request.caller.limits.memory_bytes_max,
-            disk_bytes_max=request.caller.limits.disk_bytes_max,
+            media=prepared.media,
+            remembered_tokens=prepared.remembered_tokens,
+            lasting_tokens=prepared.lasting_tokens,
+            lasting_saved=prepared.lasting_saved,
+            tenant=caller.tenant,
+            flow=agent or f"{caller.tenant}/ {caller.host}",
+            memory_bytes_max=caller.limits.memory_bytes_max,
+            disk_bytes_max=caller.limits.disk_bytes_max,
         )
         generation = await self.backend.generate(model, row, cache_salt=request.cache_salt, beside=beside)
-        if job.chat is not None:
-            self._shown[generation] = job.chat.shown
-        keeper = None
-        if job.turn is not None and job.chat is not None and not choice:
-            keeper = TurnKeeper(job.turn, job.chat, text)
+        if prepared.shown:
+            self._shown[generation] = prepared.shown
         return TextStream(
             generation,
-            job.row_text(index),
+            prepared.row_text(),
             model=model,
             prompt_tokens=len(prompt),
             choice=choice,
-            deadline=job.deadline,
+            deadline=deadline,
             abort=self._begin_abort,
             on_end=admission.end_row,
-            keeper=keeper,
+            keeper=TurnKeeper(turn, prepared) if turn is not None and isinstance(prepared, Chat) else None,
             prompt=text.plain(prompt) if request.return_token_ids else None,
-            truncated_messages=0 if job.chat is None else job.chat.truncated_messages,
-            learner=None
-            if job.chat is None or model.marks_are_tokens
-            else AnswerLearner(
-                text.tokenizer, request.scope, job.chat.prefill, not request.options.skip_special_tokens
-            ),
+            truncated_messages=prepared.truncated_messages,
+            learner=prepared.learner(),
         )
 
     def _max_tokens(self, request: Request, left: int) -> int:
@@ -565,7 +506,7 @@ class Generator:
 
 
 def _check_salt(request: Request) -> None:
-    if request.cache_salt and request.agent:
+    if request.agent_key and request.cache_salt:
         message = "cache_salt is for requests without an agent: an agent's memory is found by its id"
         raise InvalidRequest(message, param="cache_salt")
 
@@ -576,16 +517,6 @@ def _check_limits(request: Request, grammar: str) -> None:
         if grammar and getattr(request.options, name):
             message = f"{name}: not possible where a form or tools bind the answer"
             raise InvalidRequest(message, param=name)
-
-
-def _shown(options: Options) -> dict[str, Any]:
-    """Returns what the options say of a row's text, as `RowText` takes it."""
-    return {
-        "stop_tokens": options.stop_token_ids,
-        "keeps_stop": options.include_stop_str_in_output,
-        "special_tokens": not options.skip_special_tokens,
-        "logprobs": options.logprobs is not None,
-    }
 
 
 async def _all_or_none(starts: Sequence[Coroutine[Any, Any, TextStream]]) -> list[TextStream]:

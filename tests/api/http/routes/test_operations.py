@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from satchel.api.generation.backend import ReplicaStats
+from tests.worlds.served_models import served_model
 
 
 async def test_models_are_listed_the_default_first(api, backend):
@@ -23,7 +23,7 @@ async def test_models_are_listed_the_default_first(api, backend):
 
 async def test_a_model_says_what_of_it_is_still_being_proven(api, backend):
     first, *others = backend.served
-    backend.served = [replace(first, proving="how it keeps its KV", proving_since=1_700_000_000.5), *others]
+    backend.served = [served_model(first, proving="how it keeps its KV", proving_since=1_700_000_000.5), *others]
     models = (await api.client.get("/v1/models")).json()["data"]
     assert models[0]["proving"] == {"what": "how it keeps its KV", "since": 1_700_000_000}
     assert models[1]["proving"] is None
