@@ -116,9 +116,7 @@ class Generator:
         key = (model.info.folder, model.info.files_id)
         task = self._texts.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
-            trusted = model.info.trust_remote_code
-            loading = asyncio.to_thread(self._load, model, trusted=trusted)
-            task = asyncio.create_task(loading)
+            task = asyncio.create_task(asyncio.to_thread(self._load, model))
             self._texts[key] = task
             # Drop those of models that are no longer served.
             served = {key, *((other.info.folder, other.info.files_id) for other in await self.backend.models())}
@@ -126,9 +124,9 @@ class Generator:
         # Shielded: a cancelled request must not end the loading for the others.
         return await asyncio.shield(task)
 
-    def _load(self, model: ServedModel, *, trusted: bool) -> TextModel:
+    def _load(self, model: ServedModel) -> TextModel:
         """Loads a model's text side, and logs what its template forgets."""
-        text = self._load_text(model.info.folder, name=model.info.name, trusted=trusted)
+        text = self._load_text(model.info.folder, name=model.info.name, trusted=model.info.trust_remote_code)
         for note in text.template.habits(model.template_kwargs).notes:
             _log.warning("%s: %s", model.info.name, note)
         return text
