@@ -7,7 +7,7 @@ import re
 from prometheus_client.parser import text_string_to_metric_families
 
 from satchel.api.generation.backend import ReplicaStats
-from tests.worlds.served_models import served_model
+from tests.worlds.api.served_models import served_model
 
 
 async def test_models_are_listed_the_default_first(api, backend):
