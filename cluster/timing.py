@@ -22,63 +22,65 @@ class Timing:
     """Who waits how long for whom. The defaults are for one local network; few clusters need others."""
 
     report_s: Seconds = 0.5
-    """Every replica and store reports to the router this often, and a consumer gets an empty frame after this long
-    without tokens. So the router learns of an agent's move within this time."""
+    """Every replica and store reports to the router at this interval. A consumer gets an empty frame after this long
+    without tokens. The router learns of an agent's move within this time."""
     answer_s: Seconds = 5.0
-    """A caller waits this long for an actor whose answer it needs: for a replica, the router, or a store."""
+    """How long a caller waits for an actor whose answer it needs: a replica, the router, or a store."""
     brief_answer_s: Seconds = 2.0
-    """A caller that can go on without the answer waits this long: a report, a list of nodes, what is remembered."""
+    """How long a caller waits if it can continue without the answer: a report, a list of nodes, an agent's memory."""
     ask_s: Seconds = 1.0
-    """A store waits this long for what another store knows of an agent, and a leaving node for the router."""
+    """How long a store waits for what another store knows of an agent, and a leaving node for the router."""
     retry_s: Seconds = 0.25
     """A caller that got no answer tries again after this long."""
     frame_silence_s: Seconds = 4.0
-    """A consumer that gets no frame from a replica for this long takes its rows elsewhere."""
+    """If a consumer gets no frame from a replica for this long, its sequences fail over to another replica."""
     consumer_lease_s: Seconds = 10.0
-    """A replica takes out the rows of a consumer that has not asked for a frame for this long."""
+    """If a consumer has not asked for a frame for this long, the replica removes its sequences."""
     reservation_s: Seconds = 5.0
-    """The router counts a request on a replica for this long without a report that mentions it."""
+    """The router counts a request as running on a replica for this long, even if no report mentions it."""
     recovery_s: Seconds = 20.0
-    """A row whose replica was lost waits this long for one to go on with; a lone replica restarts in this time."""
+    """If its replica is lost, a sequence waits this long for another one. A model's only replica can restart in this
+    time."""
     gone_s: Seconds = 600.0
     """The router forgets a silent replica or node, with all that it held, after this long."""
     heartbeat_s: Seconds = 1.0
-    """Every process sends its machine's server a heartbeat this often, and the server counts missed ones."""
+    """Every process sends a heartbeat to its machine's server at this interval, and the server counts missed ones."""
     registry_s: Seconds = 0.5
-    """A reader caches the list of served models for this long; unloading a model waits twice as long."""
+    """A process caches the list of served models for this long. Unloading a model waits twice as long."""
     nodes_s: Seconds = 1.0
-    """The endpoint believes the router's list of living nodes for this long, and looks as often while it waits for a
-    store."""
+    """The endpoint caches the router's list of live nodes for this long, and reads it at this interval while it waits
+    for a store."""
     peers_s: Seconds = 2.0
-    """A store believes its list of the other nodes for this long, then reads it anew beside its work."""
+    """A store caches its list of the other nodes for this long, then refreshes it in the background."""
     peers_old_s: Seconds = 10.0
-    """A store whose list of the other nodes is older than this waits for the router before it goes on."""
+    """If a store's list of the other nodes is older than this, it waits for the router before it continues."""
     learn_s: Seconds = 5.0
-    """A store that starts, or was away, waits this long for the others' news before it takes turns."""
+    """A store that starts, or was cut off, waits this long for news from the others before it accepts turns."""
     introduce_s: Seconds = 2.0
-    """A store asks nodes that did not answer again for this long before it announces its agents to the router."""
+    """A store retries nodes that did not answer for this long before it announces its agents to the router."""
     turn_lease_s: Seconds = 60.0
-    """A store keeps a turn for this long if the endpoint does not renew it; a renewal comes three times as often."""
+    """The lease of an agent's turn at its store. The endpoint renews it at a third of this interval."""
     turn_answer_s: Seconds = 10.0
-    """A continuing turn retries at a silent store for this long; meanwhile a secondary may be promoted."""
+    """A running turn retries a store that does not answer for this long. Meanwhile a secondary may be promoted."""
     store_answer_s: Seconds = 180.0
     """The endpoint waits this long for the answer of a live store, in addition to `timeouts.turn_wait_s`."""
     hold_s: Seconds = 5.0
-    """A move holds an agent's turn this long for the KV that has come since its first part."""
+    """How long a move blocks an agent's turns while it copies the KV that was added since the move began."""
     fetch_s: Seconds = 60.0
-    """A primary gives another node this long to fetch all of an agent's KV."""
+    """How long a primary waits for another node to fetch all of an agent's KV."""
     pull_s: Seconds = 20.0
-    """A request waits this long for KV from another node; a replica adds it to the time it waits for its store."""
+    """How long a request waits for KV from another node. A replica adds it to the time it waits for its store."""
     block_lease_s: Seconds = 30.0
-    """A store keeps files this long for a reader or another node's pull; restoring a row takes no longer."""
+    """How long a store keeps files for a reader or for another node's pull. A sequence's KV is read back within this
+    time."""
     claim_wait_s: Seconds = 1.0
-    """A store holds a replica's KV this long until the endpoint commits its turn."""
+    """How long a store holds a replica's KV until the endpoint commits the turn."""
     unwanted_s: Seconds = 30.0
-    """A replica whose model is not served ends when no driver has asked about it for this long."""
+    """A replica whose model is no longer served ends if no driver has asked about it for this long."""
     node_drain_s: Seconds = 4.0
-    """A node that leaves lets its running rows finish for this long."""
+    """How long a leaving node lets its running sequences finish."""
     hand_over_s: Seconds = 18.0
-    """A node that leaves for good has this long to hand over its agents; `satchel leave` waits 30 s in all."""
+    """How long a node that leaves for good has to move its agents to other nodes. `satchel leave` waits 30 s in all."""
     node_leave_s: Seconds = 6.0
     """The head waits this long for its nodes to leave, then ends them."""
 
@@ -100,27 +102,31 @@ RELATIONS = tuple(
     Relation(*relation)
     for relation in (
         ("timing.consumer_lease_s", "2 x timing.report_s", "a lease outlives two heartbeats"),
-        ("timing.consumer_lease_s", "timing.frame_silence_s", "a consumer that still waits for a frame keeps its rows"),
+        (
+            "timing.consumer_lease_s",
+            "timing.frame_silence_s",
+            "a consumer that still waits for a frame keeps its sequences",
+        ),
         ("timing.frame_silence_s", "2 x timing.report_s", "one empty frame may be late"),
         (
             "routing.replica_timeout_s",
             "timing.brief_answer_s + 3 x timing.report_s",
-            "a report may go unanswered before its sender is avoided",
+            "one report may be lost before its sender is avoided",
         ),
         (
             "routing.replica_timeout_s",
             "timing.introduce_s + timing.brief_answer_s + timing.report_s",
-            "a store that asks the others before it reports again does not count as lost",
+            "a store that first asks the other stores before it reports again must not count as lost",
         ),
         (
             "timing.reservation_s",
             "timing.brief_answer_s + 3 x timing.report_s",
-            "the report that would mention a request may go unanswered",
+            "the report that would mention a request may be lost",
         ),
         (
             "timing.recovery_s",
             "routing.replica_timeout_s + timing.frame_silence_s",
-            "the loss of a row's replica, and of the next one, is noticed before the row is given up",
+            "the loss of a sequence's replica, and of the next one, is noticed before the sequence is given up",
         ),
         (
             "timing.gone_s",
@@ -131,7 +137,7 @@ RELATIONS = tuple(
         (
             "timing.peers_old_s",
             "timing.peers_s + timing.brief_answer_s",
-            "a list is refreshed before anybody has to wait for it",
+            "a list is refreshed before a caller has to wait for it",
         ),
         ("timing.answer_s", "timing.brief_answer_s", "a commit first asks the router where the agent lives"),
         (
@@ -139,11 +145,11 @@ RELATIONS = tuple(
             "3 x timing.ask_s",
             "a promotion asks all other nodes, fetches the latest copy, and tells the former primaries",
         ),
-        ("timing.answer_s", "timing.claim_wait_s", "the store answers a replica after it has waited for the turn"),
+        ("timing.answer_s", "timing.claim_wait_s", "the store answers a replica only after it has waited for the turn"),
         (
             "timing.learn_s",
             "2 x timing.ask_s",
-            "the others are asked what was forgotten, and then where agents live",
+            "the other stores are asked which agents were deleted, and then where agents live",
         ),
         (
             "timing.turn_answer_s",
@@ -162,11 +168,15 @@ RELATIONS = tuple(
             "a move may take this long",
         ),
         ("timing.block_lease_s", "2 x timing.answer_s", "a reader's renewal may be answered late"),
-        ("timing.unwanted_s", "2 x timing.answer_s", "a driver that loads a model asks about it twice meanwhile"),
+        (
+            "timing.unwanted_s",
+            "2 x timing.answer_s",
+            "a driver that loads a model asks about it at least twice in this time",
+        ),
         (
             "timing.node_leave_s",
             "timing.node_drain_s + timing.ask_s",
-            "a node lets its rows finish, and says that it leaves, before the head ends it",
+            "a node lets its sequences finish, and announces that it leaves, before the head ends it",
         ),
     )
 )

@@ -76,7 +76,7 @@ def test_all_that_does_not_hold_is_said_at_once():
         "3 x timing.ask_s (2.0): a silent primary is noticed and a secondary promoted while a turn retries",
         "timing.turn_answer_s (10.0) must be more than 2 x timing.retry_s (6.0): a failed call is retried",
         "timing.node_leave_s (6.0) must be more than timing.node_drain_s (4.0) + timing.ask_s (2.0): "
-        "a node lets its rows finish, and says that it leaves, before the head ends it",
+        "a node lets its sequences finish, and announces that it leaves, before the head ends it",
     ]
 
 
