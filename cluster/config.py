@@ -64,35 +64,38 @@ class Endpoint:
     tls: Tls | None = None
     """HTTPS instead of HTTP."""
     hosts: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...] = ()
-    """Further names by which clients may reach it, such as a proxy's. A request to any other host is refused."""
+    """Further host names by which clients may reach it, such as a proxy's. A request with any other host name is
+    refused."""
     origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")], ...] = ()
     """Origins of pages that may use it from a browser (`http://localhost:3000`, `*` for all); others are refused."""
     connections_max: Count = 1000
-    """Concurrent connections. If there are more, those without a request yet are closed."""
+    """Concurrent connections. Beyond that, connections without a request yet are closed."""
     body_bytes_max: Bytes = 32 * 2**20
-    """Of one request."""
+    """The largest body of one request."""
     bodies_bytes_max: Bytes = 256 * 2**20
-    """Of all requests that are being read at a time."""
+    """All bodies that are being read at the same time, together."""
     body_values_max: Count = 250_000
-    """JSON values and keys in one body, including those in arguments of tool calls; a token id is a value."""
+    """The most JSON values and keys in one body, including those in arguments of tool calls; a token id is a value."""
     messages_max: Count = 10_000
-    """In one request."""
+    """The most messages in one request."""
     parts_max: Count = 20_000
-    """Content parts, in all messages of one request."""
+    """The most content parts in all messages of one request."""
     grammar_bytes_max: Annotated[Bytes, Field(le=256 * 2**10)] = 256 * 2**10
-    """Of the grammar that a schema, a regular expression or tools make of one request; at most 256 KiB."""
+    """The largest grammar of one request (from a schema, a regular expression or tools); at most 256 KiB."""
     unknown_model: Literal["default", "refuse"] | None = None
-    """What becomes of a request for a model that is not served: `default` gives it to the first one that its caller may
-    use, `refuse` is an error. None does what clients of each protocol expect: `default` for Anthropic's, whose programs
-    send names of their own, `refuse` for OpenAI's."""
+    """What happens to a request for a model that is not served: with `default` the first model that its caller may use
+    answers it, with `refuse` it is an error. None means `default` for Anthropic's protocol, whose programs send their
+    own model names, and `refuse` for OpenAI's."""
     responses_bytes_max: Bytes = 256 * 2**20
-    """Responses kept by id (`store`), with what was said before them; the least recently used is dropped first."""
+    """Responses that are stored by id (`store`), with the conversation before them; the least recently used is dropped
+    first."""
     background_responses_max: Count = 64
-    """Responses that are being made in the background at a time; one tenant of several has at most as many as it leaves
-    free. The events of one that can be read again take at most as many bytes as `responses_bytes_max` has for each of
-    so many; the oldest are dropped first."""
+    """Concurrent background responses. If there are several tenants, a tenant may use at most as many places as it
+    leaves free. The events of each, which can be read again, take at most `responses_bytes_max` divided by this number;
+    the oldest are dropped first."""
     unread_tokens_max: Count = 4096
-    """A row whose client has this many unread tokens is ended, so that a slow reader does not hold a place."""
+    """If a client has this many unread tokens, its sequence is ended, so that a slow reader does not hold a place in
+    the batch."""
 
     @property
     def listens_everywhere(self) -> bool:
@@ -115,40 +118,44 @@ class Model:
     """A Hub id (`mlx-community/Qwen3-0.6B-4bit`, with `@REVISION` to pin it), a folder, or `embedded:NAME` for one that
     ships with Satchel."""
     replicas: Count | None = None
-    """None puts one on each of its nodes."""
+    """How many replicas it has; None puts one on each of its nodes."""
     nodes: tuple[str, ...] = ()
     """Names of the nodes on which its replicas may run; empty means all."""
     context_tokens_max: Count | None = None
     """The most tokens of a prompt and its answer together; None is the model's own context."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """The type in which it computes."""
+    """The data type in which it computes."""
     weights: Literal["auto", "stored", "dequantized", "both"] = "auto"
-    """Whether quantized weights are multiplied as stored; `auto` takes what is faster on the device."""
+    """Whether quantized weights are multiplied as stored or dequantized; `auto` takes what is faster on the device."""
     kv: Literal["auto", "q4", "k6v4", "k8v4", "fp16"] = "auto"
-    """How KV is kept: 4-bit blocks, 6- or 8-bit keys and 4-bit values, or as computed. `auto` compares them on real
-    text at the model's first load, and takes the smallest that changes little. KV is not shared between formats."""
+    """The format of cached KV: 4-bit blocks, 6- or 8-bit keys and 4-bit values, or as computed. `auto` compares them on
+    real text at the model's first load, and takes the smallest whose loss is within a bound. KV is not shared between
+    formats."""
     numerics: Literal["fast", "reproducible"] = "fast"
-    """`reproducible`: decoding and prefill give equal bits on a CPU; `fast`: equal within rounding. KV is not shared
-    between the two."""
+    """`reproducible`: on a CPU decoding and prefill give the same result to the bit; `fast`: the same within rounding.
+    KV is not shared between the two."""
     trial: bool = True
-    """Whether the model is tried when it is loaded: rows in company, in parts and from memory must compute what it
-    computes alone. What was found is kept. Without it a family that is new here may say wrong words in company."""
+    """Whether the model runs a self-test when it is loaded: batched, in chunks and from cached KV it must compute what
+    it computes unbatched. The result is stored. Without a self-test an untested model family may give wrong answers
+    when batched."""
     plain_after_s: Annotated[float, Field(ge=0.0)] | None = None
-    """If it is not known after so long how the model is computed best, it is served all the same while that is found
-    out: one row at a time, of text, with nothing kept. By default at once at a first start, and after 2 s at others."""
+    """If the self-test takes longer than this, the model is served in plain mode until it ends: text only, one sequence
+    at a time, without cached KV. The default is 0 s at a model's first start, and 2 s at later ones."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """A LoRA or DoRA adapter as mlx-lm writes them: a folder or a Hub id. Its KV is not shared with the plain model."""
     template_kwargs: dict[str, JsonValue] = field(default_factory=dict, hash=False)
-    """Variables for its chat template, such as `clear_thinking: false`, where a request does not say otherwise."""
+    """Variables for its chat template, such as `clear_thinking: false`, unless a request sets them."""
     control_tokens_in_text: Literal["text", "tokens"] = "text"
-    """Whether a control token's text in what a caller says (`<|im_end|>`, a picture's mark, `<tool_call>`) is text to
-    the model too, or the token itself. With `tokens` whoever writes a file that an agent reads can end its message."""
+    """What a control token's text in a caller's message (`<|im_end|>`, a picture's marker, `<tool_call>`) becomes:
+    plain text, or the token itself. With `tokens` the author of a file that an agent reads can end the agent's
+    message."""
     schema_in_prompt: Literal["auto", "never"] = "auto"
-    """Whether the newest message tells the model the JSON schema that binds its answer, unless the prompt has it."""
+    """Whether the JSON schema that constrains an answer is appended to the newest message, unless the prompt has it."""
     unseen_media: Literal["omit", "refuse"] = "omit"
-    """What becomes of pictures and videos that the model cannot see. `omit` leaves them out of what tools return and of
-    what was said before, so that a conversation goes on: the model is told so in their place, and the client in the
-    header `x-satchel-left-out`; in the user's newest message they are an error. `refuse` is an error everywhere."""
+    """What happens to pictures and videos that the model cannot see. `omit` leaves them out of tool results and of
+    earlier messages, so that a conversation can continue: a sentence in their place tells the model, and the header
+    `x-satchel-left-out` the client. In the user's newest message they are an error. With `refuse` they are an error
+    everywhere."""
     trust_remote_code: bool = False
     """Whether Python code in the model's folder may run, in its replicas and in the endpoint. A Hub id must name the
     reviewed commit: `owner/name@` and 40 hexadecimal digits."""
@@ -174,26 +181,26 @@ class Scheduling:
     rows_max: Count = 32
     """The most sequences in a batch."""
     queue_requests_max: Count = 256
-    """The most requests that wait; a further one is refused (503)."""
+    """The most requests in the queue; a further one is refused (503)."""
     prefill_chunk_tokens: Annotated[int, Field(ge=256, multiple_of=256)] = 4096
-    """The most that a step prefills; how much it is depends on the measured rate and `prefill_pause_s`."""
+    """The most tokens that a step prefills. The actual number depends on the measured rate and `prefill_pause_s`."""
     prefill_rows_max: Count = 8
     """How many prompts share the prefill work of a step."""
     prefill_pause_s: Seconds = 0.25
-    """How long running rows may wait for one prefill chunk; chunks are sized by the measured rate."""
+    """How long running sequences may wait for one prefill chunk; the measured rate determines the size of chunks."""
     max_tokens_max: Count | None = None
     """The most tokens a request may ask for; None is limited by the context alone."""
     memory_bytes_max: Bytes | None = None
-    """Memory of each node for all of its replicas: models, KV and pictures. None takes 90% of the recommended working
-    set on Metal, what is free at the first model's loading on CUDA, and half of the RAM for a CPU."""
+    """The memory of each node for all of its replicas: models, KV and pictures. None takes 90% of the recommended
+    working set on Metal, what is free when the first model is loaded on CUDA, and half of the RAM on a CPU."""
     kv_bytes_max: Bytes | None = None
-    """Deprecated, use `memory_bytes_max`. Of that, a node's running rows have at most so much."""
+    """Deprecated, use `memory_bytes_max`. The part of that which a node's running sequences may use."""
     prefix_bytes_max: Bytes | None = None
-    """Deprecated, use `memory_bytes_max`. Of a replica's part, KV that no row needs has at most so much."""
+    """Deprecated, use `memory_bytes_max`. The part of a replica's memory for KV that no sequence needs."""
     unwritten_bytes_max: Bytes = 512 * 2**20
-    """KV that waits to be written to the disk. While there is more, no new row begins."""
+    """KV that waits to be written to disk. While there is more, no new sequence begins."""
     vision_bytes_max: Bytes | None = None
-    """Deprecated, use `memory_bytes_max`. Of a replica's part, image embeddings that no row needs have at most so much;
+    """Deprecated, use `memory_bytes_max`. The part of a replica's memory for image embeddings that no sequence needs;
     None is an eighth."""
     stuck_s: Seconds = 30.0
     """A step that takes longer than this, and longer than 20 measured steps, counts as stuck: its replica is
@@ -205,18 +212,19 @@ class Routing:
     """How the replica for a request is chosen."""
 
     policy: Literal["satchel", "prefix", "least_loaded", "round_robin"] = "satchel"
-    """How a replica is chosen: by estimated time and memory (`satchel`), or by simpler rules to compare with."""
+    """How a replica is chosen: by estimated time and memory (`satchel`), or by a simpler policy, for comparison."""
     replica_timeout_s: Seconds = 5.0
     """A replica that has not reported for this long is avoided."""
     sticky_penalty_s_max: Seconds = 2.0
-    """An agent leaves its replica if another would answer sooner by this plus the time to recompute its KV."""
+    """An agent leaves its replica only if another one would answer earlier by more than this plus the time to recompute
+    its KV."""
     split: bool = True
     """Whether a prompt of an agent may be prefilled on one node and its answer decoded on another."""
     split_tokens_min: Count = 2048
-    """Prompts of which fewer tokens must be computed are never split."""
+    """A prompt is not split if fewer tokens of it must be computed."""
     split_gain_min: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
-    """A prompt is split if that saves this share of the time that the best node alone would take, with 128 tokens of
-    the answer."""
+    """A prompt is split only if that saves this share of the time that the best single node would take for the prompt
+    and 128 tokens of the answer."""
 
 
 def _checked_host(value: str) -> str:
@@ -232,31 +240,32 @@ class Media:
     """Pictures and videos in messages: allowed sources and limits."""
 
     allowed_hosts: tuple[Annotated[str, AfterValidator(_checked_host)], ...] = ()
-    """Hosts with private addresses that may be fetched from: names, addresses, networks (10.0.0.0/8)."""
+    """Hosts with private addresses from which pictures may be fetched: names, addresses, networks (10.0.0.0/8)."""
     file_roots: tuple[AbsolutePath, ...] = ()
-    """Folders whose files messages may name; empty means none."""
+    """Folders whose files a message may name; empty means none."""
     source_bytes_max: Bytes = 32 * 2**20
-    """Of one picture or video as sent."""
+    """The largest picture or video, as sent."""
     timeout_s: Seconds = 15.0
-    """For fetching one picture or video, and again for decoding a video."""
+    """The time to fetch one picture or video, and again to decode a video."""
     redirects_max: Annotated[int, Field(ge=0, le=20)] = 3
-    """Followed for one picture or video."""
+    """How many redirects are followed for one picture or video."""
     pixels_max: Annotated[int, Field(gt=0, le=150_000_000)] = 50_000_000
-    """Of one picture, of all frames of a video together, and of everything that is decoded at a time."""
+    """The most pixels of one picture, of all frames of a video together, and of everything that is decoded at the same
+    time."""
     pictures_max: Count = 64
-    """In one request; a video counts as one."""
+    """The most pictures in one request; a video counts as one."""
     frames_max: Count = 32
-    """Of one video, and never more than `pixels_max` / 8192; a longer video is sampled evenly."""
+    """The most frames of one video, and never more than `pixels_max` / 8192; a longer video is sampled evenly."""
     held_bytes_max: Bytes = 2**30
     """Decoded pictures of all requests, 3 bytes a pixel."""
 
 
 @validated(frozen=True, config=STRICT)
 class Timeouts:
-    """How long callers, models and processes are waited for."""
+    """Time limits for requests, models and processes."""
 
     request_s: Seconds = 600.0
-    """From arrival to the last token."""
+    """A request's time from its arrival to its last token."""
     drain_s: Seconds = 8.0
     """How long a stopping server lets running requests finish."""
     model_load_s: Seconds = 3600.0
@@ -266,7 +275,7 @@ class Timeouts:
     silent_s: Seconds = 120.0
     """A process of the server without a heartbeat for this long is killed and restarted."""
     replication_s: Seconds = 30.0
-    """How long a turn's last event waits for its secondaries with `replication_wait: strict`."""
+    """How long the end of an answer waits for the secondaries with `replication_wait: strict`."""
 
 
 @validated(frozen=True, config=STRICT)
@@ -278,12 +287,12 @@ class Config:
     nodes: tuple[Node, ...] = ()
     """The machines; `satchel serve` runs on the first. Empty means this machine alone."""
     replication: Annotated[int, Field(ge=0, le=3)] = 1
-    """How many secondaries an agent has, if there are enough nodes."""
+    """How many copies of an agent's memory other nodes have (its secondaries), if there are enough nodes."""
     replication_wait: StrictOrSeconds = 1.0
-    """How long a turn's last event waits for its secondaries; `strict` waits `timeouts.replication_s`. If that was not
-    long enough, the answer says so, and the copy is made later."""
+    """How long the end of an answer waits until its turn is copied to the secondaries; `strict` waits
+    `timeouts.replication_s`. If that is not long enough, the answer says so, and the copy is made later."""
     control_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """The port at the first node's address where other machines join; 0 takes a free one."""
+    """The port at the first node's address at which other machines join; 0 takes a free one."""
     endpoint: Endpoint = field(default_factory=Endpoint)
     scheduling: Scheduling = field(default_factory=Scheduling)
     routing: Routing = field(default_factory=Routing)
@@ -293,18 +302,19 @@ class Config:
     transcripts_bytes_max: Bytes = 256 * 2**20
     """Agents' transcripts and manifests on disk; the least recently used agents are evicted first."""
     branches_max: Count = 8
-    """Lines of conversation that one agent remembers; the least recently used is evicted."""
+    """How many branches (lines of conversation) an agent keeps; the least recently used is evicted."""
     date_days: Annotated[int, Field(ge=0, le=3650)] = 7
-    """If the model's template shows the date, an agent's conversation keeps the one of its first turn for so many days,
-    then that of the day for as many again. With 0 it shows each day's own. With another date all is read again."""
+    """If the model's template shows the date, an agent's conversation keeps the date of its first turn for this many
+    days; then it takes the current date, for as many days again. With 0 it always shows the current date. When the date
+    changes, the whole prompt is prefilled again."""
     disk_bytes_max: Bytes = 20 * 2**30
     """Agents' KV on each node's disk; the least recently used is evicted first."""
     disk_reserve_bytes: Bytes = 2**30
-    """Space on each node's disk that KV leaves free for agents' transcripts; at most an eighth of the disk."""
+    """The space on each node's disk that KV leaves free for agents' transcripts; at most an eighth of the disk."""
     satchel_bytes_max: Bytes = 32 * 2**30
-    """Of one agent's satchel, packed or taken in. It is on the disk of the first node meanwhile."""
+    """The largest satchel, packed or unpacked. Meanwhile it is on the disk of the first node."""
     share: Literal["tenant", "agent", "none"] = "tenant"
-    """Who may reuse equal prefixes: all of a tenant, only the same agent, or nobody."""
+    """Who may reuse the KV of an equal prefix: all requests of a tenant, only those of the same agent, or none."""
 
     @property
     def machines(self) -> tuple[Node, ...]:
@@ -459,7 +469,7 @@ class Home:
 
     @property
     def trials_file(self) -> Path:
-        """What the trials of models found."""
+        """The results of models' self-tests."""
         return self.root / "trials.json"
 
     @property

@@ -34,12 +34,12 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
 
 @validated(frozen=True, config=STRICT)
 class Link:
-    """An address at which other nodes reach this one for KV; a Thunderbolt bridge has one of its own."""
+    """An address at which other nodes fetch this node's KV; a Thunderbolt bridge has its own."""
 
     address: Address
     """This node's address on that link."""
     kind: Kind = "ethernet"
-    """What is assumed of its rate until it has been measured."""
+    """The kind of link, from which its rate is assumed until it has been measured."""
 
 
 @validated(frozen=True, config=STRICT)
@@ -51,21 +51,21 @@ class Node:
     address: Address = "127.0.0.1"
     """The address that Ray uses."""
     ssh: Annotated[str, Field(min_length=1, pattern=r"^[^-\s][^\s]*$")] | None = None
-    """Its name for the ssh client; the first node, on which the server is started, has none."""
+    """Its host name for the ssh client; the first node, on which the server is started, has none."""
     links: tuple[Link, ...] = ()
-    """For KV, in any order; if empty, KV uses the address."""
+    """Links for KV, in any order; if empty, KV uses `address`."""
     home: Annotated[str, Field(min_length=1)] | None = None
-    """Its SATCHEL_HOME; None is the usual one."""
+    """Its SATCHEL_HOME; None is the default one (`~/.satchel`)."""
     command: Annotated[str, Field(min_length=1)] = "satchel"
-    """The command line of Satchel there."""
+    """The command that runs Satchel there."""
     memory_bytes_max: Bytes | None = None
-    """Memory of all of its replicas; None takes the config's `scheduling.memory_bytes_max`."""
+    """The memory of all of its replicas; None takes the config's `scheduling.memory_bytes_max`."""
     kv_bytes_max: Bytes | None = None
     """Deprecated, use `memory_bytes_max`. None takes the config's `scheduling.kv_bytes_max`."""
     disk_bytes_max: Bytes | None = None
     """Agents' KV on its disk; None takes the config's."""
     give_bytes_per_s_max: Bytes | None = None
-    """How fast all other nodes together may fetch its KV; None is without a limit."""
+    """How fast all other nodes together may fetch its KV; None means no limit."""
 
     @property
     def is_loopback(self) -> bool:

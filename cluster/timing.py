@@ -19,7 +19,7 @@ from .units import STRICT, Seconds
 
 @validated(frozen=True, config=STRICT)
 class Timing:
-    """Who waits how long for whom. The defaults are for one local network; few clusters need others."""
+    """How long processes wait for each other. The defaults are for one local network; few clusters need others."""
 
     report_s: Seconds = 0.5
     """Every replica and store reports to the router at this interval. A consumer gets an empty frame after this long

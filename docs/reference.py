@@ -126,14 +126,14 @@ def configuration() -> str:
     lines = [
         "# Configuration",
         "",
-        "<!-- Made from the code by `make docs`. Change the text below the fields in cluster/. -->",
+        "<!-- Generated from the code by `make docs`. Change the text below the fields in cluster/. -->",
         "",
         "`satchel serve --config FILE` reads one YAML file, once. Only `models` is required. An unknown field or a",
         "wrong value stops the start, and the error names its path, such as `models[0].replicas`. The folder",
         "`configs/` has examples.",
         "",
         "The last word of a name is its unit: `_s` is seconds, `_bytes` bytes, `_tokens` tokens. A size may have a",
-        "unit: `512 MiB`, `2 GB`. Where a text speaks of None, leave the field out.",
+        "unit: `512 MiB`, `2 GB`. None in a text means that the field is left out.",
         "",
     ]
     lines += ["## The whole file", "", *table(config.Config, tree), ""]
@@ -175,7 +175,7 @@ def command_line() -> str:
     lines = [
         "# Command line",
         "",
-        "<!-- Made from the code by `make docs`. Change the text of the commands in api/cli/. -->",
+        "<!-- Generated from the code by `make docs`. Change the text of the commands in api/cli/. -->",
         "",
         "`make serve` installs the command as `.venv/bin/satchel`. A failure is one sentence on standard error and",
         "exit code 1, a wrong command line exit code 2. `--json` prints what programs read.",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import httpx
 
 app = typer.Typer(
-    help="List the agents that the running server remembers, or show, move, carry, fork, give or forget one.",
+    help="List the agents of the running server, or show, move, fork, give, pack, unpack or forget one.",
     invoke_without_command=True,
 )
 
@@ -33,10 +33,10 @@ _MOVE_S = 3600.0
 """Longer than any server takes for a move, which has its own limit (`timeouts.request_s`)."""
 
 AgentArgument = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
-LimitOption = Annotated[int, typer.Option("--limit", min=1, max=100, help="How many.")]
-TenantOption = Annotated[str, typer.Option("--tenant", metavar="KEY", help="Whose, by the name of the key.")]
-AllOption = Annotated[bool, typer.Option("--all", help="Those of all keys, and of before there were any.")]
-AfterOption = Annotated[str, typer.Option("--after", metavar="AGENT", help="Go on after this one.")]
+LimitOption = Annotated[int, typer.Option("--limit", min=1, max=100, help="How many agents to list.")]
+TenantOption = Annotated[str, typer.Option("--tenant", metavar="KEY", help="The agents of this key, by its name.")]
+AllOption = Annotated[bool, typer.Option("--all", help="The agents of all keys and of the owner.")]
+AfterOption = Annotated[str, typer.Option("--after", metavar="AGENT", help="List the agents after this one.")]
 
 
 @app.callback()
@@ -47,7 +47,7 @@ def agents(
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """List the agents that the running server remembers, or show, move, carry, fork, give or forget one."""
+    """List the agents of the running server, or show, move, fork, give, pack, unpack or forget one."""
     context.obj = home
     if context.invoked_subcommand is None:
         _list(home, _whose(tenant, every), 20, "", json)
@@ -63,7 +63,7 @@ def list_agents(
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """List agents by their ids: those that belong to no key, to a key, or all."""
+    """List agents by id: the owner's (which belong to no key), those of a key, or all."""
     _list(home or context.obj, _whose(tenant, every), limit, after, json)
 
 
@@ -75,7 +75,7 @@ def show(
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Show what is known of an agent, and where it lives."""
+    """Show an agent, and where its memory lives."""
     with endpoint(home or context.obj, _ANSWER_S, tenant) as session:
         found = _ask(session, "GET", agent)
         place = session.get(f"/v1/cluster/agents/{_name(agent)}")
@@ -112,18 +112,18 @@ def show(
 def move(
     context: typer.Context,
     agent: AgentArgument,
-    node: Annotated[str, typer.Argument(metavar="NODE", help="Its new home, as `satchel status` calls it.")],
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The name of the new home node, as in `satchel status`.")],
     tenant: TenantOption = "",
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Make another node an agent's home: its memory goes there, and its next turns with it."""
+    """Move an agent's memory to another node, which also runs its next turns."""
     with endpoint(home or context.obj, _MOVE_S, tenant) as session:
         done = _ask(session, "POST", agent, "/move", {"to": node})
     if json:
         print_json(done)
     elif not done["moved"]:
-        print(f"{agent} lives on {node} already")
+        print(f"{agent} already lives on {node}")
     else:
         from .views import size
 
@@ -143,7 +143,7 @@ def fork(
     """Copy an agent's memory to a new id."""
     with endpoint(home or context.obj, _ANSWER_S, tenant) as session:
         done = _ask(session, "POST", agent, "/fork", {"as": new})
-    _print_done(done, f"{new} remembers what {agent} does ({done['branches']} branches)", json)
+    _print_done(done, f"{new} is a copy of {agent} ({done['branches']} branches)", json)
 
 
 @app.command()
@@ -154,10 +154,10 @@ def forget(
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Erase all that is known of an agent, on disk too."""
+    """Erase an agent's memory, on disk too."""
     with endpoint(home or context.obj, _ANSWER_S, tenant) as session:
         done = _ask(session, "DELETE", agent)
-    _print_done(done, f"{agent} is forgotten", json)
+    _print_done(done, f"{agent} is erased", json)
 
 
 @app.command()
@@ -169,11 +169,12 @@ def give(
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Give an agent to another key, such as one from before the first key was made. Its words stay as they are."""
+    """Give an agent to another key, such as an agent that is older than the first key. Its transcripts stay as they
+    are."""
     # It may wait for the end of a turn.
     with endpoint(home or context.obj, _MOVE_S, tenant) as session:
         done = _ask(session, "POST", agent, "/give", {"to": to})
-    _print_done(done, f"{agent} belongs to {to} now", json)
+    _print_done(done, f"{agent} now belongs to {to}", json)
 
 
 def _whose(tenant: str, every: bool) -> str:

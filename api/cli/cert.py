@@ -13,7 +13,11 @@ from .models import HomeOption, JsonOption, chosen_home
 DaysOption = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(
-        "--days", min=1, max=3650, metavar="N", help="For which it is valid (else 825, the most that Apple's take)."
+        "--days",
+        min=1,
+        max=3650,
+        metavar="N",
+        help="Days for which it is valid (else 825, the most that Apple's clients accept).",
     ),
 ]
 HostOption = Annotated[
@@ -23,7 +27,7 @@ HostOption = Annotated[
     ),
 ]
 RenewOption = Annotated[
-    bool, typer.Option("--renew", help="Replace one that is still valid, with the same key; for the same hosts.")
+    bool, typer.Option("--renew", help="Replace a certificate that is still valid; with the same key and hosts.")
 ]
 
 
@@ -34,7 +38,7 @@ def cert(
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Make a certificate for the endpoint that signs itself, and its key."""
+    """Make a self-signed certificate for the endpoint, and its key."""
     from ...cluster.trust.self_signed import DAYS, make_certificate, own_tls
 
     where = chosen_home(home)

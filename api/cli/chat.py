@@ -103,7 +103,7 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidRequest("what was given is not valid UTF-8") from None
+        raise InvalidRequest("the message is not valid UTF-8") from None
 
 
 def _print_answer(session: httpx.Client, body: dict[str, Any], headers: dict[str, str]) -> str:

@@ -15,15 +15,20 @@ from .models import HomeOption, chosen_home
 InvitationArgument = Annotated[
     Optional[str],  # noqa: UP045
     typer.Argument(
-        metavar="INVITATION", help="As `satchel invite` prints it on the head; without one, the last cluster again."
+        metavar="INVITATION",
+        help="As `satchel invite` prints it on the head; without one, join the last cluster again.",
     ),
 ]
 NameOption = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option("--name", metavar="NAME", help="Of this node (else as before, or the machine's)."),
+    typer.Option("--name", metavar="NAME", help="This node's name (else as before, or the machine's name)."),
 ]
-OwnAddressOption = Annotated[str, typer.Option("--address", metavar="ADDR", help="Of this machine, for the others.")]
-WaitOption = Annotated[float, typer.Option("--wait", min=0.0, metavar="SECONDS", help="For its end, at most.")]
+OwnAddressOption = Annotated[
+    str, typer.Option("--address", metavar="ADDR", help="The address at which the other nodes reach this machine.")
+]
+WaitOption = Annotated[
+    float, typer.Option("--wait", min=0.0, metavar="SECONDS", help="How long to wait until it has ended.")
+]
 ConfigArgument = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Argument(metavar="CONFIG", help="A YAML file."),
@@ -34,26 +39,26 @@ PortOption = Annotated[
 ]
 ListenOption = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option("--listen", metavar="ADDR", help="The endpoint's address (else the config's); 0.0.0.0 is everyone."),
+    typer.Option("--listen", metavar="ADDR", help="The endpoint's address (else the config's); 0.0.0.0 is all."),
 ]
 OrderedOption = Annotated[bool, typer.Option("--ordered", hidden=True)]
 KeptOption = Annotated[bool, typer.Option("--kept", hidden=True)]
 
 
 def invite(home: HomeOption = None) -> None:
-    """Print what another machine must be told to join the cluster that runs here. It is good once, for an hour."""
+    """Print an invitation with which another machine can join this cluster. It is valid once, for an hour."""
     from ...cluster.connection import find_cluster, is_loopback
     from ...cluster.trust.invitations import LIFE_S
     from ...cluster.trust.invitations import invite as run
 
     record = find_cluster(chosen_home(home))
     if record.joined:
-        raise ClusterError(f"{record.node} does not lead its cluster; invite on the head, at {record.door}")
+        raise ClusterError(f"{record.node} is not the head of its cluster; run this on the head, at {record.door}")
     invitation = run(Home(Path(record.home)), record.door)
     _say(f"On the other machine, once and within {LIFE_S / 60:.0f} minutes:")
     _say(f"  satchel join '{invitation.to_text()}'")
     if is_loopback(record.door):
-        _say("That reaches this machine only; for others the first node in the config needs an address.")
+        _say("Only this machine can use that; for other machines the first node in the config needs an address.")
 
 
 def join(
@@ -79,7 +84,7 @@ def join(
 
 
 def leave(wait: WaitOption = 30.0, home: HomeOption = None) -> None:
-    """Take this machine out of the cluster that it has joined: ends the `satchel join` of this home."""
+    """Take this machine out of the cluster that it has joined. This ends the `satchel join` of this home."""
     from .service import leave as run
 
     run(chosen_home(home), wait_s=wait, say=_say)
@@ -87,10 +92,10 @@ def leave(wait: WaitOption = 30.0, home: HomeOption = None) -> None:
 
 def promote(
     listen: ListenOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Although the head answers.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Promote this machine even if the head answers.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Lead the cluster that this machine was in, after its head was lost. The other machines find it by themselves."""
+    """Make this machine the head of its cluster, after the head was lost. The other machines find it by themselves."""
     from .promote import promote as run
 
     config = run(chosen_home(home), listen=listen, force=force, say=_say)
@@ -105,7 +110,7 @@ def up(
     listen: ListenOption = None,
     home: HomeOption = None,
 ) -> None:
-    """Serve in the background: as `serve`, but returns once the server is ready."""
+    """Serve in the background. Like `serve`, but returns once the server is ready."""
     from .serve import for_clients
     from .service import log_file, satchel_command
     from .service import up as run
@@ -123,11 +128,11 @@ def up(
 
 
 def down(
-    now: Annotated[bool, typer.Option("--now", help="Do not let running requests finish.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Do not wait until running requests finish.")] = False,
     wait: WaitOption = 120.0,
     home: HomeOption = None,
 ) -> None:
-    """End the running server of this home in order, however it was started."""
+    """Stop the running server of this home in order, however it was started."""
     from .service import down as run
 
     run(chosen_home(home), at_once=now, wait_s=wait, say=_say)
@@ -137,22 +142,22 @@ def install_service(
     config: ConfigArgument = None,
     join: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--join", metavar="INVITATION", help="Be a node of a cluster instead of serving a config."),
+        typer.Option("--join", metavar="INVITATION", help="Run a node of a cluster instead of serving a config."),
     ] = None,
     name: NameOption = None,
     own_address: OwnAddressOption = "",
-    only_print: Annotated[bool, typer.Option("--print", help="Show the file and write nothing.")] = False,
+    only_print: Annotated[bool, typer.Option("--print", help="Print the service file instead of writing it.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Let this machine's service manager (launchd or systemd) keep a server, or a node. Starts nothing itself."""
+    """Write a service (launchd or systemd) that keeps a server or a node running. It is not started yet."""
     from .service import head_service, install, node_service
 
     where = chosen_home(home)
     if (config is None) == (join is None):
-        raise ConfigError("say what to keep: a config to serve, or `--join INVITATION`")
+        raise ConfigError("give what the service runs: a config to serve, or `--join INVITATION`")
     if config is not None:
         if name is not None or own_address:
-            raise ConfigError("--name and --address are for a node: `--join INVITATION`")
+            raise ConfigError("--name and --address are only for a node (`--join INVITATION`)")
         load_config(config)
         service = head_service(config, where)
     else:

@@ -44,14 +44,16 @@ def convert(
     to: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            "--to", metavar="FOLDER", help="A new folder (else one here, by the model's name and the recipe)."
+            "--to",
+            metavar="FOLDER",
+            help="A new folder (else one in the current folder, named after the model and the recipe).",
         ),
     ] = None,
     dtype: Annotated[
-        Dtype, typer.Option("--dtype", help="The type of what is not quantized (else that of the weights).")
+        Dtype, typer.Option("--dtype", help="The data type of weights that are not quantized (else as stored).")
     ] = Dtype.auto,
 ) -> None:
-    """Quantize a model's weights, into a folder that can be served."""
+    """Quantize a model's weights into a folder that can be served."""
     # MLX takes seconds to import.
     from ...actors.model_files.conversion import convert as run
     from .progress import ProgressDisplay

@@ -26,17 +26,17 @@ def _limit(flag: str, metavar: str, text: str) -> Any:
 @app.command()
 def create(
     name: NameArgument,
-    admin: Annotated[bool, typer.Option("--admin", help="It also sees the cluster and moves agents.")] = False,
-    requests: Annotated[Optional[int], _limit("--requests-per-minute", "N", "Else as many as it likes.")] = None,  # noqa: UP045
-    tokens: Annotated[Optional[int], _limit("--tokens-per-minute", "N", "Of prompts and answers.")] = None,  # noqa: UP045
-    rows: Annotated[Optional[int], _limit("--rows", "N", "Answers computed at a time.")] = None,  # noqa: UP045
-    priority: Annotated[Optional[int], _limit("--priority", "N", "The highest it may ask for; else 0.")] = None,  # noqa: UP045
-    memory: Annotated[Optional[str], _limit("--memory", "SIZE", "KV a replica keeps in memory for it.")] = None,  # noqa: UP045
-    disk: Annotated[Optional[str], _limit("--disk", "SIZE", "Words and KV a node keeps on disk for it.")] = None,  # noqa: UP045
-    model: Annotated[Optional[list[str]], _limit("--model", "NAME", "Only this one; may be repeated.")] = None,  # noqa: UP045
+    admin: Annotated[bool, typer.Option("--admin", help="The key may also see the cluster and move agents.")] = False,
+    requests: Annotated[Optional[int], _limit("--requests-per-minute", "N", "Requests (else no limit).")] = None,  # noqa: UP045
+    tokens: Annotated[Optional[int], _limit("--tokens-per-minute", "N", "Tokens of prompts and answers.")] = None,  # noqa: UP045
+    rows: Annotated[Optional[int], _limit("--rows", "N", "Concurrent answers.")] = None,  # noqa: UP045
+    priority: Annotated[Optional[int], _limit("--priority", "N", "The highest priority (else 0).")] = None,  # noqa: UP045
+    memory: Annotated[Optional[str], _limit("--memory", "SIZE", "KV that a replica keeps for reuse.")] = None,  # noqa: UP045
+    disk: Annotated[Optional[str], _limit("--disk", "SIZE", "Disk for its agents on each node.")] = None,  # noqa: UP045
+    model: Annotated[Optional[list[str]], _limit("--model", "NAME", "Only this model; may be repeated.")] = None,  # noqa: UP045
     home: HomeOption = None,
 ) -> None:
-    """Make a key and print it. It is shown this once."""
+    """Make a key and print it. It is shown only now."""
     limits: dict[str, Any] = {
         "requests_per_minute": requests,
         "tokens_per_minute": tokens,
@@ -51,14 +51,16 @@ def create(
     key, secret = create_key(where, name, admin=admin, **limits)
     Audit(where).note("key created", tenant=key.name, key=key.id, admin=key.admin)
     typer.echo(secret)
-    typer.echo(f"This is the key of {name!r}, shown once. Clients send it as Authorization: Bearer KEY.", err=True)
+    typer.echo(
+        f"This is the key of {name!r}; it is shown only now. Clients send it as Authorization: Bearer KEY.", err=True
+    )
     if first:
-        typer.echo("It is the first key: from now on everybody needs one.", err=True)
+        typer.echo("It is the first key: from now on every client needs one.", err=True)
 
 
 @app.command("list")
 def list_keys(json: JsonOption = False, home: HomeOption = None) -> None:
-    """List every key that was ever made, without its secret."""
+    """List all keys, revoked ones too, without their secrets."""
     keys = read_keys(chosen_home(home)) or ()
     if json:
         typer.echo(json_text.dumps([_shown(key) for key in keys], indent=2))
@@ -78,8 +80,10 @@ def list_keys(json: JsonOption = False, home: HomeOption = None) -> None:
 
 
 @app.command()
-def revoke(name: Annotated[str, typer.Argument(metavar="NAME", help="Or its id.")], home: HomeOption = None) -> None:
-    """End a key at once. What its tenant has stays; a new key of the same name has it again."""
+def revoke(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The key's name or id.")], home: HomeOption = None
+) -> None:
+    """Revoke a key at once. Its tenant's agents stay; a new key of the same name has them again."""
     where = chosen_home(home)
     key = revoke_key(where, name)
     Audit(where).note("key revoked", tenant=key.name, key=key.id)
@@ -88,16 +92,18 @@ def revoke(name: Annotated[str, typer.Argument(metavar="NAME", help="Or its id."
 
 @app.command()
 def remove(
-    every: Annotated[bool, typer.Option("--all", help="Needed, so that nobody does it by mistake.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Required, so that nobody does it by mistake.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Go back to no keys at once: every caller is the owner again. What tenants have stays theirs."""
+    """Remove all keys at once: every caller is the owner again. Tenants' agents stay theirs."""
     if not every:
-        raise InvalidRequest("this removes all keys, and then nobody needs one: --all says that you mean it")
+        raise InvalidRequest("this removes all keys, and then no client needs one: confirm with --all")
     where = chosen_home(home)
     remove_keys(where)
     Audit(where).note("all keys removed")
-    typer.echo("There are no keys any more. An endpoint that other machines reach answers this machine's owner alone.")
+    typer.echo(
+        "All keys are removed. If other machines can reach the endpoint, it now answers only this machine's owner."
+    )
 
 
 def _shown(key: Key) -> dict[str, Any]:

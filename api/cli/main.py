@@ -42,7 +42,9 @@ app.add_typer(keys, name="keys")
 ConfigOption = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(
-        "--config", metavar="FILE", help="A YAML file; without one, the two small models that ship are served."
+        "--config",
+        metavar="FILE",
+        help="A YAML file; without one, the two small models that ship with Satchel are served.",
     ),
 ]
 
@@ -96,9 +98,14 @@ def status(json: JsonOption = False, home: HomeOption = None) -> None:
 @app.command()
 def chat(
     text: Annotated[Optional[str], typer.Argument(help="One message; without it, a conversation.")] = None,  # noqa: UP045
-    agent: Annotated[str | None, typer.Option("--agent", metavar="NAME", help="Who remembers it, and goes on.")] = None,
-    new: Annotated[bool, typer.Option("--new", help="Begin anew, as another branch of the agent's memory.")] = False,
-    model: Annotated[Optional[str], typer.Option("--model", metavar="NAME", help="Else the first one.")] = None,  # noqa: UP045
+    agent: Annotated[
+        str | None,
+        typer.Option("--agent", metavar="NAME", help="The agent that continues and remembers the conversation."),
+    ] = None,
+    new: Annotated[
+        bool, typer.Option("--new", help="Start a new conversation, as another branch of the agent's memory.")
+    ] = False,
+    model: Annotated[Optional[str], typer.Option("--model", metavar="NAME", help="The model (else the first).")] = None,  # noqa: UP045
     home: HomeOption = None,
 ) -> None:
     """Talk to a model of the running server."""
@@ -115,7 +122,7 @@ def explain(
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Say why a request went where it did, and what it was estimated to cost elsewhere."""
+    """Say why the router chose a request's replica, and the estimated costs of the others."""
     from .views import show_decision
 
     show_decision(chosen_home(home), request_id, as_json=json)
@@ -156,7 +163,7 @@ def main() -> None:
         raise SystemExit(1) from None
     except UnicodeEncodeError:
         # Bytes of the command line that are no UTF-8 are lone surrogates in Python.
-        print("satchel: what was given, or the name of a file, is not valid UTF-8", file=sys.stderr)
+        print("satchel: an argument, the input or a file name is not valid UTF-8", file=sys.stderr)
         raise SystemExit(1) from None
     except BrokenPipeError:
         # The reader of our output has gone (`| head`); Python would complain once more while closing it.

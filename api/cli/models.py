@@ -30,7 +30,8 @@ HomeOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TextOption = Optional[str]  # noqa: UP045
 NoTrialOption = Annotated[
-    bool, typer.Option("--no-trial", help="Serve models that were not tried; they may say wrong words in company.")
+    bool,
+    typer.Option("--no-trial", help="Skip the self-test of models; untested ones may give wrong answers when batched."),
 ]
 
 
@@ -68,21 +69,25 @@ def load(
         str, typer.Argument(help="A Hub id (owner/name or owner/name@revision), a folder, embedded:NAME.")
     ],
     name: Annotated[
-        TextOption, typer.Option("--name", help="What clients call it (else the Hub id or the folder's name).")
+        TextOption, typer.Option("--name", help="The name for clients (else the Hub id or the folder's name).")
     ] = None,
     adapter: Annotated[
         TextOption, typer.Option("--adapter", help="A LoRA or DoRA adapter: a folder or Hub id.")
     ] = None,
-    replicas: Annotated[int, typer.Option("--replicas", min=1, help="How many processes serve it.")] = 1,
+    replicas: Annotated[int, typer.Option("--replicas", min=1, help="How many replicas serve it.")] = 1,
     context_tokens_max: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option("--context-tokens-max", min=1, help="Prompt and answer together (else the model's own)."),
+        typer.Option(
+            "--context-tokens-max",
+            min=1,
+            help="The most tokens of a prompt and its answer together (else the model's own).",
+        ),
     ] = None,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="The type it computes in.")] = Dtype.auto,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="The data type in which it computes.")] = Dtype.auto,
     no_trial: NoTrialOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Serve one more model, until it is unloaded or the server stops. It is downloaded if need be."""
+    """Serve one more model, until it is unloaded or the server stops. It is downloaded if necessary."""
     with _connected(home or context.obj) as (cluster, progress):
         loaded = cluster.load_sync(
             source,
@@ -104,7 +109,7 @@ def unload(
     name: Annotated[str, typer.Argument(help="The model's name, as `satchel models` shows it.")],
     home: HomeOption = None,
 ) -> None:
-    """Serve a model no more. Its running requests are finished first."""
+    """Unload a model. Its running requests finish first."""
     with _connected(home or context.obj) as (cluster, progress):
         cluster.unload_sync(name, report=progress.report)
     progress.say(f"Unloaded {name}")

@@ -41,16 +41,18 @@ def list_nodes(context: typer.Context, json: JsonOption = False, home: HomeOptio
 @app.command()
 def remove(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A machine that has joined by an invitation.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The name of a machine that has joined by an invitation.")
+    ],
     home: HomeOption = None,
 ) -> None:
-    """Remove a machine that has joined: it needs an invitation to come back. One that is up leaves in order first."""
+    """Remove a machine that has joined: it needs an invitation to come back. If it is running, it leaves in order."""
     with client(chosen_home(home or context.obj), timeout_s=LIST_S) as session:
         answer = session.delete(f"/v1/cluster/nodes/{quote(name, safe='')}")
         if not answer.is_success:
             raise error_of(answer)
         leaves = answer.json().get("leaves")
     if leaves:
-        print(f"{name} hands its agents over and leaves, which takes up to half a minute")
+        print(f"{name} moves its agents to other nodes and leaves, which takes up to half a minute")
     else:
         print(f"{name} is removed; `satchel invite` lets a machine of that name in again")

@@ -28,15 +28,15 @@ def probe(
         str, typer.Option("--lengths", metavar="TOKENS,…", help="Conversations of these lengths, 512 or more.")
     ] = "512,1024,2048,4096",
     policies: Annotated[
-        str, typer.Option("--policies", metavar="NAME,…", help="Among q4, k6v4, k8v4 and fp16.")
+        str, typer.Option("--policies", metavar="NAME,…", help="Any of q4, k6v4, k8v4 and fp16.")
     ] = "q4,k6v4,k8v4,fp16",
     samples: Annotated[
-        int, typer.Option("--samples", min=1, max=_SAMPLES_MAX, help="Conversations of each length.")
+        int, typer.Option("--samples", min=1, max=_SAMPLES_MAX, help="How many conversations of each length.")
     ] = 4,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="The type it computes in.")] = Dtype.auto,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="The data type in which it computes.")] = Dtype.auto,
     json: JsonOption = False,
 ) -> None:
-    """Measure what quantized KV does to a model's answers, and recommend one."""
+    """Measure how quantized KV changes a model's answers, and recommend a format."""
     chosen_lengths, chosen_policies = _numbers(lengths), _names(policies)
     from .progress import ProgressDisplay
 
@@ -61,9 +61,11 @@ def _numbers(text: str) -> list[int]:
     try:
         found = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of numbers such as 512,1024", param_hint="--lengths") from None
+        raise typer.BadParameter(
+            f"{text!r} is not a list of numbers such as 512,1024", param_hint="--lengths"
+        ) from None
     if not found or min(found) < 512:
-        raise typer.BadParameter("lengths are of 512 tokens or more", param_hint="--lengths")
+        raise typer.BadParameter("each length must be 512 tokens or more", param_hint="--lengths")
     return found
 
 
@@ -71,7 +73,7 @@ def _names(text: str) -> list[str]:
     known = ("q4", "k6v4", "k8v4", "fp16")
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found or any(name not in known for name in found):
-        raise typer.BadParameter(f"policies are among {', '.join(known)}", param_hint="--policies")
+        raise typer.BadParameter(f"the policies are {', '.join(known)}", param_hint="--policies")
     return found
 
 

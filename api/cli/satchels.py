@@ -22,7 +22,7 @@ _TRANSFER_S = 600.0
 """How long the server may pack or take in a satchel before it answers."""
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The satchel, such as alice.satchel.")]
-PassphraseOption = Annotated[bool, typer.Option("--passphrase", help="Encrypt it; the passphrase is asked for.")]
+PassphraseOption = Annotated[bool, typer.Option("--passphrase", help="Encrypt the file; the passphrase is asked for.")]
 PassphraseFileOption = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option("--passphrase-file", metavar="PATH", help="Read the passphrase from a file's first line."),
@@ -40,7 +40,7 @@ def pack(
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Pack an agent into a file: what was said, token ids, KV and what pictures became."""
+    """Pack an agent into a file: transcripts, token ids, KV and image embeddings."""
     from ..agents import satchel_files
 
     satchel_files.check_new(file)
@@ -65,14 +65,16 @@ def pack(
 def unpack(
     context: typer.Context,
     file: FileArgument,
-    new: Annotated[str, typer.Option("--as", metavar="AGENT", help="Another id than the one it was packed with.")] = "",
-    replace: Annotated[bool, typer.Option("--replace", help="Replace the agent of that id.")] = False,
+    new: Annotated[
+        str, typer.Option("--as", metavar="AGENT", help="A new id (else the one that it was packed with).")
+    ] = "",
+    replace: Annotated[bool, typer.Option("--replace", help="Replace an existing agent of that id.")] = False,
     passphrase_file: PassphraseFileOption = None,
     tenant: TenantOption = "",
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Bring an agent in from a file. An encrypted one asks for its passphrase."""
+    """Unpack an agent from a file. If the file is encrypted, the passphrase is asked for."""
     from ..agents.satchel_files import opened_satchel
 
     with opened_satchel(file, lambda: _secret(passphrase_file, again=False)) as packed:
@@ -109,11 +111,11 @@ def _secret(file: Path | None, *, again: bool) -> bytes:
         with open_file(file) as opened:
             found = opened.readline(4096).rstrip(b"\r\n")
     elif not sys.stdin.isatty():
-        raise InvalidRequest("there is no terminal to ask for the passphrase: --passphrase-file has it")
+        raise InvalidRequest("there is no terminal to ask for the passphrase: use --passphrase-file")
     else:
         found = getpass.getpass("Passphrase: ").encode()
         if again and getpass.getpass("Again: ").encode() != found:
-            raise InvalidRequest("these are two passphrases")
+            raise InvalidRequest("the two passphrases differ")
     if not found:
         raise InvalidRequest("the passphrase is empty")
     return found

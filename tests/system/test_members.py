@@ -210,7 +210,7 @@ def test_the_heads_word_ends_a_machine_and_it_stays_out_until_it_is_invited(worl
     assert "the cluster's config" in ended(world.on("mac0", "nodes", "remove", "mac0"), 30)
     assert "there is no node 'mac7'" in ended(world.on("mac0", "nodes", "remove", "mac7"), 30)
     assert "mac2" in succeeds(world.on("mac0", "nodes"))
-    assert "mac2 hands its agents over and leaves" in succeeds(world.on("mac0", "nodes", "remove", "mac2"))
+    assert "mac2 moves its agents to other nodes and leaves" in succeeds(world.on("mac0", "nodes", "remove", "mac2"))
     assert "mac2 is no node of its cluster any more" in succeeds(world.kept.pop("mac2"), LEAVE_S)
     assert not world.home("mac2").estate_file.exists() and not world.home("mac2").token_file.exists()
     assert set(talk.nodes()) == {"mac0", "mac1"} and talk.answering() == {"mac0", "mac1"}

@@ -111,16 +111,16 @@ def probe(
         GenerationFailed: the model failed.
     """
     if samples < 1 or not lengths or min(lengths) < LENGTH_MIN:
-        raise InvalidRequest(f"a probe needs a sample at least, and lengths of {LENGTH_MIN} tokens or more")
+        raise InvalidRequest(f"a probe needs at least one sample, and lengths of {LENGTH_MIN} tokens or more")
     if unknown := [name for name in policies if name not in POLICIES]:
-        raise InvalidRequest(f"{unknown[0]!r} is no policy; there are {', '.join(sorted(POLICIES))}")
+        raise InvalidRequest(f"{unknown[0]!r} is not a policy; the policies are {', '.join(sorted(POLICIES))}")
     fitting = sorted({length for length in lengths if length <= loaded.context_tokens})
     notes = [
         f"{length} tokens are left out: the model's context is {loaded.context_tokens}"
         for length in sorted(set(lengths) - set(fitting))
     ]
     if not fitting:
-        raise InvalidRequest(f"no length is within the model's context of {loaded.context_tokens} tokens")
+        raise InvalidRequest(f"every length is beyond the model's context of {loaded.context_tokens} tokens")
     try:
         specs = {FULL_PRECISION: spec_of(loaded, FULL_PRECISION)}
         for name in dict.fromkeys(policies):

@@ -75,13 +75,13 @@ async def test_an_agent_is_moved(served: Served) -> None:
     text = await served.says("agents", "move", "ann", "mac1")
     assert text == "ann has moved from mac0 to mac1: 300 tokens, 1 blocks, 5.0 kB in 0.25 s\n"
     assert served.store.moves == [("default/ann", "mac1")]
-    assert await served.says("agents", "move", "ann", "mac1") == "ann lives on mac1 already\n"
+    assert await served.says("agents", "move", "ann", "mac1") == "ann already lives on mac1\n"
     assert json.loads(await served.says("agents", "move", "bob", "mac0", "--json"))["moved"] is False
 
 
 async def test_an_agent_is_copied_and_forgotten(served: Served) -> None:
-    assert await served.says("agents", "fork", "ann", "carl") == "carl remembers what ann does (1 branches)\n"
-    assert await served.says("agents", "forget", "ann") == "ann is forgotten\n"
+    assert await served.says("agents", "fork", "ann", "carl") == "carl is a copy of ann (1 branches)\n"
+    assert await served.says("agents", "forget", "ann") == "ann is erased\n"
     assert [each["id"] for each in json.loads(await served.says("agents", "--json"))] == ["bob", "carl"]
 
 
@@ -90,7 +90,7 @@ async def test_agents_of_keys_are_reached_by_the_name_of_the_key(served: Served)
     assert sentence in await served.refuses("agents", "give", "bob", "--to", "carol")
     create_key(served.home, "carol")
     write_owner_key(served.home)
-    assert "belongs to carol now" in await served.says("agents", "give", "bob", "--to", "carol")
+    assert "now belongs to carol" in await served.says("agents", "give", "bob", "--to", "carol")
     assert "bob" not in await served.says("agents")
     text = await served.says("agents", "--all")
     assert "carol" in text and "default" in text and "ann" in text
@@ -100,8 +100,8 @@ async def test_agents_of_keys_are_reached_by_the_name_of_the_key(served: Served)
         ("default", "ann", "mac0"),
     ]
     assert "bob on mac0" in await served.says("agents", "show", "bob", "--tenant", "carol")
-    assert "remembers what bob does" in await served.says("agents", "fork", "bob", "dan", "--tenant", "carol")
-    assert "dan is forgotten" in await served.says("agents", "forget", "dan", "--tenant", "carol")
+    assert "is a copy of bob" in await served.says("agents", "fork", "bob", "dan", "--tenant", "carol")
+    assert "dan is erased" in await served.says("agents", "forget", "dan", "--tenant", "carol")
     assert "there is no agent 'bob'" in await served.refuses("agents", "show", "bob")
     assert "is no key's name" in await served.refuses("agents", "--tenant", "no/body")
     assert "give one of them" in await served.refuses("agents", "--tenant", "carol", "--all")

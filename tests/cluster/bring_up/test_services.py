@@ -191,8 +191,8 @@ def test_printing_writes_nothing(desk: Desk) -> None:
 
 def test_wrong_services_are_refused(desk: Desk) -> None:
     node = ("--join", "10.0.0.1:1", "--name", "mac1")
-    assert "say what to keep" in desk.refusal()
-    assert "say what to keep" in desk.refusal("my config.yaml", *node)
+    assert "give what the service runs" in desk.refusal()
+    assert "give what the service runs" in desk.refusal("my config.yaml", *node)
     assert "missing.yaml" in desk.refusal("missing.yaml")
     assert "--name" in desk.refusal("my config.yaml", "--name", "mac1")
     assert "--name" in desk.refusal("--join", "10.0.0.1:1")
