@@ -139,6 +139,6 @@ class KVStoreActor:
 
 
 def _note_room(full: bool) -> None:
-    has = "is full: no KV is kept there now" if full else "has room again"
+    has = "is full: KV is not written to it now" if full else "has room again"
     home = default_home()
     note_incident(home, "disk", f"the disk of {home.kv} {has}")

@@ -161,7 +161,7 @@ def _bits_of(source: str, model: Any, recipe: str, *, seeing: bool) -> Bits:
         attention = attention_layers(model)
         if not any(id(layer) in attention and hasattr(layer, "to_quantized") for _, layer in model.named_modules()):
             raise ModelLoadError(
-                f"{source} has no attention that can be quantized apart: take another recipe than 8-4-4"
+                f"{source} has no attention layers that can be quantized separately: use another recipe than 8-4-4"
             )
         return lambda path, layer: {"bits": 8 if id(layer) in attention else 4}
     try:

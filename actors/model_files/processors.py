@@ -100,7 +100,7 @@ def sight(folder: Path) -> tuple[bool, str]:
     kind = get_model_type(config)
     if kind is not None and find_spec(f"mlx_vlm.models.{kind}") is not None:
         return True, ""
-    return False, f"mlx-vlm knows no models of type {kind!r}" if config.get("vision_config") else ""
+    return False, f"mlx-vlm does not support models of type {kind!r}" if config.get("vision_config") else ""
 
 
 def sees(folder: Path) -> bool:

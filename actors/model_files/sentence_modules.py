@@ -27,7 +27,7 @@ _OLDER_NAMES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_BOTH_WAYS = "its attention looks both ways ({}), and models are computed from left to right here"
+_BOTH_WAYS = "its attention is bidirectional ({}), and only causal models are supported"
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,10 @@ class ReplicaActor:
             # Its KV would be stored under the block ids of another model.
             raise ComputesOtherwise(f"{self._name} computes otherwise than the request was made for")
         if request.media and self._plain_since:
-            raise Unavailable(f"the pictures of {self._model.name} are still being tried", retry_after_s=PROVEN_LATER_S)
+            raise Unavailable(
+                f"the self-test of {self._model.name} has not ended: pictures are not supported yet",
+                retry_after_s=PROVEN_LATER_S,
+            )
         loop = asyncio.get_running_loop()
         rows = self._known().rows(request.consumer)
         if request.request_id in rows:
@@ -279,7 +282,10 @@ class ReplicaActor:
         if engine is None:
             raise NoReplica(f"{self._model.name} is still loading")
         if self._plain_since:
-            raise Unavailable(f"how {self._model.name} embeds is still being tried", retry_after_s=PROVEN_LATER_S)
+            raise Unavailable(
+                f"the self-test of {self._model.name} has not ended: embeddings are not supported yet",
+                retry_after_s=PROVEN_LATER_S,
+            )
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[PooledTexts | SatchelError] = loop.create_future()
 

@@ -97,7 +97,7 @@ def fault(plain: LoadedModel) -> str:
     try:
         whole, parts = (_last_logits(plain, tokens, sizes) for sizes in ((TOKENS,), _PARTS))
     except MODEL_ERRORS as error:
-        return f"it does not go on from its own caches ({first_sentence(error)})"
+        return f"it cannot continue from its own caches ({first_sentence(error)})"
     return not_finite(whole) or difference(whole, parts, rounding(plain))
 
 

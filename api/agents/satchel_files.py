@@ -27,7 +27,7 @@ def check_new(file: Path) -> None:
         InvalidRequest: there is something already.
     """
     if file.exists():
-        raise InvalidRequest(f"{file} is there already")
+        raise InvalidRequest(f"{file} exists already")
 
 
 def write_new(file: Path, pieces: Iterable[bytes], passphrase: bytes | None = None) -> None:

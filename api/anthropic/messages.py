@@ -30,7 +30,7 @@ left out; with it no two conversations would share a prefix."""
 _ROLES = ("user", "assistant", "system")
 _TOOL_NAME_CHARACTERS_MAX = 128
 _PICTURE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
-_UNREAD = {"document": "only documents of text can be read here", "container_upload": "there are no containers here"}
+_UNREAD = {"document": "only text documents are supported", "container_upload": "containers are not supported"}
 _ELSEWHERE = ("image", "tool_result")
 """Blocks that the assistant cannot say."""
 _ERROR_BEGINS = ("error", "<tool_use_error>")

@@ -177,7 +177,7 @@ def serve(config: Config, home: Home) -> None:
     write_private(home.log_file, "")
     sys.stdout = home.log_file.open("a", buffering=1, encoding="utf-8")
     progress.say(f"Home is {home.root}", *(f"Warning: {each.found}; {each.mend}" for each in advice))
-    progress.say(*(f"Warning: {each}; it is tried again and again" for each in unresolved(config.machines)))
+    progress.say(*(f"Warning: {each}; it is retried" for each in unresolved(config.machines)))
     cluster = LocalCluster(
         home,
         node=config.machines[0],

@@ -146,11 +146,11 @@ def show_status(home: Home, *, as_json: bool) -> None:
     if nodes := found["nodes"]:
         console.print(node_table(nodes))
         for name, why in found["disk_errors"].items():
-            console.print(Text(f"{name} keeps no KV on disk, and tries again: {why}"))
+            console.print(Text(f"{name} cannot write KV to disk, and tries again: {why}"))
         for node in nodes:
             if node.get("agents_let_go"):
                 count = node["agents_let_go"]
-                console.print(Text(f"{node['name']} let {count} agents go for others (transcripts_bytes_max)"))
+                console.print(Text(f"{node['name']} evicted {count} agents to make room (transcripts_bytes_max)"))
     console.print(_replica_table(found["replicas"], found["models"]))
     for name, entry in sorted(found["replicas"].items()):
         for line in _replica_lines(entry):
@@ -204,7 +204,7 @@ def _replica_lines(entry: dict[str, Any]) -> Iterator[str]:
     """What is said of a replica below the table."""
     if most := entry.get("memory_bytes_max"):
         slots = ", ".join(f"{count} {state}" for state, count in entry["slots"].items())
-        yield f"has {size(entry['memory_bytes'])} of {size(most)} for KV and pictures; slots for blocks: {slots}"
+        yield f"has {size(entry['memory_bytes'])} of {size(most)} for KV and pictures; block slots: {slots}"
     if decoding := entry.get("decoding"):
         yield f"reads KV {decoding}"
     if multiplying := entry.get("multiplying"):
@@ -219,7 +219,8 @@ def _replica_lines(entry: dict[str, Any]) -> Iterator[str]:
 def _plainly(proving: dict[str, Any]) -> str:
     """Says what of a model or a replica is still being found out, after `is served`."""
     since = time.strftime("%H:%M:%S", time.localtime(proving["since"]))
-    return f"plainly since {since}, a row at a time with nothing kept, while it is proven: {proving['what']}"
+    mode = f"in plain mode since {since} (one sequence at a time, no cached KV)"
+    return f"{mode} until its self-test ends: {proving['what']}"
 
 
 def show_models(home: Home, *, as_json: bool) -> None:
@@ -291,7 +292,7 @@ def _actual_lines(found: dict[str, Any]) -> Iterator[str]:
     """Says what a decided request took, beside what was estimated."""
     cached, first_s = found.get("actual_cached_tokens"), found.get("actual_first_token_s")
     if cached is None and first_s is None:
-        yield "What it really took is told once it has ended."
+        yield "The actual values are shown once the request has ended."
     if cached is not None:
         yield f"Cached tokens: {found['cached_tokens']} estimated, {cached} actual."
     if first_s is not None:
@@ -309,7 +310,7 @@ def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
         colours = {"ok": "green", "warn": "yellow", "fail": "red"}
-        shown = table("check", "", "found", "how to mend it")
+        shown = table("check", "", "found", "how to fix it")
         for check in checks:
             shown.add_row(
                 check.name, Text(check.result, style=colours[check.result]), Text(check.found), Text(check.mend)
@@ -334,9 +335,12 @@ def _server_checks(home: Home) -> list[Check]:
     checks = [Check(f"kv of {model.get('id', '')}", "ok", kept) for model in models if (kept := kv_line(model))]
     for model in models:
         if proving := model.get("proving"):
-            checks.append(Check(f"proof of {model.get('id', '')}", "ok", f"it is served {_plainly(proving)}"))
-    mend = "make room there, or lower disk_bytes_max: answers go on, but agents' KV is computed again"
-    return [*checks, *(Check(f"disk of {node}", "warn", f"no KV is kept: {why}", mend) for node, why in closed.items())]
+            checks.append(Check(f"self-test of {model.get('id', '')}", "ok", f"it is served {_plainly(proving)}"))
+    mend = "make room there, or lower disk_bytes_max: answers continue, but agents' KV is computed again"
+    return [
+        *checks,
+        *(Check(f"disk of {node}", "warn", f"KV is not written: {why}", mend) for node, why in closed.items()),
+    ]
 
 
 @contextmanager

@@ -68,9 +68,9 @@ class Meter:
         """
         most = self.limits.rows_max
         if most is not None and rows > most:
-            raise InvalidRequest(f"this key may have {most} answers computed at a time; the request asks for {rows}")
+            raise InvalidRequest(f"this key may have {most} concurrent answers; the request asks for {rows}")
         if most is not None and self.rows + rows > most:
-            raise _limited(f"{most} answers at a time", 1.0)
+            raise _limited(f"{most} concurrent answers", 1.0)
         if self._tokens is not None:
             if self._tokens.level <= 0:
                 raise _limited(f"{self._tokens.per_minute} tokens a minute", self._tokens.wait_s(1))

@@ -61,10 +61,10 @@ def with_shown(
 
 def _refused(part: Any, where: str, has_media: bool, blind: str) -> InvalidRequest:
     if has_media:
-        why = "pictures and videos go into system, developer, user and tool messages only"
+        why = "pictures and videos are only allowed in system, developer, user and tool messages"
     else:
         is_video = isinstance(part, VideoSource) or (isinstance(part, dict) and part["type"] == "video")
-        why = f"this model takes no {'video' if is_video else 'images'}{blind and f': {blind}'}"
+        why = f"this model does not support {'video' if is_video else 'images'}{blind and f': {blind}'}"
     return InvalidRequest(f"{where}: {why}", param=where)
 
 

@@ -220,7 +220,7 @@ class TextStream:
                     finish = "stop"
                     await self.abort()
             if finish not in ("stop", "length"):
-                raise GenerationFailed(f"the row ended with {finish!r} before its answer was complete")
+                raise GenerationFailed(f"the sequence ended with {finish!r} before its answer was complete")
             for event in self._row.finish(cut=finish == "length"):
                 yield self._record(event)
                 self._reading = True
@@ -268,7 +268,7 @@ class TextStream:
             async with timeout:
                 return await anext(self._updates)
         except StopAsyncIteration:
-            raise GenerationFailed("the replica ended the row without an end of its answer") from None
+            raise GenerationFailed("the replica ended the sequence before its answer was complete") from None
         except TimeoutError:
             if timeout.expired():
                 raise DeadlineExceeded(
@@ -310,7 +310,7 @@ class TextStream:
                     )
         finally:
             await self.abort()
-        raise GenerationFailed("the row ended without an end of its answer")
+        raise GenerationFailed("the sequence ended before its answer was complete")
 
     async def abort(self) -> None:
         """Removes the row from its batch unless it has ended. Cancelling the caller does not cancel this."""

@@ -22,9 +22,7 @@ def codings_of(request: Request) -> list[str]:
     codings = [name for coding in named if (name := coding.strip()) not in ("", "identity")]
     for name in codings:
         if name not in _DECODERS:
-            raise UnsupportedMediaType(
-                f"the content encoding {name[:40]!r} is unknown here: gzip and deflate are known"
-            )
+            raise UnsupportedMediaType(f"the content encoding {name[:40]!r} is not supported: use gzip or deflate")
     return codings
 
 

@@ -245,7 +245,7 @@ class BodyReader:
             ClientDisconnect: the client disconnected first.
         """
         if codings_of(request):
-            raise UnsupportedMediaType("this route takes no content encoding")
+            raise UnsupportedMediaType("this route does not support content encodings")
         loop, waited_s, count = asyncio.get_running_loop(), 0.0, 0
         stream, pieces = aiter(request.stream()), bytearray()
         while True:
@@ -325,7 +325,7 @@ class BodyReader:
         largest.limit.reschedule(0.0)
 
     def _too_large_together(self) -> Unavailable:
-        why = "the requests that are being read are too large together (endpoint.bodies_bytes_max)"
+        why = "the bodies of concurrent requests are too large together (endpoint.bodies_bytes_max)"
         self._refused(why)
         return Unavailable(why, retry_after_s=1.0)
 

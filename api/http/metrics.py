@@ -34,41 +34,53 @@ class _Replicas(Collector):
             up.add_metric([stats.replica, stats.model], float(stats.answers))
         yield up
         proving = GaugeMetricFamily(
-            "satchel_replica_proving", "Whether its model is served plainly while it is proven.", labels=["replica"]
+            "satchel_replica_proving",
+            "Whether its model is served in plain mode during its self-test.",
+            labels=["replica"],
         )
         for stats in self._stats:
             proving.add_metric([stats.replica], float(bool(stats.proving)))
         yield proving
         yield self._gauge("satchel_requests_running", "Requests in the replica's batch.", "running")
         yield self._gauge("satchel_requests_waiting", "Requests in the replica's queue.", "waiting")
-        yield self._gauge("satchel_prefix_blocks", "KV blocks kept for reuse.", "prefix_blocks")
-        yield self._gauge("satchel_prefix_bytes", "Bytes of KV kept for reuse.", "prefix_bytes")
+        yield self._gauge("satchel_prefix_blocks", "Cached KV blocks.", "prefix_blocks")
+        yield self._gauge("satchel_prefix_bytes", "Bytes of cached KV.", "prefix_bytes")
         yield self._slots()
         memory = "Bytes of KV, pictures and free slots in memory."
         yield self._gauge("satchel_memory_bytes", memory, "memory_bytes")
-        yield self._gauge("satchel_memory_bytes_max", "Bytes that these may take now.", "memory_bytes_max")
+        yield self._gauge(
+            "satchel_memory_bytes_max", "The most bytes that satchel_memory_bytes may reach now.", "memory_bytes_max"
+        )
         yield self._counter("satchel_requests", "Requests accepted.", "requests_total")
         yield self._counter("satchel_prompt_tokens", "Prompt tokens of accepted requests.", "prompt_tokens_total")
-        yield self._counter("satchel_cached_tokens", "Prompt tokens not computed again.", "cached_tokens_total")
+        yield self._counter("satchel_cached_tokens", "Prompt tokens whose KV was reused.", "cached_tokens_total")
         yield self._counter("satchel_generated_tokens", "Tokens generated.", "generated_tokens_total")
         yield self._counter("satchel_embedded_tokens", "Tokens of texts embedded or ranked.", "embedded_tokens_total")
         yield self._counter("satchel_restored_tokens", "Tokens whose KV came back from disk.", "restored_tokens_total")
         yield self._counter("satchel_written_bytes", "Bytes of KV written to disk.", "written_bytes_total")
         yield self._counter("satchel_unwritten_turns", "Turns whose KV could not be written.", "unwritten_turns_total")
         yield self._counter("satchel_blocks_corrupt", "Entries on disk that were damaged.", "blocks_corrupt_total")
-        yield self._counter("satchel_split_requests", "Answers that another node prefilled.", "split_requests_total")
-        fell_back = "Answers of these whose prefill did not come entirely, so that the rest was computed."
+        yield self._counter(
+            "satchel_split_requests", "Answers whose prompt another node prefilled.", "split_requests_total"
+        )
+        fell_back = "Split requests whose KV did not arrive completely, so that the rest was computed."
         yield self._counter("satchel_split_fallbacks", fell_back, "split_fallbacks_total")
-        yield self._counter("satchel_device_failures", "Times rows were begun anew for it.", "device_failures_total")
-        yield self._counter("satchel_failed_checks", "Times KV was dropped for wrong tables.", "failed_checks_total")
-        hits = "Pictures that were not encoded, because their embeddings or KV were known."
+        yield self._counter(
+            "satchel_device_failures", "Device errors after which sequences were restarted.", "device_failures_total"
+        )
+        yield self._counter(
+            "satchel_failed_checks",
+            "Times KV was dropped because a check of the block tables failed.",
+            "failed_checks_total",
+        )
+        hits = "Pictures that were not encoded, because their embeddings or KV were cached."
         yield self._counter("satchel_vision_cache_hits", hits, "vision_cache_hits_total")
         yield self._counter("satchel_vision_encodes", "Pictures that were encoded.", "vision_encodes_total")
-        went_on = "Answers that went on after their replica was lost."
+        went_on = "Answers that failed over after their replica was lost."
         yield CounterMetricFamily("satchel_failovers", went_on, value=self._failovers)
 
     def _slots(self) -> Metric:
-        what = "Slots of the block pool by who holds them."
+        what = "Slots of the block pool by their use."
         family = GaugeMetricFamily("satchel_slots", what, labels=["replica", "state"])
         for stats in self._stats:
             for state in ("running", "kept", "free"):
@@ -96,9 +108,9 @@ class _NodeCollector(Collector):
         self._nodes = nodes
 
     def collect(self) -> Iterable[Metric]:
-        opened = GaugeMetricFamily("satchel_disk_open", "Whether KV is kept on the node's disk.", labels=["node"])
+        opened = GaugeMetricFamily("satchel_disk_open", "Whether KV is written to the node's disk.", labels=["node"])
         closed = disk_errors(self._nodes)
-        gone = "Agents that were let go because others needed the room (transcripts_bytes_max)."
+        gone = "Agents that were evicted to make room (transcripts_bytes_max)."
         let_go = CounterMetricFamily("satchel_agents_let_go", gone, labels=["node"])
         for node in self._nodes:
             if node.agents_let_go is not None:
@@ -162,16 +174,18 @@ class AgentMetrics(Collector):
         yield _counter("satchel_prefix_match", "Prompts by how they continue their agent.", "match", memory.matches)
         yield _counter(
             "satchel_prefix_recomputed_tokens",
-            "Tokens in an agent's memory that a prompt could not continue, by reason.",
+            "Tokens of an agent's memory that could not be reused, by reason.",
             "reason",
             memory.recomputed,
         )
-        yield _counter("satchel_agent_turns", "Agents' turns by what became of them.", "outcome", memory.commits)
-        yield _counter("satchel_turns_not_kept", "Turns whose words are not kept, by reason.", "reason", memory.unkept)
-        copied = "Turns of which fewer nodes had the words in time than should (replication)."
+        yield _counter("satchel_agent_turns", "Agents' turns by outcome.", "outcome", memory.commits)
+        yield _counter(
+            "satchel_turns_not_kept", "Turns whose transcript was not kept, by reason.", "reason", memory.unkept
+        )
+        copied = "Turns that were not copied to enough nodes in time (replication)."
         yield CounterMetricFamily("satchel_turns_not_copied", copied, value=memory.uncopied)
         yield CounterMetricFamily("satchel_moves", "Agents moved to another node.", value=memory.moves.total)
-        carried = "Bytes of KV that went with agents to other nodes."
+        carried = "Bytes of KV that moved with agents to other nodes."
         yield CounterMetricFamily("satchel_moved_bytes", carried, value=memory.moves.bytes_total)
 
 

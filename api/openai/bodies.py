@@ -133,7 +133,7 @@ class GenerationBody(FormBody, AgentBody):
         if self.stream_options and not self.stream:
             raise InvalidRequest("stream_options: only possible with stream", param="stream_options")
         if self.spaces_between_special_tokens and self.skip_special_tokens is False:
-            message = "spaces_between_special_tokens: not possible where special tokens are shown"
+            message = "spaces_between_special_tokens: only possible with skip_special_tokens"
             raise InvalidRequest(message, param="spaces_between_special_tokens")
         _ = self.form  # Raises if it is malformed.
 
@@ -170,7 +170,7 @@ class ChatBody(GenerationBody, ChatFieldsBody):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs: only possible with logprobs", param="top_logprobs")
         if self.best_of is not None and self.best_of != self.choices:
-            raise InvalidRequest("best_of: only the value of n is possible", param="best_of")
+            raise InvalidRequest("best_of: must be equal to n", param="best_of")
         for name, newer in (("functions", "tools"), ("function_call", "tool_choice")):
             if getattr(self, name) is not None and (self.tools or self.tool_choice is not None):
                 raise InvalidRequest(f"{name}: not possible with {newer}, which is its newer form", param=name)
@@ -185,7 +185,7 @@ class ChatBody(GenerationBody, ChatFieldsBody):
         _ = self.thinking_said  # Raises if a switch is malformed.
         if not self.continue_final_message:
             if self.add_generation_prompt is False:
-                message = "add_generation_prompt: only with continue_final_message can it be false"
+                message = "add_generation_prompt: false is only possible with continue_final_message"
                 raise InvalidRequest(message, param="add_generation_prompt")
             return
         check_continued(self.messages, self.add_generation_prompt, self.named("continue_final_message"))
@@ -257,11 +257,11 @@ class CompletionBody(GenerationBody):
     def check(self) -> None:
         super().check()
         if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo: not possible with logprobs, which the prompt has none of", param="echo")
+            raise InvalidRequest("echo: not possible with logprobs: prompt tokens have none", param="echo")
         if self.best_of is not None and self.best_of < self.choices:
             raise InvalidRequest("best_of is less than n", param="best_of")
         if self.rows > self.choices and self.stream:
-            raise InvalidRequest("best_of: an answer cannot be chosen while it is streamed", param="best_of")
+            raise InvalidRequest("best_of: not possible with stream", param="best_of")
         if self.suffix and self.truncate_prompt_tokens is not None:
             message = "truncate_prompt_tokens: not possible with a suffix"
             raise InvalidRequest(message, param="truncate_prompt_tokens")

@@ -256,7 +256,7 @@ class _Content:
             raise wrong(f"{where}.text", "must be a string")
         if not isinstance(kind, str) or self._left_out is None:
             if isinstance(kind, str) and kind in _UNSUPPORTED:
-                raise InvalidRequest(f"{where}: this model takes no {_UNSUPPORTED[kind]}", param=where)
+                raise InvalidRequest(f"{where}: this model does not support {_UNSUPPORTED[kind]}", param=where)
             raise wrong(f"{where}.type", f"is {quoted(kind)}; known is 'text'")
         self._left_out.add(kind)
         return cannot_be_read(part) if kind in _UNSUPPORTED else None

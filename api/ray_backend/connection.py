@@ -103,7 +103,7 @@ class ReplicaConnection:
     def _break(self, reason: str, lost: bool) -> None:
         """Has all rows at the replica aborted, and each continue elsewhere."""
         logger.warning(
-            "the link to replica %s broke (%s); %d rows go on elsewhere", self.replica, reason, len(self.rows)
+            "the link to replica %s broke (%s); %d sequences fail over", self.replica, reason, len(self.rows)
         )
         self._broke(self, lost)
         rows, self.rows = self.rows, {}

@@ -103,7 +103,7 @@ class RayBackend:
     async def remove_node(self, name: str) -> bool:
         """As `Backend.remove_node`."""
         if name in {machine.name for machine in self.config.machines}:
-            raise InvalidRequest(f"{name} is in the cluster's config: take it out there", param="name")
+            raise InvalidRequest(f"{name} is in the cluster's config: remove it there", param="name")
         known = next((node for node in await self.nodes() if node.name == name), None)
         members = await asyncio.to_thread(remove_members, default_home(), name)
         if known is None and not members:

@@ -429,10 +429,10 @@ def given_up(request_id: str, model: str, replica: str) -> GenerationFailed:
         request_id: the caller's, and a random part.
         replica: the last that ended.
     """
-    reason = f"{DEATHS_MAX} replicas ended, one after the other, while they began to compute"
+    reason = f"{DEATHS_MAX} replicas crashed one after the other when they began to compute"
     text = f"{reason} request {request_id.rpartition('/')[0]} for {model} ({replica} last)"
     note_incident_aside(default_home(), "given_up", text)
-    return GenerationFailed(f"{reason} this request: it is not tried again")
+    return GenerationFailed(f"{reason} this request: it is not retried")
 
 
 async def called(request: GenerateRequest, model_id: bytes, scope: str) -> GenerateRequest:

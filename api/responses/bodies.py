@@ -117,18 +117,18 @@ class AskedBody(ChatFieldsBody):
             if not _finite(value):
                 raise InvalidRequest(f"{name} has a number that is too large", param=name)
         if fields.get("prompt") is not None:
-            raise InvalidRequest("prompt: templates of prompts are not kept here", param="prompt")
+            raise InvalidRequest("prompt: stored prompt templates are not supported", param="prompt")
 
     def check(self) -> None:
         if self.previous_response_id is not None and self.conversation is not None:
-            message = "conversation: a request goes on with a conversation or with previous_response_id, not with both"
+            message = "conversation: not possible with previous_response_id; use one of them"
             raise InvalidRequest(message, param="conversation")
         _ = self.form, self.tool_use, self.thinking_said
         where = self.named("continue_final_message")
         if self.continue_final_message and self.add_generation_prompt is not False:
             raise InvalidRequest(f"{where}: only possible with add_generation_prompt false", param=where)
         if self.add_generation_prompt is False and not self.continue_final_message:
-            message = "add_generation_prompt: only with continue_final_message can it be false"
+            message = "add_generation_prompt: false is only possible with continue_final_message"
             raise InvalidRequest(message, param="add_generation_prompt")
 
     @property
@@ -245,10 +245,10 @@ class ResponseBody(AskedBody, AgentBody):
     def check(self) -> None:
         super().check()
         if self.background and not self.kept:
-            message = "background: what is made in the background must be kept, so store cannot be false"
+            message = "background: a background response must be stored, so store cannot be false"
             raise InvalidRequest(message, param="background")
         if self.agent_continue and self.previous_response_id is not None:
-            message = "agent_continue: the response before is gone on with already (previous_response_id)"
+            message = "agent_continue: not possible with previous_response_id, which continues a transcript already"
             raise InvalidRequest(message, param="agent_continue")
 
     @property

@@ -13,10 +13,10 @@ from ..media.sources import PictureSource, detail_of
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _UNSUPPORTED = {
-    "input_file": "files but those of text are",
+    "input_file": "files other than text are",
     "input_audio": "audio is",
     "computer_screenshot": "screenshots are",
-    "document": "documents but those of text are",
+    "document": "documents other than text are",
 }
 
 

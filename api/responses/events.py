@@ -29,9 +29,7 @@ from .answers import (
 from .bodies import ResponseBody
 from .tools import INPUT, TOOL_SEARCH, OfferedTools
 
-_LOST = (
-    "the answer is not here: the endpoint was started anew before it was complete, or kept it nowhere but in its memory"
-)
+_LOST = "the answer is lost: the endpoint restarted before it was complete, or had stored it only in memory"
 
 Ended = Callable[[dict[str, Any], Message], None]
 """Called with a response that has ended, and its answer as one message."""

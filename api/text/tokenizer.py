@@ -227,7 +227,9 @@ class Tokenizer:
             InvalidRequest: Python code wraps it, so that others cannot follow it.
         """
         if self.backend is None:
-            raise InvalidRequest(f"the tokenizer of {self.name!r} is written in Python: its answers cannot be bound")
+            raise InvalidRequest(
+                f"the tokenizer of {self.name!r} is written in Python: constrained decoding is not possible"
+            )
         return self.backend.to_str()
 
 

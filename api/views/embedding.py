@@ -141,9 +141,11 @@ class Embedder:
 def _check_embeds(model: ServedModel) -> None:
     info = model.info
     if info.proving:
-        raise Unavailable(f"how {info.name!r} embeds is still being tried", retry_after_s=5.0)
+        raise Unavailable(
+            f"the self-test of {info.name!r} has not ended: embeddings are not supported yet", retry_after_s=5.0
+        )
     if info.embedding.refusal:
-        message = f"the model {info.name!r} embeds no texts: {info.embedding.refusal}"
+        message = f"the model {info.name!r} does not support embeddings: {info.embedding.refusal}"
         raise InvalidRequest(message, param="model")
 
 

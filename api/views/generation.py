@@ -513,7 +513,7 @@ def _check_limits(request: Request, grammar: str) -> None:
     """Refuses limits of tokens beside a grammar: together they may leave no token to draw."""
     for name in ("allowed_token_ids", "bad_words"):
         if grammar and getattr(request.options, name):
-            message = f"{name}: not possible where a form or tools bind the answer"
+            message = f"{name}: not possible with constrained decoding (a response format or tools)"
             raise InvalidRequest(message, param=name)
 
 

@@ -42,17 +42,17 @@ _SOCKET_PATH_BYTES_MAX = 103
 _RAY_SOCKET = "/satchel-12345678/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 _LATELY_S = 24 * 3600.0
 _MENDS = {
-    "stuck": "look into its log; a GPU or a disk may be at fault",
-    "silent": "check whether somebody stopped it (a debugger, SIGSTOP), or memory ran out",
+    "stuck": "see its log; a GPU or a disk may be at fault",
+    "silent": "check whether it was stopped (a debugger, SIGSTOP), or memory ran out",
     "died": "if nothing else here says why, check whether the system killed it for lack of memory",
     "node": "check that machine and the network to it",
     "disk": "make room, or lower disk_bytes_max",
     "given_up": "report the request with its model: it crashes every replica that computes it",
-    "refused": "raise that limit, or have clients ask less at once",
+    "refused": "raise that limit, or send fewer requests at once",
     "slower": "answers are right; report it with the model and the device",
-    "device": "nothing that it touched was kept; lower memory_bytes_max if it ran out of memory",
-    "unfit": "take another model, or another dtype; answers until then were as mlx-lm's",
-    "certificate": "mend the files of endpoint.tls; they are taken within seconds",
+    "device": "everything that it may have affected was discarded; lower memory_bytes_max if it ran out of memory",
+    "unfit": "use another model or another dtype; answers until then were the same as mlx-lm's",
+    "certificate": "fix the files of endpoint.tls; the server reads them within seconds",
 }
 _PINNED = ("ray", "mlx", "mlx-lm", "mlx-vlm")
 
@@ -194,7 +194,7 @@ def check_home(home: Home) -> Check:
     except OSError as error:
         return Check("home", "fail", f"cannot write to {home.root}: {error.strerror}", "choose another with --home")
     if status.st_uid != os.getuid():
-        return Check("home", "fail", f"{home.root} belongs to somebody else", "choose another with --home")
+        return Check("home", "fail", f"{home.root} belongs to another user", "choose another with --home")
     if status.st_mode & 0o077:
         return Check("home", "warn", f"others may enter {home.root}", f"chmod 700 {home.root}")
     return Check("home", "ok", str(home.root))
@@ -295,7 +295,7 @@ def check_hosts(nodes: Sequence[Node]) -> list[Check]:
     """Checks whether the hosts of the other nodes have addresses now; no checks for one machine alone."""
     if len(nodes) < 2:
         return []
-    mend = "mend `ssh` of that node, or switch the machine on: the server starts without it, and tries again"
+    mend = "fix `ssh` of that node, or switch the machine on: the server starts without it, and tries again"
     missing = [Check("hosts", "warn", found, mend) for found in unresolved(nodes)]
     return missing or [Check("hosts", "ok", "every other node's host is known")]
 

@@ -147,7 +147,7 @@ class HeartbeatListener:
         for name, mark in silent:
             if _session_of(mark.pid) != session or not mark.is_alive():
                 continue
-            what = f"gave no sign of life for {self._silent_s:g} s: it was ended"
+            what = f"sent no heartbeat for {self._silent_s:g} s and was ended"
             self._say("silent", f"{name} (process {mark.pid}) {what}")
             try:
                 os.kill(mark.pid, signal.SIGKILL)

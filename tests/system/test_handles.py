@@ -40,7 +40,7 @@ async def test_an_agent_goes_into_a_file_and_comes_back_under_another_name(handl
     assert await handles.pack("vera", file, passphrase="open sesame") == file.stat().st_size
     await handles.pack("vera", plain)
     assert b"wren" in plain.read_bytes() and b"wren" not in file.read_bytes()
-    with pytest.raises(InvalidRequest, match="is there already"):
+    with pytest.raises(InvalidRequest, match="exists already"):
         await handles.pack("vera", file)
     with pytest.raises(AgentNotFound):
         await handles.pack("nobody", tmp_path / "nobody.satchel")

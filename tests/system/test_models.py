@@ -140,7 +140,7 @@ def test_a_model_is_loaded_and_unloaded_while_others_answer(server: Server):
     loaded = server.command("models", "load", *arguments)
     assert loaded.returncode == 0, loaded.stderr
     *_, note, last = loaded.stdout.splitlines()
-    assert last == "Loaded extra/one" and note.startswith("extra/one: it was not tried (trial: false)")
+    assert last == "Loaded extra/one" and note.startswith("extra/one: its self-test was skipped (trial: false)")
     assert server.models() == ["plain", ADAPTED, "extra/one"], "the default stays the default"
     assert {"extra-one-0", "extra-one-1"} <= json.loads(server.command("status", "--json").stdout)["replicas"].keys()
     assert said(server, "extra/one", max_tokens=20) == before

@@ -24,7 +24,7 @@ from .check import CRASHED, LIMITED, REFUSED, RIGHT, SERVED, UNCHECKED, WRONG
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 TIMEOUT_S = 900
 KINDS = {"text": text_types.TYPES, "vision": vision_types.TYPES}
-BLIND = "it takes no pictures"
+BLIND = "it does not support pictures"
 _SAID = {
     RIGHT: "right",
     LIMITED: "right, but",

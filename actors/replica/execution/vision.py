@@ -67,9 +67,7 @@ class NotLeftToRightError(ValueError):
     """A model computes no prompt from left to right; the message says why, as half a sentence, and what to do."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(
-            f"{why}; take one that reads from left to right and has pictures in its prompts, such as Qwen3-VL"
-        )
+        super().__init__(f"{why}; use a causal model that gets pictures in its prompts, such as Qwen3-VL")
 
 
 @dataclass(frozen=True)
@@ -289,9 +287,11 @@ class Vision:
         self._placed = lru_cache(PLACES_KEPT)(self._place)
         ahead = find_both_ways(self._model, processor, LanguagePart(self._model), findings, pieces)
         if ahead is BothWays.TEXTS:
-            raise NotLeftToRightError("all tokens of its prompts attend to each other, here only to earlier ones")
+            raise NotLeftToRightError("all tokens of its prompts attend to each other, not only to earlier ones")
         if ahead is BothWays.PROMPTS:
-            raise ValueError("more tokens than a picture's own attend to later ones, which cannot be computed in parts")
+            raise ValueError(
+                "tokens outside of the picture attend to later ones, so prompts cannot be computed in chunks"
+            )
         self.both_ways = ahead is BothWays.PICTURES
         # Of the prompt's first chunk alone: behind it such models count by themselves.
         example = {} if self._axes else processor.read(processor.placeholder, [Image.new("RGB", (SIDE, SIDE))])

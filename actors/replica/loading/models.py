@@ -59,9 +59,7 @@ _ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 _ENCODERS = ("bert", "mpnet", "electra")
 """In the names of kinds of models in which every token sees all others."""
 _GIB = 2**30
-PICTURES_NEED_THE_POOL = (
-    "a picture's tokens attend to each other both ways, for which its KV would have to be kept in the pool"
-)
+PICTURES_NEED_THE_POOL = "it uses bidirectional image attention, for which its KV would have to be in the block pool"
 _ANY_KV = " ".join(sorted([AUTO, *(policy.format for policy in POLICIES.values())]))
 """In the id of a model whose KV may be kept in any way."""
 
@@ -175,7 +173,7 @@ def _plain(how: _How, running: _Running, files: dict[str, str], context_tokens: 
         dtype=running.dtype,
         weights=running.kept,
         multiplying="" if on_gpu() else blas.chosen().describe(),
-        kv_why="how it is kept is still being proven",
+        kv_why="the self-test has not ended",
         sentences=read_sentence_modules(how.folder),
     )
 
@@ -430,7 +428,7 @@ def _vision(
 def _refuse_encoders(source: str, kind: str) -> None:
     if any(name in kind.lower() for name in _ENCODERS):
         raise ModelLoadError(
-            f"{source} is an encoder that looks both ways ({kind}), and models are computed from left to right here; "
+            f"{source} is a bidirectional encoder ({kind}), and only causal models are supported; "
             "for embeddings take one such as Qwen3-Embedding"
         )
 

@@ -175,4 +175,4 @@ def _try_in_company(model: Any, pieces: Pieces = IN_ONE_PIECE, change: Change = 
     def together() -> list[mx.array]:
         return list(model(mx.array([[1]] * len(_ROWS), mx.uint32), cache=batch)[:, -1])
 
-    return try_change(alone, together, unless_equal("rows compute otherwise in company"), change)
+    return try_change(alone, together, unless_equal("sequences compute something else when batched"), change)

@@ -128,7 +128,7 @@ class PictureQueue:
         if not media:
             return None
         if self._vision is None:
-            return InvalidRequest("this model takes no pictures", param="messages")
+            return InvalidRequest("this model does not support pictures", param="messages")
         ends = [(one.start, one.start + len(one.tokens)) for one in media]
         ordered = all(before[1] <= after[0] for before, after in pairwise(ends))
         if not ordered or ends[0][0] < 0 or ends[-1][1] > len(prompt):

@@ -110,7 +110,7 @@ class ReplicaMemory:
         if limits_of(loaded, self._scheduling, share).prompt_tokens_max < 1:
             raise ModelLoadError(
                 f"{share / 2**20:.0f} MiB are left beside the weights ({weights / 2**20:.0f} MiB) and other replicas, "
-                "which is not enough for one row: raise memory_bytes_max, or unload another model"
+                "which is not enough for one sequence: raise memory_bytes_max, or unload another model"
             )
         return share
 

@@ -113,7 +113,7 @@ def prove(
     blind = proven.loaded.blind
     if blind and not loaded.blind:
         logger.warning("%s is served for text alone: %s", source, blind)
-    notes = [f"it takes no pictures: {blind}"] if blind else []
+    notes = [f"it does not support pictures: {blind}"] if blind else []
     if stills := proven.loaded.stills:
         notes = [f"videos are shown to it as single pictures: {stills}"]
     return replace(proven, notes=[*proven.notes, *notes]) if notes else proven
@@ -122,7 +122,7 @@ def prove(
 def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | None, pieces: Pieces) -> Proven:
     source = model.source
     if not model.trial:
-        note = "it was not tried (trial: false), so nobody knows whether it is right in company and from memory"
+        note = "its self-test was skipped (trial: false), so it may be wrong when batched or from cached KV"
         logger.warning("%s: %s", source, note)
         return Proven(loaded, notes=[note])
     if source.startswith("embedded:") and not on_gpu():
@@ -130,10 +130,10 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
     findings = Findings(known, loaded.model_id)
     verdict = _verdict(findings.read(_WHAT, _VERSION))
     if verdict is None:
-        progress(f"trying {source}", None)
+        progress(f"testing {source}", None)
         began = pieces.now_s()
         verdict = _try(loaded, findings, pieces)
-        logger.info("%s was tried in %.1f s", source, pieces.now_s() - began)
+        logger.info("the self-test of %s took %.1f s", source, pieces.now_s() - began)
         findings.note(_WHAT, _VERSION, asdict(verdict))
     if verdict.refusal:
         raise ModelLoadError(f"{source} cannot be served: {verdict.refusal}")
@@ -142,7 +142,7 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
     if not verdict.usual_way:
         loaded = replace(loaded, way=DEQUANTIZED)
     if verdict.kv:
-        loaded = replace(resealed(loaded, POLICIES.get(verdict.kv)), kv_why="nothing else held when it was tried")
+        loaded = replace(resealed(loaded, POLICIES.get(verdict.kv)), kv_why="every other format failed its self-test")
     if verdict.apart:
         loaded = replace(loaded, apart=True)
     if not verdict.reuses:
@@ -156,7 +156,7 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
 
 def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
     if loaded.context_tokens <= MORE_TOKENS + 1:
-        return Verdict(notes=["it was not tried: its context is too short"])
+        return Verdict(notes=["it had no self-test: its context is too short"])
     trial = _Trial(loaded, findings, pieces)
     if refusal := trial.refusal(loaded):
         return Verdict(refusal=refusal)
@@ -171,10 +171,10 @@ def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
     place = min(range(len(tried)), key=lambda index: tried[index][1].weight)
     variant, faults = tried[place]
     if faults.alone:
-        return Verdict(refusal=f"with a prompt in parts {faults.alone}")
+        return Verdict(refusal=f"if a prompt is computed in chunks, {faults.alone}")
     notes = [f"{variant.means}: otherwise {tried[place - 1][1].first}"] if place else []
     if loaded.apart:
-        notes = ["steps compute row by row: its caches cannot be those of a batch", *notes]
+        notes = ["decode is unbatched: its caches cannot be batched", *notes]
     blind = stills = ""
     if loaded.vision is not None:
         variant, seen = _seen(variant, loaded, notes, pieces)
@@ -183,14 +183,14 @@ def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
             stills = pictures.fault_of_videos(variant.of(loaded), pieces)
             faults.together, faults.again = faults.together or seen.together, faults.again or seen.again
     if faults.together:
-        notes = [*notes, f"rows are computed one after the other: in company {faults.together}"]
+        notes = [*notes, f"sequences run one after the other: when batched, {faults.together}"]
     if not loaded.spec.reusable:
         notes = [
             *notes,
-            "nothing is used again, every turn is computed from its beginning: its caches are of other kinds",
+            "no KV is reused, every turn is prefilled from its beginning: its kinds of caches are not supported",
         ]
     if faults.again:
-        notes = [*notes, f"nothing is used again, every turn is computed from its beginning: {faults.again}"]
+        notes = [*notes, f"no KV is reused, every turn is prefilled from its beginning: {faults.again}"]
     return Verdict(
         kv=variant.kv,
         usual_way=variant.way == loaded.way,
@@ -213,7 +213,7 @@ def _seen(variant: _Variant, loaded: LoadedModel, notes: list[str], pieces: Piec
     alone = pictures.faults(apart.of(loaded), pieces)
     if alone.weight >= seen.weight:
         return variant, seen
-    notes.append(f"steps compute row by row: otherwise in company {seen.together}")
+    notes.append(f"decode is unbatched: when batched, {seen.together}")
     return apart, alone
 
 
@@ -244,7 +244,7 @@ def _variants(loaded: LoadedModel) -> Iterator[_Variant]:
     policy = loaded.spec.policy
     ways = [usual]
     if policy is not None and loaded.way.reads is not Reads.DEQUANTIZED:
-        ways.append(replace(usual, way=DEQUANTIZED, means="decode steps copy blocks together"))
+        ways.append(replace(usual, way=DEQUANTIZED, means="decode steps gather blocks"))
     yield from ways[1:]
     if policy is not None and policy.quantizes:
         yield _Variant(FULL_PRECISION, DEQUANTIZED, "KV is kept as computed")
@@ -252,7 +252,7 @@ def _variants(loaded: LoadedModel) -> Iterator[_Variant]:
         yield _Variant(OWN, DEQUANTIZED, "KV is kept as computed, in the model's own way")
     for one in ways:
         if not loaded.apart:
-            yield replace(one, means="steps compute row by row", apart=True)
+            yield replace(one, means="decode is unbatched", apart=True)
 
 
 class _Trial:
@@ -278,7 +278,7 @@ class _Trial:
         try:
             self._own = self._alone_with_own_caches(loaded)
         except MODEL_ERRORS as error:
-            return f"it does not go on from its own caches ({first_sentence(error)})"
+            return f"it cannot continue from its own caches ({first_sentence(error)})"
         if not_finite(self._own):
             return f"in {loaded.dtype} it computes numbers that are not finite; try another `dtype`"
         return ""
@@ -331,7 +331,7 @@ class _Trial:
             and not loaded.apart
             and positions_leak(loaded.model, loaded.context_tokens - MORE_TOKENS, self._pieces)
         ):
-            found.together = "a row's position changes what another one computes"
+            found.together = "one sequence's position changes what another one computes"
         if loaded.spec.reusable:
             # The second row, and the one that goes past a window if there is one.
             found.again = self._rows.again(loaded, [1, *range(len(PROMPTS), len(self._rows.rows))])

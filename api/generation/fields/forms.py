@@ -60,7 +60,7 @@ def read_form(given: Mapping[str, Any], own: Sequence[str]) -> Forms:
     forms = [form for name in own for form in _read(name, given.get(name), own=True)]
     if len(forms) > 1:
         where = forms[1].where
-        raise InvalidRequest(f"{where}: the answer's form is set by {forms[0].where} already", param=where)
+        raise InvalidRequest(f"{where}: the answer's form is already set by {forms[0].where}", param=where)
     form, ignored = next(iter(forms), None), list[str]()
     for name in FORMS:
         if name in own:
@@ -175,7 +175,7 @@ def _schema(value: Any, where: str) -> Mapping[str, Any]:
         try:
             value, _ = parse(value.encode(), _SCHEMA_VALUES_MAX)
         except (ValueError, TooDeep, TooManyValues):
-            raise wrong(where, "is no JSON, or too much of it") from None
+            raise wrong(where, "is not JSON, or is too large") from None
     if not isinstance(value, Mapping):
         raise wrong(where, "must be a JSON schema")
     return value

@@ -157,7 +157,7 @@ class OllamaRoutes:
 
 def _not_done(why: str) -> Any:
     async def refuse(request: Request) -> Response:
-        error = SatchelError(f"{request.method} {request.url.path} is not done here: {why}")
+        error = SatchelError(f"{request.method} {request.url.path} is not supported: {why}")
         return error_response(request.scope, error, status=_NOT_IMPLEMENTED)
 
     return refuse

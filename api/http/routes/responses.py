@@ -55,7 +55,7 @@ from .adding import EVENTS, JSON, add_route
 _log = logging.getLogger(__name__)
 
 _APPENDED = (
-    "previous_response_id: this response was appended to a transcript; go on with it by conversation, or by agent_id "
+    "previous_response_id: this response was appended to a transcript; continue it by conversation, or by agent_id "
     "with agent_continue"
 )
 _SYNCHRONOUS = "a response that is not in the background cannot be cancelled; closing its connection ends it"
@@ -223,11 +223,11 @@ class ResponseRoutes:
         after = -1 if starting_after is None else starting_after
         kept = await self._kept_or_lost(request, response_id, after)
         if not stream and starting_after is not None:
-            raise InvalidRequest("starting_after: only events have numbers (stream)", param="starting_after")
+            raise InvalidRequest("starting_after: only possible with stream", param="starting_after")
         if not stream:
             return JSONResponse(kept.shown)
         if kept.log is None:
-            message = "stream: the events of a response that is not in the background are sent once"
+            message = "stream: the events of a response that is not in the background are sent only once"
             raise InvalidRequest(message, param="stream")
         kept.log.check(after)
         return FollowedStream(kept.log.follow(after), WAITING)
@@ -312,7 +312,7 @@ class ResponseRoutes:
         said = read_response_id(id)
         if said is not None and (kept := self._kept(caller.tenant, id)) is not None:
             if (status := kept.shown["status"]) not in (COMPLETED, INCOMPLETE):
-                message = f"previous_response_id: that response is {status}, so there is no answer to go on with"
+                message = f"previous_response_id: that response is {status}, so there is no answer to continue"
                 raise InvalidRequest(message, param="previous_response_id")
             if kept.messages is None:
                 raise InvalidRequest(_APPENDED, param="previous_response_id")
@@ -348,7 +348,9 @@ class ResponseRoutes:
             transcript = b"[]"
         messages = await asyncio.to_thread(json.loads, transcript)
         if not only_text(messages):
-            raise InvalidRequest("conversation: one with pictures cannot be counted", param="conversation")
+            raise InvalidRequest(
+                "conversation: the tokens of a conversation with pictures cannot be counted", param="conversation"
+            )
         return _Before(messages, whose.agent)
 
 

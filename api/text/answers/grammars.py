@@ -213,8 +213,8 @@ class _Writer:
             known = IN_JSON.format
         if known is None:
             raise InvalidRequest(
-                f"tool_choice: how the model {self._tokenizer.name!r} writes tool calls is not known here, so they can "
-                "be forced, but not bound where it may also answer",
+                f"tool_choice: how the model {self._tokenizer.name!r} writes tool calls is not known, so calls can "
+                "be forced, but not constrained while it may also answer with text",
                 param="tool_choice",
             )
         if isinstance(known, JsonFormat):

@@ -138,7 +138,7 @@ class KeyedRules:
         if schema is True or schema == {} or not isinstance(schema, Mapping) or depth > _DEPTH_MAX:
             return self._anything()
         if self._strict and (unknown := set(schema) - _FOLLOWED):
-            message = f"{self._where}: {min(unknown)!r} cannot be followed in the form in which this model calls tools"
+            message = f"{self._where}: {min(unknown)!r} is not supported in the form of this model's tool calls"
             raise InvalidRequest(message, param=self._where)
         reference = schema.get("$ref")
         if isinstance(reference, str):

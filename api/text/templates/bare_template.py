@@ -88,7 +88,7 @@ class BareTemplate:
         extra = dict(template_kwargs or {})
         if extra and (taken := _taken_names() & extra.keys()):
             raise InvalidRequest(
-                f"chat_template_kwargs: {min(taken)!r} is not for callers to set", param="chat_template_kwargs"
+                f"chat_template_kwargs: {min(taken)!r} cannot be set by a caller", param="chat_template_kwargs"
             )
         if extra:
             extra = with_thinking(self.source(tools), extra)

@@ -84,7 +84,7 @@ def test_a_score_of_two_tokens_or_of_one(tmp_path: Path):
         ({"modules": ["x"]}, "a module that is not done here: x"),
         ({"modules": "{"}, "cannot be read"),
         ({"modules": [SCORE], "1_LogitScore__config": {"true_token_id": "yes"}}, "names no tokens"),
-        ({"config": {"is_causal": False}}, "looks both ways (is_causal: false)"),
+        ({"config": {"is_causal": False}}, "attention is bidirectional (is_causal: false)"),
         ({"config": {"text_config": {"use_bidirectional_attention": True}}}, "(use_bidirectional_attention)"),
     ],
 )

@@ -101,9 +101,9 @@ async def test_what_is_not_proven_yet_is_to_be_asked_for_again(replica: ReplicaA
     text = GenerateRequest("r", "c", "m", "", [1], [], bytes(32), Sampling())
     replica._take_up(proven, engine, None, plainly=True)  # type: ignore[arg-type]
     assert replica._plain_since
-    with pytest.raises(Unavailable, match="pictures of m are still being tried"):
+    with pytest.raises(Unavailable, match="the self-test of m has not ended: pictures"):
         await client(replica).submit(replace(text, media=[picture]))
-    with pytest.raises(Unavailable, match="embeds is still being tried"):
+    with pytest.raises(Unavailable, match="has not ended: embeddings"):
         await client(replica).pool(PoolingRequest("v", "m", [[1]]))
     await client(replica).submit(text)
     replica._take_up(proven, engine, None, plainly=False)  # type: ignore[arg-type]

@@ -113,7 +113,7 @@ async def test_an_agent_is_carried_in_a_file(served: Served, tmp_path: Path) -> 
     first, last = text.splitlines()
     assert re.fullmatch(r"ann: [\d.]+ k?B", first), "its size, before anything comes"
     assert last.startswith(f"ann is packed into {satchel} (") and satchel.stat().st_mode & 0o777 == 0o600
-    assert await served.refuses("agents", "pack", "ann", str(satchel)) == f"{satchel} is there already"
+    assert await served.refuses("agents", "pack", "ann", str(satchel)) == f"{satchel} exists already"
     there = await served.run("agents", "unpack", str(satchel))
     assert "409: there is an agent 'ann' already" in str(there.exception)
     assert "eve is here: branches: 1, entries of KV: 0 of 0" in await served.says(
@@ -172,7 +172,7 @@ async def test_a_decision_is_shown_the_cheapest_first(served: Served, backend) -
     assert text.startswith("m-0 on mac0: hot: 512 tokens\n512 tokens of the prompt need not be computed there, 256 of")
     assert "pulled from mac1" in text and text.index("0.1250") < text.index("0.5000")
     assert json.loads(await served.says("explain", "r/1", "--json"))["pull_from"] == "mac1"
-    assert "What it really took is told once it has ended." in text
+    assert "The actual values are shown once the request has ended." in text
     backend.decisions["r/1"] |= {"actual_cached_tokens": 256, "actual_first_token_s": 0.375}
     text = await served.says("explain", "r/1")
     assert "Cached tokens: 512 estimated, 256 actual." in text
@@ -213,10 +213,10 @@ async def test_status_and_doctor_say_whose_disk_is_full(served: Served, backend)
 
     assert await checks() == {} and "disk is full" not in await served.says("status")
     backend.machines[1] = replace(backend.machines[1], disk_full=True)
-    assert "mac1 keeps no KV on disk, and tries again: its disk is full" in await served.says("status")
+    assert "mac1 cannot write KV to disk, and tries again: its disk is full" in await served.says("status")
     (check,) = (await checks()).values()
     assert (check["name"], check["result"]) == ("disk of mac1", "warn")
-    assert check["found"] == "no KV is kept: its disk is full"
+    assert check["found"] == "KV is not written: its disk is full"
     assert "make room" in check["mend"]
 
 

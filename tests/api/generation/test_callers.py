@@ -66,7 +66,7 @@ def test_tokens_may_be_overdrawn_once_and_are_paid_back_first(clock: Clock):
 def test_rows_count_until_they_end_however_they_do(clock: Clock):
     ann = caller(clock, rows_max=3)
     two, one = ann.admit(2, 10), ann.admit(1, 10)
-    with pytest.raises(RateLimited, match="3 answers at a time"):
+    with pytest.raises(RateLimited, match="3 concurrent answers"):
         ann.admit(1, 10)
     two.end_row(5)
     another = ann.admit(1, 10)

@@ -429,7 +429,7 @@ async def test_rows_that_run_are_counted_and_given_back(endpoint: Tenants, backe
     while len(backend.generations) < 2:
         await asyncio.sleep(0.01)
     refused = await post()
-    assert refused.status_code == 429 and "2 answers" in refused.text
+    assert refused.status_code == 429 and "2 concurrent answers" in refused.text
     assert (await post(n=3)).status_code == 400
     end.set()
     assert [(await each).status_code for each in running] == [200, 200]

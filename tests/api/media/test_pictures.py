@@ -191,7 +191,7 @@ async def test_a_size_that_the_processor_refuses_is_the_callers_mistake(
     line = {"type": "image", "image": url_of(picture(size=(400, 2))), "max_pixels": 500}
     tiny = {"type": "video", "video": [url_of(picture(size=(20, 20)))] * 2}
     shrunk = {"type": "video", "video": [url_of(picture())] * 2, "max_pixels": 500}
-    for part, reason in ((line, "no picture of 316 x 1"), (tiny, "no video of 2 frames of 20 x 20"), (shrunk, "video")):
+    for part, reason in ((line, "a picture of 316 x 1"), (tiny, "a video of 2 frames of 20 x 20"), (shrunk, "video")):
         answer = await ask(client, [part])
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
@@ -242,7 +242,7 @@ def test_a_transcript_names_pictures_of_any_width() -> None:
 
 async def test_a_model_of_text_takes_no_pictures(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     answer = await ask(client, shown(picture()), model="other")
-    assert answer.status_code == 400 and "takes no images" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "does not support images" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -260,13 +260,13 @@ async def test_an_assistant_says_no_pictures(
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == "messages[1].content[0]"
     assert error["message"] == (
-        "messages[1].content[0]: pictures and videos go into system, developer, user and tool messages only"
+        "messages[1].content[0]: pictures and videos are only allowed in system, developer, user and tool messages"
     )
     answer = await client.post("/v1/chat/completions", json={"messages": messages[1:], "model": "other"})
-    assert "this model takes no" in answer.json()["error"]["message"]
+    assert "this model does not support" in answer.json()["error"]["message"]
     sound = {"role": "assistant", "content": [{"type": "input_audio"}]}
     answer = await client.post("/v1/chat/completions", json={"messages": [sound]})
-    assert "this model takes no audio" in answer.json()["error"]["message"]
+    assert "this model does not support audio" in answer.json()["error"]["message"]
     assert not backend.requests
 
 

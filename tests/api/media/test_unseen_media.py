@@ -130,7 +130,7 @@ async def test_a_picture_in_the_newest_message_is_refused_and_left_out_later(
     asked = [*first, *protocol.answer("Hello"), *protocol.user("What is this?", picture=True)]
     for _ in range(2):
         refused = await protocol.post(asked, stream=stream)
-        assert refused.status_code == 400 and "this model takes no images" in refused.text
+        assert refused.status_code == 400 and "this model does not support images" in refused.text
         assert PLACES[protocol.route].format(2, 0) in refused.text and HEADER not in refused.headers
     assert len(backend.requests) == 1
     on = [*asked, *protocol.user("Never mind.")]
@@ -175,7 +175,7 @@ async def test_everywhere_it_is_refused_if_the_config_says_so(protocol: Protocol
         [*protocol.user("Hi", picture=True), *protocol.answer("Hello"), *protocol.user("Well?")],
     ):
         answer = await protocol.post(thread)
-        assert answer.status_code == 400 and "this model takes no images" in answer.text
+        assert answer.status_code == 400 and "this model does not support images" in answer.text
         assert HEADER not in answer.headers
     assert backend.requests == []
 

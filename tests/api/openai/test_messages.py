@@ -78,7 +78,7 @@ def test_templates_get_arguments_as_a_mapping_and_transcripts_as_written(argumen
             "messages[1].function_call: the message has tool_calls already",
         ),
         ({"role": "assistant", "content": 5}, "messages[1].content must be a string or a list of parts"),
-        ({"role": "user", "content": [{"type": "file"}]}, "messages[1].content[0]: this model takes no files"),
+        ({"role": "user", "content": [{"type": "file"}]}, "messages[1].content[0]: this model does not support files"),
         ({"role": "user", "content": [{"type": "image"}]}, "messages[1].content[0].image is missing"),
     ],
 )

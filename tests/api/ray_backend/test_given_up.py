@@ -60,7 +60,7 @@ async def test_a_row_that_ends_two_replicas_is_given_up(noted: list[str]):
     end(backend, "a")
     await until(lambda: backend.links["b"].taken)
     end(backend, "b")
-    with pytest.raises(GenerationFailed, match="not tried again"):
+    with pytest.raises(GenerationFailed, match="not retried"):
         await reading
     assert not backend.links["c"].taken and not any(len(link.taken) > 1 for link in backend.links.values())
     (told,) = noted

@@ -154,7 +154,7 @@ async def test_no_replica_at_all_is_told_at_once():
 
 async def test_a_request_that_ends_two_replicas_is_given_up(noted: list[str]):
     cluster = Cluster(a=["end"], b=["end"], c=[])
-    with pytest.raises(GenerationFailed, match="not tried again"):
+    with pytest.raises(GenerationFailed, match="not retried"):
         await cluster.pool()
     assert cluster.counts() == {"a": 1, "b": 1, "c": 0}
     assert "given_up: " in noted[0] and "request id " in noted[0]

@@ -98,9 +98,9 @@ async def test_a_replica_says_what_of_its_model_is_still_being_proven(endpoint, 
     backend.replicas[0] = replace(backend.replicas[0], proving="trying m", proving_since=1_700_000_000.5)
     first, second = (await look(endpoint))["replicas"]
     assert first["proving"] == {"what": "trying m", "since": 1_700_000_000} and second["proving"] is None
-    (line,) = (line for line in _replica_lines(first) if "plainly" in line)
-    assert line.startswith("is served plainly since ") and line.endswith("while it is proven: trying m")
-    assert not any("plainly" in line for line in _replica_lines(second))
+    (line,) = (line for line in _replica_lines(first) if "plain mode" in line)
+    assert line.startswith("is served in plain mode since ") and line.endswith("until its self-test ends: trying m")
+    assert not any("plain mode" in line for line in _replica_lines(second))
 
 
 async def test_nodes_and_replicas_are_shown_with_what_is_known_and_null_for_what_is_not(endpoint):

@@ -191,5 +191,5 @@ def test_an_encoder_is_refused_with_a_sentence(tmp_path: Path):
         folder = families.write_model(tmp_path / kind, "llama")
         config = (folder / "config.json").read_text().replace('"llama"', f'"{kind}"')
         (folder / "config.json").write_text(config)
-        with pytest.raises(ModelLoadError, match=f"is an encoder that looks both ways .{kind}."):
+        with pytest.raises(ModelLoadError, match=f"is a bidirectional encoder .{kind}."):
             load(folder)

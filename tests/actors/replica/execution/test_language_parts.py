@@ -171,7 +171,7 @@ def test_what_cannot_be_computed_from_left_to_right_is_refused_and_says_what_to_
     family: str, tmp_path: Path
 ) -> None:
     folder, words = write(tmp_path / "model", family), REFUSED[family]
-    with pytest.raises(ModelLoadError, match=f"{words}.*take one that reads from left to right"):
+    with pytest.raises(ModelLoadError, match=f"{words}.*use a causal model"):
         models.load(str(folder), context_tokens_max=None, progress=lambda *_: None)
 
 

@@ -110,7 +110,7 @@ def test_embeddings_that_are_wrong_are_found(loaded: LoadedModel, shows: Callabl
     proven = prove(loaded, Model(name="tiny", source="somewhere/tiny"), lambda what, fraction: None)
     assert proven.loaded.vision is None
     (note,) = proven.notes
-    assert note.startswith("it takes no pictures: ") and proven.loaded.blind in note
+    assert note.startswith("it does not support pictures: ") and proven.loaded.blind in note
     with pytest.raises(ValueError, match=why):
         raise ValueError(proven.loaded.blind)
 
@@ -271,5 +271,7 @@ def test_a_model_with_an_encoder_sees(tmp_path: Path):
 
 def test_a_picture_for_a_blind_model_is_refused_with_the_reason():
     message: Any = {"role": "user", "content": [{"type": "image"}]}
-    with pytest.raises(InvalidRequest, match="this model takes no images: its weights are the language part's alone"):
+    with pytest.raises(
+        InvalidRequest, match="this model does not support images: its weights are the language part's alone"
+    ):
         with_shown([message], None, "its weights are the language part's alone")

@@ -89,7 +89,7 @@ def test_a_right_model_is_served_as_asked(loaded: LoadedModel):
 def test_wrong_words_in_company_make_steps_compute_row_by_row(loaded: LoadedModel):
     proven = tried(with_fault(loaded, in_company))
     assert (proven.loaded.apart, proven.together, proven.loaded.kv) == (True, True, "q4")
-    assert proven.notes == [note for note in proven.notes if "row by row" in note and "something else" in note]
+    assert proven.notes == [note for note in proven.notes if "unbatched" in note and "something else" in note]
 
 
 def test_wrong_words_row_by_row_make_rows_run_alone(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
@@ -111,7 +111,7 @@ def test_numbers_that_overflow_in_few_bits_are_kept_as_computed(loaded: LoadedMo
     proven = tried(with_fault(loaded, if_quantized))
     assert (proven.loaded.kv, proven.loaded.pool is None, proven.together) == ("fp16", False, True)
     assert proven.loaded.model_id != loaded.model_id, "its KV is another"
-    assert "when it was tried" in proven.loaded.kv_why
+    assert "failed its self-test" in proven.loaded.kv_why
     assert proven.notes == ["KV is kept as computed: otherwise it computes numbers that are not finite"]
 
 
@@ -145,7 +145,7 @@ def test_wrong_words_from_memory_make_every_turn_be_computed(loaded: LoadedModel
     proven = tried(resealed(loaded, None))
     assert not proven.loaded.spec.reusable
     assert proven.together
-    assert any("nothing is used again" in note for note in proven.notes)
+    assert any("no KV is reused" in note for note in proven.notes)
 
 
 def test_a_model_that_takes_no_prompts_in_parts_is_refused(loaded: LoadedModel):
@@ -183,7 +183,7 @@ def test_families_without_batches_are_computed_row_by_row_and_kept(family: str, 
     model = models.load(str(write_model(tmp_path, family)), context_tokens_max=None, progress=lambda *_: None)
     proven = tried(model)
     assert (proven.loaded.apart, proven.together, proven.loaded.spec.reusable) == (True, True, True)
-    assert [note for note in proven.notes if "row by row" in note] == list(proven.notes)
+    assert [note for note in proven.notes if "unbatched" in note] == list(proven.notes)
 
 
 def with_key_bias(folder: Path, bias: float, dtype: str) -> LoadedModel:
@@ -248,4 +248,4 @@ def test_a_model_that_is_not_tried_says_so(loaded: LoadedModel, monkeypatch: pyt
     monkeypatch.setattr(self_test, "_try", lambda loaded: pytest.fail("it is tried"))
     proven = prove(loaded, replace(ASKED, trial=False), lambda what, fraction: None)
     assert proven.together
-    assert "not tried" in proven.notes[0]
+    assert "self-test was skipped" in proven.notes[0]

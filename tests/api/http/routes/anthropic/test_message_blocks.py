@@ -96,7 +96,7 @@ async def test_a_document_that_cannot_be_read_is_refused_once_and_ends_no_conver
     block = {**PDF, "source": source}
     thread = [{"role": "user", "content": [block, {"type": "text", "text": "What is it?"}]}]
     response = await messages.post(thread)
-    assert response.status_code == 400 and "only documents of text" in response.json()["error"]["message"]
+    assert response.status_code == 400 and "only text documents" in response.json()["error"]["message"]
     # The client asks again, with what it said before.
     assert (await messages.post([*thread, AND_NOW])).headers["x-satchel-left-out"] == "document"
     assert "user\n[The file a.pdf cannot be shown here.]\nWhat is it?\nAnd now?<" in backend.prompt

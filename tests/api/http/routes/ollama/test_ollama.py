@@ -285,7 +285,7 @@ MESSAGES = [
     ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "messages[0].content"),
     ([{"role": "user", "images": "x"}], "messages[0].images must"),
     ([{"role": "user", "images": [5]}], "messages[0].images[0]"),
-    ([{"role": "user", "images": ["AAAA"]}], "messages[0].images[0]: this model takes no images"),
+    ([{"role": "user", "images": ["AAAA"]}], "messages[0].images[0]: this model does not support images"),
     ([{"role": "user", "tool_calls": [USE]}], "messages[0].tool_calls"),
     ([{"role": "assistant", "thinking": 5}], "messages[0].thinking"),
     ([{"role": "assistant", "tool_calls": {}}], "messages[0].tool_calls must"),
@@ -330,7 +330,7 @@ async def test_errors_of_every_kind_have_ollamas_shape(client, backend, config, 
     assert schema.startswith("format")
     for path in ("pull", "push", "create", "copy", "delete"):
         method = "DELETE" if path == "delete" else "POST"
-        assert "is not done here" in refused(await client.request(method, f"/api/{path}", json={"model": "x"}), 501)
+        assert "is not supported" in refused(await client.request(method, f"/api/{path}", json={"model": "x"}), 501)
     assert (await client.head("/api/blobs/sha256:00")).status_code == 501
     backend.refusal = QueueFull("full", retry_after_s=2.2)
     for stream in (False, True):

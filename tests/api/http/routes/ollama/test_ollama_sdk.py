@@ -125,8 +125,8 @@ async def test_errors_are_the_clients_own(client: ollama.AsyncClient) -> None:
         (client.chat("llama9:70b", [HELLO]), 404, "model 'llama9:70b' not found"),
         (client.show("llama9"), 404, "model 'llama9' not found"),
         (client.chat(MODEL, long), 400, "the input length exceeds the context length: "),
-        (client.pull("llama9"), 501, "POST /api/pull is not done here"),
-        (client.delete("llama9"), 501, "DELETE /api/delete is not done here"),
+        (client.pull("llama9"), 501, "POST /api/pull is not supported"),
+        (client.delete("llama9"), 501, "DELETE /api/delete is not supported"),
         (client.embed("llama9", "x"), 404, "model 'llama9' not found"),
     ):
         with pytest.raises(ollama.ResponseError) as caught:

@@ -171,13 +171,13 @@ async def test_a_model_whose_embedding_is_still_tried_is_to_be_asked_again(post,
     tried = EmbeddingInfo(refusal="its hidden states were not looked for")
     backend.served[1] = served_model(backend.served[1], embedding=tried, proving="how it is computed")
     error = (await post(status=503, input="a", model="other"))["error"]
-    assert error["code"] == "unavailable" and "still being tried" in error["message"] and not backend.pooled
+    assert error["code"] == "unavailable" and "has not ended" in error["message"] and not backend.pooled
 
 
 async def test_a_model_that_embeds_nothing_says_why(post, backend: FakeBackend):
     backend.served[1] = served_model(backend.served[1], embedding=EmbeddingInfo(refusal="its head is odd"))
     error = (await post(status=400, input="a", model="other"))["error"]
-    assert error["message"] == "the model 'other' embeds no texts: its head is odd"
+    assert error["message"] == "the model 'other' does not support embeddings: its head is odd"
     models = (await post_models(post, backend))["data"]
     assert models[0]["embedding"] == {
         "supported": True,

@@ -146,7 +146,7 @@ async def test_what_cannot_be_is_refused(asking, go):
     assert (await asking.refused(background=True, model="none", status=404))["param"] == "model"
     first = await asking.say("Hi", background=True)
     error = await asking.refused("Go on.", previous_response_id=first["id"])
-    assert "no answer to go on with" in error["message"]
+    assert "no answer to continue" in error["message"]
     assert (await asking.client.delete(f"/v1/responses/{first['id']}")).json()["deleted"]
     assert (await asking.client.get(f"/v1/responses/{first['id']}")).status_code == 404
 
@@ -169,7 +169,7 @@ async def test_one_that_was_lost_has_failed(asking, backend, config, go):
     transport = httpx.ASGITransport(create_app(backend, config))
     later = Responses(httpx.AsyncClient(transport=transport, base_url="http://localhost"))
     lost = await shown(later, first["id"])
-    assert lost["status"] == "failed" and "started anew" in lost["error"]["message"]
+    assert lost["status"] == "failed" and "restarted before" in lost["error"]["message"]
     assert lost["model"] == first["model"] == "satchel/tiny"
     (event,) = await events(later, first["id"], starting_after=7)
     assert (event["type"], event["sequence_number"], event["response"]) == ("response.failed", 8, lost)

@@ -283,7 +283,7 @@ async def test_a_wrong_message_is_named(api, backend, messages, param):
 
 async def test_an_image_is_refused_in_words(api):
     parts = [{"type": "image_url", "image_url": {"url": "x"}}]
-    assert "takes no images" in check(await api.chat(parts), 400, "messages[0].content[0]")["message"]
+    assert "does not support images" in check(await api.chat(parts), 400, "messages[0].content[0]")["message"]
 
 
 async def test_a_template_that_raises_shows_its_message(api):
