@@ -110,7 +110,7 @@ def _refusing(medium: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise InvalidRequest(f"messages: the model's processor does not support a {medium}", param="messages") from error
+        raise InvalidRequest(f"messages: the processor does not support a {medium}", param="messages") from error
 
 
 def with_media_tokens(

@@ -37,9 +37,9 @@ _TEXT = ("text", "input_text", "output_text")
 _UNSUPPORTED = {
     "input_audio": "audio",
     "audio": "audio",
-    "file": "files but those of text",
-    "input_file": "files but those of text",
-    "document": "documents but those of text",
+    "file": "files other than text",
+    "input_file": "files other than text",
+    "document": "documents other than text",
 }
 _THOUGHTS = ("thinking", "reasoning", "reasoning_text", "reasoning_content", "redacted_thinking")
 _THOUGHT_FIELDS = ("thinking", "reasoning", "text", "content")
