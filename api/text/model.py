@@ -166,7 +166,7 @@ def _pictures(path: Path, *, trusted: bool) -> PictureProcessor | None:
         raise
     except (Exception, SystemExit) as error:
         # The replica then serves the model for text only, and reports that.
-        logger.warning("%s takes no pictures here: %s", path.name, in_words(error, path))
+        logger.warning("%s is served without pictures here: %s", path.name, in_words(error, path))
         return None
 
 

@@ -322,7 +322,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"properties": {"a": {"type": "strin"}}}}, "guided_json.properties.a", "Invalid type: strin"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
     ({"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema", "JSON schema"),
-    ({"guided_json": '{"a":' * 5000 + "1" + "}" * 5000}, "guided_json", "too much"),
+    ({"guided_json": '{"a":' * 5000 + "1" + "}" * 5000}, "guided_json", "too large"),
     ({"guided_json": {"$ref": "#/$defs/x"}}, "guided_json", "does not exist"),
     (
         {
