@@ -86,7 +86,7 @@ def test_a_stopped_process_is_ended_and_no_strangers_is(folder: Path):
             listener.poll(process.pid)
         assert process.wait(10) == -signal.SIGKILL
         ((kind, text),) = told
-        assert kind == "silent" and text.startswith(f"it (process {process.pid}) gave no sign of life for 3 s")
+        assert kind == "silent" and text.startswith(f"it (process {process.pid}) sent no heartbeat for 3 s")
     finally:
         process.kill()
         process.wait(10)
