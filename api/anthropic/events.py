@@ -10,8 +10,8 @@ from typing import Any
 from ...cluster.errors import SatchelError
 from ..generation.remembered import Remembered
 from ..generation.streams import Finished, TextStream, Usage
-from ..text.answers.pipeline import CallArguments, CallBegun, ToolCall
 from ..text.answers.row_text import TextDelta
+from ..tools.pieces import CallArguments, CallBegun, ToolCall
 from .answers import (
     SIGNATURE,
     call_id,

@@ -23,11 +23,11 @@ from ..text.answers.grammars import (
     form_grammar,
     schema_of_arguments,
 )
-from ..text.answers.pipeline import ToolCall
-from ..text.answers.schema_parts import followable, parts
 from ..text.callers_text import CallersText
 from ..text.model import TextModel
 from ..text.script import Script, answer_tokens, token_grammar
+from ..tools.pieces import ToolCall
+from ..tools.schema_parts import followable, parts
 from .conversation import with_arguments
 from .history import answer_message
 from .requests import Chat, ChatRequest

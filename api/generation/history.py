@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NotRequired, TypedDict
 
-from ..text.answers.pipeline import ToolCall
 from ..text.json_slices import TooManyValues, check_values
 from ..text.lone_surrogates import with_whole_characters
+from ..tools.pieces import ToolCall
 
 _ARGUMENTS_VALUES_MAX = 25_000
 

@@ -14,9 +14,7 @@ from ...actors.protocol.messages import MediaSpan
 from ...cluster.errors import ContextLengthExceeded, InvalidRequest
 from ...cluster.keys import OWNER, check_agent_id
 from ..media.prompt import MediaPrompt, Medium, media_said, place, with_media_tokens, with_references
-from ..text.answers.finding import CallFinder
 from ..text.answers.grammars import AnswerForm, Thought
-from ..text.answers.harmony_splitter import HarmonySplitter
 from ..text.answers.reasoning import ReasoningSplitter
 from ..text.answers.row_text import RowText
 from ..text.callers_text import AnswerLearner, CallersText
@@ -25,6 +23,8 @@ from ..text.control_tokens import refuse_breaks, unbroken
 from ..text.detokenizing import Detokenizer
 from ..text.model import TextModel
 from ..text.spelling import common_length
+from ..tools.call_finder import CallFinder
+from ..tools.formats.harmony_splitter import HarmonySplitter
 from .backend import ServedModel
 from .callers import OWNING, Caller
 from .conversation import sources_in, with_arguments, with_shown, with_system_first

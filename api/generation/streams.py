@@ -12,10 +12,10 @@ from typing import Protocol
 from ...actors.protocol.messages import RowUpdate
 from ...cluster.errors import DeadlineExceeded, GenerationFailed, from_wire
 from ..text.answers.logprobs import ShownToken
-from ..text.answers.pipeline import CallArguments, CallBegun, ReasoningDelta, ToolCall
 from ..text.answers.row_text import RowText, TextDelta
 from ..text.callers_text import AnswerLearner
 from ..text.lone_surrogates import of_characters
+from ..tools.pieces import CallArguments, CallBegun, ReasoningDelta, ToolCall
 from .backend import Generation, ServedModel
 from .history import Message, answer_message
 from .remembered import Remembered

@@ -16,8 +16,8 @@ from ...cluster.errors import SatchelError
 from ..generation.remembered import Remembered
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..generation.streams import Event, Finished, TextStream, Usage, abort_all, interleave
-from ..text.answers.pipeline import CallArguments, CallBegun, ReasoningDelta, ToolCall
 from ..text.answers.row_text import TextDelta
+from ..tools.pieces import CallArguments, CallBegun, ReasoningDelta, ToolCall
 from .answering import Answering
 from .exchange import CancelOnDisconnect, log_failure
 

@@ -9,8 +9,8 @@ from typing import Any
 from ...cluster.errors import SatchelError
 from ..generation.remembered import Remembered
 from ..generation.streams import Finished, TextStream, Usage
-from ..text.answers.pipeline import CallArguments, CallBegun, ToolCall
 from ..text.answers.row_text import TextDelta
+from ..tools.pieces import CallArguments, CallBegun, ToolCall
 from .answers import Part, answer_body, done_reason, error_body, logprobs_field, memory_field, taken
 
 LINES = {"Content-Type": "application/x-ndjson"}

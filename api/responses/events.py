@@ -11,8 +11,8 @@ from ...cluster.errors import GenerationFailed, SatchelError
 from ..generation.history import Message, answer_message
 from ..generation.remembered import Remembered
 from ..generation.streams import WAITING, Answer, Finished, TextStream, Usage
-from ..text.answers.pipeline import CallArguments, CallBegun, ToolCall
 from ..text.answers.row_text import TextDelta
+from ..tools.pieces import CallArguments, CallBegun, ToolCall
 from .answers import (
     CANCELLED,
     COMPLETED,

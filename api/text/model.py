@@ -20,16 +20,16 @@ from ...actors.model_files.processors import PictureProcessor, in_words, sees
 from ...actors.model_files.source import first_sentence
 from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import ModelLoadError
-from .answers.call_format import CallFormat
-from .answers.shown_calls import unshown_format
+from ..tools.formats.call_format import Format
+from ..tools.model_calls import CallFormat
+from ..tools.shown_calls import unshown_format
+from ..tools.template_tools import tools_of
 from .control_tokens import Markers
 from .recent import RecentTexts
 from .script import Script
 from .spelling import Spelling
 from .templates.bare_template import BareTemplate
-from .templates.call_formats import Format
 from .templates.template import Template
-from .templates.tools import tools_of
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

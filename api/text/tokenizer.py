@@ -12,10 +12,10 @@ from ...actors.model_files.byte_level import mend_decoder
 from ...actors.model_files.infill import infill_marks
 from ...actors.patches import inner_tokenizer
 from ...cluster.errors import InvalidRequest
+from ..tools.formats import harmony
 from .control_tokens import BREAK, ControlTokens, Markers, unbroken
 from .detokenizing import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from .guarded_encoding import GuardedEncoder, GuardedIds
-from .templates import harmony
 
 _LONG_TOKEN_CHARACTERS = 8
 """Texts with more characters per token than this are rare."""

@@ -55,9 +55,9 @@ from ..generation.unseen import RefusedMessages, media_in, without_unread
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
-from ..text.answers.finding import CallFinder
 from ..text.answers.grammars import AnswerForm, BoundCalls, Thought
 from ..text.model import TextModel, load_text_model
+from ..tools.call_finder import CallFinder
 
 _log = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ from itertools import groupby
 from typing import Any, Literal
 
 from ....cluster.errors import InvalidRequest
-from ..templates import harmony
-from ..templates.call_formats import ID, Format, JsonFormat, KeyedFormat, TaggedFormat
+from ...tools.formats import harmony
+from ...tools.formats.call_format import ID, Format, JsonFormat, KeyedFormat, TaggedFormat
+from ...tools.formats.json_calls import IN_JSON
+from ...tools.lenient.schemas import named
+from ...tools.schema_rules import TEXT, BoundTool, KeyedRules, json_body, quoted, schema_of_arguments
 from ..templates.template import Template
 from ..tokenizer import Tokenizer
-from .lenient.schemas import named
-from .schema_rules import TEXT, BoundTool, KeyedRules, json_body, quoted, schema_of_arguments
-from .template_calls import IN_JSON
 
 _ANY_ID = "/[A-Za-z0-9]{1,9}/"
 _GBNF_RULES_MAX = 1000

@@ -8,12 +8,13 @@ from itertools import groupby
 
 from ....actors.protocol.messages import TokenLogprobs
 from ....cluster.errors import GenerationFailed
+from ...tools.call_stage import CallStage
+from ...tools.formats.harmony_splitter import HarmonySplitter
+from ...tools.pieces import CallArguments, CallBegun, Piece, ReasoningDelta, ToolCall, text_of
 from ..detokenizing import Detokenizer
 from ..tokenizer import Tokenizer
-from .call_stage import CallStage
-from .harmony_splitter import HarmonySplitter
 from .logprobs import ShownToken, TokenLedger
-from .pipeline import CallArguments, CallBegun, Piece, Pipeline, ReasoningDelta, ToolCall, text_of
+from .pipeline import Pipeline
 from .reasoning import ReasoningSplitter
 from .stops import StopMatcher
 

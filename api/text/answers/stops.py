@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .pipeline import longest_held
+from ...tools.pieces import longest_held
 
 
 class StopMatcher:

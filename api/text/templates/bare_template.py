@@ -11,9 +11,9 @@ from typing import Any
 
 from ....actors.patches import inner_tokenizer, renders_by_code
 from ....cluster.errors import InvalidRequest
+from ...tools.formats import harmony
+from ...tools.formats.call_format import KeyedFormat, with_calls
 from ..control_tokens import BREAK, ESCAPED_BREAK, unbroken
-from . import harmony
-from .call_formats import KeyedFormat, with_calls
 from .dates import dated, shows_date
 from .thinking_variables import with_thinking
 

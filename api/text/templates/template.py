@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from . import harmony
+from ...tools.formats import harmony
+from ...tools.template_tools import TemplateTools
 from .bare_template import BareTemplate
 from .habits import TemplateHabits, habits_of
-from .tools import TemplateTools
 
 logger = logging.getLogger(__name__)
 

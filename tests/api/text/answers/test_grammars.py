@@ -11,11 +11,11 @@ import pytest
 from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.api.generation.bound_answers import ModelGrammars
 from satchel.api.text.answers.grammars import AnswerForm, BoundCalls, BoundTool, Thought
-from satchel.api.text.answers.keyed_reader import keyed_parser
-from satchel.api.text.answers.pipeline import ToolCall
-from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.api.text.templates.call_formats import KeyedFormat
+from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
+from satchel.api.tools.formats.call_format import KeyedFormat
+from satchel.api.tools.formats.keyed_reader import keyed_parser
+from satchel.api.tools.pieces import ToolCall
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.models.call_templates import FAMILIES, write_family
 

@@ -12,19 +12,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from satchel.actors.protocol.messages import RowUpdate, TokenLogprobs
-from satchel.api.text.answers.call_stage import CallLimit, CallStage
-from satchel.api.text.answers.lenient.bodies import CallBodies
-from satchel.api.text.answers.lenient.declared import DeclaredTools
-from satchel.api.text.answers.lenient.stage import LenientCalls, OwnMarks
 from satchel.api.text.answers.logprobs import ShownToken, completion_logprobs
-from satchel.api.text.answers.pipeline import Pipeline, ReasoningDelta, ToolCall, text_of
+from satchel.api.text.answers.pipeline import Pipeline
 from satchel.api.text.answers.reasoning import ReasoningSplitter
 from satchel.api.text.answers.row_text import RowText, TextDelta, TextEvent
 from satchel.api.text.answers.stops import StopMatcher
-from satchel.api.text.answers.tool_calls import ToolCallSplitter, call_parser
 from satchel.api.text.detokenizing import ByteDetokenizer
 from satchel.api.text.model import TextModel
 from satchel.api.text.tokenizer import Tokenizer
+from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
+from satchel.api.tools.call_stage import CallLimit, CallStage
+from satchel.api.tools.lenient.declared import DeclaredTools
+from satchel.api.tools.lenient.loose_reader import CallBodies
+from satchel.api.tools.lenient.stage import LenientCalls, OwnMarks
+from satchel.api.tools.pieces import ReasoningDelta, ToolCall, text_of
 
 thorough = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

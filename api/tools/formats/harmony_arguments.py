@@ -1,0 +1,101 @@
+"""The arguments of a call in OpenAI's Harmony format, read while they are written. Computation only."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..lenient.declared import DeclaredTools
+from ..lenient.values import LooseValue
+
+_NAMING, _GIVING = ("name", "tool_name"), ("arguments", "parameters")
+
+
+class HarmonyArguments:
+    """Takes a message to a tool, and returns its arguments as JSON. Models may write the call's name there again, with
+    the arguments beside it. What is no object stays what it is.
+
+    Args:
+        name: of the tool.
+
+    Attributes:
+        whole: the arguments as JSON text, once they have ended.
+    """
+
+    def __init__(self, declared: DeclaredTools, name: str) -> None:
+        self._declared = declared
+        self._name = name
+        self._text = ""
+        self._value = LooseValue(words=True)
+        self._streams: bool | None = None
+        self._said = ""
+        self.whole = "{}"
+
+    def add(self, text: str) -> str:
+        """Returns what more of the arguments is known."""
+        self._text += text
+        if self._streams is None and self._text.strip() and not self._text.lstrip().startswith("{"):
+            self._streams = True
+        if self._text.lstrip().startswith("{"):
+            if not (self._value.over or self._value.failed):
+                self._value.add(text)
+            if self._streams is None and self._value.keys:
+                self._streams = not self._wraps(self._value.keys[0][1])
+            return self._tell(self._value.fresh()) if self._streams else ""
+        return self._tell(text) if self._streams else ""
+
+    def _wraps(self, key: str) -> bool:
+        """Whether an object with this first key may be the whole call."""
+        return key in (*_NAMING, *_GIVING) and key not in self._declared.properties(self._name)
+
+    def end(self, *, cut: bool) -> str:
+        """Returns the rest of the arguments.
+
+        Args:
+            cut: whether the message has no end, because the answer was cut: then neither have they.
+        """
+        if self._streams:
+            if self._text.lstrip().startswith("{"):
+                rest = self._rest(cut=cut)
+                self._tell(rest)
+                self.whole = _normal(self._said)
+                return rest
+            self.whole = self._said
+            return ""
+        rest = self._rest(cut=cut)
+        none = {} if not cut else None
+        given = _inner(self._value.written + rest, self._declared, self._name) if self._text.strip() else none
+        self.whole = self._value.written + rest if given is None else json.dumps(given, ensure_ascii=False)
+        return self._tell(self.whole)
+
+    def _rest(self, *, cut: bool) -> str:
+        """Returns what closes an object whose brackets alone are missing."""
+        return "" if cut or self._value.failed else self._value.rest or ""
+
+    def _tell(self, said: str) -> str:
+        self._said += said
+        return said
+
+
+def _inner(written: str, declared: DeclaredTools, name: str) -> dict[str, Any] | None:
+    """Returns the arguments of an object that is the call; those that it is if it is none; None if it is no object."""
+    try:
+        value = json.loads(written)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    names, given = [key for key in _NAMING if key in value], [key for key in _GIVING if key in value]
+    if len(given) != 1 or not value.keys() <= {*names, *given}:
+        return value
+    if any(not isinstance(value[key], str) or declared.name(value[key]) != name for key in names):
+        return value
+    inner = declared.arguments(name, value[given[0]])
+    return value if inner is None else inner
+
+
+def _normal(written: str) -> str:
+    try:
+        return json.dumps(json.loads(written), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return written

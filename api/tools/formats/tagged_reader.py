@@ -1,0 +1,245 @@
+"""Reads calls whose arguments are text between tags, as Qwen3-Coder and GLM write them, as JSON. Computation only.
+
+::
+
+    <function=name>
+    <parameter=key>
+    value
+    </parameter>
+    </function>
+
+An argument that the tool's schema says is text comes out as it comes in. Others come out when they are complete, as
+the model's parser reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..pieces import longest_held
+from ..readers import Begun, StepReader
+from .call_format import TaggedFormat
+
+_KEY_CHARACTERS_MAX = 256
+_CLOSING_TAG = re.compile(r"</[^<>]+>$")
+_OPENING_TAG = re.compile(r"<[^<>]*>?$")
+_KEY = re.compile(r"[^\s<>\"']+")
+
+_KEPT = ['a <b> &amp; "c" \\n\t{1}', "3", "", "true"]
+"""Texts that a parser is to leave as they are."""
+
+Parser = Callable[[str, Any], Any]
+"""Reads the text of a call between its markers, as mlx-lm's parsers do."""
+
+
+@dataclass(frozen=True)
+class _Habits:
+    """What a parser does with text: whether it takes white space off its ends, and `null`, in any case, for nothing."""
+
+    strips: bool
+    nulls: bool
+
+
+class TaggedReader(StepReader):
+    """A reader of one call; see `call_reader.Reader`. What it says is the beginning of the call's arguments as JSON,
+    without the last bracket.
+
+    Args:
+        start, end: the model's markers around a call, which are not part of the text.
+        properties: the schemas of each tool's arguments, by its name.
+        parse_value: reads the value of a tool's argument. Raises what the model's parser raises.
+    """
+
+    def __init__(
+        self,
+        known: TaggedFormat,
+        start: str,
+        end: str,
+        properties: Mapping[str, Mapping[str, Any]],
+        parse_value: Callable[[str, str, str], Any],
+        habits: _Habits,
+    ) -> None:
+        super().__init__(self._read_begin)
+        # A name alone may be the begin of one, or of a call with arguments.
+        self.rest = None
+        self._known = known
+        self._lead = known.head.removeprefix(start)
+        self._closing = known.closing.removesuffix(end).strip()
+        # What ends a value whose own end is missing: the call's end, or the next key.
+        others = (_CLOSING_TAG.search(self._closing), _OPENING_TAG.search(known.before))
+        self._others = tuple(f"\n{found[0]}" for found in others if found is not None)
+        self._begins = {f"{name}{known.opening}{known.before}": name for name in properties}
+        self._properties = properties
+        self._parse_value = parse_value
+        self._habits = habits
+        self._searched = 0
+        self._name = ""
+        self._keys: list[str] = []
+
+    def _read_begin(self) -> bool:
+        """Takes all up to the first argument's key. A call without arguments is not begun."""
+        for begin, name in self._begins.items():
+            if self._buffer.startswith(f"{self._lead}{begin}"):
+                self._take(len(self._lead) + len(begin))
+                self._name, self._step = name, self._read_key
+                self._say(Begun(name), "{")
+                return True
+        self.lost = not any(f"{self._lead}{begin}".startswith(self._buffer) for begin in self._begins)
+        return False
+
+    def _read_key(self) -> bool:
+        key, after, rest = self._buffer.partition(self._known.after)
+        if not after:
+            self.lost = len(key) > _KEY_CHARACTERS_MAX
+            return False
+        if key in self._keys or not _KEY.fullmatch(key):
+            self.lost = True
+            return False
+        self._keys.append(key)
+        self._buffer, self._searched = rest, 0
+        schema = self._properties[self._name].get(key)
+        is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
+        self._step = self._begin_text if is_text else self._read_value
+        return True
+
+    def _read_value(self) -> bool:
+        """Takes a whole value."""
+        at, _ = self._up_to_end(self._searched)
+        if at < 0:
+            self._searched = max(0, len(self._buffer) - len(self._known.end))
+            return False
+        try:
+            value = self._parse_value(self._name, self._keys[-1], self._buffer[:at])
+            said = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except Exception:
+            # Parsers run json, ast and regular expressions on the model's text and may raise anything.
+            self.lost = True
+            return False
+        self._say(f"{self._lead_of_value}{said}")
+        return self._end_value(at)
+
+    def _begin_text(self) -> bool:
+        """Waits until it is known whether a text is one."""
+        at, text = self._up_to_end()
+        begun = text.lstrip() if self._habits.strips else text
+        if at < 0 and (not begun or (self._habits.nulls and "null".startswith(begun.lower()))):
+            return False
+        if self._habits.nulls and begun.lower() == "null":
+            self._step = self._read_value
+            return True
+        self._take(len(text) - len(begun))
+        self._say(f'{self._lead_of_value}"')
+        self._step = self._read_text
+        return self._read_text()
+
+    def _read_text(self) -> bool:
+        at, text = self._up_to_end()
+        if self._habits.strips:
+            text = text.rstrip()
+        self._say(json.dumps(text, ensure_ascii=False)[1:-1])
+        if at < 0:
+            self._take(len(text))
+            return False
+        self._say('"')
+        return self._end_value(at)
+
+    def _read_next(self) -> bool:
+        """Takes what is before the next key. The end of the call says nothing."""
+        before = self._known.before
+        if self._buffer.startswith(before):
+            self._take(len(before))
+            self.rest, self._step = None, self._read_key
+            return True
+        closing = self._closing
+        if closing and self._buffer.lstrip().startswith(closing):
+            self._say("}")
+            self.rest, self.lost = "", True
+            return False
+        closes = bool(closing) and closing.startswith(self._buffer.lstrip())
+        self.lost = not (before.startswith(self._buffer) or closes)
+        return False
+
+    @property
+    def _lead_of_value(self) -> str:
+        return f"{', ' if len(self._keys) > 1 else ''}{json.dumps(self._keys[-1], ensure_ascii=False)}: "
+
+    def _up_to_end(self, searched: int = 0) -> tuple[int, str]:
+        """Returns where the value ends, -1 if that is not known yet, and what of its text there is. A value that ends
+        otherwise than the template ends it is not followed further.
+
+        Args:
+            searched: how many characters have been looked at before.
+        """
+        end, buffer = self._known.end, self._buffer
+        tag = end.lstrip() or end
+        found = buffer.find(tag, searched)
+        others = [
+            place for other in self._others if (place := buffer.find(other, 0, found if found >= 0 else None)) >= 0
+        ]
+        if others:
+            # The value's end is missing, or the value shows a call.
+            self.lost = True
+            return -1, buffer[: min(others)]
+        if found < 0:
+            return -1, buffer[: len(buffer) - longest_held(buffer, (end, tag, *self._others))]
+        at = found + len(tag) - len(end)
+        if at < 0 or not buffer.startswith(end, at):
+            self.lost = True
+            return -1, buffer[:found]
+        return at, buffer[:at]
+
+    def _end_value(self, at: int) -> bool:
+        self._take(at + len(self._known.end))
+        self.rest, self._step = "}", self._read_next
+        return True
+
+
+def tagged_reader_of(
+    known: TaggedFormat, start: str, end: str, parser: Parser, tools: Sequence[Mapping[str, Any]]
+) -> Callable[[], TaggedReader] | None:
+    """Returns what makes a reader for each call of an answer; None if calls of this form are read as a whole: several
+    between two markers, or by a parser that makes something else of text.
+
+    Args:
+        start, end: the model's markers around a call.
+        parser: the model's own.
+        tools: as chat templates take them.
+    """
+    if not (end and known.head.startswith(start) and known.closing.endswith(end) and start in known.between):
+        return None
+    lead, closing = known.head.removeprefix(start), known.closing.removesuffix(end)
+    properties = {tool["function"]["name"]: _properties(tool["function"]) for tool in tools}
+
+    def parse(name: str, key: str, value: str, tools: Any) -> Any:
+        pieces = (lead, name, known.opening, known.before, key, known.after, value, known.end, closing)
+        return parser("".join(pieces), tools)["arguments"][key]
+
+    habits = _habits_of(parse)
+    if habits is None:
+        return None
+    return lambda: TaggedReader(
+        known, start, end, properties, lambda name, key, value: parse(name, key, value, tools), habits
+    )
+
+
+def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters = function.get("parameters")
+    found = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _habits_of(parse: Callable[[str, str, str, Any], Any]) -> _Habits | None:
+    """Returns what a parser does with an argument that is text; None if that is something else."""
+    schema = {"type": "object", "properties": {"key": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "name", "parameters": schema}}]
+    try:
+        spaced, null, *same = (parse("name", "key", text, tools) for text in (" x\n ", "Null", *_KEPT))
+    except Exception:
+        return None
+    if spaced not in (" x\n ", "x") or null not in (None, "Null") or same != _KEPT:
+        return None
+    return _Habits(strips=spaced == "x", nulls=null is None)

@@ -1,0 +1,96 @@
+"""What a chat template writes for known calls: the example from which a model's format of calls is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ...cluster.errors import InvalidRequest
+from ..text.templates.bare_template import BareTemplate
+from ..text.templates.template import Template
+from .formats.call_format import ARGUMENTS, NAMES, PYTHONIC, KeyedFormat, common_length
+
+# Mistral's templates take ids of nine letters and digits only. Kimi's have the name in the id.
+IDS = (("firstId01", "secondI02"), ("functions.first_known:0", "functions.second_known:1"))
+
+_ASKED = {"role": "user", "content": "?"}
+_SAID = "Something said."
+
+
+def conversation_with_calls(template: BareTemplate | Template, ids: tuple[str, ...]) -> str:
+    """Returns a conversation that ends with as many of the known calls as there are ids.
+
+    Raises:
+        InvalidRequest: the template refuses it.
+    """
+    calls = [
+        {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for id, name, arguments in zip(ids, NAMES, ARGUMENTS, strict=False)
+    ]
+    said = [_ASKED, {"role": "assistant", "content": "", "tool_calls": calls}]
+    return template.render(said, None, {}, generation_prompt=False)
+
+
+def shown_calls(template: BareTemplate, end: str, count: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What the template writes for one or two calls where an answer begins, with their ids.
+
+    Args:
+        end: the model's marker after calls, "" for none.
+    """
+    for ids in IDS:
+        try:
+            rendered, prompt = (
+                conversation_with_calls(template, ids[:count]),
+                template.render([_ASKED], None, {}),
+            )
+        except InvalidRequest:
+            continue
+        begin = _answer_begin(template, rendered, prompt)
+        if begin is not None and NAMES[0] in (written := calls_alone(rendered[begin:], end, template.turn_ends)):
+            yield written, ids[:count]
+
+
+def _answer_begin(template: BareTemplate, rendered: str, prompt: str) -> int | None:
+    """Returns where the assistant's message begins in a conversation; None if it is not found. A prompt may have more
+    than that, as `<think>`."""
+    try:
+        said = [_ASKED, {"role": "assistant", "content": _SAID}]
+        plain = template.render(said, None, {}, generation_prompt=False)
+    except InvalidRequest:
+        plain = ""
+    if (begin := plain.rfind(_SAID)) > 0 and rendered.startswith(plain[:begin]):
+        return begin
+    if rendered.startswith(prompt):
+        return len(prompt)
+    shared = common_length(prompt, rendered)
+    begin = max(prompt.rfind(end, 0, shared) for end in "\n>") + 1
+    return begin if prompt[begin:].strip() and begin > prompt.rfind(_ASKED["content"]) else None
+
+
+def calls_alone(written: str, end: str, turn_ends: list[str]) -> str:
+    """Cuts what follows calls: after their end marker, or at the end of the turn."""
+    if end:
+        return written[: written.rfind(end) + len(end)]
+    ends = [at for each in turn_ends if each and (at := written.find(each)) >= 0]
+    return written[: min(ends, default=len(written))].rstrip()
+
+
+def unshown_format(
+    template: BareTemplate, parser: Callable[[str, Any], Any] | None, start: str, end: str
+) -> KeyedFormat | None:
+    """Returns how a model writes calls whose template leaves those of earlier turns out, while its markers say what it
+    was trained to: lists of Python's calls (LFM2). None for all others.
+
+    Args:
+        parser: mlx-lm's for the model's calls.
+        start, end: its markers around calls.
+    """
+    if parser is None or not parser.__module__.endswith(".pythonic"):
+        return None
+    try:
+        if NAMES[0] in conversation_with_calls(template, IDS[0]):
+            return None
+    except InvalidRequest:
+        return None
+    return replace(PYTHONIC, head=f"{start}{PYTHONIC.head}", tail=f"{PYTHONIC.tail}{end}")

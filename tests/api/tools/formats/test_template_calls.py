@@ -1,0 +1,112 @@
+"""Models for which mlx-lm has no parser call tools in the form of their own template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from satchel.actors.model_files.grammars import GrammarCompiler
+from satchel.api.generation.bound_answers import ModelGrammars
+from satchel.api.text.answers.grammars import BoundCalls, BoundTool, Thought
+from satchel.api.text.model import TextModel, load_text_model
+from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
+from satchel.api.tools.pieces import ToolCall
+from tests.worlds.api.fake_backend import Chat, FakeBackend
+from tests.worlds.api.served_models import served_model
+from tests.worlds.models.call_templates import UNKNOWN, write_family
+from tests.worlds.models.tiny_tokenizers import write_folder
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("one", "two")]
+CALLS = [("one", {"a": '}"]', "b": [1, {}]}), ("two", {})]
+
+
+@pytest.fixture(params=UNKNOWN)
+def text(request: pytest.FixtureRequest, tmp_path: Path) -> TextModel:
+    return load_text_model(write_family(tmp_path / "family", request.param), name=request.param)
+
+
+def written(text: TextModel, calls: list[tuple[str, Any]]) -> str:
+    made = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
+    rendered = text.template.render([{"role": "assistant", "content": "", "tool_calls": made}], generation_prompt=False)
+    return rendered[rendered.index(text.calls.start) : rendered.rindex("<|im_end|>")]
+
+
+def split(text: TextModel, answer: str) -> tuple[str, list[tuple[str, Any]]]:
+    assert text.calls.parser is not None
+    splitter = ToolCallSplitter(text.calls.start, text.calls.end, call_parser(text.calls.parser, TOOLS))
+    pieces = [piece for character in answer for piece in splitter.add(character)] + splitter.flush()
+    calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCall)]
+    return "".join(piece for piece in pieces if isinstance(piece, str)), calls
+
+
+def test_calls_are_read_as_the_template_writes_them(text: TextModel):
+    calls = CALLS[: 1 if text.name == "llama" else 2]
+    assert split(text, "I look. " + written(text, calls)) == ("I look.", calls)
+
+
+def test_what_is_no_call_is_text(text: TextModel):
+    said = written(text, CALLS[:1])
+    for other in (said.replace("one", "three"), said[: len(said) // 2], text.calls.start, "Hello"):
+        assert split(text, other) == (other, [])
+
+
+def test_json_may_be_laid_out_otherwise(tmp_path: Path):
+    text = load_text_model(write_family(tmp_path / "family", "llama"))
+    assert split(text, '{"name":"one","parameters":{"a":1}}; {"name": "two", "arguments": {}}') == (
+        "",
+        [("one", {"a": 1}), ("two", {})],
+    )
+
+
+def test_calls_are_forced_in_that_form(text: TextModel):
+    tool = BoundTool("one", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "tools[0]")
+    grammar = ModelGrammars(text, 2**20).grammar(Thought.NONE, None, BoundCalls([tool], forced=True))
+
+    def takes(answer: str) -> bool:
+        matcher = GrammarCompiler(text.tokenizer.json(), text.tokenizer.end_tokens).matcher(grammar)
+        tokens = text.tokenizer.encode(answer)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    assert takes(written(text, [("one", {"a": 5})]))
+    assert not takes(written(text, [("one", {"a": "5"})])) and not takes("Hello")
+
+
+def test_a_template_without_calls_has_none(tmp_path: Path):
+    plain = "{%- for message in messages %}{{- message.role + message.content + '<|im_end|>' }}{% endfor %}{#- tools #}"
+    other = load_text_model(write_family(tmp_path / "other", "llama"))
+    text = load_text_model(write_folder(tmp_path / "plain", other.tokenizer.backend, plain))  # type: ignore[arg-type]
+    assert not text.calls.known and text.calls.from_template is None
+
+
+async def test_a_chat_calls_a_tool(api: Chat, backend: FakeBackend, text: TextModel, tmp_path: Path):
+    backend.text = text
+    folder = str(tmp_path / "family")
+    backend.served[0] = served_model(folder=folder)
+    backend.say(written(text, CALLS[:1]))
+    choice = (await api.chat(tools=TOOLS)).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == CALLS[0]
+    (last,) = [chunk for chunk in await api.stream(tools=TOOLS) if chunk != "[DONE]" and _ends(chunk)]
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_a_model_that_writes_calls_in_another_way_must_write_json(
+    api: Chat, backend: FakeBackend, tmp_path: Path
+):
+    folder = write_family(tmp_path / "family", "odd")
+    backend.text = load_text_model(folder)
+    backend.served[0] = served_model(folder=folder)
+    said = '{"name": "one", "arguments": {"a": 1}}'
+    for how in ("required", "auto"):
+        marked = said if how == "required" else f"<tool_call>{said}</tool_call>"
+        backend.say(marked)
+        (call,) = (await api.chat(tools=TOOLS, tool_choice=how)).json()["choices"][0]["message"]["tool_calls"]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("one", {"a": 1})
+
+
+def _ends(chunk: dict[str, Any]) -> bool:
+    return bool(chunk["choices"]) and chunk["choices"][0]["finish_reason"] is not None
