@@ -13,19 +13,12 @@ from dataclasses import replace
 
 from ...actors.model_files.grammars import GrammarCompiler, follows_schema
 from ...cluster.errors import InvalidRequest, quoted
-from ..text.answers.grammars import (
-    AnswerForm,
-    BoundCalls,
-    BoundTool,
-    Thought,
-    Writing,
-    answer_grammar,
-    form_grammar,
-    schema_of_arguments,
-)
+from ..text.answers.grammars import AnswerForm, Thought, Writing, answer_grammar, form_grammar
 from ..text.callers_text import CallersText
 from ..text.model import TextModel
 from ..text.script import Script, answer_tokens, token_grammar
+from ..tools.formats.call_format import BoundCalls, BoundTool
+from ..tools.grammar_rules import schema_of_arguments
 from ..tools.pieces import ToolCall
 from ..tools.schema_parts import followable, parts
 from .conversation import with_arguments
@@ -114,8 +107,8 @@ class ModelGrammars:
         if form is None and calls is None:
             return ""
         compiler, writing = self._ready()
-        unknown = writing.calls is None and not self._text.calls.is_harmony
-        if unknown and form is None and calls is not None and not (calls.forced or calls.chosen):
+        unforced = calls is not None and not (calls.forced or calls.chosen)
+        if unforced and form is None and not writing.calls.binds:
             # Only `strict` asks for it: the model calls tools as well as it can.
             return ""
         form, calls = _followable(form, calls)

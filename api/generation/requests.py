@@ -24,7 +24,6 @@ from ..text.detokenizing import Detokenizer
 from ..text.model import TextModel
 from ..text.spelling import common_length
 from ..tools.call_finder import CallFinder
-from ..tools.formats.harmony_splitter import HarmonySplitter
 from .backend import ServedModel
 from .callers import OWNING, Caller
 from .conversation import sources_in, with_arguments, with_shown, with_system_first
@@ -223,16 +222,14 @@ class Chat(PreparedPrompt):
 
     def row_text(self) -> RowText:
         text, request, finder = self.text_model, self.request, self.calls
-        harmony, reasoning = None, None
-        if text.template.is_harmony:
-            most = None if request.tool_use.parallel else 1
-            harmony = HarmonySplitter(self.tools, answering=bool(request.prefill), calls_max=most)
-        elif text.template.has_thinking:
+        reasoning, most = None, None if request.tool_use.parallel else 1
+        channels = text.calls.channels(self.tools, answering=bool(request.prefill), calls_max=most)
+        if channels is None and text.template.has_thinking:
             called = finder.in_thought() if finder is not None else None
             start, end = text.template.think_start, text.template.think_end
             reasoning = ReasoningSplitter(start, end, inside=self.thinking, calls=called)
-        calls = finder.stage(harmony) if finder is not None else None
-        return self._read(text.tokenizer.detokenizer(), reasoning=reasoning, calls=calls, harmony=harmony)
+        calls = finder.stage(channels) if finder is not None else None
+        return self._read(text.tokenizer.detokenizer(), reasoning=reasoning, calls=calls, harmony=channels)
 
     def learner(self) -> AnswerLearner | None:
         if self.model.marks_are_tokens:

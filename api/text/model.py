@@ -20,8 +20,8 @@ from ...actors.model_files.processors import PictureProcessor, in_words, sees
 from ...actors.model_files.source import first_sentence
 from ...actors.protocol.media_ids import is_media_token
 from ...cluster.errors import ModelLoadError
-from ..tools.formats.call_format import Format
-from ..tools.model_calls import CallFormat
+from ..tools.formats.call_format import CallFormat, CallMarks
+from ..tools.model_calls import ModelCalls
 from ..tools.shown_calls import unshown_format
 from ..tools.template_tools import tools_of
 from .control_tokens import Markers
@@ -64,14 +64,12 @@ class TextModel:
         self.sampling = dict(sampling or {})
         self.pictures = pictures
         bare = BareTemplate(wrapper, name)
-        unshown = unshown_format(bare, wrapper.tool_parser, wrapper.tool_call_start or "", wrapper.tool_call_end or "")
-        if unshown is not None:
+        if (unshown := unshown_format(bare, CallMarks.of(wrapper))) is not None:
             bare = BareTemplate(wrapper, name, unshown)
-        self.calls = CallFormat(wrapper, bare)
+        self.calls = ModelCalls(wrapper, bare)
         shown = () if pictures is None else (pictures.placeholder, pictures.video_placeholder)
-        markers = Markers(
-            bare.think_start, bare.think_end, self.calls.start, self.calls.end, self.calls.shown, pictures=shown
-        )
+        marks = self.calls.marks
+        markers = Markers(bare.think_start, bare.think_end, marks.start, marks.end, self.calls.shown, pictures=shown)
         self.tokenizer = Tokenizer(wrapper, name, markers, bare.sources, in_harmony=bare.is_harmony)
         self.template = Template(bare, tools_of(bare, self.calls.from_template))
 
@@ -86,9 +84,9 @@ class TextModel:
         return RecentTexts(self.spelling)
 
     @cached_property
-    def call_format(self) -> Format | None:
-        """How the model writes calls; None if its template does not tell. Takes milliseconds the first time."""
-        return self.calls.read(self.tokenizer, self.template)
+    def call_format(self) -> CallFormat:
+        """The format in which the model writes calls. Takes milliseconds the first time."""
+        return self.calls.read(self.tokenizer, self.template.render)
 
     def plain(self, tokens: Sequence[int]) -> Sequence[int]:
         """`tokens` with the model's own in the place of words (see `protocol.media_ids`)."""

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..text.tokenizer import Tokenizer
-from .call_splitter import Parse, ToolCallSplitter, call_parser, first_of
+from .call_splitter import Parse, ToolCallSplitter, call_parser
 from .call_stage import CallLimit, CallStage
-from .formats.call_format import ID, Format, KeyedFormat, TaggedFormat
+from .formats.call_format import CallFormat, Parsing
 from .formats.harmony_splitter import HarmonySplitter
-from .formats.json_calls import IN_JSON
-from .formats.json_reader import reader_of
-from .formats.keyed_reader import keyed_parser
-from .formats.tagged_reader import tagged_reader_of
 from .lenient.declared import DeclaredTools
-from .lenient.loose_reader import CallBodies, State
+from .lenient.loose_reader import LooseReader, State
 from .lenient.reading import Calls
 from .lenient.stage import LenientCalls, OwnMarks
 from .lenient.thought_calls import ThoughtCalls
-from .model_calls import CallFormat, marks_in
-from .readers import Reader
-
-
-def family_marks(calls: CallFormat, tokenizer: Tokenizer, known: Format | None) -> tuple[str, ...]:
-    """Returns what a model's template puts around its calls, but for what is between their parts."""
-    parts = [part for part in astuple(known) if isinstance(part, str)] if known is not None else []
-    written = "\n".join(parts).replace(ID, "") or calls.shown
-    own = [calls.start.strip(), calls.end.strip()]
-    marks = dict.fromkeys(mark for mark in (*own, *marks_in(tokenizer, written)) if mark)
-    return tuple(mark for mark in marks if not mark.startswith(("{", "[{", "<function", "<invoke")) and mark != "[")
+from .model_calls import ModelCalls, marks_in
+from .model_text import Encoder
 
 
 class CallFinder:
@@ -45,61 +30,56 @@ class CallFinder:
 
     def __init__(
         self,
-        calls: CallFormat,
-        tokenizer: Tokenizer,
+        calls: ModelCalls,
+        tokenizer: Encoder,
         tools: Sequence[Mapping[str, Any]],
-        known: Format | None,
+        known: CallFormat,
         *,
         forced: bool = False,
         calls_max: int | None = None,
     ) -> None:
-        self._tools = [dict(tool) for tool in tools]
         self._declared = DeclaredTools(tools)
         self._forced = forced
         self._calls_max = calls_max
-        if known is None and not calls.is_harmony:
-            known = calls.from_template
-        marks = () if calls.is_harmony else family_marks(calls, tokenizer, known)
-        quote = known.quote if isinstance(known, KeyedFormat) else ""
-        self._bodies = CallBodies(self._declared, marks, calls.by_name, quote)
-        in_json = known is None and forced and not calls.is_harmony
-        reader, parse = (None, None) if in_json else self._own(calls, known)
-        start, end = ("", "") if calls.is_harmony else (calls.start, calls.end)
-        self._make_own: Callable[[], ToolCallSplitter] | None = None
-        if parse is not None and (end or reader is not None):
-            self._make_own = lambda: ToolCallSplitter(
-                start, end, parse, calls_max, reader, whole_calls=self._whole, forced=forced
-            )
-        bare = start if start.startswith(("{", "[")) and start not in marks else IN_JSON.start if in_json else ""
-        hidden = tuple(mark for mark in marks if mark not in (start, end))
-        certain = self._make_own is None and bool(start)
-        starts = tuple(mark for mark in marks if "/" not in mark and mark != end)
+        tools = [dict(tool) for tool in tools]
+        own = known.parse(calls.marks, tools, forced=forced)
+        marks = _family_marks(own, marks_in(tokenizer, known.parts))
+        self._loose = LooseReader(self._declared, marks, calls.by_name, known.quote)
+        self._own: Parsing = own
+        self._parse: Parse | None = None
+        if own.parser is not None and (own.end or own.reader is not None):
+            self._parse = self._parser(call_parser(own.parser, tools))
+        bare = own.start if own.start.startswith(("{", "[")) and own.start not in marks else own.bare
+        hidden = tuple(mark for mark in marks if mark not in (own.start, own.end))
+        certain = self._parse is None and bool(own.start)
+        starts = tuple(mark for mark in marks if "/" not in mark and mark != own.end)
         self._own_marks = OwnMarks(starts, bare, certain, hidden)
 
     def stage(self, harmony: HarmonySplitter | None = None) -> CallStage:
         """Returns the stage of one answer, in which `harmony` finds what is in that format."""
         limit = CallLimit(forced=self._forced, calls_max=self._calls_max)
-        lenient = LenientCalls(self._bodies, self._own_marks, forced=self._forced, enough=limit.ended_by)
-        own = harmony if harmony is not None or self._make_own is None else self._make_own()
-        return CallStage(own, lenient, limit)
+        lenient = LenientCalls(self._loose, self._own_marks, forced=self._forced, enough=limit.ended_by)
+        return CallStage(self._splitter() if harmony is None else harmony, lenient, limit)
+
+    def _splitter(self) -> ToolCallSplitter | None:
+        """Returns what finds calls in the model's own form; None if that is not known, or read as any other."""
+        own = self._own
+        if self._parse is None:
+            return None
+        return ToolCallSplitter(
+            own.start,
+            own.end,
+            self._parse,
+            self._calls_max,
+            own.reader,
+            whole_calls=lambda body: self._loose.read(body, final=False).calls,
+            forced=self._forced,
+        )
 
     def in_thought(self) -> ThoughtCalls | None:
         """Returns what finds a call in one answer's thought; None if the family has no marks before its calls."""
         starts = self._own_marks.starts
-        return ThoughtCalls(self._bodies, starts) if starts else None
-
-    def _own(self, calls: CallFormat, known: Format | None) -> tuple[Callable[[], Reader] | None, Parse | None]:
-        """Returns what reads the model's own form while it is written, and as a whole."""
-        if calls.parser is None or calls.is_harmony:
-            return None, None
-        start, end, parser = calls.start, calls.end, calls.parser
-        if isinstance(known, KeyedFormat):
-            parser = first_of(keyed_parser(known, start), parser)
-        parse = self._parser(call_parser(parser, self._tools))
-        # Calls are read while they are written, or as a whole.
-        if isinstance(known, TaggedFormat):
-            return tagged_reader_of(known, start, end, parser, self._tools), parse
-        return reader_of(known, start, end, frozenset(self._declared)), parse
+        return ThoughtCalls(self._loose, starts) if starts else None
 
     def _parser(self, own: Parse) -> Parse:
         """Returns a parser of the text between the model's markers: its own, unless more can be read otherwise."""
@@ -110,7 +90,7 @@ class CallFinder:
                 found = own(body)
             except ValueError:
                 found = []
-            reading = self._bodies.read(body, final=True)
+            reading = self._loose.read(body, final=True)
             calls = reading.calls if reading.state is State.WHOLE else []
             if calls and (not self._sound(found) or _size(calls) > _size(found)):
                 return calls
@@ -121,9 +101,6 @@ class CallFinder:
 
         return parse
 
-    def _whole(self, body: str) -> Calls:
-        return self._bodies.read(body, final=False).calls
-
     def _sound(self, calls: Calls) -> bool:
         """Whether all calls are of declared tools, with arguments that these take."""
         declared = self._declared
@@ -132,3 +109,13 @@ class CallFinder:
 
 def _size(calls: Calls) -> tuple[int, int]:
     return len(calls), sum(arguments.count('": ') for _, arguments in calls)
+
+
+def _family_marks(own: Parsing, written: Sequence[str]) -> tuple[str, ...]:
+    """Returns what a model's template puts around its calls, but for what is between their parts.
+
+    Args:
+        written: the marks in what it writes.
+    """
+    marks = dict.fromkeys(mark for mark in (own.start.strip(), own.end.strip(), *written) if mark)
+    return tuple(mark for mark in marks if not mark.startswith(("{", "[{", "<function", "<invoke")) and mark != "[")

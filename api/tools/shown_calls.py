@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ...cluster.errors import InvalidRequest
-from ..text.templates.bare_template import BareTemplate
-from ..text.templates.template import Template
-from .formats.call_format import ARGUMENTS, NAMES, PYTHONIC, KeyedFormat, common_length
+from .formats.call_format import ARGUMENTS, NAMES, CallMarks, common_length
+from .formats.keyed_calls import PYTHONIC, KeyedCalls
+from .model_text import ChatTemplate, Render
 
 # Mistral's templates take ids of nine letters and digits only. Kimi's have the name in the id.
 IDS = (("firstId01", "secondI02"), ("functions.first_known:0", "functions.second_known:1"))
@@ -18,7 +17,7 @@ _ASKED = {"role": "user", "content": "?"}
 _SAID = "Something said."
 
 
-def conversation_with_calls(template: BareTemplate | Template, ids: tuple[str, ...]) -> str:
+def conversation_with_calls(render: Render, ids: Sequence[str]) -> str:
     """Returns a conversation that ends with as many of the known calls as there are ids.
 
     Raises:
@@ -29,10 +28,10 @@ def conversation_with_calls(template: BareTemplate | Template, ids: tuple[str, .
         for id, name, arguments in zip(ids, NAMES, ARGUMENTS, strict=False)
     ]
     said = [_ASKED, {"role": "assistant", "content": "", "tool_calls": calls}]
-    return template.render(said, None, {}, generation_prompt=False)
+    return render(said, None, {}, generation_prompt=False)
 
 
-def shown_calls(template: BareTemplate, end: str, count: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+def shown_calls(template: ChatTemplate, end: str, count: int) -> Iterator[tuple[str, tuple[str, ...]]]:
     """What the template writes for one or two calls where an answer begins, with their ids.
 
     Args:
@@ -41,7 +40,7 @@ def shown_calls(template: BareTemplate, end: str, count: int) -> Iterator[tuple[
     for ids in IDS:
         try:
             rendered, prompt = (
-                conversation_with_calls(template, ids[:count]),
+                conversation_with_calls(template.render, ids[:count]),
                 template.render([_ASKED], None, {}),
             )
         except InvalidRequest:
@@ -51,7 +50,7 @@ def shown_calls(template: BareTemplate, end: str, count: int) -> Iterator[tuple[
             yield written, ids[:count]
 
 
-def _answer_begin(template: BareTemplate, rendered: str, prompt: str) -> int | None:
+def _answer_begin(template: ChatTemplate, rendered: str, prompt: str) -> int | None:
     """Returns where the assistant's message begins in a conversation; None if it is not found. A prompt may have more
     than that, as `<think>`."""
     try:
@@ -76,21 +75,18 @@ def calls_alone(written: str, end: str, turn_ends: list[str]) -> str:
     return written[: min(ends, default=len(written))].rstrip()
 
 
-def unshown_format(
-    template: BareTemplate, parser: Callable[[str, Any], Any] | None, start: str, end: str
-) -> KeyedFormat | None:
+def unshown_format(template: ChatTemplate, marks: CallMarks) -> KeyedCalls | None:
     """Returns how a model writes calls whose template leaves those of earlier turns out, while its markers say what it
     was trained to: lists of Python's calls (LFM2). None for all others.
 
     Args:
-        parser: mlx-lm's for the model's calls.
-        start, end: its markers around calls.
+        marks: mlx-lm's for the model's calls.
     """
-    if parser is None or not parser.__module__.endswith(".pythonic"):
+    if marks.parser is None or not marks.parser.__module__.endswith(".pythonic"):
         return None
     try:
-        if NAMES[0] in conversation_with_calls(template, IDS[0]):
+        if NAMES[0] in conversation_with_calls(template.render, IDS[0]):
             return None
     except InvalidRequest:
         return None
-    return replace(PYTHONIC, head=f"{start}{PYTHONIC.head}", tail=f"{PYTHONIC.tail}{end}")
+    return replace(PYTHONIC, head=f"{marks.start}{PYTHONIC.head}", tail=f"{PYTHONIC.tail}{marks.end}")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...cluster.errors import InvalidRequest
-from ..text.templates.bare_template import BareTemplate
-from .formats.call_format import ID, Format, JsonFormat
+from .formats.call_format import CallFormat
+from .model_text import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class TemplateTools:
         return said
 
 
-def tools_of(template: BareTemplate, known: Format | None) -> TemplateTools:
+def tools_of(template: ChatTemplate, known: CallFormat | None) -> TemplateTools:
     """Returns what a chat template does with tools. Takes milliseconds. Never raises.
 
     Args:
@@ -136,7 +136,7 @@ def tools_of(template: BareTemplate, known: Format | None) -> TemplateTools:
         return TemplateTools()
 
 
-def _found(template: BareTemplate, known: Format | None) -> TemplateTools:
+def _found(template: ChatTemplate, known: CallFormat | None) -> TemplateTools:
     shows_tools = _NAME in _rendered(template, [_ASKED], [_TOOL])
     as_text = next((as_text for as_text in (False, True) if _shows_call(template, as_text=as_text)), None)
     shows_results, tools = False, [_TOOL] if shows_tools else None
@@ -145,20 +145,18 @@ def _found(template: BareTemplate, known: Format | None) -> TemplateTools:
         called = [_ASKED, said] if as_text is None else _conversation(id, as_text=as_text)
         result = {"role": "tool", "content": _RESULT, "tool_call_id": id, "name": _NAME}
         shows_results = shows_results or _RESULT in _rendered(template, [*called, result], tools)
-    example = TemplateTools.example
-    if isinstance(known, JsonFormat) and ID not in known.head + known.middle + known.tail:
-        example = f"{known.head}{_EXAMPLE_NAME}{known.middle}{_EXAMPLE_ARGUMENTS}{known.tail}"
+    example = None if known is None else known.example(_EXAMPLE_NAME, _EXAMPLE_ARGUMENTS)
     return TemplateTools(
         shows_tools,
         as_text is not None,
         shows_results,
         bool(_rendered(template, [_SYSTEM, _ASKED])),
         bool(as_text),
-        example,
+        TemplateTools.example if example is None else example,
     )
 
 
-def _shows_call(template: BareTemplate, *, as_text: bool) -> bool:
+def _shows_call(template: ChatTemplate, *, as_text: bool) -> bool:
     called = (_conversation(id, as_text=as_text) for id in _IDS)
     return any(_NAME in _rendered(template, said, generation_prompt=False) for said in called)
 
@@ -173,7 +171,7 @@ def _conversation(id: str, *, as_text: bool) -> Messages:
 
 
 def _rendered(
-    template: BareTemplate, messages: Messages, tools: Messages | None = None, *, generation_prompt: bool = True
+    template: ChatTemplate, messages: Messages, tools: Messages | None = None, *, generation_prompt: bool = True
 ) -> str:
     """Returns the rendered text, "" if the template refuses it."""
     try:

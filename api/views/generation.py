@@ -55,9 +55,10 @@ from ..generation.unseen import RefusedMessages, media_in, without_unread
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
-from ..text.answers.grammars import AnswerForm, BoundCalls, Thought
+from ..text.answers.grammars import AnswerForm, Thought
 from ..text.model import TextModel, load_text_model
 from ..tools.call_finder import CallFinder
+from ..tools.formats.call_format import BoundCalls
 
 _log = logging.getLogger(__name__)
 

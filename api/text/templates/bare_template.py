@@ -12,7 +12,8 @@ from typing import Any
 from ....actors.patches import inner_tokenizer, renders_by_code
 from ....cluster.errors import InvalidRequest
 from ...tools.formats import harmony
-from ...tools.formats.call_format import KeyedFormat, with_calls
+from ...tools.formats.call_format import CallFormat
+from ...tools.formats.harmony_calls import HarmonyCalls
 from ..control_tokens import BREAK, ESCAPED_BREAK, unbroken
 from .dates import dated, shows_date
 from .thinking_variables import with_thinking
@@ -24,17 +25,17 @@ class BareTemplate:
     Args:
         wrapper: mlx-lm's `TokenizerWrapper`.
         name: the model's.
-        unshown: how the model writes calls, if its template leaves those of earlier turns out.
+        writes: writes calls of earlier turns, if the template leaves them out.
 
     Attributes:
         think_start, think_end: the marks of reasoning; "" if the model has none.
         turn_ends: the texts of the tokens that end an answer.
         is_harmony: whether the model answers in OpenAI's Harmony format.
+        writes: the format that writes the calls of earlier turns for the template; None if it takes them as they are.
     """
 
-    def __init__(self, wrapper: Any, name: str = "", unshown: KeyedFormat | None = None) -> None:
+    def __init__(self, wrapper: Any, name: str = "", writes: CallFormat | None = None) -> None:
         self.name = name
-        self.unshown = unshown
         self._wrapper = wrapper
         self._tokenizer = inner_tokenizer(wrapper)
         self.think_start: str = wrapper.think_start or ""
@@ -44,6 +45,7 @@ class BareTemplate:
             for token in wrapper.eos_token_ids
         ]
         self.is_harmony = harmony.is_harmony(self.source(), self._tokenizer.get_vocab())
+        self.writes = HarmonyCalls() if self.is_harmony else writes
         self.shows_date = shows_date(self.source())
 
     @property
@@ -81,10 +83,8 @@ class BareTemplate:
         """As `Template.render`, for what the template itself has a place for."""
         if not self._wrapper.has_chat_template:
             raise InvalidRequest(f"the model {self.name!r} has no chat template; use /v1/completions", param="model")
-        if self.is_harmony:
-            messages = harmony.for_template(messages)
-        if self.unshown is not None:
-            messages = with_calls(messages, self.unshown)
+        if self.writes is not None:
+            messages = self.writes.write(messages)
         extra = dict(template_kwargs or {})
         if extra and (taken := _taken_names() & extra.keys()):
             raise InvalidRequest(

@@ -53,7 +53,7 @@ class Template:
             InvalidRequest: the model has no chat template, its template refuses these messages, or a variable has a
                 reserved name.
         """
-        if self.bare.unshown is None:
+        if self.bare.writes is None:
             messages = self.tools.shown(messages)
         if tools and not self.tools.shows_tools:
             messages, tools = self.tools.with_tools(messages, tools), None

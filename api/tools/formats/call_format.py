@@ -1,159 +1,196 @@
-"""The formats in which models write tool calls, told from two known calls as a template writes them."""
+"""What every format of calls can do, and the two known calls by which a model's format is recognised."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, ClassVar
 
-ID = "\ue000"
-"""Stands for a call's id in the pieces of a format."""
+from ..grammar_rules import ID, TEXT, GrammarRules
+from ..readers import Reader
+from .harmony_splitter import HarmonySplitter
 
 NAMES = ("first_known", "second_known")
-SHOWN_BY_NAME = f'{{"{NAMES[0]}": {{'
 ARGUMENTS = ({"key_one": "value one", "key_two": "value two"}, {"key_three": "value three"})
 """The known calls."""
 
-
-@dataclass(frozen=True)
-class JsonFormat:
-    """Calls whose arguments are JSON::
-
-        head name middle arguments (between name middle arguments)* tail
-
-    `head` begins with the model's marker. An `ID` in a piece stands for a call's id. `between` is empty if there is one
-    call at most.
-    """
-
-    head: str
-    middle: str
-    between: str
-    tail: str
+Parser = Callable[[str, Any], Any]
+"""Reads the text of calls between their markers, given the tools, as mlx-lm's parsers do. May raise anything."""
 
 
 @dataclass(frozen=True)
-class TaggedFormat:
-    """Calls whose arguments are text between tags::
-
-        head name opening (before key after value end)* closing (between name …)*
+class CallMarks:
+    """What tells a model's calls from text.
 
     Attributes:
-        between: from the end of one call's `closing` to the next one's name.
+        start, end: the markers around calls, "" for none.
+        parser: reads what stands between them; None if nothing does.
     """
 
-    head: str
-    opening: str
-    before: str
-    after: str
+    start: str
     end: str
-    closing: str
-    between: str
+    parser: Parser | None
+
+    @classmethod
+    def of(cls, wrapper: Any) -> CallMarks:
+        """Returns those that mlx-lm knows of the model with this `TokenizerWrapper`."""
+        return cls(wrapper.tool_call_start or "", wrapper.tool_call_end or "", wrapper.tool_parser)
 
 
 @dataclass(frozen=True)
-class KeyedFormat:
-    """Calls whose arguments have keys, but are no JSON, such as Python's and Gemma's::
-
-        head name opening [key assign value (comma key assign value)*] closing (between name …)* tail
+class Parsing:
+    """How calls in a model's own form are found in its answers.
 
     Attributes:
-        quote: around a text, which nothing escapes if it is more than one character.
+        start, end: the markers around a call; without an `end` it lasts until the answer ends.
+        parser: reads the whole text between them; None if nothing does, or the format finds calls by a stage of its
+            own.
+        reader: makes what reads a call while it is written; None if calls are read as a whole.
+        bare: begins a call that has no marker; "" if calls have one.
+    """
+
+    start: str = ""
+    end: str = ""
+    parser: Parser | None = None
+    reader: Callable[[], Reader] | None = None
+    bare: str = ""
+
+
+@dataclass(frozen=True)
+class BoundTool:
+    """A tool that may be called. `parameters` is the schema of its arguments; `strict` as in `AnswerForm`."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    where: str
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class BoundCalls:
+    """Which tools an answer may call: at least one if `forced`, else free text may stand before the calls or instead of
+    them. With `parallel` there may be several calls. `chosen` says that the caller named these tools among others."""
+
+    tools: Sequence[BoundTool]
+    forced: bool
+    parallel: bool = True
+    chosen: bool = False
+
+
+class CallFormat(ABC):
+    """A way in which models write calls of tools.
+
+    Attributes:
+        binds: whether an answer that may call tools, but need not, can be bound to it.
+        quote: the format's own around texts, which nothing escapes; "" for that of JSON.
+        parses: whether it is read as it was recognised, whatever mlx-lm's parser for the model makes of it.
+    """
+
+    binds: ClassVar[bool] = True
+    parses: ClassVar[bool] = False
+    quote: str = ""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, written: str, ids: Sequence[str]) -> CallFormat | None:
+        """Returns the format if the known calls, as many as there are ids, are `written` in it; else None."""
+
+    def found_alone(self, written: str, end: str) -> CallMarks | None:
+        """Returns how calls of this format are found if mlx-lm has no parser for the model; None if they could not be
+        told from text.
+
+        Args:
+            written: the known calls.
+            end: the model's marker after calls, "" for none.
+        """
+        return None
+
+    @property
+    def parts(self) -> str:
+        """What is written around names, keys and values, one a line; "" if that is not known."""
+        return ""
+
+    @abstractmethod
+    def bind(self, rules: GrammarRules, calls: BoundCalls, *, lead: bool, begins: bool) -> str:
+        """Adds the rules of calls to a grammar, and returns their symbol.
+
+        Args:
+            lead: whether free text may stand before them, or instead of them.
+            begins: whether the answer begins with its first message, where answers are messages.
+
+        Raises:
+            InvalidRequest: answers cannot be bound so.
+        """
+
+    @abstractmethod
+    def parse(self, marks: CallMarks, tools: Sequence[Mapping[str, Any]], *, forced: bool = False) -> Parsing:
+        """Returns how calls are found in an answer.
+
+        Args:
+            tools: those that may be called, as chat templates take them.
+            forced: whether the answer must call one.
+        """
+
+    def channels(
+        self, tools: Sequence[Mapping[str, Any]], *, answering: bool, calls_max: int | None
+    ) -> HarmonySplitter | None:
+        """Returns a stage that splits an answer into reasoning, content and calls; None if calls stand in the content.
+
+        Args:
+            tools: those that may be called.
+            answering: whether the prompt has begun a message to the user.
+            calls_max: after so many calls the answer is over; None for no limit.
+        """
+        return None
+
+    def example(self, name: str, arguments: str) -> str | None:
+        """Returns a call with these arguments, which are JSON; None if it needs more, or has them otherwise."""
+        return None
+
+    def write(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Returns messages with their calls as the model's template takes them."""
+        return [dict(message) for message in messages]
+
+
+class WrittenFormat(CallFormat):
+    """A format that consists of texts between names and arguments; its dataclass has them.
+
+    Attributes:
+        head: before the first call's name; it begins with the model's marker.
+        between: from the end of one call to the next one's name; empty if there is one call at most.
+        tail: after the last call.
     """
 
     head: str
-    opening: str
-    assign: str
-    comma: str
-    quote: str
-    closing: str
     between: str
     tail: str
 
     @property
-    def pythonic(self) -> bool:
-        """Whether values are Python's."""
-        return self.opening.endswith("(")
+    def parts(self) -> str:
+        return "\n".join(part for part in astuple(self) if isinstance(part, str)).replace(ID, "")  # type: ignore[call-overload]
 
-    @property
-    def listed(self) -> bool:
-        """Whether several calls are in one list."""
-        return self.between.strip() == ","
+    @abstractmethod
+    def _bind_each(self, rules: GrammarRules, tools: Sequence[BoundTool]) -> list[str]:
+        """Adds the rules of each tool's call, from its name on, and returns their symbols."""
 
-
-Format = JsonFormat | TaggedFormat | KeyedFormat
-
-PYTHONIC = KeyedFormat("[", "(", "=", ", ", '"', ")", ", ", "]")
-_KEYED = re.compile(r"(?P<assign>\s*[=:]\s*)(?P<quote>\S*)", re.DOTALL)
-_PAIRS = {"(": ")", "{": "}"}
-
-
-def with_calls(messages: Sequence[Mapping[str, Any]], known: KeyedFormat) -> list[dict[str, Any]]:
-    """Returns messages with their calls in their contents, as Python's."""
-    shown: list[dict[str, Any]] = []
-    for message in messages:
-        calls, content = message.get("tool_calls") or (), message.get("content") or ""
-        if calls and isinstance(content, str):
-            written = (_pythonic(call["function"], known) for call in calls)
-            message = {**message, "content": f"{content}{known.head}{known.between.join(written)}{known.tail}"}
-        shown.append(dict(message))
-    return shown
+    def bind(self, rules: GrammarRules, calls: BoundCalls, *, lead: bool, begins: bool) -> str:
+        each, tail = self._bind_each(rules, calls.tools), rules.written(self.tail)
+        call = rules.rule("call", " | ".join(each))
+        between = rules.written(self.between)
+        more = f"({between} {call})*" if calls.parallel and between else ""
+        if not lead:
+            return rules.rule("calls", f"{rules.written(self.head)} {call} {more} {tail}")
+        begun = rules.rule("begun", f"{rules.until('lead', self.head)} {call} {more} {tail}")
+        return rules.rule("calls", f"{begun} | {rules.rule('said', TEXT)}")
 
 
-def _pythonic(function: Mapping[str, Any], known: KeyedFormat) -> str:
-    given = function["arguments"]
-    pairs = given.items() if isinstance(given, Mapping) else ()
-    written = (f"{key}{known.assign}{_value(value)}" for key, value in pairs)
-    return f"{function['name']}{known.opening}{known.comma.join(written)}{known.closing}"
+def names_of(tools: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    """Returns the names of tools, as chat templates take them."""
+    return frozenset(tool["function"]["name"] for tool in tools)
 
 
-def _value(value: Any) -> str:
-    return str(value) if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
-
-
-def json_format(written: str, ids: tuple[str, ...]) -> JsonFormat | None:
-    """Returns the format of the one or two known calls that are `written`; None if their arguments are not JSON."""
-    spans: list[tuple[int, int]] = []
-    ends: list[int] = []
-    for name, arguments, _ in zip(NAMES, ARGUMENTS, ids, strict=False):
-        at = written.find(name, ends[-1] if ends else 0)
-        begin = written.find("{", at + len(name))
-        try:
-            value, end = json.JSONDecoder().raw_decode(written, begin)
-        except ValueError:
-            return None
-        if at < 0 or value != arguments:
-            return None
-        spans.append((at, begin))
-        ends.append(end)
-    middles = [written[at + len(name) : begin] for name, (at, begin) in zip(NAMES, spans, strict=False)]
-    between = written[ends[0] : spans[1][0]] if len(ids) > 1 else ""
-    pieces = [written[: spans[0][0]], middles[0], middles[-1], between, written[ends[-1] :]]
-    for index, id in enumerate(ids):
-        # In Kimi's ids a number follows the name.
-        pieces = [piece.replace(id, ID).replace(f":{index}<", f":{ID}<") for piece in pieces]
-    head, middle, second, between, tail = pieces
-    return JsonFormat(head, middle, between, tail) if middle == second else None
-
-
-def tagged_format(written: str) -> TaggedFormat | None:
-    """Returns the format of the two known calls that are `written` with tags; None if they are not."""
-    (first, second), (one, two) = NAMES, ARGUMENTS
-    words = [first, *(word for pair in one.items() for word in pair), second, *next(iter(two.items()))]
-    if (pieces := _between(written, words)) is None:
-        return None
-    head, opened, after, inside, again, passage, _, _, tail = pieces
-    # `opened` is opening + before, `inside` is end + before, `tail` is end + closing, `passage` is tail + between.
-    before = opened[len(opened) - common_length(opened[::-1], inside[::-1]) :]
-    end = inside[: len(inside) - len(before)]
-    if after != again or not end or not before or not tail.startswith(end) or not passage.startswith(tail):
-        return None
-    opening = opened[: len(opened) - len(before)]
-    return TaggedFormat(head, opening, before, after, end, tail[len(end) :], passage[len(tail) :])
-
-
-def _between(written: str, words: Iterable[str]) -> list[str] | None:
+def pieces_around(written: str, words: Iterable[str]) -> list[str] | None:
     """Returns what is before, between and after words that follow each other in a text; None if they do not."""
     pieces: list[str] = []
     for word in words:
@@ -162,39 +199,6 @@ def _between(written: str, words: Iterable[str]) -> list[str] | None:
             return None
         pieces.append(before)
     return [*pieces, written]
-
-
-def keyed_format(written: str) -> KeyedFormat | None:
-    """Returns the format of the one or two known calls that are `written` with keys; None if they are not."""
-    count = 1 + (NAMES[1] in written)
-    words: list[str] = []
-    for name, given in zip(NAMES[:count], ARGUMENTS, strict=False):
-        words += [name, *(word for pair in given.items() for word in pair)]
-    if (pieces := _between(written, words)) is None:
-        return None
-    head, opening, assigned, comma, again = pieces[:5]
-    tail, keyed = pieces[-1], _KEYED.fullmatch(assigned)
-    if keyed is None or again != assigned or opening[-1:] not in _PAIRS or not head.strip():
-        return None
-    quote, passage = keyed["quote"], pieces[5] if count > 1 else tail
-    closing = f"{quote}{_PAIRS[opening[-1]]}"
-    alike = count == 1 or pieces[6:-1] == [opening, assigned]
-    comma_said = comma.removeprefix(quote)
-    if not (alike and comma.startswith(quote) and comma_said.strip() == ","):
-        return None
-    if not tail.startswith(closing) or not passage.startswith(closing):
-        return None
-    return KeyedFormat(
-        head,
-        opening,
-        keyed["assign"],
-        comma_said,
-        # Without quotation marks a text would be anything.
-        quote or '"',
-        closing.removeprefix(quote),
-        passage[len(closing) :] if count > 1 else "",
-        tail[len(closing) :],
-    )
 
 
 def common_length(one: str, other: str) -> int:

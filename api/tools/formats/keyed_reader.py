@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
 from ..lenient.values import BRACKETS_MAX
 from ..pieces import longest_held
 from ..readers import Begun, Ended, StepReader
-from .call_format import KeyedFormat
+from .keyed_layout import KeyedLayout
 
 _KEY_CHARACTERS_MAX = 256
 _HELD_CHARACTERS_MAX = 4096
@@ -31,14 +30,14 @@ _KEY_ENDS = re.compile(r"[:=]")
 
 
 class KeyedReader(StepReader):
-    """A reader of calls in one place, one after the other; see `call_reader.Reader`.
+    """A reader of calls in one place, one after the other; see `readers.Reader`.
 
     Args:
         start: the marker before them, which is not part of the text.
         names: of the tools that may be called.
     """
 
-    def __init__(self, known: KeyedFormat, start: str, names: Collection[str]) -> None:
+    def __init__(self, known: KeyedLayout, start: str, names: Collection[str]) -> None:
         super().__init__(self._read_lead)
         self._known = known
         self._lead = known.head.removeprefix(start)
@@ -216,32 +215,6 @@ class KeyedReader(StepReader):
     def _wait(self) -> bool:
         self.lost = len(self._buffer) > _HELD_CHARACTERS_MAX
         return False
-
-
-def keyed_parser(known: KeyedFormat, start: str) -> Callable[[str, Any], list[dict[str, Any]]]:
-    """Returns a parser as mlx-lm has them, of the text behind the marker `start`."""
-
-    def parse(text: str, tools: Any = None) -> list[dict[str, Any]]:
-        """Returns the calls in a text, each with its `name` and its `arguments`.
-
-        Raises:
-            ValueError: it has none, or one that is wrong.
-        """
-        reader = KeyedReader(known, start, {tool["function"]["name"] for tool in tools or ()})
-        calls: list[tuple[str, list[str]]] = []
-        ended = 0
-        for said in reader.add(text):
-            if isinstance(said, Begun):
-                calls.append((said.name, []))
-            elif isinstance(said, Ended):
-                ended += 1
-            else:
-                calls[-1][1].append(said)
-        if reader.lost or not calls or ended < len(calls):
-            raise ValueError("no calls as the model's template writes them")
-        return [{"name": name, "arguments": json.loads("".join(arguments))} for name, arguments in calls]
-
-    return parse
 
 
 def _inside(text: str) -> str:

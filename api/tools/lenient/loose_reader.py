@@ -74,7 +74,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class CallBodies:
+class LooseReader:
     """Reads calls of declared tools.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..pieces import Piece, Skipped, ToolCall, longest_held, new_call_id
-from .loose_reader import FENCES, MARKS, CallBodies, Reading, State
+from .loose_reader import FENCES, MARKS, LooseReader, Reading, State
 from .reading import Calls
 
 HELD_CHARACTERS_MAX = 64 * 1024
@@ -60,13 +60,13 @@ class LenientCalls:
 
     def __init__(
         self,
-        bodies: CallBodies,
+        loose: LooseReader,
         own: OwnMarks,
         *,
         forced: bool = False,
         enough: Callable[[Calls], bool] = lambda calls: False,
     ) -> None:
-        self._bodies = bodies
+        self._loose = loose
         self._enough = enough
         self._own = own
         marks = "|".join(re.escape(mark) for mark in own.hidden)
@@ -209,7 +209,7 @@ class LenientCalls:
         certain = self._certain(at, whole=whole)
         fenced = self._fence is not None
         python = fenced and self._fence not in FENCES
-        reading = self._bodies.read(
+        reading = self._loose.read(
             self._buffer,
             at,
             final=final and not self.cut,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .loose_reader import CallBodies, State
+from .loose_reader import LooseReader, State
 from .stage import GROWTH, HELD_CHARACTERS_MAX, TRIED_ALWAYS_CHARACTERS
 
 
@@ -15,9 +15,9 @@ class ThoughtCalls:
         starts: the marks that begin a call.
     """
 
-    def __init__(self, bodies: CallBodies, starts: Sequence[str]) -> None:
+    def __init__(self, loose: LooseReader, starts: Sequence[str]) -> None:
         self.starts = tuple(starts)
-        self._bodies = bodies
+        self._loose = loose
         self._tried = 0
 
     def find(self, text: str, at: int) -> int:
@@ -37,4 +37,4 @@ class ThoughtCalls:
         return len(text) <= HELD_CHARACTERS_MAX and self._read(text, final=True) is State.WHOLE
 
     def _read(self, text: str, *, final: bool) -> State:
-        return self._bodies.read(text, final=final, bare=False).state
+        return self._loose.read(text, final=final, bare=False).state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -10,9 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
-from satchel.api.tools.formats.call_format import JsonFormat, TaggedFormat
-from satchel.api.tools.formats.json_reader import CallReader, reader_of
+from satchel.api.tools.formats.call_format import CallFormat, CallMarks
+from satchel.api.tools.formats.json_calls import JsonCalls, JsonReader
+from satchel.api.tools.formats.tagged_calls import TaggedCalls
+from satchel.api.tools.formats.untold_calls import UntoldCalls
 from satchel.api.tools.pieces import CallArguments, CallBegun, Piece, ToolCall, text_of
+from satchel.api.tools.readers import Reader
 
 START, END = "<tool_call>", "</tool_call>"
 GOOD = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -113,7 +117,7 @@ def test_call_ids_are_unique():
 
 # Calls that come in pieces.
 
-HERMES = JsonFormat(
+HERMES = JsonCalls(
     head='<tool_call>\n{"name": "',
     middle='", "arguments": ',
     between='}\n</tool_call>\n<tool_call>\n{"name": "',
@@ -125,8 +129,13 @@ OTHER = '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>'
 TWISTED = '<tool_call>\n{"arguments": {"x": 1}, "name": "f"}\n</tool_call>'
 
 
+def reader_of(known: CallFormat, *names: str, end: str = END) -> Callable[[], Reader] | None:
+    marks = CallMarks(START, end, lambda text, tools: json.loads(text))
+    return known.parse(marks, [{"function": {"name": name}} for name in names]).reader
+
+
 def read(pieces: list[str], calls_max: int | None = None, *, cut: bool = False) -> list[Piece]:
-    splitter = ToolCallSplitter(START, END, parse, calls_max, reader_of(HERMES, START, END, {"f", "g"}))
+    splitter = ToolCallSplitter(START, END, parse, calls_max, reader_of(HERMES, "f", "g"))
     splitter.cut = cut
     return [item for piece in pieces if piece for item in splitter.add(piece)] + splitter.flush()
 
@@ -175,7 +184,7 @@ def test_a_call_in_pieces_is_the_call(chunk: int):
 
 
 def test_the_name_comes_before_the_arguments_are_complete():
-    splitter = ToolCallSplitter(START, END, parse, None, reader_of(HERMES, START, END, {"f"}))
+    splitter = ToolCallSplitter(START, END, parse, None, reader_of(HERMES, "f"))
     kinds = [type(item) for item in splitter.add('<tool_call>\n{"name": "f", "arguments": {"x": "lon')]
     assert kinds[-2:] == [CallBegun, CallArguments]
     assert splitter.add("g")[-1] == CallArguments(0, "g")
@@ -202,7 +211,7 @@ def test_a_call_that_has_begun_stays_a_call():
 
 @pytest.mark.parametrize("text", [LONG + GOOD, TWISTED + GOOD])
 def test_an_answer_is_over_after_as_many_calls_as_may_be(text: str):
-    splitter = ToolCallSplitter(START, END, parse, 1, reader_of(HERMES, START, END, {"f"}))
+    splitter = ToolCallSplitter(START, END, parse, 1, reader_of(HERMES, "f"))
     out = [item for character in text for item in splitter.add(character)]
     assert splitter.full and [item.index for item in out if isinstance(item, ToolCall)] == [0]
     assert not splitter.flush()
@@ -211,16 +220,16 @@ def test_an_answer_is_over_after_as_many_calls_as_may_be(text: str):
 
 def test_formats_whose_calls_are_read_as_a_whole():
     for known in (
-        None,
-        JsonFormat("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", ""),
-        JsonFormat("<tool_call>", "\ue000", "</tool_call><tool_call>", "</tool_call>"),
-        JsonFormat("<tool_call>[", ":", ", ", "]</tool_call>"),
-        TaggedFormat("<tool_call>", "", "<k>", "</k><v>", "</v>", "</tool_call>", "<tool_call>"),
+        UntoldCalls(),
+        JsonCalls("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", ""),
+        JsonCalls("<tool_call>", "\ue000", "</tool_call><tool_call>", "</tool_call>"),
+        JsonCalls("<tool_call>[", ":", ", ", "]</tool_call>"),
+        TaggedCalls("<tool_call>", "", "<k>", "</k><v>", "</v>", "</tool_call>", "<tool_call>"),
     ):
-        end = "" if known is not None and known.head.startswith("[") else END
-        assert reader_of(known, START, end, {"f"}) is None
+        end = "" if known.parts.startswith("[") else END
+        assert reader_of(known, "f", end=end) is None
 
 
 def test_a_name_without_an_end_is_given_up():
-    reader = CallReader("{", "}", {"f"})
+    reader = JsonReader("{", "}", {"f"})
     assert not reader.add("{" + "n" * 200) and reader.lost

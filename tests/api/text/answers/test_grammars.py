@@ -10,11 +10,11 @@ import pytest
 
 from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.api.generation.bound_answers import ModelGrammars
-from satchel.api.text.answers.grammars import AnswerForm, BoundCalls, BoundTool, Thought
+from satchel.api.text.answers.grammars import AnswerForm, Thought
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
-from satchel.api.tools.formats.call_format import KeyedFormat
-from satchel.api.tools.formats.keyed_reader import keyed_parser
+from satchel.api.tools.formats.call_format import BoundCalls, BoundTool
+from satchel.api.tools.formats.keyed_calls import KeyedCalls
 from satchel.api.tools.pieces import ToolCall
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.models.call_templates import FAMILIES, write_family
@@ -58,7 +58,7 @@ def written(text: TextModel, calls: list[tuple[str, Any]]) -> str:
         for index, (name, arguments) in enumerate(calls)
     ]  # fmt: skip
     rendered = text.template.render([{"role": "assistant", "content": "", "tool_calls": said}], generation_prompt=False)
-    return rendered[rendered.index(text.calls.start) : rendered.rindex("<|im_end|>")]
+    return rendered[rendered.index(text.calls.marks.start) : rendered.rindex("<|im_end|>")]
 
 
 def takes(text: TextModel, grammar: str, answer: str) -> bool:
@@ -74,11 +74,11 @@ def grammar_of(text: TextModel, calls: BoundCalls | None, thought: Thought = Tho
 
 def parsed(text: TextModel, answer: str, tools: list[BoundTool]) -> list[tuple[str, Any]]:
     given = [{"type": "function", "function": {"name": each.name, "parameters": each.parameters}} for each in tools]
-    assert text.calls.parser is not None
-    known, parser = text.call_format, text.calls.parser
-    if isinstance(known, KeyedFormat):
-        parser = keyed_parser(known, text.calls.start)
-    splitter = ToolCallSplitter(text.calls.start, text.calls.end, call_parser(parser, given))
+    assert text.calls.marks.parser is not None
+    known, parser = text.call_format, text.calls.marks.parser
+    if isinstance(known, KeyedCalls):
+        parser = known.parser(text.calls.marks.start)
+    splitter = ToolCallSplitter(text.calls.marks.start, text.calls.marks.end, call_parser(parser, given))
     pieces = [*splitter.add(answer), *splitter.flush()]
     return [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCall)]
 

@@ -23,7 +23,7 @@ from satchel.api.text.tokenizer import Tokenizer
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
 from satchel.api.tools.call_stage import CallLimit, CallStage
 from satchel.api.tools.lenient.declared import DeclaredTools
-from satchel.api.tools.lenient.loose_reader import CallBodies
+from satchel.api.tools.lenient.loose_reader import LooseReader
 from satchel.api.tools.lenient.stage import LenientCalls, OwnMarks
 from satchel.api.tools.pieces import ReasoningDelta, ToolCall, text_of
 
@@ -51,7 +51,7 @@ class Bytes:
 
 def calls_stage() -> CallStage:
     declared = DeclaredTools([{"type": "function", "function": {"name": "f"}}])
-    lenient = LenientCalls(CallBodies(declared), OwnMarks())
+    lenient = LenientCalls(LooseReader(declared), OwnMarks())
     return CallStage(ToolCallSplitter("<tool>", "</tool>", parse), lenient, CallLimit())
 
 

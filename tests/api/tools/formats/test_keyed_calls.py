@@ -10,12 +10,11 @@ import pytest
 
 from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.api.generation.bound_answers import ModelGrammars
-from satchel.api.text.answers.grammars import BoundCalls, BoundTool, Thought
+from satchel.api.text.answers.grammars import Thought
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
-from satchel.api.tools.formats.call_format import KeyedFormat
-from satchel.api.tools.formats.json_reader import reader_of
-from satchel.api.tools.formats.keyed_reader import keyed_parser
+from satchel.api.tools.formats.call_format import BoundCalls, BoundTool
+from satchel.api.tools.formats.keyed_calls import KeyedCalls
 from satchel.api.tools.pieces import CallArguments, Piece, ToolCall, text_of
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.api.fake_backend import Chat, FakeBackend
@@ -40,9 +39,9 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     return load_text_model(write_family(tmp_path_factory.mktemp("gemma"), "gemma4"), name="gemma4")
 
 
-def format_of(text: TextModel) -> KeyedFormat:
+def format_of(text: TextModel) -> KeyedCalls:
     known = text.call_format
-    assert isinstance(known, KeyedFormat)
+    assert isinstance(known, KeyedCalls)
     return known
 
 
@@ -56,10 +55,9 @@ def said(text: TextModel, *calls: str) -> str:
 
 
 def split(text: TextModel, answer: str, size: int, most: int | None = None) -> list[Piece]:
-    known, start, end = format_of(text), text.calls.start, text.calls.end
-    names = {tool["function"]["name"] for tool in TOOLS}
-    parse = call_parser(keyed_parser(known, start), TOOLS)
-    splitter = ToolCallSplitter(start, end, parse, most, reader_of(known, start, end, names))
+    known, marks = format_of(text), text.calls.marks
+    parse = call_parser(known.parser(marks.start), TOOLS)
+    splitter = ToolCallSplitter(marks.start, marks.end, parse, most, known.parse(marks, TOOLS).reader)
     pieces = [piece for at in range(0, len(answer), size) for piece in splitter.add(answer[at : at + size])]
     return pieces + splitter.flush()
 
@@ -127,12 +125,12 @@ PYTHONS = {
 
 @pytest.mark.parametrize("call", PYTHONS)
 def test_what_python_writes(call: str):
-    known = KeyedFormat("[", "(", "=", ", ", '"', ")", ", ", "]")
+    known = KeyedCalls("[", "(", "=", ", ", '"', ")", ", ", "]")
     if (arguments := PYTHONS[call]) is None:
         with pytest.raises(ValueError, match="no calls"):
-            keyed_parser(known, "[")(f"{call}]", TOOLS)
+            known.parser("[")(f"{call}]", TOOLS)
     else:
-        assert keyed_parser(known, "[")(f"{call}]", TOOLS) == [{"name": "one", "arguments": arguments}]
+        assert known.parser("[")(f"{call}]", TOOLS) == [{"name": "one", "arguments": arguments}]
 
 
 @pytest.mark.parametrize("family", [*GEMMA, "pythonic"])
@@ -142,7 +140,7 @@ def test_what_is_deep_is_read_as_the_template_writes_it(family: str, tmp_path: P
     rendered = text.template.render(
         [{"role": "assistant", "content": "", "tool_calls": [call]}], generation_prompt=False
     )
-    written = rendered[rendered.index(text.calls.start) : rendered.rindex("<|im_end|>")]
+    written = rendered[rendered.index(text.calls.marks.start) : rendered.rindex("<|im_end|>")]
     assert found(split(text, written, 5))[1] == [("one", DEEP)]
     free = ModelGrammars(text, 2**20).grammar(
         Thought.NONE, None, BoundCalls([BoundTool("one", {}, "tools[0]")], forced=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +13,7 @@ from hypothesis import strategies as st
 
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
-from satchel.api.tools.formats.call_format import TaggedFormat
-from satchel.api.tools.formats.tagged_reader import tagged_reader_of
+from satchel.api.tools.formats.tagged_calls import TaggedCalls
 from satchel.api.tools.pieces import CallArguments, Piece, ToolCall, text_of
 from tests.worlds.models.call_templates import write_family
 
@@ -31,9 +31,9 @@ def text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return load_text_model(write_family(tmp_path_factory.mktemp("family"), request.param), name=request.param)
 
 
-def format_of(text: TextModel) -> TaggedFormat:
+def format_of(text: TextModel) -> TaggedCalls:
     known = text.call_format
-    assert isinstance(known, TaggedFormat)
+    assert isinstance(known, TaggedCalls)
     return known
 
 
@@ -50,11 +50,10 @@ def written(text: TextModel, *calls: tuple[str, dict[str, Any]]) -> str:
 
 
 def split(text: TextModel, pieces: list[str], most: int | None = None, *, cut: bool = False) -> list[Piece]:
-    start, end, parser = text.calls.start, text.calls.end, text.calls.parser
-    assert parser is not None
-    reader = tagged_reader_of(format_of(text), start, end, parser, TOOLS)
-    assert reader is not None
-    splitter = ToolCallSplitter(start, end, call_parser(parser, TOOLS), most, reader)
+    marks = text.calls.marks
+    reader = format_of(text).parse(marks, TOOLS).reader
+    assert marks.parser is not None and reader is not None
+    splitter = ToolCallSplitter(marks.start, marks.end, call_parser(marks.parser, TOOLS), most, reader)
     splitter.cut = cut
     return [found for piece in pieces if piece for found in splitter.add(piece)] + splitter.flush()
 
@@ -109,9 +108,9 @@ def test_text_is_what_the_models_parser_makes_of_it(text: TextModel):
     for value in ("", "null", "NULL", "nul", "nullx", " null", "  x ", "\n\nx\n", "true", "3"):
         answer = written(text, ("write", {"path": value, "count": 1}))
         _, ((name, arguments, begun),), (part,) = told(split(text, list(answer)))
-        assert text.calls.parser is not None
-        body = answer.removeprefix(text.calls.start).removesuffix(text.calls.end)
-        assert json.loads(arguments) == text.calls.parser(body, TOOLS)["arguments"]
+        assert text.calls.marks.parser is not None
+        body = answer.removeprefix(text.calls.marks.start).removesuffix(text.calls.marks.end)
+        assert json.loads(arguments) == text.calls.marks.parser(body, TOOLS)["arguments"]
         assert (name, begun, part) == ("write", True, arguments)
 
 
@@ -134,7 +133,7 @@ def test_what_is_written_otherwise_is_a_call_all_the_same(text: TextModel, data:
     assert told(outs[0]) == told(outs[1])
     assert all("".join(map(text_of, out)) == answer for out in outs)
     whole = ToolCallSplitter(
-        text.calls.start, text.calls.end, call_parser(text.calls.parser or (lambda *_: None), TOOLS)
+        text.calls.marks.start, text.calls.marks.end, call_parser(text.calls.marks.parser or (lambda *_: None), TOOLS)
     )
     # GLM's parser makes a call of "unknown" of any text.
     expected = [name for name, _, _ in told([*whole.add(answer), *whole.flush()])[1] if name != "unknown"]
@@ -156,7 +155,7 @@ def test_a_parser_that_makes_something_else_of_text_is_given_the_whole(text: Tex
     def parse(text: str, tools: Any) -> dict[str, Any]:
         return {"name": "name", "arguments": {"key": text.upper()}}
 
-    start, end = text.calls.start, text.calls.end
-    assert tagged_reader_of(format_of(text), start, end, parse, TOOLS) is None
-    many = TaggedFormat("<tool_call>", "", "<k>", "</k><v>", "</v>", "</call>", "<call>")
-    assert text.calls.parser is not None and tagged_reader_of(many, start, end, text.calls.parser, TOOLS) is None
+    marks = text.calls.marks
+    assert format_of(text).parse(replace(marks, parser=parse), TOOLS).reader is None
+    many = TaggedCalls("<tool_call>", "", "<k>", "</k><v>", "</v>", "</call>", "<call>")
+    assert marks.parser is not None and many.parse(marks, TOOLS).reader is None

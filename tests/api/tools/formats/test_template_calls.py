@@ -10,9 +10,10 @@ import pytest
 
 from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.api.generation.bound_answers import ModelGrammars
-from satchel.api.text.answers.grammars import BoundCalls, BoundTool, Thought
+from satchel.api.text.answers.grammars import Thought
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
+from satchel.api.tools.formats.call_format import BoundCalls, BoundTool
 from satchel.api.tools.pieces import ToolCall
 from tests.worlds.api.fake_backend import Chat, FakeBackend
 from tests.worlds.api.served_models import served_model
@@ -31,12 +32,14 @@ def text(request: pytest.FixtureRequest, tmp_path: Path) -> TextModel:
 def written(text: TextModel, calls: list[tuple[str, Any]]) -> str:
     made = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
     rendered = text.template.render([{"role": "assistant", "content": "", "tool_calls": made}], generation_prompt=False)
-    return rendered[rendered.index(text.calls.start) : rendered.rindex("<|im_end|>")]
+    return rendered[rendered.index(text.calls.marks.start) : rendered.rindex("<|im_end|>")]
 
 
 def split(text: TextModel, answer: str) -> tuple[str, list[tuple[str, Any]]]:
-    assert text.calls.parser is not None
-    splitter = ToolCallSplitter(text.calls.start, text.calls.end, call_parser(text.calls.parser, TOOLS))
+    assert text.calls.marks.parser is not None
+    splitter = ToolCallSplitter(
+        text.calls.marks.start, text.calls.marks.end, call_parser(text.calls.marks.parser, TOOLS)
+    )
     pieces = [piece for character in answer for piece in splitter.add(character)] + splitter.flush()
     calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCall)]
     return "".join(piece for piece in pieces if isinstance(piece, str)), calls
@@ -49,7 +52,7 @@ def test_calls_are_read_as_the_template_writes_them(text: TextModel):
 
 def test_what_is_no_call_is_text(text: TextModel):
     said = written(text, CALLS[:1])
-    for other in (said.replace("one", "three"), said[: len(said) // 2], text.calls.start, "Hello"):
+    for other in (said.replace("one", "three"), said[: len(said) // 2], text.calls.marks.start, "Hello"):
         assert split(text, other) == (other, [])
 
 

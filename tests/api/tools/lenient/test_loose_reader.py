@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from satchel.api.tools.lenient.declared import DeclaredTools
-from satchel.api.tools.lenient.loose_reader import CallBodies, State
+from satchel.api.tools.lenient.loose_reader import LooseReader, State
 
 TEXT = {"type": "string"}
 OPEN = {"type": "object", "properties": {"room": TEXT, "count": {"type": "integer"}}, "required": ["room"]}
 DECLARED = DeclaredTools([{"function": {"name": "open", "parameters": OPEN}}, {"function": {"name": "ring"}}])
 MARKS = ("<|begin|>", "<|sep|>", "<|id|>", "<|end|>", "<|begin|>calls<|sep|>")
-BODIES = CallBodies(DECLARED, MARKS, quote='<|"|>')
+BODIES = LooseReader(DECLARED, MARKS, quote='<|"|>')
 
 CALL = '{"name": "open", "arguments": {"room": "hall"}}'
 RING = '{"name": "ring"}'
@@ -125,7 +125,7 @@ def test_what_follows_calls_is_told_apart():
 
 
 def test_a_name_may_be_the_key_where_a_template_writes_it_so():
-    keyed = CallBodies(DECLARED, keyed_by_name=True)
+    keyed = LooseReader(DECLARED, keyed_by_name=True)
     assert keyed.read('[{"open": {"room": "hall"}}, {"ring": {}}]', final=True).calls == [
         ("open", '{"room": "hall"}'),
         ("ring", "{}"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from satchel.api.tools.call_stage import CallLimit, CallStage
 from satchel.api.tools.lenient.declared import DeclaredTools
-from satchel.api.tools.lenient.loose_reader import CallBodies
+from satchel.api.tools.lenient.loose_reader import LooseReader
 from satchel.api.tools.lenient.stage import LenientCalls, OwnMarks
 from satchel.api.tools.pieces import ToolCall
 
@@ -35,7 +35,7 @@ WORDS = [
     "x",
 ]
 NAMES = [*dict.fromkeys([*(name for name in dir(builtins) if name.islower() and name[0] != "_"), *WORDS])]
-BODIES = CallBodies(DeclaredTools([{"function": {"name": name}} for name in NAMES]), ("<tool_call>", "</tool_call>"))
+BODIES = LooseReader(DeclaredTools([{"function": {"name": name}} for name in NAMES]), ("<tool_call>", "</tool_call>"))
 
 
 def told(text: str, size: int) -> tuple[str, list[str]]:

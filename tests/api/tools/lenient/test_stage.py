@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
 from satchel.api.tools.call_stage import CallLimit, CallStage
 from satchel.api.tools.lenient.declared import DeclaredTools
-from satchel.api.tools.lenient.loose_reader import CallBodies
+from satchel.api.tools.lenient.loose_reader import LooseReader
 from satchel.api.tools.lenient.stage import HELD_CHARACTERS_MAX, LenientCalls, OwnMarks
 from satchel.api.tools.pieces import Piece, ToolCall, text_of
 
 OPEN = {"type": "object", "properties": {"room": {"type": "string"}}, "required": ["room"]}
 DECLARED = DeclaredTools([{"function": {"name": "open", "parameters": OPEN}}, {"function": {"name": "ring"}}])
 START, END = "<tool_call>", "</tool_call>"
-BODIES = CallBodies(DECLARED, (START, END))
+BODIES = LooseReader(DECLARED, (START, END))
 CALL = '{"name": "open", "arguments": {"room": "hall"}}'
 RING = '{"name": "ring", "arguments": {}}'
 TAGGED = f"{START}\n{CALL}\n{END}"
@@ -190,7 +190,7 @@ def test_the_third_equal_call_in_a_row_ends_an_answer():
 
 def test_a_call_behind_a_familys_own_mark_is_one_whatever_follows():
     certain = OwnMarks(("[CALLS]",), certain=True)
-    bodies = CallBodies(DECLARED, ("[CALLS]",))
+    bodies = LooseReader(DECLARED, ("[CALLS]",))
     for pieces in ([f"[CALLS][{CALL}]\n\nI wait."], list(f"[CALLS][{CALL}]\n\nI wait.")):
         made = CallStage(None, LenientCalls(bodies, certain), CallLimit())
         assert told([*(found for piece in pieces for found in made.add(piece)), *made.flush()]) == ("I wait.", ONE)

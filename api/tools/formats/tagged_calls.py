@@ -18,11 +18,24 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from ..grammar_rules import GrammarRules, json_body, quoted, schema_of_arguments
+from ..lenient.schemas import named
 from ..pieces import longest_held
 from ..readers import Begun, StepReader
-from .call_format import TaggedFormat
+from .call_format import (
+    ARGUMENTS,
+    NAMES,
+    BoundTool,
+    CallMarks,
+    Parser,
+    Parsing,
+    WrittenFormat,
+    common_length,
+    pieces_around,
+)
 
 _KEY_CHARACTERS_MAX = 256
 _CLOSING_TAG = re.compile(r"</[^<>]+>$")
@@ -31,9 +44,6 @@ _KEY = re.compile(r"[^\s<>\"']+")
 
 _KEPT = ['a <b> &amp; "c" \\n\t{1}', "3", "", "true"]
 """Texts that a parser is to leave as they are."""
-
-Parser = Callable[[str, Any], Any]
-"""Reads the text of a call between its markers, as mlx-lm's parsers do."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,89 @@ class _Habits:
     nulls: bool
 
 
+@dataclass(frozen=True)
+class TaggedCalls(WrittenFormat):
+    """Calls whose arguments are text between tags::
+
+        head name opening (before key after value end)* closing (between name …)*
+
+    Attributes:
+        between: from the end of one call's `closing` to the next one's name.
+    """
+
+    head: str
+    opening: str
+    before: str
+    after: str
+    end: str
+    closing: str
+    between: str
+    tail = ""
+
+    @classmethod
+    def read(cls, written: str, ids: Sequence[str]) -> TaggedCalls | None:
+        (first, second), (one, two) = NAMES, ARGUMENTS
+        words = [first, *(word for pair in one.items() for word in pair), second, *next(iter(two.items()))]
+        if (pieces := pieces_around(written, words)) is None:
+            return None
+        head, opened, after, inside, again, passage, _, _, tail = pieces
+        # `opened` is opening + before, `inside` is end + before, `tail` is end + closing, `passage` is tail + between.
+        before = opened[len(opened) - common_length(opened[::-1], inside[::-1]) :]
+        end = inside[: len(inside) - len(before)]
+        if after != again or not end or not before or not tail.startswith(end) or not passage.startswith(tail):
+            return None
+        opening = opened[: len(opened) - len(before)]
+        return cls(head, opening, before, after, end, tail[len(end) :], passage[len(tail) :])
+
+    def _bind_each(self, rules: GrammarRules, tools: Sequence[BoundTool]) -> list[str]:
+        return [self._bind_call(rules, index, tool) for index, tool in enumerate(tools)]
+
+    def _bind_call(self, rules: GrammarRules, index: int, tool: BoundTool) -> str:
+        schema = schema_of_arguments(tool.parameters)
+        properties, required = schema.get("properties"), schema.get("required")
+        if not isinstance(properties, Mapping):
+            properties = {}
+        before, after = rules.written(self.before), rules.written(self.after)
+        parts = [quoted(tool.name), rules.written(self.opening)]
+        for place, (key, of_key) in enumerate(properties.items()):
+            name = f"argument_{index}_{place}"
+            value = _bound_value(rules, name, of_key, schema, self.end, strict=tool.strict)
+            rule = rules.rule(name, f"{before} {quoted(key)} {after} {value}")
+            needed = isinstance(required, Sequence) and key in required
+            parts.append(rule if needed else f"{rule}?")
+        if not properties:
+            name = f"any_{index}"
+            value = rules.until(name, self.end)
+            parts.append(rules.rule(name, f"{before} /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {after} {value}") + "*")
+        parts.append(rules.written(self.closing))
+        return rules.rule(f"call_{index}", " ".join(filter(None, parts)))
+
+    def parse(self, marks: CallMarks, tools: Sequence[Mapping[str, Any]], *, forced: bool = False) -> Parsing:
+        reader = None if marks.parser is None else self._reader(marks.start, marks.end, marks.parser, tools)
+        return Parsing(marks.start, marks.end, marks.parser, reader)
+
+    def _reader(
+        self, start: str, end: str, parser: Parser, tools: Sequence[Mapping[str, Any]]
+    ) -> Callable[[], TaggedReader] | None:
+        """Returns what makes a reader for each call of an answer; None if calls are read as a whole: several between
+        two markers, or by a parser that makes something else of text."""
+        if not (end and self.head.startswith(start) and self.closing.endswith(end) and start in self.between):
+            return None
+        lead, closing = self.head.removeprefix(start), self.closing.removesuffix(end)
+        properties = {tool["function"]["name"]: _properties(tool["function"]) for tool in tools}
+
+        def parse(name: str, key: str, value: str, tools: Any) -> Any:
+            pieces = (lead, name, self.opening, self.before, key, self.after, value, self.end, closing)
+            return parser("".join(pieces), tools)["arguments"][key]
+
+        habits = _habits_of(parse)
+        if habits is None:
+            return None
+        return partial(TaggedReader, self, start, end, properties, partial(parse, tools=tools), habits)
+
+
 class TaggedReader(StepReader):
-    """A reader of one call; see `call_reader.Reader`. What it says is the beginning of the call's arguments as JSON,
+    """A reader of one call; see `readers.Reader`. What it says is the beginning of the call's arguments as JSON,
     without the last bracket.
 
     Args:
@@ -56,7 +147,7 @@ class TaggedReader(StepReader):
 
     def __init__(
         self,
-        known: TaggedFormat,
+        known: TaggedCalls,
         start: str,
         end: str,
         properties: Mapping[str, Mapping[str, Any]],
@@ -198,32 +289,20 @@ class TaggedReader(StepReader):
         return True
 
 
-def tagged_reader_of(
-    known: TaggedFormat, start: str, end: str, parser: Parser, tools: Sequence[Mapping[str, Any]]
-) -> Callable[[], TaggedReader] | None:
-    """Returns what makes a reader for each call of an answer; None if calls of this form are read as a whole: several
-    between two markers, or by a parser that makes something else of text.
-
-    Args:
-        start, end: the model's markers around a call.
-        parser: the model's own.
-        tools: as chat templates take them.
-    """
-    if not (end and known.head.startswith(start) and known.closing.endswith(end) and start in known.between):
-        return None
-    lead, closing = known.head.removeprefix(start), known.closing.removesuffix(end)
-    properties = {tool["function"]["name"]: _properties(tool["function"]) for tool in tools}
-
-    def parse(name: str, key: str, value: str, tools: Any) -> Any:
-        pieces = (lead, name, known.opening, known.before, key, known.after, value, known.end, closing)
-        return parser("".join(pieces), tools)["arguments"][key]
-
-    habits = _habits_of(parse)
-    if habits is None:
-        return None
-    return lambda: TaggedReader(
-        known, start, end, properties, lambda name, key, value: parse(name, key, value, tools), habits
-    )
+def _bound_value(
+    rules: GrammarRules, name: str, schema: Any, root: Mapping[str, Any], end: str, *, strict: bool
+) -> str:
+    """Returns a tagged argument's value and end: strings as they are, other values as JSON."""
+    target = named(schema, root)
+    kind, choices = target.get("type"), target.get("enum")
+    if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
+        return f"( {' | '.join(map(quoted, choices))} ) {rules.written(end)}"
+    if isinstance(kind, str) and kind != "string":
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        value = rules.rule(f"{name}_json", json_body({**shared, **schema}, strict=strict))
+        return f"{value} {rules.written(end)}"
+    # Text, or what may be text: it has no quotation marks here, so it cannot be told from other values.
+    return rules.until(name, end)
 
 
 def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:

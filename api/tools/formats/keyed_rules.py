@@ -1,25 +1,18 @@
-"""JSON schemas as rules of a grammar: of JSON, and of arguments that have keys but are no JSON. Computation only."""
+"""JSON schemas as rules of a grammar for arguments that have keys but are no JSON. Computation only."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...cluster.errors import InvalidRequest
-from .formats.call_format import KeyedFormat
-from .lenient.schemas import named
-
-TEXT = r"/(.|\n)*/"
-
-_LAYOUT: dict[str, Any] = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""JSON in one line, as `json.dumps` writes it and most models do. There is no choice of white space: a model that draws
-its tokens by chance repeats line breaks and spaces until its limit. Where nothing can be chosen, nothing is computed
-either."""
+from ....cluster.errors import InvalidRequest
+from ..grammar_rules import GrammarRules, json_body, quoted, schema_of_arguments
+from ..lenient.schemas import named
+from .call_format import BoundTool
+from .keyed_layout import KeyedLayout
 
 _DEPTH_MAX = 64
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _SHARED = ("$defs", "definitions")
 _ANNOTATIONS = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$id")
@@ -30,58 +23,12 @@ _FOLLOWED = {
 }
 
 
-@dataclass(frozen=True)
-class BoundTool:
-    """A tool that may be called. `parameters` is the schema of its arguments; `strict` as in `AnswerForm`."""
-
-    name: str
-    parameters: Mapping[str, Any]
-    where: str
-    strict: bool = False
-
-
-def json_body(schema: Any, *, strict: bool) -> str:
-    """Returns a schema as a rule's body. Without `strict`, unknown keywords and overlapping `oneOf` are not errors."""
-    options = {**_LAYOUT}
-    if not strict:
-        options |= {"lenient": True, "coerce_one_of": True}
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
-    written = {**schema, "x-guidance": options} if isinstance(schema, Mapping) else schema
-    return f"%json {json.dumps(written, ensure_ascii=False)}"
-
-
-def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def schema_of_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the schema of arguments, which are always an object."""
-    if not schema:
-        return _ANY_OBJECT
-    return {**schema} if schema.get("type") == "object" else {**schema, "type": "object"}
-
-
 class KeyedRules:
-    """Writes the rules of calls in a format with keys.
+    """Writes the rules of calls in a format with keys."""
 
-    Args:
-        rule: adds a rule by its name and body, and returns its symbol.
-        written: returns text with markers in it as a part of a rule.
-        until: returns any text up to and with a marker, given a rule's name and the marker.
-    """
-
-    def __init__(
-        self,
-        known: KeyedFormat,
-        rule: Callable[[str, str], str],
-        written: Callable[[str], str],
-        until: Callable[[str, str], str],
-    ) -> None:
+    def __init__(self, known: KeyedLayout, rules: GrammarRules) -> None:
         self._known = known
-        self._rule = rule
-        self._written = written
-        self._until = until
+        self._rules = rules
         self._root: Mapping[str, Any] = {}
         self._where = ""
         self._strict = False
@@ -99,27 +46,27 @@ class KeyedRules:
         self._named = {}
         known = self._known
         pairs = self._pairs(self._root, known.assign, known.comma, 0)
-        body = f"{quoted(tool.name)} {self._written(known.opening)} {pairs} {self._written(known.closing)}"
-        return self._rule(f"call_{index}", body)
+        body = f"{quoted(tool.name)} {self._rules.written(known.opening)} {pairs} {self._rules.written(known.closing)}"
+        return self._rules.rule(f"call_{index}", body)
 
     def _new(self, body: str) -> str:
         self._count += 1
-        return self._rule(f"value_{self._count}", body)
+        return self._rules.rule(f"value_{self._count}", body)
 
     def _pairs(self, schema: Mapping[str, Any], assign: str, comma: str, depth: int) -> str:
         """Returns the symbol of an object's keys and values, in their order, without brackets."""
         properties, required = schema.get("properties"), schema.get("required")
-        separator = self._written(comma)
+        separator = self._rules.written(comma)
         if not isinstance(properties, Mapping) or not properties:
             more = schema.get("additionalProperties")
             if more is False:
                 return self._new('""')
-            pair = f"{_ANY_KEY} {self._written(assign)} {self._value(more if more is not None else {}, depth)}"
+            pair = f"{_ANY_KEY} {self._rules.written(assign)} {self._value(more if more is not None else {}, depth)}"
             one = self._new(pair)
             return self._new(f'{one} ({separator} {one})* | ""')
         needed = set(required) if isinstance(required, Sequence) and not isinstance(required, str) else set()
         pairs = [
-            (self._new(f"{quoted(key)} {self._written(assign)} {self._value(of_key, depth)}"), key in needed)
+            (self._new(f"{quoted(key)} {self._rules.written(assign)} {self._value(of_key, depth)}"), key in needed)
             for key, of_key in properties.items()
         ]
         rest, begins = "", list[str]()
@@ -146,7 +93,7 @@ class KeyedRules:
                 # Before its body is written, which may refer to it.
                 self._count += 1
                 symbol = self._named[reference] = f"value_{self._count}"
-                self._rule(symbol, self._value(named(schema, self._root), depth + 1))
+                self._rules.rule(symbol, self._value(named(schema, self._root), depth + 1))
             return self._named[reference]
         for key in ("enum", "anyOf", "oneOf", "type"):
             given = schema.get(key)
@@ -180,16 +127,19 @@ class KeyedRules:
 
     def _text(self, schema: Mapping[str, Any]) -> str:
         quote = self._known.quote
-        opened, least, most = self._written(quote), schema.get("minLength", 0), schema.get("maxLength")
+        opened, least, most = self._rules.written(quote), schema.get("minLength", 0), schema.get("maxLength")
         bounded = isinstance(least, int) and (most is None or isinstance(most, int)) and (least or most is not None)
         if bounded and opened.startswith("<["):
             text = self._new(f"/(.|\\n){{{least},{'' if most is None else most}}}/")
             return f"{opened} {text} {opened}"
         self._count += 1
-        return f"{opened} {self._until(f'text_{self._count}', quote)}"
+        return f"{opened} {self._rules.until(f'text_{self._count}', quote)}"
 
     def _list(self, schema: Mapping[str, Any], depth: int) -> str:
-        item, separator = self._new(self._value(schema.get("items", {}), depth + 1)), self._written(self._known.comma)
+        item, separator = (
+            self._new(self._value(schema.get("items", {}), depth + 1)),
+            self._rules.written(self._known.comma),
+        )
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         least = least if isinstance(least, int) and least > 0 else 0
         if not isinstance(most, int):
@@ -207,9 +157,9 @@ class KeyedRules:
             return self._any
         self._any = "anything"
         if self._known.pythonic:
-            return self._rule(self._any, f'"True" | "False" | "None" | {self._new(json_body({}, strict=False))}')
-        comma = self._written(self._known.comma)
-        pair = self._new(f"{_ANY_KEY} {self._written(self._known.assign)} {self._any}")
+            return self._rules.rule(self._any, f'"True" | "False" | "None" | {self._new(json_body({}, strict=False))}')
+        comma = self._rules.written(self._known.comma)
+        pair = self._new(f"{_ANY_KEY} {self._rules.written(self._known.assign)} {self._any}")
         scalar = self._new(json_body({"type": ["number", "boolean", "null"]}, strict=False))
         parts = (
             self._text({}),
@@ -217,20 +167,22 @@ class KeyedRules:
             f'"{{" ({pair} ({comma} {pair})*)? "}}"',
             f'"[" ({self._any} ({comma} {self._any})*)? "]"',
         )
-        return self._rule(self._any, " | ".join(parts))
+        return self._rules.rule(self._any, " | ".join(parts))
 
     def _literal(self, value: Any) -> str:
         """Returns a constant as a part of a rule."""
         known = self._known
         if isinstance(value, str) and not known.pythonic:
-            quote = self._written(known.quote)
+            quote = self._rules.written(known.quote)
             return f"{quote} {quoted(value)} {quote}" if value else f"{quote} {quote}"
         if known.pythonic and (value is None or isinstance(value, bool)):
             return quoted(str(value))
         if isinstance(value, Mapping) and not known.pythonic:
-            pairs = [f"{quoted(key)} {self._written(known.assign)} {self._literal(of)}" for key, of in value.items()]
-            return f'( "{{" {f" {self._written(known.comma)} ".join(pairs)} "}}" )'
+            pairs = [
+                f"{quoted(key)} {self._rules.written(known.assign)} {self._literal(of)}" for key, of in value.items()
+            ]
+            return f'( "{{" {f" {self._rules.written(known.comma)} ".join(pairs)} "}}" )'
         if isinstance(value, list) and not known.pythonic:
             items = map(self._literal, value)
-            return f'( "[" {f" {self._written(known.comma)} ".join(items)} "]" )'
+            return f'( "[" {f" {self._rules.written(known.comma)} ".join(items)} "]" )'
         return quoted(json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,46 @@
+"""Calls whose form a model's template does not tell. Computation only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....cluster.errors import InvalidRequest
+from ..grammar_rules import GrammarRules
+from .call_format import BoundCalls, CallFormat, CallMarks, Parsing
+from .json_calls import IN_JSON, IN_JSON_START
+
+
+@dataclass(frozen=True)
+class UntoldCalls(CallFormat):
+    """Calls as mlx-lm's parser for the model reads them, if it has one; those that an answer must make are JSON.
+
+    Attributes:
+        shown: what the template writes for the known calls, "" if it shows none.
+    """
+
+    shown: str = ""
+    binds = False
+
+    @classmethod
+    def read(cls, written: str, ids: Sequence[str]) -> UntoldCalls:
+        return cls(written)
+
+    @property
+    def parts(self) -> str:
+        return self.shown
+
+    def bind(self, rules: GrammarRules, calls: BoundCalls, *, lead: bool, begins: bool) -> str:
+        if calls.forced:
+            return IN_JSON.bind(rules, calls, lead=lead, begins=begins)
+        raise InvalidRequest(
+            f"tool_choice: how the model {rules.tokenizer.name!r} writes tool calls is not known, so calls can "
+            "be forced, but not constrained while it may also answer with text",
+            param="tool_choice",
+        )
+
+    def parse(self, marks: CallMarks, tools: Sequence[Mapping[str, Any]], *, forced: bool = False) -> Parsing:
+        if forced:
+            return Parsing(marks.start, marks.end, bare=IN_JSON_START)
+        return Parsing(marks.start, marks.end, marks.parser)
