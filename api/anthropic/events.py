@@ -11,7 +11,7 @@ from ...cluster.errors import SatchelError
 from ..generation.remembered import Remembered
 from ..generation.streams import Finished, TextStream, Usage
 from ..text.answers.row_text import TextDelta
-from ..tools.pieces import CallArguments, CallBegun, ToolCall
+from ..tools.answer_pieces import CallArguments, CallBegun, ToolCall
 from .answers import (
     SIGNATURE,
     call_id,

@@ -17,9 +17,9 @@ from ..text.answers.grammars import AnswerForm, Thought, Writing, answer_grammar
 from ..text.callers_text import CallersText
 from ..text.model import TextModel
 from ..text.script import Script, answer_tokens, token_grammar
+from ..tools.answer_pieces import ToolCall
 from ..tools.formats.call_format import BoundCalls, BoundTool
 from ..tools.grammar_rules import schema_of_arguments
-from ..tools.pieces import ToolCall
 from ..tools.schema_parts import followable, parts
 from .conversation import with_arguments
 from .history import answer_message

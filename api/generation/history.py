@@ -13,7 +13,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from ..text.json_slices import TooManyValues, check_values
 from ..text.lone_surrogates import with_whole_characters
-from ..tools.pieces import ToolCall
+from ..tools.answer_pieces import ToolCall
 
 _ARGUMENTS_VALUES_MAX = 25_000
 

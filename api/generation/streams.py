@@ -15,7 +15,7 @@ from ..text.answers.logprobs import ShownToken
 from ..text.answers.row_text import RowText, TextDelta
 from ..text.callers_text import AnswerLearner
 from ..text.lone_surrogates import of_characters
-from ..tools.pieces import CallArguments, CallBegun, ReasoningDelta, ToolCall
+from ..tools.answer_pieces import CallArguments, CallBegun, ReasoningDelta, ToolCall
 from .backend import Generation, ServedModel
 from .history import Message, answer_message
 from .remembered import Remembered

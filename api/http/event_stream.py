@@ -17,7 +17,7 @@ from ..generation.remembered import Remembered
 from ..generation.requests import ChatRequest, CompletionRequest
 from ..generation.streams import Event, Finished, TextStream, Usage, abort_all, interleave
 from ..text.answers.row_text import TextDelta
-from ..tools.pieces import CallArguments, CallBegun, ReasoningDelta, ToolCall
+from ..tools.answer_pieces import CallArguments, CallBegun, ReasoningDelta, ToolCall
 from .answering import Answering
 from .exchange import CancelOnDisconnect, log_failure
 

@@ -13,7 +13,7 @@ from ..generation.remembered import Remembered
 from ..generation.streams import Answer, TextStream, Usage
 from ..openai.embedding_answers import numbers_json
 from ..text.answers.logprobs import ShownToken, chat_logprobs
-from ..tools.pieces import ToolCall
+from ..tools.answer_pieces import ToolCall
 from ..views.embedding import Embeddings
 
 Part = Callable[[str, str, Sequence[ToolCall]], dict[str, Any]]

@@ -10,7 +10,7 @@ from ...cluster.errors import SatchelError
 from ..generation.remembered import Remembered
 from ..generation.streams import Finished, TextStream, Usage
 from ..text.answers.row_text import TextDelta
-from ..tools.pieces import CallArguments, CallBegun, ToolCall
+from ..tools.answer_pieces import CallArguments, CallBegun, ToolCall
 from .answers import Part, answer_body, done_reason, error_body, logprobs_field, memory_field, taken
 
 LINES = {"Content-Type": "application/x-ndjson"}

@@ -17,7 +17,7 @@ from ..generation.remembered import Remembered
 from ..generation.streams import WAITING, Answer, Finished, TextStream, Usage
 from ..text.answers.logprobs import ShownToken, chat_logprobs, completion_logprobs
 from ..text.answers.row_text import TextDelta
-from ..tools.pieces import CallArguments, CallBegun, ToolCall
+from ..tools.answer_pieces import CallArguments, CallBegun, ToolCall
 from .functions import called_body, reason_of
 
 _FINGERPRINT_DIGITS = 12

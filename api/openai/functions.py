@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from ..generation.requests import ToolUse
-from ..tools.pieces import ToolCall
+from ..tools.answer_pieces import ToolCall
 
 
 def _function_call(value: Any) -> Any:

@@ -12,7 +12,7 @@ from ..generation.history import Message, answer_message
 from ..generation.remembered import Remembered
 from ..generation.streams import WAITING, Answer, Finished, TextStream, Usage
 from ..text.answers.row_text import TextDelta
-from ..tools.pieces import CallArguments, CallBegun, ToolCall
+from ..tools.answer_pieces import CallArguments, CallBegun, ToolCall
 from .answers import (
     CANCELLED,
     COMPLETED,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .call_splitter import Parse, ToolCallSplitter, call_parser
 from .call_stage import CallLimit, CallStage
-from .formats.call_format import CallFormat, Parsing
+from .formats.call_format import CallFormat
 from .formats.harmony_splitter import HarmonySplitter
 from .lenient.declared import DeclaredTools
 from .lenient.loose_reader import LooseReader, State
@@ -16,6 +17,9 @@ from .lenient.stage import LenientCalls, OwnMarks
 from .lenient.thought_calls import ThoughtCalls
 from .model_calls import ModelCalls, marks_in
 from .model_text import Encoder
+
+_BEGINS = re.compile(r"\{|\[\{|<function|<invoke")
+"""What begins a call itself."""
 
 
 class CallFinder:
@@ -43,9 +47,11 @@ class CallFinder:
         self._calls_max = calls_max
         tools = [dict(tool) for tool in tools]
         own = known.parse(calls.marks, tools, forced=forced)
-        marks = _family_marks(own, marks_in(tokenizer, known.parts))
+        # What the model's template puts around its calls, but for what is between their parts.
+        written = (own.start.strip(), own.end.strip(), *marks_in(tokenizer, known.parts))
+        marks = tuple(mark for mark in dict.fromkeys(written) if mark not in ("", "[") and not _BEGINS.match(mark))
         self._loose = LooseReader(self._declared, marks, calls.by_name, known.quote)
-        self._own: Parsing = own
+        self._own = own
         self._parse: Parse | None = None
         if own.parser is not None and (own.end or own.reader is not None):
             self._parse = self._parser(call_parser(own.parser, tools))
@@ -109,13 +115,3 @@ class CallFinder:
 
 def _size(calls: Calls) -> tuple[int, int]:
     return len(calls), sum(arguments.count('": ') for _, arguments in calls)
-
-
-def _family_marks(own: Parsing, written: Sequence[str]) -> tuple[str, ...]:
-    """Returns what a model's template puts around its calls, but for what is between their parts.
-
-    Args:
-        written: the marks in what it writes.
-    """
-    marks = dict.fromkeys(mark for mark in (own.start.strip(), own.end.strip(), *written) if mark)
-    return tuple(mark for mark in marks if not mark.startswith(("{", "[{", "<function", "<invoke")) and mark != "[")

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from .answer_pieces import CallArguments, CallBegun, Piece, Skipped, ToolCall, longest_held, new_call_id
 from .lenient.fences import FenceLines, inside_value
-from .pieces import CallArguments, CallBegun, Piece, Skipped, ToolCall, longest_held, new_call_id
 from .readers import Begun, Ended, Reader
 
 Parse = Callable[[str], list[tuple[str, str]]]

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Protocol
 
+from .answer_pieces import CallArguments, CallBegun, Piece, Skipped, ToolCall
 from .lenient.reading import Calls
 from .lenient.stage import LenientCalls
-from .pieces import CallArguments, CallBegun, Piece, Skipped, ToolCall
 
 _ALIKE_MAX = 3
 """So many equal calls in a row end an answer."""

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...cluster.errors import InvalidRequest
+from .answer_pieces import ToolCall
 from .call_splitter import ToolCallSplitter, call_parser
-from .formats import harmony
 from .formats.call_format import ARGUMENTS, NAMES, CallFormat, CallMarks, Parser
 from .formats.harmony_calls import HarmonyCalls
 from .formats.harmony_splitter import HarmonySplitter
@@ -25,7 +25,6 @@ from .formats.untold_calls import UntoldCalls
 from .lenient.declared import DeclaredTools
 from .lenient.loose_reader import LooseReader
 from .model_text import ChatTemplate, Encoder, Render
-from .pieces import ToolCall
 from .shown_calls import IDS, calls_alone, conversation_with_calls, shown_calls
 
 FORMATS: tuple[type[CallFormat], ...] = (KeyedCalls, JsonCalls, TaggedCalls)
@@ -55,7 +54,7 @@ class ModelCalls:
         self.marks = CallMarks.of(wrapper)
         self.known = bool(wrapper.has_tool_calling and self.marks.parser)
         if template.is_harmony:
-            self.known = harmony.has_calls(template.source())
+            self.known = all(word in template.source() for word in ("tools", "functions."))
         self.from_template: CallFormat | None = None
         if not self.known and (found := self._in_template(template)) is not None:
             self.known = True

@@ -138,7 +138,15 @@ def tools_of(template: ChatTemplate, known: CallFormat | None) -> TemplateTools:
 
 def _found(template: ChatTemplate, known: CallFormat | None) -> TemplateTools:
     shows_tools = _NAME in _rendered(template, [_ASKED], [_TOOL])
-    as_text = next((as_text for as_text in (False, True) if _shows_call(template, as_text=as_text)), None)
+    as_text = next(
+        (
+            as_text
+            for as_text in (False, True)
+            for id in _IDS
+            if _NAME in _rendered(template, _conversation(id, as_text=as_text), generation_prompt=False)
+        ),
+        None,
+    )
     shows_results, tools = False, [_TOOL] if shows_tools else None
     for id in _IDS:
         said = {"role": "assistant", "content": "Brouhaha."}
@@ -154,11 +162,6 @@ def _found(template: ChatTemplate, known: CallFormat | None) -> TemplateTools:
         bool(as_text),
         TemplateTools.example if example is None else example,
     )
-
-
-def _shows_call(template: ChatTemplate, *, as_text: bool) -> bool:
-    called = (_conversation(id, as_text=as_text) for id in _IDS)
-    return any(_NAME in _rendered(template, said, generation_prompt=False) for said in called)
 
 
 def _conversation(id: str, *, as_text: bool) -> Messages:

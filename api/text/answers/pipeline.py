@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ...tools.pieces import Piece
+from ...tools.answer_pieces import Piece
 
 
 class Stage(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from ...tools.answer_pieces import Piece, ReasoningDelta, Skipped, longest_held
 from ...tools.lenient.thought_calls import ThoughtCalls
-from ...tools.pieces import Piece, ReasoningDelta, Skipped, longest_held
 
 
 class _ReasoningState(Enum):

@@ -8,9 +8,9 @@ from itertools import groupby
 
 from ....actors.protocol.messages import TokenLogprobs
 from ....cluster.errors import GenerationFailed
+from ...tools.answer_pieces import CallArguments, CallBegun, Piece, ReasoningDelta, ToolCall, text_of
 from ...tools.call_stage import CallStage
 from ...tools.formats.harmony_splitter import HarmonySplitter
-from ...tools.pieces import CallArguments, CallBegun, Piece, ReasoningDelta, ToolCall, text_of
 from ..detokenizing import Detokenizer
 from ..tokenizer import Tokenizer
 from .logprobs import ShownToken, TokenLedger

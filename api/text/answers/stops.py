@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...tools.pieces import longest_held
+from ...tools.answer_pieces import longest_held
 
 
 class StopMatcher:

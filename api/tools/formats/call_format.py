@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..grammar_rules import ID, TEXT, GrammarRules
@@ -168,7 +168,7 @@ class WrittenFormat(CallFormat):
 
     @property
     def parts(self) -> str:
-        return "\n".join(part for part in astuple(self) if isinstance(part, str)).replace(ID, "")  # type: ignore[call-overload]
+        return "\n".join(vars(self).values()).replace(ID, "")
 
     @abstractmethod
     def _bind_each(self, rules: GrammarRules, tools: Sequence[BoundTool]) -> list[str]:

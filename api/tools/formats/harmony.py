@@ -31,8 +31,3 @@ CALL_FORMS = (
 def is_harmony(template: str, vocabulary: Mapping[str, int]) -> bool:
     """Whether a model with this chat template and these tokens answers in the format."""
     return CHANNEL in template and MESSAGE in template and all(marker in vocabulary for marker in MARKERS)
-
-
-def has_calls(template: str) -> bool:
-    """Whether its template shows tools."""
-    return "tools" in template and "functions." in template

@@ -40,13 +40,11 @@ class HarmonyArguments:
             if not (self._value.over or self._value.failed):
                 self._value.add(text)
             if self._streams is None and self._value.keys:
-                self._streams = not self._wraps(self._value.keys[0][1])
+                # An object with such a first key may be the whole call.
+                first, own = self._value.keys[0][1], self._declared.properties(self._name)
+                self._streams = first not in (*_NAMING, *_GIVING) or first in own
             return self._tell(self._value.fresh()) if self._streams else ""
         return self._tell(text) if self._streams else ""
-
-    def _wraps(self, key: str) -> bool:
-        """Whether an object with this first key may be the whole call."""
-        return key in (*_NAMING, *_GIVING) and key not in self._declared.properties(self._name)
 
     def end(self, *, cut: bool) -> str:
         """Returns the rest of the arguments.

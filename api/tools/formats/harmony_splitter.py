@@ -7,8 +7,17 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+from ..answer_pieces import (
+    CallArguments,
+    CallBegun,
+    Piece,
+    ReasoningDelta,
+    Skipped,
+    ToolCall,
+    longest_held,
+    new_call_id,
+)
 from ..lenient.declared import DeclaredTools
-from ..pieces import CallArguments, CallBegun, Piece, ReasoningDelta, Skipped, ToolCall, longest_held, new_call_id
 from .harmony import CALL, CHANNEL, END, MESSAGE, START
 from .harmony_arguments import HarmonyArguments
 

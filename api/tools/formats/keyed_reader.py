@@ -14,8 +14,8 @@ import json
 import re
 from collections.abc import Collection
 
+from ..answer_pieces import longest_held
 from ..lenient.values import BRACKETS_MAX
-from ..pieces import longest_held
 from ..readers import Begun, Ended, StepReader
 from .keyed_layout import KeyedLayout
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ..answer_pieces import longest_held
 from ..grammar_rules import GrammarRules, json_body, quoted, schema_of_arguments
 from ..lenient.schemas import named
-from ..pieces import longest_held
 from ..readers import Begun, StepReader
 from .call_format import (
     ARGUMENTS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .schemas import fits, named
@@ -31,14 +31,8 @@ class DeclaredTools:
             parameters = tool["function"].get("parameters")
             self._schemas[tool["function"]["name"]] = parameters if isinstance(parameters, Mapping) else {}
 
-    def __bool__(self) -> bool:
-        return bool(self._schemas)
-
     def __contains__(self, name: str) -> bool:
         return name in self._schemas
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._schemas)
 
     def name(self, written: str, *, with_json: bool = False) -> str | None:
         """Returns the declared name that a model means; None if there is none.

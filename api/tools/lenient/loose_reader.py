@@ -133,7 +133,8 @@ class LooseReader:
             if (found := _SEPARATORS.match(text, at)) is not None:
                 at = found.end()
             elif (mark := self._mark_at(text, at)) != "":
-                if not final and any(len(mark) < len(text) - at < len(more) for more in self._longer(text, at)):
+                longer = (more for more in self._all if more.startswith(text[at:]))
+                if not final and any(len(mark) < len(text) - at < len(more) for more in longer):
                     raise Unfinished
                 at = self._past_id(text, at + len(mark), final=final)
                 passed, fenced = True, fenced or "```" in mark
@@ -146,10 +147,6 @@ class LooseReader:
             else:
                 break
         return at, passed, fenced
-
-    def _longer(self, text: str, at: int) -> list[str]:
-        """Returns the marks that may stand at `at` once more of the text is known."""
-        return [mark for mark in self._all if mark.startswith(text[at:])]
 
     def _past_id(self, text: str, at: int, *, final: bool) -> int:
         """Passes a call's id, which stands between two marks and is no tool's name."""

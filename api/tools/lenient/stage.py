@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..pieces import Piece, Skipped, ToolCall, longest_held, new_call_id
+from ..answer_pieces import Piece, Skipped, ToolCall, longest_held, new_call_id
 from .loose_reader import FENCES, MARKS, LooseReader, Reading, State
 from .reading import Calls
 
@@ -126,9 +126,6 @@ class LenientCalls:
     def _new_line(self, at: int) -> bool:
         return self._buffer[at - 1] == "\n" if at else not self._begun or self._before.endswith("\n")
 
-    def _paragraph(self, at: int) -> bool:
-        return not self._begun_at(at) or _BLANK.search(self._before + self._buffer[:at]) is not None
-
     def _begun_at(self, at: int) -> bool:
         """Whether the answer has text before this place."""
         return self._begun or bool(self._buffer[:at].strip())
@@ -198,7 +195,8 @@ class LenientCalls:
             return ""
         if begins(tuple(f"```{info}" for info in FENCES)):
             return "fence"
-        return "text" if self._paragraph(at) else ""
+        paragraph = not self._begun_at(at) or _BLANK.search(self._before + self._buffer[:at])
+        return "text" if paragraph else ""
 
     def _try(self, at: int, kind: str, out: list[Piece], *, final: bool) -> bool:
         """Reads what may be a call. Returns whether it may become one."""

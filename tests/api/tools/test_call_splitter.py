@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from satchel.api.tools.answer_pieces import CallArguments, CallBegun, Piece, ToolCall, text_of
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
 from satchel.api.tools.formats.call_format import CallFormat, CallMarks
 from satchel.api.tools.formats.json_calls import JsonCalls, JsonReader
 from satchel.api.tools.formats.tagged_calls import TaggedCalls
 from satchel.api.tools.formats.untold_calls import UntoldCalls
-from satchel.api.tools.pieces import CallArguments, CallBegun, Piece, ToolCall, text_of
 from satchel.api.tools.readers import Reader
 
 START, END = "<tool_call>", "</tool_call>"

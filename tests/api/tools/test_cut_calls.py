@@ -11,9 +11,9 @@ import pytest
 
 from satchel.api.text.answers.row_text import RowText, TextDelta
 from satchel.api.text.model import TextModel, load_text_model
+from satchel.api.tools.answer_pieces import ToolCall
 from satchel.api.tools.call_finder import CallFinder
 from satchel.api.tools.formats.harmony_splitter import HarmonySplitter
-from satchel.api.tools.pieces import ToolCall
 from tests.worlds.models.call_templates import FAMILIES, UNKNOWN, write_family
 from tests.worlds.models.harmony import write_harmony
 

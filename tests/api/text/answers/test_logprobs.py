@@ -20,12 +20,12 @@ from satchel.api.text.answers.stops import StopMatcher
 from satchel.api.text.detokenizing import ByteDetokenizer
 from satchel.api.text.model import TextModel
 from satchel.api.text.tokenizer import Tokenizer
+from satchel.api.tools.answer_pieces import ReasoningDelta, ToolCall, text_of
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
 from satchel.api.tools.call_stage import CallLimit, CallStage
 from satchel.api.tools.lenient.declared import DeclaredTools
 from satchel.api.tools.lenient.loose_reader import LooseReader
 from satchel.api.tools.lenient.stage import LenientCalls, OwnMarks
-from satchel.api.tools.pieces import ReasoningDelta, ToolCall, text_of
 
 thorough = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

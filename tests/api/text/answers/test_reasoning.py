@@ -13,7 +13,7 @@ from satchel.actors.protocol.messages import RowUpdate
 from satchel.api.text.answers.pipeline import Pipeline
 from satchel.api.text.answers.reasoning import ReasoningSplitter
 from satchel.api.text.answers.stops import StopMatcher
-from satchel.api.tools.pieces import Piece, ReasoningDelta, Skipped, text_of
+from satchel.api.tools.answer_pieces import Piece, ReasoningDelta, Skipped, text_of
 
 START, END = "<think>", "</think>"
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

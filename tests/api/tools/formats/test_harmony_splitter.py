@@ -16,9 +16,9 @@ from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.api.generation.bound_answers import ModelGrammars
 from satchel.api.text.answers.grammars import AnswerForm, Thought
 from satchel.api.text.model import TextModel, load_text_model
+from satchel.api.tools.answer_pieces import CallArguments, CallBegun, Piece, ReasoningDelta, ToolCall, text_of
 from satchel.api.tools.formats.call_format import BoundCalls, BoundTool
 from satchel.api.tools.formats.harmony_splitter import HarmonySplitter
-from satchel.api.tools.pieces import CallArguments, CallBegun, Piece, ReasoningDelta, ToolCall, text_of
 from tests.worlds.api.fake_backend import Chat, FakeBackend
 from tests.worlds.api.served_models import served_model
 from tests.worlds.models.harmony import write_harmony

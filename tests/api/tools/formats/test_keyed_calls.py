@@ -12,10 +12,10 @@ from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.api.generation.bound_answers import ModelGrammars
 from satchel.api.text.answers.grammars import Thought
 from satchel.api.text.model import TextModel, load_text_model
+from satchel.api.tools.answer_pieces import CallArguments, Piece, ToolCall, text_of
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
 from satchel.api.tools.formats.call_format import BoundCalls, BoundTool
 from satchel.api.tools.formats.keyed_calls import KeyedCalls
-from satchel.api.tools.pieces import CallArguments, Piece, ToolCall, text_of
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.api.fake_backend import Chat, FakeBackend
 from tests.worlds.api.served_models import served_model

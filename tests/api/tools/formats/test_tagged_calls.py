@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from satchel.api.text.model import TextModel, load_text_model
+from satchel.api.tools.answer_pieces import CallArguments, Piece, ToolCall, text_of
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
 from satchel.api.tools.formats.tagged_calls import TaggedCalls
-from satchel.api.tools.pieces import CallArguments, Piece, ToolCall, text_of
 from tests.worlds.models.call_templates import write_family
 
 TEXT, ANY = {"type": "string"}, {"type": ["string", "null"]}

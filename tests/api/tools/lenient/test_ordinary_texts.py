@@ -11,11 +11,11 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+from satchel.api.tools.answer_pieces import ToolCall
 from satchel.api.tools.call_stage import CallLimit, CallStage
 from satchel.api.tools.lenient.declared import DeclaredTools
 from satchel.api.tools.lenient.loose_reader import LooseReader
 from satchel.api.tools.lenient.stage import LenientCalls, OwnMarks
-from satchel.api.tools.pieces import ToolCall
 
 SEED = 20_26
 WORDS = [

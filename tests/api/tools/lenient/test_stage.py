@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from satchel.api.tools.answer_pieces import Piece, ToolCall, text_of
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
 from satchel.api.tools.call_stage import CallLimit, CallStage
 from satchel.api.tools.lenient.declared import DeclaredTools
 from satchel.api.tools.lenient.loose_reader import LooseReader
 from satchel.api.tools.lenient.stage import HELD_CHARACTERS_MAX, LenientCalls, OwnMarks
-from satchel.api.tools.pieces import Piece, ToolCall, text_of
 
 OPEN = {"type": "object", "properties": {"room": {"type": "string"}}, "required": ["room"]}
 DECLARED = DeclaredTools([{"function": {"name": "open", "parameters": OPEN}}, {"function": {"name": "ring"}}])

@@ -1,4 +1,4 @@
-"""Models for which mlx-lm has no parser call tools in the form of their own template."""
+"""How a model writes calls is read from its template; where mlx-lm has no parser for it, so are the calls."""
 
 from __future__ import annotations
 
@@ -12,16 +12,44 @@ from satchel.actors.model_files.grammars import GrammarCompiler
 from satchel.api.generation.bound_answers import ModelGrammars
 from satchel.api.text.answers.grammars import Thought
 from satchel.api.text.model import TextModel, load_text_model
+from satchel.api.tools.answer_pieces import ToolCall
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
-from satchel.api.tools.formats.call_format import BoundCalls, BoundTool
-from satchel.api.tools.pieces import ToolCall
+from satchel.api.tools.formats.call_format import BoundCalls, BoundTool, CallFormat
+from satchel.api.tools.formats.harmony_calls import HarmonyCalls
+from satchel.api.tools.formats.json_calls import JsonCalls
+from satchel.api.tools.formats.keyed_calls import KeyedCalls
+from satchel.api.tools.formats.tagged_calls import TaggedCalls
+from satchel.api.tools.formats.untold_calls import UntoldCalls
 from tests.worlds.api.fake_backend import Chat, FakeBackend
 from tests.worlds.api.served_models import served_model
 from tests.worlds.models.call_templates import UNKNOWN, write_family
+from tests.worlds.models.harmony import write_harmony
 from tests.worlds.models.tiny_tokenizers import write_folder
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("one", "two")]
 CALLS = [("one", {"a": '}"]', "b": [1, {}]}), ("two", {})]
+
+
+RECOGNISED: dict[str, CallFormat] = {
+    "hermes": JsonCalls(
+        '<tool_call>\n{"name": "', '", "arguments": ', '}\n</tool_call>\n<tool_call>\n{"name": "', "}\n</tool_call>"
+    ),
+    "mistral, ARGS": JsonCalls("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", ""),
+    "llama": JsonCalls('{"name": "', '", "parameters": ', "", "}"),
+    "glm": TaggedCalls(
+        "<tool_call>",
+        "",
+        "\n<arg_key>",
+        "</arg_key>\n<arg_value>",
+        "</arg_value>",
+        "\n</tool_call>",
+        "\n<tool_call>",
+    ),
+    "llama, pythonic": KeyedCalls("[", "(", "=", ", ", '"', ")", ", ", "]"),
+    "gemma4": KeyedCalls(
+        "<|tool_call>call:", "{", ":", ",", '<|"|>', "}", "<tool_call|><|tool_call>call:", "<tool_call|>"
+    ),
+}
 
 
 @pytest.fixture(params=UNKNOWN)
@@ -43,6 +71,21 @@ def split(text: TextModel, answer: str) -> tuple[str, list[tuple[str, Any]]]:
     pieces = [piece for character in answer for piece in splitter.add(character)] + splitter.flush()
     calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCall)]
     return "".join(piece for piece in pieces if isinstance(piece, str)), calls
+
+
+@pytest.mark.parametrize("family", RECOGNISED)
+def test_a_format_is_told_by_what_the_template_writes(tmp_path: Path, family: str):
+    text = load_text_model(write_family(tmp_path, family), name=family)
+    assert text.call_format == RECOGNISED[family] and text.call_format.binds
+    assert text.template.bare.writes is None, "the template takes calls as they are"
+
+
+def test_a_format_that_the_template_does_not_tell(tmp_path: Path):
+    text = load_text_model(write_family(tmp_path, "odd"), name="odd")
+    assert text.call_format == UntoldCalls(text.calls.shown) and not text.call_format.binds
+    harmony = load_text_model(write_harmony(tmp_path / "harmony"), name="harmony")
+    assert isinstance(harmony.call_format, HarmonyCalls) and harmony.call_format.binds
+    assert harmony.calls.channels(TOOLS) is not None and text.calls.channels(TOOLS) is None
 
 
 def test_calls_are_read_as_the_template_writes_them(text: TextModel):
