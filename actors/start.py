@@ -23,8 +23,8 @@ from ..cluster.timing import Timing
 from .kv_store.actor import KVStoreActor
 from .protocol import control_store, registry
 from .protocol.clients import ReplicaClient, RouterClient
-from .protocol.messages import ModelInfo, ReplicaStats
 from .protocol.names import ROUTER, replica_actor_name, store_actor_name
+from .protocol.replica_messages import ModelInfo, ReplicaStats
 from .replica.actor import ReplicaActor
 from .router.actor import RouterActor
 from .rpc.client import actor_handle

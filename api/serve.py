@@ -33,13 +33,13 @@ from ..cluster.timing import Timing
 from ..cluster.trust.endpoint_certificate import client_context
 from ..cluster.trust.shown_certificate import ShownCertificate
 from .agents.memory import AgentMemory
-from .http.app import create_app
+from .app import create_app
 from .http.server import HttpServer
+from .pipeline.generation import Generator
 from .ray_backend.dispatch import RayBackend
 from .ray_backend.locator import AgentLocator
 from .ray_backend.store import RayStore
 from .text.model import import_libraries
-from .views.generation import Generator
 
 APPLICATION = "satchel"
 POLL_S = 0.1

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from satchel.actors.protocol.messages import Sampling
+from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.executor import FORCED_MAX, BatchExecutor
 from satchel.actors.replica.execution.grammar import Grammars, RowGrammar

@@ -22,7 +22,7 @@ OWN_IN_ONE_FILE = {
     "actors/replica/loop/engine.py",
     "actors/replica/kv/paged_cache.py",
     "api/client/agent.py",
-    "api/generation/bodies.py",
+    "api/requests/request_body.py",
 }
 """Files whose classes use private names of others in the same file, or of the same class."""
 NAMED_TUPLES = {"_make", "_fields", "_replace", "_asdict"}

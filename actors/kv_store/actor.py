@@ -22,10 +22,10 @@ from ..protocol.store_client import StoreClient
 from ..rpc.shell import Shell, shell
 from ..rpc.spec import Method
 from ..supervision.watchdog import Watchdog
-from .disk.probe import DiskProbe
+from .disk.disk_check import DiskProbe
 from .replication.peers import Peers, RayPeers
 from .services.composition import StoreServices
-from .services.memory import open_memory
+from .services.node_memory import open_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""The identity of a model: the one place that makes model ids. `replica/loading/identity.py` says of what.
+"""The identity of a model: the one place that makes model ids. `replica/loading/model_id.py` says of what.
 
 `_MODEL_TAG` is raised whenever Satchel itself computes differently. KV under an old id is never found again, and is
 evicted as least recently used.

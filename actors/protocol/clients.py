@@ -11,7 +11,8 @@ from ...cluster.config import Config
 from ...cluster.timing import Timing
 from ..rpc.client import ActorRef, Call
 from ..rpc.spec import Client, method
-from .messages import (
+from .names import ROUTER, replica_actor_name
+from .replica_messages import (
     GenerateRequest,
     KVSelection,
     ModelInfo,
@@ -21,7 +22,6 @@ from .messages import (
     ReplicaStats,
     RowUpdate,
 )
-from .names import ROUTER, replica_actor_name
 from .router_messages import (
     Decision,
     Explanation,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .entries import Location
-from .messages import KVSelection
+from .replica_messages import KVSelection
 
 Limits = Mapping[str, int | None]
 """The bytes that a tenant may have on a node's disk, by tenant; None for no limit. Limits of other tenants stay."""

@@ -33,7 +33,8 @@ from ...cluster.timing import Timing
 from ..protocol import registry
 from ..protocol.clients import ReplicaClient
 from ..protocol.entries import unpack_tokens
-from ..protocol.messages import (
+from ..protocol.names import replica_actor_name
+from ..protocol.replica_messages import (
     GenerateRequest,
     KVSelection,
     ModelInfo,
@@ -43,7 +44,6 @@ from ..protocol.messages import (
     ReplicaStats,
     RowUpdate,
 )
-from ..protocol.names import replica_actor_name
 from ..rpc.client import actor_handle
 from ..rpc.shell import answers
 from ..supervision.stall import pause_s

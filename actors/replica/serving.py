@@ -17,7 +17,7 @@ from ...cluster.incidents import note_incident, note_incident_aside
 from ...cluster.nodes import Node
 from ...cluster.timing import Timing
 from ..protocol import registry
-from ..protocol.messages import RowUpdate
+from ..protocol.replica_messages import RowUpdate
 from ..protocol.store_client import StoreClient
 from ..supervision.stall import limit_s
 from ..supervision.watchdog import ENGINE, Watchdog
@@ -28,9 +28,9 @@ from .execution.loaded_model import LoadedModel
 from .loading import models
 from .loading.warm_up import WarmUp
 from .loop.engine import Engine
-from .meanwhile import Meanwhile
 from .memory.disk_tier import DiskTier
 from .memory.replica_memory import ReplicaMemory
+from .plain_mode import Meanwhile
 from .reports import EngineReports
 from .selftest.self_test import Proven, prove
 

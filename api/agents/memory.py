@@ -47,9 +47,9 @@ from ...cluster.errors import (
     Unavailable,
 )
 from ...cluster.timing import USUAL, Timing
-from ..generation.history import History, Message
-from ..generation.remembered import FORGOTTEN, FULL, NO_ROOM, OVER_QUOTA, UNANSWERED, Remembered
-from ..generation.sent import kept_of
+from ..requests.history import History, Message
+from ..requests.remembered import FORGOTTEN, FULL, NO_ROOM, OVER_QUOTA, UNANSWERED, Remembered
+from ..requests.sent import kept_of
 from ..text.continuation import Continuation, IndexedLine, Match, StoredBranch
 from ..text.model import TextModel
 from .store import Store

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from ...cluster.errors import InvalidRequest
-from ..generation.backend import Generation
-from ..generation.conversation import with_arguments
-from ..generation.history import Message
-from ..generation.remembered import Remembered
-from ..generation.requests import Chat
+from ..requests.backend import Generation
+from ..requests.conversation import with_arguments
+from ..requests.history import Message
+from ..requests.remembered import Remembered
+from ..requests.requests import Chat
 from ..text.templates.template import Template
 from ..text.tokenizer import Tokenizer
 from .memory import CommittedTurn, Turn

@@ -72,12 +72,12 @@ def join(
     """Make this machine a node of a running cluster, until Ctrl-C. If the cluster is lost, it joins again by itself."""
     where = chosen_home(home)
     if ordered or kept:
-        from .join import join as run
-        from .join import read_order
+        from .machines.join import join as run
+        from .machines.join import read_order
 
         run(read_order(), where, kept=kept)
         return
-    from .stay import invited, named_node, stay
+    from .machines.stay import invited, named_node, stay
 
     found = invited(invitation, where)
     stay(found, named_node(name, own_address, found, where), where)
@@ -85,7 +85,7 @@ def join(
 
 def leave(wait: WaitOption = 30.0, home: HomeOption = None) -> None:
     """Take this machine out of the cluster that it has joined. This ends the `satchel join` of this home."""
-    from .service import leave as run
+    from .machines.service import leave as run
 
     run(chosen_home(home), wait_s=wait, say=_say)
 
@@ -96,7 +96,7 @@ def promote(
     home: HomeOption = None,
 ) -> None:
     """Make this machine the head of its cluster, after the head was lost. The other machines find it by themselves."""
-    from .promote import promote as run
+    from .machines.promote import promote as run
 
     config = run(chosen_home(home), listen=listen, force=force, say=_say)
     up(config, home=home)
@@ -111,9 +111,9 @@ def up(
     home: HomeOption = None,
 ) -> None:
     """Serve in the background. Like `serve`, but returns once the server is ready."""
+    from .machines.service import log_file, satchel_command
+    from .machines.service import up as run
     from .serve import for_clients
-    from .service import log_file, satchel_command
-    from .service import up as run
 
     where = chosen_home(home)
     chosen = with_endpoint(load_config(config) if config is not None else default_config(), port, listen)
@@ -133,7 +133,7 @@ def down(
     home: HomeOption = None,
 ) -> None:
     """Stop the running server of this home in order, however it was started."""
-    from .service import down as run
+    from .machines.service import down as run
 
     run(chosen_home(home), at_once=now, wait_s=wait, say=_say)
 
@@ -150,7 +150,7 @@ def install_service(
     home: HomeOption = None,
 ) -> None:
     """Write a service (launchd or systemd) that keeps a server or a node running. It is not started yet."""
-    from .service import head_service, install, node_service
+    from .machines.service import head_service, install, node_service
 
     where = chosen_home(home)
     if (config is None) == (join is None):
@@ -163,8 +163,8 @@ def install_service(
     else:
         if name is None:
             raise ConfigError("a node needs `--name`")
-        from .join import let_in
-        from .stay import invited, named_node
+        from .machines.join import let_in
+        from .machines.stay import invited, named_node
 
         invitation = invited(join, where)
         node = named_node(name, own_address, invitation, where)

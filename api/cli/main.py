@@ -15,13 +15,13 @@ import typer
 
 from ...cluster.config import Config, default_config, load_config
 from ...cluster.errors import SatchelError
-from .cert import cert
 from .cluster import ListenOption, PortOption, down, install_service, invite, join, leave, promote, up, with_endpoint
 from .convert import convert
 from .keys import app as keys
+from .machines.cert import cert
+from .machines.nodes import app as nodes
 from .models import HomeOption, JsonOption, NoTrialOption, chosen_home
 from .models import app as models
-from .nodes import app as nodes
 from .probe import probe
 from .satchels import app as agents
 

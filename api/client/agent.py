@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..agents.memory import AgentMemory
-from ..generation.history import Message
-from ..generation.options import make_options
-from ..generation.remembered import Remembered
-from ..generation.requests import ChatRequest, agent_key
-from ..generation.sent import without_kept
-from ..generation.streams import Finished
-from ..openai.messages import read_messages
+from ..pipeline.generation import Generator
+from ..pipeline.streams import Finished
+from ..protocols.openai.messages import read_messages
+from ..requests.history import Message
+from ..requests.options import make_options
+from ..requests.remembered import Remembered
+from ..requests.requests import ChatRequest, agent_key
+from ..requests.sent import without_kept
 from ..text.answers.row_text import TextDelta
 from ..views.agents import agent_info, forget_agent, fork_agent, release_agent
-from ..views.generation import Generator
 from .background import BackgroundLoop, Feed, blocking, on_loop
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...actors.protocol import registry
 from ...actors.protocol.clients import ReplicaClient, RouterClient
-from ...actors.protocol.messages import ModelInfo
+from ...actors.protocol.replica_messages import ModelInfo
 from ...actors.start import Report, find_replicas, infos_of, load_model, unload_model
 from ...cluster.config import Config, Model, parse_model
 from ...cluster.errors import InvalidRequest, NoAnswer, NoReplica, NotRunning
@@ -28,21 +28,21 @@ from ...cluster.timing import USUAL
 from ..agents.memory import AgentMemory
 from ..agents.satchel_files import check_new, opened_satchel, write_new
 from ..agents.satchels import packed, unpacked
-from ..generation.options import make_options
-from ..generation.remembered import Remembered
-from ..generation.requests import ChatRequest, CompletionRequest, agent_key
-from ..generation.streams import Answer, TextStream
-from ..generation.vectors import EmbeddingRequest, RankingRequest
-from ..openai.messages import read_messages
+from ..pipeline.embedding import Embedder, RankedDocument
+from ..pipeline.generation import Generator
+from ..pipeline.streams import Answer, TextStream
+from ..pipeline.vectors import EmbeddingRequest, RankingRequest
+from ..protocols.openai.messages import read_messages
 from ..ray_backend.dispatch import RayBackend
 from ..ray_backend.locator import AgentLocator
 from ..ray_backend.store import RayStore
+from ..requests.options import make_options
+from ..requests.remembered import Remembered
+from ..requests.requests import ChatRequest, CompletionRequest, agent_key
 from ..text.answers.logprobs import ShownToken
 from ..text.model import load_text_model
 from ..views.agents import agent_page
 from ..views.cluster import node_views
-from ..views.embedding import Embedder, RankedDocument
-from ..views.generation import Generator
 from .agent import Agent
 from .background import BackgroundLoop, blocking, on_loop
 from .driver import connect_driver

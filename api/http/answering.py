@@ -12,15 +12,15 @@ from fastapi import Request
 
 from ...cluster.config import Config
 from ...cluster.errors import InvalidRequest, Unavailable
-from ..generation.backend import ServedModel
-from ..generation.callers import Caller
-from ..generation.fields.shared import AgentBody
-from ..generation.identity import NOBODY, Identity, identify
-from ..generation.remembered import HEADER
-from ..generation.requests import ChatRequest, CompletionRequest
-from ..generation.requests import Request as Asked
-from ..generation.streams import Answer, TextStream, collect_all
-from ..views.generation import Generator
+from ..pipeline.generation import Generator
+from ..pipeline.streams import Answer, TextStream, collect_all
+from ..requests.agent_identity import NOBODY, Identity, identify
+from ..requests.backend import ServedModel
+from ..requests.callers import Caller
+from ..requests.fields.shared import AgentBody
+from ..requests.remembered import HEADER
+from ..requests.requests import ChatRequest, CompletionRequest
+from ..requests.requests import Request as Asked
 from .exchange import BodyReader, CancelOnDisconnect, header_text
 from .metrics import Metrics
 

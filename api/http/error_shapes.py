@@ -9,13 +9,25 @@ from typing import Any, Protocol
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from ...cluster.errors import SatchelError
-from ..anthropic import answers as anthropic
-from ..ollama import answers as ollama
-from ..openai import answers as openai
+from ...cluster.errors import ContextLengthExceeded, ModelNotFound, SatchelError, quoted
 
 MESSAGES = "/v1/messages"
 OLLAMA = "/api"
+OVERLOADED, _NO_ROOM = 529, 507
+"""The first is Anthropic's status for 503, which its clients take for a reason to come back."""
+
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
 _TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
 
 
@@ -42,6 +54,12 @@ class ErrorShape(Protocol):
         ...
 
 
+def openai_error(status: int, message: str, *, code: str, param: str | None = None) -> dict[str, Any]:
+    """Returns the body of an error as OpenAI's clients read it."""
+    kind = "invalid_request_error" if status < 500 else "service_unavailable" if status == 503 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
 class OpenAIErrors:
     request_id_header = ""
     schema = _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL))
@@ -50,7 +68,7 @@ class OpenAIErrors:
         self, error: SatchelError, request_id: str, *, status: int | None = None, code: str | None = None
     ) -> tuple[int, dict[str, Any]]:
         shown = error.status if status is None else status
-        return shown, openai.error_body(shown, error.message, code=code or error.code, param=error.param)
+        return shown, openai_error(shown, error.message, code=code or error.code, param=error.param)
 
 
 class AnthropicErrors:
@@ -60,8 +78,14 @@ class AnthropicErrors:
     def body(
         self, error: SatchelError, request_id: str, *, status: int | None = None, code: str | None = None
     ) -> tuple[int, dict[str, Any]]:
-        shown = anthropic.status_of(error.status if status is None else status)
-        return shown, anthropic.error_body(shown, anthropic.error_message(error), request_id)
+        shown = error.status if status is None else status
+        shown = OVERLOADED if shown in (503, _NO_ROOM) else shown
+        kind = _ANTHROPIC_KINDS.get(shown, "invalid_request_error" if shown < 500 else "api_error")
+        message = error.message
+        if isinstance(error, ContextLengthExceeded) and error.tokens is not None:
+            # By these words clients know that they must compact.
+            message = f"prompt is too long: {error.tokens} tokens > {error.tokens_max} maximum"
+        return shown, {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 class OllamaErrors:
@@ -71,7 +95,13 @@ class OllamaErrors:
     def body(
         self, error: SatchelError, request_id: str, *, status: int | None = None, code: str | None = None
     ) -> tuple[int, dict[str, Any]]:
-        return error.status if status is None else status, ollama.error_body(error)
+        message = error.message
+        # Ollama's words where its clients look for them.
+        if isinstance(error, ModelNotFound) and error.model:
+            message = f"model {quoted(error.model)} not found"
+        elif isinstance(error, ContextLengthExceeded) and error.tokens is not None:
+            message = f"the input length exceeds the context length: {error.tokens} tokens > {error.tokens_max} maximum"
+        return error.status if status is None else status, {"error": message}
 
 
 _OPENAI = OpenAIErrors()

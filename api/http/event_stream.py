@@ -13,9 +13,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ...cluster.errors import SatchelError
-from ..generation.remembered import Remembered
-from ..generation.requests import ChatRequest, CompletionRequest
-from ..generation.streams import Event, Finished, TextStream, Usage, abort_all, interleave
+from ..pipeline.streams import Event, Finished, TextStream, Usage, abort_all, interleave
+from ..requests.remembered import Remembered
+from ..requests.requests import ChatRequest, CompletionRequest
 from ..text.answers.row_text import TextDelta
 from ..tools.answer_pieces import CallArguments, CallBegun, ReasoningDelta, ToolCall
 from .answering import Answering

@@ -31,11 +31,11 @@ from ...cluster.errors import (
     Unavailable,
     UnsupportedMediaType,
 )
-from ..generation.bodies import Body, RequestBody, parse_body
-from ..generation.left_out import HEADER as LEFT_OUT
-from ..generation.left_out import LeftOut
-from ..generation.neighbours import names_for_header
-from ..generation.options import invalid_at
+from ..requests.field_aliases import names_for_header
+from ..requests.left_out import HEADER as LEFT_OUT
+from ..requests.left_out import LeftOut
+from ..requests.options import invalid_at
+from ..requests.request_body import Body, RequestBody, parse_body
 from .content_coding import codings_of, decoded
 from .error_shapes import error_response, shape_of
 from .metrics import Metrics

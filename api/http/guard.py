@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...cluster.audit import Audit
 from ...cluster.errors import InvalidRequest, KeyRefused, NotAllowed, RateLimited, SatchelError, Unavailable, quoted
 from ...cluster.keys import KEY_BEGINS, NAME, OWNER, Key, KeyLimits, KeyRing
-from ..generation.callers import Caller, Meter
+from ..requests.callers import Caller, Meter
 from .error_shapes import error_response
 
 CHECKS_MAX = 32

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ..agents.memory import AgentMemory
-from ..generation.backend import NodeState, ReplicaStats
+from ..requests.backend import NodeState, ReplicaStats
 from ..views.cluster import disk_errors
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

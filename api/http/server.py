@@ -15,8 +15,8 @@ from starlette.types import ASGIApp
 
 from ...cluster.errors import Unavailable
 from ...cluster.trust.shown_certificate import ShownCertificate
-from ..openai.answers import error_body
 from ..patches import HttpProtocol, protocol_maker, without_signals
+from .error_shapes import openai_error
 from .exchange import STALL_S, Refused
 from .tls_listener import TlsListener
 
@@ -99,7 +99,7 @@ class HttpServer:
 
 def _error(status: int, message: str) -> str:
     """Returns an error in OpenAI's shape, as JSON."""
-    return json.dumps(error_body(status, message, code=Unavailable.code if status == 503 else "invalid_request"))
+    return json.dumps(openai_error(status, message, code=Unavailable.code if status == 503 else "invalid_request"))
 
 
 async def _listener(host: str, port: int) -> socket.socket:

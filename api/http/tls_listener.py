@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from ...cluster.trust.shown_certificate import ShownCertificate
 from ...cluster.trust.strangers import Strangers
-from ..openai.answers import error_body
 from ..patches import status_line
+from .error_shapes import openai_error
 from .exchange import Refused
 
 _log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ async def _speaks_tls(sock: socket.socket) -> bool:
         loop.remove_reader(sock)
     first = sock.recv(1, socket.MSG_PEEK)
     if first.isalpha():
-        body = json.dumps(error_body(400, "this port speaks HTTPS: use https://", code="invalid_request")).encode()
+        body = json.dumps(openai_error(400, "this port speaks HTTPS: use https://", code="invalid_request")).encode()
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         sock.send(status_line(400) + head.encode() + body)
         # Closing with unread input would reset the connection before the client reads the answer.

@@ -21,8 +21,8 @@ from cachetools import LRUCache
 
 from ...cluster.config import Media
 from ...cluster.errors import InvalidRequest, SatchelError, Unavailable
-from .decode import Shown, Undecodable, decode, measure
 from .files import Unreadable, data_url, read_file
+from .pixels import Shown, Undecodable, decode, measure
 from .sources import Picture, PictureSource, VideoSource, check_urls
 from .video import FRAME_PIXELS_MIN, FRAMES_A_SECOND, FrameSampling, decode_video, evenly
 from .web import Fetcher, Unfetchable

@@ -19,7 +19,7 @@ from PIL import Image
 
 from ...actors.model_files.processors import PictureProcessor, SpanLayout
 from ...actors.protocol.media_ids import media_key, media_tokens
-from ...actors.protocol.messages import MediaSpan
+from ...actors.protocol.replica_messages import MediaSpan
 from ...cluster.errors import InvalidRequest
 from .sources import Picture
 

@@ -22,7 +22,7 @@ from PIL import Image
 
 from ...actors.protocol.media_ids import picture_hash
 from ...cluster.environment import snapshot
-from .decode import Shown, Undecodable, UnknownFormat, as_picture, check_size, opened, rgb
+from .pixels import Shown, Undecodable, UnknownFormat, as_picture, check_size, opened, rgb
 from .sources import Picture
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ import msgpack
 import psutil
 from PIL import Image
 
-from .decode import Undecodable, as_picture, check_size
+from .pixels import Undecodable, as_picture, check_size
 from .sources import Picture
 from .video import Deadline, FrameSampler, FrameSampling
 

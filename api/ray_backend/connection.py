@@ -17,7 +17,7 @@ from typing import TypeVar
 from cachetools import FIFOCache
 
 from ...actors.protocol.clients import ReplicaClient
-from ...actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate
+from ...actors.protocol.replica_messages import GenerateRequest, MediaSpan, RowUpdate
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, ReplicaDied, ReplicaLost, SatchelError
 from ...cluster.timing import Timing
 from .served import detached

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ...actors.protocol import control_store, registry
 from ...actors.protocol.block_ids import is_shared, scope_of
 from ...actors.protocol.clients import ReplicaClient, RouterClient
-from ...actors.protocol.messages import GenerateRequest, PoolingRequest, ReplicaStats
+from ...actors.protocol.replica_messages import GenerateRequest, PoolingRequest, ReplicaStats
 from ...actors.protocol.router_messages import NodeReport
 from ...actors.start import forget_node
 from ...cluster.config import Config
@@ -26,7 +26,7 @@ from ...cluster.errors import (
 )
 from ...cluster.timing import USUAL
 from ...cluster.trust.members import remove as remove_members
-from ..generation.backend import NodeState, ServedModel, Vectors
+from ..requests.backend import NodeState, ServedModel, Vectors
 from ..views.cluster import SeenNodes, node_states
 from .locator import AgentLocator
 from .pooling import RayPooling

@@ -7,10 +7,10 @@ import logging
 import time
 from dataclasses import replace
 
-from ...actors.protocol.messages import PooledTexts, PoolingRequest
+from ...actors.protocol.replica_messages import PooledTexts, PoolingRequest
 from ...actors.protocol.router_messages import Decision, RouteRequest, RowLeft
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, ReplicaLost, Unavailable
-from ..generation.backend import Vectors
+from ..requests.backend import Vectors
 from .connection import unless_broken
 from .routing import Routing
 from .rows import ATTEMPTS, DEATHS_MAX, given_up

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.media_ids import embeddings_needed
-from ...actors.protocol.messages import GenerateRequest, ModelInfo
+from ...actors.protocol.replica_messages import GenerateRequest, ModelInfo
 from ...actors.protocol.router_messages import Chain, Decision, RouteRequest, RowLeft
 from ...actors.rpc.client import Call
 from ...cluster.config import Config

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ...actors.protocol.block_ids import block_ids, root_id
-from ...actors.protocol.messages import GenerateRequest, RowUpdate
+from ...actors.protocol.replica_messages import GenerateRequest, RowUpdate
 from ...actors.protocol.router_messages import Decision, RowLeft
 from ...cluster.environment import default_home
 from ...cluster.errors import (

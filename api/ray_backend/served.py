@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...actors.protocol import registry
-from ...actors.protocol.messages import ModelInfo
 from ...actors.protocol.registry import ServedEntry
+from ...actors.protocol.replica_messages import ModelInfo
 from ...cluster.errors import NoReplica
 from ...cluster.timing import Timing
-from ..generation.backend import ServedModel
+from ..requests.backend import ServedModel
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ...actors.protocol.block_ids import BLOCK_TOKENS
-from ...actors.protocol.messages import GenerateRequest, RowUpdate, Sampling
+from ...actors.protocol.replica_messages import GenerateRequest, RowUpdate, Sampling
 from ...actors.protocol.router_messages import Decision, RowLeft, prefill_row
 from ...cluster.errors import NoAnswer, SatchelError
 from .connection import ReplicaConnection

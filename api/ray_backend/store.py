@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...actors.protocol import registry
 from ...actors.protocol.clients import ReplicaClient
-from ...actors.protocol.messages import ModelInfo
+from ...actors.protocol.replica_messages import ModelInfo
 from ...actors.protocol.router_messages import AgentPlace
 from ...actors.protocol.store_client import StoreClient
 from ...actors.protocol.store_messages import (

@@ -13,9 +13,9 @@ from ...cluster.errors import AgentNotFound, InvalidRequest, SatchelError, quote
 from ...cluster.keys import NAME
 from ..agents.memory import AgentMemory
 from ..agents.store import Store
-from ..generation.backend import Backend
-from ..generation.requests import agent_key
 from ..media.prompt import pictures_said
+from ..requests.backend import Backend
+from ..requests.requests import agent_key
 
 PAGE_MAX = 100
 _NODES_S = 2.0

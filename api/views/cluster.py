@@ -11,7 +11,7 @@ from ...actors.protocol.router_messages import NodeEntry, NodeReport
 from ...cluster.errors import SatchelError
 from ...cluster.nodes import Node
 from ..agents.store import Store
-from ..generation.backend import Backend, NodeState, ReplicaStats
+from ..requests.backend import Backend, NodeState, ReplicaStats
 from .agents import agent_id_of
 
 AGENTS_MAX = 1000

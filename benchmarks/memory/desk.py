@@ -14,7 +14,7 @@ import mlx.core as mx
 import psutil
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
-from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
+from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.cluster.config import Scheduling

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 
-from satchel.actors.protocol.messages import Sampling
+from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 

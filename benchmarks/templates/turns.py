@@ -15,9 +15,9 @@ from typing import Any
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.replica.kv.prefix import PrefixCache, PrefixKV, ReuseRule
-from satchel.api.generation.conversation import with_arguments
-from satchel.api.generation.history import History
-from satchel.api.generation.requests import lasting_tokens
+from satchel.api.requests.conversation import with_arguments
+from satchel.api.requests.history import History
+from satchel.api.requests.requests import lasting_tokens
 from satchel.api.text.continuation import IndexedLine, Match, StoredBranch, continue_text
 from satchel.api.text.model import TextModel
 from satchel.api.text.spelling import common_length

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from satchel.api.http.app import create_app
+from satchel.api.app import create_app
 from satchel.api.http.server import HttpServer
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.cluster.bring_up.ports import free_port

@@ -100,7 +100,7 @@ def test_the_command_line_starts_quickly() -> None:
     """`satchel status` must not wait for Ray or MLX to be imported."""
     program = "import sys, satchel.api.cli.main, satchel.api.cli.views, satchel.api.cli.serve, satchel.api.cli.chat\n"
     program += "import satchel.api.cli.models, satchel.api.cli.progress\n"
-    program += "import satchel.api.cli.agents, satchel.api.cli.service\n"
+    program += "import satchel.api.cli.agents, satchel.api.cli.machines.service\n"
     program += "print(*sorted({'ray', 'mlx', 'transformers', 'mlx_lm'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == ""

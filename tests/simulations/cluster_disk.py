@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from satchel.actors.kv_store.disk.changes import Changes, SegmentPlacement
 from satchel.actors.kv_store.disk.leases import Leases
-from satchel.actors.kv_store.disk.placement import Changes, SegmentPlacement
 from satchel.actors.protocol.entries import DIGEST_BYTES, EntryRecord, Location, SegmentRecord, owner_tag
 from satchel.cluster.errors import DiskFull, StaleEpoch
 

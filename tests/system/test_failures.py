@@ -16,8 +16,8 @@ import psutil
 import pytest
 import ray
 
-from satchel.actors.protocol.messages import GenerateRequest, Sampling
 from satchel.actors.protocol.names import ROUTER, store_actor_name
+from satchel.actors.protocol.replica_messages import GenerateRequest, Sampling
 from satchel.actors.rpc.client import actor_handle
 from satchel.api.client.cluster import Cluster, Reply
 from satchel.api.ray_backend.dispatch import RayBackend

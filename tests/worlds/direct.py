@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Generator
 from types import SimpleNamespace
 from typing import Any
 
-from satchel.actors.protocol.messages import ModelInfo
+from satchel.actors.protocol.replica_messages import ModelInfo
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.rpc.codec import encode, encode_error
 from satchel.cluster.errors import SatchelError

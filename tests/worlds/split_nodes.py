@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.messages import GenerateRequest, RowUpdate, Sampling
+from satchel.actors.protocol.replica_messages import GenerateRequest, RowUpdate, Sampling
 from satchel.actors.protocol.router_messages import Decision, RouteRequest, RowLeft
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.replica.execution.loaded_model import LoadedModel

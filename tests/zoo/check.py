@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from satchel.actors.protocol.messages import Sampling
+from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.selftest.self_test import Proven, prove
 from satchel.cluster.config import Model, Scheduling

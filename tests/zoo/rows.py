@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model
 
 from satchel.actors.model_files.processors import PictureProcessor
 from satchel.actors.protocol.media_ids import picture_hash
-from satchel.actors.protocol.messages import MediaSpan
+from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.api.media.prompt import Medium, place, with_media_tokens
 from satchel.api.media.sources import Picture

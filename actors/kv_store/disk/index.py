@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...protocol.entries import OWNERS_MAX, EntryRecord, Location, SegmentRecord, adds_to, crowd_tag, is_crowd
-from .placement import SegmentPlacement
+from .changes import SegmentPlacement
 
 
 @dataclass(eq=False, slots=True)

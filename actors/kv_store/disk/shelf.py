@@ -18,11 +18,11 @@ from pathlib import Path
 from ....cluster.errors import CorruptSegment, DiskFull, InvalidRecord, StaleEpoch
 from ....cluster.timing import USUAL
 from ...protocol.entries import EntryRecord, Failure, SegmentRecord
+from .changes import SegmentPlacement
 from .folder import BAD_FILE
 from .index import Index, IndexRow, Segment
 from .io import DiskIO
 from .leases import Leases
-from .placement import SegmentPlacement
 from .segment_reader import read_entries, read_footer
 from .segments import (
     FINISHED,

@@ -29,10 +29,10 @@ from ...protocol.entries import (
     pack_tokens,
     tenant_tag,
 )
+from .changes import Changes, SegmentPlacement
 from .folder import make_folders, take_lock, typed
 from .index import add_owners
 from .io import DiskIO
-from .placement import Changes, SegmentPlacement
 from .segment_reader import StoredEntry, read_entries
 from .segments import (
     FINISHED,

@@ -13,7 +13,7 @@ from ...protocol.block_ids import block_id, block_ids
 from ...protocol.entries import ENTRIES_MAX, EntryRecord, SegmentRecord, owner_tag, pack_tokens, tail_id, unpack_tokens
 from ...protocol.media_ids import embeddings_parent, names_in
 from ...protocol.store_messages import Content
-from ..disk.placement import SegmentPlacement
+from ..disk.changes import SegmentPlacement
 from ..disk.segments import SegmentWriter
 from ..disk.store import DiskStore
 from .layout import CarriedEntry, Manifest, SatchelReader

@@ -17,8 +17,8 @@ from ..replication.succession import Succession
 from .conversations import Conversations
 from .copying import SecondaryKeeper
 from .fetching import Fetching
-from .memory import NodeMemory
 from .moving import Moving
+from .node_memory import NodeMemory
 from .reports import StoreReports
 from .satchels import Satchels
 from .tending import Tending

@@ -10,13 +10,13 @@ from typing import TypeVar
 from ....cluster.errors import AgentNotFound
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.entries import TOKEN_BYTES
-from ...protocol.messages import KVSelection
+from ...protocol.replica_messages import KVSelection
 from ...protocol.store_messages import AgentBranches, BranchKV, BranchMemory, Head, Limits, Recalled
 from ..agents.branches import main_branch
 from ..agents.claims import Branch, Claims
 from ..agents.roles import Role
 from .disk import kept_on
-from .memory import NodeMemory
+from .node_memory import NodeMemory
 from .ownership import branches_of
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from ...protocol.store_messages import Standing, TakeIn, TakeSecondary
 from ..agents.roles import Memory, Place, Role, life, newest, tombstone_epoch
 from ..replication.copies import Secondaries
 from ..replication.succession import Succession
-from .memory import NodeMemory
+from .node_memory import NodeMemory
 from .tombstones import Tombstones
 
 VERSIONS_MAX = 10_000

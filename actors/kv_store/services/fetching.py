@@ -10,7 +10,7 @@ from ...protocol.store_messages import Content, Fetched, Head, PullKV
 from ..replication.peers import Peers
 from ..transfer.node_blocks import NodeBlocks
 from ..transfer.pull_loop import Wanted
-from .memory import NodeMemory
+from .node_memory import NodeMemory
 from .ownership import OwnedKeeper
 
 

@@ -14,7 +14,7 @@ from ..agents.roles import Memory
 from ..replication.copies import Secondaries
 from ..replication.peers import Peers
 from ..replication.succession import Succession
-from .memory import NodeMemory
+from .node_memory import NodeMemory
 from .turns import Turns
 
 logger = logging.getLogger(__name__)

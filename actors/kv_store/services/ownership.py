@@ -29,7 +29,7 @@ from ....cluster.timing import USUAL
 from ...protocol.entries import EntryRecord, SegmentRecord, owner_tag
 from ..agents.agents import Agents
 from ..agents.claims import Branch, Census, Claims
-from ..disk.placement import SegmentPlacement
+from ..disk.changes import SegmentPlacement
 from ..disk.store import DiskStore
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import psutil
 from ...protocol.reporter import Reporter
 from ...protocol.router_messages import StoreReport
 from ..agents.roles import Role, tombstone_epoch
-from .memory import NodeMemory
+from .node_memory import NodeMemory
 
 ROOM_BYTES_MIN = 64 << 20
 """With less than that free on its disk a node is not asked to fetch KV, which it could not keep."""

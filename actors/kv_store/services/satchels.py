@@ -32,7 +32,7 @@ from ..disk.quotas import tenant_of
 from ..satchels.layout import CarriedBranch, SatchelReader
 from ..satchels.packing import kv_of, manifest_of, write_satchel
 from ..satchels.unpacking import KVTaker, Renamed, TakenKV, check_words
-from .memory import NodeMemory
+from .node_memory import NodeMemory
 from .ownership import OwnedKeeper
 
 logger = logging.getLogger(__name__)

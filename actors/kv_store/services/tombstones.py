@@ -11,7 +11,7 @@ from ....cluster.errors import SatchelError
 from ...protocol.store_messages import Tombstone
 from ..agents.roles import Role, tombstone_epoch
 from ..replication.peers import Peers
-from .memory import NodeMemory
+from .node_memory import NodeMemory
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from ....cluster.errors import AgentBusy, AgentElsewhere, SatchelError
 from ...protocol.store_messages import Begun, BranchMemory, Commit, CommitOutcome, Limits
-from .memory import NodeMemory
+from .node_memory import NodeMemory
 
 WAITING_MAX = 64
 """How many turns of one agent may wait for the one before them."""

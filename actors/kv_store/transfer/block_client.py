@@ -29,12 +29,12 @@ from ...protocol.entries import (
     tail_id,
 )
 from ..disk.store import DiskStore
-from . import messages
+from . import wire
 from .handshake import NONCE_BYTES, Initiator, checked_key
 from .link import Link
-from .messages import CHAIN_MAX, TAILS_MAX, FetchRequest, FindRequest, Offered
 from .pull_loop import EntryGone, Offer, PullEnded, PullLimits, PullLoop, Stop, Wanted
 from .pull_writer import Keeper, PullWriter
+from .wire import CHAIN_MAX, TAILS_MAX, FetchRequest, FindRequest, Offered
 
 logger = logging.getLogger(__name__)
 
@@ -265,8 +265,8 @@ class _Pull:
     async def find(self) -> tuple[list[Offer | None], list[Offer]]:
         wanted, rest = self._wanted, pack_tokens(self._wanted.rest)
         request = FindRequest(wanted.model, wanted.chain, wanted.tail_parent, rest, wanted.tails_max)
-        self._link.send_message(messages.pack_request(request))
-        blocks, tails = messages.read_found(self._heard("found"), request)
+        self._link.send_message(wire.pack_request(request))
+        blocks, tails = wire.read_found(self._heard("found"), request)
         named = [(tail_id(wanted.tail_parent, wanted.rest[:count]), tail) for count, tail in tails]
         ends = [(entry, tail) for entry, tail in named if entry == wanted.last or not wanted.wait_s]
         ids = [*wanted.chain, *(entry for entry, _ in ends)]
@@ -279,10 +279,10 @@ class _Pull:
         return offers[: len(wanted.chain)], [offer for offer in offers[len(wanted.chain) :] if offer is not None]
 
     async def ask(self, ids: Sequence[bytes]) -> None:
-        self._link.send_message(messages.pack_request(FetchRequest(self._wanted.model, tuple(ids))))
+        self._link.send_message(wire.pack_request(FetchRequest(self._wanted.model, tuple(ids))))
 
     async def receive(self, offer: Offer) -> EntryRecord:
-        record, layout = messages.read_entry(self._heard("entry"))
+        record, layout = wire.read_entry(self._heard("entry"))
         if (record.id, record.nbytes) != (offer.id, offer.nbytes):
             raise LinkGarbage("an entry has another id or size than was announced")
         if not self._wanted.has(record):
@@ -301,11 +301,11 @@ class _Pull:
 
     def _heard(self, wanted: str) -> list[Any]:
         """Returns the fields of the next message, which must be of this kind. Raises `EntryGone`."""
-        kind, fields = messages.unpack(self._link.receive_message())
+        kind, fields = wire.unpack(self._link.receive_message())
         if kind == "gone" and wanted == "entry":
-            raise EntryGone(messages.read_reason(fields))
+            raise EntryGone(wire.read_reason(fields))
         if kind == "error":
-            raise LinkError(f"the source reports: {messages.read_reason(fields)}")
+            raise LinkError(f"the source reports: {wire.read_reason(fields)}")
         if kind != wanted:
             raise LinkGarbage(f"{kind!r:.40} answers no request")
         return fields

@@ -23,11 +23,11 @@ from ....cluster.trust.strangers import Strangers
 from ...protocol.entries import TOKEN_BYTES, Location, unpack_tokens
 from ..disk.segment_reader import CHANGED, EntryReader, opened
 from ..disk.store import DiskStore
-from . import messages
+from . import wire
 from .handshake import NONCE_BYTES, Acceptor, checked_key, refusal
 from .link import Link, SharedRate
-from .messages import FetchRequest, FindRequest, Offered
 from .priority import give_way
+from .wire import FetchRequest, FindRequest, Offered
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ class _Conversation:
         payload = link.receive_message()
         link.until = time.monotonic() + self._limits.answer_s
         try:
-            request = messages.read_request(payload)
+            request = wire.read_request(payload)
             if isinstance(request, FindRequest):
                 self._find(request)
             else:
@@ -243,7 +243,7 @@ class _Conversation:
         except LinkError:
             raise
         except SatchelError as error:
-            link.send_message(messages.pack("error", error.message))
+            link.send_message(wire.pack("error", error.message))
             raise
 
     def end(self) -> None:
@@ -266,7 +266,7 @@ class _Conversation:
         self._pin(location for location in (*locations, *tails) if location is not None)
         blocks = [None if location is None else Offered.of(location) for location in locations]
         ends = [(len(tail.tokens) // TOKEN_BYTES, Offered.of(tail)) for tail in tails]
-        self._link.send_message(messages.pack_found(blocks, ends))
+        self._link.send_message(wire.pack_found(blocks, ends))
 
     def _fetch(self, request: FetchRequest) -> None:
         """Sends entry after entry. Locations may differ from those found, as files are rewritten."""
@@ -277,7 +277,7 @@ class _Conversation:
         self._pin(present)
         for location in located:
             if location is None:
-                self._link.send_message(messages.pack("gone", "the source no longer has it"))
+                self._link.send_message(wire.pack("gone", "the source no longer has it"))
             else:
                 # While entries are sent, the lease must not end.
                 self._pin([location])
@@ -297,7 +297,7 @@ class _Conversation:
                     raise CorruptSegment(CHANGED)
 
             with reader.noting(index), opened(reader.paths[index]) as read:
-                self._link.send_message(messages.pack_entry(location, layout))
+                self._link.send_message(wire.pack_entry(location, layout))
                 begun = True
                 self._link.send_bytes(layout.nbytes, fill)
         if (failure := reader.failures.get(index)) is not None:
@@ -305,7 +305,7 @@ class _Conversation:
             if begun:
                 # What was announced cannot be sent any more.
                 raise LinkError(failure.reason)
-            self._link.send_message(messages.pack("gone", failure.reason))
+            self._link.send_message(wire.pack("gone", failure.reason))
 
 
 def _listener(address: Address) -> socket.socket:

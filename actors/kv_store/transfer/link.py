@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from ....cluster.errors import LinkError, LinkGarbage
 from .handshake import PREAMBLE_BYTES, SEAL_BYTES, Seal, Seals, body_length
-from .messages import MESSAGE_BYTES_MAX
 from .rate import Rate
+from .wire import MESSAGE_BYTES_MAX
 
 FRAME_BYTES = 2**19
 """An entry's bytes pass in frames of this size: few calls, and they stay in the core's cache from disk to wire."""

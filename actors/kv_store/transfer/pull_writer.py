@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ....cluster.errors import DiskError, SatchelError
 from ...protocol.entries import EntryLayout, EntryRecord, SegmentRecord
-from ..disk.placement import SegmentPlacement
+from ..disk.changes import SegmentPlacement
 from ..disk.segments import SegmentWriter
 from ..disk.store import DiskStore
 from .priority import give_way

@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from ...protocol.messages import Sampling, TokenLogprobs
+from ...protocol.replica_messages import Sampling, TokenLogprobs
 from ..device.device import on_gpu, size_class
 from ..device.device_errors import on_device
 from ..kv import caches as kv_cache

@@ -1,6 +1,6 @@
 """What was found of models at earlier loads, in a file of the home, so that later ones need not find it again.
 
-A finding belongs to a model as it computes, which includes its files and the libraries' versions (`identity.py`), to
+A finding belongs to a model as it computes, which includes its files and the libraries' versions (`model_id.py`), to
 the device, to Satchel's version, and to a version of the question.
 """
 

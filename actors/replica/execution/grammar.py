@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...model_files.grammars import GrammarCompiler, load_compiler
+from ...model_files.grammar_compiler import GrammarCompiler, load_compiler
 from .loaded_model import LoadedModel
 
 PARALLEL_ROWS_MIN = 8

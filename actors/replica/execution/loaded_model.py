@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ...model_files.model_identity import ModelIdentity
 from ...model_files.sentence_modules import SentenceModules
-from ...protocol.messages import EmbeddingInfo
+from ...protocol.replica_messages import EmbeddingInfo
 from ..kernels.sealing import FULL_PRECISION
 from ..kv.caches import ModelCacheSpec, new_caches
 from ..kv.pool import BlockPool

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from ...protocol.messages import Sampling, TokenLogprobs
+from ...protocol.replica_messages import Sampling, TokenLogprobs
 from ..device.device import as_numpy, on_cuda
 from .grammar import RowMasks
 from .token_limits import TokenLimits, limits_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from ...protocol.messages import Sampling
+from ...protocol.replica_messages import Sampling
 from ..kv import caches as kv_cache
 from ..kv.sequence_view import Stacks
 from .grammar import RowGrammar

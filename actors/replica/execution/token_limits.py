@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from ...protocol.messages import Sampling
+from ...protocol.replica_messages import Sampling
 
 _NONE = -1
 """No token: before the answer's first one, and where a shorter word does not look."""

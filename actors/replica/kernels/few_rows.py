@@ -4,7 +4,7 @@ A decode step of some rows is many small products. MLX's kernel for quantized we
 with dequantized weights a product goes through cuBLAS, which takes 25 us of the host for each. This kernel reads 4-bit
 weights once for up to 32 rows, with tensor cores, and is launched as others are.
 
-Whether it is used, and for how many rows, is tried when a model is loaded (`few_rows_trial.py`).
+Whether it is used, and for how many rows, is tried when a model is loaded (`few_rows_check.py`).
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ from ..kv import attention
 from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
 from ..kv.paged_cache import Reads
 from . import decode_ways, few_rows_check, joined, kv_choice
-from .identity import computing, files_of, order_of_weights, refuse_elsewhere
 from .kv_choice import AUTO
+from .model_id import computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
 from .quirks import FlatCaches, fit_masks, masks_are_known, shares_kv, with_windows
 from .warm_up import meet_usual

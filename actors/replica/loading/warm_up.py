@@ -15,7 +15,7 @@ from functools import partial
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from ...protocol.messages import Sampling
+from ...protocol.replica_messages import Sampling
 from ..device.device import device_bytes, size_class
 from ..device.device_errors import DeviceFailed
 from ..execution.executor import SHAPE_TOKENS, BatchExecutor

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ....cluster.timing import Timing
-from ...protocol.messages import RowUpdate
+from ...protocol.replica_messages import RowUpdate
 
 logger = logging.getLogger(__name__)
 

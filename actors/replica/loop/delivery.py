@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ....cluster.errors import GenerationFailed, SatchelError
-from ...protocol.messages import RowUpdate
+from ...protocol.replica_messages import RowUpdate
 from ..device.device_errors import DeviceFailed
 from ..execution.executor import BatchExecutor, Ready
 from ..memory.keeping import Keeping

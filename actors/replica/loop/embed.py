@@ -23,7 +23,7 @@ from ....cluster.errors import (
     SatchelError,
     Unavailable,
 )
-from ...protocol.messages import PooledTexts, PoolingRequest
+from ...protocol.replica_messages import PooledTexts, PoolingRequest
 from ..device.device import on_gpu
 from ..device.device_errors import on_device
 from ..execution.hidden_states import HiddenStates

@@ -25,7 +25,7 @@ from PIL import Image
 from ....cluster.errors import InvalidRequest, PictureLost, SatchelError
 from ...model_files.processors import SpanLayout
 from ...protocol.media_ids import embeddings_id, is_media_token, name_at
-from ...protocol.messages import GenerateRequest, MediaSpan
+from ...protocol.replica_messages import GenerateRequest, MediaSpan
 from ..device.device import settle
 from ..execution.vision import ImageEmbeddings, RowPictures, Vision
 from ..memory.embedding_cache import EmbeddingCache

@@ -25,7 +25,7 @@ from ....cluster.errors import (
     Unavailable,
 )
 from ....cluster.timing import USUAL, Timing
-from ...protocol.messages import GenerateRequest, PoolingRequest
+from ...protocol.replica_messages import GenerateRequest, PoolingRequest
 from ..device.device_errors import DeviceFailed, on_device
 from ..execution.executor import BatchExecutor
 from ..execution.grammar import Grammars, RowGrammar

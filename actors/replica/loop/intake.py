@@ -19,7 +19,7 @@ from ....cluster.errors import (
     SatchelError,
     Unavailable,
 )
-from ...protocol.messages import GenerateRequest, PooledTexts, PoolingRequest
+from ...protocol.replica_messages import GenerateRequest, PooledTexts, PoolingRequest
 from ..device.device_errors import DeviceFailed
 from ..execution.executor import BatchExecutor
 from ..execution.loaded_model import LoadedModel

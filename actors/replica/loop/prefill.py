@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from ...protocol.messages import RowUpdate
+from ...protocol.replica_messages import RowUpdate
 from ..execution.executor import BatchExecutor
 from ..kv.caches import PooledBlock
 from ..memory.keeping import Keeping

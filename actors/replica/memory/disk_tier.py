@@ -28,7 +28,7 @@ from ...kv_store.disk.segment_reader import EntryReader, Run, read_entries
 from ...kv_store.disk.segments import grouped, read_key, write_segment
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.entries import TOKEN_BYTES, Entry, Failure, Location, pack_tokens, tail_id, unpack_tokens
-from ...protocol.messages import GenerateRequest
+from ...protocol.replica_messages import GenerateRequest
 from ...protocol.store_client import StoreClient
 from ...protocol.store_messages import FoundKV, Limits, PullKV
 from ..device.device import on_gpu

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from cachetools import LRUCache
 
-from ...kv_store.disk.placement import Changes
+from ...kv_store.disk.changes import Changes
 from ..execution.vision import ImageEmbeddings
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ...protocol.media_ids import embeddings_id, embeddings_parent, name_at
-from ...protocol.messages import GenerateRequest, MediaSpan
+from ...protocol.replica_messages import GenerateRequest, MediaSpan
 from ..execution.vision import ImageEmbeddings
 from .disk_tier import DiskTier, WriteJob, Written
 

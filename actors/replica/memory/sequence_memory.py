@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids
 from ...protocol.entries import tail_id
-from ...protocol.messages import GenerateRequest
+from ...protocol.replica_messages import GenerateRequest
 from ..execution.executor import BatchExecutor
 from ..execution.grammar import RowGrammar
 from ..execution.vision import RowPictures

@@ -19,7 +19,7 @@ from ...model_files.processors import SpanLayout
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from ...protocol.media_ids import media_key, media_tokens, picture_hash
-from ...protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
+from ...protocol.replica_messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from ..device.device import as_numpy, device_bytes, multiplies_exactly
 from ..device.device_errors import DeviceFailed
 from ..execution.loaded_model import LoadedModel

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from ....actors.protocol.messages import TokenLogprobs
+from ....actors.protocol.replica_messages import TokenLogprobs
 from ..detokenizing import REPLACEMENT
 from ..tokenizer import Tokenizer
 

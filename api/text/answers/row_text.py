@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ....actors.protocol.messages import TokenLogprobs
+from ....actors.protocol.replica_messages import TokenLogprobs
 from ....cluster.errors import GenerationFailed
 from ...tools.answer_pieces import CallArguments, CallBegun, Piece, ReasoningDelta, ToolCall, text_of
 from ...tools.call_stage import CallStage

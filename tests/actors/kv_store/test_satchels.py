@@ -16,7 +16,7 @@ from satchel.actors.kv_store.satchels.layout import MAGIC, VERSION
 from satchel.actors.protocol.block_ids import root_id, scope_of
 from satchel.actors.protocol.entries import Entry
 from satchel.actors.protocol.media_ids import embeddings_parent, media_tokens, names_in
-from satchel.actors.protocol.messages import ReplicaStats
+from satchel.actors.protocol.replica_messages import ReplicaStats
 from satchel.actors.protocol.router_messages import AgentPlace
 from satchel.actors.protocol.store_messages import AskUnpack, Unpacked
 from satchel.api.ray_backend.store import RayStore

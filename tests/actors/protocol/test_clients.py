@@ -13,7 +13,7 @@ from satchel.actors.protocol import clients
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.clients import CONFIG_S, ReplicaClient, RouterClient
 from satchel.actors.protocol.entries import EntryRecord, Failure, Location, SegmentRecord
-from satchel.actors.protocol.messages import (
+from satchel.actors.protocol.replica_messages import (
     GenerateRequest,
     KVSelection,
     PooledTexts,

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, PooledTexts, PoolingRequest, Sampling
+from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, PooledTexts, PoolingRequest, Sampling
 from satchel.actors.replica import actor
 from satchel.actors.replica import reports as engine_reports
 from satchel.actors.replica.actor import ReplicaActor

@@ -13,7 +13,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from satchel.actors.protocol.clients import ReplicaClient, RouterClient
-from satchel.actors.protocol.messages import KVSelection
+from satchel.actors.protocol.replica_messages import KVSelection
 from satchel.actors.protocol.router_messages import Places
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.protocol.store_messages import Commit, Content

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from satchel.api.agents import memory as agents
-from satchel.api.generation.requests import ChatRequest
-from satchel.api.views.generation import Generator
+from satchel.api.pipeline.generation import Generator
+from satchel.api.requests.requests import ChatRequest
 from satchel.cluster.errors import Unavailable
 from satchel.cluster.timing import Timing
 from tests.worlds.api.fake_backend import events_of

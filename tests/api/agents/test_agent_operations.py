@@ -10,10 +10,10 @@ import openai
 import pytest
 
 from satchel.actors.protocol.block_ids import block_ids, root_id, scope_of
-from satchel.actors.protocol.messages import RowUpdate
-from satchel.api.generation.backend import ReplicaStats
-from satchel.api.http.app import create_app
+from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.api.app import create_app
 from satchel.api.http.server import HttpServer
+from satchel.api.requests.backend import ReplicaStats
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import parse_config
 from satchel.cluster.timing import Timing

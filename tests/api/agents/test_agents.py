@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from satchel.actors.protocol.messages import RowUpdate
+from satchel.actors.protocol.replica_messages import RowUpdate
 from satchel.api.agents import memory as agents
-from satchel.api.generation.requests import ChatRequest
-from satchel.api.generation.streams import Finished
+from satchel.api.pipeline.streams import Finished
+from satchel.api.requests.requests import ChatRequest
 from satchel.cluster.errors import Unavailable
 from satchel.cluster.timing import Timing
 from tests.worlds.api.remembering import LocalStore, Remembering, spoken

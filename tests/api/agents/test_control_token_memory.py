@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from satchel.actors.protocol.messages import RowUpdate
+from satchel.actors.protocol.replica_messages import RowUpdate
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.remembering import Remembering, spoken
 

@@ -14,8 +14,8 @@ import jsonschema_rs
 import pytest
 
 from satchel.api.agents.memory import AgentMemory
-from satchel.api.http.app import create_app
-from satchel.api.views.generation import Generator
+from satchel.api.app import create_app
+from satchel.api.pipeline.generation import Generator
 from satchel.cluster.config import parse_config
 from tests.worlds.api.engine_backend import EngineBackend
 from tests.worlds.api.remembering import LocalStore

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from satchel.api.generation import requests
+from satchel.api.requests import requests
 from satchel.api.text.model import load_text_model
 from satchel.cluster.config import parse_config
 from tests.worlds.api.engine_backend import remembering_app

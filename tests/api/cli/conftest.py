@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from satchel.api.app import create_app
 from satchel.api.cli.main import app
-from satchel.api.generation.backend import NodeState, ReplicaStats
-from satchel.api.http.app import create_app
 from satchel.api.http.server import HttpServer
+from satchel.api.requests.backend import NodeState, ReplicaStats
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord

@@ -11,7 +11,7 @@ import pytest
 
 from satchel.actors.protocol.store_messages import Commit, Content
 from satchel.api.cli.views import size
-from satchel.api.generation.backend import NodeState
+from satchel.api.requests.backend import NodeState
 from satchel.api.text.templates.habits import TemplateHabits
 from satchel.cluster.errors import SatchelError
 from satchel.cluster.keys import create_key, write_owner_key

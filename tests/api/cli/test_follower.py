@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from satchel.api.cli import join as cli_join
-from satchel.api.cli.join import REFUSALS_MAX, REMOVED, Follower
-from satchel.api.cli.stay import node_command
+from satchel.api.cli.machines import join as cli_join
+from satchel.api.cli.machines.join import REFUSALS_MAX, REMOVED, Follower
+from satchel.api.cli.machines.stay import node_command
 from satchel.cluster.bring_up.launch import JoinOrder
 from satchel.cluster.config import Home, parse_config
 from satchel.cluster.connection import versions

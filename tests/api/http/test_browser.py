@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from satchel.api.http.app import create_app
+from satchel.api.app import create_app
 from satchel.api.http.browser import Hosts
 from satchel.cluster.config import Config, Endpoint, parse_config
 from satchel.cluster.errors import ConfigError

@@ -11,7 +11,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from satchel.api.http.app import create_app
+from satchel.api.app import create_app
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}).encode()
 

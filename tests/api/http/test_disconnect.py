@@ -10,13 +10,13 @@ import httpx
 import pytest
 from starlette.requests import ClientDisconnect
 
-from satchel.actors.protocol.messages import RowUpdate
-from satchel.api.generation.requests import ChatRequest
+from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.api.app import create_app
 from satchel.api.http import exchange as http
-from satchel.api.http.app import create_app
 from satchel.api.http.exchange import CancelOnDisconnect
-from satchel.api.openai.messages import read_messages
-from satchel.api.views.generation import Generator
+from satchel.api.pipeline.generation import Generator
+from satchel.api.protocols.openai.messages import read_messages
+from satchel.api.requests.requests import ChatRequest
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 

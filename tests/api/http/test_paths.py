@@ -7,7 +7,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from satchel.api.http.app import create_app
+from satchel.api.app import create_app
 from satchel.cluster.config import Home
 from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyRing, create_key

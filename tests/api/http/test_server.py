@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from satchel.actors.protocol.messages import RowUpdate
+from satchel.actors.protocol.replica_messages import RowUpdate
 from satchel.api import patches
+from satchel.api.app import create_app
 from satchel.api.http import exchange as http
-from satchel.api.http.app import create_app
 from satchel.api.http.server import HttpServer
 from satchel.cluster.bring_up.ports import free_port
 from tests.worlds.api.fake_backend import events_of

@@ -15,8 +15,8 @@ import pytest
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.store_messages import Commit, Content
 from satchel.api.agents.memory import AgentMemory
-from satchel.api.http.app import create_app
-from satchel.api.views.generation import Generator
+from satchel.api.app import create_app
+from satchel.api.pipeline.generation import Generator
 from satchel.cluster.config import Config, Home, parse_config
 from satchel.cluster.home import prepare_home
 from satchel.cluster.keys import KeyRing, create_key, revoke_key

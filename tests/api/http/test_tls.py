@@ -18,10 +18,10 @@ import httpx
 import pytest
 import uvloop
 
-from satchel.actors.protocol.messages import RowUpdate
+from satchel.actors.protocol.replica_messages import RowUpdate
 from satchel.api import patches
+from satchel.api.app import create_app
 from satchel.api.http import tls_listener
-from satchel.api.http.app import create_app
 from satchel.api.http.server import HttpServer
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Home

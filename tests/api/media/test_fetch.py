@@ -28,7 +28,7 @@ from satchel.api.media.web import is_public
 from satchel.cluster.config import Media, parse_config
 from satchel.cluster.errors import ConfigError, InvalidRequest, Unavailable
 
-from .test_decode import few_colours, packed, png
+from .test_pixels import few_colours, packed, png
 
 HERE = "messages[2].content[0]"
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]

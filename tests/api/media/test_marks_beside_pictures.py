@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from satchel.actors.protocol.media_ids import media_tokens_in, picture_hash
-from satchel.api.generation.requests import Chat, ChatRequest, Past, prepare_chat
 from satchel.api.media.prompt import Medium
 from satchel.api.media.sources import Picture, PictureSource
+from satchel.api.requests.requests import Chat, ChatRequest, Past, prepare_chat
 from satchel.api.text.continuation import StoredBranch
 from satchel.api.text.model import TextModel, load_text_model
 from tests.worlds.api.served_models import served_model

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from PIL import Image
 
-from satchel.api.generation.unseen import UNREAD
-from satchel.api.http.app import create_app
+from satchel.api.app import create_app
+from satchel.api.requests.unsupported_media import UNREAD
 from satchel.api.text.model import load_text_model
 from satchel.cluster.config import Config
 from tests.worlds.api.anthropic_client import HELLO, Messages

@@ -20,14 +20,14 @@ from PIL import Image, ImageDraw
 
 from satchel.actors.model_files.processors import PictureLayout, PictureProcessor
 from satchel.actors.protocol.media_ids import FIRST_MEDIA_TOKEN, media_tokens_in, picture_hash
-from satchel.actors.protocol.messages import MediaSpan
-from satchel.api.generation.requests import ChatRequest
-from satchel.api.http.app import create_app
+from satchel.actors.protocol.replica_messages import MediaSpan
+from satchel.api.app import create_app
 from satchel.api.media.prompt import Medium, Resized, referred, with_references
 from satchel.api.media.sources import Picture
-from satchel.api.openai.messages import read_messages
+from satchel.api.pipeline.generation import Generator
+from satchel.api.protocols.openai.messages import read_messages
+from satchel.api.requests.requests import ChatRequest
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.api.views.generation import Generator
 from satchel.cluster.config import Config
 from satchel.cluster.config import Media as Limits
 from satchel.cluster.errors import Unavailable

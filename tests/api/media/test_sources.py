@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from satchel.api.media.sources import Picture, PictureSource, VideoSource, check_urls
-from satchel.api.openai.messages import media_part
+from satchel.api.protocols.openai.messages import media_part
 from satchel.cluster.errors import InvalidRequest
 
 HERE = "messages[2].content[0]"

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from satchel.api.generation.left_out import LeftOut
-from satchel.api.generation.requests import ChatRequest, Past, prepare_chat
-from satchel.api.generation.unseen import WORDS, without_unseen
 from satchel.api.media.sources import PictureSource
+from satchel.api.requests.left_out import LeftOut
+from satchel.api.requests.requests import ChatRequest, Past, prepare_chat
+from satchel.api.requests.unsupported_media import WORDS, without_unseen
 from satchel.api.text.model import TextModel
 from tests.worlds.api.fake_backend import FakeBackend
 

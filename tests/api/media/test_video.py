@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from satchel.api.media import video as video_decode
-from satchel.api.media.decode import Undecodable
 from satchel.api.media.fetch import PictureLoader
+from satchel.api.media.pixels import Undecodable
 from satchel.api.media.sources import Picture, PictureSource, VideoSource
 from satchel.api.media.video import Deadline, FrameSampler, FrameSampling, decode_video, evenly
 from satchel.api.media.video_worker import _check_whole
@@ -32,7 +32,7 @@ from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Media
 from satchel.cluster.errors import InvalidRequest
 
-from .test_decode import packed
+from .test_pixels import packed
 
 USUAL = FrameSampling(fps=2.0, frames_max=32, pixels_max=10**6, timeout_s=60.0)
 

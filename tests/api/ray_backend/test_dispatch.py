@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
+from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from satchel.actors.protocol.router_messages import Decision, RowLeft
 from satchel.actors.replica.loop.consumers import _merge
 from satchel.actors.rpc.codec import encode, encode_error

@@ -8,7 +8,7 @@ import pytest
 
 from satchel.actors import start
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.messages import ReplicaStats
+from satchel.actors.protocol.replica_messages import ReplicaStats
 from satchel.actors.rpc.codec import encode
 from satchel.api.ray_backend.leaving import AT_ONCE, HandedOver, hand_over
 from satchel.cluster.errors import ActorLost

@@ -11,8 +11,8 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from satchel.actors.protocol.clients import RouterClient
-from satchel.actors.protocol.messages import KVSelection
 from satchel.actors.protocol.registry import ServedEntry
+from satchel.actors.protocol.replica_messages import KVSelection
 from satchel.actors.protocol.router_messages import (
     AgentPlace,
     NodeReport,

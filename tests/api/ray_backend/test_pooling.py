@@ -10,12 +10,12 @@ import pytest
 from ray.exceptions import RayActorError
 
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.messages import PooledTexts, PoolingRequest
+from satchel.actors.protocol.replica_messages import PooledTexts, PoolingRequest
 from satchel.actors.protocol.router_messages import Decision, RouteRequest
 from satchel.actors.rpc.codec import encode, encode_error
-from satchel.api.generation.backend import Vectors
 from satchel.api.ray_backend import rows
 from satchel.api.ray_backend.pooling import RayPooling
+from satchel.api.requests.backend import Vectors
 from satchel.cluster.errors import (
     ContextLengthExceeded,
     Draining,

@@ -13,9 +13,9 @@ from ray.exceptions import RayActorError
 
 from satchel.actors.protocol import registry
 from satchel.actors.protocol.clients import RouterClient
-from satchel.actors.protocol.messages import GenerateRequest, ReplicaStats, Sampling
 from satchel.actors.protocol.names import ROUTER
 from satchel.actors.protocol.registry import ServedEntry
+from satchel.actors.protocol.replica_messages import GenerateRequest, ReplicaStats, Sampling
 from satchel.actors.protocol.router_messages import (
     Chain,
     Decision,

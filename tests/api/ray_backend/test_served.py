@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from satchel.actors.protocol import registry
-from satchel.actors.protocol.messages import ModelInfo
 from satchel.actors.protocol.registry import ServedEntry
+from satchel.actors.protocol.replica_messages import ModelInfo
 from satchel.api.ray_backend import served
 from satchel.api.ray_backend.served import ServedModels
 from satchel.cluster.config import Model

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 
 from satchel.actors.protocol.block_ids import block_ids
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
+from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from satchel.actors.protocol.router_messages import Decision, RowLeft
 from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.connection import SentPictures

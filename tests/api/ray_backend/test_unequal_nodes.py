@@ -13,15 +13,15 @@ import pytest
 from satchel.actors import start
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.messages import ModelInfo
 from satchel.actors.protocol.registry import ServedEntry
+from satchel.actors.protocol.replica_messages import ModelInfo
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.protocol.store_messages import Commit, Content
 from satchel.actors.rpc.codec import encode
 from satchel.actors.start import differing
-from satchel.api.generation.backend import ReplicaStats
 from satchel.api.ray_backend import store as ray_store
 from satchel.api.ray_backend.store import RayStore
+from satchel.api.requests.backend import ReplicaStats
 from satchel.cluster.config import Model
 from satchel.cluster.errors import ModelLoadError
 from satchel.cluster.timing import USUAL

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import satchel.actors.model_files as model_files
-from satchel.api.generation.backend import ServedModel
-from satchel.api.generation.requests import Chat, ChatRequest, Past, prepare_chat
+from satchel.api.requests.backend import ServedModel
+from satchel.api.requests.requests import Chat, ChatRequest, Past, prepare_chat
 from satchel.api.text.callers_text import AnswerLearner, CallersText
 from satchel.api.text.continuation import StoredBranch
 from satchel.api.text.control_tokens import BREAK, unbroken

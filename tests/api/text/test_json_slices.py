@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
-from satchel.api.generation.history import called_with
+from satchel.api.requests.history import called_with
 from satchel.api.text import json_slices
 from satchel.api.text.json_slices import DEPTH_MAX, TooDeep, TooManyValues, check_values, outline, parse
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from satchel.api.generation.history import called_with
+from satchel.api.requests.history import called_with
 from satchel.api.text.lone_surrogates import not_characters, with_whole_characters
 
 

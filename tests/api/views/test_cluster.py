@@ -15,8 +15,8 @@ from satchel.api.agents.memory import FOLLOWING_MAX
 from satchel.api.cli.views import _replica_lines
 from satchel.api.client.agent import Agent
 from satchel.api.client.background import BackgroundLoop
-from satchel.api.generation.backend import NodeState, ReplicaStats
-from satchel.api.http.routes import cluster as cluster_routes
+from satchel.api.protocols.satchel import cluster_routes
+from satchel.api.requests.backend import NodeState, ReplicaStats
 from satchel.api.views import cluster as cluster_views
 from satchel.api.views.cluster import SeenNodes, TokenRates, node_states
 from satchel.cluster.audit import Audit
@@ -27,7 +27,7 @@ from satchel.cluster.nodes import Link, Node
 from tests.worlds.api.homes import HomesStore
 from tests.worlds.api.remembering import Remembering
 
-from ..http.routes.test_operations import samples
+from ..protocols.satchel.test_operations import samples
 
 SLOTS = {"running": 0, "kept": 0, "free": 0}
 PLAIN = {"decoding": None, "multiplying": None, "proving": None}

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from satchel.api.cli import service as cli_service
+from satchel.api.cli.machines import service as cli_service
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Config, Home, default_config
 from satchel.cluster.errors import ClusterError, HomeInUse, NotRunning, PortInUse

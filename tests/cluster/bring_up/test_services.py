@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from satchel.api.cli import service as cli_service
+from satchel.api.cli.machines import service as cli_service
 from satchel.api.cli.main import app
 from satchel.cluster.bring_up.services import (
     Service,

@@ -14,15 +14,15 @@ from typing import Any
 from fastapi import FastAPI
 
 from satchel.actors.protocol.block_ids import is_shared, scope_of
-from satchel.actors.protocol.messages import GenerateRequest, PooledTexts, PoolingRequest, RowUpdate
+from satchel.actors.protocol.replica_messages import GenerateRequest, PooledTexts, PoolingRequest, RowUpdate
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.api.agents.memory import AgentMemory
-from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel, Vectors
-from satchel.api.http.app import create_app
+from satchel.api.app import create_app
+from satchel.api.pipeline.generation import Generator
 from satchel.api.ray_backend.rows import called
-from satchel.api.views.generation import Generator
+from satchel.api.requests.backend import NodeState, ReplicaStats, ServedModel, Vectors
 from satchel.cluster.config import Config
 from satchel.cluster.errors import NodeNotFound, SatchelError
 from tests.worlds.api.served_models import served_model

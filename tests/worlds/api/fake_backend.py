@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from satchel.actors.protocol.messages import (
+from satchel.actors.protocol.replica_messages import (
     EmbeddingInfo,
     GenerateRequest,
     PooledTexts,
@@ -22,7 +22,7 @@ from satchel.actors.protocol.messages import (
     Sampling,
     TokenLogprobs,
 )
-from satchel.api.generation.backend import NodeState, ReplicaStats, ServedModel, Vectors
+from satchel.api.requests.backend import NodeState, ReplicaStats, ServedModel, Vectors
 from satchel.api.text.model import TextModel
 from satchel.cluster.errors import NodeNotFound
 from tests.worlds.api.served_models import served_model

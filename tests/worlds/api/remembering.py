@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx
 
-from satchel.actors.protocol.messages import RowUpdate
+from satchel.actors.protocol.replica_messages import RowUpdate
 from satchel.actors.protocol.router_messages import AgentPlace
 from satchel.actors.protocol.store_messages import AskUnpack, BranchKV, Moved, Unpacked
 from satchel.api.agents.memory import AgentMemory
-from satchel.api.http.app import create_app
-from satchel.api.views.generation import Generator
+from satchel.api.app import create_app
+from satchel.api.pipeline.generation import Generator
 from satchel.cluster.config import Config
 from satchel.cluster.errors import AgentNotFound, InvalidRequest, Unavailable
 

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from satchel.api.generation.backend import ServedModel
+from satchel.api.requests.backend import ServedModel
 from tests.worlds.direct import model_info
 
 _ID = b"4" * 32

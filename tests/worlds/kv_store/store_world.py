@@ -25,7 +25,7 @@ from satchel.actors.kv_store.disk.quotas import Quotas
 from satchel.actors.kv_store.disk.store import DiskLimits
 from satchel.actors.kv_store.services.composition import StoreServices
 from satchel.actors.kv_store.services.disk import NodeDisk
-from satchel.actors.kv_store.services.memory import NodeMemory
+from satchel.actors.kv_store.services.node_memory import NodeMemory
 from satchel.actors.kv_store.services.work import Work
 from satchel.actors.protocol.clients import RouterClient
 from satchel.actors.protocol.store_client import StoreClient

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
-from satchel.actors.protocol.messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
+from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.sampling import Draw
 from satchel.actors.replica.loading import models

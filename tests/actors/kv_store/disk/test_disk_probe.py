@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from satchel.actors.kv_store.disk import probe as disk_probe
-from satchel.actors.kv_store.disk.probe import DiskProbe
+from satchel.actors.kv_store.disk import disk_check as disk_probe
+from satchel.actors.kv_store.disk.disk_check import DiskProbe
 
 
 def test_a_disk_that_keeps_a_byte_answers_and_keeps_nothing(tmp_path: Path):

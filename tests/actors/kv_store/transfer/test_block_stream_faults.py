@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from satchel.actors.kv_store.disk.segments import model_folder
-from satchel.actors.kv_store.transfer import messages
+from satchel.actors.kv_store.transfer import wire
 from satchel.actors.kv_store.transfer.block_client import PullResult
 from satchel.actors.kv_store.transfer.block_server import BlockServer, ServerLimits
 from satchel.actors.kv_store.transfer.handshake import NONCE_BYTES, SEAL_BYTES, Initiator, Seal
@@ -414,15 +414,15 @@ def sealed_message(seal: Seal, payload_: bytes) -> bytes:
     "payload_",
     [
         b"\xc1",
-        messages.pack("find"),
-        messages.pack("find", b"x", b"", bytes(32), b"", 1),
-        messages.pack("find", MODEL, bytes(31), bytes(32), b"", 1),
-        messages.pack("find", MODEL, bytes(32), bytes(32), b"abc", 1),
-        messages.pack("find", MODEL, bytes(32), bytes(32), b"", 10**6),
-        messages.pack("fetch", MODEL, bytes(32) * 65),
-        messages.pack("fetch", MODEL, bytes(64)),
-        messages.pack("renew"),
-        messages.pack("shutdown"),
+        wire.pack("find"),
+        wire.pack("find", b"x", b"", bytes(32), b"", 1),
+        wire.pack("find", MODEL, bytes(31), bytes(32), b"", 1),
+        wire.pack("find", MODEL, bytes(32), bytes(32), b"abc", 1),
+        wire.pack("find", MODEL, bytes(32), bytes(32), b"", 10**6),
+        wire.pack("fetch", MODEL, bytes(32) * 65),
+        wire.pack("fetch", MODEL, bytes(64)),
+        wire.pack("renew"),
+        wire.pack("shutdown"),
         b"\x91" * 3000,
     ],
 )
@@ -435,14 +435,14 @@ def test_a_request_that_cannot_be_is_answered_with_an_error_and_the_end(pair, pa
 def test_a_request_that_was_changed_on_the_way_is_not_answered(pair):
     """Or put in by somebody else, who has not the connection's key."""
     limits = ServerLimits(request_s=0.2)
-    find = messages.pack_request(messages.FindRequest(MODEL, (), MODEL, b"", 0))
+    find = wire.pack_request(wire.FindRequest(MODEL, (), MODEL, b"", 0))
     assert b"found" in speak(pair.serve(limits=limits), find)
     assert speak(pair.serve(limits=limits), find, damage=1) == b""
 
 
 def test_a_request_that_is_too_long_is_not_even_read(pair):
     server = pair.serve()
-    assert speak(server, bytes(messages.MESSAGE_BYTES_MAX + 1)) == b""
+    assert speak(server, bytes(wire.MESSAGE_BYTES_MAX + 1)) == b""
     entries = chain(2)
     pair.source.put(entries)
     assert pair.pull(wanted(entries)).stop is Stop.COMPLETE

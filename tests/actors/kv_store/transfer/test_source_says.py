@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from satchel.actors.kv_store.transfer import messages
+from satchel.actors.kv_store.transfer import wire
 from satchel.actors.kv_store.transfer.handshake import NONCE_BYTES, SEAL_BYTES, Acceptor, Seal
 from satchel.actors.kv_store.transfer.link import Link
-from satchel.actors.kv_store.transfer.messages import MESSAGE_BYTES_MAX, Offered
 from satchel.actors.kv_store.transfer.pull_loop import LINES_MAX, PullLimits, Stop
+from satchel.actors.kv_store.transfer.wire import MESSAGE_BYTES_MAX, Offered
 from satchel.actors.protocol.entries import EntryLayout, EntryRecord, flat_bytes, pack_tokens, signature, tail_id
 from satchel.cluster.errors import LinkError
 from tests.worlds.kv_store.block_nodes import CLUSTER_KEY, Nodes, nodes, wanted
@@ -28,7 +28,7 @@ PARTS = signature(BLOCKS[0].parts)
 LAYOUT = EntryLayout(PARTS, {})
 REST = [7, 8, 9]
 OFFERED = Offered(LAYOUT.nbytes, 0, False)
-FOUND = messages.pack_found([OFFERED, OFFERED], [])
+FOUND = wire.pack_found([OFFERED, OFFERED], [])
 
 
 def bytes_of(number: int) -> bytes:
@@ -41,7 +41,7 @@ def record(number: int, **more) -> EntryRecord:
     return replace(facts, **more)
 
 
-HEADS = [messages.pack_entry(record(number), LAYOUT) for number in range(2)]
+HEADS = [wire.pack_entry(record(number), LAYOUT) for number in range(2)]
 
 
 class Source:
@@ -121,11 +121,11 @@ def test_what_was_asked_for_comes_whole(pair):
     ("answer", "reason"),
     [
         (HEADS[0], "answers no request"),
-        (messages.pack("zebra"), "answers no request"),
-        (messages.pack("gone", "a"), "answers no request"),
-        (messages.pack("error", "no more"), "the source reports: no more"),
+        (wire.pack("zebra"), "answers no request"),
+        (wire.pack("gone", "a"), "answers no request"),
+        (wire.pack("error", "no more"), "the source reports: no more"),
         (b"\xc1", "cannot be read"),
-        (messages.pack_found([OFFERED], []), "a row of 2 values"),
+        (wire.pack_found([OFFERED], []), "a row of 2 values"),
     ],
 )
 def test_nothing_is_taken_that_answers_no_question(pair, answer: bytes, reason: str):
@@ -134,7 +134,7 @@ def test_nothing_is_taken_that_answers_no_question(pair, answer: bytes, reason: 
 
     def instead(said: Source) -> None:
         said.find()
-        said.fetch(FOUND if b"gone" in answer else answer if b"entry" not in answer else messages.pack("a"))
+        said.fetch(FOUND if b"gone" in answer else answer if b"entry" not in answer else wire.pack("a"))
 
     result = pulled(pair, instead)
     assert result.stop is Stop.UNREACHABLE and result.blocks == 0
@@ -152,7 +152,7 @@ def test_an_entry_of_another_id_size_digest_place_or_of_other_tokens_is_not_writ
         (record(0, tokens=pack_tokens(other)), LAYOUT, "other tokens"),
     ):
 
-        def script(said: Source, head: bytes = messages.pack_entry(wrong, layout)) -> None:
+        def script(said: Source, head: bytes = wire.pack_entry(wrong, layout)) -> None:
             said.find()
             said.fetch(head)
             said.data(0)
@@ -197,23 +197,23 @@ def test_a_message_has_a_possible_length(pair, length: int):
 
 
 def test_a_tail_is_of_the_tokens_that_are_wanted_and_named_by_them(pair):
-    assert pulled(pair, lambda said: said.find(messages.pack_found([None, None], [(2, OFFERED)])), rest=REST).stop is (
+    assert pulled(pair, lambda said: said.find(wire.pack_found([None, None], [(2, OFFERED)])), rest=REST).stop is (
         Stop.MISSING
     )
     for count in (0, 4):
-        payload = messages.pack_found([None, None], [(count, OFFERED)])
+        payload = wire.pack_found([None, None], [(count, OFFERED)])
         assert pulled(pair, lambda said, payload=payload: said.find(payload), rest=REST).stop is Stop.UNREACHABLE
     end = record(0, id=tail_id(IDS[1], REST[:2]), parent=IDS[1], tail=True, tokens=pack_tokens(REST[:2]))
     other = record(0, id=tail_id(ROOT, REST[:2]), parent=ROOT, tail=True, tokens=pack_tokens(REST[:2]))
     for sent, stop in ((end, Stop.COMPLETE), (other, Stop.UNREACHABLE), (replace(end, parent=ROOT), Stop.UNREACHABLE)):
 
         def script(said: Source, sent: EntryRecord = sent) -> None:
-            said.find(messages.pack_found([OFFERED, OFFERED], [(2, OFFERED)]))
+            said.find(wire.pack_found([OFFERED, OFFERED], [(2, OFFERED)]))
             said.fetch(HEADS[0])
             said.data(0)
             said.link.send_message(HEADS[1])
             said.data(1)
-            said.link.send_message(messages.pack_entry(sent, LAYOUT))
+            said.link.send_message(wire.pack_entry(sent, LAYOUT))
             said.data(0)
 
         evict(pair.target.store, 0)

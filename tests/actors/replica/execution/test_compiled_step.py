@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.protocol.messages import Sampling
+from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.device.device import on_gpu
 from satchel.actors.replica.execution.decode_way import DecodeWay
 from satchel.actors.replica.execution.executor import BatchExecutor

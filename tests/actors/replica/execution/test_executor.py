@@ -13,7 +13,7 @@ import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.entries import flat_bytes, signature
-from satchel.actors.protocol.messages import Sampling
+from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.device.device import size_class
 from satchel.actors.replica.device.device_errors import DeviceFailed
 from satchel.actors.replica.execution.executor import BatchExecutor

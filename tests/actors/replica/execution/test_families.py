@@ -3,7 +3,7 @@
 The weights are random, so the likeliest token is often a close call and free-running answers would part at rounding.
 Every row is therefore *forced*: a sampler in place of the real one gives it the tokens of its script and notes the
 logits that it would have drawn from. The reference is one forward pass over the whole script: of the model itself,
-without any cache, and where KV is sealed through one empty cache, which `test_sealed_cache.py` holds against attention
+without any cache, and where KV is sealed through one empty cache, which `test_paged_cache.py` holds against attention
 written out. Where attention is all there is, rows in company must also equal the row alone to the last bit.
 """
 

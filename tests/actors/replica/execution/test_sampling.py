@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.protocol.messages import Sampling, TokenLogprobs
+from satchel.actors.protocol.replica_messages import Sampling, TokenLogprobs
 from satchel.actors.replica.execution import sampling
 from satchel.actors.replica.execution.grammar import RowMasks
 from satchel.actors.replica.execution.sampling import (

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.protocol.messages import Sampling
+from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.execution.sampling import BatchSampler
 from satchel.actors.rpc.codec import decode, encode
 

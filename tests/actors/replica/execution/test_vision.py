@@ -26,7 +26,7 @@ from satchel.actors.kv_store.transfer.node_blocks import NodeBlocks
 from satchel.actors.model_files.processors import PictureProcessor, SpanLayout
 from satchel.actors.protocol.block_ids import root_id
 from satchel.actors.protocol.media_ids import is_media_token, picture_hash
-from satchel.actors.protocol.messages import MediaSpan
+from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.actors.protocol.store_messages import Content, Head
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.bidirectional import runs_of

@@ -14,7 +14,7 @@ from satchel.actors.replica.execution import findings, hidden_states
 from satchel.actors.replica.execution.hidden_states import HiddenStates
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv.paged_cache import Reads
-from satchel.actors.replica.loading import decode_ways, identity, joined, models, quirks
+from satchel.actors.replica.loading import decode_ways, joined, model_id, models, quirks
 from tests.worlds.models.families import write_model
 
 TOKENS = mx.array([[3, 1, 4, 1, 5]], mx.uint32)
@@ -74,7 +74,7 @@ def test_nothing_is_taken_from_another_version_device_or_model(
 
     assert count(folder) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(identity, "version", lambda library: f"another {library}")
+        patch.setattr(model_id, "version", lambda library: f"another {library}")
         assert count(folder) == 4
     with monkeypatch.context() as patch:
         patch.setattr(findings, "version_of", lambda _: "another Satchel")

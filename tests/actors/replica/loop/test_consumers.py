@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from satchel.actors.kv_store.actor import KVStoreActor
-from satchel.actors.protocol.messages import RowUpdate
+from satchel.actors.protocol.replica_messages import RowUpdate
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.replica.loop.consumers import Consumers
 from satchel.actors.router.actor import RouterActor

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from satchel.actors.model_files.sentence_modules import SentenceModules
-from satchel.actors.protocol.messages import PooledTexts, PoolingRequest
+from satchel.actors.protocol.replica_messages import PooledTexts, PoolingRequest
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.embed import LONG_TEXT_PART

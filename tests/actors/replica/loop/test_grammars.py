@@ -10,7 +10,7 @@ import jsonschema_rs
 import pytest
 from tokenizers import Tokenizer
 
-from satchel.actors.model_files.grammars import GrammarCompiler
+from satchel.actors.model_files.grammar_compiler import GrammarCompiler
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.grammar import PARALLEL_ROWS_MIN, MaskMaker, RowGrammar
 from satchel.actors.replica.execution.loaded_model import LoadedModel

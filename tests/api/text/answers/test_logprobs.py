@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from satchel.actors.protocol.messages import RowUpdate, TokenLogprobs
+from satchel.actors.protocol.replica_messages import RowUpdate, TokenLogprobs
 from satchel.api.text.answers.logprobs import ShownToken, completion_logprobs
 from satchel.api.text.answers.pipeline import Pipeline
 from satchel.api.text.answers.reasoning import ReasoningSplitter

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from satchel.actors.protocol.messages import RowUpdate
+from satchel.actors.protocol.replica_messages import RowUpdate
 from satchel.api.text.answers.pipeline import Pipeline
 from satchel.api.text.answers.reasoning import ReasoningSplitter
 from satchel.api.text.answers.stops import StopMatcher

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from satchel.api.generation.requests import lasting_tokens
+from satchel.api.requests.requests import lasting_tokens
 from satchel.api.text.model import TextModel, load_text_model
 from tests.worlds.models.forgetful_templates import ASKS, SYSTEM, TEMPLATES, messages, write_template
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from satchel.actors.model_files.grammars import GrammarCompiler
-from satchel.api.generation.bound_answers import ModelGrammars
+from satchel.actors.model_files.grammar_compiler import GrammarCompiler
+from satchel.api.pipeline.constrained_answers import ModelGrammars
 from satchel.api.text.answers.grammars import AnswerForm, Thought
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.tools.answer_pieces import CallArguments, CallBegun, Piece, ReasoningDelta, ToolCall, text_of

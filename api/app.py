@@ -1,0 +1,97 @@
+"""The HTTP application: the routes of all protocols, over any `Backend`. It knows nothing of Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from ..cluster.audit import Audit
+from ..cluster.config import Config
+from ..cluster.keys import KeyRing
+from .agents.memory import AgentMemory
+from .http.adding import describe_bodies
+from .http.answering import Answering
+from .http.browser import BrowserGuard, Hosts
+from .http.exchange import BodyReader, Refused, RequestContext, add_error_handlers
+from .http.guard import KeyGuard
+from .http.metrics import AgentMetrics, Metrics
+from .http.paths import Paths, heads_of
+from .pipeline.embedding import Embedder
+from .pipeline.generation import Generator
+from .protocols.anthropic.routes import MessageRoutes
+from .protocols.ollama.routes import OllamaRoutes
+from .protocols.openai.embedding_routes import EmbeddingRoutes
+from .protocols.openai.routes import OpenAIRoutes
+from .protocols.openai.token_routes import TokenRoutes
+from .protocols.responses.conversation_routes import ConversationRoutes
+from .protocols.responses.routes import ResponseRoutes
+from .protocols.satchel.agent_routes import AgentRoutes
+from .protocols.satchel.cluster_routes import ClusterRoutes
+from .protocols.satchel.status_routes import StatusRoutes
+from .requests.backend import Backend
+
+
+def create_app(
+    backend: Backend,
+    config: Config,
+    *,
+    generator: Generator | None = None,
+    memory: AgentMemory | None = None,
+    keys: KeyRing | None = None,
+    audit: Audit | None = None,
+    certified: Callable[[], Sequence[str]] = tuple,
+    refused: Refused = lambda why: None,
+) -> FastAPI:
+    """Makes the application, one per event loop.
+
+    Args:
+        keys: the valid keys; None allows everybody.
+        audit: records administrators' actions and refused keys.
+        generator: to share the pipeline (its tokenizers, its agents' memory) with others on the same loop.
+        certified: returns the names of the endpoint's certificate.
+        memory: the agents' memory if no `generator` is given; None for none.
+        refused: called with the reason if a request is refused for lack of capacity.
+    """
+    app = FastAPI(title="Satchel", version=_version(), redirect_slashes=False)
+    metrics = Metrics()
+    generator = generator or Generator(backend, config, memory=memory)
+    if generator.memory is not None:
+        metrics.registry.register(AgentMetrics(generator.memory))
+    answering = Answering(generator, config, metrics, BodyReader(config, refused))
+    add_error_handlers(app)
+    app.add_middleware(KeyGuard, keys=keys, audit=audit)
+    if origins := [origin.lower() for origin in config.endpoint.origins]:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "HEAD", "POST", "PUT", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    app.add_middleware(BrowserGuard, hosts=Hosts(config.endpoint, certified), origins=origins)
+    app.add_middleware(RequestContext, metrics=metrics)
+    OpenAIRoutes(answering, app.version).add_to(app)
+    TokenRoutes(answering).add_to(app)
+    embedder = Embedder(generator)
+    EmbeddingRoutes(answering, embedder).add_to(app)
+    MessageRoutes(answering).add_to(app)
+    ResponseRoutes(answering, config.endpoint).add_to(app)
+    ConversationRoutes(answering).add_to(app)
+    OllamaRoutes(answering, embedder).add_to(app)
+    StatusRoutes(backend, answering, metrics).add_to(app)
+    AgentRoutes(generator, answering.bodies, audit, keys).add_to(app)
+    ClusterRoutes(backend, generator.memory, audit).add_to(app)
+    describe_bodies(app)
+    # The outermost, because all others look at the path.
+    app.add_middleware(Paths, heads=heads_of(app.routes))
+    return app
+
+
+def _version() -> str:
+    try:
+        return version("satchel")
+    except PackageNotFoundError:
+        return "0"

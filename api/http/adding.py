@@ -1,0 +1,81 @@
+"""Adding a route to the application, and what the application's description (`/openapi.json`) says of it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from .error_shapes import shape_of
+
+JSON, EVENTS, NDJSON, TEXT = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
+BYTES = "application/octet-stream"
+_COMPONENTS = "#/components/schemas/{model}"
+
+
+def add_route(
+    app: FastAPI,
+    method: str,
+    path: str,
+    handler: Any,
+    body: type[BaseModel] | None = None,
+    *,
+    takes: str = "",
+    answers: tuple[str, ...] = (JSON,),
+    shown: bool = True,
+) -> None:
+    """Adds a route to `app`. One of GET takes HEAD too.
+
+    Args:
+        handler: a coroutine function that FastAPI calls.
+        body: the class of the request's body, which the description shows; the handler reads it.
+        takes: the media type of a body that is a file; "" for none.
+        answers: the media types of its answers.
+        shown: whether the route is in the description.
+    """
+    extra = None
+    if body is not None:
+        extra = {"requestBody": {"required": True, "content": {JSON: {"schema": _schema_of(body)}}}}
+    elif takes:
+        file = {"type": "string", "format": "binary"}
+        extra = {"requestBody": {"required": True, "content": {takes: {"schema": file}}}}
+    app.add_api_route(
+        path,
+        handler,
+        methods=[method],
+        response_model=None,
+        responses={
+            200: {"description": "The answer", "content": {media: {} for media in answers}},
+            "default": {"description": "An error", "content": {JSON: {"schema": shape_of(path).schema}}},
+        },
+        openapi_extra=extra,
+        include_in_schema=shown,
+    )
+    if method == "GET":
+        app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
+
+
+def describe_bodies(app: FastAPI) -> None:
+    """Lets the description of `app` have the classes within its routes' bodies where bodies refer to them."""
+    without = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = without()
+            classes = made.setdefault("components", {}).setdefault("schemas", {})
+            for operations in made["paths"].values():
+                for operation in operations.values():
+                    for body in operation.get("requestBody", {}).get("content", {}).values():
+                        classes |= body["schema"].pop("$defs", {})
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = openapi
+
+
+@cache
+def _schema_of(body: type[BaseModel]) -> dict[str, Any]:
+    """Takes long, and is the same for every application."""
+    return body.model_json_schema(ref_template=_COMPONENTS)

@@ -1,1 +1,0 @@
-"""The handlers of requests, by protocol. Each class adds its own routes to the application."""

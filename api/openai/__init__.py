@@ -1,1 +1,0 @@
-"""OpenAI's wire format: bodies in, bodies and events out."""

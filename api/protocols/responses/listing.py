@@ -1,0 +1,62 @@
+"""The Responses API on the way out: lists of items, page by page."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from ....cluster.errors import InvalidRequest, quoted
+
+PAGE_MAX = 100
+
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+
+
+def item_page(items: list[dict[str, Any]], response_id: str, limit: int, order: str, after: str) -> dict[str, Any]:
+    """Returns a page of items, as a list in OpenAI's form. Items that came without an id have one of their place.
+
+    Raises:
+        InvalidRequest: `limit` is out of range, or no item has the id `after`.
+    """
+    if not 1 <= limit <= PAGE_MAX:
+        raise InvalidRequest(f"limit must be 1 to {PAGE_MAX}", param="limit")
+    shown = [_shown(item, response_id, index) for index, item in enumerate(items)]
+    if order == "desc":
+        shown.reverse()
+    start = 0
+    if after:
+        start = next((index + 1 for index, item in enumerate(shown) if item["id"] == after), 0)
+        if not start:
+            raise InvalidRequest(f"after: there is no item {quoted(after)}", param="after")
+    data = shown[start : start + limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(shown) > start + limit,
+    }
+
+
+def _shown(item: dict[str, Any], response_id: str, index: int) -> dict[str, Any]:
+    kind = item.get("type") or ("message" if "role" in item else "item_reference")
+    shown = {**item, "type": kind}
+    if not isinstance(shown.get("id"), str):
+        digits = hashlib.sha256(f"{response_id}/{index}".encode()).hexdigest()[:48]
+        shown["id"] = f"{_PREFIXES.get(kind, 'item')}_{digits}"
+    if kind == "message":
+        content = shown.get("content")
+        if isinstance(content, str):
+            part = "output_text" if shown["role"] == "assistant" else "input_text"
+            more = {"annotations": []} if part == "output_text" else {}
+            shown["content"] = [{"type": part, "text": content, **more}]
+    if kind != "item_reference" and shown.get("status") is None:
+        shown["status"] = "completed"
+    return shown

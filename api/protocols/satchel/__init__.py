@@ -1,0 +1,1 @@
+"""Satchel's own routes: agents, the cluster, status."""

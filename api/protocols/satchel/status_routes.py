@@ -1,0 +1,82 @@
+"""The routes that say what is served and how it is: models, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from ....cluster.errors import SatchelError
+from ...http.adding import TEXT, add_route
+from ...http.answering import Answering, probe
+from ...http.guard import require_admin
+from ...http.metrics import CONTENT_TYPE, Metrics
+from ...requests.backend import Backend, NodeState, ServedModel
+from ...requests.callers import Caller
+from ...views.cluster import disk_errors
+from ..openai.answers import model_body
+
+_NODES_TIMEOUT_S = 2.0
+
+
+class StatusRoutes:
+    """Handlers for models, health and metrics."""
+
+    def __init__(self, backend: Backend, answering: Answering, metrics: Metrics) -> None:
+        self._backend = backend
+        self._answering = answering
+        self._metrics = metrics
+
+    def add_to(self, app: FastAPI) -> None:
+        """Adds the routes to `app`."""
+        add_route(app, "GET", "/", self.greet, shown=False)
+        add_route(app, "GET", "/v1/models", self.list_models)
+        add_route(app, "GET", "/v1/models/{model_id:path}", self.get_model)
+        add_route(app, "GET", "/health", self.health)
+        add_route(app, "GET", "/metrics", self.show_metrics, answers=(TEXT,))
+
+    async def greet(self, request: Request) -> Response:
+        """Says that something answers, by which Claude Code and programs for Ollama see that."""
+        return PlainTextResponse("Satchel is running")
+
+    async def list_models(self, request: Request) -> Response:
+        """Lists every loaded model that the caller may use, the default first."""
+        models = await self._answering.models(request)
+        return JSONResponse({"object": "list", "data": await asyncio.gather(*map(self._described, models))})
+
+    async def get_model(self, request: Request, model_id: str) -> Response:
+        """Shows one model: the one that would answer a request for that name."""
+        return JSONResponse(await self._described(await self._answering.served(request, model_id)))
+
+    async def _described(self, model: ServedModel) -> dict[str, Any]:
+        notes = await self._answering.generator.template_notes(model)
+        return model_body(model, [*model.info.notes, *notes])
+
+    async def health(self, request: Request) -> Response:
+        """Responds 200 if a replica of every served model answers, else 503. `disk_errors` gives by node why no KV is
+        kept on disk now; serving does not need it. Callers who are no administrators see only the status."""
+        caller: Caller = request.state.caller
+        models, nodes = await asyncio.gather(probe(self._backend.health()), self._nodes())
+        closed = disk_errors(nodes)
+        more: dict[str, Any] = {"models": models} if caller.admin else {}
+        if closed and caller.admin:
+            more["disk_errors"] = closed
+        if models and all(models.values()):
+            return JSONResponse({"status": "ok", **more})
+        return JSONResponse({"status": "unavailable", **more}, status_code=503, headers={"Retry-After": "1"})
+
+    async def _nodes(self) -> list[NodeState]:
+        """Returns the nodes; none if they are not known in time, because health and metrics must not fail for them."""
+        try:
+            return await asyncio.wait_for(self._backend.nodes(), _NODES_TIMEOUT_S)
+        except (SatchelError, TimeoutError):
+            return []
+
+    async def show_metrics(self, request: Request) -> Response:
+        """Shows metrics in Prometheus' text format. For administrators."""
+        require_admin(request.state.caller)
+        stats, nodes = await asyncio.gather(probe(self._backend.stats()), self._nodes())
+        text = self._metrics.render(stats, self._backend.failovers, nodes)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})

@@ -1,0 +1,1 @@
+"""A request as all protocols understand it: who asks, whose memory it continues, messages, options."""

@@ -1,0 +1,186 @@
+"""The interface between the HTTP and Python APIs and the cluster.
+
+`http/` and `views/` know only these protocols; `ray_backend/` implements them over Ray actors, and tests over plain
+objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...actors.protocol.replica_messages import (
+    GenerateRequest,
+    ModelInfo,
+    PooledTexts,
+    PoolingRequest,
+    ReplicaStats,
+    RowUpdate,
+)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A configured model: `info` is how a replica has loaded it, and the rest how the endpoint serves it.
+
+    `info.files_id` is the same for all its replicas, and agents' token ids belong to it. `info.model_id` is one
+    replica's: nodes that compute differently have others. `template_kwargs` are variables for its template that
+    requests leave open. `marks_are_tokens` says that what callers write may become control tokens
+    (`control_tokens_in_text: tokens`). With `schema_in_prompt` it is told the schema that binds its answer. With
+    `omits_unseen` pictures that it cannot see are left out where they do not belong to the newest message
+    (`unseen_media: omit`).
+    """
+
+    info: ModelInfo
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    marks_are_tokens: bool = False
+    schema_in_prompt: bool = True
+    omits_unseen: bool = True
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """The answer to a `PoolingRequest`: the replica that gave it, its node ("" if unknown), and why it went there."""
+
+    pooled: PooledTexts
+    replica: str
+    node: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """One machine of the cluster. None means unknown.
+
+    Attributes:
+        address: the one that other nodes use for it.
+        links: (address, kind) of every path to its KV, the fastest first.
+        up: whether its store reported lately; if no report is known, whether the machine is in the cluster.
+        rates: measured bytes per second, by the node from which KV came.
+        memory_free_bytes: of the machine.
+        disk_bytes: of KV on its disk; `disk_free_bytes` may still be written.
+        disk_full: whether no more can be written to its disk.
+        disk_error: why no KV is kept on its disk now, "" if it is kept.
+        agents_let_go: how many were evicted to make room (`transcripts_bytes_max`) since its store started.
+        blocks: of KV on its disk.
+        agents: how many it has, as primary or secondary.
+        draining: whether it accepts no new agents.
+    """
+
+    name: str
+    address: str
+    links: tuple[tuple[str, str], ...]
+    up: bool
+    rates: Mapping[str, float] = field(default_factory=dict)
+    memory_free_bytes: int | None = None
+    disk_bytes: int | None = None
+    disk_free_bytes: int | None = None
+    disk_full: bool = False
+    disk_error: str = ""
+    agents_let_go: int | None = None
+    blocks: int | None = None
+    agents: int | None = None
+    draining: bool = False
+
+
+class Generation(Protocol):
+    """One running row. Iterating yields its updates; the last one has `finish` set.
+
+    Closing early (`abort`, or leaving the iteration) removes the row from the batch within one decode step. A failure
+    ends the iteration with a `SatchelError`.
+    """
+
+    replica: str
+    node: str
+    """The replica's node, "" if unknown."""
+    why: str
+
+    @property
+    def model_id(self) -> bytes:
+        """The model's id at the replica, under which its KV is kept."""
+        ...
+
+    @property
+    def move_to(self) -> str:
+        """The node to which the agent's memory should move after the turn, "" for none."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[RowUpdate]: ...
+
+    async def abort(self) -> None: ...
+
+
+class Backend(Protocol):
+    @property
+    def failovers(self) -> int:
+        """How many rows continued, on another or a restarted replica, after theirs was lost."""
+        ...
+
+    async def names(self) -> list[str]:
+        """Returns every served model's name, loaded or not, the default first."""
+        ...
+
+    async def models(self) -> list[ServedModel]:
+        """Returns the models that have been loaded at least once, in the same order."""
+        ...
+
+    async def generate(
+        self, model: ServedModel, request: GenerateRequest, *, cache_salt: str = "", beside: str = ""
+    ) -> Generation:
+        """Routes and queues one row. Returns once a replica has accepted it.
+
+        Args:
+            request: complete except for consumer, block ids and model id, which are filled in here.
+            cache_salt: KV is shared only between rows with the same salt.
+            beside: the replica that took the first of several rows with this prompt, "" for none.
+
+        Raises:
+            Unavailable: the queue is full, no replica lives, or the cluster is draining.
+        """
+        ...
+
+    async def pool(self, model: ServedModel, request: PoolingRequest) -> Vectors:
+        """Routes a request for vectors, and returns its answer. If its replica is lost, it is tried on another one.
+        Cancelling takes the request back.
+
+        Raises:
+            Unavailable: the queue is full, no replica lives, or the cluster is draining.
+            SatchelError: it failed.
+        """
+        ...
+
+    async def health(self) -> dict[str, bool]:
+        """Returns for every served model whether a replica of it answers now."""
+        ...
+
+    async def stats(self) -> list[ReplicaStats]: ...
+
+    async def pids(self) -> dict[str, int]:
+        """Returns process ids by replica, of the replicas that answer."""
+        ...
+
+    async def nodes(self) -> list[NodeState]:
+        """Returns every machine of the cluster, the head first, whether up or not."""
+        ...
+
+    async def remove_node(self, name: str) -> bool:
+        """Removes a machine that has joined from the cluster for good: it is not let in again without an invitation.
+
+        Returns:
+            Whether it is up. Then it hears of it within seconds, hands its agents over and leaves.
+
+        Raises:
+            InvalidRequest: the node is in the config.
+            NodeNotFound: there is no such node.
+            Unavailable: the control store does not answer.
+        """
+        ...
+
+    async def explain(self, request_id: str) -> dict[str, Any] | None:
+        """Returns why a recent request was routed as it was, as `messages.Explanation`. None for an unknown request.
+
+        Raises:
+            Unavailable: the router does not answer.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Fields that the bodies of several protocols have."""
