@@ -115,12 +115,12 @@ class Delivery:
 
     def _update_of(self, sequence: Sequence, drawn: Ready) -> RowUpdate:
         """Returns the update of a row's next token."""
-        row, sampling, token = self._scheduler.row(drawn.row_id), sequence.request.sampling, drawn.token
-        assert row is not None
+        scheduled, sampling, token = self._scheduler.row(drawn.row_id), sequence.request.sampling, drawn.token
+        assert scheduled is not None
         # A grammar allows an end token only at its end, after which nothing could follow.
         ends = token in self._end_tokens and (not sampling.ignore_eos or bool(sampling.grammar))
         stopped = ends or token in sampling.stop_token_ids
-        finish = "stop" if stopped else "length" if row.generated + 1 >= row.max_tokens else None
+        finish = "stop" if stopped else "length" if scheduled.generated + 1 >= scheduled.max_tokens else None
         logprobs = None if drawn.logprobs is None else [drawn.logprobs]
         return RowUpdate(drawn.row_id, [token], finish, logprobs=logprobs)
 

@@ -62,7 +62,7 @@ class _PicturedRow:
     time that it was given, seconds, starting at the current share for rows that come later."""
 
     sequence: Sequence
-    row: ScheduledRow
+    scheduled: ScheduledRow
     missing: dict[int, bytes]
     had_s: float
 
@@ -121,7 +121,7 @@ class PictureQueue:
     @property
     def pending_tokens(self) -> int:
         """Prompt tokens of the rows that wait here."""
-        return sum(waiting.row.prompt for waiting in list(self._waiting.values()))
+        return sum(waiting.scheduled.prompt for waiting in list(self._waiting.values()))
 
     def refusal(self, media: list[MediaSpan], prompt: list[int]) -> SatchelError | None:
         """Returns why a request's pictures are refused, or None."""
@@ -135,7 +135,7 @@ class PictureQueue:
             return InvalidRequest("the pictures' places are not in the prompt", param="messages")
         return None
 
-    def begin(self, sequence: Sequence, row: ScheduledRow, known: int, restored: Mapping[int, ImageEmbeddings]) -> bool:
+    def begin(self, sequence: Sequence, scheduled: ScheduledRow, known: int, restored: Mapping[int, ImageEmbeddings]) -> bool:
         """Accepts a row with its pictures.
 
         Args:
@@ -155,7 +155,7 @@ class PictureQueue:
         self._vision.set_positions(
             pictures, sequence.given(0, len(sequence.request.prompt)), [(one.grid, one.video) for one in media]
         )
-        sequence.pictures, row.unbroken = pictures, pictures.unbroken
+        sequence.pictures, scheduled.unbroken = pictures, pictures.unbroken
         known = pictures.usable(known)
         missing = [index for index, one in enumerate(media) if one.start + len(one.tokens) > known]
         for index in missing:
@@ -172,8 +172,8 @@ class PictureQueue:
         named = {index: _id(sequence.request, index) for index in missing if not self._has(sequence, index)}
         lacking = {index: picture for index, picture in named.items() if not self._find(sequence, index, picture)}
         if lacking:
-            self._waiting[sequence.id] = _PicturedRow(sequence, row, lacking, self._share_s)
-            self._shares.join(row)
+            self._waiting[sequence.id] = _PicturedRow(sequence, scheduled, lacking, self._share_s)
+            self._shares.join(scheduled)
         return not lacking
 
     def _lacking(self, picture: bytes) -> Iterator[_Picture]:
@@ -206,16 +206,16 @@ class PictureQueue:
                     break
                 del missing[index]
             if not missing and self._let_go(sequence.id):
-                yield waiting.row
+                yield waiting.scheduled
 
     def _by_turn(self) -> list[_PicturedRow]:
         """Returns the waiting rows, the next one first. If rows hold too much already, the order is by arrival, so that
         the first row soon has its last picture."""
         if self._is_crowded():
-            return sorted(self._waiting.values(), key=lambda one: -one.row.priority)
+            return sorted(self._waiting.values(), key=lambda one: -one.scheduled.priority)
 
         def turn(one: _PicturedRow) -> tuple[float, ...]:
-            return (-one.row.priority, *self._shares.turn(one.row, taking=True)[:2], one.had_s)
+            return (-one.scheduled.priority, *self._shares.turn(one.scheduled, taking=True)[:2], one.had_s)
 
         return sorted(self._waiting.values(), key=turn)
 
@@ -256,9 +256,9 @@ class PictureQueue:
         if own is None or most < 2:
             return [(sequence, index)]
         kind, company = _kind(first), {_id(sequence.request, index): (sequence, index)}
-        as_urgent = [waiting for waiting in self._waiting.values() if waiting.row.priority == own.row.priority]
+        as_urgent = [waiting for waiting in self._waiting.values() if waiting.scheduled.priority == own.scheduled.priority]
         rows = sorted(as_urgent, key=lambda waiting: waiting is not own)
-        for other, at, picture in ((row.sequence, *item) for row in rows for item in row.missing.items()):
+        for other, at, picture in ((each.sequence, *item) for each in rows for item in each.missing.items()):
             if len(company) == most:
                 break
             if _kind(other.request.media[at]) == kind and not self._has(other, at) and picture not in self.embeddings:
@@ -285,7 +285,7 @@ class PictureQueue:
 
     def expired(self, now: float) -> list[str]:
         """Removes and returns the rows whose deadline has passed."""
-        late = [name for name, waiting in self._waiting.items() if waiting.row.deadline <= now]
+        late = [name for name, waiting in self._waiting.items() if waiting.scheduled.deadline <= now]
         for name in late:
             self._let_go(name)
         return late
@@ -298,7 +298,7 @@ class PictureQueue:
     def _let_go(self, request_id: str) -> bool:
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
-            self._shares.leave(waiting.row)
+            self._shares.leave(waiting.scheduled)
         return waiting is not None
 
     def drop_embeddings(self, sequence: Sequence) -> None:
@@ -374,7 +374,7 @@ class PictureQueue:
         for (sequence, index), one in zip(encoding.pictures, embeddings, strict=True):
             if (waiting := self._waiting.get(sequence.id)) is not None:
                 waiting.had_s += seconds / len(embeddings)
-                self._shares.charge(waiting.row, round(seconds / len(embeddings) * 1e6))
+                self._shares.charge(waiting.scheduled, round(seconds / len(embeddings) * 1e6))
             self._encoded(sequence, index, one, seconds / len(embeddings))
 
     def _encoded(self, sequence: Sequence, index: int, embeddings: ImageEmbeddings, seconds: float) -> None:

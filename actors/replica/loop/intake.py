@@ -158,7 +158,7 @@ class Intake:
         # The last prompt token is the first decode step's input, unless nothing is to be generated.
         max_tokens = min(request.sampling.max_tokens, self._loaded.context_tokens - len(tokens))
         known = max(submitted.known, self._memory.known(sequence))
-        row = ScheduledRow(
+        scheduled = ScheduledRow(
             request_id=request.request_id,
             prompt=len(tokens) - (max_tokens > 0),
             max_tokens=max_tokens,
@@ -176,7 +176,7 @@ class Intake:
             pictured = known
             if request.media and not prefixes.is_plain:
                 pictured = prefixes.reusable_tokens(request.root_id, sequence.ids, tokens)
-            ready = self._pictures.begin(sequence, row, pictured, submitted.embeddings)
+            ready = self._pictures.begin(sequence, scheduled, pictured, submitted.embeddings)
         except DeviceFailed:
             self._pictures.leave(request.request_id)
             raise
@@ -187,7 +187,7 @@ class Intake:
             return InvalidRequest(f"the pictures do not fit the prompt: {error}", param="messages")
         self._delivery.begin(sequence)
         if ready:
-            self._scheduler.add(row)
+            self._scheduler.add(scheduled)
         return None
 
     def _refusal(self, sequence: Sequence) -> SatchelError | None:

@@ -97,11 +97,11 @@ class PrefillLoop:
 
     def _open(self, request_id: str, restored: Restored | None = None) -> None:
         sequence = self._delivery.rows[request_id]
-        row = self._scheduler.row(request_id)
-        assert row is not None
+        scheduled = self._scheduler.row(request_id)
+        assert scheduled is not None
         if restored is not None:
             self._keeping.put_back(sequence, restored)
-        hit = self._memory.find(sequence, row.prompt)
+        hit = self._memory.find(sequence, scheduled.prompt)
         assert not isinstance(hit.tail, PooledBlock), "a tail is no whole block"
         self._executor.open(request_id, hit.blocks, hit.tail, hit.tail_tokens, sequence.pictures)
         reused = hit.tokens
@@ -113,7 +113,7 @@ class PrefillLoop:
             counters.prefix_misses += reused == 0
             self._delivery.tell(sequence, RowUpdate(request_id, [], cached_tokens=reused))
         self._scheduler.reused(request_id, reused)
-        if reused == row.prompt:
+        if reused == scheduled.prompt:
             self._start_decoding(sequence)
 
     # Chunks.
@@ -158,12 +158,12 @@ class PrefillLoop:
     def _computed(self, chunk: PrefillChunk) -> None:
         sequence = self._delivery.rows[chunk.request_id]
         self._keeping.after_chunk(sequence, chunk.stop)
-        row = self._scheduler.row(chunk.request_id)
-        if row is None:
+        scheduled = self._scheduler.row(chunk.request_id)
+        if scheduled is None:
             return
-        if chunk.stop == row.pause:
+        if chunk.stop == scheduled.pause:
             self._keeping.at_pause(sequence, chunk.stop)
-        if row.done == row.prompt:
+        if scheduled.done == scheduled.prompt:
             self._keeping.after_prompt(sequence, chunk.stop)
             self._start_decoding(sequence)
 
