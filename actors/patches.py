@@ -100,7 +100,7 @@ def emptied(module: Any) -> Callable[[], None]:
     """Returns what empties the attributes of a module that are empty now.
 
     Changes: attributes in which language parts of mlx-vlm note a prompt's positions for their next call.
-    Why: the next call may be of another row here. They have other names in every family.
+    Why: the next call may be of another sequence here. They have other names in every family.
     Fits: mlx-vlm 0.7.10.
     Noticed by: tests/actors/test_patches.py::test_what_a_language_part_notes_of_a_prompt_is_emptied
     """
@@ -145,7 +145,7 @@ def masks_made(cache: Any, make_mask: Callable[..., Any]) -> None:
 
 
 def window_in_order(cache: Any) -> tuple[Any, Any]:
-    """Returns what mlx-lm's cache of a window layer has of a row's last tokens, `(1, kv_heads, tokens, dim)` each.
+    """Returns what mlx-lm's cache of a window layer has of a sequence's last tokens, `(1, kv_heads, tokens, dim)` each.
 
     Changes: nothing. It calls a method that mlx-lm keeps for itself.
     Why: such a cache overwrites its oldest tokens in place, and only it knows where they begin.

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 FLUSH_S = 0.3
-"""Time for the last tokens to leave after the last row has ended."""
+"""Time for the last tokens to leave after the last sequence has ended."""
 
 NAME_FREE_S = 10.0
 """How long Ray may take to free the names of replicas that were ended."""
@@ -367,7 +367,7 @@ async def drain(replicas: Replicas, timeout_s: float, timing: Timing, *, leaves:
             break
         await asyncio.sleep(POLL_S)
     else:
-        await _each(replica.drain(end_rows=True, leaves=leaves).within(answer_s) for replica in replicas.values())
+        await _each(replica.drain(end_sequences=True, leaves=leaves).within(answer_s) for replica in replicas.values())
     await asyncio.sleep(FLUSH_S)
 
 

@@ -1,9 +1,10 @@
-"""What rows with a grammar cost the others: decode steps of plain rows, with and without bound rows beside them; and
-what a bound row that is alone saves by getting the tokens together of which its grammar leaves no choice.
+"""What sequences with a grammar cost the others: decode steps of plain sequences, with and without bound sequences
+beside them; and what a bound sequence that is alone saves by getting the tokens together of which its grammar leaves no
+choice.
 
 `python -m benchmarks.grammars` prints medians in ms, of runs of steps taken in turns so that a busy machine troubles
-all alike, and whether the rows said the same. The bound rows write a list of strings that does not end meanwhile; the
-one that is alone writes calls of a tool.
+all alike, and whether the sequences said the same. The bound sequences write a list of strings that does not end
+meanwhile; the one that is alone writes calls of a tool.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.executor import FORCED_MAX, BatchExecutor
-from satchel.actors.replica.execution.grammar import Grammars, RowGrammar
+from satchel.actors.replica.execution.grammar import Grammars, SequenceGrammar
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
 
@@ -49,21 +50,21 @@ BATCHES = {
 
 
 class Batch:
-    """Rows that decode, `plain` ones and then `bound` ones; every row with its own seed."""
+    """Sequences that decode, `plain` ones and then `bound` ones; every sequence with its own seed."""
 
     def __init__(self, loaded: LoadedModel, grammars: Grammars, plain: int, bound: int, prompt_tokens: int) -> None:
         self.executor = BatchExecutor(loaded)
         self.times_s: list[float] = []
         self.tokens: dict[str, list[int]] = {}
         prompt = [100 + index % 900 for index in range(prompt_tokens)]
-        for row in range(plain + bound):
-            grammar: RowGrammar | None = grammars.row(GRAMMAR, []) if row >= plain else None
+        for sequence in range(plain + bound):
+            grammar: SequenceGrammar | None = grammars.sequence(GRAMMAR, []) if sequence >= plain else None
             asked = Sampling(
-                temperature=1.0, seed=row, max_tokens=10**6, ignore_eos=True, grammar="x" if grammar else ""
+                temperature=1.0, seed=sequence, max_tokens=10**6, ignore_eos=True, grammar="x" if grammar else ""
             )
-            self.executor.open(str(row), [], None, 0)
-            self.executor.prefill([(str(row), prompt[:-1])])
-            self.executor.join(str(row), prompt, asked, 0, grammar)
+            self.executor.open(str(sequence), [], None, 0)
+            self.executor.prefill([(str(sequence), prompt[:-1])])
+            self.executor.join(str(sequence), prompt, asked, 0, grammar)
 
     def step(self) -> None:
         began = time.perf_counter()
@@ -71,12 +72,12 @@ class Batch:
         self.times_s.append(time.perf_counter() - began)
         for drawn in ready:
             assert not drawn.failure, drawn
-            self.tokens.setdefault(drawn.row_id, []).append(drawn.token)
+            self.tokens.setdefault(drawn.sequence_id, []).append(drawn.token)
 
 
 def measure(loaded: LoadedModel, steps: int, prompt_tokens: int) -> dict[str, dict[str, Any]]:
     grammars = Grammars(loaded)
-    batches = {name: Batch(loaded, grammars, *rows, prompt_tokens) for name, rows in BATCHES.items()}
+    batches = {name: Batch(loaded, grammars, *sequences, prompt_tokens) for name, sequences in BATCHES.items()}
     for _ in range(steps // RUN_STEPS):
         for batch in batches.values():
             # The first step of a run waits for what another batch has left to the device.
@@ -88,7 +89,7 @@ def measure(loaded: LoadedModel, steps: int, prompt_tokens: int) -> dict[str, di
         name: {
             "median_ms": round(1000 * statistics.median(batch.times_s), 2),
             "p90_ms": round(1000 * statistics.quantiles(batch.times_s, n=10)[-1], 2),
-            "same": all(batch.tokens[row] == tokens for row, tokens in plain.items()),
+            "same": all(batch.tokens[sequence] == tokens for sequence, tokens in plain.items()),
         }
         for name, batch in batches.items()
     }
@@ -107,7 +108,7 @@ def measure_calls(loaded: LoadedModel, prompt_tokens: int) -> dict[str, Any]:
             batch.open("call", [], None, 0)
             batch.prefill([("call", prompt[:-1])])
             asked = Sampling(temperature=1.0, seed=seed, max_tokens=300, grammar="x")
-            batch.join("call", prompt, asked, 0, grammars.row(CALL, []))
+            batch.join("call", prompt, asked, 0, grammars.sequence(CALL, []))
             said: list[int] = []
             began = time.perf_counter()
             while not loaded.eos_token_ids.intersection(said):

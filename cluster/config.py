@@ -20,26 +20,13 @@ from pydantic.dataclasses import dataclass as validated
 from .errors import ConfigError
 from .nodes import Node, host_port
 from .timing import Timing, broken
-from .units import STRICT, Bytes, Count, Seconds, StrictOrSeconds
+from .units import STRICT, AbsolutePath, Bytes, Count, Seconds, StrictOrSeconds, also_named
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _HUB_ID = re.compile(r"[^/.~][^/]*/[^/]+")
-
-
-def _checked_path(value: str) -> str:
-    try:
-        path = Path(value).expanduser()
-    except RuntimeError:
-        raise ValueError("begins with the home of a user that is not known") from None
-    if not path.is_absolute():
-        raise ValueError("must be an absolute path, or begin with ~")
-    return str(path)
-
-
-AbsolutePath = Annotated[str, AfterValidator(_checked_path)]
 
 
 @validated(frozen=True, config=STRICT)
@@ -134,7 +121,7 @@ class Model:
     numerics: Literal["fast", "reproducible"] = "fast"
     """`reproducible`: on a CPU decoding and prefill give the same result to the bit; `fast`: the same within rounding.
     KV is not shared between the two."""
-    trial: bool = True
+    self_test: Annotated[bool, also_named("self_test", "trial")] = True
     """Whether the model runs a self-test when it is loaded: batched, in chunks and from cached KV it must compute what
     it computes unbatched. The result is stored. Without a self-test an untested model family may give wrong answers
     when batched."""
@@ -178,13 +165,13 @@ class Model:
 class Scheduling:
     """Limits of one replica's scheduler."""
 
-    rows_max: Count = 32
+    sequences_max: Annotated[Count, also_named("sequences_max", "rows_max")] = 32
     """The most sequences in a batch."""
     queue_requests_max: Count = 256
     """The most requests in the queue; a further one is refused (503)."""
     prefill_chunk_tokens: Annotated[int, Field(ge=256, multiple_of=256)] = 4096
     """The most tokens that a step prefills. The actual number depends on the measured rate and `prefill_pause_s`."""
-    prefill_rows_max: Count = 8
+    prefill_sequences_max: Annotated[Count, also_named("prefill_sequences_max", "prefill_rows_max")] = 8
     """How many prompts share the prefill work of a step."""
     prefill_pause_s: Seconds = 0.25
     """How long running sequences may wait for one prefill chunk; the measured rate determines the size of chunks."""

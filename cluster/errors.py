@@ -26,10 +26,10 @@
     ├── Unavailable                 503  try again after `retry_after_s`
     │   ├── QueueFull               503
     │   ├── NoReplica               503
-    │   ├── ComputesOtherwise       503  than the row's ids were made for: they are to be made anew
+    │   ├── ComputesOtherwise       503  than the sequence's ids were made for: they are to be made anew
     │   ├── ReplicaLost             503
     │   │   ├── ReplicaDied         503  its process ended, perhaps by what it was computing
-    │   │   └── ReplicaLeaves       503  in order, with its node: its rows go on elsewhere
+    │   │   └── ReplicaLeaves       503  in order, with its node: its sequences go on elsewhere
     │   ├── NoAnswer                503  an actor was called, and no answer came
     │   │   ├── ActorLost           503  its process has ended, as far as Ray can tell
     │   │   │   └── ActorAway       503  it cannot be reached now, and may come back by itself
@@ -39,7 +39,7 @@
     │   ├── MemoryFull              507  no room for agents' transcripts on the disk or in transcripts_bytes_max
     │   └── Draining                503
     ├── DeadlineExceeded            504
-    ├── GenerationFailed            500  one row failed inside the model; its neighbours did not
+    ├── GenerationFailed            500  one sequence failed inside the model; its neighbours did not
     ├── ModelLoadError              500
     ├── DiskError                   500  a call to the disk tier failed; it goes on
     │   ├── DiskFull                507

@@ -1,11 +1,12 @@
-"""Numbers in the config: sizes, counts and times, each with its limits."""
+"""Types of values in the config: sizes, counts, times and paths, each with its limits."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, ConfigDict, Field
 
 STRICT = ConfigDict(extra="forbid")
 
@@ -31,3 +32,21 @@ Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 StrictOrSeconds = Annotated[Literal["strict"] | Seconds, BeforeValidator(_parse_seconds)]
 """`strict`, or a time: 1.5 or 1.5s."""
+
+
+def _checked_path(value: str) -> str:
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError("begins with the home of a user that is not known") from None
+    if not path.is_absolute():
+        raise ValueError("must be an absolute path, or begin with ~")
+    return str(path)
+
+
+AbsolutePath = Annotated[str, AfterValidator(_checked_path)]
+
+
+def also_named(name: str, former: str) -> Any:
+    """Returns a marker for a field's type: it takes its value under its former name too."""
+    return Field(validation_alias=AliasChoices(name, former))

@@ -232,8 +232,8 @@ def test_every_patch_says_why_and_who_notices(path: str, name: str, docstring: s
     assert fits and fits == [(library, pins[library]) for library, _ in fits], "the versions that are installed"
     file, _, test = section(docstring, "Noticed by").partition("::")
     assert re.search(rf"^(async )?def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
-    (row,) = (line for line in DOCS.splitlines() if line.startswith(f"| `{name}` |"))
-    assert f"{test}`" in row and f"`{path}`" in DOCS
+    (sequence,) = (line for line in DOCS.splitlines() if line.startswith(f"| `{name}` |"))
+    assert f"{test}`" in sequence and f"`{path}`" in DOCS
     for library, version in fits:
         assert f"{library} {version}" in DOCS
 

@@ -20,7 +20,7 @@ from .replica_messages import (
     PoolingRequest,
     ReplicaProgress,
     ReplicaStats,
-    RowUpdate,
+    SequenceUpdate,
 )
 from .router_messages import (
     Decision,
@@ -29,7 +29,7 @@ from .router_messages import (
     Places,
     ReplicaReport,
     RouteRequest,
-    RowLeft,
+    SequenceLeft,
     StoreReport,
 )
 
@@ -78,7 +78,7 @@ class RouterClient(Client):
         ...
 
     @method()
-    def release(self, left: RowLeft) -> None:
+    def release(self, left: SequenceLeft) -> None:
         """Reports that a request does not load its replica: it was refused, or ended before a report mentioned it."""
         ...
 
@@ -157,12 +157,12 @@ class ReplicaClient(Client):
 
     @method()
     def stats(self) -> ReplicaStats:
-        """Returns current figures: running and waiting rows, token totals, memory."""
+        """Returns current figures: running and waiting sequences, token totals, memory."""
         ...
 
     @method(_by_deadline)
     def submit(self, request: GenerateRequest) -> None:
-        """Queues a row. The replica accepts it by its deadline.
+        """Queues a sequence. The replica accepts it by its deadline.
 
         Raises:
             SatchelError: the refusal.
@@ -179,9 +179,9 @@ class ReplicaClient(Client):
         ...
 
     @method(lambda timing, consumer, number: timing.frame_silence_s)
-    def next_frame(self, consumer: str, number: int) -> list[RowUpdate] | None:
-        """Returns a consumer's next frame: what its rows produced in one engine step, or in several if it was slow to
-        ask; an empty one if that is nothing for a while, None if the consumer is gone.
+    def next_frame(self, consumer: str, number: int) -> list[SequenceUpdate] | None:
+        """Returns a consumer's next frame: what its sequences produced in one engine step, or in several if it was slow
+        to ask; an empty one if that is nothing for a while, None if the consumer is gone.
 
         Args:
             number: the frame's, counted from 0; acknowledges those before it.
@@ -190,13 +190,13 @@ class ReplicaClient(Client):
 
     @method()
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Removes rows and texts from the queue or the batch, within one step. Ignores unknown ids."""
+        """Removes sequences and texts from the queue or the batch, within one step. Ignores unknown ids."""
         ...
 
     @method()
     def go_on(self, request_ids: Sequence[str]) -> None:
-        """Has rows that wait for another node's prefill wait no more: what has not come is computed. Ignores unknown
-        ids."""
+        """Has sequences that wait for another node's prefill wait no more: what has not come is computed. Ignores
+        unknown ids."""
         ...
 
     @method()
@@ -216,9 +216,9 @@ class ReplicaClient(Client):
         ...
 
     @method()
-    def drain(self, *, end_rows: bool = False, leaves: bool = False) -> None:
-        """Makes the replica refuse new rows; running ones finish, or with `end_rows` end with an error. With `leaves`
-        too it is the replica's node that leaves, and not the model: its rows go on at other replicas."""
+    def drain(self, *, end_sequences: bool = False, leaves: bool = False) -> None:
+        """Makes the replica refuse new sequences; running ones finish, or with `end_sequences` end with an error. With
+        `leaves` too it is the replica's node that leaves, and not the model: its sequences go on at other replicas."""
         ...
 
 

@@ -38,7 +38,7 @@ def picture_hash(width: int, height: int, pixels: bytes) -> bytes:
     """Returns 32 bytes that name a picture, however it was sent or compressed.
 
     Args:
-        pixels: RGB, a byte a channel, row by row.
+        pixels: RGB, a byte a channel, sequence by sequence.
 
     Raises:
         ValueError: `pixels` has another size.

@@ -78,7 +78,7 @@ def unplace(replica: str) -> None:
 
 
 def note_start(replica: str, *, again: bool) -> int:
-    """Records the start of a replica's process. Returns how many in a row before it ended soon after their start.
+    """Records the start of a replica's process. Returns how many in a sequence before it ended soon after their start.
 
     Args:
         again: whether it replaces one that has ended; if not, it is the first.

@@ -13,17 +13,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one row draws its tokens, whatever else is in its batch.
+    """How one sequence draws its tokens, whatever else is in its batch.
 
     The order: `logit_bias` (pairs of a token and the addend of its logit) and the penalties change the logits,
     `temperature` divides them, then `top_k`, `top_p` and `min_p` leave tokens out, and noise decides among the rest.
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off, as are `repetition_penalty` 1 (it counts
     prompt and answer) and `presence_penalty` and `frequency_penalty` 0 (they count the answer).
 
-    `seed` is always set: the consumer draws one if the caller gave none, so that a row that moves to another replica
-    continues with the same noise. `choice` distinguishes rows of one request and seed.
+    `seed` is always set: the consumer draws one if the caller gave none, so that a sequence that moves to another
+        replica
+    continues with the same noise. `choice` distinguishes sequences of one request and seed.
 
-    End-of-sequence tokens and `stop_token_ids` end the row, and cannot be drawn before `min_tokens`; `ignore_eos`
+    End-of-sequence tokens and `stop_token_ids` end the sequence, and cannot be drawn before `min_tokens`; `ignore_eos`
     leaves the `stop_token_ids` in force.
 
     With `max_tokens` 0 the prompt is computed and kept, and no token is drawn.
@@ -32,12 +33,12 @@ class Sampling:
 
     `allowed_token_ids` are all that can be drawn, [] for any. `bad_words` are token ids of words that do not appear in
     the answer; one may if nothing else can be drawn. They come after penalties and bias, as if the model had no other
-    tokens; `logprobs` are as without them. A row that has them has no `grammar`.
+    tokens; `logprobs` are as without them. A sequence that has them has no `grammar`.
 
     `grammar` bounds the answer, "" for none: text that `model_files.grammars` compiles. Tokens that it excludes cannot
     be drawn; penalties and bias come before it, and `logprobs` are as without it. End-of-sequence tokens can be drawn
-    when it is complete, and then end the row. With `ignore_eos` and before `min_tokens` they are drawn only where the
-    grammar leaves nothing else.
+    when it is complete, and then end the sequence. With `ignore_eos` and before `min_tokens` they are drawn only where
+    the grammar leaves nothing else.
     """
 
     temperature: float = 1.0
@@ -65,7 +66,7 @@ class MediaSpan:
     """A picture in a prompt, or some frames of a video that are encoded together.
 
     Its span begins at the prompt's token `start`; `tokens` are the ids that the model gets there, where the prompt has
-    media token ids (`media_ids`). `key` names the encoder's input. `grid` is (frames, rows, columns) of patches if
+    media token ids (`media_ids`). `key` names the encoder's input. `grid` is (frames, sequences, columns) of patches if
     positions depend on it, else empty. `pixels` are RGB, a byte a channel, of `width` x `height`, frame by frame; empty
     if no process holds them.
     """
@@ -82,7 +83,7 @@ class MediaSpan:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One row to generate.
+    """One sequence to generate.
 
     Attributes:
         prompt: token ids, and media token ids where a picture of `media` is.
@@ -93,9 +94,10 @@ class GenerateRequest:
         choices: how many requests with this prompt come together, as for a caller's `n`: it is computed once.
         pull_from, pull_tokens: the node from which KV of so many of the prompt's first tokens is pulled before prefill,
             as far as it is missing on the replica's node; "" for none.
-        pull_wait_s: 0 if that node has it; else it is made there now, and the row waits so long for it at the most. It
-            is accepted before that; what refuses it later is the error at its end.
-        hands_on: another node waits for this row's KV: whole blocks are written to disk as soon as they are sealed.
+        pull_wait_s: 0 if that node has it; else it is made there now, and the sequence waits so long for it at the
+            most. It is accepted before that; what refuses it later is the error at its end.
+        hands_on: another node waits for this sequence's KV: whole blocks are written to disk as soon as they are
+            sealed.
         remembered_tokens: how many of the prompt's first tokens the agent had in earlier turns; 0 if unknown.
         lasting_tokens: how many of the prompt's first tokens later prompts of the conversation begin with, whatever the
             answer is and the template drops of it: up to where the answer begins; 0 if unknown.
@@ -145,12 +147,12 @@ the model's own distribution, before bias, penalties, temperature and filters.""
 
 
 @dataclass(frozen=True, slots=True)
-class RowUpdate:
-    """What one row produced since the last frame.
+class SequenceUpdate:
+    """What one sequence produced since the last frame.
 
-    `finish` is None while the row runs, then `stop`, `length`, `abort` or `error`. `cached_tokens` comes with the first
-    update. `error` is `SatchelError.to_wire()` if `finish` is `error`. `logprobs` has an entry for every token if the
-    request asked for them.
+    `finish` is None while the sequence runs, then `stop`, `length`, `abort` or `error`. `cached_tokens` comes with the
+    first update. `error` is `SatchelError.to_wire()` if `finish` is `error`. `logprobs` has an entry for every token if
+    the request asked for them.
     """
 
     request_id: str
@@ -225,11 +227,11 @@ class ModelInfo:
 class ReplicaStats:
     """A replica's current figures. `answers` is False if it did not reply in time, is loading or is stuck.
 
-    A block has a slot of the pool in each group of layers that are alike: `slots_running` are of rows and of what waits
-    to be written, `slots_kept` of prefixes that nobody needs now. `memory_bytes` is all that the replica holds besides
-    its model, of `memory_bytes_max` that it may use now. `split_requests_total` counts the rows that another node
-    prefilled, and `split_fallbacks_total` those of them for which not all came. `proving` and `proving_since` as in
-    `ModelInfo`.
+    A block has a slot of the pool in each group of layers that are alike: `slots_running` are of sequences and of what
+    waits to be written, `slots_kept` of prefixes that nobody needs now. `memory_bytes` is all that the replica holds
+    besides its model, of `memory_bytes_max` that it may use now. `split_requests_total` counts the sequences that
+    another node prefilled, and `split_fallbacks_total` those of them for which not all came. `proving` and
+    `proving_since` as in `ModelInfo`.
     """
 
     replica: str

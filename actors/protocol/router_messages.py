@@ -53,9 +53,9 @@ class Decision:
     of very many candidates only the cheapest.
 
     Of a request that is split `prefill_on` is the replica that prefills it, on the node `pull_from`, counted there as
-    `prefill_row` of its id; `replica` waits `wait_s` for its KV at the most, and decodes. Then `pull_tokens` are all
-    but the prompt's last one, `cached_tokens` is what the other one need not compute, and `split_costs_s` has the terms
-    of the two together, and `alone`, the least that one replica would cost.
+    `prefill_sequence` of its id; `replica` waits `wait_s` for its KV at the most, and decodes. Then `pull_tokens` are
+    all but the prompt's last one, `cached_tokens` is what the other one need not compute, and `split_costs_s` has the
+    terms of the two together, and `alone`, the least that one replica would cost.
 
     `model_id` is the replica's; `model_ids` are those of all replicas of the model that the router knows.
     """
@@ -76,8 +76,8 @@ class Decision:
     split_costs_s: dict[str, float] = field(default_factory=dict)
 
 
-def prefill_row(request_id: str) -> str:
-    """Returns the id of the row that prefills a split request."""
+def prefill_sequence(request_id: str) -> str:
+    """Returns the id of the sequence that prefills a split request."""
     return f"{request_id}/prefill"
 
 
@@ -92,7 +92,7 @@ class ReplicaReport:
     These are 0 until they are measured: `prefill_tokens_per_s`, `decode_token_s` (the time of a decode step),
     `restore_bytes_per_s` (KV from the node's disk into memory), `kv_bytes_per_token` (as it is kept and moved) and
     `encode_token_s` (the time to encode a picture, for each of its tokens).
-    `free_bytes` is the memory left for the KV of further rows, -1 if unknown.
+    `free_bytes` is the memory left for the KV of further sequences, -1 if unknown.
     `model_id` is the same for the whole incarnation. `moves_kv` says whether its KV can go by disks to other nodes.
     """
 
@@ -103,7 +103,7 @@ class ReplicaReport:
     running: int
     waiting: int
     pending_tokens: int
-    rows_max: int
+    sequences_max: int
     prefill_tokens_per_s: float
     active: list[str]
     announced: list[bytes]
@@ -161,8 +161,8 @@ class StoreReport:
 
 
 @dataclass(frozen=True, slots=True)
-class RowLeft:
-    """The row does not load the replica: it was refused, or ended before a report mentioned it.
+class SequenceLeft:
+    """The sequence does not load the replica: it was refused, or ended before a report mentioned it.
 
     `cached_tokens` of its prompt were not computed there, and its first token came `first_token_s` seconds after it was
     routed; None for what did not happen.
@@ -177,7 +177,7 @@ class RowLeft:
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Why a request went where it did: as `Decision`, with the cost terms in seconds by candidate, and what it took, as
-    in `RowLeft`: None until it has ended."""
+    in `SequenceLeft`: None until it has ended."""
 
     replica: str
     why: str

@@ -42,7 +42,7 @@ from ..protocol.replica_messages import (
     PoolingRequest,
     ReplicaProgress,
     ReplicaStats,
-    RowUpdate,
+    SequenceUpdate,
 )
 from ..rpc.client import actor_handle
 from ..rpc.shell import answers
@@ -51,7 +51,7 @@ from ..supervision.watchdog import ENGINE, Watchdog
 from .loop.consumers import Consumers
 
 if TYPE_CHECKING:
-    from .execution.grammar import RowGrammar
+    from .execution.grammar import SequenceGrammar
     from .execution.vision import ImageEmbeddings
     from .loop.engine import Engine
     from .memory.disk_tier import DiskTier
@@ -211,7 +211,7 @@ class ReplicaActor:
             "unwritten_turns_total": counters.unwritten_turns,
             "restored_tokens_total": counters.restored_tokens,
             "blocks_corrupt_total": counters.corrupt_blocks,
-            "split_requests_total": counters.followed_rows,
+            "split_requests_total": counters.followed_sequences,
             "split_fallbacks_total": counters.lost_prefills,
         }
 
@@ -228,24 +228,24 @@ class ReplicaActor:
                 retry_after_s=PROVEN_LATER_S,
             )
         loop = asyncio.get_running_loop()
-        rows = self._known().rows(request.consumer)
-        if request.request_id in rows:
+        sequences = self._known().sequences(request.consumer)
+        if request.request_id in sequences:
             raise Unavailable(f"request {request.request_id} has not left yet")
-        rows.add(request.request_id)
+        sequences.add(request.request_id)
         grammar = await self._grammar_of(request)
         if request.pull_wait_s:
-            # Accepted: its client hears of it now, and of a refusal by the row's end.
+            # Accepted: its client hears of it now, and of a refusal by the sequence's end.
             waiting = loop.create_task(self._submit_later(request, grammar))
             self._waiting.add(waiting)
             waiting.add_done_callback(self._waiting.discard)
             return
         await self._submit(self._engine, request, grammar)
 
-    async def _submit(self, engine: Engine, request: GenerateRequest, grammar: RowGrammar | None) -> None:
-        """Looks a row up and gives it to the engine. Raises `SatchelError`: it is refused."""
-        loop, rows = asyncio.get_running_loop(), self._known().rows(request.consumer)
+    async def _submit(self, engine: Engine, request: GenerateRequest, grammar: SequenceGrammar | None) -> None:
+        """Looks a sequence up and gives it to the engine. Raises `SatchelError`: it is refused."""
+        loop, sequences = asyncio.get_running_loop(), self._known().sequences(request.consumer)
         known, embeddings = await self._look_up(request)
-        if request.request_id not in rows:
+        if request.request_id not in sequences:
             raise Unavailable(f"request {request.request_id} was taken out")
         answer: asyncio.Future[SatchelError | None] = loop.create_future()
 
@@ -255,24 +255,24 @@ class ReplicaActor:
         engine.submit(request, reply, known, embeddings, grammar)
         refusal = await answer
         if refusal is not None:
-            rows.discard(request.request_id)
+            sequences.discard(request.request_id)
             raise refusal
 
-    async def _submit_later(self, request: GenerateRequest, grammar: RowGrammar | None) -> None:
-        """Submits a row once its KV has come from another node, or will not."""
+    async def _submit_later(self, request: GenerateRequest, grammar: SequenceGrammar | None) -> None:
+        """Submits a sequence once its KV has come from another node, or will not."""
         began, engine = time.monotonic(), self._engine
         assert engine is not None
         try:
             if await self._follow(request):
                 request = replace(request, remembered_tokens=request.pull_tokens)
             left_s = max(0.1, request.deadline_s - (time.monotonic() - began))
-            if request.request_id in self._known().rows(request.consumer):
+            if request.request_id in self._known().sequences(request.consumer):
                 await self._submit(engine, replace(request, deadline_s=left_s), grammar)
         except Exception as error:
             if not isinstance(error, SatchelError):
                 logger.exception("request %s could not be submitted", request.request_id)
                 error = GenerationFailed(f"{self._name} could not take the request")
-            update = RowUpdate(request.request_id, [], "error", error=error.to_wire())
+            update = SequenceUpdate(request.request_id, [], "error", error=error.to_wire())
             self._deliver({request.consumer: [update]})
 
     @answers(ReplicaClient.pool)
@@ -303,10 +303,10 @@ class ReplicaActor:
         return result
 
     @answers(ReplicaClient.next_frame)
-    async def next_frame(self, consumer: str, number: int) -> list[RowUpdate] | None:
+    async def next_frame(self, consumer: str, number: int) -> list[SequenceUpdate] | None:
         return await self._known().next_frame(consumer, number)
 
-    async def _grammar_of(self, request: GenerateRequest) -> RowGrammar | None:
+    async def _grammar_of(self, request: GenerateRequest) -> SequenceGrammar | None:
         """As `Engine.grammar_of`, without blocking the event loop."""
         if not request.sampling.grammar or self._engine is None:
             return None
@@ -314,7 +314,7 @@ class ReplicaActor:
         try:
             return await asyncio.to_thread(self._engine.grammar_of, request)
         except SatchelError:
-            self._known().rows(request.consumer).discard(request.request_id)
+            self._known().sequences(request.consumer).discard(request.request_id)
             raise
         finally:
             self._looking.discard(request.request_id)
@@ -333,18 +333,18 @@ class ReplicaActor:
             self._looking.discard(request.request_id)
 
     async def _follow(self, request: GenerateRequest) -> bool:
-        """Waits for KV that another node makes for the row, until it is here or `go_on` says so. Returns whether all of
-        it is here."""
+        """Waits for KV that another node makes for the sequence, until it is here or `go_on` says so. Returns whether
+        all of it is here."""
         name = request.request_id
         if self._disk is None:
             return False
-        rows = self._known().rows(request.consumer)
+        sequences = self._known().sequences(request.consumer)
         self._looking.add(name)
         self._following.add(name)
         try:
             wait_s = min(request.pull_wait_s, request.deadline_s)
-            came = await self._disk.follow(request, wait_s, lambda: name in self._following and name in rows)
-            self._disk.counters.lost_prefills += not came and name in rows
+            came = await self._disk.follow(request, wait_s, lambda: name in self._following and name in sequences)
+            self._disk.counters.lost_prefills += not came and name in sequences
             return came
         finally:
             self._following.discard(name)
@@ -359,8 +359,8 @@ class ReplicaActor:
         await self._take_out(request_ids)
 
     async def _take_out(self, request_ids: Sequence[str]) -> None:
-        # The engine does not know rows that are still being looked up.
-        self._known().forget_rows(self._looking.intersection(request_ids))
+        # The engine does not know sequences that are still being looked up.
+        self._known().forget_sequences(self._looking.intersection(request_ids))
         if self._engine is not None:
             self._engine.abort(tuple(request_ids))
 
@@ -410,16 +410,16 @@ class ReplicaActor:
         return await done
 
     @answers(ReplicaClient.drain)
-    async def drain(self, *, end_rows: bool = False, leaves: bool = False) -> None:
+    async def drain(self, *, end_sequences: bool = False, leaves: bool = False) -> None:
         # The caller ends this process next.
         self._watchdog.leave()
         self._draining = True
         if self._engine is not None:
             self._engine.drain()
-            if end_rows:
+            if end_sequences:
                 self._engine.end_all(leaves=leaves)
 
-    def _deliver(self, updates: dict[str, list[RowUpdate]]) -> None:
+    def _deliver(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         self._known().deliver(updates)
 
     def _known(self) -> Consumers:
@@ -452,7 +452,7 @@ class ReplicaActor:
     def _note_progress(self, what: str, fraction: float | None) -> None:
         self._loading.what, self._loading.fraction = what, fraction
 
-    def _send(self, updates: dict[str, list[RowUpdate]]) -> None:
+    def _send(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._deliver, updates)
 
@@ -522,5 +522,5 @@ class _Shell:
     def note_progress(self, what: str, fraction: float | None) -> None:
         self._actor._note_progress(what, fraction)
 
-    def send(self, updates: dict[str, list[RowUpdate]]) -> None:
+    def send(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         self._actor._send(updates)

@@ -1,9 +1,10 @@
-"""Serves a model plainly while it is found out how it is computed best: as mlx-lm runs it, a row at a time.
+"""Serves a model plainly while it is found out how it is computed best: as mlx-lm runs it, a sequence at a time.
 
 That needs no proof but one: that the model goes on from its own caches, with a prompt in parts as with a whole one. A
-few tokens show it. Nothing is kept of such rows and nothing is used again, as their KV is not what it will be; so no
-row and no block ever has KV of both. The work in pieces and the rows share a thread: a row waits for a piece, and work
-waits until no row is computed. So it may stand in the middle of a call, with rows computed above it on the stack.
+few tokens show it. Nothing is kept of such sequences and nothing is used again, as their KV is not what it will be; so
+no sequence and no block ever has KV of both. The work in pieces and the sequences share a thread: a sequence waits for
+a piece, and work waits until no sequence is computed. So it may stand in the middle of a call, with sequences computed
+above it on the stack.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Meanwhile:
         ends: ends the process, as its engine has failed.
 
     Attributes:
-        pieces: between which rows are served.
+        pieces: between which sequences are served.
         engine: serves the model plainly; None if nothing does.
     """
 

@@ -20,7 +20,7 @@ class EngineReports:
         disk: None where nothing is read back.
         timing: how often, and how long the engine may take to say what came and went.
         is_slow: whether the engine stands still. Then nothing is told, and the router avoids the replica.
-        coming: the rows that the engine does not know yet, as they are looked up.
+        coming: the sequences that the engine does not know yet, as they are looked up.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class EngineReports:
             running=engine.scheduler.running,
             waiting=engine.waiting,
             pending_tokens=engine.pending_tokens,
-            rows_max=engine.scheduler.limits.rows_max,
+            sequences_max=engine.scheduler.limits.sequences_max,
             prefill_tokens_per_s=engine.pace.tokens_per_s,
             active=[*engine.active, *self._coming()],
             announced=announced,

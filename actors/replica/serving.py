@@ -17,7 +17,7 @@ from ...cluster.incidents import note_incident, note_incident_aside
 from ...cluster.nodes import Node
 from ...cluster.timing import Timing
 from ..protocol import registry
-from ..protocol.replica_messages import RowUpdate
+from ..protocol.replica_messages import SequenceUpdate
 from ..protocol.store_client import StoreClient
 from ..supervision.stall import limit_s
 from ..supervision.watchdog import ENGINE, Watchdog
@@ -65,14 +65,14 @@ class Shell(Protocol):
         """Notes that the model cannot be served."""
 
     def coming(self) -> list[str]:
-        """Returns the rows that the engine does not know yet."""
+        """Returns the sequences that the engine does not know yet."""
         ...
 
     def note_progress(self, what: str, fraction: float | None) -> None:
         """Notes what of loading or proving is done now."""
 
-    def send(self, updates: dict[str, list[RowUpdate]]) -> None:
-        """Delivers what rows have got."""
+    def send(self, updates: dict[str, list[SequenceUpdate]]) -> None:
+        """Delivers what sequences have got."""
 
 
 class Serving:
@@ -155,14 +155,14 @@ class Serving:
         *,
         plainly: bool = True,
     ) -> Engine:
-        """Has an engine serve a model, in place of the one that does. No row is being computed."""
+        """Has an engine serve a model, in place of the one that does. No sequence is being computed."""
         loaded, before, disk = proven.loaded, self._shell.engine, None
         if loaded.spec.reusable:
             store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
             disk = DiskTier(loaded.spec, loaded.model_id, store, most, self._timing)
         engine = Engine(
             loaded,
-            replace(proven.scheduling(self._scheduling), kv_bytes_max=memory.rows_bytes_max()),
+            replace(proven.scheduling(self._scheduling), kv_bytes_max=memory.sequences_bytes_max()),
             memory_bytes,
             self._shell.send,
             disk,

@@ -25,7 +25,7 @@ from ..protocol.router_messages import (
     Places,
     ReplicaReport,
     RouteRequest,
-    RowLeft,
+    SequenceLeft,
     StoreReport,
 )
 from ..rpc.shell import answers
@@ -37,7 +37,7 @@ from .splitting import Rules
 DECISIONS_KEPT = 1000
 WATCH_S = 1.0
 LOST_LOOKS = 3
-"""A node that is silent at this many checks in a row becomes an incident."""
+"""A node that is silent at this many checks in a sequence becomes an incident."""
 
 
 class RouterActor:
@@ -64,8 +64,8 @@ class RouterActor:
         )
         # `explain` searches it from the latest on, which a library's cache does not offer.
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
-        self._left: dict[str, RowLeft] = {}
-        """What the rows of those decisions took."""
+        self._left: dict[str, SequenceLeft] = {}
+        """What the sequences of those decisions took."""
         self._observing = asyncio.Lock()
         self._unheard = set(_joined() if joined is None else joined)
         self._listens_until = time.monotonic() + routing.replica_timeout_s
@@ -134,7 +134,7 @@ class RouterActor:
         self._unheard.discard(node)
 
     @answers(RouterClient.release)
-    async def release(self, left: RowLeft) -> None:
+    async def release(self, left: SequenceLeft) -> None:
         self._policy.members.release(left.replica, left.request_id)
         decision = self._decisions.get(left.request_id)
         if decision is not None and decision.replica == left.replica:
@@ -142,13 +142,20 @@ class RouterActor:
 
     @answers(RouterClient.explain)
     async def explain(self, request_id: str) -> Explanation | None:
-        # A row's id is its request's id and a random part.
+        # A sequence's id is its request's id and a random part.
         of_it = f"{request_id}/"
-        row = next((row for row in reversed(self._decisions) if row == request_id or row.startswith(of_it)), None)
-        if row is None:
+        sequence = next(
+            (
+                sequence
+                for sequence in reversed(self._decisions)
+                if sequence == request_id or sequence.startswith(of_it)
+            ),
+            None,
+        )
+        if sequence is None:
             return None
-        decision = self._decisions[row]
-        left = self._left.get(row, RowLeft(decision.replica, row))
+        decision = self._decisions[sequence]
+        left = self._left.get(sequence, SequenceLeft(decision.replica, sequence))
         return Explanation(
             decision.replica,
             decision.why,

@@ -21,14 +21,14 @@ DEFAULT_ENCODE_TOKEN_S = 0.002
 """The same for encoding a picture, per token: about a second for 700 x 700 pixels."""
 
 DECODE_ROW_TOKENS = 64
-"""Cost of each row that decodes beside a request, in prefill tokens, until a decode step is measured. A replica that
-prefills slowly also decodes slowly, and its steps take longer with more rows."""
+"""Cost of each sequence that decodes beside a request, in prefill tokens, until a decode step is measured. A replica
+that prefills slowly also decodes slowly, and its steps take longer with more sequences."""
 
 DECODE_ROW_STEPS = 3
 """The same in measured decode steps."""
 
 ROW_WAIT_S = 1.0
-"""Cost of each row beyond the batch's places: it waits for another to finish."""
+"""Cost of each sequence beyond the batch's places: it waits for another to finish."""
 
 
 @dataclass(slots=True)
@@ -57,12 +57,12 @@ class ReplicaState:
     node: str = ""
     model_id: bytes = b""
     """It can use only KV of this id."""
-    rows_max: int = 1
+    sequences_max: int = 1
     pending_tokens: int = 0
     token_s: float = 1.0 / DEFAULT_PREFILL_TOKENS_PER_S
     """Seconds to prefill a token."""
-    row_s: float = DECODE_ROW_TOKENS / DEFAULT_PREFILL_TOKENS_PER_S
-    """Seconds that a row costs the rows beside it."""
+    sequence_s: float = DECODE_ROW_TOKENS / DEFAULT_PREFILL_TOKENS_PER_S
+    """Seconds that a sequence costs the sequences beside it."""
     step_s: float = DECODE_ROW_TOKENS / DEFAULT_PREFILL_TOKENS_PER_S / DECODE_ROW_STEPS
     """Seconds of a decode step."""
     kv_bytes: float = DEFAULT_KV_BYTES_PER_TOKEN
@@ -70,7 +70,7 @@ class ReplicaState:
     restore_token_s: float = DEFAULT_KV_BYTES_PER_TOKEN / DEFAULT_RESTORE_BYTES_PER_S
     """Seconds to read a token's KV from the node's disk."""
     free_bytes: float = inf
-    """Free memory for rows' KV."""
+    """Free memory for sequences' KV."""
     encode_token_s: float = DEFAULT_ENCODE_TOKEN_S
     """Seconds to encode a picture, per token."""
     moves_kv: bool = False
@@ -89,10 +89,10 @@ class ReplicaState:
     def apply(self, report: ReplicaReport) -> None:
         """Takes the replica's own figures from a report; missing or invalid ones get defaults."""
         self.node = report.node
-        self.rows_max, self.pending_tokens = max(1, report.rows_max), max(0, report.pending_tokens)
+        self.sequences_max, self.pending_tokens = max(1, report.sequences_max), max(0, report.pending_tokens)
         self.token_s = 1.0 / measured(report.prefill_tokens_per_s, DEFAULT_PREFILL_TOKENS_PER_S)
         self.step_s = measured(report.decode_token_s, DECODE_ROW_TOKENS * self.token_s / DECODE_ROW_STEPS)
-        self.row_s = DECODE_ROW_STEPS * self.step_s
+        self.sequence_s = DECODE_ROW_STEPS * self.step_s
         self.kv_bytes = measured(report.kv_bytes_per_token, DEFAULT_KV_BYTES_PER_TOKEN)
         self.restore_token_s = self.kv_bytes / measured(report.restore_bytes_per_s, DEFAULT_RESTORE_BYTES_PER_S)
         self.free_bytes = report.free_bytes if report.free_bytes >= 0 else inf
@@ -152,12 +152,14 @@ class ReplicaState:
 
     def _price(self) -> None:
         """Computes the cost terms that are the same for every request."""
-        rows, pending = len(self.requests), self.pending_tokens
+        sequences, pending = len(self.requests), self.pending_tokens
         if not self._strangers:
             # The report is old when it arrives: no more can be left than was routed here.
             pending = min(pending, self._seen_tokens)
-        self.queue_s = (pending + self._reserved_tokens) * self.token_s + max(0, rows + 1 - self.rows_max) * ROW_WAIT_S
-        self.decode_s = min(rows, self.rows_max) * self.row_s
+        self.queue_s = (pending + self._reserved_tokens) * self.token_s + max(
+            0, sequences + 1 - self.sequences_max
+        ) * ROW_WAIT_S
+        self.decode_s = min(sequences, self.sequences_max) * self.sequence_s
 
 
 def measured(value: float, otherwise: float) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...cluster.timing import USUAL, Timing
-from ..protocol.router_messages import ReplicaReport, RouteRequest, StoreReport, prefill_row
+from ..protocol.router_messages import ReplicaReport, RouteRequest, StoreReport, prefill_sequence
 from .columns import Columns
 from .directory import Directory, Disk, Seat
 from .load import Load, ReplicaState
@@ -258,7 +258,7 @@ class Members:
         Returns:
             The node to which the agent's memory is to move, "" if it stays.
         """
-        self._remove(prefill_row(request.request_id))
+        self._remove(prefill_sequence(request.request_id))
         self._place(state, request.request_id, load, coming)
         if not request.agent:
             return ""
@@ -271,20 +271,20 @@ class Members:
             return ""
         return self._drained_to(request, place, load.since) or self._followed_to(state, place, again, load.since)
 
-    def assign_prefill(self, state: ReplicaState, row: str, load: Load, coming: Sequence[bytes]) -> None:
-        """Counts the prefill of a request, which another replica decodes, as the row `row` of its own. Call it after
-        `assign`.
+    def assign_prefill(self, state: ReplicaState, sequence: str, load: Load, coming: Sequence[bytes]) -> None:
+        """Counts the prefill of a request, which another replica decodes, as the sequence `sequence` of its own. Call
+        it after `assign`.
 
         Args:
             coming: ids of the blocks that it will leave.
         """
-        self._place(state, row, load, coming)
+        self._place(state, sequence, load, coming)
 
-    def _place(self, state: ReplicaState, row: str, load: Load, coming: Sequence[bytes]) -> None:
-        """Counts a row on a replica, and on no other one, and expects the blocks that it will leave there."""
-        self._remove(row)
-        state.add(row, load)
-        self._placed[row] = state
+    def _place(self, state: ReplicaState, sequence: str, load: Load, coming: Sequence[bytes]) -> None:
+        """Counts a sequence on a replica, and on no other one, and expects the blocks that it will leave there."""
+        self._remove(sequence)
+        state.add(sequence, load)
+        self._placed[sequence] = state
         self._assignments += 1
         state.last_assigned = self._assignments
         self._refresh(state)
@@ -293,7 +293,8 @@ class Members:
             self._coming.append((state.name, list(coming), load.since + self._reservation_s + 2.0 * state.queue_s))
 
     def _followed_to(self, state: ReplicaState, place: Whereabouts, again: bool, now: float) -> str:
-        """Returns the node of this answer if the agent was answered there, away from its primary, twice in a row."""
+        """Returns the node of this answer if the agent was answered there, away from its primary, twice in a
+        sequence."""
         both_live = all(self.nodes.lives(name, now, self.timeout_s) for name in (place.node, state.node))
         return state.node if again and both_live and not self.nodes.drains(state.node) else ""
 

@@ -43,7 +43,7 @@ import numpy as np
 
 from ...cluster.timing import USUAL, Timing
 from ..protocol.block_ids import BLOCK_TOKENS
-from ..protocol.router_messages import Chain, Decision, RouteRequest, prefill_row
+from ..protocol.router_messages import Chain, Decision, RouteRequest, prefill_sequence
 from .columns import Columns
 from .costs import Floats, Integers, Sources, Ways, best_ways, encoding_s, joined
 from .directory import Seat
@@ -221,7 +221,7 @@ class Policy:
         coming = [blocks[int(hot[position]) // BLOCK_TOKENS :] for position in (split.prefill, split.decode)]
         move_to = self.members.assign(second, request, Load(now, 0), coming[1])
         rest = Load(now, max(0, request.prompt_tokens - held))
-        self.members.assign_prefill(first, prefill_row(request.request_id), rest, coming[0])
+        self.members.assign_prefill(first, prefill_sequence(request.request_id), rest, coming[0])
         nodes.reserve(nodes.index(first.node), split.wire_s, now)
         names, terms = _listed(case, costs, split.decode)
         return Decision(

@@ -68,7 +68,7 @@ class Candidates:
         queue_s, prefill_s: until its turn comes, and from then until the prompt is computed.
         own_s: the latter without KV of a third node.
         other_s: everything else that its answering alone costs.
-        decode_s, step_s: what its rows lose by one more, and the time of a decode step.
+        decode_s, step_s: what its sequences lose by one more, and the time of a decode step.
         away_s: for not being the agent's home.
         restore_token_s, kv_bytes: of a token's KV.
     """
@@ -122,7 +122,7 @@ def best_split(prompt_tokens: int, candidates: Candidates, rates: Floats, busy_s
     if prompt_tokens - int(one.held[best]) < rules.tokens_min or len(able) < 2:
         return None
     at_s, answer_s = one.queue_s + one.own_s, one.decode_s + one.away_s + pace_s
-    # Rows prefill, columns decode.
+    # Sequences prefill, columns decode.
     first, second = _least(able, at_s)[:, None], _least(able, answer_s)[None, :]
     moved = np.maximum(0, usable - one.near[second])
     byte_s = one.kv_bytes[first] / rates[one.node[second], one.node[first]]
@@ -135,28 +135,28 @@ def best_split(prompt_tokens: int, candidates: Candidates, rates: Floats, busy_s
     total = there_s + queue_s + restore_s + answer_s[second]
     apart = (one.node[first] != one.node[second]) & (one.model[first] == one.model[second])
     total = np.where(apart, total, np.inf)
-    row, column = np.unravel_index(int(total.argmin()), total.shape)
-    gain_s = float(alone_s[best] - total[row, column])
+    sequence, column = np.unravel_index(int(total.argmin()), total.shape)
+    gain_s = float(alone_s[best] - total[sequence, column])
     if not gain_s >= max(GAIN_S_MIN, rules.gain_min * float(alone_s[best])):
         return None
-    prefill, decode = int(first[row, 0]), int(second[0, column])
+    prefill, decode = int(first[sequence, 0]), int(second[0, column])
     costs_s = {
         "prefill": at_s[prefill],
-        "travel": travel_s[row, column],
-        "queue": queue_s[row, column],
+        "travel": travel_s[sequence, column],
+        "queue": queue_s[sequence, column],
         "restore": restore_s[0, column],
         "decode": one.decode_s[decode],
         "away": one.away_s[decode],
         "pace": pace_s[decode],
-        "total": total[row, column],
+        "total": total[sequence, column],
         "alone": alone_s[best],
     }
     return Split(
         prefill,
         decode,
         {term: float(seconds) for term, seconds in costs_s.items()},
-        float(moved[0, column] * byte_s[row, column]),
-        WAIT_FACTOR * float(there_s[row, column]) + WAIT_S_MIN,
+        float(moved[0, column] * byte_s[sequence, column]),
+        WAIT_FACTOR * float(there_s[sequence, column]) + WAIT_S_MIN,
     )
 
 

@@ -65,5 +65,5 @@ class Stall:
 
 
 def pause_s(ended: int) -> float:
-    """Returns the seconds before a restart after `ended` early ends in a row: 0, 1, 2, 4 … 60."""
+    """Returns the seconds before a restart after `ended` early ends in a sequence: 0, 1, 2, 4 … 60."""
     return 0.0 if ended <= 0 else min(PAUSE_S_MAX, FIRST_S * 2.0 ** min(ended - 1, 10))

@@ -33,7 +33,8 @@ class TurnKeeper:
         return self._turn.remembered
 
     async def keep(self, tokens: list[int], message: Message, generation: Generation) -> None:
-        """Commit the turn under the id of the model where the row ended; its agent may follow the row there."""
+        """Commit the turn under the id of the model where the sequence ended; its agent may follow the sequence
+        there."""
         chat, text, prefill = self._chat, self._chat.text_model, self._chat.request.prefill
         context = list(text.plain(chat.prompt[-_CONTEXT_TOKENS:]))
         spelled = await asyncio.to_thread(spell, text.tokenizer, context, tokens)

@@ -20,7 +20,7 @@ from .convert import convert
 from .keys import app as keys
 from .machines.cert import cert
 from .machines.nodes import app as nodes
-from .models import HomeOption, JsonOption, NoTrialOption, chosen_home
+from .models import HomeOption, JsonOption, NoSelfTestOption, chosen_home
 from .models import app as models
 from .probe import probe
 from .satchels import app as agents
@@ -75,15 +75,15 @@ def serve(
     config: ConfigOption = None,
     port: PortOption = None,
     listen: ListenOption = None,
-    no_trial: NoTrialOption = False,
+    no_self_test: NoSelfTestOption = False,
     home: HomeOption = None,
 ) -> None:
     """Serve the configured models until Ctrl-C or SIGTERM."""
     from .serve import serve as run
 
     chosen = _config(config, port, listen)
-    if no_trial:
-        chosen = replace(chosen, models=tuple(replace(model, trial=False) for model in chosen.models))
+    if no_self_test:
+        chosen = replace(chosen, models=tuple(replace(model, self_test=False) for model in chosen.models))
     run(chosen, chosen_home(home))
 
 

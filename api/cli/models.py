@@ -29,9 +29,13 @@ HomeOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TextOption = Optional[str]  # noqa: UP045
-NoTrialOption = Annotated[
+NoSelfTestOption = Annotated[
     bool,
-    typer.Option("--no-trial", help="Skip the self-test of models; untested ones may give wrong answers when batched."),
+    typer.Option(
+        "--no-self-test",
+        "--no-trial",
+        help="Skip the self-test of models; untested ones may give wrong answers when batched.",
+    ),
 ]
 
 
@@ -84,7 +88,7 @@ def load(
         ),
     ] = None,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="The data type in which it computes.")] = Dtype.auto,
-    no_trial: NoTrialOption = False,
+    no_self_test: NoSelfTestOption = False,
     home: HomeOption = None,
 ) -> None:
     """Serve one more model, until it is unloaded or the server stops. It is downloaded if necessary."""
@@ -96,7 +100,7 @@ def load(
             replicas=replicas,
             context_tokens_max=context_tokens_max,
             dtype=dtype.value,
-            trial=not no_trial,
+            self_test=not no_self_test,
             report=progress.report,
         )
         notes = cluster.notes_sync(loaded)

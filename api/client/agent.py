@@ -18,7 +18,7 @@ from ..requests.options import make_options
 from ..requests.remembered import Remembered
 from ..requests.requests import ChatRequest, agent_key
 from ..requests.sent import without_kept
-from ..text.answers.row_text import TextDelta
+from ..text.answers.sequence_text import TextDelta
 from ..views.agents import agent_info, forget_agent, fork_agent, release_agent
 from .background import BackgroundLoop, Feed, blocking, on_loop
 

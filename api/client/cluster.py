@@ -158,7 +158,7 @@ class Cluster:
         replicas: int = 1,
         context_tokens_max: int | None = None,
         dtype: str = "auto",
-        trial: bool = True,
+        self_test: bool = True,
         report: Report | None = None,
     ) -> str:
         """Serves one more model, until the server stops, and returns its name once it answers.
@@ -167,7 +167,7 @@ class Cluster:
             source: a Hub id (`owner/name`, `owner/name@revision`), a folder, or `embedded:NAME`.
             name: what clients call it; by default the Hub id, or the folder's name.
             adapter: a LoRA or DoRA adapter as mlx-lm writes them, a folder or a Hub id.
-            trial: whether it is tried first (`Model.trial`).
+            self_test: whether it runs its self-test (`Model.self_test`).
             report: called with the current step and the fraction done, None if unknown.
 
         Raises:
@@ -182,7 +182,7 @@ class Cluster:
             replicas=replicas,
             context_tokens_max=context_tokens_max,
             dtype=dtype,
-            trial=trial,
+            self_test=self_test,
         )
         await load_model(model, self.config, report or _say_nothing, _check_text)
         return model.name
@@ -372,7 +372,7 @@ class Cluster:
         return backend
 
     def close(self) -> None:
-        """Aborts the rows still running for this handle; calls that wait for one raise `NotRunning`. Ray stays
+        """Aborts the sequences still running for this handle; calls that wait for one raise `NotRunning`. Ray stays
         connected."""
         with suppress(NotRunning):
             self._loop.run(self._generator.loader.close())

@@ -1,4 +1,5 @@
-"""What the routes of all protocols do alike: whose request it is, starting its rows, and what its response says."""
+"""What the routes of all protocols do alike: whose request it is, starting its sequences, and what its response
+says."""
 
 from __future__ import annotations
 
@@ -140,7 +141,7 @@ class Answering:
         return await probe(self.generator.served(name, request.state.caller, any_model=lenient))
 
     async def start(self, work: ChatRequest | CompletionRequest) -> list[TextStream]:
-        """Starts all rows of a request. Raises as `Generator.start_chats`."""
+        """Starts all sequences of a request. Raises as `Generator.start_chats`."""
         if isinstance(work, ChatRequest):
             return await self.generator.start_chats(work)
         return await self.generator.start_completion(work)

@@ -16,7 +16,7 @@ from ...cluster.errors import SatchelError
 from ..pipeline.streams import Event, Finished, TextStream, Usage, abort_all, interleave
 from ..requests.remembered import Remembered
 from ..requests.requests import ChatRequest, CompletionRequest
-from ..text.answers.row_text import TextDelta
+from ..text.answers.sequence_text import TextDelta
 from ..tools.answer_pieces import CallArguments, CallBegun, ReasoningDelta, ToolCall
 from .answering import Answering
 from .exchange import CancelOnDisconnect, log_failure
@@ -72,11 +72,11 @@ class Encoder(Protocol):
 class EventStream(Response):
     """An answer as server-sent events.
 
-    Everything from queueing the row to stopping it happens in one coroutine, the call of this response, so that no
-    cancellation can leave a running row behind.
+    Everything from queueing the sequence to stopping it happens in one coroutine, the call of this response, so that no
+    cancellation can leave a running sequence behind.
 
     Args:
-        encoder: makes the encoder, once the rows have been accepted.
+        encoder: makes the encoder, once the sequences have been accepted.
         headers: further ones, or others than those of server-sent events.
     """
 

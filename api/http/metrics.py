@@ -155,7 +155,7 @@ class Metrics:
         """Renders all metrics in Prometheus' text format.
 
         Args:
-            failovers: how many rows continued after their replica was lost, since this process started.
+            failovers: how many sequences continued after their replica was lost, since this process started.
         """
         replicas = CollectorRegistry()
         replicas.register(_Replicas(stats, failovers))

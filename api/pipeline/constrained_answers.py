@@ -1,4 +1,4 @@
-"""Answers that are bound to a form or to tools: their grammars, written and compiled once before a row is queued.
+"""Answers that are bound to a form or to tools: their grammars, written and compiled once before a sequence is queued.
 
 Replicas compile the same text again; here a caller learns at once, and with the place, what does not compile.
 """

@@ -35,7 +35,7 @@ from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
 from ..requests.backend import Backend, Generation, ServedModel
-from ..requests.callers import OWNING, AdmittedRows, Caller
+from ..requests.callers import OWNING, AdmittedSequences, Caller
 from ..requests.options import Options
 from ..requests.remembered import OVER_QUOTA, UNANSWERED, Remembered
 from ..requests.requests import (
@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 
 class Generator:
-    """Starts rows on a backend, for one event loop. Loads each model's tokenizer once.
+    """Starts sequences on a backend, for one event loop. Loads each model's tokenizer once.
 
     Args:
         memory: of agents; None for none.
@@ -148,8 +148,8 @@ class Generator:
     async def start_chats(self, request: ChatRequest) -> list[TextStream]:
         """Checks, renders, encodes and queues a conversation. Returns a stream for every choice, in order.
 
-        Returns once replicas have accepted all rows; if one is refused, none runs. An agent remembers the messages and
-        its first answer. A request with `agent_continue` waits for the agent's turn.
+        Returns once replicas have accepted all sequences; if one is refused, none runs. An agent remembers the messages
+        and its first answer. A request with `agent_continue` waits for the agent's turn.
 
         Raises:
             RequestError: the request is invalid.
@@ -401,8 +401,8 @@ class Generator:
     async def _start_all(
         self, prompts: Sequence[PreparedPrompt], deadline: float, turn: Turn | None = None
     ) -> list[TextStream]:
-        """Starts every prompt's first row, then the others on the same replica, where they share the prompt's KV. The
-        first choice of a chat is committed to the `turn`."""
+        """Starts every prompt's first sequence, then the others on the same replica, where they share the prompt's KV.
+        The first choice of a chat is committed to the `turn`."""
         request = prompts[0].request
         given, others = request.options.seed, range(1, request.choices)
         starts = [(prompt, secrets.randbits(63) if given is None else given) for prompt in prompts]
@@ -423,11 +423,11 @@ class Generator:
             admission.close()
             raise
         size = len(others)
-        return [row for i, stream in enumerate(first) for row in (stream, *rest[i * size : (i + 1) * size])]
+        return [sequence for i, stream in enumerate(first) for sequence in (stream, *rest[i * size : (i + 1) * size])]
 
     async def _start(
         self,
-        admission: AdmittedRows,
+        admission: AdmittedSequences,
         deadline: float,
         prepared: PreparedPrompt,
         seed: int,
@@ -446,9 +446,9 @@ class Generator:
             grammar=prepared.grammar,
             bad_words=prepared.bad_words,
         )
-        row = GenerateRequest(
-            # Callers choose request ids and may repeat them; rows must differ.
-            request_id=f"{request.request_id or 'row'}/{secrets.token_hex(8)}",
+        sequence = GenerateRequest(
+            # Callers choose request ids and may repeat them; sequences must differ.
+            request_id=f"{request.request_id or 'sequence'}/{secrets.token_hex(8)}",
             consumer="",
             model=model.info.name,
             agent=agent,
@@ -468,18 +468,18 @@ class Generator:
             memory_bytes_max=caller.limits.memory_bytes_max,
             disk_bytes_max=caller.limits.disk_bytes_max,
         )
-        generation = await self.backend.generate(model, row, cache_salt=request.cache_salt, beside=beside)
+        generation = await self.backend.generate(model, sequence, cache_salt=request.cache_salt, beside=beside)
         if prepared.shown:
             self._shown[generation] = prepared.shown
         return TextStream(
             generation,
-            prepared.row_text(),
+            prepared.sequence_text(),
             model=model,
             prompt_tokens=len(prompt),
             choice=choice,
             deadline=deadline,
             abort=self._begin_abort,
-            on_end=admission.end_row,
+            on_end=admission.end_sequence,
             keeper=TurnKeeper(turn, prepared) if turn is not None and isinstance(prepared, Chat) else None,
             prompt=text.plain(prompt) if request.return_token_ids else None,
             truncated_messages=prepared.truncated_messages,
@@ -492,7 +492,7 @@ class Generator:
         return min([left, *(limit for limit in limits if limit is not None)])
 
     def _begin_abort(self, generation: Generation) -> asyncio.Task[None]:
-        # A task of its own, because the caller is often being cancelled, and the row must be stopped then too.
+        # A task of its own, because the caller is often being cancelled, and the sequence must be stopped then too.
         task = asyncio.create_task(generation.abort())
         self._aborts.add(task)
         task.add_done_callback(self._aborted)
@@ -501,7 +501,7 @@ class Generator:
     def _aborted(self, task: asyncio.Task[None]) -> None:
         self._aborts.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.warning("aborting a row failed", exc_info=error)
+            _log.warning("aborting a sequence failed", exc_info=error)
 
 
 def _check_salt(request: Request) -> None:

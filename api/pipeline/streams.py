@@ -1,4 +1,4 @@
-"""Streams of events from running rows: reading, deadlines, aborting."""
+"""Streams of events from running sequences: reading, deadlines, aborting."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ...actors.protocol.replica_messages import RowUpdate
+from ...actors.protocol.replica_messages import SequenceUpdate
 from ...cluster.errors import DeadlineExceeded, GenerationFailed, from_wire
 from ..requests.backend import Generation, ServedModel
 from ..requests.history import Message, answer_message
 from ..requests.remembered import Remembered
 from ..text.answers.logprobs import ShownToken
-from ..text.answers.row_text import RowText, TextDelta
+from ..text.answers.sequence_text import SequenceText, TextDelta
 from ..text.callers_text import AnswerLearner
 from ..text.lone_surrogates import of_characters
 from ..tools.answer_pieces import CallArguments, CallBegun, ReasoningDelta, ToolCall
@@ -29,7 +29,7 @@ WAITING = b": waiting\n\n"
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one row, or the sum of several.
+    """Token counts of one sequence, or the sum of several.
 
     `cached_tokens` of the prompt were not computed again. `reasoning_tokens` are the completion tokens in the block of
     reasoning, markers included. Of the choices of one prompt only the first counts the prompt.
@@ -97,14 +97,14 @@ class AnswerKeeper(Protocol):
 
 
 class TextStream:
-    """One running row as text. Iterate it once, or `collect` it; `abort` it at any time.
+    """One running sequence as text. Iterate it once, or `collect` it; `abort` it at any time.
 
     Args:
         prompt_tokens: length of the prompt in tokens.
         choice: which of the prompt's choices it is.
         deadline: by the event loop's clock.
         abort: starts removing a generation from its batch, in a task that the caller's cancellation does not end.
-        on_end: called once with the number of answer tokens, when the row has ended or its abort has begun.
+        on_end: called once with the number of answer tokens, when the sequence has ended or its abort has begun.
         keeper: of an agent's turn, which is given back if the stream is left early.
         prompt: the prompt's token ids if they and the answer's are asked for, else None.
         truncated_messages: how many messages the prompt is without, because they did not fit.
@@ -112,7 +112,7 @@ class TextStream:
 
     Attributes:
         model: the served model.
-        replica, node, why: where the row was placed and why.
+        replica, node, why: where the sequence was placed and why.
         prompt_tokens: length of the prompt in tokens.
         truncated_messages: as given.
         first_event_at: when the first event was yielded, by `time.perf_counter`; None before.
@@ -121,7 +121,7 @@ class TextStream:
     def __init__(
         self,
         generation: Generation,
-        row: RowText,
+        sequence: SequenceText,
         *,
         model: ServedModel,
         prompt_tokens: int,
@@ -143,7 +143,7 @@ class TextStream:
         self.first_event_at: float | None = None
         self._generation = generation
         self._updates = aiter(generation)
-        self._row = row
+        self._sequence = sequence
         self._choice = choice
         self._deadline = deadline
         self._abort = abort
@@ -159,7 +159,7 @@ class TextStream:
 
     @property
     def model_id(self) -> bytes:
-        """The model's id at the replica that has the row now."""
+        """The model's id at the replica that has the sequence now."""
         return self._generation.model_id
 
     @property
@@ -175,11 +175,11 @@ class TextStream:
     @property
     def tokens(self) -> list[int] | None:
         """The answer's token ids so far, None if not asked for."""
-        return None if self._prompt is None else self._tokens[: self._row.tokens]
+        return None if self._prompt is None else self._tokens[: self._sequence.tokens]
 
     @property
     def usage(self) -> Usage:
-        """Of the row, so far."""
+        """Of the sequence, so far."""
         return self._usage()
 
     @property
@@ -191,11 +191,11 @@ class TextStream:
         return self._events()
 
     async def _events(self) -> AsyncGenerator[Event, None]:
-        """Yields a row's tokens as events: the second of the four generators that an answer passes, after the one that
-        follows the row from replica to replica. Ends with exactly one `Finished`, once the answer is stored.
+        """Yields a sequence's tokens as events: the second of the four generators that an answer passes, after the one
+        that follows the sequence from replica to replica. Ends with exactly one `Finished`, once the answer is stored.
 
         Raises:
-            SatchelError: the row failed, reached its deadline, or could not be stored.
+            SatchelError: the sequence failed, reached its deadline, or could not be stored.
         """
         self._reading = True
         try:
@@ -207,8 +207,8 @@ class TextStream:
                 finish = update.finish
                 if finish == "error":
                     self._end()
-                    raise from_wire(update.error or {"kind": "GenerationFailed", "message": "the row failed"})
-                events = self._row.add(update.tokens, update.logprobs)
+                    raise from_wire(update.error or {"kind": "GenerationFailed", "message": "the sequence failed"})
+                events = self._sequence.add(update.tokens, update.logprobs)
                 if self._keeper is not None or self._prompt is not None or self._learner is not None:
                     self._tokens += update.tokens
                 if finish is not None:
@@ -216,12 +216,12 @@ class TextStream:
                 for event in events:
                     yield self._record(event)
                     self._reading = True
-                if self._row.stopped:
+                if self._sequence.stopped:
                     finish = "stop"
                     await self.abort()
             if finish not in ("stop", "length"):
                 raise GenerationFailed(f"the sequence ended with {finish!r} before its answer was complete")
-            for event in self._row.finish(cut=finish == "length"):
+            for event in self._sequence.finish(cut=finish == "length"):
                 yield self._record(event)
                 self._reading = True
             if self._learner is not None:
@@ -229,11 +229,11 @@ class TextStream:
                 if self._learner.wants(content):
                     await asyncio.to_thread(self._learner.learn, self._tokens, content)
             # What was held may have said that the answer was over before its limit.
-            finish = "stop" if self._row.called_enough else finish
+            finish = "stop" if self._sequence.called_enough else finish
             if self._keeper is not None:
                 await self._keeper.keep(self._tokens, _message(self._sent), self._generation)
-            reason = "tool_calls" if self._row.called and finish == "stop" else finish
-            yield self._record(Finished(reason, self._usage(), self._row.stop_string))
+            reason = "tool_calls" if self._sequence.called and finish == "stop" else finish
+            yield self._record(Finished(reason, self._usage(), self._sequence.stop_string))
         finally:
             self._reading = False
             try:
@@ -257,12 +257,12 @@ class TextStream:
         return event
 
     def _usage(self) -> Usage:
-        row = self._row
+        sequence = self._sequence
         if self._choice:
-            return Usage(0, row.tokens, 0, row.reasoning_tokens)
-        return Usage(self.prompt_tokens, row.tokens, self._cached_tokens, row.reasoning_tokens)
+            return Usage(0, sequence.tokens, 0, sequence.reasoning_tokens)
+        return Usage(self.prompt_tokens, sequence.tokens, self._cached_tokens, sequence.reasoning_tokens)
 
-    async def _next(self) -> RowUpdate:
+    async def _next(self) -> SequenceUpdate:
         timeout = asyncio.timeout_at(self._deadline)
         try:
             async with timeout:
@@ -285,7 +285,7 @@ class TextStream:
         text: list[str] = []
         reasoning: list[str] = []
         calls: list[ToolCall] = []
-        logprobs: list[ShownToken] | None = [] if self._row.follows_tokens else None
+        logprobs: list[ShownToken] | None = [] if self._sequence.follows_tokens else None
         try:
             async for event in self:
                 if isinstance(event, TextDelta):
@@ -313,12 +313,12 @@ class TextStream:
         raise GenerationFailed("the sequence ended before its answer was complete")
 
     async def abort(self) -> None:
-        """Removes the row from its batch unless it has ended. Cancelling the caller does not cancel this."""
+        """Removes the sequence from its batch unless it has ended. Cancelling the caller does not cancel this."""
         await abort_all([self])
 
     def begin_abort(self) -> asyncio.Task[None] | None:
-        """Starts an `abort` without waiting for it. None if the row has ended."""
-        # A stopped row aborts itself while it is read. Any other abort means that nobody reads on.
+        """Starts an `abort` without waiting for it. None if the sequence has ended."""
+        # A stopped sequence aborts itself while it is read. Any other abort means that nobody reads on.
         if self._keeper is not None and not self._reading:
             self._keeper.leave()
         if self._over:
@@ -328,7 +328,7 @@ class TextStream:
 
     def _end(self) -> None:
         self._over = True
-        self._on_end(self._row.tokens)
+        self._on_end(self._sequence.tokens)
 
 
 def _message(events: Sequence[Event]) -> Message:

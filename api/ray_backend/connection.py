@@ -1,7 +1,7 @@
-"""A connection to one replica: frames are read there, and each row gets its updates.
+"""A connection to one replica: frames are read there, and each sequence gets its updates.
 
 A connection is a *consumer* at the replica: it asks for one frame after the other, each with the new tokens of all its
-rows. Rows of a consumer whose lease ran out are removed.
+sequences. Sequences of a consumer whose lease ran out are removed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeVar
 from cachetools import FIFOCache
 
 from ...actors.protocol.clients import ReplicaClient
-from ...actors.protocol.replica_messages import GenerateRequest, MediaSpan, RowUpdate
+from ...actors.protocol.replica_messages import GenerateRequest, MediaSpan, SequenceUpdate
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, ReplicaDied, ReplicaLost, SatchelError
 from ...cluster.timing import Timing
 from .served import detached
@@ -33,15 +33,15 @@ LATE_S = 0.5
 
 
 class ReplicaConnection:
-    """A connection to one replica: its client, the rows running there, and the task that reads its frames.
+    """A connection to one replica: its client, the sequences running there, and the task that reads its frames.
 
     Args:
         node: the replica's node, "" if unknown.
-        broke: called once the connection is broken, with whether the replica seems lost. The rows hear of it after
+        broke: called once the connection is broken, with whether the replica seems lost. The sequences hear of it after
             that.
 
     Attributes:
-        rows: for each row what takes its updates, or why it ended.
+        sequences: for each sequence what takes its updates, or why it ended.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class ReplicaConnection:
         self.client = ReplicaClient(replica, timing)
         # A new id each time: the next link does not read what a broken one left at a living replica.
         self.consumer = f"consumer-{uuid.uuid4().hex}"
-        self.rows: dict[str, Callable[[RowUpdate | SatchelError], None]] = {}
+        self.sequences: dict[str, Callable[[SequenceUpdate | SatchelError], None]] = {}
         self.broken = asyncio.Event()
         self.heard = False
         """Whether it has answered."""
         self.died = False
         """Whether its process has ended, according to Ray."""
         self.probation = asyncio.Lock()
-        """Held by the one suspect row (`rows.py`) that is tried there."""
+        """Held by the one suspect sequence (`sequences.py`) that is tried there."""
         self.sent = SentPictures()
         self._broke = broke
         self._reading = detached(self._read())
@@ -84,32 +84,32 @@ class ReplicaConnection:
                 for update in frame:
                     self._deal(update)
         except Exception as error:
-            # Any error: rows that nobody reads must not wait. If the time limit itself came late, this process stood
-            # still, as on a Mac that slept, and the silence says nothing about the replica.
+            # Any error: sequences that nobody reads must not wait. If the time limit itself came late, this process
+            # stood still, as on a Mac that slept, and the silence says nothing about the replica.
             reason = type(error.__cause__ or error).__name__
             late_s = time.monotonic() - asked - self._frame_silence_s
             lost = not isinstance(error, ActorSilent) or late_s < LATE_S
             self.died = isinstance(error, ActorLost)
         self._break(reason, lost)
 
-    def _deal(self, update: RowUpdate) -> None:
-        take = self.rows.get(update.request_id)
+    def _deal(self, update: SequenceUpdate) -> None:
+        take = self.sequences.get(update.request_id)
         if take is None:
             return
         if update.finish is not None:
-            del self.rows[update.request_id]
+            del self.sequences[update.request_id]
         take(update)
 
     def _break(self, reason: str, lost: bool) -> None:
-        """Has all rows at the replica aborted, and each continue elsewhere."""
+        """Has all sequences at the replica aborted, and each continue elsewhere."""
         logger.warning(
-            "the link to replica %s broke (%s); %d sequences fail over", self.replica, reason, len(self.rows)
+            "the link to replica %s broke (%s); %d sequences fail over", self.replica, reason, len(self.sequences)
         )
         self._broke(self, lost)
-        rows, self.rows = self.rows, {}
+        sequences, self.sequences = self.sequences, {}
         self.broken.set()
         kind = ReplicaDied if self.died else ReplicaLost
-        for take in rows.values():
+        for take in sequences.values():
             take(kind(f"replica {self.replica} was lost"))
 
     def close(self) -> None:

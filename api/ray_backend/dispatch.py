@@ -31,7 +31,7 @@ from ..views.cluster import SeenNodes, node_states
 from .locator import AgentLocator
 from .pooling import RayPooling
 from .routing import Routing
-from .rows import RayGeneration, called
+from .sequences import RayGeneration, called
 
 
 class RayBackend:
@@ -123,7 +123,7 @@ class RayBackend:
         )
 
     async def close(self) -> None:
-        """Stops reading, and aborts the rows still running."""
+        """Stops reading, and aborts the sequences still running."""
         await self.routing.close()
 
     async def _reports(self) -> list[NodeReport]:

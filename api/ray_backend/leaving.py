@@ -32,8 +32,8 @@ class HandedOver:
 
 
 async def drain_and_hand_over(replicas: Mapping[str, ReplicaClient], node: Node, timing: Timing) -> HandedOver:
-    """Drains a node: accepts no new agents, waits at most `node_drain_s` for its replicas' rows, has the others go on
-    elsewhere, then moves its agents to other nodes within `hand_over_s`.
+    """Drains a node: accepts no new agents, waits at most `node_drain_s` for its replicas' sequences, has the others go
+    on elsewhere, then moves its agents to other nodes within `hand_over_s`.
 
     Raises:
         SatchelError: the node's store or the router does not answer.
@@ -59,7 +59,7 @@ async def drain_and_hand_over(replicas: Mapping[str, ReplicaClient], node: Node,
         # `hand_over` limits the time.
         to = next(iter(copies), secondary_nodes(agent, others, 1)[0])
         try:
-            # A turn whose row has just gone to another node may take longer than this node stays.
+            # A turn whose sequence has just gone to another node may take longer than this node stays.
             await store.move(agent, to, at_once=True).within(timing.hand_over_s)
         except NoAnswer:
             raise

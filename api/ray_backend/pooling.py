@@ -8,12 +8,12 @@ import time
 from dataclasses import replace
 
 from ...actors.protocol.replica_messages import PooledTexts, PoolingRequest
-from ...actors.protocol.router_messages import Decision, RouteRequest, RowLeft
+from ...actors.protocol.router_messages import Decision, RouteRequest, SequenceLeft
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, ReplicaLost, Unavailable
 from ..requests.backend import Vectors
 from .connection import unless_broken
 from .routing import Routing
-from .rows import ATTEMPTS, DEATHS_MAX, given_up
+from .sequences import ATTEMPTS, DEATHS_MAX, given_up
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class RayPooling:
     """One request for vectors.
 
     It may be what ends a replica's process. So once that has happened, it is tried where nothing else is suspected
-    (`rows.py`), and it is given up if that process ends too.
+    (`sequences.py`), and it is given up if that process ends too.
     """
 
     def __init__(self, routing: Routing, request: PoolingRequest) -> None:
@@ -42,7 +42,7 @@ class RayPooling:
                 try:
                     pooled = await self._ask(decision)
                 finally:
-                    self._routing.release(RowLeft(decision.replica, self._request.request_id))
+                    self._routing.release(SequenceLeft(decision.replica, self._request.request_id))
             except Unavailable:
                 # A replica that was lost may be the only one, and start again.
                 waited_s = time.monotonic() - self._lost_at
@@ -71,7 +71,7 @@ class RayPooling:
         )
         decision = await self._routing.decide(message)
         if decision.replica in self._refusals:
-            self._routing.release(RowLeft(decision.replica, request.request_id))
+            self._routing.release(SequenceLeft(decision.replica, request.request_id))
             raise self._refusals[decision.replica]
         return decision
 

@@ -10,7 +10,7 @@ from typing import Any
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.media_ids import embeddings_needed
 from ...actors.protocol.replica_messages import GenerateRequest, ModelInfo
-from ...actors.protocol.router_messages import Chain, Decision, RouteRequest, RowLeft
+from ...actors.protocol.router_messages import Chain, Decision, RouteRequest, SequenceLeft
 from ...actors.rpc.client import Call
 from ...cluster.config import Config
 from ...cluster.errors import NoAnswer, NoReplica
@@ -20,11 +20,11 @@ from .served import DetachedTasks, ServedModels
 
 
 class Routing:
-    """Asks the router, tells it what happens to rows, and keeps a connection to each replica. Lives on the event loop
-    on which it is made.
+    """Asks the router, tells it what happens to sequences, and keeps a connection to each replica. Lives on the event
+    loop on which it is made.
 
     Attributes:
-        failovers: how many rows have gone on at another replica.
+        failovers: how many sequences have gone on at another replica.
     """
 
     def __init__(self, config: Config, locator: AgentLocator) -> None:
@@ -84,7 +84,7 @@ class Routing:
         """Tells the router that a call to the replica failed."""
         self.tell(self.router.lose(replica))
 
-    def release(self, left: RowLeft) -> None:
+    def release(self, left: SequenceLeft) -> None:
         """Tells the router that the request no longer loads the replica: it was refused, or has ended."""
         self.tell(self.router.release(left))
 
@@ -97,10 +97,10 @@ class Routing:
         return link
 
     def _unlink(self, link: ReplicaConnection, lost: bool) -> None:
-        """Drops a broken link, and aborts its rows. If the replica seems `lost`, tells the router and checks its
+        """Drops a broken link, and aborts its sequences. If the replica seems `lost`, tells the router and checks its
         node."""
         self._links.pop(link.replica, None)
-        self.background(link.abort(list(link.rows)))
+        self.background(link.abort(list(link.sequences)))
         if not lost:
             return
         self.lose(link.replica)
@@ -127,13 +127,13 @@ class Routing:
         self.background(told())
 
     async def close(self) -> None:
-        """Stops reading, and aborts the rows still running."""
+        """Stops reading, and aborts the sequences still running."""
         self.served.close()
         links, self._links = list(self._links.values()), {}
         for link in links:
             link.close()
         for link in links:
-            await link.abort(list(link.rows))
+            await link.abort(list(link.sequences))
 
     async def placed_on(self, replica: str) -> str:
         """Returns the replica's node according to the registry, "" if unknown."""
@@ -164,7 +164,7 @@ def may_split(request: GenerateRequest) -> bool:
     """Returns whether a request may be prefilled on one node and decoded on another.
 
     KV goes from node to node by their disks, where only agents' KV may be. Image embeddings would have to travel too,
-    and rows that share a prefill, or have already generated something, stay together with what they have.
+    and sequences that share a prefill, or have already generated something, stay together with what they have.
     """
     sampling = request.sampling
     alone = request.choices == 1 and sampling.choice == 0 and not request.generated

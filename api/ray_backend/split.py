@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ...actors.protocol.block_ids import BLOCK_TOKENS
-from ...actors.protocol.replica_messages import GenerateRequest, RowUpdate, Sampling
-from ...actors.protocol.router_messages import Decision, RowLeft, prefill_row
+from ...actors.protocol.replica_messages import GenerateRequest, Sampling, SequenceUpdate
+from ...actors.protocol.router_messages import Decision, SequenceLeft, prefill_sequence
 from ...cluster.errors import NoAnswer, SatchelError
 from .connection import ReplicaConnection
 from .routing import Routing
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class Prefill:
-    """A prompt that is prefilled for a row on another replica, from `begin` to `end`.
+    """A prompt that is prefilled for a sequence on another replica, from `begin` to `end`.
 
     Args:
         decision: names both replicas.
-        request: the row, as the decoding replica gets it.
+        request: the sequence, as the decoding replica gets it.
 
     Attributes:
         cached_tokens: how many of the prompt's tokens need not be computed there; None before it begins.
@@ -37,7 +37,7 @@ class Prefill:
         self.cached_tokens: int | None = None
         self._routing = routing
         self._replica = decision.prefill_on
-        self._id, self._row = prefill_row(request.request_id), request.request_id
+        self._id, self._sequence = prefill_sequence(request.request_id), request.request_id
         self._link = routing.link(replace(decision, replica=decision.prefill_on, node=decision.pull_from))
         prompt = request.prompt[:-1]
         self._request = replace(
@@ -57,18 +57,18 @@ class Prefill:
 
     def begin(self, decoding: ReplicaConnection) -> None:
         """Has the prompt prefilled, and the decoding replica told once nothing more comes."""
-        self._link.rows[self._id] = self.put
+        self._link.sequences[self._id] = self.put
         self._running = asyncio.ensure_future(self._run(decoding))
 
-    def put(self, update: RowUpdate | SatchelError) -> None:
+    def put(self, update: SequenceUpdate | SatchelError) -> None:
         """Takes news of the prefill, as `RayGeneration.put`."""
-        if isinstance(update, RowUpdate):
+        if isinstance(update, SequenceUpdate):
             if update.cached_tokens is not None:
                 self.cached_tokens = update.cached_tokens
             self._complete = update.finish == "length"
             if update.finish is None:
                 return
-            self._routing.release(RowLeft(self._replica, self._id))
+            self._routing.release(SequenceLeft(self._replica, self._id))
         self._ended.set()
 
     async def _run(self, decoding: ReplicaConnection) -> None:
@@ -84,17 +84,17 @@ class Prefill:
             # What was sealed last is still on its way.
             await asyncio.sleep(timing.pull_s)
         while True:
-            # Again, as the row may not be there yet.
+            # Again, as the sequence may not be there yet.
             with suppress(NoAnswer):
-                await decoding.client.go_on([self._row])
+                await decoding.client.go_on([self._sequence])
             await asyncio.sleep(timing.retry_s)
 
     def end(self) -> None:
-        """The row goes on, or is over: nothing is waited for any more. Idempotent."""
+        """The sequence goes on, or is over: nothing is waited for any more. Idempotent."""
         running, self._running = self._running, None
         if running is None:
             return
         running.cancel()
-        if self._link.rows.pop(self._id, None) is not None:
-            self._routing.release(RowLeft(self._replica, self._id))
+        if self._link.sequences.pop(self._id, None) is not None:
+            self._routing.release(SequenceLeft(self._replica, self._id))
             self._routing.background(self._link.abort([self._id]))

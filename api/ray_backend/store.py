@@ -159,7 +159,7 @@ class RayStore:
             async with asyncio.timeout(WRITTEN_S):
                 unwritten = True
                 while unwritten:
-                    # Rows that have just ended are handed to the writer with the next step.
+                    # Sequences that have just ended are handed to the writer with the next step.
                     await asyncio.sleep(0.05)
                     answers = await _answers([replica.stats() for replica in replicas])
                     unwritten = any(stats.unwritten_bytes for stats in answers)

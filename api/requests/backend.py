@@ -16,7 +16,7 @@ from ...actors.protocol.replica_messages import (
     PooledTexts,
     PoolingRequest,
     ReplicaStats,
-    RowUpdate,
+    SequenceUpdate,
 )
 
 
@@ -85,10 +85,10 @@ class NodeState:
 
 
 class Generation(Protocol):
-    """One running row. Iterating yields its updates; the last one has `finish` set.
+    """One running sequence. Iterating yields its updates; the last one has `finish` set.
 
-    Closing early (`abort`, or leaving the iteration) removes the row from the batch within one decode step. A failure
-    ends the iteration with a `SatchelError`.
+    Closing early (`abort`, or leaving the iteration) removes the sequence from the batch within one decode step. A
+    failure ends the iteration with a `SatchelError`.
     """
 
     replica: str
@@ -106,7 +106,7 @@ class Generation(Protocol):
         """The node to which the agent's memory should move after the turn, "" for none."""
         ...
 
-    def __aiter__(self) -> AsyncIterator[RowUpdate]: ...
+    def __aiter__(self) -> AsyncIterator[SequenceUpdate]: ...
 
     async def abort(self) -> None: ...
 
@@ -114,7 +114,7 @@ class Generation(Protocol):
 class Backend(Protocol):
     @property
     def failovers(self) -> int:
-        """How many rows continued, on another or a restarted replica, after theirs was lost."""
+        """How many sequences continued, on another or a restarted replica, after theirs was lost."""
         ...
 
     async def names(self) -> list[str]:
@@ -128,12 +128,12 @@ class Backend(Protocol):
     async def generate(
         self, model: ServedModel, request: GenerateRequest, *, cache_salt: str = "", beside: str = ""
     ) -> Generation:
-        """Routes and queues one row. Returns once a replica has accepted it.
+        """Routes and queues one sequence. Returns once a replica has accepted it.
 
         Args:
             request: complete except for consumer, block ids and model id, which are filled in here.
-            cache_salt: KV is shared only between rows with the same salt.
-            beside: the replica that took the first of several rows with this prompt, "" for none.
+            cache_salt: KV is shared only between sequences with the same salt.
+            beside: the replica that took the first of several sequences with this prompt, "" for none.
 
         Raises:
             Unavailable: the queue is full, no replica lives, or the cluster is draining.

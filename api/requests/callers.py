@@ -44,7 +44,7 @@ class Meter:
 
     def __init__(self, limits: KeyLimits, clock: Clock) -> None:
         self.limits = limits
-        self.rows = 0
+        self.sequences = 0
         self._requests = _bucket(limits.requests_per_minute, clock)
         self._tokens = _bucket(limits.tokens_per_minute, clock)
 
@@ -59,27 +59,27 @@ class Meter:
                 raise _limited(f"{self._requests.per_minute} requests a minute", self._requests.wait_s(1))
             self._requests.take(1)
 
-    def take_rows(self, rows: int, tokens: int) -> None:
-        """Counts `rows` as running, and the `tokens` of all their prompts.
+    def take_sequences(self, sequences: int, tokens: int) -> None:
+        """Counts `sequences` as running, and the `tokens` of all their prompts.
 
         Raises:
-            InvalidRequest: the key never allows so many rows.
-            RateLimited: too many rows are running, or there were too many tokens in the last minute.
+            InvalidRequest: the key never allows so many sequences.
+            RateLimited: too many sequences are running, or there were too many tokens in the last minute.
         """
         most = self.limits.rows_max
-        if most is not None and rows > most:
-            raise InvalidRequest(f"this key may have {most} concurrent answers; the request asks for {rows}")
-        if most is not None and self.rows + rows > most:
+        if most is not None and sequences > most:
+            raise InvalidRequest(f"this key may have {most} concurrent answers; the request asks for {sequences}")
+        if most is not None and self.sequences + sequences > most:
             raise _limited(f"{most} concurrent answers", 1.0)
         if self._tokens is not None:
             if self._tokens.level <= 0:
                 raise _limited(f"{self._tokens.per_minute} tokens a minute", self._tokens.wait_s(1))
             self._tokens.take(tokens)
-        self.rows += rows
+        self.sequences += sequences
 
-    def end_rows(self, rows: int, tokens: int) -> None:
-        """Counts `rows` as ended, and the `tokens` of their answers."""
-        self.rows -= rows
+    def end_sequences(self, sequences: int, tokens: int) -> None:
+        """Counts `sequences` as ended, and the `tokens` of their answers."""
+        self.sequences -= sequences
         if self._tokens is not None:
             self._tokens.take(tokens)
 
@@ -145,15 +145,15 @@ class Caller:
             raise InvalidRequest(f"priority: this key may ask for at most {most}", param="priority")
         return min(asked, most)
 
-    def admit(self, rows: int, tokens: int) -> AdmittedRows:
-        """Admits `rows` whose prompts have `tokens` together.
+    def admit(self, sequences: int, tokens: int) -> AdmittedSequences:
+        """Admits `sequences` whose prompts have `tokens` together.
 
         Raises:
-            RateLimited, InvalidRequest: as `Meter.take_rows`.
+            RateLimited, InvalidRequest: as `Meter.take_sequences`.
         """
         if self.meter is not None:
-            self.meter.take_rows(rows, tokens)
-        return AdmittedRows(self.meter, rows)
+            self.meter.take_sequences(sequences, tokens)
+        return AdmittedSequences(self.meter, sequences)
 
 
 _NO_LIMITS = KeyLimits()
@@ -161,21 +161,21 @@ OWNING = Caller()
 """The owner of the server."""
 
 
-class AdmittedRows:
-    """Admitted rows, until the last of them has ended."""
+class AdmittedSequences:
+    """Admitted sequences, until the last of them has ended."""
 
-    def __init__(self, meter: Meter | None, rows: int) -> None:
+    def __init__(self, meter: Meter | None, sequences: int) -> None:
         self._meter = meter
-        self._rows = rows
+        self._sequences = sequences
 
-    def end_row(self, tokens: int) -> None:
+    def end_sequence(self, tokens: int) -> None:
         """Counts one of them as ended, with an answer of `tokens`."""
-        if self._meter is not None and self._rows:
-            self._rows -= 1
-            self._meter.end_rows(1, tokens)
+        if self._meter is not None and self._sequences:
+            self._sequences -= 1
+            self._meter.end_sequences(1, tokens)
 
     def close(self) -> None:
-        """Gives back the rows that have not ended."""
+        """Gives back the sequences that have not ended."""
         if self._meter is not None:
-            self._meter.end_rows(self._rows, 0)
-        self._rows = 0
+            self._meter.end_sequences(self._sequences, 0)
+        self._sequences = 0

@@ -125,7 +125,7 @@ class Options:
     `temperature` 0 or `top_p` 0 the likeliest token is taken. `logit_bias` is a mapping from token ids, as numbers or
     decimal strings.
 
-    Without `seed` every prompt draws its own. Without `max_tokens` a row may fill the context, within
+    Without `seed` every prompt draws its own. Without `max_tokens` a sequence may fill the context, within
     `scheduling.max_tokens_max`; a larger value is cut to what is left of the context. `stop` strings end the answer if
     they occur in its content; reasoning is not searched. With `include_stop_str_in_output` the one that is found stays
     in the answer, as do `stop_token_ids`; special tokens become text with `skip_special_tokens` False. `bad_words` do
@@ -166,11 +166,11 @@ class Options:
         grammar: str = "",
         bad_words: Sequence[list[int]] = (),
     ) -> Sampling:
-        """Resolves all defaults for one row.
+        """Resolves all defaults for one sequence.
 
         Args:
             own: the model's own sampling, by field.
-            max_tokens: how many the row may generate.
+            max_tokens: how many the sequence may generate.
             grammar: what bounds the answer, "" for nothing.
             bad_words: the token ids of the words that must not appear.
         """

@@ -16,7 +16,7 @@ from ...cluster.keys import OWNER, check_agent_id
 from ..media.prompt import MediaPrompt, Medium, media_said, place, with_media_tokens, with_references
 from ..text.answers.grammars import AnswerForm, Thought
 from ..text.answers.reasoning import ReasoningSplitter
-from ..text.answers.row_text import RowText
+from ..text.answers.sequence_text import SequenceText
 from ..text.callers_text import AnswerLearner, CallersText
 from ..text.continuation import PICTURES_CHANGED, Continuation, Match, StoredBranch, continue_text
 from ..text.control_tokens import refuse_breaks, unbroken
@@ -47,12 +47,13 @@ class Request:
 
     `model` "" is the default model; `agent` is the agent's id or "" for none, `program` and `parent` what is known of
     it (`Identity`). `request_id` appears in logs and need not
-    be unique. `choices` is the number of answers for every prompt. If `options` have no `max_tokens`, a row generates
-    at most `max_tokens_default`; `max_tokens_field` is the caller's name of that option. `waited_s` have passed since
-    the request arrived. KV is shared only with requests of the same `caller`'s tenant and the same `cache_salt`. `form`
-    is what the answer's content must be. Only the last `truncate_prompt_tokens` of a prompt are kept; -1 is as many as
-    fit with the answer. `return_token_ids` keeps the ids of prompt and answer. With `any_model` the default model
-    answers where there is no `model` of that name. `left_out` collects the names of what the model is not told of.
+    be unique. `choices` is the number of answers for every prompt. If `options` have no `max_tokens`, a sequence
+    generates at most `max_tokens_default`; `max_tokens_field` is the caller's name of that option. `waited_s` have
+    passed since the request arrived. KV is shared only with requests of the same `caller`'s tenant and the same
+    `cache_salt`. `form` is what the answer's content must be. Only the last `truncate_prompt_tokens` of a prompt are
+    kept; -1 is as many as fit with the answer. `return_token_ids` keeps the ids of prompt and answer. With `any_model`
+    the default model answers where there is no `model` of that name. `left_out` collects the names of what the model is
+    not told of.
     """
 
     model: str = ""
@@ -174,7 +175,7 @@ class PreparedPrompt:
     lasting_saved: bool = False
     truncated_messages: int = 0
 
-    def row_text(self) -> RowText:
+    def sequence_text(self) -> SequenceText:
         """Returns what makes text of an answer's tokens."""
         return self._read(self.text_model.tokenizer.detokenizer(self.prompt), prelude=self.prelude)
 
@@ -182,9 +183,9 @@ class PreparedPrompt:
         """Returns what remembers which marks of an answer were tokens; None if nothing has to."""
         return None
 
-    def _read(self, detokenizer: Detokenizer, **stages: Any) -> RowText:
+    def _read(self, detokenizer: Detokenizer, **stages: Any) -> SequenceText:
         options = self.request.options
-        return RowText(
+        return SequenceText(
             self.text_model.tokenizer,
             detokenizer,
             stops=options.stop,
@@ -220,7 +221,7 @@ class Chat(PreparedPrompt):
         """Whether the answer begins with reasoning."""
         return Thought.OPEN if self.thinking else Thought.POSSIBLE if self.may_think else Thought.NONE
 
-    def row_text(self) -> RowText:
+    def sequence_text(self) -> SequenceText:
         text, request, finder = self.text_model, self.request, self.calls
         reasoning, most = None, None if request.tool_use.parallel else 1
         channels = text.calls.channels(self.tools, answering=bool(request.prefill), calls_max=most)

@@ -187,7 +187,7 @@ class Tokenizer:
         return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(list(tokens))]
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
-        """Returns a new detokenizer for one row. `context` are the tokens that the text continues, if any."""
+        """Returns a new detokenizer for one sequence. `context` are the tokens that the text continues, if any."""
         if self.byte_level:
             return ByteDetokenizer(self._piece)
         return WindowDetokenizer(self.decode, context)

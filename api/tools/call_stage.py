@@ -11,7 +11,7 @@ from .lenient.reading import Calls
 from .lenient.stage import LenientCalls
 
 _ALIKE_MAX = 3
-"""So many equal calls in a row end an answer."""
+"""So many equal calls in a sequence end an answer."""
 
 
 class OwnCalls(Protocol):

@@ -13,7 +13,7 @@ from ..parts import ResultTable
 from ..router import engines, replaying, workloads
 
 STEPS_S = {1: 1 / 265, 32: 32 / 3131}
-"""A decode step of so many rows, from serve-nvidia-h200 (KV in 4 bits)."""
+"""A decode step of so many sequences, from serve-nvidia-h200 (KV in 4 bits)."""
 
 PREFILL_TOKENS_PER_S = 16_000 / 0.972
 """From memory-nvidia-h200."""
@@ -26,8 +26,8 @@ def together(sizes: tuple[int, ...] = (1, 2, 4)) -> ResultTable:
     machine = engines.Machine(
         prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
         step_s=STEPS_S[1],
-        step_row_s=(STEPS_S[32] - STEPS_S[1]) / 31,
-        rows_max=ROWS,
+        step_sequence_s=(STEPS_S[32] - STEPS_S[1]) / 31,
+        sequences_max=ROWS,
         disk_blocks_max=20_000,
     )
     sessions = [
@@ -50,7 +50,7 @@ def together(sizes: tuple[int, ...] = (1, 2, 4)) -> ResultTable:
         )
     part.notes.append(
         f"A simulated clock; each node as one H200 with a 0.6B shape was measured: {PREFILL_TOKENS_PER_S:,.0f} tokens "
-        f"of prompt a second, {1000 * STEPS_S[1]:.1f} ms a decode step of one row and {1000 * STEPS_S[32]:.1f} of 32. "
+        f"of prompt a second, {1000 * STEPS_S[1]:.1f} ms a step of one sequence and {1000 * STEPS_S[32]:.1f} of 32. "
         f"{len(sessions)} agents of {TURNS} turns that ask again at once. No real machine was measured."
     )
     return part

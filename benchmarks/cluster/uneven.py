@@ -96,8 +96,8 @@ def uneven_nodes(work: Path) -> Iterator[UnevenNodes]:
                 "command": shlex.join(slow),
             },
         ]
-        # Its trial would take the time of the paces.
-        model = {"name": "tiny", "source": str(folder), "trial": False, "kv": "q4"}
+        # Its self-test would take the time of the paces.
+        model = {"name": "tiny", "source": str(folder), "self_test": False, "kv": "q4"}
         endpoint = {"listen": head.address, "port": PORT}
         # Agents share no KV, so that all may be told the same.
         config = {"models": [model], "nodes": nodes, "endpoint": endpoint, "replication": 0, "share": "agent"}

@@ -14,7 +14,7 @@ import mlx.core as mx
 import psutil
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
-from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
+from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.cluster.config import Scheduling
@@ -78,7 +78,7 @@ class Desk:
     def submit(self, prompt: list[int], max_tokens: int, media: Sequence[MediaSpan] = ()) -> str:
         """Queue a greedy request. Returns its name."""
         self._count += 1
-        name = f"row-{self._count}"
+        name = f"sequence-{self._count}"
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         ids = block_ids(self.root, prompt)
         request = GenerateRequest(name, CONSUMER, "bench", "", prompt, ids, self.root, sampling, media=list(media))
@@ -111,7 +111,7 @@ class Desk:
     def ask(self, prompt: list[int], max_tokens: int = 1, media: Sequence[MediaSpan] = ()) -> TimedAnswer:
         return self.finish([self.submit(prompt, max_tokens, media)])[0]
 
-    def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
+    def _take(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         now = time.perf_counter()
         for update in updates.get(CONSUMER, []):
             answer = self._answers[update.request_id]

@@ -20,7 +20,7 @@ import numpy as np
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kernels import decode_kernel, gpu_kernels, sealing
-from satchel.actors.replica.kernels.decode_views import DecodeView, KernelStep, KernelView, RowBlocks
+from satchel.actors.replica.kernels.decode_views import DecodeView, KernelStep, KernelView, SequenceBlocks
 from satchel.actors.replica.kernels.head_transform import NOTHING, HeadTransform, Norm, Rotation
 from satchel.actors.replica.kernels.sealing import POLICIES, Plain
 from satchel.actors.replica.kv import attention
@@ -46,7 +46,7 @@ def world(
     dtype: mx.Dtype = mx.bfloat16,
     transform: HeadTransform = NOTHING,
 ) -> tuple[mx.array, DecodeView, KernelView]:
-    """Rows with these tokens, the new one too, in a pool in which their blocks lie anyhow.
+    """Sequences with these tokens, the new one too, in a pool in which their blocks lie anyhow.
 
     Returns:
         Queries, which the kernel is to transform, and what the reference and the kernel read.
@@ -68,9 +68,9 @@ def world(
     tails = [mx.random.normal((len(lengths), kv_heads, BLOCK_TOKENS, dim)).astype(dtype) for dim in dims]
     mx.eval(tails)
     hidden = [max(0, length - window) if window else 0 for length in lengths]
-    owner = mx.array([row for row, count in enumerate(blocks) for _ in range(count)], mx.uint32)
+    owner = mx.array([sequence for sequence, count in enumerate(blocks) for _ in range(count)], mx.uint32)
     starts = [0, *accumulate(blocks)]
-    first = [hidden[row] - at * BLOCK_TOKENS for row, count in enumerate(blocks) for at in range(count)]
+    first = [hidden[sequence] - at * BLOCK_TOKENS for sequence, count in enumerate(blocks) for at in range(count)]
     behind = mx.arange(BLOCK_TOKENS) < mx.array(first)[:, None, None, None] if window else None
     columns, ends = mx.arange(BLOCK_TOKENS)[None], mx.array(opened)[:, None]
     seen = (columns < ends) & (columns + mx.array(blocks)[:, None] * BLOCK_TOKENS >= mx.array(hidden)[:, None])
@@ -80,7 +80,7 @@ def world(
     new_keys, new_values = (mx.take_along_axis(tail, places, axis=2) for tail in tails)
     tails[0] = mx.put_along_axis(tails[0], places, transform.of_keys(new_keys, positions_of(lengths)), axis=2)
     reference = replace(reference, keys=tails[0])
-    read = RowBlocks.of(slots, starts, [length - 1 for length in lengths], hidden, kv_heads)
+    read = SequenceBlocks.of(slots, starts, [length - 1 for length in lengths], hidden, kv_heads)
     # Without the new token.
     blank = [mx.put_along_axis(tail, places, mx.zeros_like(tail[:, :, :1]), axis=2) for tail in tails]
     step = KernelStep((blank[0], blank[1]), pool, read, group.written(0))
@@ -108,7 +108,7 @@ def all_transforms(dim: int, dtype: mx.Dtype) -> list[HeadTransform]:
 
 
 def expected(queries: mx.array, view: DecodeView, policy: str, scale: float, sinks: mx.array | None) -> mx.array:
-    """The reference's answer, (rows, heads, 1, value_dim) float32."""
+    """The reference's answer, (sequences, heads, 1, value_dim) float32."""
     with mx.stream(mx.cpu):
         wide = [array.astype(mx.float32) for array in (queries, view.keys, view.values)]
         pool = view.pool._make(a.astype(mx.float32) for a in view.pool) if isinstance(view.pool, Plain) else view.pool
@@ -123,7 +123,7 @@ def error(
 ) -> float:
     """How far the kernel is off, of the largest output, and checks that it appends the new token; with sinks for some
     shapes."""
-    # Behind a window rows have few blocks.
+    # Behind a window sequences have few blocks.
     lengths = [min(length, 900 if window else length) for length in LENGTHS]
     queries, reference, view = world(lengths, max(1, 8 // grouped), dims, grouped, policy, window, dtype, transform)
     sinks = mx.random.normal((queries.shape[1],)).astype(dtype) if grouped == 8 else None

@@ -72,7 +72,7 @@ def _row(shape: KVShape, policy: str, sealed: float, full: int, formula: int) ->
 def _counted(shape: KVShape, name: str) -> float:
     """Returns the bytes a token of the blocks in the pool that a row of one layer fills."""
     pool = BlockPool([[0]])
-    cache = PagedKVCache(0, POLICIES[name], batch=PagedBatch.of_rows(pool, 1))
+    cache = PagedKVCache(0, POLICIES[name], batch=PagedBatch.of_sequences(pool, 1))
     tokens = 4 * BLOCK_TOKENS + 76
     keys = mx.random.normal((1, shape.kv_heads, tokens, shape.dim)).astype(mx.float16)
     cache.update_and_fetch(keys, keys)

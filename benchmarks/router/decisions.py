@@ -40,7 +40,7 @@ def report(replica: str, announced: list[bytes], **fields: Any) -> ReplicaReport
         "running": 0,
         "waiting": 0,
         "pending_tokens": 0,
-        "rows_max": 32,
+        "sequences_max": 32,
         "prefill_tokens_per_s": 1000.0,
         "active": [],
         "retracted": [],

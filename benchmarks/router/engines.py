@@ -1,10 +1,10 @@
 """Simulated nodes: a simulated clock, no model.
 
 A node: one replica computes a prefill chunk of 512 tokens between decode steps, first come first served,
-at a constant rate; a decode step takes longer the more rows it has. It keeps finished prompts' blocks in memory, least
-recently used first out, and its node's disk keeps more of them in the same way. What the disk has is read, and what is
-to be pulled comes, before the row waits for its place; pulls from one node come after each other, each at the rate of
-the link. The rates are made up; what is compared are the rules.
+at a constant rate; a decode step takes longer the more sequences it has. It keeps finished prompts' blocks in memory,
+least recently used first out, and its node's disk keeps more of them in the same way. What the disk has is read, and
+what is to be pulled comes, before the sequence waits for its place; pulls from one node come after each other, each at
+the rate of the link. The rates are made up; what is compared are the rules.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Machine:
 
     prefill_tokens_per_s: float = 2000.0
     step_s: float = 0.02
-    """A decode step of one row."""
-    step_row_s: float = 0.002
-    """What each further row adds to it."""
-    rows_max: int = 16
+    """A decode step of one sequence."""
+    step_sequence_s: float = 0.002
+    """What each further sequence adds to it."""
+    sequences_max: int = 16
     blocks_max: int = 2000
     disk_blocks_max: int = 0
     """0 for a node without a disk."""
@@ -44,7 +44,7 @@ class Machine:
 
 
 @dataclass(eq=False)
-class SimulatedRow:
+class SimulatedSequence:
     request_id: str
     turn: WorkloadTurn
     arrived_s: float
@@ -69,9 +69,9 @@ class Replica:
         self.assigned = 0
         self._machine = machine
         self._now = 0.0
-        self._waiting: list[SimulatedRow] = []
-        self._prefilling: list[SimulatedRow] = []
-        self._decoding: list[SimulatedRow] = []
+        self._waiting: list[SimulatedSequence] = []
+        self._prefilling: list[SimulatedSequence] = []
+        self._decoding: list[SimulatedSequence] = []
         self._cache = Blocks(machine.blocks_max)
         self.disk = Blocks(machine.disk_blocks_max)
         self.links: dict[str, float] = {}
@@ -82,37 +82,41 @@ class Replica:
     def has_disk(self) -> bool:
         return self._machine.disk_blocks_max > 0
 
-    def submit(self, row: SimulatedRow, decision: Decision, source: Replica | None) -> int:
-        """Take a row. Returns how many tokens were pulled for it."""
+    def submit(self, sequence: SimulatedSequence, decision: Decision, source: Replica | None) -> int:
+        """Take a sequence. Returns how many tokens were pulled for it."""
         self.assigned += 1
         if not (self._waiting or self._prefilling or self._decoding):
-            self._now = max(self._now, row.arrived_s)
-        self._waiting.append(row)
-        machine, blocks = self._machine, row.turn.blocks
-        token_bytes, pulled, row.ready_s = machine.kv_bytes_per_token, 0, row.arrived_s
+            self._now = max(self._now, sequence.arrived_s)
+        self._waiting.append(sequence)
+        machine, blocks = self._machine, sequence.turn.blocks
+        token_bytes, pulled, sequence.ready_s = machine.kv_bytes_per_token, 0, sequence.arrived_s
         hot, disk = self._cache.run(blocks), self.disk.run(blocks)
         if source is not None:
             wanted = blocks[: decision.cached_tokens // BLOCK_TOKENS]
             pulled = max(0, source.disk.run(wanted) - max(hot, disk)) * BLOCK_TOKENS
             if pulled:
-                source._sent_s = max(source._sent_s, row.arrived_s) + pulled * token_bytes / machine.link_bytes_per_s
-                row.ready_s = source._sent_s + PULL_S
+                source._sent_s = (
+                    max(source._sent_s, sequence.arrived_s) + pulled * token_bytes / machine.link_bytes_per_s
+                )
+                sequence.ready_s = source._sent_s + PULL_S
                 disk = source.disk.run(wanted)
                 self.disk.keep(wanted[:disk])
                 self.links[source.name] = machine.link_bytes_per_s
         if disk > hot:
-            row.restored = disk
-            row.ready_s += (disk - hot) * BLOCK_TOKENS * token_bytes / machine.restore_bytes_per_s + RESTORE_S
+            sequence.restored = disk
+            sequence.ready_s += (disk - hot) * BLOCK_TOKENS * token_bytes / machine.restore_bytes_per_s + RESTORE_S
         return pulled
 
-    def advance(self, until_s: float) -> list[SimulatedRow]:
-        ended: list[SimulatedRow] = []
+    def advance(self, until_s: float) -> list[SimulatedSequence]:
+        ended: list[SimulatedSequence] = []
         while self._now < until_s:
-            places = self._machine.rows_max - len(self._decoding) - len(self._prefilling)
-            admitted = [row for row in self._waiting if row.ready_s <= self._now][:places]
-            self._waiting = [row for row in self._waiting if row not in admitted]
+            places = self._machine.sequences_max - len(self._decoding) - len(self._prefilling)
+            admitted = [sequence for sequence in self._waiting if sequence.ready_s <= self._now][:places]
+            self._waiting = [sequence for sequence in self._waiting if sequence not in admitted]
             self._prefilling += admitted
-            ready_s = min((row.ready_s for row in self._waiting if row.ready_s > self._now), default=until_s)
+            ready_s = min(
+                (sequence.ready_s for sequence in self._waiting if sequence.ready_s > self._now), default=until_s
+            )
             if not self._prefilling and not self._decoding:
                 if ready_s >= until_s:
                     break
@@ -125,7 +129,7 @@ class Replica:
         announced, retracted = self._cache.take_events()
         self._sequence += 1
         machine = self._machine
-        rows = self._waiting + self._prefilling + self._decoding
+        sequences = self._waiting + self._prefilling + self._decoding
         return ReplicaReport(
             replica=self.name,
             model="m",
@@ -133,10 +137,10 @@ class Replica:
             sequence=self._sequence,
             running=len(self._prefilling) + len(self._decoding),
             waiting=len(self._waiting),
-            pending_tokens=sum(row.left_tokens for row in rows),
-            rows_max=self._machine.rows_max,
+            pending_tokens=sum(sequence.left_tokens for sequence in sequences),
+            sequences_max=self._machine.sequences_max,
             prefill_tokens_per_s=self._machine.prefill_tokens_per_s,
-            active=[row.request_id for row in rows],
+            active=[sequence.request_id for sequence in sequences],
             announced=sorted(announced),
             retracted=sorted(retracted),
             full=self._sequence == 1,
@@ -152,39 +156,39 @@ class Replica:
         first = self._sequence == 1
         return StoreReport(self.name, "1", self._sequence, sorted(announced), sorted(retracted), first, links=links)
 
-    def _step(self, until_s: float, ended: list[SimulatedRow]) -> None:
-        """One step; many at once while the same rows only decode."""
-        machine, rows = self._machine, len(self._decoding)
-        step_s = machine.step_s + machine.step_row_s * rows if rows else 0.0
+    def _step(self, until_s: float, ended: list[SimulatedSequence]) -> None:
+        """One step; many at once while the same sequences only decode."""
+        machine, sequences = self._machine, len(self._decoding)
+        step_s = machine.step_s + machine.step_sequence_s * sequences if sequences else 0.0
         steps = 1
         if self._prefilling:
             step_s += self._prefill(self._prefilling[0]) / machine.prefill_tokens_per_s
         else:
-            left = min(row.turn.output_tokens - row.decoded for row in self._decoding)
+            left = min(sequence.turn.output_tokens - sequence.decoded for sequence in self._decoding)
             steps = max(1, min(left, int((until_s - self._now) / step_s)))
         self._now += steps * step_s
-        for row in self._decoding:
-            row.decoded += steps
+        for sequence in self._decoding:
+            sequence.decoded += steps
         if self._prefilling and not self._prefilling[0].left_tokens:
-            row = self._prefilling.pop(0)
-            row.first_token_s, row.decoded = self._now, 1
-            self._cache.keep(row.turn.blocks)
-            self._decoding.append(row)
-        for row in [row for row in self._decoding if row.decoded >= row.turn.output_tokens]:
-            row.ended_s = self._now
-            ended.append(row)
-            self._decoding.remove(row)
-            self.disk.keep(row.turn.blocks)
+            sequence = self._prefilling.pop(0)
+            sequence.first_token_s, sequence.decoded = self._now, 1
+            self._cache.keep(sequence.turn.blocks)
+            self._decoding.append(sequence)
+        for sequence in [sequence for sequence in self._decoding if sequence.decoded >= sequence.turn.output_tokens]:
+            sequence.ended_s = self._now
+            ended.append(sequence)
+            self._decoding.remove(sequence)
+            self.disk.keep(sequence.turn.blocks)
 
-    def _prefill(self, row: SimulatedRow) -> int:
-        if not row.looked_up:
-            row.looked_up = True
-            # Blocks that were restored for the row are its own until it begins.
-            held = max(row.restored, self._cache.run(row.turn.blocks)) * BLOCK_TOKENS
-            row.cached_tokens = min(held, row.turn.prompt_tokens - 1)
-            row.left_tokens = row.turn.prompt_tokens - row.cached_tokens
-        tokens = min(CHUNK_TOKENS, row.left_tokens)
-        row.left_tokens -= tokens
+    def _prefill(self, sequence: SimulatedSequence) -> int:
+        if not sequence.looked_up:
+            sequence.looked_up = True
+            # Blocks that were restored for the sequence are its own until it begins.
+            held = max(sequence.restored, self._cache.run(sequence.turn.blocks)) * BLOCK_TOKENS
+            sequence.cached_tokens = min(held, sequence.turn.prompt_tokens - 1)
+            sequence.left_tokens = sequence.turn.prompt_tokens - sequence.cached_tokens
+        tokens = min(CHUNK_TOKENS, sequence.left_tokens)
+        sequence.left_tokens -= tokens
         return tokens
 
 

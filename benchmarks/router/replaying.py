@@ -12,7 +12,7 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.router_messages import Decision, RouteRequest
 from satchel.actors.router.policy import Policy
 
-from .engines import Blocks, Machine, Replica, SimulatedRow
+from .engines import Blocks, Machine, Replica, SimulatedSequence
 from .workloads import WorkloadSession
 
 REPORT_S = 0.5
@@ -136,10 +136,10 @@ class _RouterReplay:
     def _end(self, now: float) -> None:
         """Bring the engines to `now`. Who got an answer by then thinks, and asks again."""
         for engine in self._engines.values():
-            for row in engine.advance(now):
-                session, turn = self._under_way.pop(row.request_id)
-                self._router.release(engine.name, row.request_id)
-                self._note(row)
+            for sequence in engine.advance(now):
+                session, turn = self._under_way.pop(sequence.request_id)
+                self._router.release(engine.name, sequence.request_id)
+                self._note(sequence)
                 turns = self._sessions[session].turns
                 if turn + 1 < len(turns):
                     heapq.heappush(self._arrivals, (now + turns[turn + 1].think_s, session, turn + 1))
@@ -149,16 +149,16 @@ class _RouterReplay:
         request = RouteRequest(f"q{next(self._ids)}", "m", asked.agent, list(asked.blocks), asked.prompt_tokens)
         decision = self._router.route(request, now)
         source = self._engines[decision.pull_from] if decision.pull_from else None
-        row = SimulatedRow(request.request_id, asked, now, asked.prompt_tokens)
+        sequence = SimulatedSequence(request.request_id, asked, now, asked.prompt_tokens)
         outcome = self._outcome
-        outcome.pulled_tokens += self._engines[decision.replica].submit(row, decision, source)
+        outcome.pulled_tokens += self._engines[decision.replica].submit(sequence, decision, source)
         outcome.known_tokens += min(self._everything.run(asked.blocks) * BLOCK_TOKENS, asked.prompt_tokens - 1)
         self._everything.keep(asked.blocks)
         self._under_way[request.request_id] = (session, turn)
 
-    def _note(self, row: SimulatedRow) -> None:
-        self._outcome.ttft_s.append(row.first_token_s - row.arrived_s)
-        self._outcome.total_s.append(row.ended_s - row.arrived_s)
-        self._outcome.ended_s = max(self._outcome.ended_s, row.ended_s)
-        self._outcome.prompt_tokens += row.turn.prompt_tokens
-        self._outcome.cached_tokens += row.cached_tokens
+    def _note(self, sequence: SimulatedSequence) -> None:
+        self._outcome.ttft_s.append(sequence.first_token_s - sequence.arrived_s)
+        self._outcome.total_s.append(sequence.ended_s - sequence.arrived_s)
+        self._outcome.ended_s = max(self._outcome.ended_s, sequence.ended_s)
+        self._outcome.prompt_tokens += sequence.turn.prompt_tokens
+        self._outcome.cached_tokens += sequence.cached_tokens

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import psutil
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
-from satchel.actors.protocol.replica_messages import GenerateRequest, RowUpdate, Sampling
+from satchel.actors.protocol.replica_messages import GenerateRequest, Sampling, SequenceUpdate
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.cluster.config import Scheduling
@@ -28,7 +28,7 @@ KV_MEMORY_FRACTION = 0.25
 """Of the machine's memory, as a server with one replica has it."""
 
 
-class EngineRows:
+class EngineSequences:
     """Submits requests and sorts the engine's updates into streams."""
 
     def __init__(self, folder: str) -> None:
@@ -40,7 +40,7 @@ class EngineRows:
         self._news_at_pieces = 0
         self._count = 0
 
-    def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
+    def _take(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         now = time.perf_counter()
         for update in updates.get(CONSUMER, []):
             stream = self._streams[update.request_id]
@@ -56,7 +56,7 @@ class EngineRows:
 
     def _submit(self, prompt: list[int], max_tokens: int) -> str:
         self._count += 1
-        name = f"row-{self._count}"
+        name = f"sequence-{self._count}"
         root = root_id(self._loaded.model_id, "tenant:bench")
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         request = GenerateRequest(name, CONSUMER, "bench", "", prompt, block_ids(root, prompt), root, sampling)
@@ -71,7 +71,7 @@ class EngineRows:
         return name
 
     def _wait(self, names: Sequence[str], timeout_s: float, pieces: int | None = None) -> None:
-        """Until every row has given that many pieces, or has ended.
+        """Until every sequence has given that many pieces, or has ended.
 
         Raises:
             queue.Empty: not within the time.
@@ -101,15 +101,15 @@ class EngineRows:
 
 
 def main(folder: str) -> None:
-    rows = EngineRows(folder)
+    sequences = EngineSequences(folder)
 
     def answer() -> None:
-        answer_commands(rows.run)
+        answer_commands(sequences.run)
         # The engine's thread is the main one and may be in a long step.
         os._exit(0)
 
     threading.Thread(target=answer, name="commands", daemon=True).start()
-    rows.engine.run()
+    sequences.engine.run()
 
 
 if __name__ == "__main__":

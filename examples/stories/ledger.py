@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .endpoint import RequestUsage
 
 Cell = str | int | float | None
-Row = dict[str, Cell]
+Seq = dict[str, Cell]
 Say = Callable[[str], None]
 
 
@@ -64,14 +64,14 @@ class Ledger:
     def prompt_tokens(self) -> int:
         return sum(entry.usage.prompt_tokens for entry in self.entries)
 
-    def by_phase(self) -> list[Row]:
-        """A row for each phase, in order, and one for all."""
+    def by_phase(self) -> list[Seq]:
+        """A sequence for each phase, in order, and one for all."""
         names = list(dict.fromkeys(entry.phase for entry in self.entries))
-        rows = [self._row(name, [entry for entry in self.entries if entry.phase == name]) for name in names]
-        return [*rows, self._row("all", self.entries)]
+        sequences = [self._sequence(name, [entry for entry in self.entries if entry.phase == name]) for name in names]
+        return [*sequences, self._sequence("all", self.entries)]
 
     @staticmethod
-    def _row(name: str, entries: Sequence[LedgerEntry]) -> Row:
+    def _sequence(name: str, entries: Sequence[LedgerEntry]) -> Seq:
         prompt = sum(entry.usage.prompt_tokens for entry in entries)
         cached = sum(entry.usage.cached_tokens for entry in entries)
         return {
@@ -92,23 +92,23 @@ def median_ms(seconds: Iterable[float | None]) -> float | None:
     return 1000 * statistics.median(known) if known else None
 
 
-def compared(ledgers: dict[str, Ledger]) -> list[Row]:
-    """A row for each run of the same story; the last column is how many times the first one's prefill it took."""
+def compared(ledgers: dict[str, Ledger]) -> list[Seq]:
+    """A sequence for each run of the same story; the last column is how many times the first one's prefill it took."""
     base = next(iter(ledgers.values())).computed_tokens
-    rows = []
+    sequences = []
     for way, ledger in ledgers.items():
-        row = {name: cell for name, cell in ledger.by_phase()[-1].items() if name != "phase"}
-        rows.append({"KV": way, **row, "prefill, times": ledger.computed_tokens / base if base else None})
-    return rows
+        sequence = {name: cell for name, cell in ledger.by_phase()[-1].items() if name != "phase"}
+        sequences.append({"KV": way, **sequence, "prefill, times": ledger.computed_tokens / base if base else None})
+    return sequences
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Rows with equal keys as Markdown; None is a dash."""
-    if not rows:
+def table(sequences: Sequence[Seq]) -> str:
+    """Sequences with equal keys as Markdown; None is a dash."""
+    if not sequences:
         return ""
-    heads = list(rows[0])
+    heads = list(sequences[0])
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" + " ---: |" * (len(heads) - 1)]
-    lines += ["| " + " | ".join(shown(cell) for cell in row.values()) + " |" for row in rows]
+    lines += ["| " + " | ".join(shown(cell) for cell in sequence.values()) + " |" for sequence in sequences]
     return "\n".join(lines)
 
 

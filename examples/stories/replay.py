@@ -23,7 +23,7 @@ from pathlib import Path
 from openai import APIStatusError
 
 from .endpoint import Message, PromptTooLong, ScenarioEndpoint, assistant, endpoint_at
-from .ledger import Cell, Ledger, Row, Say, median_ms, table
+from .ledger import Cell, Ledger, Say, Seq, median_ms, table
 from .story import at_least, common_options
 from .traces import RecordedConversation, RecordedRequest, TraceError, read
 
@@ -77,8 +77,8 @@ class Replayed:
     pairs: list[tuple[float, float]] = field(default_factory=list)
     out_of_time: bool = False
 
-    def summary(self) -> Row:
-        """One row of all."""
+    def summary(self) -> Seq:
+        """One sequence of all."""
         entries = self.ledger.entries
         prompt = self.ledger.prompt_tokens
         ratios = [cold / kept for kept, cold in self.pairs if kept > 0]

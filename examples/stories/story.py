@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .endpoint import ScenarioEndpoint, endpoint_at
-from .ledger import Ledger, Row, Say, compared, table
+from .ledger import Ledger, Say, Seq, compared, table
 from .minds import WAYS, Mind
 
 _CONSONANTS = "bcdfghjklmnprstvwz"
@@ -111,16 +111,16 @@ def run_all(
     return runs
 
 
-def summary(runs: dict[str, StoryRun]) -> list[Row]:
-    """A row for each way, with how many answers were right, and how many were those of the first way."""
+def summary(runs: dict[str, StoryRun]) -> list[Seq]:
+    """A sequence for each way, with how many answers were right, and how many were those of the first way."""
     first = next(iter(runs.values())).told.checks
-    rows = compared({way: run.ledger for way, run in runs.items()})
-    for row, run in zip(rows, runs.values(), strict=True):
+    sequences = compared({way: run.ledger for way, run in runs.items()})
+    for sequence, run in zip(sequences, runs.values(), strict=True):
         checks = run.told.checks
         same = sum(one.answer == other.answer for one, other in zip(first, checks, strict=True))
-        row["right"] = f"{run.told.right} of {len(checks)}"
-        row["as the first"] = f"{same} of {len(checks)}"
-    return rows
+        sequence["right"] = f"{run.told.right} of {len(checks)}"
+        sequence["as the first"] = f"{same} of {len(checks)}"
+    return sequences
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -72,9 +72,13 @@ def test_the_ledger_counts_what_is_computed_again() -> None:
     assert ledger.add("2", "ann", usage(150, 100)).again_tokens == 35
     assert ledger.add("2", "ann", usage(150, 149)).again_tokens == 0, "a prompt's last token is always computed"
     assert ledger.add("2", "ann", usage(400, 256), known_tokens=300).again_tokens == 44
-    rows: dict[Any, Any] = {row["phase"]: row for row in ledger.by_phase()}
-    assert rows["all"]["prefilled"] == rows["1"]["prefilled"] + rows["2"]["prefilled"] == ledger.computed_tokens
-    assert rows["2"]["of them again"] == rows["all"]["of them again"] == ledger.again_tokens == 79
+    sequences: dict[Any, Any] = {sequence["phase"]: sequence for sequence in ledger.by_phase()}
+    assert (
+        sequences["all"]["prefilled"]
+        == sequences["1"]["prefilled"] + sequences["2"]["prefilled"]
+        == ledger.computed_tokens
+    )
+    assert sequences["2"]["of them again"] == sequences["all"]["of them again"] == ledger.again_tokens == 79
     assert "| all |" in table(ledger.by_phase())
 
 

@@ -84,13 +84,13 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
     def logits(self, expected: Logits, got: Logits) -> None:
-        """Compares logits of forced rows: within the tolerance, and the same likeliest token but for ties."""
+        """Compares logits of forced sequences: within the tolerance, and the same likeliest token but for ties."""
         for place, one in expected.items():
             scale, off = np.abs(one).max(), np.abs(got[place] - one).max()
             self.worst = max(self.worst or 0.0, float(off / scale))
             if off > self.allowed.off * scale:
-                self.wrong.append(f"row {place[0]}, draw {place[1]}: off by {off / scale:.1e} of its logits")
-            self._token(one, int(got[place].argmax()), f"row {place[0]}, draw {place[1]}")
+                self.wrong.append(f"sequence {place[0]}, draw {place[1]}: off by {off / scale:.1e} of its logits")
+            self._token(one, int(got[place].argmax()), f"sequence {place[0]}, draw {place[1]}")
 
     def words(self, expected: np.ndarray, tokens: Sequence[int], what: str) -> None:
         """Compares greedy tokens with the logits, `(tokens, vocabulary)`, of who was told the same tokens before."""

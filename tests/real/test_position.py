@@ -1,7 +1,8 @@
-"""The position law with real weights: what a row computes is the same cold, hot, warm, moved, in parts and in company.
+"""The position law with real weights: what a sequence computes is the same cold, hot, warm, moved, in parts and in
+company.
 
-Every row is forced along real text, the source of a module of the standard library, and its logits are compared: with
-the cold row's to the last bit where attention is all there is, and with mlx-lm's where no KV is sealed.
+Every sequence is forced along real text, the source of a module of the standard library, and its logits are compared:
+with the cold sequence's to the last bit where attention is all there is, and with mlx-lm's where no KV is sealed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PROMPTS = (600, 60, 140)
 """Beyond two blocks and a window of 512, and others that stay within a block."""
 
 SAID = 25
-"""Tokens of an answer that the long row gave in an earlier turn, over the end of a block."""
+"""Tokens of an answer that the long sequence gave in an earlier turn, over the end of a block."""
 
 TURN = 2 * BLOCK_TOKENS - SAID // 2
 """Tokens of that turn's prompt."""
@@ -56,15 +57,15 @@ PATIENT = replace(
 """A step holds up the loop on which both nodes live."""
 
 
-class Rows:
-    """A loaded model, and rows of real text.
+class Sequences:
+    """A loaded model, and sequences of real text.
 
     Args:
         folder: an empty one, for weights that a GPU multiplies in float32.
 
     Attributes:
-        scripts: by row its tokens, prompt and answer.
-        cold: the logits of each row, computed alone by an engine that remembers nothing.
+        scripts: by sequence its tokens, prompt and answer.
+        cold: the logits of each sequence, computed alone by an engine that remembers nothing.
     """
 
     def __init__(self, reference: Reference, folder: Path) -> None:
@@ -78,9 +79,11 @@ class Rows:
             numerics="reproducible",
         )
         tokens = reference.prompt(own_source("textwrap"))
-        self.scripts = {row: tokens[: prompt + ANSWER] for row, prompt in enumerate(PROMPTS)}
-        # Another beginning, so that no row finds another one's KV.
-        self.scripts = {row: [*script[:1], 10 + row, *script[1:-1]] for row, script in self.scripts.items()}
+        self.scripts = {sequence: tokens[: prompt + ANSWER] for sequence, prompt in enumerate(PROMPTS)}
+        # Another beginning, so that no sequence finds another one's KV.
+        self.scripts = {
+            sequence: [*script[:1], 10 + sequence, *script[1:-1]] for sequence, script in self.scripts.items()
+        }
         self.cold: Logits = {}
 
     @property
@@ -89,17 +92,23 @@ class Rows:
         spec = self.loaded.spec
         return ON_CPU and spec.rule.window == 0 and not spec.recurrent
 
-    def submit(self, bench: Bench, row: int, agent: str = "") -> None:
-        bench.submit(f"row {row}", self.scripts[row][: PROMPTS[row]], seed=row, max_tokens=ANSWER, agent=agent)
+    def submit(self, bench: Bench, sequence: int, agent: str = "") -> None:
+        bench.submit(
+            f"sequence {sequence}",
+            self.scripts[sequence][: PROMPTS[sequence]],
+            seed=sequence,
+            max_tokens=ANSWER,
+            agent=agent,
+        )
 
     def turn(self, bench: Bench) -> None:
-        """An earlier turn of the long row's conversation."""
+        """An earlier turn of the long sequence's conversation."""
         bench.submit("turn", self.scripts[0][:TURN], seed=0, max_tokens=SAID, agent=AGENT)
         bench.drain()
 
     def compare(self, noted: Logits, what: str) -> None:
-        """Holds the logits of rows against the cold ones, of all positions of each."""
-        of = {row for row, _ in noted}
+        """Holds the logits of sequences against the cold ones, of all positions of each."""
+        of = {sequence for sequence, _ in noted}
         expected = {place: one for place, one in self.cold.items() if place[0] in of}
         tally = Tally(SEALED)
         tally.logits(expected, noted)
@@ -113,7 +122,7 @@ Forcing = Callable[[dict[int, list[int]]], Logits]
 
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Forcing:
-    """Makes engines from now on force their rows; returns where they note logits."""
+    """Makes engines from now on force their sequences; returns where they note logits."""
 
     def forced(scripts: dict[int, list[int]]) -> Logits:
         noted: Logits = {}
@@ -124,99 +133,99 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Forcing:
 
 
 @pytest.fixture(scope="module")
-def rows(exact: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rows]:
-    made = Rows(exact, tmp_path_factory.mktemp("unpacked"))
+def sequences(exact: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequences]:
+    made = Sequences(exact, tmp_path_factory.mktemp("unpacked"))
     noted: Logits = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "BatchSampler", lambda *_: Forced(made.scripts, noted))
-        for row in made.scripts:
+        for sequence in made.scripts:
             bench = Bench(made.loaded)
-            made.submit(bench, row)
+            made.submit(bench, sequence)
             bench.drain()
-            assert bench.rows[f"row {row}"].cached == 0
-    # A step beyond a row's end may have begun.
+            assert bench.sequences[f"sequence {sequence}"].cached == 0
+    # A step beyond a sequence's end may have begun.
     made.cold = {place: one for place, one in noted.items() if place[1] < ANSWER}
     yield made
 
 
-def computed(reference: Reference, rows: Rows, row: int) -> Logits:
-    """What mlx-lm computes of a row."""
-    prompt, answer = rows.scripts[row][: PROMPTS[row]], rows.scripts[row][PROMPTS[row] :]
-    return {(row, drawn): one for drawn, one in enumerate(reference.logits(prompt, answer))}
+def computed(reference: Reference, sequences: Sequences, sequence: int) -> Logits:
+    """What mlx-lm computes of a sequence."""
+    prompt, answer = sequences.scripts[sequence][: PROMPTS[sequence]], sequences.scripts[sequence][PROMPTS[sequence] :]
+    return {(sequence, drawn): one for drawn, one in enumerate(reference.logits(prompt, answer))}
 
 
-def test_nothing_sealed_is_what_mlx_lm_computes(exact: Reference, rows: Rows, force: Forcing):
-    """Rows within a block always, and every row where KV is kept in full precision."""
+def test_nothing_sealed_is_what_mlx_lm_computes(exact: Reference, sequences: Sequences, force: Forcing):
+    """Sequences within a block always, and every sequence where KV is kept in full precision."""
     tally = Tally()
-    for row in (1, 2):
-        tally.logits(computed(exact, rows, row), rows.cold)
-    noted = force(rows.scripts)
-    bench = Bench(models.resealed(rows.loaded, POLICIES[FULL_PRECISION]))
-    rows.submit(bench, 0)
+    for sequence in (1, 2):
+        tally.logits(computed(exact, sequences, sequence), sequences.cold)
+    noted = force(sequences.scripts)
+    bench = Bench(models.resealed(sequences.loaded, POLICIES[FULL_PRECISION]))
+    sequences.submit(bench, 0)
     bench.drain()
-    tally.logits(computed(exact, rows, 0), noted)
+    tally.logits(computed(exact, sequences, 0), noted)
     tally.close("as mlx-lm")
 
 
-def test_company_and_chunks_change_nothing(rows: Rows, force: Forcing, monkeypatch: pytest.MonkeyPatch):
-    """Short rows join while the long one is read in chunks that fit no block, and one leaves before it ends."""
-    noted = force(rows.scripts)
-    bench = Bench(rows.loaded)
+def test_company_and_chunks_change_nothing(sequences: Sequences, force: Forcing, monkeypatch: pytest.MonkeyPatch):
+    """Short sequences join while the long one is read in chunks that fit no block, and one leaves before it ends."""
+    noted = force(sequences.scripts)
+    bench = Bench(sequences.loaded)
     monkeypatch.setattr(bench.engine.prefill.pace, "budget", lambda decoding: 150)
-    for row in rows.scripts:
-        rows.submit(bench, row)
+    for sequence in sequences.scripts:
+        sequences.submit(bench, sequence)
         bench.turn()
     bench.drain()
-    rows.compare(noted, "in company")
+    sequences.compare(noted, "in company")
 
 
-def test_as_it_is_served_the_same_is_computed(rows: Rows, force: Forcing):
+def test_as_it_is_served_the_same_is_computed(sequences: Sequences, force: Forcing):
     """By the way that decode steps go by default here, which may add up in another order."""
-    loaded = rows.loaded
+    loaded = sequences.loaded
     way = decode_ways.fastest(loaded.model, loaded.spec, loaded.context_tokens)
     print(f"decode steps: {way.describe()}")
-    noted = force(rows.scripts)
+    noted = force(sequences.scripts)
     bench = Bench(replace(loaded, way=way, pool=new_pool(loaded.spec, kernels=way.reads is Reads.KERNEL)))
-    for row in rows.scripts:
-        rows.submit(bench, row)
+    for sequence in sequences.scripts:
+        sequences.submit(bench, sequence)
     bench.drain()
     tally = Tally(SEALED)
-    tally.logits(rows.cold, noted)
+    tally.logits(sequences.cold, noted)
     tally.close("as it is served")
 
 
-def kept(bench: Bench, disk: DiskTier, rows: Rows, noted: Logits) -> int | None:
-    """Runs the long row and writes it down. Returns how many tokens of it were found."""
+def kept(bench: Bench, disk: DiskTier, sequences: Sequences, noted: Logits) -> int | None:
+    """Runs the long sequence and writes it down. Returns how many tokens of it were found."""
     noted.clear()
-    rows.submit(bench, 0, AGENT)
+    sequences.submit(bench, 0, AGENT)
     bench.drain()
-    rows.compare(noted, "from memory or disk")
+    sequences.compare(noted, "from memory or disk")
     write_down(bench, disk)
-    return bench.rows.pop("row 0").cached
+    return bench.sequences.pop("sequence 0").cached
 
 
-def test_memory_and_disk_give_what_was_computed(rows: Rows, force: Forcing, tmp_path: Path):
+def test_memory_and_disk_give_what_was_computed(sequences: Sequences, force: Forcing, tmp_path: Path):
     """A conversation's next turn goes on from the KV of its last answer, of which a block was sealed while it was
     said, and after a restart from the disk."""
-    node, noted = Node(tmp_path / "kv"), force(rows.scripts)
-    bench, disk = process(rows.loaded, node)
-    rows.turn(bench)
-    assert kept(bench, disk, rows, noted) == TURN + SAID, "hot"
+    node, noted = Node(tmp_path / "kv"), force(sequences.scripts)
+    bench, disk = process(sequences.loaded, node)
+    sequences.turn(bench)
+    assert kept(bench, disk, sequences, noted) == TURN + SAID, "hot"
     node.restart()
-    bench, disk = process(rows.loaded, node)
-    assert kept(bench, disk, rows, noted) == PROMPTS[0] - 1, "warm"
+    bench, disk = process(sequences.loaded, node)
+    assert kept(bench, disk, sequences, noted) == PROMPTS[0] - 1, "warm"
     node.store.close()
 
 
 async def test_what_another_node_computed_gives_the_same(
-    rows: Rows, force: Forcing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sequences: Sequences, force: Forcing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """One node reads the prompt and another one answers, with the KV that it pulls from there."""
-    noted = force({0: rows.scripts[0]})
-    async with split_nodes(tmp_path, rows.loaded, monkeypatch, PATIENT) as nodes, asyncio.timeout(ANSWER_S):
+    noted = force({0: sequences.scripts[0]})
+    async with split_nodes(tmp_path, sequences.loaded, monkeypatch, PATIENT) as nodes, asyncio.timeout(ANSWER_S):
         nodes.wait_s = ANSWER_S
-        await nodes.answer("moved", rows.scripts[0][: PROMPTS[0]], ANSWER, logprobs=None)
+        await nodes.answer("moved", sequences.scripts[0][: PROMPTS[0]], ANSWER, logprobs=None)
         counters = nodes.disks["air"].counters
-        assert (counters.followed_rows, counters.lost_prefills) == (1, 0)
+        assert (counters.followed_sequences, counters.lost_prefills) == (1, 0)
         assert counters.restored_tokens == PROMPTS[0] - 1
-    rows.compare(noted, "moved")
+    sequences.compare(noted, "moved")

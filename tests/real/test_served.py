@@ -159,7 +159,9 @@ def test_logprobs_are_those_of_mlx_lm(reference: Reference, server: Server, alon
             assert len(top) < 5 or np.abs(np.array(top) - best).max() <= allowed[at], (name, at)
 
 
-def test_a_long_prompt_leaves_short_rows_their_words(reference: Reference, server: Server, alone: dict[str, Answer]):
+def test_a_long_prompt_leaves_short_sequences_their_words(
+    reference: Reference, server: Server, alone: dict[str, Answer]
+):
     """They are answered while it is read; asked again it is found in memory, and the answer is the same up to a tie."""
     source = own_source("argparse")
     long = reference.tokenizer.decode(reference.prompt(source)[:LONG_TOKENS], skip_special_tokens=True)

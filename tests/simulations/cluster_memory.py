@@ -25,7 +25,7 @@ class Memory:
         self.syncs: Callable[[], None] = lambda: None
         self._inside = False
         self._actions = CommitActions()
-        self.rows: dict[str, dict[int, tuple[Head, Content]]] = {}
+        self.sequences: dict[str, dict[int, tuple[Head, Content]]] = {}
         self.places: dict[str, Place] = {}
         self.graves: dict[str, tuple[int, float]] = {}
 
@@ -34,12 +34,18 @@ class Memory:
         return 0
 
     def nbytes_of(self, tenant: str) -> int:
-        held = (rows for agent, rows in self.rows.items() if agent.partition("/")[0] == tenant)
-        return sum(len(content.tokens) + len(content.messages) for rows in held for _, content in rows.values())
+        held = (sequences for agent, sequences in self.sequences.items() if agent.partition("/")[0] == tenant)
+        return sum(
+            len(content.tokens) + len(content.messages) for sequences in held for _, content in sequences.values()
+        )
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        before = {agent: dict(rows) for agent, rows in self.rows.items()}, dict(self.places), dict(self.graves)
+        before = (
+            {agent: dict(sequences) for agent, sequences in self.sequences.items()},
+            dict(self.places),
+            dict(self.graves),
+        )
         actions = len(self._actions)
         inner, self._inside = self._inside, True
         try:
@@ -47,7 +53,7 @@ class Memory:
             self._inside = inner
             self._sync()
         except BaseException:
-            self.rows, self.places, self.graves = before
+            self.sequences, self.places, self.graves = before
             self._actions.take_back(actions)
             raise
         finally:
@@ -69,27 +75,27 @@ class Memory:
             self.syncs()
 
     def sequence(self) -> int:
-        epochs = [head.epoch for rows in self.rows.values() for head, _ in rows.values()]
+        epochs = [head.epoch for sequences in self.sequences.values() for head, _ in sequences.values()]
         return max([0, *epochs, *(number for number, _ in self.graves.values())])
 
     def heads(self, agent: str) -> list[Head]:
-        return [head for head, _ in self.rows.get(agent, {}).values()]
+        return [head for head, _ in self.sequences.get(agent, {}).values()]
 
     def content(self, head: Head) -> Content | None:
-        found = self.rows.get(head.agent, {}).get(head.branch)
+        found = self.sequences.get(head.agent, {}).get(head.branch)
         return found[1] if found and found[0].epoch == head.epoch else None
 
     def put(self, head: Head, content: Content) -> None:
         self._sync()
-        self.rows.setdefault(head.agent, {})[head.branch] = head, content
+        self.sequences.setdefault(head.agent, {})[head.branch] = head, content
 
     def drop(self, head: Head) -> None:
         self._sync()
-        del self.rows[head.agent][head.branch]
+        del self.sequences[head.agent][head.branch]
 
     def erase(self, agent: str) -> None:
         self._sync()
-        self.rows.pop(agent, None)
+        self.sequences.pop(agent, None)
 
     def let_go(self, agent: str, sequence: int, keep: int) -> None:
         self.erase(agent)
@@ -101,7 +107,7 @@ class Memory:
         return []
 
     def agents(self, prefix: str, after: str, limit: int) -> list[str]:
-        return sorted(agent for agent, rows in self.rows.items() if rows and agent > after)[:limit]
+        return sorted(agent for agent, sequences in self.sequences.items() if sequences and agent > after)[:limit]
 
     def bury(self, agent: str, sequence: int, at: float) -> None:
         self._sync()
@@ -127,5 +133,5 @@ class Memory:
         self.places[agent] = place
 
     def heard_of(self, after: str, limit: int) -> list[str]:
-        known = {*self.places, *(agent for agent, rows in self.rows.items() if rows)}
+        known = {*self.places, *(agent for agent, sequences in self.sequences.items() if sequences)}
         return heapq.nsmallest(limit, (agent for agent in known if agent > after))

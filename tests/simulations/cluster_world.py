@@ -18,7 +18,7 @@ from typing import Any
 from satchel.actors.kv_store.transfer.node_blocks import NodeBlocks
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id, scope_of
 from satchel.actors.protocol.entries import EntryRecord, Failure, owner_tag
-from satchel.actors.protocol.router_messages import Decision, RouteRequest, RowLeft, prefill_row
+from satchel.actors.protocol.router_messages import Decision, RouteRequest, SequenceLeft, prefill_sequence
 from satchel.actors.protocol.store_messages import PullKV
 from satchel.actors.replica.memory.following import follow
 from satchel.api.ray_backend.store import RayStore
@@ -30,7 +30,7 @@ from .cluster_disk import ENTRY_BYTES, KVDisk, digest, kv_of
 from .cluster_pulls import Puller
 from .cluster_time import Process
 from .router_replicas import MODEL as SERVED
-from .router_replicas import Ask, Consumer, Replica, Row
+from .router_replicas import Ask, Consumer, Replica, Seq
 
 TRIES_MAX = 4
 PULL_S = 6.0
@@ -84,38 +84,38 @@ class Engine:
             await asyncio.sleep(REPORT_S)
 
     async def answer(self, ask: Ask, tokens: array[int], decision: Decision) -> None:
-        """One row, from being accepted to its last token."""
+        """One sequence, from being accepted to its last token."""
         replica, rng = self.replica, self.world.rng
-        replica.rows[ask.request_id] = row = Row(ask, Consumer(), ask.prompt_tokens, ask.answer_tokens)
+        replica.sequences[ask.request_id] = sequence = Seq(ask, Consumer(), ask.prompt_tokens, ask.answer_tokens)
         try:
             if decision.prefill_on:
                 await self._follow(ask, decision)
             held = await self._restore(ask, tokens, decision)
-            row.prefill_left = max(1, ask.prompt_tokens - held * BLOCK_TOKENS)
-            await asyncio.sleep(row.prefill_left / replica.prefill_tokens_per_s)
-            row.prefill_left = 0
+            sequence.prefill_left = max(1, ask.prompt_tokens - held * BLOCK_TOKENS)
+            await asyncio.sleep(sequence.prefill_left / replica.prefill_tokens_per_s)
+            sequence.prefill_left = 0
             replica.keep(ask.blocks)
             await asyncio.sleep(ask.answer_tokens * replica.decode_token_s)
         finally:
-            replica.abort(row)
+            replica.abort(sequence)
         if ask.agent and rng.random() < 0.9:
             self.process.start(self._write_down(ask, tokens))
 
     async def prefill(self, ask: Ask, tokens: array[int]) -> None:
         """A prompt that another replica decodes. Its blocks are written down as they are sealed."""
         replica = self.replica
-        mine = replace(ask, request_id=prefill_row(ask.request_id))
-        replica.rows[mine.request_id] = row = Row(mine, Consumer(), ask.prompt_tokens, 0)
+        mine = replace(ask, request_id=prefill_sequence(ask.request_id))
+        replica.sequences[mine.request_id] = sequence = Seq(mine, Consumer(), ask.prompt_tokens, 0)
         try:
             for number in range(len(ask.blocks)):
                 if ask.blocks[number] not in replica.cache:
                     await asyncio.sleep(BLOCK_TOKENS / replica.prefill_tokens_per_s)
-                row.prefill_left -= BLOCK_TOKENS
+                sequence.prefill_left -= BLOCK_TOKENS
                 replica.keep(ask.blocks[: number + 1])
                 with suppress(SatchelError):
                     await self._write_block(ask, tokens, number)
         finally:
-            replica.abort(row)
+            replica.abort(sequence)
 
     async def _follow(self, ask: Ask, decision: Decision) -> None:
         blocks = ask.blocks[: decision.pull_tokens // BLOCK_TOKENS]
@@ -277,7 +277,7 @@ class ClusterWorld(World):
     # Requests.
 
     async def answer(self, agent: str, tokens: array[int]) -> None:
-        """Have a prompt answered wherever the router says; a row that is lost goes on elsewhere.
+        """Have a prompt answered wherever the router says; a sequence that is lost goes on elsewhere.
 
         Raises:
             SatchelError: nobody answers.
@@ -299,13 +299,13 @@ class ClusterWorld(World):
                 ask.tried.append(decision.replica)
                 await router.lose(decision.replica)
             finally:
-                rows = [(decision.replica, ask.request_id)]
+                sequences = [(decision.replica, ask.request_id)]
                 if prefilling is not None:
                     prefilling.cancel()
-                    rows.append((decision.prefill_on, prefill_row(ask.request_id)))
+                    sequences.append((decision.prefill_on, prefill_sequence(ask.request_id)))
                 for each in (router, self.router_now()):
-                    for row in rows:
-                        await each.release(RowLeft(*row))
+                    for sequence in sequences:
+                        await each.release(SequenceLeft(*sequence))
         raise Unavailable("nobody answers")
 
     async def _route(self, ask: Ask) -> Decision:
@@ -317,14 +317,14 @@ class ClusterWorld(World):
 
     async def _prefill(self, ask: Ask, tokens: array[int], decision: Decision) -> None:
         """What `api.ray_backend.split.Prefill` does."""
-        engine, row = self.engines.get(decision.pull_from), None
+        engine, sequence = self.engines.get(decision.pull_from), None
         try:
             await asyncio.sleep(self.rng.random() * 0.02)
             if engine is not None and self.reaches(CLIENT, decision.pull_from):
-                row = engine.process.start(engine.prefill(ask, tokens))
-                while not row.done() and self.reaches(CLIENT, decision.pull_from):
-                    await asyncio.wait({row}, timeout=2.0)
-            if row is not None and row.done() and not row.cancelled():
+                sequence = engine.process.start(engine.prefill(ask, tokens))
+                while not sequence.done() and self.reaches(CLIENT, decision.pull_from):
+                    await asyncio.wait({sequence}, timeout=2.0)
+            if sequence is not None and sequence.done() and not sequence.cancelled():
                 await asyncio.sleep(PULL_S)
             while True:
                 decoding = self.engines.get(decision.node)
@@ -332,28 +332,28 @@ class ClusterWorld(World):
                     decoding.following.discard(ask.request_id)
                 await asyncio.sleep(0.25)
         finally:
-            if row is not None:
-                row.cancel()
+            if sequence is not None:
+                sequence.cancel()
 
     async def _submit(self, ask: Ask, tokens: array[int], decision: Decision) -> None:
         await asyncio.sleep(self.rng.random() * 0.02)
         engine = self.engines.get(decision.node)
         if engine is None or not self.reaches(CLIENT, decision.node):
             raise ReplicaLost("it is not there")
-        row = engine.process.start(engine.answer(ask, tokens, decision))
+        sequence = engine.process.start(engine.answer(ask, tokens, decision))
         try:
             async with asyncio.timeout(ANSWER_S):
-                await self._stream(row, decision.node)
+                await self._stream(sequence, decision.node)
         except (TimeoutError, asyncio.CancelledError):
-            row.cancel()
+            sequence.cancel()
             if not self.client.alive:
                 raise
             raise ReplicaLost("it died, or is silent") from None
 
-    async def _stream(self, row: asyncio.Task[None], node: str) -> None:
+    async def _stream(self, sequence: asyncio.Task[None], node: str) -> None:
         """A stream is given up where nothing has come for a while."""
-        while not row.done():
+        while not sequence.done():
             if not self.reaches(CLIENT, node):
                 raise TimeoutError
-            await asyncio.wait({row}, timeout=2.0)
-        await row
+            await asyncio.wait({sequence}, timeout=2.0)
+        await sequence

@@ -35,7 +35,7 @@ class Ask:
 
 
 @dataclass
-class Row:
+class Seq:
     ask: Ask
     consumer: Consumer
     prefill_left: float
@@ -64,38 +64,38 @@ class Replica:
         self.process += 1
         self.up = True
         self.sequence, self.full, self.report_at = 0, True, 0.0
-        self.rows: dict[str, Row] = {}
+        self.sequences: dict[str, Seq] = {}
         self.cache: OrderedDict[bytes, None] = OrderedDict()
         self.events: tuple[set[bytes], set[bytes]] = (set(), set())
 
-    def submit(self, row: Row, store: Store) -> bool:
-        if len(self.rows) >= ROWS_MAX + QUEUE_MAX:
+    def submit(self, sequence: Seq, store: Store) -> bool:
+        if len(self.sequences) >= ROWS_MAX + QUEUE_MAX:
             return False
-        held = store.run(row.ask.blocks)
-        while held < len(row.ask.blocks) and row.ask.blocks[held] in self.cache:
+        held = store.run(sequence.ask.blocks)
+        while held < len(sequence.ask.blocks) and sequence.ask.blocks[held] in self.cache:
             held += 1
-        row.prefill_left = max(1, row.ask.prompt_tokens - held * BLOCK_TOKENS)
-        self.rows[row.ask.request_id] = row
+        sequence.prefill_left = max(1, sequence.ask.prompt_tokens - held * BLOCK_TOKENS)
+        self.sequences[sequence.ask.request_id] = sequence
         return True
 
-    def abort(self, row: Row | None) -> None:
-        if row is not None and self.rows.get(row.ask.request_id) is row:
-            del self.rows[row.ask.request_id]
+    def abort(self, sequence: Seq | None) -> None:
+        if sequence is not None and self.sequences.get(sequence.ask.request_id) is sequence:
+            del self.sequences[sequence.ask.request_id]
 
-    def run(self, seconds: float) -> list[Row]:
-        """Work for a while; rows that ended."""
+    def run(self, seconds: float) -> list[Seq]:
+        """Work for a while; sequences that ended."""
         budget, ended = self.prefill_tokens_per_s * seconds, []
-        for row in list(self.rows.values())[:ROWS_MAX]:
-            if row.prefill_left > 0:
-                done = min(budget, row.prefill_left)
-                row.prefill_left -= done
+        for sequence in list(self.sequences.values())[:ROWS_MAX]:
+            if sequence.prefill_left > 0:
+                done = min(budget, sequence.prefill_left)
+                sequence.prefill_left -= done
                 budget -= done
-                if row.prefill_left <= 0:
-                    self.keep(row.ask.blocks)
+                if sequence.prefill_left <= 0:
+                    self.keep(sequence.ask.blocks)
             else:
-                row.answer_left -= seconds / self.decode_token_s
-                if row.answer_left <= 0:
-                    ended.append(self.rows.pop(row.ask.request_id))
+                sequence.answer_left -= seconds / self.decode_token_s
+                if sequence.answer_left <= 0:
+                    ended.append(self.sequences.pop(sequence.ask.request_id))
         return ended
 
     def report(self) -> ReplicaReport:
@@ -107,12 +107,12 @@ class Replica:
             model=MODEL,
             incarnation=f"{self.name}-{self.process}",
             sequence=self.sequence,
-            running=min(len(self.rows), ROWS_MAX),
-            waiting=max(0, len(self.rows) - ROWS_MAX),
-            pending_tokens=int(sum(row.prefill_left for row in self.rows.values())),
-            rows_max=ROWS_MAX,
+            running=min(len(self.sequences), ROWS_MAX),
+            waiting=max(0, len(self.sequences) - ROWS_MAX),
+            pending_tokens=int(sum(sequence.prefill_left for sequence in self.sequences.values())),
+            sequences_max=ROWS_MAX,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
-            active=list(self.rows),
+            active=list(self.sequences),
             announced=sorted(self.cache if self.full else came),
             retracted=sorted(went),
             full=self.full,

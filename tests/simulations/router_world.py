@@ -15,7 +15,7 @@ from satchel.actors.protocol.router_messages import Decision, ReplicaReport, Rou
 from satchel.actors.router.directory import Disk
 from satchel.actors.router.policy import EVEN_S, Policy
 
-from .router_replicas import LEASE_S, MODEL, REPORT_S, TIMEOUT_S, Ask, Consumer, Heard, Replica, Row
+from .router_replicas import LEASE_S, MODEL, REPORT_S, TIMEOUT_S, Ask, Consumer, Heard, Replica, Seq
 from .router_stores import HeardStores, Store
 
 STEP_S = 0.1
@@ -75,8 +75,8 @@ class World:
         for replica in self.replicas.values():
             if not replica.up:
                 continue
-            for row in replica.run(STEP_S):
-                self.end(row.consumer, row.ask)
+            for sequence in replica.run(STEP_S):
+                self.end(sequence.consumer, sequence.ask)
             self.expire(replica)
             if self.now >= replica.report_at:
                 replica.report_at = self.now + REPORT_S
@@ -136,7 +136,7 @@ class World:
             self.die(consumer)
         elif not replica.up:
             self.lose(consumer, ask)
-        elif replica.submit(Row(ask, consumer, 0.0, ask.answer_tokens), self.stores[replica.node]):
+        elif replica.submit(Seq(ask, consumer, 0.0, ask.answer_tokens), self.stores[replica.node]):
             consumer.asks[ask.request_id] = ask
         else:
             self.policy.members.release(replica.name, ask.request_id)
@@ -146,7 +146,7 @@ class World:
                 ask.tried.clear()
 
     def end(self, consumer: Consumer, ask: Ask) -> None:
-        """The consumer hears the row's end, and tells the router a little later; its KV is written down."""
+        """The consumer hears the sequence's end, and tells the router a little later; its KV is written down."""
         if ask.agent and self.stores[self.replicas[ask.replica].node].up:
             self.stores[self.replicas[ask.replica].node].keep(ask.blocks)
         if consumer.died is None and consumer.asks.pop(ask.request_id, None):
@@ -154,7 +154,7 @@ class World:
             self.after(self.rng.uniform(0, 0.2), lambda: policy.members.release(name, ask.request_id))
 
     def lose(self, consumer: Consumer, ask: Ask) -> None:
-        """The consumer sees that its row's replica failed; the row goes on elsewhere."""
+        """The consumer sees that its sequence's replica failed; the sequence goes on elsewhere."""
         consumer.asks.pop(ask.request_id, None)
         self.policy.members.lose(ask.replica)
         self.heard.lost.setdefault(ask.replica, -inf)
@@ -190,9 +190,11 @@ class World:
 
     def kill(self, replica: Replica) -> None:
         replica.up = False
-        for row in list(replica.rows.values()):
-            if row.consumer.died is None and row.ask.request_id in row.consumer.asks:
-                self.after(self.rng.uniform(0, 0.5), lambda row=row: self.lose(row.consumer, row.ask))
+        for sequence in list(replica.sequences.values()):
+            if sequence.consumer.died is None and sequence.ask.request_id in sequence.consumer.asks:
+                self.after(
+                    self.rng.uniform(0, 0.5), lambda sequence=sequence: self.lose(sequence.consumer, sequence.ask)
+                )
         process = replica.process
         self.after(self.rng.uniform(0.3, 8.0), lambda: replica.process == process and replica.restart())
 
@@ -296,14 +298,14 @@ class World:
             # A client hangs up.
             consumer = self.rng.choice(self.consumers)
             for ask in list(consumer.asks.values())[:1]:
-                self.replicas[ask.replica].rows.pop(ask.request_id, None)
+                self.replicas[ask.replica].sequences.pop(ask.request_id, None)
                 self.end(consumer, ask)
         if self.chance(0.1):
-            # A link breaks, though the replica lives: its row goes on there until the abort comes.
+            # A link breaks, though the replica lives: its sequence goes on there until the abort comes.
             consumer = self.rng.choice(self.consumers)
             for ask in list(consumer.asks.values())[:1]:
                 replica = self.replicas[ask.replica]
-                self.after(1.0, partial(replica.abort, replica.rows.get(ask.request_id)))
+                self.after(1.0, partial(replica.abort, replica.sequences.get(ask.request_id)))
                 self.lose(consumer, ask)
         if self.chance(0.05):
             # The network between a replica and the router is down for a while.
@@ -315,9 +317,9 @@ class World:
             self.consumers[self.consumers.index(consumer)] = Consumer()
 
     def expire(self, replica: Replica) -> None:
-        for name, row in list(replica.rows.items()):
-            if row.consumer.died is not None and self.now - row.consumer.died > LEASE_S:
-                del replica.rows[name]
+        for name, sequence in list(replica.sequences.items()):
+            if sequence.consumer.died is not None and self.now - sequence.consumer.died > LEASE_S:
+                del replica.sequences[name]
 
     # What must hold at every step.
 

@@ -218,7 +218,7 @@ class Cluster(Ledger):
             assert not wrong, "a wrong block is installed"
         for name, engine in self.cluster.engines.items():
             assert world.policy.members.directory.held(f"r-{name}") == {*engine.replica.cache}
-            assert not engine.replica.rows
+            assert not engine.replica.sequences
         for agent in self.agents:
             self.check_erased(agent)
 

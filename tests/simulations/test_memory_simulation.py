@@ -1,5 +1,5 @@
-"""Scheduler, prefix cache and budget together, without MLX: what rows and kept prefixes take never exceeds the memory,
-every row ends, and nothing that memory holds is computed twice."""
+"""Scheduler, prefix cache and budget together, without MLX: what sequences and kept prefixes take never exceeds the
+memory, every sequence ends, and nothing that memory holds is computed twice."""
 
 from __future__ import annotations
 
@@ -23,35 +23,39 @@ SESSIONS, REQUESTS = 6, 40
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_rows_and_prefixes_never_take_more_than_there_is(seed: int) -> None:
-    """Rows of any lengths, some with a beginning in common, in memory for a few of them; none waits for ever."""
+def test_sequences_and_prefixes_never_take_more_than_there_is(seed: int) -> None:
+    """Sequences of any lengths, some with a beginning in common, in memory for a few of them; none waits for ever."""
     rng = random.Random(seed)
-    replica = PagedReplica(rng.choice([12, 40, 150]) * (BLOCK_BYTES + ROW_BYTES), rows_max=rng.choice([2, 8, 32]))
+    replica = PagedReplica(rng.choice([12, 40, 150]) * (BLOCK_BYTES + ROW_BYTES), sequences_max=rng.choice([2, 8, 32]))
     prompts = [[rng.randrange(10**6) for _ in range(int(60 * rng.paretovariate(0.6)) % 9000 + 1)] for _ in range(60)]
     for step in range(400):
         if rng.random() < 0.3:
             common, own = rng.choice(prompts[:3]), rng.choice(prompts)
             tokens = [*common[: rng.choice([0, 0, len(common)])], *own]
-            replica.submit(f"row {step}", tokens, min(int(4 * rng.paretovariate(0.7)), 900), priority=rng.randrange(2))
+            replica.submit(
+                f"sequence {step}", tokens, min(int(4 * rng.paretovariate(0.7)), 900), priority=rng.randrange(2)
+            )
         replica.step()
     for _ in range(20_000):
         if not replica.scheduler.running + replica.scheduler.waiting:
             break
         replica.step()
-    assert replica.rows and all(row.ended for row in replica.rows.values()), f"seed {seed}: somebody starves"
-    lone = {name for name, row in replica.rows.items() if row.ended == "cut"}
+    assert replica.sequences and all(sequence.ended for sequence in replica.sequences.values()), (
+        f"seed {seed}: somebody starves"
+    )
+    lone = {name for name, sequence in replica.sequences.items() if sequence.ended == "cut"}
     most = replica.scheduler.limits.prompt_tokens_max
-    assert all(len(replica.rows[name].tokens) >= most for name in lone), "only what memory cannot hold is cut"
+    assert all(len(replica.sequences[name].tokens) >= most for name in lone), "only what memory cannot hold is cut"
     replica.prefixes.check()
 
 
-def test_what_rows_have_in_common_takes_room_once() -> None:
-    """Eight rows of 5,000 tokens run at a time where there is room for two."""
+def test_what_sequences_have_in_common_takes_room_once() -> None:
+    """Eight sequences of 5,000 tokens run at a time where there is room for two."""
     prompt = list(range(5000))
     replica = PagedReplica(2 * 20 * BLOCK_BYTES + 10 * (ROW_BYTES + BLOCK_BYTES))
     replica.run("first", prompt, 1)
     for number in range(8):
-        replica.submit(f"row {number}", [*prompt, 10**6 + number], 5)
+        replica.submit(f"sequence {number}", [*prompt, 10**6 + number], 5)
     replica.step()
     assert replica.scheduler.running == 8
     assert sum(replica.computed.values()) == 19, "and none of it was computed again"
@@ -63,14 +67,14 @@ def test_a_conversation_grows_to_100_000_tokens_and_only_what_is_new_is_read() -
     tokens, spent, known = list(range(3000)), [], 0
     while len(tokens) < 100_000:
         before = replica.prefilled
-        row = replica.run(f"turn {len(tokens)}", tokens, 40)
-        assert row.ended == "length" and replica.prefilled - before == len(tokens) - 1 - (row.cached or 0)
-        assert row.cached == known, f"at {len(tokens)} tokens"
-        known = len(row.tokens) - 1
+        sequence = replica.run(f"turn {len(tokens)}", tokens, 40)
+        assert sequence.ended == "length" and replica.prefilled - before == len(tokens) - 1 - (sequence.cached or 0)
+        assert sequence.cached == known, f"at {len(tokens)} tokens"
+        known = len(sequence.tokens) - 1
         started = time.perf_counter()
-        replica.prefixes.touch(row.ids)
+        replica.prefixes.touch(sequence.ids)
         spent.append(time.perf_counter() - started)
-        tokens = [*row.tokens, *range(len(tokens), len(tokens) + 2000)]
+        tokens = [*sequence.tokens, *range(len(tokens), len(tokens) + 2000)]
     assert max(replica.computed.values()) == 1
     assert sorted(spent)[len(spent) // 2] < 0.01
 
@@ -110,7 +114,7 @@ def test_recorded_sessions_of_coding_agents(room: float) -> None:
             said.update({(session, block) for first, last in request["blocks"] for block in range(first, last + 1)})
     answers = sum(request["output"] // 16 + 2 * BLOCK_TOKENS for requests in recorded for request in requests)
     everything = (64 * len(said) * 2 + answers) * TOKEN_BYTES + SESSIONS * REQUESTS * ROW_BYTES
-    replica = PagedReplica(int(everything * room), rows_max=4)
+    replica = PagedReplica(int(everything * room), sequences_max=4)
     waiting = {session: iter(requests) for session, requests in enumerate(recorded)}
     running: dict[int, str] = {}
     while waiting or running:
@@ -123,9 +127,9 @@ def test_recorded_sessions_of_coding_agents(room: float) -> None:
             assert replica.submit(name, tokens_of(session, request), max(1, request["output"] // 16)) is None
             running[session] = name
         replica.step()
-        running = {session: name for session, name in running.items() if replica.rows[name].ended is None}
-    assert all(row.ended == "length" for row in replica.rows.values())
+        running = {session: name for session, name in running.items() if replica.sequences[name].ended is None}
+    assert all(sequence.ended == "length" for sequence in replica.sequences.values())
     twice = sum(times - 1 for times in replica.computed.values())
-    prompts = sum(len(row.tokens) for row in replica.rows.values())
+    prompts = sum(len(sequence.tokens) for sequence in replica.sequences.values())
     assert (twice == 0) == (room == 0.5)
     assert replica.prefilled < prompts / 2

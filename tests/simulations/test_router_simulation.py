@@ -40,7 +40,7 @@ def test_whatever_fails_the_router_counts_right_and_forgets(part: int):
 def check_the_end(world: World) -> None:
     assert len(world.decisions) > 50
     assert not any(consumer.asks or consumer.waiting for consumer in world.consumers), "every request ended"
-    assert not any(replica.rows for replica in world.replicas.values())
+    assert not any(replica.sequences for replica in world.replicas.values())
     assert world.policy.members.requests == {}
     for replica in world.replicas.values():
         assert replica.up

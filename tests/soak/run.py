@@ -137,7 +137,7 @@ async def soak(options: argparse.Namespace, settings: dict[str, Any], work: Path
         if disk.bytes_max is None:
             say("no file system of its own can be mounted here: the disk does not fill")
         budgets = {
-            "scheduling": {"prefix_bytes_max": settings["prefix_bytes_max"], "rows_max": max(4, options.rows)},
+            "scheduling": {"prefix_bytes_max": settings["prefix_bytes_max"], "sequences_max": max(4, options.rows)},
             "disk_bytes_max": settings["disk_bytes_max"],
         }
         server = SoakServer(disk.folder / "home", budgets, work / "server.log", options.numerics)

@@ -25,7 +25,7 @@ def config() -> Config:
         {
             "models": [{**RECALL, "replicas": 2}],
             "endpoint": {"port": free_port(), "body_bytes_max": "1 MiB"},
-            "scheduling": {"rows_max": ROWS_MAX, "queue_requests_max": QUEUE_MAX},
+            "scheduling": {"sequences_max": ROWS_MAX, "queue_requests_max": QUEUE_MAX},
             # Half of what is usual: two tests wait until it has run out.
             "timing": {"consumer_lease_s": 5.0},
         }

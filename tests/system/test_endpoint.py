@@ -126,8 +126,8 @@ async def test_sixteen_parallel_agents_each_get_their_own_code_back(deployment: 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_hangs_up_frees_its_row(http: httpx.Client, stream: bool):
-    """The row would run for minutes."""
+def test_a_client_that_hangs_up_frees_its_sequence(http: httpx.Client, stream: bool):
+    """The sequence would run for minutes."""
     wait_until(lambda: running(http) == 0)
     with httpx.Client(base_url=http.base_url, timeout=None, trust_env=False) as leaver:
         if stream:

@@ -104,12 +104,12 @@ def test_a_request_that_ends_its_replica_is_tried_once_more_and_given_up(
     def poison(actor: Any) -> None:
         opened = actor._engine.executor.open
 
-        def open_row(row_id: str, *arguments: Any) -> Any:
-            if row_id.startswith("poison/"):
+        def open_sequence(sequence_id: str, *arguments: Any) -> Any:
+            if sequence_id.startswith("poison/"):
                 os._exit(1)
-            return opened(row_id, *arguments)
+            return opened(sequence_id, *arguments)
 
-        actor._engine.executor.open = open_row
+        actor._engine.executor.open = open_sequence
 
     wait_until(lambda: answering(http) == 2, timeout_s=60)
     replicas = handles.replicas()
@@ -243,8 +243,10 @@ def test_a_reader_that_stands_still_holds_up_no_other(handles: Cluster, http: ht
     assert after.status_code == 200, after.text
 
 
-async def test_rows_of_a_consumer_that_vanishes_are_taken_out(handles: Cluster, http: httpx.Client, config: Config):
-    """A driver that dies cannot abort its rows; its lease at the replica ends instead."""
+async def test_sequences_of_a_consumer_that_vanishes_are_taken_out(
+    handles: Cluster, http: httpx.Client, config: Config
+):
+    """A driver that dies cannot abort its sequences; its lease at the replica ends instead."""
     wait_until(lambda: running(http) == 0)
     backend = RayBackend(handles.config)
     (model,) = await backend.models()

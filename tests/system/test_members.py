@@ -47,7 +47,7 @@ class Members(World):
         super().__init__(folder, machines)
         nodes = [{"name": "mac0", "address": self.head.address}]
         endpoint = {"listen": self.head.address, "port": PORT}
-        # Rows of a machine that leaves go on elsewhere soon, however fast this machine is.
+        # Sequences of a machine that leaves go on elsewhere soon, however fast this machine is.
         config = {"models": [RECALL], "nodes": nodes, "endpoint": endpoint, "timing": {"node_drain_s": 0.5}}
         self.config.write_text(json.dumps(config))
         self.kept: dict[str, subprocess.Popen[str]] = {}
@@ -149,7 +149,7 @@ def may_lead(home: Home) -> bool:
 
 
 def went_on(talk: Talk) -> float:
-    """How many rows have gone on at another replica."""
+    """How many sequences have gone on at another replica."""
     (line,) = [
         line for line in talk.http.get("/metrics").text.splitlines() if line.startswith("satchel_failovers_total ")
     ]
@@ -182,7 +182,7 @@ def test_a_restart_of_every_machine_changes_and_stops_no_stream(world: Members):
         streams.end()
         # Short ones may have ended before the last had begun.
         assert running and not streams.wrong, (name, running, streams.wrong)
-        assert went_on(talk) > before, "rows of that machine have gone on elsewhere"
+        assert went_on(talk) > before, "sequences of that machine have gone on elsewhere"
         wait_until(lambda: talk.answering() == set(NAMES), RETURN_S)
     assert "2002" in talk.ask(named("keeper", "mac2", NAMES), "What is the code of heron?").text
 

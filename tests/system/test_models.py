@@ -140,7 +140,7 @@ def test_a_model_is_loaded_and_unloaded_while_others_answer(server: Server):
     loaded = server.command("models", "load", *arguments)
     assert loaded.returncode == 0, loaded.stderr
     *_, note, last = loaded.stdout.splitlines()
-    assert last == "Loaded extra/one" and note.startswith("extra/one: its self-test was skipped (trial: false)")
+    assert last == "Loaded extra/one" and note.startswith("extra/one: its self-test was skipped (self_test: false)")
     assert server.models() == ["plain", ADAPTED, "extra/one"], "the default stays the default"
     assert {"extra-one-0", "extra-one-1"} <= json.loads(server.command("status", "--json").stdout)["replicas"].keys()
     assert said(server, "extra/one", max_tokens=20) == before
@@ -245,9 +245,9 @@ print(sorted(cluster.replicas()))
     wait_until(lambda: server.replica_processes() == 2)
 
 
-def test_a_client_that_never_reads_holds_no_row(server: Server):
-    """Only so many tokens wait for it in the server; what the system's socket buffers take is on top. All rows leave
-    long before they have said what they were asked for, and nobody else is disturbed."""
+def test_a_client_that_never_reads_holds_no_sequence(server: Server):
+    """Only so many tokens wait for it in the server; what the system's socket buffers take is on top. All sequences
+    leave long before they have said what they were asked for, and nobody else is disturbed."""
     wait_until(lambda: server.metric("satchel_requests_running") == 0)
     before = server.metric("satchel_generated_tokens_total")
     prompts, each = 16, 8000

@@ -72,7 +72,7 @@ def test_nothing_on_loopback_is_reached_from_elsewhere(world: World):
 
 
 def test_a_move_stops_nobodys_stream(world: World):
-    """While an agent with some memory moves, the rows that decode on both nodes go on: counted in their steps."""
+    """While an agent with some memory moves, the sequences that decode on both nodes go on: counted in their steps."""
     world.whole()
     talk, moving = world.talk, named("gus", "mac0", NODES)
     for number in range(6):

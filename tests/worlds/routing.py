@@ -36,7 +36,7 @@ def report(replica: str, **fields: object) -> ReplicaReport:
         "running": 0,
         "waiting": 0,
         "pending_tokens": 0,
-        "rows_max": 8,
+        "sequences_max": 8,
         "prefill_tokens_per_s": RATE,
         "active": [],
         "announced": [],

@@ -21,8 +21,8 @@ from ray.exceptions import RayActorError
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.replica_messages import GenerateRequest, RowUpdate, Sampling
-from satchel.actors.protocol.router_messages import Decision, RouteRequest, RowLeft
+from satchel.actors.protocol.replica_messages import GenerateRequest, Sampling, SequenceUpdate
+from satchel.actors.protocol.router_messages import Decision, RouteRequest, SequenceLeft
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loop.engine import Engine
@@ -30,7 +30,7 @@ from satchel.actors.replica.memory import disk_tier
 from satchel.actors.replica.memory.disk_tier import DiskTier, WriteJob
 from satchel.actors.rpc import client as calls
 from satchel.api.ray_backend import connection, dispatch, routing
-from satchel.api.ray_backend.rows import RayGeneration
+from satchel.api.ray_backend.sequences import RayGeneration
 from satchel.cluster.config import Scheduling, parse_config
 from satchel.cluster.errors import Unavailable
 from satchel.cluster.nodes import Node
@@ -143,7 +143,7 @@ class SplitNodes:
         client = carried(name, carry, asyncio.get_running_loop(), self._timing)
         disk = CountedDisk(self.loaded.spec, self.loaded.model_id, client, timing=self._timing)
         self.disks[name] = actor._disk = disk
-        settings = Scheduling(rows_max=4, prefill_chunk_tokens=CHUNK_TOKENS)
+        settings = Scheduling(sequences_max=4, prefill_chunk_tokens=CHUNK_TOKENS)
         actor._engine = self.engines[name] = Engine(self.loaded, settings, 2**32, actor._send, disk)
         self.processes[name] = Process(actor)
 
@@ -173,28 +173,30 @@ class SplitNodes:
         assert message.splits or self.decision != self.split
         return self.decision(message)
 
-    def _release(self, left: RowLeft) -> None:
+    def _release(self, left: SequenceLeft) -> None:
         self.released.append((left.replica, left.request_id))
 
     # Requests.
 
     async def begin(self, name: str, prompt: list[int], tokens: int = 12, logprobs: int | None = 2) -> RayGeneration:
-        """A row of an agent; its KV is only found by the agent itself."""
+        """A sequence of an agent; its KV is only found by the agent itself."""
         root = root_id(self.loaded.model_id, f"agent:{name}")
         sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=logprobs)
         request = GenerateRequest(
             name, "", MODEL, f"t/{name}", prompt, block_ids(root, prompt), root, sampling,
             model_id=self.loaded.model_id, tenant="t",
         )  # fmt: skip
-        row = RayGeneration(self.backend.routing, request, scope=f"agent:{name}")
-        await row.start()
-        return row
+        sequence = RayGeneration(self.backend.routing, request, scope=f"agent:{name}")
+        await sequence.start()
+        return sequence
 
-    async def answer(self, name: str, prompt: list[int], tokens: int = 12, logprobs: int | None = 2) -> list[RowUpdate]:
+    async def answer(
+        self, name: str, prompt: list[int], tokens: int = 12, logprobs: int | None = 2
+    ) -> list[SequenceUpdate]:
         return [update async for update in await self.begin(name, prompt, tokens, logprobs)]
 
     async def written(self, node: str) -> None:
-        """What the node's rows have left is on its disk."""
+        """What the node's sequences have left is on its disk."""
         await self.until(lambda: not self.engines[node].memory._writers and not self.disks[node].waiting_bytes)
 
     def entries_on(self, node: str) -> int:
@@ -213,18 +215,18 @@ class SplitNodes:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def rest(self) -> None:
-        """Nothing is left of any row, here or there."""
+        """Nothing is left of any sequence, here or there."""
         living = [name for name, process in self.processes.items() if process.alive]
         self.held.clear()
         self.pause_s.clear()
 
         def is_over() -> bool:
-            rows = any(self.engines[name].active or self.processes[name].actor._following for name in living)
+            sequences = any(self.engines[name].active or self.processes[name].actor._following for name in living)
             # Of dead replicas too: their threads live on here, and must not ask stores that have ended.
-            return not rows and not any(disk.jobs for disk in self.disks.values())
+            return not sequences and not any(disk.jobs for disk in self.disks.values())
 
         await self.until(is_over)
-        assert all(not link.rows for link in self.backend.routing._links.values())
+        assert all(not link.sequences for link in self.backend.routing._links.values())
         await self.until(lambda: all(self.stores.disk(name).stats()["leases"] == 0 for name in self.stores.stores))
         for name in living:
             self.engines[name].scheduler.check()

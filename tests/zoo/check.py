@@ -1,7 +1,7 @@
 """How one model is served: loaded and tried as a replica does it, then compared with the bare model.
 
-The trial at load decides how a model may be served. What it let through is checked here by other rows, longer than its
-own and than the models' windows: forced along given tokens alone, in company, from memory, and from disk after a
+The trial at load decides how a model may be served. What it let through is checked here by other sequences, longer than
+its own and than the models' windows: forced along given tokens alone, in company, from memory, and from disk after a
 restart.
 """
 
@@ -26,7 +26,7 @@ from tests.worlds.replica.bench import Bench, Forced, Logits
 from tests.worlds.replica.bench_disk import Node, process, write_down
 
 from . import text_types, vision_types
-from .rows import SAID, Rows, seeing_rows, text_rows
+from .sequences import SAID, Sequences, seeing_sequences, text_sequences
 
 AGENT = "default/alice"
 
@@ -35,13 +35,13 @@ ROUNDING, ROUNDED_SHARE, GROSS = 2e-3, 0.75, 5e-2
 let a router choose another expert."""
 
 SEALED_ROUNDING, SEALED_GROSS = 2e-2, 0.3
-"""The same between rows whose KV is sealed: a number between two codes may take either."""
+"""The same between sequences whose KV is sealed: a number between two codes may take either."""
 
 RIGHT, LIMITED, REFUSED, WRONG, CRASHED = "right", "limited", "refused", "wrong", "crashed"
 UNCHECKED = "unchecked"
 """Of a type that loads, but of which the library itself computes nothing to compare with."""
 
-_KINDS = {"text": (text_types.write, text_rows), "vision": (vision_types.write, seeing_rows)}
+_KINDS = {"text": (text_types.write, text_sequences), "vision": (vision_types.write, seeing_sequences)}
 
 
 TOGETHER = "the library sees two pictures otherwise than each of them; here they are as each alone"
@@ -66,9 +66,9 @@ def check(kind: str, name: str, root: Path, *, brief: bool = False) -> Outcome:
     compares.
 
     Args:
-        brief: with fewer and shorter rows, and only as it is served.
+        brief: with fewer and shorter sequences, and only as it is served.
     """
-    folder, (write, rows_of) = root / name, _KINDS[kind]
+    folder, (write, sequences_of) = root / name, _KINDS[kind]
     try:
         write(folder, name)
     except (Exception, SystemExit) as error:
@@ -88,11 +88,11 @@ def check(kind: str, name: str, root: Path, *, brief: bool = False) -> Outcome:
         )
     print(SERVED, file=sys.stderr, flush=True)
     try:
-        rows = rows_of(proven.loaded, folder, brief=brief)
+        sequences = sequences_of(proven.loaded, folder, brief=brief)
     except Exception as error:
         return Outcome(UNCHECKED, [*proven.notes, f"the library fails by itself: {type(error).__name__}: {error}"])
-    outcome = run(proven, rows, brief=brief)
-    outcome.notes = [*proven.notes, *rows.notes, *outcome.notes]
+    outcome = run(proven, sequences, brief=brief)
+    outcome.notes = [*proven.notes, *sequences.notes, *outcome.notes]
     if outcome.state == RIGHT and outcome.notes:
         outcome.state = LIMITED
     return outcome
@@ -105,56 +105,56 @@ def _leave_empty(folder: Path) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), {"nothing": mx.zeros((1,))})
 
 
-def run(proven: Proven, rows: Rows, *, brief: bool = False) -> Outcome:
-    """Compares rows with the bare model, and with each other where their KV is sealed."""
+def run(proven: Proven, sequences: Sequences, *, brief: bool = False) -> Outcome:
+    """Compares sequences with the bare model, and with each other where their KV is sealed."""
     outcome, policy = Outcome(RIGHT), proven.loaded.spec.policy
     sealed = policy is not None and policy.quantizes
     # What a few bits do to the logits is not known, so the same way is compared with KV as it is.
     plain = replace(proven, loaded=models.resealed(proven.loaded, models.POLICIES["fp16"])) if sealed else proven
-    alone = _alone(plain, rows, outcome)
-    _settle(rows, alone)
+    alone = _alone(plain, sequences, outcome)
+    _settle(sequences, alone)
     how = "with KV as computed" if sealed else ""
-    _compare(outcome, how, plain, rows, (rows.own, alone), ROUNDING, GROSS, only_alone=sealed and brief)
+    _compare(outcome, how, plain, sequences, (sequences.own, alone), ROUNDING, GROSS, only_alone=sealed and brief)
     if sealed:
-        alone = _alone(proven, rows, outcome)
-        _compare(outcome, "", proven, rows, (alone, alone), SEALED_ROUNDING, SEALED_GROSS)
+        alone = _alone(proven, sequences, outcome)
+        _compare(outcome, "", proven, sequences, (alone, alone), SEALED_ROUNDING, SEALED_GROSS)
     return outcome
 
 
-def _settle(rows: Rows, alone: Logits) -> None:
-    """Where the library computes two things of the same, takes the one that rows have `alone`: of several pictures,
-    which some pad to one size, and of prompts and steps, whose windows some have of two lengths."""
-    for key, expected in rows.own.items():
-        if key not in alone or rows.error(key, alone[key], expected) <= ROUNDING:
+def _settle(sequences: Sequences, alone: Logits) -> None:
+    """Where the library computes two things of the same, takes the one that sequences have `alone`: of several
+    pictures, which some pad to one size, and of prompts and steps, whose windows some have of two lengths."""
+    for key, expected in sequences.own.items():
+        if key not in alone or sequences.error(key, alone[key], expected) <= ROUNDING:
             continue
-        if len(rows.media[key[0]]) > 1:
-            rows.own[key], note = alone[key], TOGETHER
-        elif key in rows.whole and rows.error(key, alone[key], rows.whole[key]) <= ROUNDING:
-            rows.own[key], note = rows.whole[key], OTHERWISE
+        if len(sequences.media[key[0]]) > 1:
+            sequences.own[key], note = alone[key], TOGETHER
+        elif key in sequences.whole and sequences.error(key, alone[key], sequences.whole[key]) <= ROUNDING:
+            sequences.own[key], note = sequences.whole[key], OTHERWISE
         else:
             continue
-        if note not in rows.notes:
-            rows.notes.append(note)
+        if note not in sequences.notes:
+            sequences.notes.append(note)
 
 
 def _compare(
     outcome: Outcome,
     how: str,
     proven: Proven,
-    rows: Rows,
+    sequences: Sequences,
     known: tuple[Logits, Logits],
     rounding: float,
     gross: float,
     *,
     only_alone: bool = False,
 ) -> None:
-    """Compares rows with what is expected, the first of what is `known`. The second is what they have alone."""
+    """Compares sequences with what is expected, the first of what is `known`. The second is what they have alone."""
     noted: Logits = {}
     expected, alone = known
 
     def note(what: str, keys: Sequence[tuple[int, int]]) -> None:
         missing = [key for key in keys if key not in noted]
-        off = [rows.error(key, noted[key], expected[key]) for key in keys if key in noted]
+        off = [sequences.error(key, noted[key], expected[key]) for key in keys if key in noted]
         worst = max(off, default=0.0)
         outcome.error = max(outcome.error, worst)
         right = sum(error <= rounding for error in off) >= ROUNDED_SHARE * len(off) and worst <= gross
@@ -163,40 +163,40 @@ def _compare(
             outcome.notes.append(f"{what} {how}: off by {worst:.2g}" + (f", {len(missing)} missing" if missing else ""))
         noted.clear()
 
-    every = list(rows.own)
-    later = [(row, drawn) for row, drawn in every if drawn > SAID]
+    every = list(sequences.own)
+    later = [(sequence, drawn) for sequence, drawn in every if drawn > SAID]
     noted |= alone
     note("alone", every)
     if only_alone:
         return
-    bench = _bench(proven, rows, noted)
-    for row in reversed(rows.scripts):
-        rows.submit(bench, row, f"cold{row}")
+    bench = _bench(proven, sequences, noted)
+    for sequence in reversed(sequences.scripts):
+        sequences.submit(bench, sequence, f"cold{sequence}")
         bench.turn()
     bench.drain()
     note("in company", every)
-    bench = _bench(proven, rows, noted)
+    bench = _bench(proven, sequences, noted)
     for turn in (0, SAID + 1):
         noted.clear()
-        for row in rows.scripts:
-            rows.submit(bench, row, f"turn {turn} of {row}", said=turn)
+        for sequence in sequences.scripts:
+            sequences.submit(bench, sequence, f"turn {turn} of {sequence}", said=turn)
         bench.drain()
     note("from memory", later)
     _ended(bench, outcome)
     if proven.loaded.spec.reusable:
-        last = max(rows.scripts)
+        last = max(sequences.scripts)
         with tempfile.TemporaryDirectory() as root:
             node = Node(Path(root))
             for turn in (0, SAID + 1):
                 noted.clear()
                 bench, disk = process(proven.loaded, node, **_limits(proven))
-                _force(bench, rows, noted)
-                rows.submit(bench, last, "row", AGENT, said=turn)
+                _force(bench, sequences, noted)
+                sequences.submit(bench, last, "row", AGENT, said=turn)
                 bench.drain()
                 write_down(bench, disk)
                 node.restart()
             _ended(bench, outcome)
-            found = bench.rows["row"].cached or 0
+            found = bench.sequences["row"].cached or 0
             note("from disk", [key for key in later if key[0] == last])
             if not found:
                 outcome.state = WRONG
@@ -205,48 +205,51 @@ def _compare(
 
 
 class Later(Forced):
-    """Notes logits by how many tokens of a row's answer the model has got, however many of them are of its prompt."""
+    """Notes logits by how many tokens of a sequence's answer the model has got, however many of them are of its
+    prompt."""
 
-    def __init__(self, rows: Rows, noted: Logits) -> None:
-        super().__init__(rows.scripts, noted)
-        self._rows_of = rows
+    def __init__(self, sequences: Sequences, noted: Logits) -> None:
+        super().__init__(sequences.scripts, noted)
+        self._sequences_of = sequences
 
     def add(self, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        first = len(self._rows_of.prompts[sampling.seed])
+        first = len(self._sequences_of.prompts[sampling.seed])
         super().add(sampling, prompt[:first], [*prompt[first:], *generated])
 
 
-def _alone(proven: Proven, rows: Rows, outcome: Outcome) -> Logits:
+def _alone(proven: Proven, sequences: Sequences, outcome: Outcome) -> Logits:
     noted: Logits = {}
-    for row in rows.scripts:
-        bench = _bench(proven, rows, noted)
-        rows.submit(bench, row, f"{row}")
+    for sequence in sequences.scripts:
+        bench = _bench(proven, sequences, noted)
+        sequences.submit(bench, sequence, f"{sequence}")
         bench.drain()
         _ended(bench, outcome)
     return noted
 
 
-def _bench(proven: Proven, rows: Rows, noted: Logits) -> Bench:
+def _bench(proven: Proven, sequences: Sequences, noted: Logits) -> Bench:
     bench = Bench(proven.loaded, **_limits(proven))
-    _force(bench, rows, noted)
+    _force(bench, sequences, noted)
     return bench
 
 
-def _force(bench: Bench, rows: Rows, noted: Logits) -> None:
-    bench.engine.executor.make_sampler = lambda: Later(rows, noted)
+def _force(bench: Bench, sequences: Sequences, noted: Logits) -> None:
+    bench.engine.executor.make_sampler = lambda: Later(sequences, noted)
     bench.engine.executor.clear_batch()
 
 
 def _limits(proven: Proven) -> dict[str, Any]:
-    asked = proven.scheduling(Scheduling(rows_max=8))
-    return {"rows_max": asked.rows_max, "prefill_rows_max": asked.prefill_rows_max}
+    asked = proven.scheduling(Scheduling(sequences_max=8))
+    return {"sequences_max": asked.sequences_max, "prefill_sequences_max": asked.prefill_sequences_max}
 
 
 def _ended(bench: Bench, outcome: Outcome) -> None:
-    for name, row in bench.rows.items():
-        if row.finish != "length":
+    for name, sequence in bench.sequences.items():
+        if sequence.finish != "length":
             outcome.state = WRONG
-            outcome.notes.append(f"row {name} ended with {row.finish}: {(row.error or {}).get('message')}")
+            outcome.notes.append(
+                f"sequence {name} ended with {sequence.finish}: {(sequence.error or {}).get('message')}"
+            )
 
 
 def main(kind: str, name: str, root: str) -> None:

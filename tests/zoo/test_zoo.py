@@ -38,5 +38,5 @@ def fit(types: dict[str, dict[str, Any]]) -> list[str]:
 @pytest.mark.parametrize(("kind", "name"), of_today())
 def test_a_type_is_served_as_well_as_it_was_found(kind: str, name: str, tmp_path: Path):
     outcome = check(kind, name, tmp_path, brief=True)
-    # What is noted of long rows may not show in short ones.
+    # What is noted of long sequences may not show in short ones.
     assert outcome.state in (found()[kind][name]["state"], RIGHT), outcome.notes

@@ -263,7 +263,7 @@ _IDEFICS_TYPES: dict[str, Family] = {
     "lfm2_vl": Family(
         (
             *("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
-            *(f"<|img_row_{row}_col_{column}|>" for row in _ROWS for column in _ROWS),
+            *(f"<|img_sequence_{sequence}_col_{column}|>" for sequence in _ROWS for column in _ROWS),
         ),
         "<image>",
         {

@@ -2,8 +2,9 @@
 
 Python takes 2 to 3 ms to build the graph of a step with 30 layers, as long as a GPU takes to compute it. `mx.compile`
 records a graph for arrays of some shapes, and builds it again in a third of that time. So what changes from step to
-step are arrays: lengths, slots, and how rows are divided among groups of threads. They are padded to size classes, so
-that a batch meets few shapes while its rows grow.
+step are arrays: lengths, slots, and how sequences are divided among groups of threads. They are padded to size classes,
+    so
+that a batch meets few shapes while its sequences grow.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 from cachetools import LRUCache
 
-from ..kernels.decode_views import KernelStep, KernelView, RowBlocks
+from ..kernels.decode_views import KernelStep, KernelView, SequenceBlocks
 from ..kernels.head_transform import NOTHING, HeadTransform
 from ..kernels.sealing import Sealed, SealPolicy
 from ..kv.paged_cache import PagedKVCache
@@ -62,22 +63,26 @@ class CompiledStep:
         """Computes what the model does with a batch's next tokens, and counts them.
 
         Args:
-            inputs: (rows,), an integer dtype.
+            inputs: (sequences,), an integer dtype.
             caches: one a layer.
             extra: what the model is given besides.
 
         Returns:
-            (rows, vocabulary), logits in the model's dtype; None, with nothing changed, if no row has a token yet.
+            (sequences, vocabulary), logits in the model's dtype; None, with nothing changed, if no sequence has a token
+            yet.
         """
         if not all(cache.nbytes for cache in caches):
             return None
         steps = [cache.kernel_step() for cache in caches]
-        rows = inputs.shape[0]
-        groups = {cache.group: [step.rows.slots, step.rows.numbers] for cache, step in zip(caches, steps, strict=True)}
+        sequences = inputs.shape[0]
+        groups = {
+            cache.group: [step.sequences.slots, step.sequences.numbers]
+            for cache, step in zip(caches, steps, strict=True)
+        }
         layers = [[*step.tails, step.written, *step.pool] for step in steps]
         shapes = [[array.shape for array in arrays] for arrays in groups.values()]
         slots = [step.pool[0].shape[0] for step in steps]
-        key = str((rows, shapes, slots, [(name, array.shape) for name, array in extra.items()]))
+        key = str((sequences, shapes, slots, [(name, array.shape) for name, array in extra.items()]))
         run = self._graphs.get(key)
         if run is None:
             run = self._graphs[key] = self._record(caches, type(steps[0].pool))
@@ -100,9 +105,12 @@ class CompiledStep:
             layers: list[list[mx.array]],
             extra: dict[str, mx.array],
         ) -> mx.array:
-            rows = {number: RowBlocks(*arrays, rows=len(tokens)) for number, arrays in groups.items()}
+            sequences = {number: SequenceBlocks(*arrays, sequences=len(tokens)) for number, arrays in groups.items()}
             for (cache, group), (keys, values, written, *pool) in zip(recorded, layers, strict=True):
-                cache.offset, cache.step = offset, KernelStep((keys, values), kind._make(pool), rows[group], written)
+                cache.offset, cache.step = (
+                    offset,
+                    KernelStep((keys, values), kind._make(pool), sequences[group], written),
+                )
             with nullcontext() if deferral is None else deferral.active(offset):
                 logits = self._model(tokens, cache=[cache for cache, _ in recorded], **extra)[:, -1]
             for cache, _ in recorded:

@@ -96,7 +96,7 @@ class Deferral:
         """Puts the stand-ins in place.
 
         Args:
-            offset: (rows,), the positions that caches tell the model.
+            offset: (sequences,), the positions that caches tell the model.
         """
         self._offset, self._noted = offset, _Noted()
         try:

@@ -64,8 +64,8 @@ def logits_of(
 
 
 def read(model: Any, tokens: Sequence[int], caches: list[Any], work: Pieces = IN_ONE_PIECE) -> mx.array:
-    """Reads further tokens of a row, and returns their logits, `(tokens, vocabulary)`, not computed yet. Each layer is
-    a piece of `work`."""
+    """Reads further tokens of a sequence, and returns their logits, `(tokens, vocabulary)`, not computed yet. Each
+    layer is a piece of `work`."""
     # Lazy: the output layer is computed only if the logits are used.
     logits: mx.array = model(mx.array([list(tokens)]), cache=caches)[0]
     work.evaluate(caches)
@@ -129,7 +129,7 @@ def _scores(own: mx.array, other: mx.array, follow: np.ndarray) -> Scores:
     probability = mx.exp(own)
     # A token masked out in both distributions (-inf) would give NaN.
     terms = mx.where(probability > 0, probability * (own - other), 0.0).sum(axis=-1)
-    # Without this, a row of NaN alone would have no terms: it is no distribution, and its sum is not 1.
+    # Without this, a sequence of NaN alone would have no terms: it is no distribution, and its sum is not 1.
     sums = mx.exp(other).sum(axis=-1) + probability.sum(axis=-1)
     kl = np.maximum(np.where(np.isfinite(as_numpy(sums)), as_numpy(terms), np.nan), 0.0).astype(np.float32)
     taken = mx.array(np.maximum(follow, 0))[:, None]

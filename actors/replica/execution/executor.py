@@ -1,13 +1,15 @@
-"""The MLX side of a replica: rows' caches, prefill chunks, and the batched decode step. No policy.
+"""The MLX side of a replica: sequences' caches, prefill chunks, and the batched decode step. No policy.
 
 Everything here runs on one thread, because a lazy MLX array can be evaluated only on the thread that made it. What
 computes or waits may raise `DeviceFailed`; then `reset` is to follow.
 
-Decode steps are pipelined: `step` launches the computation of token t+1 of every row, then returns token t, which is
-ready. So the Python work between two steps overlaps with the device's. If rows have grammars, their masks are made of
-token t between the launch of the model and that of sampling. A row that is alone, and whose grammar leaves it no choice
-for several tokens, gets these in one step; its words are the same. The first input of a row that joins is the last
-token of its prompt. Joins and leaves take effect together at the next step, because each copies the whole batch.
+Decode steps are pipelined: `step` launches the computation of token t+1 of every sequence, then returns token t, which
+    is
+ready. So the Python work between two steps overlaps with the device's. If sequences have grammars, their masks are made
+of token t between the launch of the model and that of sampling. A sequence that is alone, and whose grammar leaves it
+no choice for several tokens, gets these in one step; its words are the same. The first input of a sequence that joins
+is the last token of its prompt. Joins and leaves take effect together at the next step, because each copies the whole
+batch.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from ..kv import caches as kv_cache
 from ..kv.attention import FEW_QUERIES
 from ..kv.caches import PooledBlock, Records, Slab
 from ..kv.paged_cache import PagedKVCache
-from ..kv.sequence_view import RowView, Stacks
-from ..kv.unbatched import RowsApart
+from ..kv.sequence_view import SequenceView, Stacks
+from ..kv.unbatched import SequencesApart
 from .compiled_step import CompiledStep
-from .grammar import MaskMaker, RowGrammar, RowMasks
+from .grammar import MaskMaker, SequenceGrammar, SequenceMasks
 from .loaded_model import LoadedModel
 from .pieces import IN_ONE_PIECE
 from .sampling import BatchSampler, Draw
-from .sequence_states import ExecutorRow, Stage, Together
-from .vision import RowPart, RowPictures
+from .sequence_states import ExecutorSequence, Stage, Together
+from .vision import SequencePart, SequencePictures
 
 CLEAR_EVERY_STEPS = 512
 STACKED_SPANS_MAX = 16
@@ -50,8 +52,8 @@ FORCED_MAX = 8
 """Tokens of one step: so many cost a device little more than one."""
 
 FORCED_HISTORY_MAX = 4096
-"""Tokens before them, for each token that is spared a step: a chunk unpacks a row's blocks, where a step reads them in
-place."""
+"""Tokens before them, for each token that is spared a step: a chunk unpacks a sequence's blocks, where a step reads
+them in place."""
 
 CLEAR_EVERY_TOKENS = 8192
 """Prefilled tokens after which MLX's cache of freed buffers is emptied; decoding cannot use many of them."""
@@ -59,10 +61,11 @@ CLEAR_EVERY_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Ready:
-    """A row's next token; `logprobs` if the row asked for them. If not `sound`, its logit was not a finite number; if
-    there is a `grammar_error`, the row's grammar could not be followed. The token is meaningless in both cases."""
+    """A sequence's next token; `logprobs` if the sequence asked for them. If not `sound`, its logit was not a finite
+    number; if there is a `grammar_error`, the sequence's grammar could not be followed. The token is meaningless in
+    both cases."""
 
-    row_id: str
+    sequence_id: str
     token: int
     sound: bool = True
     logprobs: TokenLogprobs | None = None
@@ -80,7 +83,7 @@ def padded_tokens(longest: int) -> int:
 
 
 class BatchExecutor:
-    """The rows in prefill and the batch of decoding rows. Used by the engine.
+    """The sequences in prefill and the batch of decoding sequences. Used by the engine.
 
     With `batched_prefill` prompts run as padded batches, even a single one: a short prompt alone leaves a GPU idle, and
     without a mask array cuDNN makes a plan for every new length. A CPU gains nothing from it, and mlx-lm's Mamba layers
@@ -106,8 +109,8 @@ class BatchExecutor:
         self._compiled = (
             CompiledStep(self._model, loaded.deferral) if loaded.way.compiled and not loaded.apart else None
         )
-        # Rows before they decode; `_rows` are those of the batch.
-        self._coming: dict[str, ExecutorRow] = {}
+        # Sequences before they decode; `_sequences` are those of the batch.
+        self._coming: dict[str, ExecutorSequence] = {}
         self._leaving: set[str] = set()
         self._since_clear = 0
         self._make_masks = MaskMaker()
@@ -120,13 +123,13 @@ class BatchExecutor:
     @on_device()
     def open(
         self,
-        row_id: str,
+        sequence_id: str,
         blocks: Sequence[Slab | PooledBlock],
         tail: Slab | None,
         tail_tokens: int,
-        pictures: RowPictures | None = None,
+        pictures: SequencePictures | None = None,
     ) -> None:
-        """Makes caches for a row and restores the known part of its prompt.
+        """Makes caches for a sequence and restores the known part of its prompt.
 
         Args:
             blocks: KV of consecutive tokens from the prompt's begin.
@@ -135,38 +138,38 @@ class BatchExecutor:
         caches = self._loaded.new_caches()
         kv_cache.restore(self._loaded.spec, caches, blocks, tail, tail_tokens)
         length = sum(block.tokens for block in blocks) + tail_tokens
-        self._coming[row_id] = ExecutorRow(row_id, length, caches, pictures)
+        self._coming[sequence_id] = ExecutorSequence(sequence_id, length, caches, pictures)
 
     @on_device()
     def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """Computes the KV of some rows' next tokens, (row id, tokens) each.
+        """Computes the KV of some sequences' next tokens, (sequence id, tokens) each.
 
         Raises:
-            Exception: whatever the model raises. `length` tells which rows are done. The others may be tried again; a
-                row whose caches were being changed fails again.
+            Exception: whatever the model raises. `length` tells which sequences are done. The others may be tried
+                again; a sequence whose caches were being changed fails again.
         """
-        rows = [(self._coming[row_id], tokens) for row_id, tokens in work]
+        sequences = [(self._coming[sequence_id], tokens) for sequence_id, tokens in work]
         self._settle()
         mx.reset_peak_memory()
-        while self.batched_prefill and rows:
-            count = self._count_together(rows)
-            self._prefill_together(rows[:count])
-            rows = rows[count:]
-        for row, tokens in rows:
-            if row.failure is not None:
-                raise row.failure
-            caches, inputs = row.own(), mx.array([list(tokens)], mx.uint32)
-            part = row.part(tokens)
+        while self.batched_prefill and sequences:
+            count = self._count_together(sequences)
+            self._prefill_together(sequences[:count])
+            sequences = sequences[count:]
+        for sequence, tokens in sequences:
+            if sequence.failure is not None:
+                raise sequence.failure
+            caches, inputs = sequence.own(), mx.array([list(tokens)], mx.uint32)
+            part = sequence.part(tokens)
             kv_cache.see_both_ways(caches, [part.both_ways])
             try:
                 self._model(inputs, cache=caches, **self._inputs_besides([part], len(tokens)))
                 # The logits are not evaluated, so the output layer is not computed.
                 self._evaluate(caches)
             except Exception as error:
-                row.failure = error
+                sequence.failure = error
                 raise
             kv_cache.see_both_ways(caches, [])
-            row.length += len(tokens)
+            sequence.length += len(tokens)
         self.workspace_bytes = max(self.workspace_bytes, mx.get_peak_memory() - mx.get_active_memory())
         self._since_clear += sum(len(tokens) for _, tokens in work)
         if self._since_clear >= CLEAR_EVERY_TOKENS:
@@ -179,36 +182,37 @@ class BatchExecutor:
         else:
             self.pieces.evaluate(caches)
 
-    def _inputs_besides(self, parts: Sequence[RowPart], width: int) -> dict[str, Any]:
+    def _inputs_besides(self, parts: Sequence[SequencePart], width: int) -> dict[str, Any]:
         """Returns the model's inputs besides tokens and caches, for a padded batch of `width` tokens."""
         vision = self._loaded.vision
         return {} if vision is None else vision.inputs(parts, width)
 
     @staticmethod
-    def _count_together(rows: Sequence[tuple[ExecutorRow, Sequence[int]]]) -> int:
-        """Returns how many of these rows, from the first on, are the next batch: as many as have little padding."""
-        lengths = [len(tokens) for _, tokens in rows]
-        held = [row.length for row, _ in rows]
-        places = len(rows) * max(lengths), len(rows) * max(held)
+    def _count_together(sequences: Sequence[tuple[ExecutorSequence, Sequence[int]]]) -> int:
+        """Returns how many of these sequences, from the first on, are the next batch: as many as have little
+        padding."""
+        lengths = [len(tokens) for _, tokens in sequences]
+        held = [sequence.length for sequence, _ in sequences]
+        places = len(sequences) * max(lengths), len(sequences) * max(held)
         if places[0] > PADDING_MAX * sum(lengths) or places[1] > PADDING_MAX * (sum(held) + sum(lengths)):
             return 1
         if padded_tokens(max(lengths)) <= FEW_QUERIES:
-            return len(rows)
+            return len(sequences)
         # A power of two, for few different shapes: CUDA makes a plan for every new one.
-        return 1 << (len(rows).bit_length() - 1)
+        return 1 << (len(sequences).bit_length() - 1)
 
-    def _prefill_together(self, rows: Sequence[tuple[ExecutorRow, Sequence[int]]]) -> None:
-        lengths = [len(tokens) for _, tokens in rows]
+    def _prefill_together(self, sequences: Sequence[tuple[ExecutorSequence, Sequence[int]]]) -> None:
+        lengths = [len(tokens) for _, tokens in sequences]
         longest = padded_tokens(max(lengths))
         padding = [longest - length for length in lengths]
-        caches = kv_cache.merge([row.own() for row, _ in rows])
+        caches = kv_cache.merge([sequence.own() for sequence, _ in sequences])
         for cache in caches:
             cache.prepare(lengths=lengths, right_padding=padding)
-        parts = [row.part(tokens) for row, tokens in rows]
+        parts = [sequence.part(tokens) for sequence, tokens in sequences]
         kv_cache.see_both_ways(caches, [part.both_ways for part in parts])
         extra = self._inputs_besides(parts, longest)
         self._model(
-            mx.array([[*tokens, *[0] * pad] for (_, tokens), pad in zip(rows, padding, strict=True)], mx.uint32),
+            mx.array([[*tokens, *[0] * pad] for (_, tokens), pad in zip(sequences, padding, strict=True)], mx.uint32),
             cache=caches,
             **extra,
         )
@@ -216,46 +220,62 @@ class BatchExecutor:
             cache.finalize()
         kv_cache.see_both_ways(caches, [])
         self._evaluate(caches)
-        # Rows prefilled together mostly join the batch together, and extracting a row costs two copies a layer.
-        together = Together(caches, {row.row_id: index for index, (row, _) in enumerate(rows)}, len(rows))
-        for row, tokens in rows:
-            row.caches, row.together, row.length = [], together, row.length + len(tokens)
+        # Sequences prefilled together mostly join the batch together, and extracting a sequence costs two copies a
+        # layer.
+        together = Together(
+            caches, {sequence.sequence_id: index for index, (sequence, _) in enumerate(sequences)}, len(sequences)
+        )
+        for sequence, tokens in sequences:
+            sequence.caches, sequence.together, sequence.length = [], together, sequence.length + len(tokens)
 
     def join(
-        self, row_id: str, tokens: Sequence[int], sampling: Sampling, drawn: int, grammar: RowGrammar | None = None
+        self,
+        sequence_id: str,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        drawn: int,
+        grammar: SequenceGrammar | None = None,
     ) -> None:
-        """Moves a prefilled row into the batch at the next step.
+        """Moves a prefilled sequence into the batch at the next step.
 
         Args:
-            tokens: all tokens of the row; the last one is its first input.
+            tokens: all tokens of the sequence; the last one is its first input.
             drawn: how many of them were generated (before a preemption, or on a replica that was lost).
-            grammar: what the row follows, at any earlier state of it; None for nothing.
+            grammar: what the sequence follows, at any earlier state of it; None for nothing.
         """
-        # Rows join in this order.
-        row = self._coming[row_id] = self._coming.pop(row_id)
-        row.join(tokens, sampling, drawn, grammar, self._loaded.eos_token_ids.union(sampling.stop_token_ids))
+        # Sequences join in this order.
+        sequence = self._coming[sequence_id] = self._coming.pop(sequence_id)
+        sequence.join(tokens, sampling, drawn, grammar, self._loaded.eos_token_ids.union(sampling.stop_token_ids))
 
     @on_device()
     def first(self) -> list[Ready]:
-        """Returns the first tokens of rows that have just joined, so that they can be delivered before the next step is
-        launched; that step returns them again. Empty if this would delay more rows than have just joined."""
-        rows = [(index, row) for index, row in enumerate(self._rows) if row.row_id not in self._leaving]
-        begun = [(index, row) for index, row in rows if row.fed and not row.begun]
-        if not begun or 2 * len(begun) < len(rows) or self._inputs is None or self._draw is None:
+        """Returns the first tokens of sequences that have just joined, so that they can be delivered before the next
+        step is launched; that step returns them again. Empty if this would delay more sequences than have just
+        joined."""
+        sequences = [
+            (index, sequence)
+            for index, sequence in enumerate(self._sequences)
+            if sequence.sequence_id not in self._leaving
+        ]
+        begun = [(index, sequence) for index, sequence in sequences if sequence.fed and not sequence.begun]
+        if not begun or 2 * len(begun) < len(sequences) or self._inputs is None or self._draw is None:
             return []
         tokens: list[int] = self._inputs.tolist()  # type: ignore[assignment]
         drawn = _read(*self._draw)
-        return [Ready(row.row_id, tokens[index], *drawn[row.row_id], row.grammar_error) for index, row in begun]
+        return [
+            Ready(sequence.sequence_id, tokens[index], *drawn[sequence.sequence_id], sequence.grammar_error)
+            for index, sequence in begun
+        ]
 
     @on_device()
-    def drawn(self, row_id: str) -> Ready | None:
-        """Returns a decoding row's last token, which the next step would return; None if it has none yet."""
-        if self._inputs is None or self._draw is None or row_id in self._coming:
+    def drawn(self, sequence_id: str) -> Ready | None:
+        """Returns a decoding sequence's last token, which the next step would return; None if it has none yet."""
+        if self._inputs is None or self._draw is None or sequence_id in self._coming:
             return None
         tokens: list[int] = self._inputs.tolist()  # type: ignore[assignment]
-        for token, row in zip(tokens, self._rows, strict=True):
-            if row.row_id == row_id and row.fed and row_id not in self._leaving:
-                return Ready(row_id, token, *_read(*self._draw)[row_id], row.grammar_error)
+        for token, sequence in zip(tokens, self._sequences, strict=True):
+            if sequence.sequence_id == sequence_id and sequence.fed and sequence_id not in self._leaving:
+                return Ready(sequence_id, token, *_read(*self._draw)[sequence_id], sequence.grammar_error)
         return None
 
     @on_device()
@@ -263,91 +283,109 @@ class BatchExecutor:
         """Runs one decode step for the whole batch.
 
         Returns:
-            The tokens of the step before; rows that have just joined have none yet.
+            The tokens of the step before; sequences that have just joined have none yet.
         """
         self._stacks = Stacks()
         self._change_batch()
         inputs, before = self._inputs, self._draw
         if inputs is None:
             return []
-        seals = any(row.length % BLOCK_TOKENS == BLOCK_TOKENS - 1 for row in self._rows)
+        seals = any(sequence.length % BLOCK_TOKENS == BLOCK_TOKENS - 1 for sequence in self._sequences)
         if seals:
             self._settle()
-        forced, self._forced = self._forced if len(self._rows) == 1 else (), ()
+        forced, self._forced = self._forced if len(self._sequences) == 1 else (), ()
         if forced:
             self._sampler.passed(forced[1:])
         logits = self._logits(forced or inputs)
         draw = self._sampler(logits, self._masks(forced or inputs, logits))
-        self._inputs, self._draw = draw.tokens.astype(mx.uint32), (draw, [row.row_id for row in self._rows])
+        self._inputs, self._draw = (
+            draw.tokens.astype(mx.uint32),
+            (draw, [sequence.sequence_id for sequence in self._sequences]),
+        )
         mx.async_eval(self._inputs, *draw.arrays(), *(self._pool_arrays() if seals else ()))
         if seals:
             self._seal_filled()
         tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
         drawn = {} if before is None else _read(*before)
         ready = [
-            Ready(row.row_id, token, *drawn[row.row_id], "" if row.grammar is None else row.grammar.failure)
-            for row, token in zip(self._rows, tokens, strict=True)
-            if row.fed
+            Ready(
+                sequence.sequence_id,
+                token,
+                *drawn[sequence.sequence_id],
+                "" if sequence.grammar is None else sequence.grammar.failure,
+            )
+            for sequence, token in zip(self._sequences, tokens, strict=True)
+            if sequence.fed
         ]
-        ready += [Ready(self._rows[0].row_id, token) for token in forced[1:]]
-        for row in self._rows:
-            row.begun, row.fed = row.fed, True
-            row.length += len(forced) or 1
+        ready += [Ready(self._sequences[0].sequence_id, token) for token in forced[1:]]
+        for sequence in self._sequences:
+            sequence.begun, sequence.fed = sequence.fed, True
+            sequence.length += len(forced) or 1
         self._steps += 1
         if self._steps % CLEAR_EVERY_STEPS == 0:
             mx.clear_cache()
         return ready
 
     def _logits(self, inputs: mx.array | Sequence[int]) -> mx.array:
-        """Launches the model for one token of every row, `(rows,)`, or for several of the only one."""
+        """Launches the model for one token of every sequence, `(sequences,)`, or for several of the only one."""
         caches = self._caches
         if not isinstance(inputs, mx.array):
-            (row,) = self._rows
+            (sequence,) = self._sequences
             if self._settles_always:
                 # The step in flight writes into the open blocks that are read here.
                 mx.synchronize()
-            extra = self._inputs_besides([RowPart(inputs, row.length, row.pictures)], len(inputs))
+            extra = self._inputs_besides([SequencePart(inputs, sequence.length, sequence.pictures)], len(inputs))
             return self._model(mx.array([inputs], mx.uint32), cache=caches, **extra)[:, -1, :]
-        if isinstance(caches, RowsApart):
-            return caches.step(self._model, inputs, lambda row: self._besides(self._rows[row : row + 1]))
-        extra = self._besides(self._rows)
+        if isinstance(caches, SequencesApart):
+            return caches.step(
+                self._model, inputs, lambda sequence: self._besides(self._sequences[sequence : sequence + 1])
+            )
+        extra = self._besides(self._sequences)
         logits = None if self._compiled is None else self._compiled(inputs, caches, extra)
         return self._model(inputs[:, None], cache=caches, **extra)[:, -1, :] if logits is None else logits
 
     def _forced_after(self, length: int, mask: np.ndarray) -> Sequence[int]:
-        """Returns the tokens that follow the first `length` of the only row, whose next one `mask`, `(words,) uint32`,
-        limits; () if they are no two, or cannot come together."""
-        (row,) = self._rows
+        """Returns the tokens that follow the first `length` of the only sequence, whose next one `mask`, `(words,)
+        uint32`, limits; () if they are no two, or cannot come together."""
+        (sequence,) = self._sequences
         # The step that fills a block has one token.
-        most = min(FORCED_MAX, row.tokens_max - length, BLOCK_TOKENS - 1 - length % BLOCK_TOKENS)
+        most = min(FORCED_MAX, sequence.tokens_max - length, BLOCK_TOKENS - 1 - length % BLOCK_TOKENS)
         caches = self._caches
-        paged = not isinstance(caches, RowsApart) and all(isinstance(cache, PagedKVCache) for cache in caches)
+        paged = not isinstance(caches, SequencesApart) and all(isinstance(cache, PagedKVCache) for cache in caches)
         # CUDA would make a plan for every length, or compute them padded.
-        if row.grammar is None or not paged or mx.cuda.is_available() or not self._sampler.can_pass():
+        if sequence.grammar is None or not paged or mx.cuda.is_available() or not self._sampler.can_pass():
             return ()
-        found = list(takewhile(lambda token: token not in row.ends, row.grammar.forced(mask, most)))
+        found = list(takewhile(lambda token: token not in sequence.ends, sequence.grammar.forced(mask, most)))
         return found if (len(found) - 1) * FORCED_HISTORY_MAX > length else ()
 
-    def _besides(self, rows: Sequence[ExecutorRow]) -> dict[str, Any]:
-        """Returns the model's inputs besides tokens and caches for a step of these rows."""
+    def _besides(self, sequences: Sequence[ExecutorSequence]) -> dict[str, Any]:
+        """Returns the model's inputs besides tokens and caches for a step of these sequences."""
         vision = self._loaded.vision
-        return {} if vision is None else vision.steps([row.length for row in rows], [row.pictures for row in rows])
+        return (
+            {}
+            if vision is None
+            else vision.steps(
+                [sequence.length for sequence in sequences], [sequence.pictures for sequence in sequences]
+            )
+        )
 
-    def _masks(self, inputs: mx.array | Sequence[int], logits: mx.array) -> RowMasks | None:
-        """Reads the inputs, as for `_logits`, for the rows with grammars, while the model computes `logits` of them;
-        returns what these rows may draw next."""
-        if not any(row.grammar is not None for row in self._rows):
+    def _masks(self, inputs: mx.array | Sequence[int], logits: mx.array) -> SequenceMasks | None:
+        """Reads the inputs, as for `_logits`, for the sequences with grammars, while the model computes `logits` of
+        them; returns what these sequences may draw next."""
+        if not any(sequence.grammar is not None for sequence in self._sequences):
             return None
         mx.async_eval(logits)
-        bound = [(index, row.grammar) for index, row in enumerate(self._rows) if row.grammar is not None]
+        bound = [
+            (index, sequence.grammar) for index, sequence in enumerate(self._sequences) if sequence.grammar is not None
+        ]
         tokens = [[token] for token in inputs.tolist()] if isinstance(inputs, mx.array) else [inputs]  # type: ignore[union-attr]
         for index, grammar in bound:
-            if self._rows[index].fed:
+            if self._sequences[index].fed:
                 for token in tokens[index]:
                     grammar.follow(token)
         masks = self._make_masks(bound)
-        if masks is not None and len(self._rows) == 1:
-            self._forced = self._forced_after(self._rows[0].length + len(tokens[0]), masks.words[0])
+        if masks is not None and len(self._sequences) == 1:
+            self._forced = self._forced_after(self._sequences[0].length + len(tokens[0]), masks.words[0])
         return masks
 
     def check(self) -> None:
@@ -357,7 +395,7 @@ class BatchExecutor:
 
     @property
     def leaving(self) -> int:
-        """Rows that have left, but whose KV is here until the next step."""
+        """Sequences that have left, but whose KV is here until the next step."""
         return len(self._leaving)
 
     @on_device()
@@ -378,7 +416,7 @@ class BatchExecutor:
         """Seals the blocks that a kernel has filled in the step that was just launched."""
         if self._settles_always:
             mx.synchronize()
-        if isinstance(self._caches, RowsApart):
+        if isinstance(self._caches, SequencesApart):
             self._caches.seal_filled()
         else:
             kv_cache.seal_filled(self._caches)
@@ -390,36 +428,41 @@ class BatchExecutor:
     def _pool_arrays(self) -> list[mx.array]:
         return [] if self._loaded.pool is None else self._loaded.pool.arrays()
 
-    def holds(self, row_id: str) -> bool:
-        """Whether the row has usable KV."""
-        if (row := self._coming.get(row_id)) is not None:
-            return row.failure is None
-        return row_id not in self._leaving and any(row.row_id == row_id for row in self._rows)
+    def holds(self, sequence_id: str) -> bool:
+        """Whether the sequence has usable KV."""
+        if (sequence := self._coming.get(sequence_id)) is not None:
+            return sequence.failure is None
+        return sequence_id not in self._leaving and any(
+            sequence.sequence_id == sequence_id for sequence in self._sequences
+        )
 
-    def length(self, row_id: str) -> int:
-        """Returns how many tokens of a row in any state have KV."""
-        row = self._coming.get(row_id)
-        return (self._rows[self._index(row_id)] if row is None else row).length
+    def length(self, sequence_id: str) -> int:
+        """Returns how many tokens of a sequence in any state have KV."""
+        sequence = self._coming.get(sequence_id)
+        return (self._sequences[self._index(sequence_id)] if sequence is None else sequence).length
 
     @on_device()
-    def cut(self, row_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab | PooledBlock]:
-        """Returns a row's KV for spans [start, stop) of its tokens: blocks in the pool as they are, else copies."""
+    def cut(self, sequence_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab | PooledBlock]:
+        """Returns a sequence's KV for spans [start, stop) of its tokens: blocks in the pool as they are, else
+        copies."""
         if self._settles_always:
             mx.synchronize()
-        spec, length = self._loaded.spec, self.length(row_id)
-        # Stacks copy all rows of a span and stay until the next step, so they are for a few spans only.
+        spec, length = self._loaded.spec, self.length(sequence_id)
+        # Stacks copy all sequences of a span and stay until the next step, so they are for a few spans only.
         stacks = self._on_gpu and len(spans) <= STACKED_SPANS_MAX
-        single, caches = self._coming.get(row_id), self._caches
-        if single is None and isinstance(caches, RowsApart):
-            view = RowView(spec, caches.rows[self._index(row_id)], None, length)
+        single, caches = self._coming.get(sequence_id), self._caches
+        if single is None and isinstance(caches, SequencesApart):
+            view = SequenceView(spec, caches.sequences[self._index(sequence_id)], None, length)
         elif single is None:
-            assert not isinstance(caches, RowsApart)
-            view = RowView(spec, caches, self._index(row_id), length, self._stacks if stacks else None)
+            assert not isinstance(caches, SequencesApart)
+            view = SequenceView(spec, caches, self._index(sequence_id), length, self._stacks if stacks else None)
         elif single.together is None:
-            view = RowView(spec, single.caches, None, length)
+            view = SequenceView(spec, single.caches, None, length)
         else:
             batch = single.together
-            view = RowView(spec, batch.caches, batch.rows[row_id], length, batch.stacks if stacks else None)
+            view = SequenceView(
+                spec, batch.caches, batch.sequences[sequence_id], length, batch.stacks if stacks else None
+            )
         cuts = [view.cut(start, stop) for start, stop in spans]
         kv_cache.evaluate(cuts)
         return cuts
@@ -447,98 +490,103 @@ class BatchExecutor:
         kv_cache.evaluate([slab])
         return slab
 
-    def leave(self, row_ids: Sequence[str]) -> None:
-        """Removes rows; unknown ids are ignored."""
-        for row_id in row_ids:
-            if (row := self._coming.pop(row_id, None)) is not None:
-                row.leave()
-        gone = set(row_ids)
-        self._leaving.update(row.row_id for row in self._rows if row.row_id in gone)
-        if self._rows and len(self._leaving) == len(self._rows):
+    def leave(self, sequence_ids: Sequence[str]) -> None:
+        """Removes sequences; unknown ids are ignored."""
+        for sequence_id in sequence_ids:
+            if (sequence := self._coming.pop(sequence_id, None)) is not None:
+                sequence.leave()
+        gone = set(sequence_ids)
+        self._leaving.update(sequence.sequence_id for sequence in self._sequences if sequence.sequence_id in gone)
+        if self._sequences and len(self._leaving) == len(self._sequences):
             self._forget()
 
     def reset(self) -> None:
-        """Forgets every row and every block, after the device has failed."""
+        """Forgets every sequence and every block, after the device has failed."""
         self._coming.clear()
         self._forget()
         if self._loaded.pool is not None:
             self._loaded.pool.reset()
 
     def clear_batch(self) -> None:
-        """Forgets every decoding row and every row that was about to join. Used after a step failed."""
+        """Forgets every decoding sequence and every sequence that was about to join. Used after a step failed."""
         self.leave(list(self._joining()))
         self._forget()
 
     def _forget(self) -> None:
         self._leaving.clear()
-        self._rows: list[ExecutorRow] = []
-        self._caches: list[Any] | RowsApart = []
+        self._sequences: list[ExecutorSequence] = []
+        self._caches: list[Any] | SequencesApart = []
         self._stacks = Stacks()
         self._inputs: mx.array | None = None
         self._draw: tuple[Draw, list[str]] | None = None
-        # The next tokens of a row that is alone, two at least, if they are known: the first is its input.
+        # The next tokens of a sequence that is alone, two at least, if they are known: the first is its input.
         self._forced: Sequence[int] = ()
         self._sampler = self.make_sampler()
 
     def _change_batch(self) -> None:
-        """Removes rows that left and appends rows that join."""
+        """Removes sequences that left and appends sequences that join."""
         if self._settles_always and (self._leaving or self._joining()):
             mx.synchronize()
         if self._leaving:
-            keep = [index for index, row in enumerate(self._rows) if row.row_id not in self._leaving]
-            if isinstance(self._caches, RowsApart):
+            keep = [
+                index for index, sequence in enumerate(self._sequences) if sequence.sequence_id not in self._leaving
+            ]
+            if isinstance(self._caches, SequencesApart):
                 self._caches.keep(keep)
             else:
                 kv_cache.keep(self._caches, keep)
             assert self._inputs is not None
             self._inputs = self._inputs[mx.array(keep)]
             self._sampler.keep(keep)
-            self._rows = [self._rows[index] for index in keep]
+            self._sequences = [self._sequences[index] for index in keep]
             self._leaving.clear()
-        for batch, rows in self._arriving():
-            inputs = mx.array([row.tokens[-1] for row in rows], dtype=mx.uint32)
+        for batch, sequences in self._arriving():
+            inputs = mx.array([sequence.tokens[-1] for sequence in sequences], dtype=mx.uint32)
             if self._inputs is None:
                 self._caches, self._inputs = batch, inputs
             else:
-                if isinstance(self._caches, RowsApart):
+                if isinstance(self._caches, SequencesApart):
                     self._caches.extend(batch)
                 else:
                     kv_cache.extend(self._caches, batch)
                 self._inputs = mx.concatenate([self._inputs, inputs])
-            for row in rows:
-                prompt = len(row.tokens) - row.drawn
-                self._sampler.add(row.sampling, row.tokens[:prompt], row.tokens[prompt:])
-                row.decode()
-                self._rows.append(self._coming.pop(row.row_id))
+            for sequence in sequences:
+                prompt = len(sequence.tokens) - sequence.drawn
+                self._sampler.add(sequence.sampling, sequence.tokens[:prompt], sequence.tokens[prompt:])
+                sequence.decode()
+                self._sequences.append(self._coming.pop(sequence.sequence_id))
 
-    def _joining(self) -> dict[str, ExecutorRow]:
-        return {row_id: row for row_id, row in self._coming.items() if row.stage is Stage.JOINING}
+    def _joining(self) -> dict[str, ExecutorSequence]:
+        return {
+            sequence_id: sequence for sequence_id, sequence in self._coming.items() if sequence.stage is Stage.JOINING
+        }
 
-    def _arriving(self) -> list[tuple[Any, list[ExecutorRow]]]:
-        """Returns the rows that join now, as batches: rows prefilled together stay one batch, the others are merged."""
-        arriving: list[tuple[Any, list[ExecutorRow]]] = []
+    def _arriving(self) -> list[tuple[Any, list[ExecutorSequence]]]:
+        """Returns the sequences that join now, as batches: sequences prefilled together stay one batch, the others are
+        merged."""
+        arriving: list[tuple[Any, list[ExecutorSequence]]] = []
         joining = self._joining()
-        for row in list(joining.values()):
-            together = row.together
-            if together is None or not together.rows.keys() <= joining.keys():
+        for sequence in list(joining.values()):
+            together = sequence.together
+            if together is None or not together.sequences.keys() <= joining.keys():
                 continue
-            if len(together.rows) < together.size:
-                kv_cache.keep(together.caches, list(together.rows.values()))
-            members = [joining.pop(row_id) for row_id in together.rows]
+            if len(together.sequences) < together.size:
+                kv_cache.keep(together.caches, list(together.sequences.values()))
+            members = [joining.pop(sequence_id) for sequence_id in together.sequences]
             arriving.append((together.caches, members))
             for member in members:
                 member.together = None
         if joining:
             single = list(joining.values())
-            own = [row.own() for row in single]
-            arriving.append((RowsApart(own) if self._loaded.apart else kv_cache.merge(own), single))
+            own = [sequence.own() for sequence in single]
+            arriving.append((SequencesApart(own) if self._loaded.apart else kv_cache.merge(own), single))
         return arriving
 
-    def _index(self, row_id: str) -> int:
-        return next(index for index, row in enumerate(self._rows) if row.row_id == row_id)
+    def _index(self, sequence_id: str) -> int:
+        return next(index for index, sequence in enumerate(self._sequences) if sequence.sequence_id == sequence_id)
 
 
-def _read(draw: Draw, row_ids: Sequence[str]) -> dict[str, tuple[bool, TokenLogprobs | None]]:
-    """Returns by row whether its token is sound, and its logprobs; waits for the device."""
+def _read(draw: Draw, sequence_ids: Sequence[str]) -> dict[str, tuple[bool, TokenLogprobs | None]]:
+    """Returns by sequence whether its token is sound, and its logprobs; waits for the device."""
     sound: list[bool] = draw.sound.tolist()  # type: ignore[assignment]
-    return dict(zip(row_ids, zip(sound, draw.logprobs(), strict=True), strict=True))
+    return dict(zip(sequence_ids, zip(sound, draw.logprobs(), strict=True), strict=True))

@@ -1,9 +1,9 @@
-"""Rows that follow a grammar: where each is in it, and the masks of the tokens that may come next.
+"""Sequences that follow a grammar: where each is in it, and the masks of the tokens that may come next.
 
 A mask for the next token needs the token before it. So a step launches the model first, which needs only that token
-too, and makes the masks beside it; only sampling waits for them. Rows without a grammar have no part in this.
+too, and makes the masks beside it; only sampling waits for them. Sequences without a grammar have no part in this.
 
-Where a grammar leaves one token only, several times after one another, a row that is alone is fed these together.
+Where a grammar leaves one token only, several times after one another, a sequence that is alone is fed these together.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from ...model_files.grammar_compiler import GrammarCompiler, load_compiler
 from .loaded_model import LoadedModel
 
 PARALLEL_ROWS_MIN = 8
-"""From so many rows on their masks are made on several threads. A mask takes about 0.1 ms, and to wake threads up takes
+"""From so many sequences on their masks are made on several threads. A mask takes about 0.1 ms, and to wake threads up
+takes
 2 ms on two busy cores."""
 
 _TOO_COMPLEX = "the grammar has become too complex to follow"
 
 
-class RowGrammar:
-    """One row's place in its grammar. `Grammars` makes it; then the engine's thread uses it.
+class SequenceGrammar:
+    """One sequence's place in its grammar. `Grammars` makes it; then the engine's thread uses it.
 
     Args:
         matcher: llguidance's `LLMatcher`, at the beginning.
@@ -45,8 +46,8 @@ class RowGrammar:
         self._followed: list[int] = []
 
     def resume(self, generated: Sequence[int]) -> None:
-        """Goes to the state after all tokens generated so far, when the row joins a batch: for the first time, again
-        after a preemption, or on another replica."""
+        """Goes to the state after all tokens generated so far, when the sequence joins a batch: for the first time,
+        again after a preemption, or on another replica."""
         known = len(self._followed)
         if self._followed != list(generated[:known]):
             self.matcher.reset()
@@ -62,7 +63,7 @@ class RowGrammar:
 
     def _follow(self, token: int) -> None:
         self._followed.append(token)
-        # After the end of the text a matcher takes end tokens only, and the row leaves.
+        # After the end of the text a matcher takes end tokens only, and the sequence leaves.
         if not self.error and not self.matcher.consume_token(token) and self.matcher.is_error():
             self.error = _TOO_COMPLEX
 
@@ -80,7 +81,8 @@ class RowGrammar:
         return found
 
     def check(self, mask: np.ndarray) -> None:
-        """Notes what went wrong while the row's `mask`, `(words,) int32`, was made, and frees the row then."""
+        """Notes what went wrong while the sequence's `mask`, `(words,) int32`, was made, and frees the sequence
+        then."""
         if self.matcher.is_error():
             self.error = _TOO_COMPLEX
         elif not mask.any():
@@ -99,28 +101,28 @@ def _only(mask: np.ndarray) -> int | None:
 
 
 @dataclass(frozen=True)
-class RowMasks:
-    """Which tokens some rows of a batch may draw.
+class SequenceMasks:
+    """Which tokens some sequences of a batch may draw.
 
     Attributes:
-        rows: ascending indexes in the batch.
-        words: `(rows, words) uint32`, a bit for every token, the lowest bit first.
+        sequences: ascending indexes in the batch.
+        words: `(sequences, words) uint32`, a bit for every token, the lowest bit first.
     """
 
-    rows: list[int]
+    sequences: list[int]
     words: np.ndarray
 
 
 class MaskMaker:
-    """Makes the masks of a batch, of many rows on llguidance's own threads."""
+    """Makes the masks of a batch, of many sequences on llguidance's own threads."""
 
     def __init__(self) -> None:
         self._threads: Any = None
 
-    def __call__(self, rows: Iterable[tuple[int, RowGrammar]]) -> RowMasks | None:
-        """Returns the masks of rows, (index in the batch, its grammar) each; None if no row is bound. Other Python
-        threads run meanwhile."""
-        bound = [(index, grammar) for index, grammar in rows if not grammar.error]
+    def __call__(self, sequences: Iterable[tuple[int, SequenceGrammar]]) -> SequenceMasks | None:
+        """Returns the masks of sequences, (index in the batch, its grammar) each; None if no sequence is bound. Other
+        Python threads run meanwhile."""
+        bound = [(index, grammar) for index, grammar in sequences if not grammar.error]
         if not bound:
             return None
         masks = np.zeros((len(bound), bound[0][1].words), dtype=np.int32)
@@ -136,7 +138,7 @@ class MaskMaker:
             self._threads.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.nbytes // len(bound), len(bound))
         for mask, (_, grammar) in zip(masks, bound, strict=True):
             grammar.check(mask)
-        return RowMasks([index for index, _ in bound], masks.view(np.uint32))
+        return SequenceMasks([index for index, _ in bound], masks.view(np.uint32))
 
 
 class Grammars:
@@ -152,8 +154,8 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
 
-    def row(self, grammar: str, generated: Sequence[int]) -> RowGrammar:
-        """Returns a row's place in a grammar after the tokens `generated` so far. Takes up to seconds.
+    def sequence(self, grammar: str, generated: Sequence[int]) -> SequenceGrammar:
+        """Returns a sequence's place in a grammar after the tokens `generated` so far. Takes up to seconds.
 
         Raises:
             InvalidRequest: it does not compile, or the model's tokenizer cannot follow grammars.
@@ -169,6 +171,6 @@ class Grammars:
                     loaded.vocabulary_size,
                     trusted=self._trusted,
                 )
-        place = RowGrammar(self._compiler.matcher(grammar), self._compiler.tokens)
+        place = SequenceGrammar(self._compiler.matcher(grammar), self._compiler.tokens)
         place.resume(generated)
         return place

@@ -1,7 +1,7 @@
 """The part of a model that gives hidden states: what comes after the final norm, before the output layer.
 
 It is not told by the names of families. Every module with a list of layers is tried as that part, and so is the model
-with nothing in its output layer's place; every module with a row for each token of the vocabulary is tried as the
+with nothing in its output layer's place; every module with a sequence for each token of the vocabulary is tried as the
 output layer. If the one's output through the other agrees with the model's own logits, these are the two.
 """
 
@@ -38,7 +38,7 @@ _NOT_FOUND = "no part of the model gives hidden states from which its output lay
 
 Layer = Callable[[mx.array], mx.array]
 Places = Callable[[mx.array, int], dict[str, mx.array]]
-"""Returns a model's further inputs for tokens `(rows, tokens)`, of which the first has that index in its text."""
+"""Returns a model's further inputs for tokens `(sequences, tokens)`, of which the first has that index in its text."""
 
 
 class Match(Enum):
@@ -73,11 +73,11 @@ class HiddenStates:
     _places: Places
 
     def __call__(self, tokens: mx.array, caches: Sequence[Any] | None = None, start: int = 0) -> mx.array:
-        """Returns `(rows, tokens, dimensions)` in the model's dtype.
+        """Returns `(sequences, tokens, dimensions)` in the model's dtype.
 
         Args:
-            tokens: `(rows, tokens)` token ids of an integer dtype. Texts are padded on the right: no token sees a later
-                one.
+            tokens: `(sequences, tokens)` token ids of an integer dtype. Texts are padded on the right: no token sees a
+                later one.
             caches: what `new_caches` returned, with the tokens before these; None if there are none.
             start: how many tokens those are.
         """
@@ -85,7 +85,7 @@ class HiddenStates:
 
     def cache_bytes(self, tokens: int) -> int:
         """Returns what the caches of a text take."""
-        return self.spec.bytes_per_row + tokens * self.spec.bytes_per_token
+        return self.spec.bytes_per_sequence + tokens * self.spec.bytes_per_token
 
 
 def find_hidden_states(
@@ -121,7 +121,9 @@ def find_hidden_states(
             return found
         candidates = _candidates(root, vocabulary, places)
     step = max(1, vocabulary // sum(_LENGTHS))
-    texts = [[(1 + (at + row) * step) % vocabulary for at in range(size)] for row, size in enumerate(_LENGTHS)]
+    texts = [
+        [(1 + (at + sequence) * step) % vocabulary for at in range(size)] for sequence, size in enumerate(_LENGTHS)
+    ]
     expected = []
     for text in texts:
         expected.append(model(mx.array([text], mx.uint32), cache=make_prompt_cache(model))[0])
@@ -260,7 +262,7 @@ def _in_batch(part: nn.Module, places: Places, texts: list[list[int]]) -> list[m
     width = max(map(len, texts))
     tokens = mx.array([text + [0] * (width - len(text)) for text in texts], mx.uint32)
     states = _states(part, places, tokens, None, 0)
-    return [states[row, : len(text)] for row, text in enumerate(texts)]
+    return [states[sequence, : len(text)] for sequence, text in enumerate(texts)]
 
 
 def _match(expected: mx.array, logits: mx.array) -> Match:

@@ -28,7 +28,7 @@ def levels_of(made: dict[str, Any]) -> list[mx.array]:
 
 
 def _is_dense(levels: Any) -> bool:
-    """Whether levels are one array `(rows, tokens, levels, dim)`."""
+    """Whether levels are one array `(sequences, tokens, levels, dim)`."""
     return isinstance(levels, mx.array) and levels.ndim == 4
 
 
@@ -41,8 +41,8 @@ def has_dense_levels(model: Any) -> bool:
 
 
 def spread_levels(levels: Sequence[mx.array], seen: np.ndarray) -> mx.array:
-    """Returns levels, each `(masked tokens, dim)`, as one array `(rows, tokens, levels, dim)`, zero for tokens outside
-    the mask `(rows, tokens)`."""
+    """Returns levels, each `(masked tokens, dim)`, as one array `(sequences, tokens, levels, dim)`, zero for tokens
+    outside the mask `(sequences, tokens)`."""
     spread = mx.zeros((seen.size, len(levels), levels[0].shape[-1]), levels[0].dtype)
     spread[mx.array(np.flatnonzero(seen))] = mx.stack([*levels], axis=1)
     return spread.reshape(*seen.shape, *spread.shape[1:])

@@ -33,9 +33,9 @@ class LoadedModel:
         weights: as in `prepare_weights`.
         multiplying: with what a CPU multiplies; empty for a GPU.
         kv_why: why KV is kept as it is.
-        pool: has the sealed blocks of all its rows; None if nothing is sealed.
+        pool: has the sealed blocks of all its sequences; None if nothing is sealed.
         way: how decode steps read them.
-        apart: whether they compute row by row.
+        apart: whether they compute sequence by sequence.
         vision: encodes pictures; None for a model of text.
         blind: why one that could see does not; empty for others.
         stills: why one is shown videos as single pictures that could take more; empty for others.
@@ -88,5 +88,5 @@ class LoadedModel:
         return Deferral(self.model) if self.way.fused else None
 
     def new_caches(self) -> list[Any]:
-        """Empty caches for one row, one a layer."""
+        """Empty caches for one sequence, one a layer."""
         return new_caches(self.spec, make_prompt_cache(self.model), self.pool, self.way.reads)

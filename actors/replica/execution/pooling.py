@@ -18,7 +18,7 @@ from .executor import CLEAR_EVERY_TOKENS, padded_tokens
 from .hidden_states import HiddenStates
 
 HEAD_ROWS = 8
-"""Of how many texts at a time logits are made: a row of them may have 250,000."""
+"""Of how many texts at a time logits are made: a sequence of them may have 250,000."""
 
 LENGTH_MIN = 1e-12
 """A shorter vector is not made longer."""
@@ -84,12 +84,12 @@ class TextPooler:
             pooled = self._counted(states, mx.array([text.skipped for text in texts]), stops)
         made: dict[int, np.ndarray] = {}
         for scored in (False, True):
-            rows = [row for row, text in enumerate(texts) if bool(text.score) is scored]
-            if rows:
-                given = (last if scored else pooled)[mx.array(rows)]
-                made |= zip(rows, self._vectors(given, [texts[row] for row in rows]), strict=True)
+            sequences = [sequence for sequence, text in enumerate(texts) if bool(text.score) is scored]
+            if sequences:
+                given = (last if scored else pooled)[mx.array(sequences)]
+                made |= zip(sequences, self._vectors(given, [texts[sequence] for sequence in sequences]), strict=True)
         self._note(len(texts) * width)
-        return [made[row] for row in range(len(texts))]
+        return [made[sequence] for sequence in range(len(texts))]
 
     def _alone(self, text: PoolingText) -> np.ndarray:
         vector = self.advance(self.begin(text), len(text.tokens))
@@ -122,11 +122,11 @@ class TextPooler:
         return padded_tokens(longest) if self._on_gpu else longest
 
     def _counted(self, states: mx.array, starts: mx.array, stops: mx.array) -> mx.array:
-        """Returns of the states that count the sum or the first: `(rows, dimensions)` float32.
+        """Returns of the states that count the sum or the first: `(sequences, dimensions)` float32.
 
         Args:
-            states: `(rows, tokens, dimensions)`.
-            starts, stops: where those that count begin and end, `(rows,)`.
+            states: `(sequences, tokens, dimensions)`.
+            starts, stops: where those that count begin and end, `(sequences,)`.
         """
         if self._pooling == "cls":
             return states[mx.arange(states.shape[0]), starts].astype(mx.float32)
@@ -160,10 +160,10 @@ class TextPooler:
         """Returns the scores `(texts, 1)` of last hidden states."""
         yes = mx.array([text.score[0] for text in texts])
         no = mx.array([text.score[-1] for text in texts])
-        logits, rows = self._hidden.head(last).astype(mx.float32), mx.arange(len(texts))
+        logits, sequences = self._hidden.head(last).astype(mx.float32), mx.arange(len(texts))
         # One token alone is no difference.
         apart = mx.array([float(len(text.score) > 1) for text in texts])
-        return as_numpy((logits[rows, yes] - apart * logits[rows, no])[:, None])
+        return as_numpy((logits[sequences, yes] - apart * logits[sequences, no])[:, None])
 
     def _note(self, tokens: int) -> None:
         self._since_clear += tokens

@@ -1,11 +1,13 @@
-"""Samples the next tokens of all rows of a batch at once, each row with its own parameters and its own noise.
+"""Samples the next tokens of all sequences of a batch at once, each sequence with its own parameters and its own noise.
 
-Noise is a pure function of (seed, choice, position), so a row's tokens never depend on its batch mates, on preemption,
-or on the replica it runs on. Sampling uses the Gumbel-max trick: argmax(logits / temperature + noise) is a draw from
-the softmax (Gumbel 1954; Maddison et al. 2014). Every operation works along the vocabulary, row by row, and a row gets
+Noise is a pure function of (seed, choice, position), so a sequence's tokens never depend on its batch mates, on
+preemption, or on the replica it runs on. Sampling uses the Gumbel-max trick: argmax(logits / temperature + noise) is a
+draw from the softmax (Gumbel 1954; Maddison et al. 2014). Every operation works along the vocabulary, sequence by
+sequence, and a sequence gets
 only the operations it asks for: its result is bit for bit the one it would have alone.
 
-Sampling never waits for the device: a draw can be launched before the one before it has been read. (The masks of rows
+Sampling never waits for the device: a draw can be launched before the one before it has been read. (The masks of
+    sequences
 with a grammar are made of what was read; see `grammar.py`.)
 """
 
@@ -20,7 +22,7 @@ import numpy as np
 
 from ...protocol.replica_messages import Sampling, TokenLogprobs
 from ..device.device import as_numpy, on_cuda
-from .grammar import RowMasks
+from .grammar import SequenceMasks
 from .token_limits import TokenLimits, limits_of
 
 _MASK = (1 << 64) - 1
@@ -30,10 +32,10 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by one would overflow float32."""
 
 SUMMED = 256
-"""How many exponentials of logits are added up in a row."""
+"""How many exponentials of logits are added up in a sequence."""
 
 WIDTHS = (32, 1024)
-"""How many of a row's largest logits are sorted: the first of these that is enough for the row, else all."""
+"""How many of a sequence's largest logits are sorted: the first of these that is enough for the sequence, else all."""
 
 
 ROUNDS_MAX = 20
@@ -57,16 +59,16 @@ def noise_key(seed: int, position: int) -> int:
 
 @dataclass(frozen=True)
 class Draw:
-    """One sampled token for every row; the arrays may not be evaluated yet.
+    """One sampled token for every sequence; the arrays may not be evaluated yet.
 
     Attributes:
-        tokens: `(rows,) uint32`.
-        sound: `(rows,) bool`, False if any of the row's logits is NaN or +inf, or the token's is not a finite number:
-            the model is broken for that row and the token is meaningless.
-        chosen: logprobs of the tokens, `(asking,) float32`, of the rows that ask for logprobs; None if none does.
+        tokens: `(sequences,) uint32`.
+        sound: `(sequences,) bool`, False if any of the sequence's logits is NaN or +inf, or the token's is not a finite
+            number: the model is broken for that sequence and the token is meaningless.
+        chosen: logprobs of the tokens, `(asking,) float32`, of the sequences that ask for logprobs; None if none does.
         top_tokens: `(asking, widest) uint32`, candidates for the most likely tokens, unsorted, padded with zeros.
         top_logprobs: their logprobs, `(asking, widest) float32`.
-        asking: of each asking row its index, how many candidates are its own, and how many it wants.
+        asking: of each asking sequence its index, how many candidates are its own, and how many it wants.
     """
 
     tokens: mx.array
@@ -82,23 +84,23 @@ class Draw:
         return [array for array in every if array is not None]
 
     def logprobs(self) -> list[TokenLogprobs | None]:
-        """Returns the logprobs of every row that asked for them, else None; waits for the device. Equally likely tokens
-        are in the order of their ids."""
-        rows: list[TokenLogprobs | None] = [None] * self.tokens.shape[0]
+        """Returns the logprobs of every sequence that asked for them, else None; waits for the device. Equally likely
+        tokens are in the order of their ids."""
+        sequences: list[TokenLogprobs | None] = [None] * self.tokens.shape[0]
         if self.chosen is None:
-            return rows
+            return sequences
         assert self.top_tokens is not None and self.top_logprobs is not None
         chosen, tokens, values = as_numpy(self.chosen), as_numpy(self.top_tokens), as_numpy(self.top_logprobs)
-        for index, (row, width, wanted) in enumerate(self.asking):
+        for index, (sequence, width, wanted) in enumerate(self.asking):
             best = np.lexsort((tokens[index, :width], -values[index, :width]))[:wanted]
             pairs = zip(tokens[index, best].tolist(), values[index, best].tolist(), strict=True)
-            rows[row] = (float(chosen[index]), list(pairs))
-        return rows
+            sequences[sequence] = (float(chosen[index]), list(pairs))
+        return sequences
 
 
 @dataclass
-class _SampledRow:
-    """A row's sampling state: the noise's `seed`, tokens `banned` before `min_tokens`, the number of draws so far
+class _SampledSequence:
+    """A sequence's sampling state: the noise's `seed`, tokens `banned` before `min_tokens`, the number of draws so far
     (`position`), and which tokens it may draw (`limits`, None for all)."""
 
     sampling: Sampling
@@ -115,7 +117,7 @@ class _SampledRow:
 
 
 def _column(values: list[float]) -> mx.array:
-    """Returns the values as `(rows, 1) float32`."""
+    """Returns the values as `(sequences, 1) float32`."""
     return mx.array(values, dtype=mx.float32)[:, None]
 
 
@@ -125,37 +127,37 @@ def _by_rounds(count: int) -> bool:
 
 
 def _width(count: int, vocabulary: int) -> int:
-    """Returns how many of the largest logits to sort for a row that needs `count`. It depends on the row alone, so that
-    a batch mate never changes the row's computation."""
+    """Returns how many of the largest logits to sort for a sequence that needs `count`. It depends on the sequence
+    alone, so that a batch mate never changes the sequence's computation."""
     return next((width for width in WIDTHS if count <= width < vocabulary), vocabulary)
 
 
 def _asked_width(count: int, vocabulary: int) -> int:
-    """Returns how many of the likeliest tokens to look for, for a row that wants `count`."""
+    """Returns how many of the likeliest tokens to look for, for a sequence that wants `count`."""
     return max(1, min(count, vocabulary)) if _by_rounds(count) else _width(count, vocabulary)
 
 
 def _stretches(logits: mx.array, width: int) -> tuple[mx.array, mx.array] | None:
-    """Returns the stretches in which the `width` largest of `(rows, vocabulary)` logits are: their numbers, `(rows,
-    width)`, and their logits, `(rows, width * STRETCH)`; None if that is not much less than all."""
-    rows, vocabulary = logits.shape
+    """Returns the stretches in which the `width` largest of `(sequences, vocabulary)` logits are: their numbers,
+    `(sequences, width)`, and their logits, `(sequences, width * STRETCH)`; None if that is not much less than all."""
+    sequences, vocabulary = logits.shape
     if 2 * width * STRETCH > vocabulary:
         return None
     if missing := -vocabulary % STRETCH:
         logits = mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
-    whole = logits.reshape(rows, -1, STRETCH)
+    whole = logits.reshape(sequences, -1, STRETCH)
     numbers = mx.argpartition(-mx.max(whole, axis=-1), width - 1, axis=-1)[:, :width]
-    return numbers, mx.take_along_axis(whole, numbers[:, :, None], axis=1).reshape(rows, -1)
+    return numbers, mx.take_along_axis(whole, numbers[:, :, None], axis=1).reshape(sequences, -1)
 
 
 def _largest(logits: mx.array, width: int) -> mx.array:
-    """Returns the `width` largest of `(rows, vocabulary)` logits, `(rows, width)`, unsorted."""
+    """Returns the `width` largest of `(sequences, vocabulary)` logits, `(sequences, width)`, unsorted."""
     found = _stretches(logits, width)
     return mx.topk(logits if found is None else found[1], width, axis=-1)
 
 
 def _likeliest(logits: mx.array, width: int) -> mx.array:
-    """Returns the tokens that have them, `(rows, width) uint32`."""
+    """Returns the tokens that have them, `(sequences, width) uint32`."""
     if _by_rounds(width):
         return _one_by_one(logits, width)
     found = _stretches(logits, width)
@@ -180,45 +182,48 @@ def _one_by_one(logits: mx.array, width: int) -> mx.array:
 
 
 def _pick(array: mx.array, indices: list[int]) -> mx.array:
-    """Returns the rows of `array` `(rows, ...)` at ascending `indices`; `array` itself if these are all."""
+    """Returns the sequences of `array` `(sequences, ...)` at ascending `indices`; `array` itself if these are all."""
     return array if len(indices) == array.shape[0] else array[mx.array(indices)]
 
 
 def _log_sum(logits: mx.array) -> mx.array:
-    """Returns the logarithm of the sum of exponentials, `(rows, 1)`. In parts, for a CPU adds up one number after the
+    """Returns the logarithm of the sum of exponentials, `(sequences, 1)`. In parts, for a CPU adds up one number after
+    the
     other: over 150,000 the sum of float32 is off by up to a thousandth."""
-    rows, width = logits.shape
+    sequences, width = logits.shape
     padded = mx.pad(logits, [(0, 0), (0, -width % SUMMED)], constant_values=-mx.inf)
-    parts = mx.logsumexp(padded.reshape(rows, -1, SUMMED), axis=-1)
+    parts = mx.logsumexp(padded.reshape(sequences, -1, SUMMED), axis=-1)
     return mx.logsumexp(parts, axis=-1, keepdims=True)
 
 
-def _put(array: mx.array, indices: list[int], rows: mx.array) -> mx.array:
-    """Returns `array` `(rows, ...)` with `rows` `(indices, ...)` of its dtype at ascending `indices`."""
+def _put(array: mx.array, indices: list[int], sequences: mx.array) -> mx.array:
+    """Returns `array` `(sequences, ...)` with `sequences` `(indices, ...)` of its dtype at ascending `indices`."""
     if len(indices) == array.shape[0]:
-        return rows
+        return sequences
     changed = mx.array(array)
-    changed[mx.array(indices)] = rows
+    changed[mx.array(indices)] = sequences
     return changed
 
 
 class _Filter:
-    """Top-k and top-p (nucleus, Holtzman et al. 2019) of the rows with the same sorting width.
+    """Top-k and top-p (nucleus, Holtzman et al. 2019) of the sequences with the same sorting width.
 
     Both use the distribution after temperature: top-p does not renormalize after top-k.
     """
 
-    def __init__(self, width: int, rows: Sequence[Sampling]) -> None:
+    def __init__(self, width: int, sequences: Sequence[Sampling]) -> None:
         self._width = width
-        self._nucleus = any(row.top_p < 1 for row in rows)
-        self._top_p = _column([row.top_p if row.top_p < 1 else math.inf for row in rows])
-        self._top_k = mx.array([min(row.top_k or _NO_LIMIT, _NO_LIMIT) for row in rows], dtype=mx.int32)[:, None]
+        self._nucleus = any(sequence.top_p < 1 for sequence in sequences)
+        self._top_p = _column([sequence.top_p if sequence.top_p < 1 else math.inf for sequence in sequences])
+        self._top_k = mx.array([min(sequence.top_k or _NO_LIMIT, _NO_LIMIT) for sequence in sequences], dtype=mx.int32)[
+            :, None
+        ]
 
     def threshold(self, scaled: mx.array) -> mx.array:
-        """Returns the smallest logit that stays, `(rows, 1) float32`.
+        """Returns the smallest logit that stays, `(sequences, 1) float32`.
 
         Args:
-            scaled: logits over temperature, `(rows, vocabulary) float32`.
+            scaled: logits over temperature, `(sequences, vocabulary) float32`.
         """
         largest = scaled if self._width == scaled.shape[-1] else _largest(scaled, self._width)
         descending = -mx.sort(-largest, axis=-1)
@@ -231,28 +236,33 @@ class _Filter:
 
 
 class _Noisy:
-    """The rows that are not greedy: their temperature, filters and noise."""
+    """The sequences that are not greedy: their temperature, filters and noise."""
 
-    def __init__(self, rows: Sequence[_SampledRow], vocabulary: int) -> None:
-        self._rows = rows
+    def __init__(self, sequences: Sequence[_SampledSequence], vocabulary: int) -> None:
+        self._sequences = sequences
         self._vocabulary = vocabulary
-        asked = [row.sampling for row in rows]
-        self._temperature = _column([row.temperature for row in asked])
+        asked = [sequence.sampling for sequence in sequences]
+        self._temperature = _column([sequence.temperature for sequence in asked])
         self._least = None
-        if any(row.min_p > 0 for row in asked):
-            self._least = _column([math.log(min(row.min_p, 1)) if row.min_p > 0 else -math.inf for row in asked])
+        if any(sequence.min_p > 0 for sequence in asked):
+            self._least = _column(
+                [math.log(min(sequence.min_p, 1)) if sequence.min_p > 0 else -math.inf for sequence in asked]
+            )
         self._filters: list[tuple[list[int], _Filter]] = []
-        widths = [_width(row.top_k or vocabulary, vocabulary) if row.top_k or row.top_p < 1 else 0 for row in asked]
+        widths = [
+            _width(sequence.top_k or vocabulary, vocabulary) if sequence.top_k or sequence.top_p < 1 else 0
+            for sequence in asked
+        ]
         for width in sorted({*widths} - {0}):
-            members = [index for index, of_row in enumerate(widths) if of_row == width]
+            members = [index for index, of_sequence in enumerate(widths) if of_sequence == width]
             self._filters.append((members, _Filter(width, [asked[index] for index in members])))
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """Samples tokens, `(rows,) uint32`, from logits, `(rows, vocabulary) float32`."""
+        """Samples tokens, `(sequences,) uint32`, from logits, `(sequences, vocabulary) float32`."""
         scaled = logits / self._temperature
         kept = None
         if self._filters:
-            kept = mx.full((len(self._rows), 1), -mx.inf)
+            kept = mx.full((len(self._sequences), 1), -mx.inf)
             for members, filtering in self._filters:
                 kept = _put(kept, members, filtering.threshold(_pick(scaled, members)))
         if self._least is not None:
@@ -264,29 +274,29 @@ class _Noisy:
         return mx.argmax(scaled + self._noise(), axis=-1)
 
     def _noise(self) -> mx.array:
-        """Returns Gumbel noise, `(rows, vocabulary) float32`."""
-        keys = [noise_key(row.seed, row.position) for row in self._rows]
+        """Returns Gumbel noise, `(sequences, vocabulary) float32`."""
+        keys = [noise_key(sequence.seed, sequence.position) for sequence in self._sequences]
         pairs = mx.array(np.array([[key >> 32, key & _MASK >> 32] for key in keys], dtype=np.uint32))
         return mx.vmap(lambda key: mx.random.gumbel((self._vocabulary,), key=key))(pairs)
 
 
 class _BatchLayout:
-    """The sampling parameters of a batch's rows as indices and arrays; valid until the batch changes."""
+    """The sampling parameters of a batch's sequences as indices and arrays; valid until the batch changes."""
 
-    def __init__(self, rows: list[_SampledRow], vocabulary: int) -> None:
-        asked = [row.sampling for row in rows]
-        self.greedy = [index for index, row in enumerate(asked) if row.temperature < GREEDY_BELOW]
-        self.noisy = [index for index, row in enumerate(asked) if row.temperature >= GREEDY_BELOW]
-        self.noise = _Noisy([rows[index] for index in self.noisy], vocabulary)
-        self.counted = [index for index, row in enumerate(rows) if row.counted]
+    def __init__(self, sequences: list[_SampledSequence], vocabulary: int) -> None:
+        asked = [sequence.sampling for sequence in sequences]
+        self.greedy = [index for index, sequence in enumerate(asked) if sequence.temperature < GREEDY_BELOW]
+        self.noisy = [index for index, sequence in enumerate(asked) if sequence.temperature >= GREEDY_BELOW]
+        self.noise = _Noisy([sequences[index] for index in self.noisy], vocabulary)
+        self.counted = [index for index, sequence in enumerate(sequences) if sequence.counted]
         counted = [asked[index] for index in self.counted]
-        self.repetition = _column([row.repetition_penalty for row in counted])
-        self.presence = _column([row.presence_penalty for row in counted])
-        self.frequency = _column([row.frequency_penalty for row in counted])
+        self.repetition = _column([sequence.repetition_penalty for sequence in counted])
+        self.presence = _column([sequence.presence_penalty for sequence in counted])
+        self.frequency = _column([sequence.frequency_penalty for sequence in counted])
         # A device adds to one place in any order, so several biases on one token are summed on the host.
         sums: dict[tuple[int, int], float] = {}
-        for index, row in enumerate(asked):
-            for token, bias in row.logit_bias:
+        for index, sequence in enumerate(asked):
+            for token, bias in sequence.logit_bias:
                 if 0 <= token < vocabulary:
                     sums[index, token] = sums.get((index, token), 0.0) + bias
         self.bias = None
@@ -294,17 +304,19 @@ class _BatchLayout:
             places = mx.array([place[0] for place in sums]), mx.array([place[1] for place in sums])
             self.bias = places, mx.array(list(sums.values()), dtype=mx.float32)
         self.asking = tuple(
-            (index, _asked_width(row.logprobs, vocabulary), row.logprobs)
-            for index, row in enumerate(asked)
-            if row.logprobs is not None
+            (index, _asked_width(sequence.logprobs, vocabulary), sequence.logprobs)
+            for index, sequence in enumerate(asked)
+            if sequence.logprobs is not None
         )
-        self.limited = [(index, row.limits) for index, row in enumerate(rows) if row.limits is not None]
-        # Every row takes the argmax of the model's own logits and wants no logprobs.
+        self.limited = [
+            (index, sequence.limits) for index, sequence in enumerate(sequences) if sequence.limits is not None
+        ]
+        # Every sequence takes the argmax of the model's own logits and wants no logprobs.
         self.untouched = not (self.noisy or self.counted or self.bias or self.asking or self.limited)
 
 
 class BatchSampler:
-    """Samples for the rows of a batch, in their order. Token counts for penalties stay on the device.
+    """Samples for the sequences of a batch, in their order. Token counts for penalties stay on the device.
 
     Args:
         vocabulary_size: length of the logits' last axis.
@@ -314,16 +326,17 @@ class BatchSampler:
     def __init__(self, vocabulary_size: int, end_tokens: frozenset[int]) -> None:
         self._vocabulary = vocabulary_size
         self._end_tokens = end_tokens
-        self._rows: list[_SampledRow] = []
+        self._sequences: list[_SampledSequence] = []
         self._layout: _BatchLayout | None = None
         self._counts: mx.array | None = None
-        """`(counted rows, vocabulary) int32`: twice the token's count in the answer, plus one if the prompt has it."""
+        """`(counted sequences, vocabulary) int32`: twice the token's count in the answer, plus one if the prompt has
+        it."""
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._sequences)
 
     def add(self, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        """Appends a row. Parameters for tokens outside the vocabulary are ignored: these cannot be drawn.
+        """Appends a sequence. Parameters for tokens outside the vocabulary are ignored: these cannot be drawn.
 
         Args:
             prompt: token ids without the generated ones.
@@ -332,48 +345,54 @@ class BatchSampler:
         banned = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._end_tokens)}
         held = sorted(token for token in banned if 0 <= token < self._vocabulary)
         limits = limits_of(sampling, generated, self._vocabulary)
-        row = _SampledRow(
+        sequence = _SampledSequence(
             sampling,
             noise_key(sampling.seed, sampling.choice) if sampling.choice else sampling.seed,
             held if limits is None else limits.held_back(held),
             len(generated),
             limits,
         )
-        if row.counted:
+        if sequence.counted:
             counts = mx.array(self._count(prompt, generated))[None]
             self._counts = counts if self._counts is None else mx.concatenate([self._counts, counts])
-        self._rows.append(row)
+        self._sequences.append(sequence)
         self._layout = None
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Keeps only the rows at `indices`, in that order."""
+        """Keeps only the sequences at `indices`, in that order."""
         if self._counts is not None:
-            places = {index: place for place, index in enumerate(i for i, row in enumerate(self._rows) if row.counted)}
+            places = {
+                index: place
+                for place, index in enumerate(i for i, sequence in enumerate(self._sequences) if sequence.counted)
+            }
             stay = [places[index] for index in indices if index in places]
             self._counts = self._counts[mx.array(stay)] if stay else None
-        self._rows = [self._rows[index] for index in indices]
+        self._sequences = [self._sequences[index] for index in indices]
         self._layout = None
 
-    def __call__(self, logits: mx.array, masks: RowMasks | None = None) -> Draw:
-        """Samples lazily from logits, `(rows, vocabulary)` in the model's dtype, and advances every row's position.
+    def __call__(self, logits: mx.array, masks: SequenceMasks | None = None) -> Draw:
+        """Samples lazily from logits, `(sequences, vocabulary)` in the model's dtype, and advances every sequence's
+        position.
 
         Args:
-            masks: which tokens the rows with a grammar may draw.
+            masks: which tokens the sequences with a grammar may draw.
 
         Raises:
             ValueError: the logits have another shape.
         """
-        if logits.shape != (len(self._rows), self._vocabulary):
-            raise ValueError(f"{len(self._rows)} rows of {self._vocabulary} logits expected, got {logits.shape}")
+        if logits.shape != (len(self._sequences), self._vocabulary):
+            raise ValueError(
+                f"{len(self._sequences)} sequences of {self._vocabulary} logits expected, got {logits.shape}"
+            )
         if self._layout is None:
-            self._layout = _BatchLayout(self._rows, self._vocabulary)
+            self._layout = _BatchLayout(self._sequences, self._vocabulary)
         layout = self._layout
-        bound = [] if masks is None else masks.rows
+        bound = [] if masks is None else masks.sequences
         held = [
             (index, token)
-            for index, row in enumerate(self._rows)
+            for index, sequence in enumerate(self._sequences)
             if index not in bound
-            for token in self._held_back(row)
+            for token in self._held_back(sequence)
         ]
         if layout.untouched and not held and masks is None:
             tokens = mx.argmax(logits, axis=-1)
@@ -392,28 +411,28 @@ class BatchSampler:
             self._counts = self._counts.at[mx.arange(len(layout.counted)), drawn].add(2)
         for index, limits in layout.limited:
             limits.drawn(draw.tokens[index : index + 1])
-        for row in self._rows:
-            row.position += 1
+        for sequence in self._sequences:
+            sequence.position += 1
         return draw
 
     def can_pass(self) -> bool:
-        """Whether the batch's only row may be given tokens instead of drawing them."""
-        (row,) = self._rows
-        return row.sampling.logprobs is None and row.limits is None
+        """Whether the batch's only sequence may be given tokens instead of drawing them."""
+        (sequence,) = self._sequences
+        return sequence.sampling.logprobs is None and sequence.limits is None
 
     def passed(self, tokens: Sequence[int]) -> None:
-        """Counts tokens that the batch's only row was given."""
-        (row,) = self._rows
-        row.position += len(tokens)
+        """Counts tokens that the batch's only sequence was given."""
+        (sequence,) = self._sequences
+        sequence.position += len(tokens)
         if self._counts is not None:
             for token in tokens:
                 self._counts = self._counts.at[0, token].add(2)
 
-    def _held_back(self, row: _SampledRow) -> Sequence[int]:
-        return row.banned if row.position < row.sampling.min_tokens else ()
+    def _held_back(self, sequence: _SampledSequence) -> Sequence[int]:
+        return sequence.banned if sequence.position < sequence.sampling.min_tokens else ()
 
     def _count(self, prompt: Sequence[int], generated: Sequence[int]) -> np.ndarray:
-        """Returns a row of `_counts`, `(vocabulary,) int32`."""
+        """Returns a sequence of `_counts`, `(vocabulary,) int32`."""
         size = self._vocabulary
         both = np.asarray(prompt, dtype=np.int64), np.asarray(generated, dtype=np.int64)
         inside = [tokens[(tokens >= 0) & (tokens < size)] for tokens in both]
@@ -422,8 +441,8 @@ class BatchSampler:
         return counts
 
     def _changed(self, logits: mx.array, layout: _BatchLayout, held: list[tuple[int, int]]) -> mx.array:
-        """Returns the logits, `(rows, vocabulary) float32`, after bias, penalties, the rows' limits and `min_tokens`:
-        the tokens of `held`, (row, token), become -inf."""
+        """Returns the logits, `(sequences, vocabulary) float32`, after bias, penalties, the sequences' limits and
+        `min_tokens`: the tokens of `held`, (sequence, token), become -inf."""
         if layout.bias is not None:
             places, values = layout.bias
             logits = logits.at[places].add(values)
@@ -443,24 +462,24 @@ class BatchSampler:
             logits = _put(logits, [index for index, _ in layout.limited], mine)
         return logits
 
-    def _masked(self, logits: mx.array, masks: RowMasks) -> mx.array:
-        """Returns the logits, `(rows, vocabulary) float32`, with -inf for what the rows of `masks` may not draw.
-        Tokens that are held back can be drawn where the grammar leaves nothing else."""
+    def _masked(self, logits: mx.array, masks: SequenceMasks) -> mx.array:
+        """Returns the logits, `(sequences, vocabulary) float32`, with -inf for what the sequences of `masks` may not
+        draw. Tokens that are held back can be drawn where the grammar leaves nothing else."""
         words = masks.words.copy()
-        for place, index in enumerate(masks.rows):
+        for place, index in enumerate(masks.sequences):
             held = np.zeros_like(words[place])
-            row = self._rows[index]
-            ends = self._end_tokens if row.sampling.ignore_eos else ()
-            for token in (*self._held_back(row), *ends):
+            sequence = self._sequences[index]
+            ends = self._end_tokens if sequence.sampling.ignore_eos else ()
+            for token in (*self._held_back(sequence), *ends):
                 held[token >> 5] |= np.uint32(1 << (token & 31))
             if (rest := words[place] & ~held).any():
                 words[place] = rest
         bits = (mx.array(words)[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
-        allowed = bits.reshape(len(masks.rows), -1)[:, : self._vocabulary] != 0
-        return _put(logits, masks.rows, mx.where(allowed, _pick(logits, masks.rows), -mx.inf))
+        allowed = bits.reshape(len(masks.sequences), -1)[:, : self._vocabulary] != 0
+        return _put(logits, masks.sequences, mx.where(allowed, _pick(logits, masks.sequences), -mx.inf))
 
     def _choose(self, logits: mx.array, layout: _BatchLayout) -> mx.array:
-        """Returns tokens, `(rows,) uint32`, of logits, `(rows, vocabulary) float32`."""
+        """Returns tokens, `(sequences,) uint32`, of logits, `(sequences, vocabulary) float32`."""
         if not layout.noisy:
             return mx.argmax(logits, axis=-1)
         drawn = layout.noise(_pick(logits, layout.noisy))
@@ -470,22 +489,24 @@ class BatchSampler:
 
     @staticmethod
     def _sound(logits: mx.array) -> mx.array:
-        """Returns whether no logit of a row is NaN or +inf and one at least is finite, `(rows,) bool`. MLX's maximum is
-        NaN if a number is, on every device; `argmax` and sorts pass over NaN on Metal."""
+        """Returns whether no logit of a sequence is NaN or +inf and one at least is finite, `(sequences,) bool`. MLX's
+        maximum is NaN if a number is, on every device; `argmax` and sorts pass over NaN on Metal."""
         return mx.isfinite(mx.max(logits, axis=-1))
 
     def _with_logprobs(self, draw: Draw, own: mx.array) -> Draw:
-        """Adds logprobs of the model's `own` logits, `(rows, vocabulary) float32`, for the rows that ask."""
+        """Adds logprobs of the model's `own` logits, `(sequences, vocabulary) float32`, for the sequences that ask."""
         if not draw.asking:
             return draw
-        mine = _pick(own, [row for row, _, _ in draw.asking])
+        mine = _pick(own, [sequence for sequence, _, _ in draw.asking])
         total = _log_sum(mine)
-        chosen = mx.take_along_axis(mine, _pick(draw.tokens, [row for row, _, _ in draw.asking])[:, None], axis=-1)
+        chosen = mx.take_along_axis(
+            mine, _pick(draw.tokens, [sequence for sequence, _, _ in draw.asking])[:, None], axis=-1
+        )
         widths = [width for _, width, _ in draw.asking]
         top_tokens = mx.zeros((len(widths), max(widths)), dtype=mx.uint32)
         top_values = mx.zeros(top_tokens.shape)
         for width in sorted({*widths}):
-            members = [index for index, of_row in enumerate(widths) if of_row == width]
+            members = [index for index, of_sequence in enumerate(widths) if of_sequence == width]
             logits = _pick(mine, members)
             largest = _likeliest(logits, width)
             padding = [(0, 0), (0, max(widths) - width)]

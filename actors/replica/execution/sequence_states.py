@@ -1,4 +1,4 @@
-"""A row on its way through the executor: in prefill, alone or in a batch, about to join, and decoding."""
+"""A sequence on its way through the executor: in prefill, alone or in a batch, about to join, and decoding."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 from ...protocol.replica_messages import Sampling
 from ..kv import caches as kv_cache
 from ..kv.sequence_view import Stacks
-from .grammar import RowGrammar
-from .vision import RowPart, RowPictures
+from .grammar import SequenceGrammar
+from .vision import SequencePart, SequencePictures
 
 
 @dataclass
 class Together:
-    """Caches of rows that were prefilled in one batch; never changed afterwards. `rows` maps row ids to batch rows,
-    without rows that left or have own caches. `size` is the number of batch rows."""
+    """Caches of sequences that were prefilled in one batch; never changed afterwards. `sequences` maps sequence ids to
+    batch sequences, without sequences that left or have own caches. `size` is the number of batch sequences."""
 
     caches: list[Any]
-    rows: dict[str, int]
+    sequences: dict[str, int]
     size: int
     stacks: Stacks = field(default_factory=Stacks)
 
 
 class Stage(Enum):
-    """Of a row in the executor."""
+    """Of a sequence in the executor."""
 
     PREFILL = auto()
     JOINING = auto()
@@ -34,12 +34,12 @@ class Stage(Enum):
 
 
 @dataclass
-class ExecutorRow:
-    """A row in the executor.
+class ExecutorSequence:
+    """A sequence in the executor.
 
     Attributes:
         length: tokens that have KV, once the step in flight is done.
-        caches: before it decodes, its own caches; if `together` is set, its KV is in a row of that batch until own
+        caches: before it decodes, its own caches; if `together` is set, its KV is in a sequence of that batch until own
             caches are needed.
         failure: what the model raised while it changed the caches, which are useless then.
         tokens: all its tokens when it joins. The last `drawn` of them were generated, and the very last is its first
@@ -49,17 +49,17 @@ class ExecutorRow:
         begun: after the step that returned its first token.
     """
 
-    row_id: str
+    sequence_id: str
     length: int
     caches: list[Any] = field(default_factory=list)
-    pictures: RowPictures | None = None
+    pictures: SequencePictures | None = None
     stage: Stage = Stage.PREFILL
     together: Together | None = None
     failure: Exception | None = None
     tokens: Sequence[int] = ()
     drawn: int = 0
     sampling: Sampling = field(default_factory=Sampling)
-    grammar: RowGrammar | None = None
+    grammar: SequenceGrammar | None = None
     tokens_max: int = 0
     ends: frozenset[int] = frozenset()
     fed: bool = False
@@ -70,21 +70,26 @@ class ExecutorRow:
         """What is wrong about the last token drawn, which has not been returned yet."""
         return "" if self.grammar is None else self.grammar.error
 
-    def part(self, tokens: Sequence[int]) -> RowPart:
-        """Returns the row's next tokens with its pictures."""
-        return RowPart(tokens, self.length, self.pictures)
+    def part(self, tokens: Sequence[int]) -> SequencePart:
+        """Returns the sequence's next tokens with its pictures."""
+        return SequencePart(tokens, self.length, self.pictures)
 
     def own(self) -> list[Any]:
-        """Returns the row's own caches; extracts them (lazily) if its KV is in a batch."""
+        """Returns the sequence's own caches; extracts them (lazily) if its KV is in a batch."""
         if self.together is not None:
-            self.caches = kv_cache.extract(self.together.caches, self.together.rows.pop(self.row_id))
+            self.caches = kv_cache.extract(self.together.caches, self.together.sequences.pop(self.sequence_id))
             self.together = None
         return self.caches
 
     def join(
-        self, tokens: Sequence[int], sampling: Sampling, drawn: int, grammar: RowGrammar | None, ends: frozenset[int]
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        drawn: int,
+        grammar: SequenceGrammar | None,
+        ends: frozenset[int],
     ) -> None:
-        """Lets the row join the batch at the next step."""
+        """Lets the sequence join the batch at the next step."""
         if grammar is not None:
             grammar.resume(tokens[len(tokens) - drawn :])
         self.stage, self.tokens, self.sampling, self.drawn = Stage.JOINING, tokens, sampling, drawn
@@ -96,6 +101,6 @@ class ExecutorRow:
         self.stage, self.caches, self.together, self.tokens = Stage.DECODE, [], None, ()
 
     def leave(self) -> None:
-        """Removes the row from the batch that it was prefilled in."""
+        """Removes the sequence from the batch that it was prefilled in."""
         if self.together is not None:
-            del self.together.rows[self.row_id]
+            del self.together.sequences[self.sequence_id]

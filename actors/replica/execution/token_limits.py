@@ -1,4 +1,4 @@
-"""Which tokens a row may draw at all: its allowed tokens, and words that must not appear in its answer.
+"""Which tokens a sequence may draw at all: its allowed tokens, and words that must not appear in its answer.
 
 A word of several tokens excludes its last one where the answer ends with the others. That is compared on the device, so
 a draw does not wait for the one before it.
@@ -18,7 +18,7 @@ _NONE = -1
 
 
 class TokenLimits:
-    """One row's limits. Tokens outside the vocabulary are ignored: these cannot be drawn.
+    """One sequence's limits. Tokens outside the vocabulary are ignored: these cannot be drawn.
 
     Args:
         generated: token ids drawn before, here or elsewhere.
@@ -30,7 +30,7 @@ class TokenLimits:
         words = [word for word in sampling.bad_words if word and all(0 <= token < vocabulary for token in word)]
         self._single = {word[0] for word in words if len(word) == 1}
         if self._allowed and self._allowed <= self._single:
-            # A row must draw something.
+            # A sequence must draw something.
             self._single = set()
         self._mask: mx.array | None = None
         if self._allowed or self._single:
@@ -53,7 +53,7 @@ class TokenLimits:
         return () if self._allowed and self._allowed - self._single <= {*banned} else banned
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """Returns a row's logits, `(vocabulary,) float32`, with -inf for what cannot be drawn."""
+        """Returns a sequence's logits, `(vocabulary,) float32`, with -inf for what cannot be drawn."""
         limited = logits if self._mask is None else mx.where(self._mask, logits, -mx.inf)
         if self._recent is None:
             return limited
@@ -69,7 +69,7 @@ class TokenLimits:
 
 
 def limits_of(sampling: Sampling, generated: Sequence[int], vocabulary: int) -> TokenLimits | None:
-    """Returns a row's limits; None if it has none."""
+    """Returns a sequence's limits; None if it has none."""
     if not sampling.allowed_token_ids and not sampling.bad_words:
         return None
     return TokenLimits(sampling, generated, vocabulary)

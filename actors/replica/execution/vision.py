@@ -47,7 +47,7 @@ _BESIDE_THE_PROMPT = {
     "cross_attention_states": "its layers look at pictures beside the prompt (cross attention)",
     "encoder_outputs": "it has an encoder of prompts beside the part that answers",
 }
-"""What language parts take that know more than the tokens of a row."""
+"""What language parts take that know more than the tokens of a sequence."""
 
 PLACES_KEPT = 16
 """Prompts whose positions are cached, 16 bytes per token."""
@@ -96,14 +96,14 @@ class ImageEmbeddings:
 
 
 @dataclass
-class RowPictures:
-    """A row's pictures.
+class SequencePictures:
+    """A sequence's pictures.
 
     Attributes:
         spans: (first token, number of tokens) of each.
         embeddings: the known ones, by the index of the span.
         positions: `(axes, tokens)` integers of the prompt up to the last picture's end; None if the model just counts.
-        shift: what to add to a later token's index in the row to get its position.
+        shift: what to add to a later token's index in the sequence to get its position.
         both_ways: [start, stop) of tokens that attend to each other, earlier and later ones.
         unbroken: [start, stop) of tokens that must be computed in one chunk.
     """
@@ -125,16 +125,16 @@ class RowPictures:
 
 
 @dataclass(frozen=True)
-class RowPart:
-    """Consecutive tokens of a row, from `start` on."""
+class SequencePart:
+    """Consecutive tokens of a sequence, from `start` on."""
 
     tokens: Sequence[int]
     start: int
-    pictures: RowPictures | None = None
+    pictures: SequencePictures | None = None
 
     @property
     def both_ways(self) -> list[tuple[int, int]]:
-        """[start, stop) in the row of those of its tokens that attend to each other."""
+        """[start, stop) in the sequence of those of its tokens that attend to each other."""
         stop, runs = self.start + len(self.tokens), self.pictures.both_ways if self.pictures is not None else []
         return [(first, end) for first, end in runs if first < stop and self.start < end]
 
@@ -164,7 +164,7 @@ def _axes_of(language: Any) -> int:
 
 
 def _has_axes_last(language: Any) -> bool:
-    """Returns whether positions are `(rows, tokens, axes)` for the model, not `(axes, rows, tokens)`."""
+    """Returns whether positions are `(sequences, tokens, axes)` for the model, not `(axes, sequences, tokens)`."""
     if not hasattr(language, "get_rope_index"):
         return False
     tokens = mx.zeros((1, 2), mx.int32)
@@ -184,8 +184,8 @@ def _axes_in(made: dict[str, Any]) -> int:
 class LanguagePart:
     """The language part of a model, called as mlx-lm's models are.
 
-    Some note a prompt's positions for their next calls, which may be of another row here. So what was empty when the
-    model was loaded is empty at each call."""
+    Some note a prompt's positions for their next calls, which may be of another sequence here. So what was empty when
+    the model was loaded is empty at each call."""
 
     def __init__(self, model: Any) -> None:
         self.root = self._language = model.language_model
@@ -194,10 +194,10 @@ class LanguagePart:
         self._empty = emptied(self._language)
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: Any) -> mx.array:
-        """Returns logits, `(rows, tokens, vocabulary)` in the model's dtype.
+        """Returns logits, `(sequences, tokens, vocabulary)` in the model's dtype.
 
         Args:
-            tokens: `(rows, tokens)` token ids of an integer dtype.
+            tokens: `(sequences, tokens)` token ids of an integer dtype.
             given: inputs from `Vision`; none for text alone.
         """
         self._empty()
@@ -208,11 +208,11 @@ class LanguagePart:
         return self._language(tokens, cache=cache, **given).logits
 
     def places(self, tokens: mx.array, start: Any) -> dict[str, mx.array]:
-        """Returns the positions of tokens `(rows, tokens)` of text alone as a further input; none if the model counts
-        itself.
+        """Returns the positions of tokens `(sequences, tokens)` of text alone as a further input; none if the model
+        counts itself.
 
         Args:
-            start: the index of each row's first token, a number or `(rows,)`.
+            start: the index of each sequence's first token, a number or `(sequences,)`.
         """
         if not self._axes:
             return {}
@@ -234,8 +234,8 @@ class LanguagePart:
 
 
 def _offset_of(caches: Sequence[Any]) -> Any:
-    """Returns how many tokens the rows have before the next ones, a number or `(rows,)`; recurrent layers do not count
-    them."""
+    """Returns how many tokens the sequences have before the next ones, a number or `(sequences,)`; recurrent layers do
+    not count them."""
     return next((cache.offset for cache in caches if hasattr(cache, "offset")), 0)
 
 
@@ -273,7 +273,7 @@ class Vision:
     def __init__(
         self, model: Any, processor: PictureProcessor, *, together: bool, findings: Findings, pieces: Pieces
     ) -> None:
-        # What encoding notes for the language part's next call must not reach it: that may be of another row.
+        # What encoding notes for the language part's next call must not reach it: that may be of another sequence.
         self._model = copy.copy(model)
         if not isinstance(getattr(type(model), "language_model", None), property):
             self._model.language_model = copy.copy(model.language_model)
@@ -435,9 +435,9 @@ class Vision:
         mx.eval([value for value in held if isinstance(value, mx.array)])
 
     def set_positions(
-        self, pictures: RowPictures, tokens: Sequence[int], grids: Sequence[tuple[Sequence[int], bool]]
+        self, pictures: SequencePictures, tokens: Sequence[int], grids: Sequence[tuple[Sequence[int], bool]]
     ) -> None:
-        """Sets `positions`, `shift` and `both_ways` of a row's pictures.
+        """Sets `positions`, `shift` and `both_ways` of a sequence's pictures.
 
         Args:
             tokens: the whole prompt.
@@ -472,15 +472,15 @@ class Vision:
         places = as_numpy(positions)
         return places[0].T if self._axes_last else places[:, 0], int(shift.reshape(-1)[0].item())
 
-    def inputs(self, parts: Sequence[RowPart], width: int) -> dict[str, Any]:
-        """Returns the language part's inputs besides token ids for a batch, with rows padded to `width` tokens.
+    def inputs(self, parts: Sequence[SequencePart], width: int) -> dict[str, Any]:
+        """Returns the language part's inputs besides token ids for a batch, with sequences padded to `width` tokens.
 
         Returns:
-            Empty for text of a model that counts positions itself. Else some of `position_ids` `(axes, rows, width)`
-            or, if they are the processor's, `(rows, axes, width) int32`, `inputs_embeds` `(rows, width, dim)` and
-            `per_layer_inputs` `(rows, width, layers, dim)` in the model's dtype, `visual_pos_masks` `(rows, width)
-            bool`, and `deepstack_visual_embeds`, one array per level, `(masked tokens, dim)`, or one for all, `(rows,
-            width, levels, dim)`.
+            Empty for text of a model that counts positions itself. Else some of `position_ids` `(axes, sequences,
+            width)` or, if they are the processor's, `(sequences, axes, width) int32`, `inputs_embeds` `(sequences,
+            width, dim)` and `per_layer_inputs` `(sequences, width, layers, dim)` in the model's dtype,
+            `visual_pos_masks` `(sequences, width) bool`, and `deepstack_visual_embeds`, one array per level, `(masked
+            tokens, dim)`, or one for all, `(sequences, width, levels, dim)`.
         """
         given: dict[str, Any] = {}
         if self._axes:
@@ -489,18 +489,18 @@ class Vision:
         if not any(touched):
             return given
         if self._own_positions:
-            rows = [self._with_own_positions(*row, width) for row in zip(parts, touched, strict=True)]
-            given["position_ids"] = mx.array(np.stack(rows))
+            sequences = [self._with_own_positions(*sequence, width) for sequence in zip(parts, touched, strict=True)]
+            given["position_ids"] = mx.array(np.stack(sequences))
         plain = [self._plain(part, width) for part in parts]
         if plain[0].per_layer_inputs is not None:
             given["per_layer_inputs"] = mx.concatenate([each.per_layer_inputs for each in plain])
         embedded = zip((each.inputs_embeds[0] for each in plain), touched, strict=True)
-        given["inputs_embeds"] = mx.stack([_with_pictures(*row) for row in embedded])
+        given["inputs_embeds"] = mx.stack([_with_pictures(*sequence) for sequence in embedded])
         seen = np.zeros((len(parts), width), bool)
         levels: list[list[mx.array]] = []
-        for row, spans in enumerate(touched):
+        for sequence, spans in enumerate(touched):
             for begin, end, embeddings, first in spans:
-                seen[row, begin:end] = True
+                seen[sequence, begin:end] = True
                 for level, array in enumerate(embeddings.levels):
                     if level == len(levels):
                         levels.append([])
@@ -511,15 +511,17 @@ class Vision:
             given["deepstack_visual_embeds"] = spread_levels(joined, seen) if self._dense_levels else joined
         return given
 
-    def steps(self, lengths: Sequence[int], rows: Sequence[RowPictures | None]) -> dict[str, Any]:
-        """Returns the same for a decode step of rows with `lengths` tokens: at most `position_ids`, `(axes, rows, 1)
-        int32`."""
+    def steps(self, lengths: Sequence[int], sequences: Sequence[SequencePictures | None]) -> dict[str, Any]:
+        """Returns the same for a decode step of sequences with `lengths` tokens: at most `position_ids`, `(axes,
+        sequences, 1) int32`."""
         if not self._axes:
             return {}
-        places = [length + (row.shift if row else 0) for length, row in zip(lengths, rows, strict=True)]
+        places = [
+            length + (sequence.shift if sequence else 0) for length, sequence in zip(lengths, sequences, strict=True)
+        ]
         return {"position_ids": mx.array(np.tile(np.array(places, np.int32)[None, :, None], (self._axes, 1, 1)))}
 
-    def _touched(self, part: RowPart) -> list[tuple[int, int, ImageEmbeddings, int]]:
+    def _touched(self, part: SequencePart) -> list[tuple[int, int, ImageEmbeddings, int]]:
         """Returns for every picture in the part its begin and end there, its embeddings, and the index in these of the
         token at the begin."""
         assert part.pictures is not None
@@ -530,14 +532,14 @@ class Vision:
             spans.append((begin - part.start, end - part.start, part.pictures.embeddings[index], begin - first))
         return spans
 
-    def _plain(self, part: RowPart, width: int) -> Any:
-        """Returns mlx-vlm's features of a row's tokens, and padding, as if they were text."""
+    def _plain(self, part: SequencePart, width: int) -> Any:
+        """Returns mlx-vlm's features of a sequence's tokens, and padding, as if they were text."""
         return self._model.get_input_embeddings(mx.array([[*part.tokens, *[0] * (width - len(part.tokens))]]), None)
 
     def _with_own_positions(
-        self, part: RowPart, spans: list[tuple[int, int, ImageEmbeddings, int]], width: int
+        self, part: SequencePart, spans: list[tuple[int, int, ImageEmbeddings, int]], width: int
     ) -> np.ndarray:
-        """Returns a row's positions, `(axes, width) int32`, with those of its pictures."""
+        """Returns a sequence's positions, `(axes, width) int32`, with those of its pictures."""
         places = np.arange(part.start, part.start + width, dtype=np.int32)
         places = np.tile(places, (self._own_positions, 1))
         for begin, end, embeddings, first in spans:
@@ -546,8 +548,8 @@ class Vision:
             places[:, begin:end] = numbers + counts * (part.start + begin - first)
         return places
 
-    def _positions(self, part: RowPart, width: int) -> np.ndarray:
-        """Returns a row's positions, `(axes, width) int32`."""
+    def _positions(self, part: SequencePart, width: int) -> np.ndarray:
+        """Returns a sequence's positions, `(axes, width) int32`."""
         pictures, places = part.pictures, np.arange(part.start, part.start + width, dtype=np.int32)
         if pictures is None or pictures.positions is None:
             return np.tile(places, (self._axes, 1))
@@ -557,7 +559,7 @@ class Vision:
 
 
 def _with_pictures(plain: mx.array, spans: list[tuple[int, int, ImageEmbeddings, int]]) -> mx.array:
-    """Returns a row's input embeddings, `(width, dim)` in the model's dtype, from those of its tokens as text."""
+    """Returns a sequence's input embeddings, `(width, dim)` in the model's dtype, from those of its tokens as text."""
     pieces, done = [], 0
     for begin, end, embeddings, first in spans:
         pieces += [plain[done:begin], embeddings.inputs[first : first + end - begin].astype(plain.dtype)]

@@ -1,13 +1,14 @@
-"""Decode attention over blocks in the pool as one GPU kernel: flash decoding, in which every row reads its own blocks.
+"""Decode attention over blocks in the pool as one GPU kernel: flash decoding, in which every sequence reads its own
+blocks.
 
 `attention.attend` is the reference in plain MLX operations, and a model uses the kernel only if both agree there.
 
-A group of four warps takes a part of one row's units for some query heads of one KV head. A unit is a quarter of a
+A group of four warps takes a part of one sequence's units for some query heads of one KV head. A unit is a quarter of a
 sealed block, 64 tokens, or 32 tokens of the open block. Each warp keeps a running maximum, sum and output (Milakov and
-Gimelshein, "Online normalizer calculation for softmax"); the parts are added up at the end, by a second kernel if a row
-has several groups. The kernel also does what the model left to it with new queries and keys (`head_transform.py`), and
-writes the new token's keys and values into the row's open block, in place: MLX would copy the array, which the step in
-flight still reads.
+Gimelshein, "Online normalizer calculation for softmax"); the parts are added up at the end, by a second kernel if a
+sequence has several groups. The kernel also does what the model left to it with new queries and keys
+(`head_transform.py`), and writes the new token's keys and values into the sequence's open block, in place: MLX would
+copy the array, which the step in flight still reads.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ SHARED_BYTES_MAX = 30 * 2**10
 # Template: T, P (type of sealed values, or of their scales), DK, DV, PV (padded value channels), VG (their group), KV
 # heads, G queries a KV head, GC of them a group of threads, KB key bits, KG (tokens whose keys share a scale), SINKS,
 # QN and KN (whether queries and keys are normed), ROPE (channels that are rotated), NEXT (whether pairs of them are
-# neighbours), POWERS (whether frequencies are exponents of 2, which the device raises as MLX does). Groups whose row is
-# -1 are padding. PLAIN: sealed blocks are as computed, and read eight numbers at a time.
+# neighbours), POWERS (whether frequencies are exponents of 2, which the device raises as MLX does). Groups whose
+# sequence is -1 are padding. PLAIN: sealed blocks are as computed, and read eight numbers at a time.
 _BODY = """
   constexpr int NW = 4, WD = PV / 8, BW = PV > 64 ? PV : 64, KW = 8 * KB, KS = 256 / KG;
   constexpr int LPT = WD <= 4 ? 4 : WD <= 8 ? 8 : WD <= 16 ? 16 : 32, STEP = 32 / LPT, CH = G / GC;
@@ -43,15 +44,16 @@ _BODY = """
   SHARED float buf[NW * GC * BW];
   SHARED float rm[NW * GC];
   SHARED float rl[NW * GC];
-  const int rows = numbers[0];
-  const DEVICE int* opened = numbers + 1; const DEVICE int* hidden = opened + rows;
-  const DEVICE int* lengths = hidden + rows; const DEVICE int* starts = lengths + rows;
-  const DEVICE int* jobs = starts + rows + 1; const DEVICE int* job_rows = jobs + rows + 1;
+  const int sequences = numbers[0];
+  const DEVICE int* opened = numbers + 1; const DEVICE int* hidden = opened + sequences;
+  const DEVICE int* lengths = hidden + sequences; const DEVICE int* starts = lengths + sequences;
+  const DEVICE int* jobs = starts + sequences + 1; const DEVICE int* job_sequences = jobs + sequences + 1;
   const int job = GROUP / (CH * KV), kvh = GROUP / CH % KV, chunk = GROUP % CH;
-  const int row = job_rows[job], rk = row * KV + kvh;
-  if (row < 0) return;
-  const int split = job - jobs[row], S = jobs[row + 1] - jobs[row];
-  const int nb = starts[row + 1] - starts[row], tl = opened[row], tu = (tl + 31) / 32, hide = hidden[row];
+  const int sequence = job_sequences[job], rk = sequence * KV + kvh;
+  if (sequence < 0) return;
+  const int split = job - jobs[sequence], S = jobs[sequence + 1] - jobs[sequence];
+  const int nb = starts[sequence + 1] - starts[sequence], tl = opened[sequence], tu = (tl + 31) / 32;
+  const int hide = hidden[sequence];
   const long head0 = (long)rk * G + chunk * GC;
   // The queries, and the new key behind them, rounded as the model's own operations round.
   SHARED_POINTER float* k_s = q_s + GC * DK;
@@ -73,7 +75,7 @@ _BODY = """
   SYNC();
   if (ROPE) {
     const DEVICE float* frequencies = constants + 4 + (QN + KN) * DK;
-    const float place = constants[3] * static_cast<float>(lengths[row]);
+    const float place = constants[3] * static_cast<float>(lengths[sequence]);
     for (int i = THREAD; i < (GC + 1) * (ROPE / 2); i += NW * 32) {
       const int h = i / (ROPE / 2 + !ROPE), j = i % (ROPE / 2 + !ROPE);
       const float angle = place * (POWERS ? EXP2(frequencies[j]) : frequencies[j]), c = COS(angle), s = SIN(angle);
@@ -98,7 +100,7 @@ _BODY = """
   for (int u = split * NW + WARP; u < 4 * nb + tu; u += S * NW) {
     const bool sealed = u < 4 * nb;
     const int quarter = u & 3, column0 = (u - 4 * nb) * 32;
-    const long base = sealed ? (long)slots[starts[row] + (u >> 2)] * KV + kvh : 0;
+    const long base = sealed ? (long)slots[starts[sequence] + (u >> 2)] * KV + kvh : 0;
     float sc[GC][8];
     for (int g = 0; g < GC; g++) for (int j = 0; j < 8; j++) sc[g][j] = sealed ? 0.f : LOW;
     if (sealed) {
@@ -279,13 +281,13 @@ _FINISH_PART = """
 """
 
 _JOIN = """
-  const int row = GROUP / HEADS, head = GROUP % HEADS, d = THREAD;
+  const int sequence = GROUP / HEADS, head = GROUP % HEADS, d = THREAD;
   const DEVICE int* jobs = numbers + 2 + 4 * numbers[0];
   float top = -1e30f, o = 0.f, total = 0.f;
-  for (int job = jobs[row]; job < jobs[row + 1]; job++) top = MAX(top, tops[(long)job * HEADS + head]);
+  for (int job = jobs[sequence]; job < jobs[sequence + 1]; job++) top = MAX(top, tops[(long)job * HEADS + head]);
   float sink = 0.f;
   if (SINKS) { sink = static_cast<float>(sinks[head]); top = MAX(top, sink); }
-  for (int job = jobs[row]; job < jobs[row + 1]; job++) {
+  for (int job = jobs[sequence]; job < jobs[sequence + 1]; job++) {
     const long part = (long)job * HEADS + head;
     const float e = EXP(tops[part] - top);
     o += e * parts[part * DV + d]; total += e * sums[part];
@@ -302,17 +304,17 @@ _NUMBERS = ["slots", "numbers", "constants", "sinks", "order"]
 def attend(
     queries: mx.array, view: KernelView, policy: SealPolicy, scale: float, sinks: mx.array | None = None
 ) -> mx.array:
-    """One query a row against its own blocks and open block.
+    """One query a sequence against its own blocks and open block.
 
     Args:
-        queries: (rows, heads, 1, key_dim).
+        queries: (sequences, heads, 1, key_dim).
         sinks: (heads,), what every head adds to the softmax's sum; None for nothing.
 
     Returns:
-        (rows, heads, 1, value_dim), in the dtype of the queries.
+        (sequences, heads, 1, value_dim), in the dtype of the queries.
     """
     step = view.step
-    rows, tails = step.rows, step.tails
+    sequences, tails = step.sequences, step.tails
     count, heads, _, key_dim = queries.shape
     kv_heads, value_dim = tails[0].shape[1], tails[1].shape[3]
     grouped, kind = heads // kv_heads, type(step.pool)
@@ -322,25 +324,25 @@ def attend(
     shape = key_dim, value_dim, kv_heads, grouped
     coded = policy.key_bits, policy.key_group
     plan = _plan(kind, types, shape, coded, _left(transform), sinks=sinks is not None)
-    one = rows.count == count
+    one = sequences.count == count
     constants = _unchanged(scale) if transform is NOTHING else mx.array([scale, *transform.constants], mx.float32)
     sink = constants if sinks is None else sinks
     out, dtype = (count, heads, 1, value_dim), queries.dtype
     made = (plan.one if one else plan.parts)(
         inputs=[
-            *(queries, view.keys, view.values, *step.pool, *tails, rows.slots, rows.numbers, constants, sink),
+            *(queries, view.keys, view.values, *step.pool, *tails, sequences.slots, sequences.numbers, constants, sink),
             step.written,
         ],
         template=plan.template,
-        grid=(rows.count * kv_heads * plan.chunks * WARPS * 32, 1, 1),
+        grid=(sequences.count * kv_heads * plan.chunks * WARPS * 32, 1, 1),
         threadgroup=(WARPS * 32, 1, 1),
-        output_shapes=[out] if one else [(rows.count, heads, value_dim), *[(rows.count, heads)] * 2],
+        output_shapes=[out] if one else [(sequences.count, heads, value_dim), *[(sequences.count, heads)] * 2],
         output_dtypes=[dtype] if one else [mx.float32] * 3,
     )
     if one:
         return made[0]
     return plan.join(
-        inputs=[*made, rows.numbers, sink],
+        inputs=[*made, sequences.numbers, sink],
         template=plan.join_template,
         grid=(count * heads * value_dim, 1, 1),
         threadgroup=(value_dim, 1, 1),
@@ -351,7 +353,7 @@ def attend(
 
 @dataclass(frozen=True)
 class _Kernels:
-    """The kernels for the shapes of a layer: for rows in one group of threads each and in several, and what joins
+    """The kernels for the shapes of a layer: for sequences in one group of threads each and in several, and what joins
     these. `chunks` groups share the query heads of a KV head."""
 
     chunks: int

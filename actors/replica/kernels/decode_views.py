@@ -25,15 +25,15 @@ class DecodeView:
     """What a decode step's attention reads in one layer.
 
     Attributes:
-        keys, values: (rows, kv_heads, columns, dim), the open blocks; also what the model was given.
-        seen: (rows, 1, 1, columns) bool, which of the columns count; None for all.
+        keys, values: (sequences, kv_heads, columns, dim), the open blocks; also what the model was given.
+        seen: (sequences, 1, 1, columns) bool, which of the columns count; None for all.
         pool: the layer's slots.
-        slots: (n,) uint32, the sealed blocks of all rows, row after row.
-        rows: (n,) uint32, whose they are.
-        counts: how many of them each row has.
+        slots: (n,) uint32, the sealed blocks of all sequences, sequence after sequence.
+        sequences: (n,) uint32, whose they are.
+        counts: how many of them each sequence has.
         behind: (n, 1, 1, 256) bool, which of their tokens are behind the window; None for none.
-        heads: for blocks as computed, (n, kv_heads) uint32 each: their heads' numbers among those of all rows, of all
-            slots, and of the n blocks.
+        heads: for blocks as computed, (n, kv_heads) uint32 each: their heads' numbers among those of all sequences, of
+            all slots, and of the n blocks.
     """
 
     keys: mx.array
@@ -41,34 +41,34 @@ class DecodeView:
     seen: mx.array | None
     pool: Sealed
     slots: mx.array
-    rows: mx.array
+    sequences: mx.array
     counts: list[int]
     behind: mx.array | None
     heads: tuple[mx.array, mx.array, mx.array] | None = None
 
 
 @dataclass(frozen=True)
-class RowBlocks:
-    """What the kernel reads of the rows of a batch, equal for all layers of a group.
+class SequenceBlocks:
+    """What the kernel reads of the sequences of a batch, equal for all layers of a group.
 
     Attributes:
-        slots: (n,) uint32, the sealed blocks of all rows, row after row.
-        numbers: (5 * rows + 3 + count,) int32, one after the other: the number of rows; tokens in each row's open
-            block, with the new one; how many of its tokens from its first block on are behind the window; its tokens
-            without the new one; `rows + 1` numbers, where each row's blocks begin in `slots`; `rows + 1` numbers, where
-            its groups of threads begin, in all `count` ones of a KV head; and whose they are, -1 for padding, of which
-            there is none if each row has one group.
-        rows: their number.
+        slots: (n,) uint32, the sealed blocks of all sequences, sequence after sequence.
+        numbers: (5 * sequences + 3 + count,) int32, one after the other: the number of sequences; tokens in each
+            sequence's open block, with the new one; how many of its tokens from its first block on are behind the
+            window; its tokens without the new one; `sequences + 1` numbers, where each sequence's blocks begin in
+            `slots`; `sequences + 1` numbers, where its groups of threads begin, in all `count` ones of a KV head; and
+            whose they are, -1 for padding, of which there is none if each sequence has one group.
+        sequences: their number.
     """
 
     slots: mx.array
     numbers: mx.array
-    rows: int
+    sequences: int
 
     @property
     def count(self) -> int:
         """Groups of threads of a KV head."""
-        return self.numbers.shape[0] - 5 * self.rows - 3
+        return self.numbers.shape[0] - 5 * self.sequences - 3
 
     @classmethod
     def of(
@@ -78,8 +78,8 @@ class RowBlocks:
         lengths: Sequence[int],
         hidden: Sequence[int],
         kv_heads: int,
-    ) -> RowBlocks:
-        """Divides the rows' units among groups of threads, so that a long row has many.
+    ) -> SequenceBlocks:
+        """Divides the sequences' units among groups of threads, so that a long sequence has many.
 
         Args:
             starts, lengths, hidden: as in `numbers`.
@@ -91,7 +91,7 @@ class RowBlocks:
         ]
         each = WARPS * max(1, round(sum(units) * kv_heads / (GROUPS_WANTED * WARPS)))
         counts = [-(-count // each) for count in units]
-        owners = [row for row, count in enumerate(counts) for _ in range(count)]
+        owners = [sequence for sequence, count in enumerate(counts) for _ in range(count)]
         if len(owners) > len(counts):
             owners += [-1] * (size_class(len(owners)) - len(owners))
         jobs = [0, *accumulate(counts)]
@@ -101,26 +101,26 @@ class RowBlocks:
 
 @dataclass(frozen=True)
 class KernelStep:
-    """What a decode step's kernel reads in one layer, and where it appends each row's new token.
+    """What a decode step's kernel reads in one layer, and where it appends each sequence's new token.
 
     Attributes:
-        tails: (rows, kv_heads, 256, dim), the open blocks' keys and values.
+        tails: (sequences, kv_heads, 256, dim), the open blocks' keys and values.
         pool: the layer's slots.
-        rows: what it reads of each row.
+        sequences: what it reads of each sequence.
         written: (1,) uint32, as `SlotGroup.written`.
     """
 
     tails: tuple[mx.array, mx.array]
     pool: Sealed
-    rows: RowBlocks
+    sequences: SequenceBlocks
     written: mx.array
 
 
 @dataclass(frozen=True)
 class KernelView:
-    """A layer in such a step; `keys` and `values`, (rows, kv_heads, 1, dim), are the new token's, and also what the
-    model was given. `transform` takes the channels of a head and returns what the model has left to the kernel to do
-    with queries and keys; it is called once both are made."""
+    """A layer in such a step; `keys` and `values`, (sequences, kv_heads, 1, dim), are the new token's, and also what
+    the model was given. `transform` takes the channels of a head and returns what the model has left to the kernel to
+    do with queries and keys; it is called once both are made."""
 
     keys: mx.array
     values: mx.array

@@ -3,9 +3,11 @@
 Models import `scaled_dot_product_attention` by name, so `install` rebinds that name in the modules of a loaded model. A
 model that never calls it computes with the dequantized arrays, with the same result.
 
-A decode step reads every sealed block of every row, and no two rows have the same number of them. So the blocks of all
-rows are one flat list: each block gives a partial softmax over its 256 tokens, and a row's partial results, with those
-of its open block, are added up. Nothing is padded to the longest row or masked, and no block is dequantized.
+A decode step reads every sealed block of every sequence, and no two sequences have the same number of them. So the
+blocks of all
+sequences are one flat list: each block gives a partial softmax over its 256 tokens, and a sequence's partial results,
+    with those
+of its open block, are added up. Nothing is padded to the longest sequence or masked, and no block is dequantized.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from .paged_cache import PagedKVCache
 NAME = "scaled_dot_product_attention"
 
 FEW_QUERIES = 128
-"""So many queries a row, padding counted, are a short turn after a history: `attend_few` computes it on CUDA."""
+"""So many queries a sequence, padding counted, are a short turn after a history: `attend_few` computes it on CUDA."""
 
 SCORES_MAX = 2**24
 """Scores that `attend_few` writes out at once, 4 bytes each, some three times. cuDNN writes out none."""
@@ -71,7 +73,8 @@ class _Attend:
 
 
 def is_few(queries: mx.array, keys: mx.array) -> bool:
-    """Whether `attend_few` takes them: (rows, heads, queries, key_dim) and (rows, kv_heads, columns, key_dim)."""
+    """Whether `attend_few` takes them: (sequences, heads, queries, key_dim) and (sequences, kv_heads, columns,
+    key_dim)."""
     (heads, count), (kv_heads, columns) = queries.shape[1:3], keys.shape[1:3]
     return count <= FEW_QUERIES and heads // kv_heads * count * columns <= SCORES_MAX
 
@@ -83,59 +86,59 @@ def attend_few(
     and every history has another length.
 
     Args:
-        queries: (rows, heads, queries, key_dim).
-        keys: (rows, kv_heads, columns, key_dim).
-        values: (rows, kv_heads, columns, value_dim).
-        mask: (rows or 1, 1, queries, columns), which columns each query sees.
+        queries: (sequences, heads, queries, key_dim).
+        keys: (sequences, kv_heads, columns, key_dim).
+        values: (sequences, kv_heads, columns, value_dim).
+        mask: (sequences or 1, 1, queries, columns), which columns each query sees.
         sinks: (heads,), what every head adds to the softmax's sum; None for nothing.
 
     Returns:
-        (rows, heads, queries, value_dim), in the dtype of the queries.
+        (sequences, heads, queries, value_dim), in the dtype of the queries.
     """
-    rows, heads, count, dim = queries.shape
+    sequences, heads, count, dim = queries.shape
     kv_heads, columns = keys.shape[1:3]
-    if rows * heads * count * columns > SCORES_MAX and max(rows, kv_heads) > 1:
-        # One row after the other, and of a long one each KV head.
-        axis, parts = (0, rows) if rows > 1 else (1, kv_heads)
+    if sequences * heads * count * columns > SCORES_MAX and max(sequences, kv_heads) > 1:
+        # One sequence after the other, and of a long one each KV head.
+        axis, parts = (0, sequences) if sequences > 1 else (1, kv_heads)
         masks = mx.split(mask, parts) if len(mask) > 1 else [mask] * parts
-        of_heads = [sinks] * parts if sinks is None or rows > 1 else mx.split(sinks, parts)
+        of_heads = [sinks] * parts if sinks is None or sequences > 1 else mx.split(sinks, parts)
         arrays = (mx.split(array, parts, axis) for array in (queries, keys, values))
         given = zip(*arrays, masks, of_heads, strict=True)
         return mx.concatenate([attend_few(q, k, v, seen, scale, sink) for q, k, v, seen, sink in given], axis=axis)
     # In float32, as scores of hundreds are usual. Of 16-bit numbers TF32 has all bits.
-    grouped = queries.astype(mx.float32).reshape(rows, kv_heads, -1, dim)
-    scores = (grouped @ keys.astype(mx.float32).swapaxes(2, 3)).reshape(rows, heads, count, columns)
+    grouped = queries.astype(mx.float32).reshape(sequences, kv_heads, -1, dim)
+    scores = (grouped @ keys.astype(mx.float32).swapaxes(2, 3)).reshape(sequences, heads, count, columns)
     scores = mx.where(mask, scores * scale, mx.finfo(mx.float32).min)
     if sinks is not None:
-        sunk = mx.broadcast_to(sinks.astype(mx.float32)[:, None, None], (rows, heads, count, 1))
+        sunk = mx.broadcast_to(sinks.astype(mx.float32)[:, None, None], (sequences, heads, count, 1))
         scores = mx.concatenate([sunk, scores], axis=-1)
     weights = mx.softmax(scores, axis=-1)[..., -columns:].astype(values.dtype)
-    out = weights.reshape(rows, kv_heads, -1, columns) @ values
-    return out.reshape(rows, heads, count, values.shape[3]).astype(queries.dtype)
+    out = weights.reshape(sequences, kv_heads, -1, columns) @ values
+    return out.reshape(sequences, heads, count, values.shape[3]).astype(queries.dtype)
 
 
 def attend(
     queries: mx.array, view: DecodeView, policy: SealPolicy, scale: float, sinks: mx.array | None = None
 ) -> mx.array:
-    """One query a row against its own blocks and open block.
+    """One query a sequence against its own blocks and open block.
 
     Args:
-        queries: (rows, heads, 1, key_dim).
+        queries: (sequences, heads, 1, key_dim).
         sinks: (heads,), what every head adds to the softmax's sum; None for nothing.
 
     Returns:
-        (rows, heads, 1, value_dim), in the dtype of the queries.
+        (sequences, heads, 1, value_dim), in the dtype of the queries.
     """
-    rows, heads, _, dim = queries.shape
+    sequences, heads, _, dim = queries.shape
     kv_heads, value_dim, dtype = view.keys.shape[1], view.values.shape[3], queries.dtype
-    grouped = (queries * scale).reshape(rows, kv_heads, heads // kv_heads, dim)
+    grouped = (queries * scale).reshape(sequences, kv_heads, heads // kv_heads, dim)
     pool = view.pool
     if isinstance(pool, Plain):
         assert view.heads is not None
-        of_rows, of_slots, of_blocks = view.heads
-        scores = _gathered(grouped, pool.block_keys, of_rows, of_slots).astype(mx.float32)
+        of_sequences, of_slots, of_blocks = view.heads
+        scores = _gathered(grouped, pool.block_keys, of_sequences, of_slots).astype(mx.float32)
     else:
-        keys, asking = (pool.key_codes, pool.key_scales, pool.key_biases), grouped[view.rows]
+        keys, asking = (pool.key_codes, pool.key_scales, pool.key_biases), grouped[view.sequences]
         scores = _multiply(asking, keys, view.slots, policy.key_group, policy.key_bits)
         exact = (asking * pool.key_exact[view.slots].swapaxes(2, 3)).sum(axis=-1, keepdims=True)
         scores = put(scores, (..., slice(0, 1)), exact).astype(mx.float32)
@@ -145,12 +148,13 @@ def attend(
         scores = mx.where(view.behind, least, scores)
     if view.seen is not None:
         opened = mx.where(view.seen, opened, least)
-    # The largest score of every row, in its blocks and its open block; of the latter, its newest token always counts.
-    most = opened.max(axis=-1).at[view.rows].maximum(scores.max(axis=-1))
+    # The largest score of every sequence, in its blocks and its open block; of the latter, its newest token always
+    # counts.
+    most = opened.max(axis=-1).at[view.sequences].maximum(scores.max(axis=-1))
     if sinks is not None:
         most = mx.maximum(most, sinks.reshape(kv_heads, -1).astype(mx.float32))
-    before, inside = mx.exp(scores - most[view.rows][..., None]), mx.exp(opened - most[..., None])
-    total = inside.sum(axis=-1).at[view.rows].add(before.sum(axis=-1))
+    before, inside = mx.exp(scores - most[view.sequences][..., None]), mx.exp(opened - most[..., None])
+    total = inside.sum(axis=-1).at[view.sequences].add(before.sum(axis=-1))
     if sinks is not None:
         total = total + mx.exp(sinks.reshape(kv_heads, -1).astype(mx.float32) - most)
     weights = before.astype(dtype)
@@ -160,8 +164,8 @@ def attend(
         values = (pool.value_codes, pool.value_scales, pool.value_biases)
         parts = _multiply(weights, values, view.slots, value_group(value_dim), policy.value_bits)[..., :value_dim]
         parts = parts + weights[..., :1] * pool.value_exact[view.slots]
-    out = (inside.astype(dtype) @ view.values).astype(mx.float32).at[view.rows].add(parts.astype(mx.float32))
-    return (out / total[..., None]).astype(dtype).reshape(rows, heads, 1, value_dim)
+    out = (inside.astype(dtype) @ view.values).astype(mx.float32).at[view.sequences].add(parts.astype(mx.float32))
+    return (out / total[..., None]).astype(dtype).reshape(sequences, heads, 1, value_dim)
 
 
 def _gathered(left: mx.array, right: mx.array, of_left: mx.array, of_right: mx.array) -> mx.array:

@@ -1,12 +1,13 @@
-"""Moves a row's KV into and out of MLX's caches: restore a prefix, merge rows into a batch, copy blocks out.
+"""Moves a sequence's KV into and out of MLX's caches: restore a prefix, merge sequences into a batch, copy blocks out.
 
 `ModelCacheSpec` is read from a model's own caches; nothing else knows architectures. Three kinds of layers are kept
 for reuse. A *full* layer has KV for every token, a *window* layer for the last ones, and a *recurrent* layer has one
 state that stands for all tokens so far; a copy of it is a *snapshot*. Full and window layers have whole blocks sealed,
 in the pool, and the open one in full precision; in models that cannot be sealed the model's own caches have everything.
 
-Shapes: keys of one layer are `(rows, kv_heads, tokens, key_dim)`, values `(rows, kv_heads, tokens, value_dim)`, in the
-model's dtype; a row's own caches and slabs have one row. `sealing.py` gives the shapes of sealed blocks.
+Shapes: keys of one layer are `(sequences, kv_heads, tokens, key_dim)`, values `(sequences, kv_heads, tokens,
+    value_dim)`, in the
+model's dtype; a sequence's own caches and slabs have one sequence. `sealing.py` gives the shapes of sealed blocks.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class ModelCacheSpec:
 
     Attributes:
         bytes_per_token: in the layers that grow with every token; at least 1.
-        bytes_per_row: windows, states and open blocks, independent of the row's length.
+        bytes_per_sequence: windows, states and open blocks, independent of the sequence's length.
         policy: how full and window layers are sealed; None if they are not.
         kept: whether KV may be used again, as far as the model's layers allow it.
         shares: whether layers attend to other layers' KV.
@@ -69,7 +70,7 @@ class ModelCacheSpec:
 
     layers: tuple[LayerSpec, ...]
     bytes_per_token: int
-    bytes_per_row: int
+    bytes_per_sequence: int
     policy: SealPolicy | None = None
     kept: bool = True
     shares: bool = False
@@ -80,8 +81,8 @@ class ModelCacheSpec:
         return self.kept and all(layer.kind is not LayerKind.OTHER for layer in self.layers)
 
     @property
-    def open_row_bytes(self) -> int:
-        """Of `bytes_per_row` what is not in the pool."""
+    def open_sequence_bytes(self) -> int:
+        """Of `bytes_per_sequence` what is not in the pool."""
         windows = sum(layer.token_bytes * layer.window for layer in self.layers if not layer.sealed)
         return windows + sum(layer.state_bytes + layer.open_bytes for layer in self.layers)
 
@@ -133,7 +134,7 @@ def _read_layer(cache: Any, tokens: int, policy: SealPolicy | None) -> LayerSpec
 
 
 def _window_bytes(layer: LayerSpec) -> int:
-    """Of a row: a sealed window may begin and end inside of a block."""
+    """Of a sequence: a sealed window may begin and end inside of a block."""
     blocks = -(-layer.window // BLOCK_TOKENS) + 1
     return layer.token_bytes * (blocks * BLOCK_TOKENS if layer.sealed and layer.window else layer.window)
 
@@ -154,14 +155,15 @@ def _is_chunked(cache: Any) -> bool:
 
 
 def in_order(cache: Any) -> tuple[mx.array, mx.array]:
-    """Returns what a row's own cache of a window layer has of its last tokens, `(1, kv_heads, tokens, dim)` each."""
+    """Returns what a sequence's own cache of a window layer has of its last tokens, `(1, kv_heads, tokens, dim)`
+    each."""
     if _is_chunked(cache):
         return cache.keys_and_values()
     return window_in_order(cache)
 
 
 def joins(cache: Any) -> bool:
-    """Whether rows of such caches can be one batch's."""
+    """Whether sequences of such caches can be one batch's."""
     return hasattr(cache, "merge") and not getattr(cache, "keep", 0)
 
 
@@ -171,7 +173,7 @@ def _is_latent(cache: Any) -> bool:
 
 
 def read_spec(caches: Sequence[Any], tokens: int, policy: SealPolicy | None = None) -> ModelCacheSpec:
-    """Returns the spec of a model from its caches, which hold `tokens` tokens of one row.
+    """Returns the spec of a model from its caches, which hold `tokens` tokens of one sequence.
 
     Args:
         policy: how to seal. All layers share a mask, so all or none are sealed.
@@ -182,8 +184,8 @@ def read_spec(caches: Sequence[Any], tokens: int, policy: SealPolicy | None = No
         policy = None
     layers = tuple(_read_layer(cache, tokens, policy) for cache in caches)
     per_token = sum(layer.token_bytes for layer in layers if not layer.window)
-    per_row = sum(_window_bytes(layer) + layer.state_bytes + layer.open_bytes for layer in layers)
-    return ModelCacheSpec(layers, max(1, per_token), per_row, policy)
+    per_sequence = sum(_window_bytes(layer) + layer.state_bytes + layer.open_bytes for layer in layers)
+    return ModelCacheSpec(layers, max(1, per_token), per_sequence, policy)
 
 
 def new_pool(spec: ModelCacheSpec, *, kernels: bool = False) -> BlockPool | None:
@@ -199,10 +201,10 @@ def new_pool(spec: ModelCacheSpec, *, kernels: bool = False) -> BlockPool | None
 
 
 def new_caches(spec: ModelCacheSpec, own: Sequence[Any], pool: BlockPool | None, reads: Reads) -> list[Any]:
-    """Returns empty caches for one row; layers that are not sealed keep the model's `own`."""
+    """Returns empty caches for one sequence; layers that are not sealed keep the model's `own`."""
     if spec.policy is None or pool is None:
         return list(own)
-    batch = PagedBatch.of_rows(pool, 1, reads)
+    batch = PagedBatch.of_sequences(pool, 1, reads)
     return [
         PagedKVCache(index, spec.policy, layer.window, batch=batch) if layer.sealed else cache
         for index, (layer, cache) in enumerate(zip(spec.layers, own, strict=True))
@@ -230,19 +232,19 @@ class PooledBlock:
 
 
 LayerKV = Sealed | tuple[mx.array, mx.array]
-"""KV of a layer in a slab: a sealed block, or `(keys, values)`. KV of several layers has one row per layer."""
+"""KV of a layer in a slab: a sealed block, or `(keys, values)`. KV of several layers has one sequence per layer."""
 
 
 @dataclass(frozen=True)
 class Slab:
-    """The KV of some consecutive tokens of one row.
+    """The KV of some consecutive tokens of one sequence.
 
     Attributes:
         layers: KV of every layer; None for a recurrent one. Window layers lack the first `window_from` tokens, and are
             None if those are all.
         tokens: number of tokens.
-        states: a snapshot of the recurrent layers' arrays after the last token, or None. Each has one row; the other
-            axes and the dtype are the model's.
+        states: a snapshot of the recurrent layers' arrays after the last token, or None. Each has one sequence; the
+            other axes and the dtype are the model's.
     """
 
     layers: list[LayerKV | None]
@@ -262,12 +264,12 @@ class Slab:
         """Makes a slab of a model with `count` layers.
 
         Args:
-            entries: KV by the layers that share an array, one row per layer.
+            entries: KV by the layers that share an array, one sequence per layer.
         """
         layers: list[LayerKV | None] = [None] * count
         for together, entry in entries.items():
             for place, index in enumerate(together):
-                layers[index] = _row_of(entry, place) if len(together) > 1 else entry
+                layers[index] = _sequence_of(entry, place) if len(together) > 1 else entry
         return cls(layers, tokens, window_from, states)
 
     @property
@@ -280,9 +282,9 @@ class Slab:
         return kv + [array for state in self.states or () for array in state]
 
 
-def _row_of(entry: LayerKV, row: int) -> LayerKV:
-    """Returns a row of KV, whose arrays have rows on the first axis, as a view with one row."""
-    arrays = [array[row : row + 1] for array in entry]
+def _sequence_of(entry: LayerKV, sequence: int) -> LayerKV:
+    """Returns a sequence of KV, whose arrays have sequences on the first axis, as a view with one sequence."""
+    arrays = [array[sequence : sequence + 1] for array in entry]
     return entry._make(arrays) if isinstance(entry, Sealed) else (arrays[0], arrays[1])
 
 
@@ -368,9 +370,9 @@ def batch_of(caches: Sequence[Any]) -> PagedBatch | None:
     return next((cache.batch for cache in caches if isinstance(cache, PagedKVCache)), None)
 
 
-def merge(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """Rows' caches (one a layer) as the caches of one batch, in order. The sources are not to be used any more."""
-    batches = [batch for caches in rows if (batch := batch_of(caches)) is not None]
+def merge(sequences: Sequence[Sequence[Any]]) -> list[Any]:
+    """Sequences' caches (one a layer) as the caches of one batch, in order. The sources are not to be used any more."""
+    batches = [batch for caches in sequences if (batch := batch_of(caches)) is not None]
     merged = None
     if batches:
         tables = [table for batch in batches for table in batch.tables]
@@ -379,12 +381,12 @@ def merge(rows: Sequence[Sequence[Any]]) -> list[Any]:
         PagedKVCache.merge(caches, merged)
         if merged is not None and isinstance(caches[0], PagedKVCache)
         else caches[0].merge(list(caches))
-        for caches in zip(*rows, strict=True)
+        for caches in zip(*sequences, strict=True)
     ]
 
 
 def extend(batch: Sequence[Any], other: Sequence[Any]) -> None:
-    """Append the rows of another batch."""
+    """Append the sequences of another batch."""
     ours, theirs = batch_of(batch), batch_of(other)
     if ours is not None and theirs is not None:
         ours.extend(theirs)
@@ -392,17 +394,18 @@ def extend(batch: Sequence[Any], other: Sequence[Any]) -> None:
         cache.extend(more)
 
 
-def keep(batch: Sequence[Any], rows: Sequence[int]) -> None:
-    """Keep only these rows."""
+def keep(batch: Sequence[Any], sequences: Sequence[int]) -> None:
+    """Keep only these sequences."""
     if (pooled := batch_of(batch)) is not None:
-        pooled.keep(rows)
-    indices = mx.array(list(rows))
+        pooled.keep(sequences)
+    indices = mx.array(list(sequences))
     for cache in batch:
-        cache.filter(rows if isinstance(cache, PagedKVCache) else indices)
+        cache.filter(sequences if isinstance(cache, PagedKVCache) else indices)
 
 
 def see_both_ways(batch: Sequence[Any], runs: Sequence[Sequence[tuple[int, int]]]) -> None:
-    """Says for the next call of the model which tokens of its rows attend to each other: [start, stop) of each run."""
+    """Says for the next call of the model which tokens of its sequences attend to each other: [start, stop) of each
+    run."""
     if (pooled := batch_of(batch)) is not None:
         pooled.see_both_ways(runs)
 
@@ -414,14 +417,14 @@ def seal_filled(batch: Sequence[Any]) -> None:
             cache.seal_filled()
 
 
-def extract(batch: Sequence[Any], row: int) -> list[Any]:
-    """A row's own caches."""
+def extract(batch: Sequence[Any], sequence: int) -> list[Any]:
+    """A sequence's own caches."""
     pooled = batch_of(batch)
     own = None
     if pooled is not None:
-        own = PagedBatch(pooled.pool, [[table.fork() for table in pooled.tables[row]]], pooled.reads)
+        own = PagedBatch(pooled.pool, [[table.fork() for table in pooled.tables[sequence]]], pooled.reads)
     return [
-        cache.extract(row, own) if own is not None and isinstance(cache, PagedKVCache) else cache.extract(row)
+        cache.extract(sequence, own) if own is not None and isinstance(cache, PagedKVCache) else cache.extract(sequence)
         for cache in batch
     ]
 

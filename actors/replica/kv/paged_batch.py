@@ -1,4 +1,4 @@
-"""What all layers of a batch of rows have in common: block tables, and what they compute alike in a step."""
+"""What all layers of a batch of sequences have in common: block tables, and what they compute alike in a step."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ class Reads(Enum):
 
 
 class PagedBatch:
-    """What all layers of a batch have in common: the block tables of its rows, and what the layers compute alike in a
-    step, kept until the rows' lengths change.
+    """What all layers of a batch have in common: the block tables of its sequences, and what the layers compute alike
+    in a step, kept until the sequences' lengths change.
 
     Args:
-        tables: of every row, one a group of the pool.
+        tables: of every sequence, one a group of the pool.
 
     Attributes:
-        both_ways: of every row [start, stop) of tokens of the next chunk that attend to each other; empty for none.
+        both_ways: of every sequence [start, stop) of tokens of the next chunk that attend to each other; empty for
+            none.
     """
 
     def __init__(
         self, pool: BlockPool, tables: Sequence[Sequence[BlockTable]], reads: Reads = Reads.DEQUANTIZED
     ) -> None:
         self.pool = pool
-        self.tables = [list(row) for row in tables]
+        self.tables = [list(sequence) for sequence in tables]
         self.reads = reads
         self._masks: dict[int, mx.array] = {}
         self.both_ways: list[Sequence[tuple[int, int]]] = []
@@ -51,9 +52,9 @@ class PagedBatch:
         self._moves = pool.moves
 
     @classmethod
-    def of_rows(cls, pool: BlockPool, rows: int, reads: Reads = Reads.DEQUANTIZED) -> PagedBatch:
-        """Returns empty rows."""
-        return cls(pool, [[BlockTable([]) for _ in pool.groups] for _ in range(rows)], reads)
+    def of_sequences(cls, pool: BlockPool, sequences: int, reads: Reads = Reads.DEQUANTIZED) -> PagedBatch:
+        """Returns empty sequences."""
+        return cls(pool, [[BlockTable([]) for _ in pool.groups] for _ in range(sequences)], reads)
 
     def get(self, lengths: list[int], ragged: list[int] | None, what: Any, make: Callable[[], Any]) -> Any:
         """What a layer before has made of these lengths, or else `make` does. A list of lengths is never changed in
@@ -66,16 +67,16 @@ class PagedBatch:
         return self._kept[what]
 
     def blocks(self, group: int, first: Sequence[int], stop: Sequence[int]) -> tuple[mx.array, list[int]]:
-        """Returns blocks [first, stop) of every row in a group: `(n,) uint32`, their slots, row after row, with padding
-        at the end, and `rows + 1` numbers, where each row's begin. They are kept from step to step: they may be
-        thousands."""
+        """Returns blocks [first, stop) of every sequence in a group: `(n,) uint32`, their slots, sequence after
+        sequence, with padding at the end, and `sequences + 1` numbers, where each sequence's begin. They are kept from
+        step to step: they may be thousands."""
         self._follow_moves()
         asked = (list(first), list(stop))
         known, made = self._blocks.get(group, (None, None))
         if made is None or known != asked:
-            rows = [row[group].numbers(*span) for row, *span in zip(self.tables, *asked, strict=True)]
-            slots = [number for numbers in rows for number in numbers]
-            starts = [0, *accumulate(map(len, rows))]
+            sequences = [sequence[group].numbers(*span) for sequence, *span in zip(self.tables, *asked, strict=True)]
+            slots = [number for numbers in sequences for number in numbers]
+            starts = [0, *accumulate(map(len, sequences))]
             slots += [0] * (size_class(max(len(slots), SLOTS_MIN)) - len(slots))
             made = mx.array(slots, mx.uint32) + 0, starts
             self._blocks[group] = asked, made
@@ -98,8 +99,8 @@ class PagedBatch:
         self._masks[group] = mask
 
     def whole_mask(self, group: int, mask: mx.array, columns: int) -> mx.array:
-        """Returns a mask `(rows, 1, queries, columns)` as it was made, if a model has cut it to the columns that its
-        rows have tokens for."""
+        """Returns a mask `(sequences, 1, queries, columns)` as it was made, if a model has cut it to the columns that
+        its sequences have tokens for."""
         made = self._masks.get(group)
         cut = made is not None and mask.shape == (*made.shape[:3], mask.shape[3]) and mask.shape[3] < columns
         return made if made is not None and cut and made.shape[3] == columns else mask
@@ -112,13 +113,13 @@ class PagedBatch:
             self._kept[what] = mask, mx.where(mask, 0.0, mx.finfo(dtype).min / 4).astype(dtype)
         return self._kept[what][1]
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keeps these rows, in this order."""
-        self.tables = [self.tables[row] for row in rows]
+    def keep(self, sequences: Sequence[int]) -> None:
+        """Keeps these sequences, in this order."""
+        self.tables = [self.tables[sequence] for sequence in sequences]
         self.forget()
 
     def forget(self) -> None:
-        """Forgets what layers have computed of rows and slots, which are other ones now."""
+        """Forgets what layers have computed of sequences and slots, which are other ones now."""
         self._lengths, self._kept, self._blocks, self._masks = None, {}, {}, {}
 
     def _follow_moves(self) -> None:
@@ -127,6 +128,6 @@ class PagedBatch:
             self.forget()
 
     def extend(self, other: PagedBatch) -> None:
-        """Appends another batch's rows."""
+        """Appends another batch's sequences."""
         self.tables += other.tables
         self.forget()

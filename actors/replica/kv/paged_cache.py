@@ -1,15 +1,18 @@
-"""A paged cache of sealed blocks and an open tail, for one row or a batch; stands in for mlx-lm's caches in any model.
+"""A paged cache of sealed blocks and an open tail, for one sequence or a batch; stands in for mlx-lm's caches in any
+model.
 
 The position law: a query attends to the full blocks before its own block as sealed, and inside its own block to keys
-and values in full precision. So what a row computes depends on its tokens alone, not on chunks or company.
+and values in full precision. So what a sequence computes depends on its tokens alone, not on chunks or company.
 
-Sealed blocks lie in the pool (`pool.py`), and a row's block tables say where. The open blocks of a layer are arrays of
-the batch: column c of row r is position 256 * (lengths[r] // 256) + c.
+Sealed blocks lie in the pool (`pool.py`), and a sequence's block tables say where. The open blocks of a layer are
+arrays of
+the batch: column c of sequence r is position 256 * (lengths[r] // 256) + c.
 
-A prefill chunk gets its rows' blocks dequantized, then the open ones, as plain arrays, and `make_mask` says which of
+A prefill chunk gets its sequences' blocks dequantized, then the open ones, as plain arrays, and `make_mask` says which
+of
 them a query may see: blocks that the chunk fills are there twice, unless sealed ones are as computed. In a decode step
 of a model whose attention goes through `attention.py`, `view` says where the blocks are: they are read in place, each
-row's own and no other.
+sequence's own and no other.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..kernels import block_kernels, sealing
-from ..kernels.decode_views import DecodeView, KernelStep, KernelView, RowBlocks
+from ..kernels.decode_views import DecodeView, KernelStep, KernelView, SequenceBlocks
 from ..kernels.sealing import SealPolicy
 from .paged_batch import PagedBatch, Reads
 from .pool import BlockTable, SlotGroup, slots_of
@@ -33,12 +36,12 @@ the whole. A larger one is put together of such arrays along its first axis, whe
 
 
 class PagedKVCache:
-    """The KV of one layer for one row or several.
+    """The KV of one layer for one sequence or several.
 
     Args:
         layer: its number in the model, which says where in the pool its blocks are.
         window: how many of the last tokens a query attends to; 0 for all.
-        lengths: tokens of every row.
+        lengths: tokens of every sequence.
         batch: with the other layers.
 
     Attributes:
@@ -71,14 +74,14 @@ class PagedKVCache:
 
     @property
     def offset(self) -> Any:
-        """The position of every row's next token."""
+        """The position of every sequence's next token."""
         if len(self.lengths) == 1:
             return self.lengths[0]
         return self._once("offset", lambda: on_device(self.lengths))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """(rows, 1, N, columns) bool, true where a query may look; None where every query may look everywhere, "causal"
-        where each sees the columns up to its own."""
+        """(sequences, 1, N, columns) bool, true where a query may look; None where every query may look everywhere,
+        "causal" where each sees the columns up to its own."""
         step = self._step(N)
         if self._reads_in_place(N, step):
             return None
@@ -94,7 +97,7 @@ class PagedKVCache:
         return mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append (rows, kv_heads, N, dim) keys and values; returns those that attention is to be given."""
+        """Append (sequences, kv_heads, N, dim) keys and values; returns those that attention is to be given."""
         count = keys.shape[2]
         step = self._step(count)
         assert self._filled is None, "full blocks are sealed before the next token"
@@ -168,10 +171,10 @@ class PagedKVCache:
         return self._number
 
     def kernel_step(self) -> KernelStep:
-        """What the kernel reads and writes for one token a row. The open blocks become arrays that it can write into:
-        MLX would copy them, as the step in flight still reads them."""
+        """What the kernel reads and writes for one token a sequence. The open blocks become arrays that it can write
+        into: MLX would copy them, as the step in flight still reads them."""
         assert self._keys is not None and self._values is not None
-        rows = self._once(("kernel", self._number), lambda: self._row_blocks(self._step(1)))
+        sequences = self._once(("kernel", self._number), lambda: self._sequence_blocks(self._step(1)))
         if not self._writable:
             self._fit(BLOCK_TOKENS)
             self._keys, self._values = mx.contiguous(self._keys), mx.contiguous(self._values)
@@ -181,11 +184,11 @@ class PagedKVCache:
         else:
             sizes = self._keys.shape[1], self._keys.shape[3], self._values.shape[3]
             pool = block_kernels.empty_slot(*sizes, self._keys.dtype, self.policy)
-        return KernelStep((self._keys, self._values), pool, rows, self._group.written(self._place))
+        return KernelStep((self._keys, self._values), pool, sequences, self._group.written(self._place))
 
     def end_kernel_step(self) -> None:
-        """Counts the token that the kernel appends to each row. `seal_filled` is to follow once the step is launched:
-        MLX does not know that the kernel writes the arrays that are sealed then."""
+        """Counts the token that the kernel appends to each sequence. `seal_filled` is to follow once the step is
+        launched: MLX does not know that the kernel writes the arrays that are sealed then."""
         step = self._step(1)
         self._filled = (self.lengths, step) if any(step.full) else None
         self.lengths = step.after
@@ -215,7 +218,7 @@ class PagedKVCache:
         return all(mx.array_equal(array[slot.number], new[0]) for array, new in zip(group.layer(0), fresh, strict=True))
 
     def prepare(self, *, lengths: Sequence[int], right_padding: Sequence[int]) -> None:
-        """The next call brings this many tokens of every row, and padding after them."""
+        """The next call brings this many tokens of every sequence, and padding after them."""
         self._ragged = list(lengths)
 
     def finalize(self) -> None:
@@ -235,47 +238,47 @@ class PagedKVCache:
         """Of the open blocks."""
         return 0 if self._keys is None or self._values is None else self._keys.nbytes + self._values.nbytes
 
-    def tail(self, rows: int | slice, count: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of the first `count` tokens of the rows' open blocks, as views."""
-        span = slice(rows, rows + 1) if isinstance(rows, int) else rows
+    def tail(self, sequences: int | slice, count: int) -> tuple[mx.array, mx.array]:
+        """Keys and values of the first `count` tokens of the sequences' open blocks, as views."""
+        span = slice(sequences, sequences + 1) if isinstance(sequences, int) else sequences
         assert self._keys is not None and self._values is not None
         assert count <= max(length % BLOCK_TOKENS for length in self.lengths[span])
         return self._keys[span, :, :count], self._values[span, :, :count]
 
     def restore(self, tail: tuple[mx.array, mx.array] | None, length: int) -> None:
-        """Fills an empty cache of one row, whose block tables have been filled, with its open tail."""
+        """Fills an empty cache of one sequence, whose block tables have been filled, with its open tail."""
         self.lengths, self._writable = [length], False
         self._keys, self._values = tail if tail is not None else (None, None)
 
-    def extract(self, row: int, batch: PagedBatch) -> PagedKVCache:
-        """The row as a cache of its own in `batch`, with a copy of its open block."""
-        cache = PagedKVCache(self.layer, self.policy, self.window, lengths=[self.lengths[row]], batch=batch)
+    def extract(self, sequence: int, batch: PagedBatch) -> PagedKVCache:
+        """The sequence as a cache of its own in `batch`, with a copy of its open block."""
+        cache = PagedKVCache(self.layer, self.policy, self.window, lengths=[self.lengths[sequence]], batch=batch)
         if self._keys is not None:
-            keys, values = self.tail(row, self.lengths[row] % BLOCK_TOKENS)
+            keys, values = self.tail(sequence, self.lengths[sequence] % BLOCK_TOKENS)
             cache._keys, cache._values = sealing.copied(keys), sealing.copied(values)
         return cache
 
-    def filter(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order. The batch keeps their tables."""
-        self.lengths, self._writable = [self.lengths[row] for row in rows], False
+    def filter(self, sequences: Sequence[int]) -> None:
+        """Keep these sequences, in this order. The batch keeps their tables."""
+        self.lengths, self._writable = [self.lengths[sequence] for sequence in sequences], False
         if self._keys is not None and self._values is not None:
-            indices = mx.array(list(rows), dtype=mx.uint32)
+            indices = mx.array(list(sequences), dtype=mx.uint32)
             self._keys, self._values = self._keys[indices], self._values[indices]
 
     @staticmethod
     def merge(caches: Sequence[PagedKVCache], batch: PagedBatch) -> PagedKVCache:
-        """Rows' open blocks as one, in a batch that has their tables."""
+        """Sequences' open blocks as one, in a batch that has their tables."""
         first = caches[0]
         lengths = [length for cache in caches for length in cache.lengths]
         merged = PagedKVCache(first.layer, first.policy, first.window, lengths=lengths, batch=batch)
         if any(cache._keys is not None for cache in caches):
-            rows = [len(cache.lengths) for cache in caches]
-            merged._keys = sealing.rows_joined([cache._keys for cache in caches], rows, axis=2)
-            merged._values = sealing.rows_joined([cache._values for cache in caches], rows, axis=2)
+            sequences = [len(cache.lengths) for cache in caches]
+            merged._keys = sealing.rows_joined([cache._keys for cache in caches], sequences, axis=2)
+            merged._values = sealing.rows_joined([cache._values for cache in caches], sequences, axis=2)
         return merged
 
     def extend(self, other: PagedKVCache) -> None:
-        """Append the rows of another batch's cache. The batch appends their tables."""
+        """Append the sequences of another batch's cache. The batch appends their tables."""
         merged = PagedKVCache.merge([self, other], self.batch)
         self.lengths, self._keys, self._values = merged.lengths, merged._keys, merged._values
         self._writable = False
@@ -299,7 +302,7 @@ class PagedKVCache:
     def _by_kernel(self, count: int) -> bool:
         return count == 1 and self.batch.reads is Reads.KERNEL and self._ragged is None
 
-    def _row_blocks(self, step: Step) -> RowBlocks:
+    def _sequence_blocks(self, step: Step) -> SequenceBlocks:
         self._reach(step)
         stop = [length // BLOCK_TOKENS for length in self.lengths]
         slots, starts = self.batch.blocks(self._number, step.first, stop)
@@ -310,16 +313,16 @@ class PagedKVCache:
                 for length, first in zip(self.lengths, step.first, strict=True)
             ]
         assert self._keys is not None
-        return RowBlocks.of(slots, starts, self.lengths, hidden, self._keys.shape[1])
+        return SequenceBlocks.of(slots, starts, self.lengths, hidden, self._keys.shape[1])
 
     def _new(self, count: int) -> list[int]:
         return self._ragged or [count] * len(self.lengths)
 
     def _tables(self) -> list[BlockTable]:
-        return [row[self._number] for row in self.batch.tables]
+        return [sequence[self._number] for sequence in self.batch.tables]
 
     def _table(self, step: Step) -> mx.array:
-        """(rows, step.used) uint32, slots; rows that have fewer repeat their last, or read one of zeros."""
+        """(sequences, step.used) uint32, slots; sequences that have fewer repeat their last, or read one of zeros."""
 
         def make() -> mx.array:
             self._reach(step)
@@ -327,7 +330,7 @@ class PagedKVCache:
             for table, first in zip(self._tables(), step.first, strict=True):
                 numbers = table.numbers(first, first + step.used)
                 if missing := step.used - len(numbers):
-                    # Not another row's: it might be no numbers, which spread even if they are masked.
+                    # Not another sequence's: it might be no numbers, which spread even if they are masked.
                     numbers += [numbers[-1] if numbers else self.batch.blank(self._number)] * missing
                 found.append(numbers)
             return mx.array(found, dtype=mx.uint32)
@@ -340,9 +343,9 @@ class PagedKVCache:
         def make() -> dict[str, Any]:
             tables = zip(self._tables(), step.first, self.lengths, strict=True)
             numbers = [table.numbers(first, length // BLOCK_TOKENS) for table, first, length in tables]
-            owners = [row for row, those in enumerate(numbers) for _ in those]
-            slots = mx.array([number for row in numbers for number in row], mx.uint32) + 0
-            rows = mx.array(owners, mx.uint32) + 0
+            owners = [sequence for sequence, those in enumerate(numbers) for _ in those]
+            slots = mx.array([number for sequence in numbers for number in sequence], mx.uint32) + 0
+            sequences = mx.array(owners, mx.uint32) + 0
             behind = heads = None
             if self.window:
                 starts = [
@@ -351,14 +354,17 @@ class PagedKVCache:
                     for at in range(len(those))
                 ]
                 ends = mx.array(
-                    [self.lengths[row] - self.window - start for row, start in zip(owners, starts, strict=True)]
+                    [
+                        self.lengths[sequence] - self.window - start
+                        for sequence, start in zip(owners, starts, strict=True)
+                    ]
                 )
                 behind = mx.arange(BLOCK_TOKENS) <= ends[:, None, None, None]
             if step.exact:
-                heads = heads_of(rows, slots, kv_heads)
+                heads = heads_of(sequences, slots, kv_heads)
             return {
                 "slots": slots,
-                "rows": rows,
+                "rows": sequences,
                 "counts": [len(those) for those in numbers],
                 "behind": behind,
                 "heads": heads,
@@ -373,8 +379,8 @@ class PagedKVCache:
             table.reach(after // BLOCK_TOKENS, self._group)
 
     def _append_step(self, keys: mx.array, values: mx.array, opened: list[int]) -> None:
-        """One token a row, each at its own place in the tail."""
-        # With more columns, a row that fills its block would take the others' tails with it.
+        """One token a sequence, each at its own place in the tail."""
+        # With more columns, a sequence that fills its block would take the others' tails with it.
         self._fit(BLOCK_TOKENS)
         assert self._keys is not None and self._values is not None
         place = opened[0]
@@ -387,7 +393,7 @@ class PagedKVCache:
         self._values = mx.put_along_axis(self._values, places, values, axis=2)
 
     def _append_ragged(self, keys: mx.array, values: mx.array, step: Step) -> None:
-        """Several tokens a row, of different numbers and at different places."""
+        """Several tokens a sequence, of different numbers and at different places."""
         assert self._keys is not None and self._values is not None
         before = max(step.opened)
         if len(step.opened) == 1:
@@ -418,26 +424,32 @@ class PagedKVCache:
             self._keys, self._values = self._keys[:, :, :columns], self._values[:, :, :columns]
 
     def _seal(self, before: list[int], step: Step) -> None:
-        """Seals the blocks that became full in a step of rows with these lengths before it."""
+        """Seals the blocks that became full in a step of sequences with these lengths before it."""
         most = max(step.full, default=0)
         if not most:
             return
         assert self._keys is not None and self._values is not None
         stop = most * BLOCK_TOKENS
-        rows = [row for row, full in enumerate(step.full) if full]
+        sequences = [sequence for sequence, full in enumerate(step.full) if full]
         keys, values = self._keys, self._values
-        if len(rows) < len(step.full):
-            which = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else mx.array(rows)
+        if len(sequences) < len(step.full):
+            which = (
+                slice(sequences[0], sequences[-1] + 1)
+                if sequences[-1] - sequences[0] + 1 == len(sequences)
+                else mx.array(sequences)
+            )
             keys, values = keys[which], values[which]
-        # All rows in one go: a device takes as long for an operation on one row as on all.
+        # All sequences in one go: a device takes as long for an operation on one sequence as on all.
         spans = keys[:, :, :stop], values[:, :, :stop]
         fresh = slots_of(sealing.seal(*spans, self.policy, kernels=self._group.kernels), most)
-        # Of rows that fill fewer blocks, the others are no blocks.
-        real = [index * most + block for index, row in enumerate(rows) for block in range(step.full[row])]
-        if len(real) < len(rows) * most:
+        # Of sequences that fill fewer blocks, the others are no blocks.
+        real = [
+            index * most + block for index, sequence in enumerate(sequences) for block in range(step.full[sequence])
+        ]
+        if len(real) < len(sequences) * most:
             which = mx.array(real, mx.uint32)
             fresh = fresh._make(array[which] for array in fresh)
-        self._group.write(self._place, self._fresh_slots(step, before, rows), fresh)
+        self._group.write(self._place, self._fresh_slots(step, before, sequences), fresh)
         if step.rest is not None:
             self._keys = mx.take_along_axis(self._keys, step.rest, axis=2)
             self._values = mx.take_along_axis(self._values, step.rest, axis=2)
@@ -446,13 +458,14 @@ class PagedKVCache:
             self._keys = sealing.copied(self._keys[:, :, stop:])
             self._values = sealing.copied(self._values[:, :, stop:])
 
-    def _fresh_slots(self, step: Step, before: list[int], rows: Sequence[int]) -> mx.array:
+    def _fresh_slots(self, step: Step, before: list[int], sequences: Sequence[int]) -> mx.array:
         def make() -> mx.array:
             self._reach(step)
             tables = self._tables()
-            starts = [before[row] // BLOCK_TOKENS for row in rows]
+            starts = [before[sequence] // BLOCK_TOKENS for sequence in sequences]
             found = [
-                tables[row].numbers(start, start + step.full[row]) for row, start in zip(rows, starts, strict=True)
+                tables[sequence].numbers(start, start + step.full[sequence])
+                for sequence, start in zip(sequences, starts, strict=True)
             ]
             return mx.array([number for numbers in found for number in numbers], mx.uint32)
 
@@ -460,15 +473,15 @@ class PagedKVCache:
 
 
 def _with_open(before: mx.array, opened: mx.array) -> mx.array:
-    """Concatenates blocks and open blocks, (rows, kv_heads, tokens, dim), along the tokens."""
+    """Concatenates blocks and open blocks, (sequences, kv_heads, tokens, dim), along the tokens."""
     if before.size + opened.size <= JOINED_MAX:
         return mx.concatenate([before, opened], axis=2)
-    rows, heads, tokens, dim = before.shape
+    sequences, heads, tokens, dim = before.shape
     at_once = max(1, JOINED_MAX // ((tokens + opened.shape[2]) * dim))
     pairs = before.flatten(0, 1), opened.flatten(0, 1)
-    spans = [slice(first, first + at_once) for first in range(0, rows * heads, at_once)]
+    spans = [slice(first, first + at_once) for first in range(0, sequences * heads, at_once)]
     parts = [mx.concatenate([array[span] for array in pairs], axis=1) for span in spans]
-    return mx.concatenate(parts, axis=0).reshape(rows, heads, -1, dim)
+    return mx.concatenate(parts, axis=0).reshape(sequences, heads, -1, dim)
 
 
 def on_device(numbers: list[int]) -> mx.array:
@@ -476,7 +489,7 @@ def on_device(numbers: list[int]) -> mx.array:
     return mx.array(numbers) + 0
 
 
-def heads_of(rows: mx.array, slots: mx.array, kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
+def heads_of(sequences: mx.array, slots: mx.array, kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
     """As `DecodeView.heads`."""
     heads, blocks = mx.arange(kv_heads, dtype=mx.uint32), mx.arange(slots.size, dtype=mx.uint32)
-    return tuple(numbers[:, None] * kv_heads + heads for numbers in (rows, slots, blocks))  # type: ignore[return-value]
+    return tuple(numbers[:, None] * kv_heads + heads for numbers in (sequences, slots, blocks))  # type: ignore[return-value]

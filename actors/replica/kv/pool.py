@@ -1,9 +1,9 @@
 """The block pool: where a replica's sealed blocks lie, once each, whoever reads them.
 
 Layers that are alike form a *group*. A group has one array of slots for every kind of array of every layer, and a slot
-is one sealed block of all layers of the group, in the bytes that the disk and the wire carry. A running row reads its
-slots through a block table; kept prefixes, restores and other rows hold the same slots. A slot is free when nobody
-holds its `Slot` object any more, so joining, leaving and forking copy no sealed KV.
+is one sealed block of all layers of the group, in the bytes that the disk and the wire carry. A running sequence reads
+its slots through a block table; kept prefixes, restores and other sequences hold the same slots. A slot is free when
+nobody holds its `Slot` object any more, so joining, leaving and forking copy no sealed KV.
 
 Arrays of one layer, for S slots (`sealing.py` says what they mean):
 
@@ -131,7 +131,7 @@ class SlotGroup:
             self._grow(count - len(self._free))
 
     def blank(self) -> Slot:
-        """Returns a slot of zeros, the same one as long as somebody holds it. A row without a block reads it where
+        """Returns a slot of zeros, the same one as long as somebody holds it. A sequence without a block reads it where
         others have theirs: what is in any other slot may be no numbers, which a mask does not make zero."""
         slot = None if self._blank is None else self._blank()
         if slot is None:
@@ -239,18 +239,18 @@ class SlotGroup:
         return self._written[place]
 
     def gather(self, place: int, table: mx.array) -> Sealed:
-        """Blocks of a layer in rows, copied.
+        """Blocks of a layer in sequences, copied.
 
         Args:
-            table: (rows, blocks) uint32, slot numbers.
+            table: (sequences, blocks) uint32, slot numbers.
 
         Returns:
-            Them as `sealing.py` has rows of blocks.
+            Them as `sealing.py` has sequences of blocks.
         """
-        rows, blocks = table.shape
+        sequences, blocks = table.shape
         pool, numbers = self.layer(place), table.reshape(-1) + self._written[place]
         parts = zip(pool, token_axes(pool), strict=True)
-        return pool._make(_joined(array[numbers], rows, blocks, axis) for array, axis in parts)
+        return pool._make(_joined(array[numbers], sequences, blocks, axis) for array, axis in parts)
 
     def block(self, place: int, slot: Slot) -> Sealed:
         """Returns a copy of one block of a layer, with a first axis of 1. No view: while one lived, a write would copy
@@ -328,29 +328,29 @@ class SlotGroup:
         raise AssertionError(f"{self.capacity} slots, of which {len(held)} are held and {len(free)} free")
 
 
-def _joined(array: mx.array, rows: int, blocks: int, axis: int) -> mx.array:
-    """(rows * blocks, heads, a, b) -> (rows, heads, a, b), blocks after each other along `axis`; a copy."""
+def _joined(array: mx.array, sequences: int, blocks: int, axis: int) -> mx.array:
+    """(sequences * blocks, heads, a, b) -> (sequences, heads, a, b), blocks after each other along `axis`; a copy."""
     _, heads, a, b = array.shape
-    split = array.reshape(rows, blocks, heads, a, b)
+    split = array.reshape(sequences, blocks, heads, a, b)
     if axis == 2:
-        return split.transpose(0, 2, 1, 3, 4).reshape(rows, heads, blocks * a, b)
-    return split.transpose(0, 2, 3, 1, 4).reshape(rows, heads, a, blocks * b)
+        return split.transpose(0, 2, 1, 3, 4).reshape(sequences, heads, blocks * a, b)
+    return split.transpose(0, 2, 3, 1, 4).reshape(sequences, heads, a, blocks * b)
 
 
 def slots_of(sealed: Sealed, blocks: int) -> Sealed:
-    """Rows of blocks as slots, row after row: the inverse of `SlotGroup.gather`.
+    """Sequences of blocks as slots, sequence after sequence: the inverse of `SlotGroup.gather`.
 
     Args:
-        sealed: (rows, heads, ...), `blocks` blocks of each row.
+        sealed: (sequences, heads, ...), `blocks` blocks of each sequence.
     """
     found = []
     for array, axis in zip(sealed, token_axes(sealed), strict=True):
-        rows, heads, a, b = array.shape
+        sequences, heads, a, b = array.shape
         if axis == 2:
-            split = array.reshape(rows, heads, blocks, a // blocks, b).transpose(0, 2, 1, 3, 4)
+            split = array.reshape(sequences, heads, blocks, a // blocks, b).transpose(0, 2, 1, 3, 4)
         else:
-            split = array.reshape(rows, heads, a, blocks, b // blocks).transpose(0, 3, 1, 2, 4)
-        found.append(split.reshape(rows * blocks, *split.shape[2:]))
+            split = array.reshape(sequences, heads, a, blocks, b // blocks).transpose(0, 3, 1, 2, 4)
+        found.append(split.reshape(sequences * blocks, *split.shape[2:]))
     return sealed._make(found)
 
 
@@ -433,7 +433,7 @@ class BlockPool:
 
 @dataclass(slots=True)
 class BlockTable:
-    """A row's blocks in one group: `slots[i]` is block `first + i`; those before it are behind the window."""
+    """A sequence's blocks in one group: `slots[i]` is block `first + i`; those before it are behind the window."""
 
     slots: list[Slot]
     first: int = 0

@@ -1,6 +1,6 @@
-"""The prefix cache: KV of finished or prefilled rows, found again by block id. Pure: it never looks at the values.
+"""The prefix cache: KV of finished or prefilled sequences, found again by block id. Pure: it never looks at the values.
 
-Whole blocks are shared by id. The open tail after a row's last whole block is kept under its parent block's id and
+Whole blocks are shared by id. The open tail after a sequence's last whole block is kept under its parent block's id and
 matched token by token, so that even a short conversation is not prefilled twice.
 
 Not every kept prefix is enough for every layer: `ReuseRule` says what sliding-window and recurrent layers need, and

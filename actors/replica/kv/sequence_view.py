@@ -1,4 +1,5 @@
-"""Cutting a row's KV out of caches: sealed blocks as they lie in the pool, anything else copied in few operations."""
+"""Cutting a sequence's KV out of caches: sealed blocks as they lie in the pool, anything else copied in few
+operations."""
 
 from __future__ import annotations
 
@@ -14,90 +15,91 @@ from .paged_cache import PagedKVCache
 from .pool import Slot
 
 STACK_BYTES_MAX = 256 * 2**20
-"""The most that is copied of all rows of a batch to cut out one."""
+"""The most that is copied of all sequences of a batch to cut out one."""
 
 
 class Stacks:
-    """Copies of token spans of all layers and rows of a batch, from which several rows' slabs are cut.
+    """Copies of token spans of all layers and sequences of a batch, from which several sequences' slabs are cut.
 
-    A GPU takes as long for an operation on one row's block of one layer as on all rows' of all layers, and rows often
-    end at the same step. Valid until the batch's caches change.
+    A GPU takes as long for an operation on one sequence's block of one layer as on all sequences' of all layers, and
+    sequences often end at the same step. Valid until the batch's caches change.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Any, list[mx.array]] = {}
 
-    def row(self, span: Any, columns: Sequence[Columns], row: int) -> list[mx.array]:
-        """Returns copies of one row's part of `columns`.
+    def sequence(self, span: Any, columns: Sequence[Columns], sequence: int) -> list[mx.array]:
+        """Returns copies of one sequence's part of `columns`.
 
         Args:
-            span: key of the token span and layers, under which the copies of all rows are kept.
-            columns: per layer its arrays, all of equal shapes, `(rows, ...)`.
+            span: key of the token span and layers, under which the copies of all sequences are kept.
+            columns: per layer its arrays, all of equal shapes, `(sequences, ...)`.
 
         Returns:
             For each kind of array `(layers, ...)` in its dtype.
         """
         if span not in self._kept:
-            rows = columns[0][0].shape[0]
-            self._kept[span] = [array.reshape(len(columns), rows, *array.shape[1:]) for array in _stacked(columns)]
-        return [sealing.copied(array[:, row]) for array in self._kept[span]]
+            sequences = columns[0][0].shape[0]
+            self._kept[span] = [array.reshape(len(columns), sequences, *array.shape[1:]) for array in _stacked(columns)]
+        return [sealing.copied(array[:, sequence]) for array in self._kept[span]]
 
 
 Columns = Sequence[mx.array]
-"""A token span of one layer's arrays: keys and values, `(rows, kv_heads, ...)`."""
+"""A token span of one layer's arrays: keys and values, `(sequences, kv_heads, ...)`."""
 
 
 def _stacked(columns: Sequence[Columns]) -> list[mx.array]:
-    """Returns copies of layers' arrays of equal shapes, concatenated to `(layers * rows, ...)`."""
+    """Returns copies of layers' arrays of equal shapes, concatenated to `(layers * sequences, ...)`."""
     if len(columns) == 1:
         return [sealing.copied(array) for array in columns[0]]
     return [mx.concatenate(list(same), axis=0) for same in zip(*columns, strict=True)]
 
 
-class RowView:
-    """One row of caches, from which the executor cuts slabs.
+class SequenceView:
+    """One sequence of caches, from which the executor cuts slabs.
 
     Args:
-        caches: a batch's caches, or one row's own (then `row` is None).
+        caches: a batch's caches, or one sequence's own (then `sequence` is None).
         length: how many tokens have KV.
-        stacks: the batch's, if its rows are cut together.
+        stacks: the batch's, if its sequences are cut together.
     """
 
     def __init__(
         self,
         spec: ModelCacheSpec,
         caches: Sequence[Any],
-        row: int | None,
+        sequence: int | None,
         length: int,
         stacks: Stacks | None = None,
     ) -> None:
         self._spec = spec
         self._length = length
-        self._rows = slice(row or 0, (row or 0) + 1)
+        self._sequences = slice(sequence or 0, (sequence or 0) + 1)
         self._batch = batch_of(caches)
         self._stacks = stacks
         self._states: list[list[mx.array]] = []
-        # Per layer: a sealed cache, or keys and values, of this row or of all, and the position of their first token.
+        # Per layer: a sealed cache, or keys and values, of this sequence or of all, and the position of their first
+        # token.
         self._layers: list[PagedKVCache | tuple[mx.array, mx.array, int] | None] = []
-        padding: int | None = 0 if row is None else None
+        padding: int | None = 0 if sequence is None else None
         for layer, cache in zip(spec.layers, caches, strict=True):
             if layer.kind is LayerKind.RECURRENT:
                 self._layers.append(None)
-                self._states.append([array[self._rows] for array in cache.cache if array is not None])
+                self._states.append([array[self._sequences] for array in cache.cache if array is not None])
             elif layer.sealed:
                 self._layers.append(cache)
             elif layer.window:
-                single = cache if row is None else cache.extract(row)
+                single = cache if sequence is None else cache.extract(sequence)
                 keys, values = in_order(single)
                 self._layers.append((keys, values, length - keys.shape[2]))
             else:
                 if padding is None:
                     # Read once: it is the same in every layer, and reading it waits for the device.
-                    padding = int(cache.left_padding[row].item())
+                    padding = int(cache.left_padding[sequence].item())
                 self._layers.append((cache.keys, cache.values, -padding))
 
     def cut(self, start: int, stop: int) -> Slab | PooledBlock:
-        """The tokens [start, stop). They have a snapshot if they end where the row does.
+        """The tokens [start, stop). They have a snapshot if they end where the sequence does.
 
         If layers are sealed, the span must be one whole block, or a part of the open block from its begin.
         """
@@ -109,7 +111,7 @@ class RowView:
         assert self._batch is not None
         slots: list[Slot | None] = []
         nbytes = 0
-        for group, table in zip(self._batch.pool.groups, self._batch.tables[self._rows.start], strict=True):
+        for group, table in zip(self._batch.pool.groups, self._batch.tables[self._sequences.start], strict=True):
             held = table.first <= number
             slots.append(table.slots[number - table.first] if held else None)
             nbytes += group.slot_bytes if held else 0
@@ -132,22 +134,22 @@ class RowView:
         columns_of: dict[int, Columns] = {}
         for index, (layer, held) in enumerate(zip(self._spec.layers, self._layers, strict=True)):
             if isinstance(held, PagedKVCache):
-                columns_of[index] = self._tail(held, self._rows, start, stop)
+                columns_of[index] = self._tail(held, self._sequences, start, stop)
                 continue
             first = start + window_from if layer.window else start
             if held is None or first >= stop:
                 continue
             keys, values, origin = held
-            rows = slice(0, 1) if layer.window else self._rows
-            span = (rows, slice(None), slice(first - origin, stop - origin))
+            sequences = slice(0, 1) if layer.window else self._sequences
+            span = (sequences, slice(None), slice(first - origin, stop - origin))
             columns_of[index] = (keys[span], values[span])
         copies = self._copies(columns_of, start, stop)
         return Slab.of(len(self._layers), copies, stop - start, window_from, self._snapshot(stop))
 
-    def _tail(self, cache: PagedKVCache, rows: slice, start: int, stop: int) -> Columns:
+    def _tail(self, cache: PagedKVCache, sequences: slice, start: int, stop: int) -> Columns:
         whole = self._length // BLOCK_TOKENS * BLOCK_TOKENS
         assert start == whole, "only the open block can be cut"
-        return cache.tail(rows, stop - start)
+        return cache.tail(sequences, stop - start)
 
     def _copies(self, columns_of: dict[int, Columns], start: int, stop: int) -> dict[Layers, LayerKV]:
         """Copies layers of equal shapes and windows into shared arrays: they are kept and freed together, and an
@@ -174,4 +176,4 @@ class RowView:
             whole.append(self._tail(held, slice(None), start, stop))
         if len(whole) * sum(array.nbytes for array in whole[0]) > STACK_BYTES_MAX:
             return None
-        return self._stacks.row((start, stop, *layers), whole, self._rows.start)
+        return self._stacks.sequence((start, stop, *layers), whole, self._sequences.start)

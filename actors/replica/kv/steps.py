@@ -1,6 +1,8 @@
-"""The numbers of a call of the model: what every row has before and after it, and which columns its queries may see.
+"""The numbers of a call of the model: what every sequence has before and after it, and which columns its queries may
+see.
 
-Shapes and dtypes are `paged_cache.py`'s. On a GPU rows are padded, so that it meets few shapes. On a CPU columns are
+Shapes and dtypes are `paged_cache.py`'s. On a GPU sequences are padded, so that it meets few shapes. On a CPU columns
+are
 even in number: OpenBLAS does not multiply others (`blas.py`), and the BLAS that does is slow.
 """
 
@@ -16,7 +18,7 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import as_numpy, on_gpu, size_class
 
 Runs = Sequence[tuple[int, int]]
-"""[start, stop) of tokens of a row."""
+"""[start, stop) of tokens of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +26,14 @@ class Step:
     """The numbers of one call.
 
     Attributes:
-        opened: tokens in every row's open block before.
-        after: the rows' lengths after.
-        first: the first block of every row that its queries can see.
-        full: blocks that every row fills.
-        used: sealed blocks that the longest row's queries see, and padding.
+        opened: tokens in every sequence's open block before.
+        after: the sequences' lengths after.
+        first: the first block of every sequence that its queries can see.
+        full: blocks that every sequence fills.
+        used: sealed blocks that the longest sequence's queries see, and padding.
         columns: of the tail with the new tokens, and padding; even on a CPU.
-        rest: (rows, 1, 256, 1), which of them follow the blocks that are filled; None where none do, or in one row.
+        rest: (sequences, 1, 256, 1), which of them follow the blocks that are filled; None where none do, or in one
+            sequence.
         exact: whether sealed blocks are as computed, so that the blocks that the call fills need not be read as sealed.
     """
 
@@ -50,8 +53,8 @@ def first_block(length: int, window: int) -> int:
 
 
 def step_of(lengths: list[int], window: int, new: list[int], width: int | None = None, exact: bool = False) -> Step:
-    """The numbers of a call. If rows are padded to a `width`, tail and sealed blocks are too: together they have
-    `width` columns, and if rows had any before, a `size_class` of blocks more."""
+    """The numbers of a call. If sequences are padded to a `width`, tail and sealed blocks are too: together they have
+    `width` columns, and if sequences had any before, a `size_class` of blocks more."""
     opened = [length % BLOCK_TOKENS for length in lengths]
     ends = [o + more for o, more in zip(opened, new, strict=True)]
     full = [end // BLOCK_TOKENS for end in ends]
@@ -75,19 +78,19 @@ def step_of(lengths: list[int], window: int, new: list[int], width: int | None =
 def mask_of(
     step: Step, lengths: list[int], first: list[int], count: int, window: int, both_ways: Sequence[Runs] = ()
 ) -> mx.array | None:
-    """(rows, 1, count, columns) bool, true where a query may look; None where every query may look everywhere.
+    """(sequences, 1, count, columns) bool, true where a query may look; None where every query may look everywhere.
 
     Args:
-        count: queries of every row, of which those after its `new` are padding.
+        count: queries of every sequence, of which those after its `new` are padding.
         window: how many of the last tokens a query attends to; 0 for all.
-        both_ways: of every row the tokens that attend to each other, whatever the window; empty for none.
+        both_ways: of every sequence the tokens that attend to each other, whatever the window; empty for none.
     """
     alike = len(set(lengths)) == 1 and len(set(first)) == 1
     behind = window and first[0] * BLOCK_TOKENS <= lengths[0] - window
     if count == 1 and alike and not behind and step.columns == step.opened[0] + 1:
         return None
     before, after = mx.array(lengths)[:, None], mx.array(step.after)[:, None]
-    # A query in the padding sees what the row's last one sees: with nothing to see it would be no number.
+    # A query in the padding sees what the sequence's last one sees: with nothing to see it would be no number.
     queries = mx.minimum(before + mx.arange(count)[None], after - 1)[:, None, :, None]
     opened = (before // BLOCK_TOKENS * BLOCK_TOKENS)[:, None, None]
     blocks = mx.broadcast_to(opened, queries.shape) if step.exact else queries // BLOCK_TOKENS * BLOCK_TOKENS
@@ -108,18 +111,18 @@ def mask_of(
 
 
 def _own_runs(queries: np.ndarray, both_ways: Sequence[Runs]) -> tuple[mx.array, mx.array]:
-    """Returns the run that each query `(rows, count)` is in, as starts and stops, `(rows, 1, count, 1) int32`; the stop
-    is 0 for none."""
+    """Returns the run that each query `(sequences, count)` is in, as starts and stops, `(sequences, 1, count, 1)
+    int32`; the stop is 0 for none."""
     starts, stops = np.zeros(queries.shape, np.int32), np.zeros(queries.shape, np.int32)
-    for row, runs in enumerate(both_ways):
+    for sequence, runs in enumerate(both_ways):
         for start, stop in runs:
-            inside = (queries[row] >= start) & (queries[row] < stop)
-            starts[row, inside], stops[row, inside] = start, stop
+            inside = (queries[sequence] >= start) & (queries[sequence] < stop)
+            starts[sequence, inside], stops[sequence, inside] = start, stop
     return mx.array(starts)[:, None, :, None], mx.array(stops)[:, None, :, None]
 
 
 def seen_of(step: Step, window: int) -> mx.array | None:
-    """(rows, 1, 1, columns) bool, which columns of the tail a step of one token sees; None for all."""
+    """(sequences, 1, 1, columns) bool, which columns of the tail a step of one token sees; None for all."""
     if set(step.opened) == {step.columns - 1} and not window:
         return None
     opened, columns = mx.array(step.opened)[:, None, None, None], mx.arange(step.columns)

@@ -1,4 +1,5 @@
-"""Rows that decode in the same steps, but are computed one by one, for models that compute otherwise in company."""
+"""Sequences that decode in the same steps, but are computed one by one, for models that compute otherwise in
+company."""
 
 from __future__ import annotations
 
@@ -10,37 +11,37 @@ import mlx.core as mx
 from .caches import seal_filled
 
 
-class RowsApart:
-    """What stands for a batch's caches: every row has its own.
+class SequencesApart:
+    """What stands for a batch's caches: every sequence has its own.
 
     Attributes:
-        rows: a row's caches, one a layer.
+        sequences: a sequence's caches, one a layer.
     """
 
-    def __init__(self, rows: Sequence[list[Any]]) -> None:
-        self.rows = list(rows)
+    def __init__(self, sequences: Sequence[list[Any]]) -> None:
+        self.sequences = list(sequences)
 
-    def extend(self, other: RowsApart) -> None:
-        """Appends the rows of another batch."""
-        self.rows += other.rows
+    def extend(self, other: SequencesApart) -> None:
+        """Appends the sequences of another batch."""
+        self.sequences += other.sequences
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keeps only these rows, in this order."""
-        self.rows = [self.rows[row] for row in rows]
+    def keep(self, sequences: Sequence[int]) -> None:
+        """Keeps only these sequences, in this order."""
+        self.sequences = [self.sequences[sequence] for sequence in sequences]
 
     def seal_filled(self) -> None:
         """As `caches.seal_filled`."""
-        for caches in self.rows:
+        for caches in self.sequences:
             seal_filled(caches)
 
     def step(self, model: Any, inputs: mx.array, besides: Callable[[int], dict[str, Any]]) -> mx.array:
-        """Returns the logits `(rows, vocabulary)` after one token of every row, `inputs` `(rows,)`.
+        """Returns the logits `(sequences, vocabulary)` after one token of every sequence, `inputs` `(sequences,)`.
 
         Args:
-            besides: given a row's number, the model's other inputs for it.
+            besides: given a sequence's number, the model's other inputs for it.
         """
         logits = [
-            model(inputs[row : row + 1, None], cache=caches, **besides(row))[:, -1, :]
-            for row, caches in enumerate(self.rows)
+            model(inputs[sequence : sequence + 1, None], cache=caches, **besides(sequence))[:, -1, :]
+            for sequence, caches in enumerate(self.sequences)
         ]
         return mx.concatenate(logits, axis=0)

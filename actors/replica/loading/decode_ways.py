@@ -28,17 +28,17 @@ from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..kernels import gpu_kernels
 from ..kv.caches import ModelCacheSpec, Slab, merge, new_caches, new_pool, restore
 from ..kv.paged_cache import PagedKVCache, Reads
-from ..kv.sequence_view import RowView
+from ..kv.sequence_view import SequenceView
 
 logger = logging.getLogger(__name__)
 
 FAR_TOKENS_MAX = 131_072
-"""How long a row claims to be that shows whether recorded steps compute the same at a far position."""
+"""How long a sequence claims to be that shows whether recorded steps compute the same at a far position."""
 
 TIMED_STEPS, TIMED_ROUNDS = 8, 4
 SLOWER_MOST = 1.5
-"""A kernel that takes more than this of what dequantizing takes is not used. It is made for rows that are longer than
-those that are tried, so a little slower says nothing."""
+"""A kernel that takes more than this of what dequantizing takes is not used. It is made for sequences that are longer
+than those that are tried, so a little slower says nothing."""
 
 _FAILS = "fails:"
 _WHAT, _VERSION = "decode_way", 1
@@ -55,7 +55,7 @@ def fastest(
     """Tries the ways of this device, or takes what an earlier load found. What does not hold is logged.
 
     Args:
-        context_tokens: the most that a row has.
+        context_tokens: the most that a sequence has.
         findings: of this model with KV of this spec.
         pieces: what is tried ends one after each step, and after each layer of a prompt.
     """
@@ -165,26 +165,26 @@ def _why_not_compiled(
 def _batch_steps(
     model: Any, spec: ModelCacheSpec, step: CompiledStep | None, far_blocks: int, pieces: Pieces
 ) -> list[mx.array]:
-    """Returns the logits of some steps of rows of different lengths: more than a block, less, and `far_blocks`."""
+    """Returns the logits of some steps of sequences of different lengths: more than a block, less, and `far_blocks`."""
     pool, logits = new_pool(spec, kernels=True), []
 
-    def row() -> list[Any]:
+    def sequence() -> list[Any]:
         return new_caches(spec, make_prompt_cache(model), pool, Reads.KERNEL)
 
-    rows = [row(), row()]
-    _prefill(model, rows[0], BLOCK_TOKENS, pieces)
-    block = RowView(spec, rows[0], None, BLOCK_TOKENS).cut(0, BLOCK_TOKENS)
-    _prefill(model, rows[0], 2, pieces)
-    _prefill(model, rows[1], 3, pieces)
+    sequences = [sequence(), sequence()]
+    _prefill(model, sequences[0], BLOCK_TOKENS, pieces)
+    block = SequenceView(spec, sequences[0], None, BLOCK_TOKENS).cut(0, BLOCK_TOKENS)
+    _prefill(model, sequences[0], 2, pieces)
+    _prefill(model, sequences[1], 3, pieces)
     if far_blocks > 1:
         # Its blocks are all the same one, and cost no memory.
-        tail = RowView(spec, rows[0], None, BLOCK_TOKENS + 2).cut(BLOCK_TOKENS, BLOCK_TOKENS + 2)
+        tail = SequenceView(spec, sequences[0], None, BLOCK_TOKENS + 2).cut(BLOCK_TOKENS, BLOCK_TOKENS + 2)
         assert isinstance(tail, Slab)
-        rows.append(row())
-        restore(spec, rows[-1], [block] * far_blocks, tail, tail.tokens)
-    batch = merge(rows)
+        sequences.append(sequence())
+        restore(spec, sequences[-1], [block] * far_blocks, tail, tail.tokens)
+    batch = merge(sequences)
     for token in (0, 1, 0):
-        inputs = mx.array([token, 1 - token, token][: len(rows)], mx.uint32)
+        inputs = mx.array([token, 1 - token, token][: len(sequences)], mx.uint32)
         logits.append(model(inputs[:, None], cache=batch)[:, -1] if step is None else step(inputs, batch, {}))
         mx.eval(logits[-1])
         pieces.pause()

@@ -95,7 +95,7 @@ def load(
         adapter: a folder or Hub id of a LoRA or DoRA adapter as mlx-lm writes them.
         weights: see `prepare_weights`.
         kv: how KV is kept, one of `POLICIES`; `auto` chooses, see `kv_choice`.
-        numerics: `fast` lets a decode step read sealed blocks in the pool, and a kernel multiply few rows;
+        numerics: `fast` lets a decode step read sealed blocks in the pool, and a kernel multiply few sequences;
             `reproducible` lets it compute as prefill does, bit for bit, and encodes pictures one by one.
         digests: a file for the digests of the model's files.
         trials: a file for what is found of the model by running it: what is there is not looked for again.
@@ -159,8 +159,8 @@ def load(
 
 
 def _plain(how: _How, running: _Running, files: dict[str, str], context_tokens: int) -> LoadedModel:
-    """Returns a model as mlx-lm runs it, before anything else is proven of it: a row at a time, for text, its KV in the
-    model's own caches and never used again."""
+    """Returns a model as mlx-lm runs it, before anything else is proven of it: a sequence at a time, for text, its KV
+    in the model's own caches and never used again."""
     identity = ModelIdentity(files=files, computing=_computing(how, running, f"{FULL_PRECISION}.1"))
     return LoadedModel(
         model=running.model,

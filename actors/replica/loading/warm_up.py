@@ -1,7 +1,8 @@
 """Runs work of usual shapes in advance, for devices that compile kernels and plan attention for every new shape.
 
 CUDA does that at the first use of a shape, and a step waits for it: kernels for seconds, plans for 50 ms. A replica
-meets them while nobody asks for anything: what a single short conversation needs first, then batches of more rows, and
+meets them while nobody asks for anything: what a single short conversation needs first, then batches of more sequences,
+    and
 prompts of all padded lengths that go on after histories of all padded lengths.
 """
 
@@ -20,7 +21,7 @@ from ..device.device import device_bytes, size_class
 from ..device.device_errors import DeviceFailed
 from ..execution.executor import SHAPE_TOKENS, BatchExecutor
 from ..execution.loaded_model import LoadedModel
-from ..execution.vision import RowPictures, Vision
+from ..execution.vision import SequencePictures, Vision
 from ..kv.attention import FEW_QUERIES
 from ..kv.caches import PooledBlock, Slab
 
@@ -28,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 ROWS = (2, 4, 8, 16, 32)
 MEMORY_FRACTION = 1 / 16
-"""Share of the free memory for the made-up rows."""
+"""Share of the free memory for the made-up sequences."""
 
 PICTURE_SIDE = 448
 """Side of the made-up picture, pixels."""
 
 Piece = Callable[[], Iterator[None]]
-"""Runs one step of its work each time it is asked for the next one, and holds its rows until then."""
+"""Runs one step of its work each time it is asked for the next one, and holds its sequences until then."""
 
 HISTORY_TOKENS_MAX = 2**17
 TOGETHER = (2, 8)
@@ -45,8 +46,8 @@ STEPS = 16
 
 
 def meet_usual(loaded: LoadedModel) -> None:
-    """Runs one row: prompts up to a block, and an answer that fills a block; and a picture from its pixels on. What
-    fails is only logged.
+    """Runs one sequence: prompts up to a block, and an answer that fills a block; and a picture from its pixels on.
+    What fails is only logged.
 
     Args:
         loaded: the model; its arrays belong to the calling thread.
@@ -73,16 +74,16 @@ class WarmUp:
     """
 
     def __init__(self, loaded: LoadedModel, chunk_tokens: int) -> None:
-        per_row = loaded.spec.bytes_per_row + 2 * BLOCK_TOKENS * loaded.spec.bytes_per_token
-        rows_max = device_bytes(free=True) * MEMORY_FRACTION / per_row
+        per_sequence = loaded.spec.bytes_per_sequence + 2 * BLOCK_TOKENS * loaded.spec.bytes_per_token
+        sequences_max = device_bytes(free=True) * MEMORY_FRACTION / per_sequence
         self._pieces: deque[Piece] = deque()
         self._steps: Iterator[None] = iter(())
         self._pieces += _pieces_of(loaded, 1)
         if loaded.vision is not None:
             self._pieces.append(partial(_seen, loaded, loaded.vision))
-        for rows in ROWS:
-            if rows <= rows_max:
-                self._pieces += _pieces_of(loaded, rows)
+        for sequences in ROWS:
+            if sequences <= sequences_max:
+                self._pieces += _pieces_of(loaded, sequences)
         self._pieces += _histories(loaded, chunk_tokens)
 
     def step(self) -> bool:
@@ -100,11 +101,11 @@ class WarmUp:
         return True
 
 
-def _pieces_of(loaded: LoadedModel, rows: int) -> Iterator[Piece]:
+def _pieces_of(loaded: LoadedModel, sequences: int) -> Iterator[Piece]:
     for length in range(SHAPE_TOKENS, BLOCK_TOKENS + 1, SHAPE_TOKENS):
-        yield partial(_prefill, loaded, rows, length)
-    for spread in (0, 1) if rows > 1 else (0,):
-        yield partial(_decode, loaded, rows, spread)
+        yield partial(_prefill, loaded, sequences, length)
+    for spread in (0, 1) if sequences > 1 else (0,):
+        yield partial(_decode, loaded, sequences, spread)
 
 
 def _histories(loaded: LoadedModel, chunk_tokens: int) -> Iterator[Piece]:
@@ -119,8 +120,8 @@ def _histories(loaded: LoadedModel, chunk_tokens: int) -> Iterator[Piece]:
         own = 1 + length // BLOCK_TOKENS
         for blocks in histories:
             if own <= blocks and blocks * BLOCK_TOKENS + length <= most:
-                for rows in (1, *TOGETHER) if length <= FEW_QUERIES else (1,):
-                    yield partial(_go_on, loaded, rows, blocks - own, length)
+                for sequences in (1, *TOGETHER) if length <= FEW_QUERIES else (1,):
+                    yield partial(_go_on, loaded, sequences, blocks - own, length)
                 if length <= FEW_QUERIES:
                     break
 
@@ -136,7 +137,7 @@ def _seen(loaded: LoadedModel, vision: Vision) -> Iterator[None]:
 def _see(loaded: LoadedModel, vision: Vision) -> None:
     """Runs a picture from its pixels to a first token."""
     span, embeddings = vision.example(PICTURE_SIDE)
-    pictures, tokens = RowPictures([(0, len(span.tokens))], {0: embeddings}), list(span.tokens)
+    pictures, tokens = SequencePictures([(0, len(span.tokens))], {0: embeddings}), list(span.tokens)
     vision.set_positions(pictures, tokens, [(span.grid, False)])
     executor = BatchExecutor(loaded)
     executor.open("", [], None, 0, pictures)
@@ -146,33 +147,34 @@ def _see(loaded: LoadedModel, vision: Vision) -> None:
     executor.leave([""])
 
 
-def _prefill(loaded: LoadedModel, rows: int, length: int) -> Iterator[None]:
+def _prefill(loaded: LoadedModel, sequences: int, length: int) -> Iterator[None]:
     """Prefills prompts of one length."""
     executor = BatchExecutor(loaded)
-    for row in range(rows):
-        executor.open(str(row), [], None, 0)
-    executor.prefill([(str(row), [0] * length) for row in range(rows)])
+    for sequence in range(sequences):
+        executor.open(str(sequence), [], None, 0)
+    executor.prefill([(str(sequence), [0] * length) for sequence in range(sequences)])
     yield
 
 
-def _go_on(loaded: LoadedModel, rows: int, blocks: int, length: int) -> Iterator[None]:
+def _go_on(loaded: LoadedModel, sequences: int, blocks: int, length: int) -> Iterator[None]:
     """Prefills prompts after histories of so many blocks, which are one block again and again, and a token."""
     executor = BatchExecutor(loaded)
     executor.open("history", [], None, 0)
     executor.prefill([("history", [0] * (BLOCK_TOKENS + 1))])
     block, tail = executor.cut("history", [(0, BLOCK_TOKENS), (BLOCK_TOKENS, BLOCK_TOKENS + 1)])
     assert isinstance(block, PooledBlock) and isinstance(tail, Slab)
-    for row in range(rows):
-        executor.open(str(row), [block] * blocks, tail, 1)
-    executor.prefill([(str(row), [0] * length) for row in range(rows)])
+    for sequence in range(sequences):
+        executor.open(str(sequence), [block] * blocks, tail, 1)
+    executor.prefill([(str(sequence), [0] * length) for sequence in range(sequences)])
     yield
 
 
-def _decode(loaded: LoadedModel, rows: int, spread: int) -> Iterator[None]:
-    """Decodes rows of equal lengths, which need no mask, or of different ones; each fills a block. Then some leave."""
+def _decode(loaded: LoadedModel, sequences: int, spread: int) -> Iterator[None]:
+    """Decodes sequences of equal lengths, which need no mask, or of different ones; each fills a block. Then some
+    leave."""
     executor = BatchExecutor(loaded)
-    names = [str(row) for row in range(rows)]
-    prompts = {name: [0] * (PROMPT_TOKENS + spread * (row % 8)) for row, name in enumerate(names)}
+    names = [str(sequence) for sequence in range(sequences)]
+    prompts = {name: [0] * (PROMPT_TOKENS + spread * (sequence % 8)) for sequence, name in enumerate(names)}
     for name in names:
         executor.open(name, [], None, 0)
     executor.prefill(list(prompts.items()))

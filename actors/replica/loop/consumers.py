@@ -1,5 +1,6 @@
-"""The consumers of a replica's tokens. A *consumer* is a process that submits rows and polls frames with the updates of
-all its rows. If it stops polling, its lease runs out and its rows are removed. Everything here runs on one event loop.
+"""The consumers of a replica's tokens. A *consumer* is a process that submits sequences and polls frames with the
+updates of all its sequences. If it stops polling, its lease runs out and its sequences are removed. Everything here
+runs on one event loop.
 
 Each frame is the answer of a call, not an item of a generator: before a generator ends Ray waits on the event loop
 until every item is acknowledged, so one reader that is cut off would block all others for minutes.
@@ -15,19 +16,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ....cluster.timing import Timing
-from ...protocol.replica_messages import RowUpdate
+from ...protocol.replica_messages import SequenceUpdate
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Consumer:
-    """One reader of frames. `updates` has what it has not taken yet, bounded by its rows' `max_tokens`; `frames` counts
-    the frames that it was given; `seen` is the time of its last call."""
+    """One reader of frames. `updates` has what it has not taken yet, bounded by its sequences' `max_tokens`; `frames`
+    counts the frames that it was given; `seen` is the time of its last call."""
 
     seen: float
-    updates: dict[str, RowUpdate] = field(default_factory=dict)
-    rows: set[str] = field(default_factory=set)
+    updates: dict[str, SequenceUpdate] = field(default_factory=dict)
+    sequences: set[str] = field(default_factory=set)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     frames: int = 0
 
@@ -36,7 +37,7 @@ class Consumers:
     """The consumers of one replica.
 
     Args:
-        abort: takes rows out, by request id.
+        abort: takes sequences out, by request id.
         timing: `report_s` without news make an empty frame, as Ray takes 14 s to notice that a machine is gone.
     """
 
@@ -45,25 +46,25 @@ class Consumers:
         self._consumers: dict[str, _Consumer] = {}
         self._reaper = asyncio.get_running_loop().create_task(self._reap())
 
-    def rows(self, consumer: str) -> set[str]:
-        """Returns the ids of the consumer's rows; callers add and remove ids in it."""
-        return self._consumer(consumer).rows
+    def sequences(self, consumer: str) -> set[str]:
+        """Returns the ids of the consumer's sequences; callers add and remove ids in it."""
+        return self._consumer(consumer).sequences
 
-    def forget_rows(self, request_ids: Iterable[str]) -> None:
-        """Removes rows that were aborted before the engine knew them."""
+    def forget_sequences(self, request_ids: Iterable[str]) -> None:
+        """Removes sequences that were aborted before the engine knew them."""
         ids = set(request_ids)
         for state in self._consumers.values():
-            state.rows -= ids
+            state.sequences -= ids
 
-    async def next_frame(self, consumer: str, number: int) -> list[RowUpdate] | None:
-        """Waits for updates of the consumer's rows, and renews its lease.
+    async def next_frame(self, consumer: str, number: int) -> list[SequenceUpdate] | None:
+        """Waits for updates of the consumer's sequences, and renews its lease.
 
         Args:
             number: how many frames it has had. 0 registers it.
 
         Returns:
-            None if it is not known here (any more), or a frame was lost on the way: its rows are not to be trusted.
-            Nothing new within `report_s` is an empty list.
+            None if it is not known here (any more), or a frame was lost on the way: its sequences are not to be
+            trusted. Nothing new within `report_s` is an empty list.
         """
         state = self._consumer(consumer) if number == 0 else self._consumers.get(consumer)
         if state is None:
@@ -79,17 +80,17 @@ class Consumers:
         updates, state.updates = state.updates, {}
         return list(updates.values())
 
-    def deliver(self, updates: dict[str, list[RowUpdate]]) -> None:
+    def deliver(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         """Adds updates, by consumer, to the next frames."""
-        for name, rows in updates.items():
+        for name, sequences in updates.items():
             consumer = self._consumers.get(name)
             if consumer is None:
                 continue
-            for update in rows:
+            for update in sequences:
                 before = consumer.updates.get(update.request_id)
                 consumer.updates[update.request_id] = update if before is None else _merge(before, update)
                 if update.finish is not None:
-                    consumer.rows.discard(update.request_id)
+                    consumer.sequences.discard(update.request_id)
             consumer.ready.set()
 
     def _consumer(self, name: str) -> _Consumer:
@@ -105,14 +106,14 @@ class Consumers:
             lease_s = self._timing.consumer_lease_s
             for name in [name for name, state in self._consumers.items() if now - state.seen > lease_s]:
                 state = self._consumers.pop(name)
-                logger.warning("the lease of consumer %s ran out; its %d rows end", name, len(state.rows))
-                rows = list(state.rows)
-                state.rows.clear()
-                await self._abort(rows)
+                logger.warning("the lease of consumer %s ran out; its %d sequences end", name, len(state.sequences))
+                sequences = list(state.sequences)
+                state.sequences.clear()
+                await self._abort(sequences)
                 state.ready.set()
 
 
-def _merge(before: RowUpdate, update: RowUpdate) -> RowUpdate:
+def _merge(before: SequenceUpdate, update: SequenceUpdate) -> SequenceUpdate:
     return replace(
         update,
         tokens=before.tokens + update.tokens,

@@ -1,4 +1,4 @@
-"""The decode loop: one pipelined step of all rows, and preemption."""
+"""The decode loop: one pipelined step of all sequences, and preemption."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class DecodeLoop:
         self._delivery = delivery
 
     def step(self) -> bool:
-        """Decodes one token of every row. Returns False if no row decodes."""
+        """Decodes one token of every sequence. Returns False if no sequence decodes."""
         decoding = self._scheduler.decoding()
         if not decoding:
             return False
         delivery = self._delivery
         delivery.check()
-        self._keeping.before_step([delivery.rows[request_id] for request_id in decoding])
+        self._keeping.before_step([delivery.sequences[request_id] for request_id in decoding])
         started = time.perf_counter()
         try:
             delivered = self._begin_answers()
             ready = self._executor.step()
         except Exception:
             logger.exception(
-                "a decode step of %d rows failed; its rows run again alone", len(self._scheduler.decoding())
+                "a decode step of %d sequences failed; its sequences run again alone", len(self._scheduler.decoding())
             )
             self._executor.clear_batch()
             for request_id in self._scheduler.batch_failed():
@@ -53,31 +53,32 @@ class DecodeLoop:
         self._pace.note_step(time.perf_counter() - started)
         delivery.counters.steps += 1
         for drawn in ready:
-            if drawn.row_id in delivered:
-                # Further ones of this row come with the same step.
-                delivered.remove(drawn.row_id)
-            elif drawn.row_id in delivery.rows:
+            if drawn.sequence_id in delivered:
+                # Further ones of this sequence come with the same step.
+                delivered.remove(drawn.sequence_id)
+            elif drawn.sequence_id in delivery.sequences:
                 delivery.tell_next(drawn)
         delivery.check()
         return True
 
     def _begin_answers(self) -> set[str]:
-        """Delivers first tokens before the next step is launched, unless they end their rows. Returns the ids of the
-        rows."""
-        delivered = {drawn.row_id for drawn in self._executor.first() if self._delivery.tell_first(drawn)}
+        """Delivers first tokens before the next step is launched, unless they end their sequences. Returns the ids of
+        the sequences."""
+        delivered = {drawn.sequence_id for drawn in self._executor.first() if self._delivery.tell_first(drawn)}
         if delivered:
             self._delivery.flush()
         return delivered
 
     def send_back(self, request_id: str) -> None:
-        """Takes a preempted row out of the batch and keeps its KV. Its last token is delivered first, so that the row
+        """Takes a preempted sequence out of the batch and keeps its KV. Its last token is delivered first, so that the
+        sequence
         continues exactly where its KV ends: recurrent layers cannot continue elsewhere."""
         delivery = self._delivery
-        sequence = delivery.rows[request_id]
+        sequence = delivery.sequences[request_id]
         drawn = self._executor.drawn(request_id)
         if drawn is not None:
             delivery.tell_next(drawn)
-            if request_id not in delivery.rows:
+            if request_id not in delivery.sequences:
                 return
         self._keeping.keep(sequence, returns=True)
         delivery.vacate(sequence)

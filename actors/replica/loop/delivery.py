@@ -1,6 +1,7 @@
-"""Delivers rows' tokens: updates by consumer, handed out together once a step.
+"""Delivers sequences' tokens: updates by consumer, handed out together once a step.
 
-The end of a row is its last update, so rows end here: their KV is kept, and everything that they hold is released.
+The end of a sequence is its last update, so sequences end here: their KV is kept, and everything that they hold is
+released.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ....cluster.errors import GenerationFailed, SatchelError
-from ...protocol.replica_messages import RowUpdate
+from ...protocol.replica_messages import SequenceUpdate
 from ..device.device_errors import DeviceFailed
 from ..execution.executor import BatchExecutor, Ready
 from ..memory.keeping import Keeping
 from ..memory.restores import Restores
-from ..memory.sequence_memory import RowMemory, Sequence
+from ..memory.sequence_memory import Sequence, SequenceMemory
 from ..scheduling.scheduler import Scheduler
 from .encode_queue import PictureQueue
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Outbox(Protocol):
-    def __call__(self, updates: dict[str, list[RowUpdate]]) -> None:
+    def __call__(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         """Takes one step's updates by consumer. Called on the engine's thread; must not block."""
 
 
@@ -45,29 +46,29 @@ class Counters:
 
 
 class Delivery:
-    """The accepted rows, their updates and their ends. Used on the engine's thread.
+    """The accepted sequences, their updates and their ends. Used on the engine's thread.
 
     Args:
         end_tokens: the model's end-of-sequence tokens.
         outbox: receives the updates, once a step.
 
     Attributes:
-        rows: rows that were accepted and have not ended, by request id.
-        told: tokens that were told, and rows that were completed.
+        sequences: sequences that were accepted and have not ended, by request id.
+        told: tokens that were told, and sequences that were completed.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         executor: BatchExecutor,
-        memory: RowMemory,
+        memory: SequenceMemory,
         keeping: Keeping,
         pictures: PictureQueue,
         restores: Restores,
         end_tokens: frozenset[int],
         outbox: Outbox,
     ) -> None:
-        self.rows: dict[str, Sequence] = {}
+        self.sequences: dict[str, Sequence] = {}
         self.counters = Counters()
         self._scheduler = scheduler
         self._executor = executor
@@ -77,24 +78,24 @@ class Delivery:
         self._restores = restores
         self._end_tokens = end_tokens
         self._outbox = outbox
-        self._out: dict[str, list[RowUpdate]] = defaultdict(list)
+        self._out: dict[str, list[SequenceUpdate]] = defaultdict(list)
         self._failed: DeviceFailed | None = None
         self.told = 0
 
     def begin(self, sequence: Sequence) -> None:
-        """Adds an accepted row."""
-        self.rows[sequence.id] = sequence
+        """Adds an accepted sequence."""
+        self.sequences[sequence.id] = sequence
         self.counters.requests += 1
         self.counters.prompt_tokens += len(sequence.tokens)
 
     # Tokens.
 
     def tell_next(self, drawn: Ready) -> None:
-        """Delivers a row's next token, and ends the row if it is the last."""
+        """Delivers a sequence's next token, and ends the sequence if it is the last."""
         if drawn.failure:
-            self.fail(drawn.row_id, drawn.failure)
+            self.fail(drawn.sequence_id, drawn.failure)
             return
-        sequence = self.rows[drawn.row_id]
+        sequence = self.sequences[drawn.sequence_id]
         update = self._update_of(sequence, drawn)
         self._note_drawn(sequence, drawn)
         if update.finish is None:
@@ -104,8 +105,8 @@ class Delivery:
 
     def tell_first(self, drawn: Ready) -> bool:
         """Delivers a first token before the step that returns it again. Returns False, and does nothing, if the token
-        ends its row: that waits for the step."""
-        sequence = self.rows[drawn.row_id]
+        ends its sequence: that waits for the step."""
+        sequence = self.sequences[drawn.sequence_id]
         update = self._update_of(sequence, drawn)
         if drawn.failure or update.finish is not None:
             return False
@@ -113,25 +114,25 @@ class Delivery:
         self.tell(sequence, update)
         return True
 
-    def _update_of(self, sequence: Sequence, drawn: Ready) -> RowUpdate:
-        """Returns the update of a row's next token."""
-        scheduled, sampling, token = self._scheduler.row(drawn.row_id), sequence.request.sampling, drawn.token
+    def _update_of(self, sequence: Sequence, drawn: Ready) -> SequenceUpdate:
+        """Returns the update of a sequence's next token."""
+        scheduled, sampling, token = self._scheduler.sequence(drawn.sequence_id), sequence.request.sampling, drawn.token
         assert scheduled is not None
         # A grammar allows an end token only at its end, after which nothing could follow.
         ends = token in self._end_tokens and (not sampling.ignore_eos or bool(sampling.grammar))
         stopped = ends or token in sampling.stop_token_ids
         finish = "stop" if stopped else "length" if scheduled.generated + 1 >= scheduled.max_tokens else None
         logprobs = None if drawn.logprobs is None else [drawn.logprobs]
-        return RowUpdate(drawn.row_id, [token], finish, logprobs=logprobs)
+        return SequenceUpdate(drawn.sequence_id, [token], finish, logprobs=logprobs)
 
     def _note_drawn(self, sequence: Sequence, drawn: Ready) -> None:
-        self._scheduler.decoded(drawn.row_id)
+        self._scheduler.decoded(drawn.sequence_id)
         sequence.tokens.append(drawn.token)
         sequence.emitted += 1
         self.counters.generated_tokens += 1
         self.told += 1
 
-    def tell(self, sequence: Sequence, update: RowUpdate) -> None:
+    def tell(self, sequence: Sequence, update: SequenceUpdate) -> None:
         """Queues an update for the next `flush`."""
         self._out[sequence.request.consumer].append(update)
 
@@ -143,27 +144,27 @@ class Delivery:
 
     # Ends.
 
-    def finish(self, sequence: Sequence, last: RowUpdate) -> None:
-        """Ends a row that is complete, and keeps its KV."""
+    def finish(self, sequence: Sequence, last: SequenceUpdate) -> None:
+        """Ends a sequence that is complete, and keeps its KV."""
         self._keep(sequence, ended=True)
         self._scheduler.finish(sequence.id)
         self._leave(sequence.id, last)
         self.told += 1
 
     def end(self, request_id: str, finish: str, error: SatchelError | None = None, *, ended: bool = False) -> None:
-        """Ends a row without a further token, and keeps its KV. The scheduler may have dropped it already.
+        """Ends a sequence without a further token, and keeps its KV. The scheduler may have dropped it already.
 
         Args:
             ended: whether the answer is complete, not aborted.
         """
-        self._keep(self.rows[request_id], ended=ended)
-        if self._scheduler.row(request_id) is not None:
+        self._keep(self.sequences[request_id], ended=ended)
+        if self._scheduler.sequence(request_id) is not None:
             self._scheduler.finish(request_id)
-        self._leave(request_id, RowUpdate(request_id, [], finish, error=error.to_wire() if error else None))
+        self._leave(request_id, SequenceUpdate(request_id, [], finish, error=error.to_wire() if error else None))
 
     def _keep(self, sequence: Sequence, *, ended: bool) -> None:
-        """Keeps a row's KV. If the device has failed, the row ends all the same, and `check` says so: what it was told
-        is right, and others that end with it must not be forgotten."""
+        """Keeps a sequence's KV. If the device has failed, the sequence ends all the same, and `check` says so: what it
+        was told is right, and others that end with it must not be forgotten."""
         if self._failed is None:
             try:
                 self._keeping.keep(sequence, ended=ended)
@@ -174,19 +175,19 @@ class Delivery:
         """To be called before anything else is read from the device.
 
         Raises:
-            DeviceFailed: it failed while rows ended.
+            DeviceFailed: it failed while sequences ended.
         """
         if self._failed is not None:
             error, self._failed = self._failed, None
             raise error
 
     def fail(self, request_id: str, why: str) -> None:
-        """Ends a row with an error, and drops its KV, which is useless."""
+        """Ends a sequence with an error, and drops its KV, which is useless."""
         self._scheduler.finish(request_id)
-        self._leave(request_id, RowUpdate(request_id, [], "error", error=GenerationFailed(why).to_wire()))
+        self._leave(request_id, SequenceUpdate(request_id, [], "error", error=GenerationFailed(why).to_wire()))
 
     def attempt(self, request_id: str, action: Callable[..., None], *arguments: Any) -> None:
-        """Runs an action on one row; if it raises, only that row ends."""
+        """Runs an action on one sequence; if it raises, only that sequence ends."""
         try:
             action(*arguments)
         except Exception as error:
@@ -195,14 +196,14 @@ class Delivery:
                 error = GenerationFailed(f"generation failed: {type(error).__name__}")
             self.end(request_id, "error", error)
 
-    def _leave(self, request_id: str, last: RowUpdate) -> None:
-        sequence = self.rows.pop(request_id)
+    def _leave(self, request_id: str, last: SequenceUpdate) -> None:
+        sequence = self.sequences.pop(request_id)
         self._pictures.leave(request_id)
         self.vacate(sequence)
         self.tell(sequence, last)
 
     def vacate(self, sequence: Sequence) -> None:
-        """Releases what a row holds in memory and in the executor. A preempted row comes back later."""
+        """Releases what a sequence holds in memory and in the executor. A preempted sequence comes back later."""
         self._restores.leave(sequence.id)
         self._memory.leave(sequence)
         self._executor.leave([sequence.id])

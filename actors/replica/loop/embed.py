@@ -1,8 +1,8 @@
 """The embedding loop: texts that become vectors, in steps that take turns with prefill.
 
-A step that embeds does not prefill, so rows that decode wait no longer for either than for prefill alone. The budget of
-both is the same, and what embedding takes is measured with prefill: both run tokens through the model and make no
-logits of them.
+A step that embeds does not prefill, so sequences that decode wait no longer for either than for prefill alone. The
+budget of both is the same, and what embedding takes is measured with prefill: both run tokens through the model and
+make no logits of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .delivery import Counters
 logger = logging.getLogger(__name__)
 
 LONG_TEXT_PART = 4
-"""The caches of a long text take at most this part of a replica's memory (a quarter): rows keep the rest."""
+"""The caches of a long text take at most this part of a replica's memory (a quarter): sequences keep the rest."""
 
 Reply = Callable[[PooledTexts | SatchelError], None]
 
@@ -181,7 +181,7 @@ class EmbedLoop:
         """Computes one batch or chunk. Returns False if there was nothing to do.
 
         Args:
-            decoding: whether rows decode meanwhile.
+            decoding: whether sequences decode meanwhile.
         """
         for request_id in self.queue.expired(time.monotonic()):
             self.end(request_id, DeadlineExceeded("the request's deadline has passed"))

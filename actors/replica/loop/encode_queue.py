@@ -1,10 +1,12 @@
-"""Encodes rows' pictures before the rows reach the scheduler.
+"""Encodes sequences' pictures before the sequences reach the scheduler.
 
 Encoding a picture takes as long as many decode steps, so it runs beside them, on a thread and a stream of its own. On a
 GPU pictures of one layout are encoded together, because one alone does not use the device. The next picture is of one
-of the most urgent rows, of these of the tenant and flow that was given least (`fairness.py`), and of these of the row
-that has had least encoder time: many pictures of one row do not delay the only one of another (fair queueing, Demers et
-al. 1989). A picture that was encoded for another row costs nothing.
+of the most urgent sequences, of these of the tenant and flow that was given least (`fairness.py`), and of these of the
+sequence
+that has had least encoder time: many pictures of one sequence do not delay the only one of another (fair queueing,
+    Demers et
+al. 1989). A picture that was encoded for another sequence costs nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from ...model_files.processors import SpanLayout
 from ...protocol.media_ids import embeddings_id, is_media_token, name_at
 from ...protocol.replica_messages import GenerateRequest, MediaSpan
 from ..device.device import settle
-from ..execution.vision import ImageEmbeddings, RowPictures, Vision
+from ..execution.vision import ImageEmbeddings, SequencePictures, Vision
 from ..memory.embedding_cache import EmbeddingCache
 from ..memory.embedding_tier import EmbeddingTier
 from ..memory.sequence_memory import Sequence
 from ..scheduling.fairness import FairShares
-from ..scheduling.scheduler import ScheduledRow
+from ..scheduling.scheduler import ScheduledSequence
 
 logger = logging.getLogger(__name__)
 
@@ -57,20 +59,20 @@ _Job = tuple[Future[_Made], Callable[[], _Made]]
 
 
 @dataclass
-class _PicturedRow:
-    """A row that waits for its pictures. `missing` has the `features_id` of each by its index; `had_s` is the encoder
-    time that it was given, seconds, starting at the current share for rows that come later."""
+class _PicturedSequence:
+    """A sequence that waits for its pictures. `missing` has the `features_id` of each by its index; `had_s` is the
+    encoder time that it was given, seconds, starting at the current share for sequences that come later."""
 
     sequence: Sequence
-    scheduled: ScheduledRow
+    scheduled: ScheduledSequence
     missing: dict[int, bytes]
     had_s: float
 
 
 @dataclass(frozen=True)
 class _Encoding:
-    """Pictures that are being encoded, as (row, index), and the future of their image embeddings and the seconds that
-    they took."""
+    """Pictures that are being encoded, as (sequence, index), and the future of their image embeddings and the seconds
+    that they took."""
 
     pictures: list[_Picture]
     made: Future[_Made]
@@ -88,11 +90,11 @@ def _encode_forever(jobs: SimpleQueue[_Job]) -> None:
 
 
 class PictureQueue:
-    """The rows that wait for their pictures, and the cache of image embeddings. For the engine's thread.
+    """The sequences that wait for their pictures, and the cache of image embeddings. For the engine's thread.
 
     Args:
         vision: None for a model that takes no pictures.
-        bytes_max: bytes for image embeddings that no row needs any more.
+        bytes_max: bytes for image embeddings that no sequence needs any more.
         disk: stores those of agents; None if nothing is written.
         wake: called on another thread when a picture has been encoded.
 
@@ -108,11 +110,11 @@ class PictureQueue:
         self._vision, self._disk, self._wake = vision, disk, wake
         self._jobs: SimpleQueue[_Job] | None = None
         self._encoding: _Encoding | None = None
-        self._waiting: dict[str, _PicturedRow] = {}
-        # The encoder time of a row that was always waiting.
+        self._waiting: dict[str, _PicturedSequence] = {}
+        # The encoder time of a sequence that was always waiting.
         self._share_s = 0.0
         self._shares = FairShares()
-        # By row the image embeddings that it needs until it is prefilled.
+        # By sequence the image embeddings that it needs until it is prefilled.
         self._holding: dict[str, dict[int, ImageEmbeddings]] = {}
 
     def __len__(self) -> int:
@@ -120,7 +122,7 @@ class PictureQueue:
 
     @property
     def pending_tokens(self) -> int:
-        """Prompt tokens of the rows that wait here."""
+        """Prompt tokens of the sequences that wait here."""
         return sum(waiting.scheduled.prompt for waiting in list(self._waiting.values()))
 
     def refusal(self, media: list[MediaSpan], prompt: list[int]) -> SatchelError | None:
@@ -135,8 +137,10 @@ class PictureQueue:
             return InvalidRequest("the pictures' places are not in the prompt", param="messages")
         return None
 
-    def begin(self, sequence: Sequence, scheduled: ScheduledRow, known: int, restored: Mapping[int, ImageEmbeddings]) -> bool:
-        """Accepts a row with its pictures.
+    def begin(
+        self, sequence: Sequence, scheduled: ScheduledSequence, known: int, restored: Mapping[int, ImageEmbeddings]
+    ) -> bool:
+        """Accepts a sequence with its pictures.
 
         Args:
             known: how many of its first tokens have KV.
@@ -146,12 +150,12 @@ class PictureQueue:
             Whether it need not wait: all pictures' embeddings are there or not needed.
 
         Raises:
-            PictureLost: a picture must be encoded, but neither this row nor a waiting one has its pixels.
+            PictureLost: a picture must be encoded, but neither this sequence nor a waiting one has its pixels.
         """
         media = sequence.request.media
         if not media or self._vision is None:
             return True
-        pictures = RowPictures([(one.start, len(one.tokens)) for one in media])
+        pictures = SequencePictures([(one.start, len(one.tokens)) for one in media])
         self._vision.set_positions(
             pictures, sequence.given(0, len(sequence.request.prompt)), [(one.grid, one.video) for one in media]
         )
@@ -172,24 +176,24 @@ class PictureQueue:
         named = {index: _id(sequence.request, index) for index in missing if not self._has(sequence, index)}
         lacking = {index: picture for index, picture in named.items() if not self._find(sequence, index, picture)}
         if lacking:
-            self._waiting[sequence.id] = _PicturedRow(sequence, scheduled, lacking, self._share_s)
+            self._waiting[sequence.id] = _PicturedSequence(sequence, scheduled, lacking, self._share_s)
             self._shares.join(scheduled)
         return not lacking
 
     def _lacking(self, picture: bytes) -> Iterator[_Picture]:
-        """Yields the rows that wait for a picture, with its index there."""
+        """Yields the sequences that wait for a picture, with its index there."""
         for waiting in self._waiting.values():
             for index, wanted in waiting.missing.items():
                 if wanted == picture and not self._has(waiting.sequence, index):
                     yield waiting.sequence, index
 
     def _with_pixels(self, picture: bytes) -> _Picture | None:
-        """Returns one of those rows that has the pixels, or None."""
+        """Returns one of those sequences that has the pixels, or None."""
         lacking = self._lacking(picture)
         return next((one for one in lacking if one[0].request.media[one[1]].pixels), None)
 
-    def step(self, attempt: Callable[[str, Callable[[], None]], None]) -> Iterator[ScheduledRow]:
-        """Takes encoded pictures and begins the next one. Yields the rows that have all they need.
+    def step(self, attempt: Callable[[str, Callable[[], None]], None]) -> Iterator[ScheduledSequence]:
+        """Takes encoded pictures and begins the next one. Yields the sequences that have all they need.
 
         Args:
             attempt: runs an action for a request; if it raises, the request ends.
@@ -208,25 +212,25 @@ class PictureQueue:
             if not missing and self._let_go(sequence.id):
                 yield waiting.scheduled
 
-    def _by_turn(self) -> list[_PicturedRow]:
-        """Returns the waiting rows, the next one first. If rows hold too much already, the order is by arrival, so that
-        the first row soon has its last picture."""
+    def _by_turn(self) -> list[_PicturedSequence]:
+        """Returns the waiting sequences, the next one first. If sequences hold too much already, the order is by
+        arrival, so that the first sequence soon has its last picture."""
         if self._is_crowded():
             return sorted(self._waiting.values(), key=lambda one: -one.scheduled.priority)
 
-        def turn(one: _PicturedRow) -> tuple[float, ...]:
+        def turn(one: _PicturedSequence) -> tuple[float, ...]:
             return (-one.scheduled.priority, *self._shares.turn(one.scheduled, taking=True)[:2], one.had_s)
 
         return sorted(self._waiting.values(), key=turn)
 
     def _is_full(self) -> bool:
-        """Whether to wait until rows that have all their embeddings are prefilled: they hold too much memory."""
+        """Whether to wait until sequences that have all their embeddings are prefilled: they hold too much memory."""
         ready = any(embeddings and name not in self._waiting for name, embeddings in self._holding.items())
         return ready and self._is_crowded()
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the image embeddings that rows need."""
+        """Bytes of the image embeddings that sequences need."""
         held = {id(one): one.nbytes for embeddings in self._holding.values() for one in embeddings.values()}
         return sum(held.values())
 
@@ -248,17 +252,19 @@ class PictureQueue:
         self._jobs.put((made, job))
 
     def _company(self, sequence: Sequence, index: int) -> list[_Picture]:
-        """Returns the picture and others to encode with it: of its layout, for rows of equal priority, its own row's
-        first. Their number is a power of two, because devices compile kernels for every new one."""
+        """Returns the picture and others to encode with it: of its layout, for sequences of equal priority, its own
+        sequence's first. Their number is a power of two, because devices compile kernels for every new one."""
         assert self._vision is not None
         first, own = sequence.request.media[index], self._waiting.get(sequence.id)
         most = 1 if first.video in self._vision.apart else self._vision.together_tokens // len(first.tokens)
         if own is None or most < 2:
             return [(sequence, index)]
         kind, company = _kind(first), {_id(sequence.request, index): (sequence, index)}
-        as_urgent = [waiting for waiting in self._waiting.values() if waiting.scheduled.priority == own.scheduled.priority]
-        rows = sorted(as_urgent, key=lambda waiting: waiting is not own)
-        for other, at, picture in ((each.sequence, *item) for each in rows for item in each.missing.items()):
+        as_urgent = [
+            waiting for waiting in self._waiting.values() if waiting.scheduled.priority == own.scheduled.priority
+        ]
+        sequences = sorted(as_urgent, key=lambda waiting: waiting is not own)
+        for other, at, picture in ((each.sequence, *item) for each in sequences for item in each.missing.items()):
             if len(company) == most:
                 break
             if _kind(other.request.media[at]) == kind and not self._has(other, at) and picture not in self.embeddings:
@@ -268,9 +274,9 @@ class PictureQueue:
     def _finish(self, encoding: _Encoding, attempt: Callable[[str, Callable[[], None]], None]) -> None:
         (sequence, index), error = encoding.pictures[0], encoding.made.exception()
         if error is None:
-            # Also if a row is gone: others may ask for the same picture.
+            # Also if a sequence is gone: others may ask for the same picture.
             self._all_encoded(encoding)
-            # The cache may be too small to keep them for other rows that wait.
+            # The cache may be too small to keep them for other sequences that wait.
             for (of, at), embeddings in zip(encoding.pictures, encoding.made.result()[0], strict=True):
                 for other, place in self._lacking(_id(of.request, at)):
                     self._reuse(other, place, embeddings)
@@ -284,14 +290,14 @@ class PictureQueue:
             attempt(sequence.id, lambda: self.encode(sequence, index))
 
     def expired(self, now: float) -> list[str]:
-        """Removes and returns the rows whose deadline has passed."""
+        """Removes and returns the sequences whose deadline has passed."""
         late = [name for name, waiting in self._waiting.items() if waiting.scheduled.deadline <= now]
         for name in late:
             self._let_go(name)
         return late
 
     def leave(self, request_id: str) -> None:
-        """Forgets a row that ended; unknown ids are ignored."""
+        """Forgets a sequence that ended; unknown ids are ignored."""
         self._let_go(request_id)
         self._holding.pop(request_id, None)
 
@@ -302,13 +308,13 @@ class PictureQueue:
         return waiting is not None
 
     def drop_embeddings(self, sequence: Sequence) -> None:
-        """Releases the row's image embeddings after its prefill; a preempted row gets them again."""
+        """Releases the sequence's image embeddings after its prefill; a preempted sequence gets them again."""
         if sequence.pictures is not None:
             sequence.pictures.embeddings.clear()
 
     def require(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Makes sure that the row has the image embeddings for tokens [start, stop). They may be missing because KV
-        that was known at its arrival is gone. May encode or read from disk, blocking.
+        """Makes sure that the sequence has the image embeddings for tokens [start, stop). They may be missing because
+        KV that was known at its arrival is gone. May encode or read from disk, blocking.
 
         Raises:
             PictureLost: a picture must be encoded, but its pixels are missing.
@@ -333,7 +339,7 @@ class PictureQueue:
                 self.encode(sequence, index)
 
     def encode(self, sequence: Sequence, index: int) -> None:
-        """Encodes a picture of a row on the engine's thread, blocking all rows."""
+        """Encodes a picture of a sequence on the engine's thread, blocking all sequences."""
         settle()
         try:
             (embeddings,), seconds = self._work([(sequence, index)])()

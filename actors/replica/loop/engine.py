@@ -1,9 +1,9 @@
 """The replica's step loop: one thread that owns the model, the scheduler and the prefix cache.
 
 Other threads only put commands into the inbox and get results through callbacks, so nothing here is locked. A step
-handles commands, removes the rows that the scheduler names, prefills within the step's budget (`prefill.py`) or embeds
-texts within it (`embed.py`), decodes once (`decode.py`), and delivers all new tokens in one call (`delivery.py`). First
-tokens are delivered earlier, before the decode step.
+handles commands, removes the sequences that the scheduler names, prefills within the step's budget (`prefill.py`) or
+embeds texts within it (`embed.py`), decodes once (`decode.py`), and delivers all new tokens in one call
+(`delivery.py`). First tokens are delivered earlier, before the decode step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ....cluster.timing import USUAL, Timing
 from ...protocol.replica_messages import GenerateRequest, PoolingRequest
 from ..device.device_errors import DeviceFailed, on_device
 from ..execution.executor import BatchExecutor
-from ..execution.grammar import Grammars, RowGrammar
+from ..execution.grammar import Grammars, SequenceGrammar
 from ..execution.loaded_model import LoadedModel
 from ..execution.vision import ImageEmbeddings
 from ..loading.warm_up import WarmUp
@@ -37,7 +37,7 @@ from ..memory.embedding_tier import EmbeddingTier
 from ..memory.keeping import Keeping
 from ..memory.restores import NotWaiting, Restores
 from ..memory.room import MemoryRoom, limits_of
-from ..memory.sequence_memory import RowMemory, Sequence
+from ..memory.sequence_memory import Sequence, SequenceMemory
 from ..scheduling.prefill_budget import PrefillPace
 from ..scheduling.scheduler import Scheduler
 from .decode import DecodeLoop
@@ -61,8 +61,8 @@ class Engine:
         loaded: the model; its arrays belong to the calling thread.
         outbox: where tokens go, once a step.
         memory_bytes_max: memory for all that it holds besides the model, and besides what a step needs for a moment.
-        disk: where what agents' rows leave is written; None for nowhere.
-        timing: for how long a row waits to be read back.
+        disk: where what agents' sequences leave is written; None for nowhere.
+        timing: for how long a sequence waits to be read back.
         warm_up: what is run while nobody asks for anything; None for nothing.
         tell: called with what the device has failed at.
         follows: the engine whose place it takes, with its callers; see `hand_over`.
@@ -90,7 +90,9 @@ class Engine:
         self.pace = PrefillPace(limits.prefill_chunk_tokens, scheduling.prefill_pause_s)
         self.scheduler = scheduler = Scheduler(limits)
         self.executor = executor = BatchExecutor(loaded)
-        self.memory = memory = RowMemory(loaded.spec, executor, scheduling.prefix_bytes_max, writes=disk is not None)
+        self.memory = memory = SequenceMemory(
+            loaded.spec, executor, scheduling.prefix_bytes_max, writes=disk is not None
+        )
         self.prefixes = memory.prefixes
         self._inbox = Inbox() if follows is None else follows._inbox
         self.pictures = pictures = PictureQueue(
@@ -155,13 +157,13 @@ class Engine:
         if request.pull_from and request.pull_tokens > hot and not request.pull_wait_s:
             self._disk.pull(request)
         if not request.media:
-            # The KV itself is read back once the row is admitted.
+            # The KV itself is read back once the sequence is admitted.
             return max(hot, min(request.remembered_tokens, len(request.prompt) - 1)), {}
         known = self._disk.look(Prompt.of(request), hot)
         # With window or recurrent layers less may be reusable, and then earlier pictures are needed too.
         return known, self.pictures.read_back(request, known if self.prefixes.is_plain else 0)
 
-    def grammar_of(self, request: GenerateRequest) -> RowGrammar | None:
+    def grammar_of(self, request: GenerateRequest) -> SequenceGrammar | None:
         """Compiles a request's grammar before `submit`; None if it has none. Takes up to seconds.
 
         Raises:
@@ -170,7 +172,7 @@ class Engine:
         """
         text = request.sampling.grammar
         done = request.prompt[len(request.prompt) - request.generated :]
-        return self._grammars.row(text, done) if text else None
+        return self._grammars.sequence(text, done) if text else None
 
     def submit(
         self,
@@ -178,7 +180,7 @@ class Engine:
         reply: Callable[[SatchelError | None], None],
         known: int = 0,
         embeddings: dict[int, ImageEmbeddings] | None = None,
-        grammar: RowGrammar | None = None,
+        grammar: SequenceGrammar | None = None,
     ) -> None:
         """Queues a request. `reply` gets None if it is accepted, else the refusal; it is called on the engine's thread.
 
@@ -213,7 +215,7 @@ class Engine:
             except Exception as error:
                 done.set_exception(error)
             except DeviceFailed:
-                # The row that it was for begins anew.
+                # The sequence that it was for begins anew.
                 done.set_exception(NotWaiting())
                 raise
 
@@ -250,7 +252,7 @@ class Engine:
     @property
     def active(self) -> list[str]:
         """Ids of all requests that are queued or running."""
-        return [*self.delivery.rows, *self.embed.queue.request_ids]
+        return [*self.delivery.sequences, *self.embed.queue.request_ids]
 
     def drain(self) -> None:
         """Refuses new requests from now on; accepted ones go on."""
@@ -284,21 +286,22 @@ class Engine:
                 self.wait()
 
     def serve(self) -> None:
-        """Serves whoever waits, until no row is computed any more. Returns at once if nobody waits, and after a row if
+        """Serves whoever waits, until no sequence is computed any more. Returns at once if nobody waits, and after a
+        sequence if
         others wait: then the caller does a piece of its own."""
-        while not self._stopped.is_set() and (self.delivery.rows or self.embed.queue or not self._inbox.empty):
-            if not self.step() and self.delivery.rows:
+        while not self._stopped.is_set() and (self.delivery.sequences or self.embed.queue or not self._inbox.empty):
+            if not self.step() and self.delivery.sequences:
                 self.wait()
             if not self.scheduler.running:
                 return
 
     def hand_over(self) -> None:
-        """Ends what waits here, to be asked again of the engine that takes this one's place. No row may be computed.
-        Commands that come from now on are that engine's."""
+        """Ends what waits here, to be asked again of the engine that takes this one's place. No sequence may be
+        computed. Commands that come from now on are that engine's."""
         self._end_waiting(ComputesOtherwise("the request was made for a model that computes otherwise"))
 
     def _end_waiting(self, why: SatchelError) -> None:
-        for request_id in [*self.delivery.rows]:
+        for request_id in [*self.delivery.sequences]:
             self.delivery.end(request_id, "error", why)
         for request_id in self.embed.queue.request_ids:
             self.embed.end(request_id, why)
@@ -317,7 +320,7 @@ class Engine:
             return True
 
     def wait(self) -> None:
-        """Waits for a command, and does it; only briefly if there are rows, whose deadlines may pass.
+        """Waits for a command, and does it; only briefly if there are sequences, whose deadlines may pass.
 
         Raises:
             DeviceFailed: as `step`.
@@ -336,8 +339,8 @@ class Engine:
         moved, delivery, done = False, self.delivery, self._done
         self.keeping.hand_over()
         self._take_commands()
-        for row in self.pictures.step(delivery.attempt):
-            self.scheduler.add(row)
+        for sequence in self.pictures.step(delivery.attempt):
+            self.scheduler.add(sequence)
             moved = True
         self.room.fit()
         now = time.monotonic()
@@ -345,7 +348,7 @@ class Engine:
         for request_id in [*plan.expired, *self.pictures.expired(now)]:
             delivery.end(request_id, "error", DeadlineExceeded("the request's deadline has passed"))
         for request_id in plan.cut:
-            if delivery.rows[request_id].emitted:
+            if delivery.sequences[request_id].emitted:
                 delivery.end(request_id, "length", ended=True)
             else:
                 # Memory has become less since it was accepted.
@@ -361,7 +364,7 @@ class Engine:
         decoded = self.decode.step()
         delivery.flush()
         if self.keeping.added:
-            # For what is kept of rows, and for the copies of what goes to the disk, which the next step makes.
+            # For what is kept of sequences, and for the copies of what goes to the disk, which the next step makes.
             self.keeping.added = False
             self.room.fit()
         if self._done > done:
@@ -375,15 +378,15 @@ class Engine:
         return prefilled or self.embed.step(decoding=bool(self.scheduler.decoding()))
 
     def _wait(self) -> None:
-        has_rows, now = bool(self.delivery.rows), time.monotonic()
-        if has_rows:
+        has_sequences, now = bool(self.delivery.sequences), time.monotonic()
+        if has_sequences:
             self._idle.note_work()
         else:
             self._idle.rest(now)
             if self._warm_up is not None and self._idle.idle_s(now) >= QUIET_S:
                 self._warm_further(self._warm_up)
                 return
-        command = self._inbox.wait(0.05 if has_rows else 0.5)
+        command = self._inbox.wait(0.05 if has_sequences else 0.5)
         if command is not None:
             self._handle(command)
 
@@ -410,7 +413,7 @@ class Engine:
                     self.embed.accept(command.request, command.reply)
             case Abort():
                 for request_id in command.request_ids:
-                    if request_id in self.delivery.rows:
+                    if request_id in self.delivery.sequences:
                         self.delivery.end(request_id, "abort")
                     self.embed.end(request_id, Unavailable("the request was taken back"))
             case ReadBack():

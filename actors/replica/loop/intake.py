@@ -25,8 +25,8 @@ from ..execution.executor import BatchExecutor
 from ..execution.loaded_model import LoadedModel
 from ..execution.vision import ImageEmbeddings
 from ..memory.restores import Reading
-from ..memory.sequence_memory import Restored, RowMemory, Sequence
-from ..scheduling.scheduler import ScheduledRow, Scheduler
+from ..memory.sequence_memory import Restored, Sequence, SequenceMemory
+from ..scheduling.scheduler import ScheduledSequence, Scheduler
 from .delivery import Delivery
 from .encode_queue import PictureQueue
 
@@ -57,7 +57,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class ReadBack:
-    """Delivers what was read back for a row; None if nothing was."""
+    """Delivers what was read back for a sequence; None if nothing was."""
 
     reading: Reading
     restored: Restored | None
@@ -124,7 +124,7 @@ class Intake:
         self,
         loaded: LoadedModel,
         scheduler: Scheduler,
-        memory: RowMemory,
+        memory: SequenceMemory,
         pictures: PictureQueue,
         delivery: Delivery,
     ) -> None:
@@ -145,10 +145,10 @@ class Intake:
         return self._closed
 
     def accept(self, submitted: Submit) -> SatchelError | None:
-        """Makes a row for the request, which is queued or waits for its pictures.
+        """Makes a sequence for the request, which is queued or waits for its pictures.
 
         Returns:
-            The refusal; None if the row is accepted.
+            The refusal; None if the sequence is accepted.
         """
         sequence = submitted.sequence
         request, tokens = sequence.request, sequence.tokens
@@ -158,7 +158,7 @@ class Intake:
         # The last prompt token is the first decode step's input, unless nothing is to be generated.
         max_tokens = min(request.sampling.max_tokens, self._loaded.context_tokens - len(tokens))
         known = max(submitted.known, self._memory.known(sequence))
-        scheduled = ScheduledRow(
+        scheduled = ScheduledSequence(
             request_id=request.request_id,
             prompt=len(tokens) - (max_tokens > 0),
             max_tokens=max_tokens,
@@ -197,7 +197,7 @@ class Intake:
         if request.model_id not in (b"", self._loaded.model_id):
             # Its KV would be stored under the block ids of another model.
             return ComputesOtherwise("the request was made for a model that computes otherwise")
-        if request.request_id in self._delivery.rows:
+        if request.request_id in self._delivery.sequences:
             return Unavailable(f"request {request.request_id} has not left yet")
         refused = self._pictures.refusal(request.media, sequence.tokens)
         return refused or self._no_room(request, sequence.given())
@@ -235,7 +235,7 @@ class IdleCheck:
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: BatchExecutor, memory: RowMemory, busy: Callable[[], bool]
+        self, scheduler: Scheduler, executor: BatchExecutor, memory: SequenceMemory, busy: Callable[[], bool]
     ) -> None:
         self.failures = 0
         self._scheduler = scheduler
@@ -264,7 +264,9 @@ class IdleCheck:
             self._scheduler.check()
             self._executor.check()
             if self._scheduler.running or self._scheduler.waiting:
-                raise AssertionError(f"{self._scheduler.running + self._scheduler.waiting} rows belong to no request")
+                raise AssertionError(
+                    f"{self._scheduler.running + self._scheduler.waiting} sequences belong to no request"
+                )
             for _ in self._memory.recount():
                 if self._busy():
                     break

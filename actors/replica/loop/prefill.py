@@ -1,4 +1,4 @@
-"""The prefill loop: admits rows, reads their KV back from disk, and prefills chunks within the step's budget."""
+"""The prefill loop: admits sequences, reads their KV back from disk, and prefills chunks within the step's budget."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 
-from ...protocol.replica_messages import RowUpdate
+from ...protocol.replica_messages import SequenceUpdate
 from ..execution.executor import BatchExecutor
 from ..kv.caches import PooledBlock
 from ..memory.keeping import Keeping
 from ..memory.restores import Reading, Restores
-from ..memory.sequence_memory import Restored, RowMemory, Sequence
+from ..memory.sequence_memory import Restored, Sequence, SequenceMemory
 from ..scheduling.prefill_budget import PrefillPace
 from ..scheduling.scheduler import PrefillChunk, Scheduler
 from .delivery import Delivery
@@ -24,7 +24,7 @@ class PrefillLoop:
     """The prefill part of a step. Used on the engine's thread.
 
     Args:
-        make_room: does `MemoryRoom.fit` for a row that was admitted.
+        make_room: does `MemoryRoom.fit` for a sequence that was admitted.
 
     Attributes:
         pace: limits what a step may prefill, and measures it.
@@ -34,7 +34,7 @@ class PrefillLoop:
         self,
         scheduler: Scheduler,
         executor: BatchExecutor,
-        memory: RowMemory,
+        memory: SequenceMemory,
         keeping: Keeping,
         pictures: PictureQueue,
         restores: Restores,
@@ -53,7 +53,7 @@ class PrefillLoop:
         self._make_room = make_room
 
     def step(self) -> bool:
-        """Admits rows and prefills a step's budget. Returns False if there was nothing to do."""
+        """Admits sequences and prefills a step's budget. Returns False if there was nothing to do."""
         scheduler, delivery = self._scheduler, self._delivery
         step_budget = budget = self.pace.budget(bool(scheduler.decoding()))
         busy = False
@@ -73,11 +73,11 @@ class PrefillLoop:
     # Admission.
 
     def _admit(self, request_id: str) -> None:
-        """Opens a row that got a place, or begins to read its KV back first."""
-        sequence = self._delivery.rows[request_id]
+        """Opens a sequence that got a place, or begins to read its KV back first."""
+        sequence = self._delivery.sequences[request_id]
         hot = self._memory.peek(sequence)
         if self._restores.asks(sequence, hot, plain=self._memory.prefixes.is_plain):
-            # Other rows must not evict them meanwhile.
+            # Other sequences must not evict them meanwhile.
             self._memory.pin(sequence, hot)
             self._scheduler.await_restore(request_id, hot)
             self._restores.begin(sequence, hot, self.pace.tokens_per_s)
@@ -85,19 +85,19 @@ class PrefillLoop:
             self._open(request_id)
 
     def open_restored(self, reading: Reading, restored: Restored | None) -> None:
-        """Opens a row after its KV was read back (or nothing was), if it still waits for that."""
+        """Opens a sequence after its KV was read back (or nothing was), if it still waits for that."""
         if self._restores.end(reading):
             request_id = reading.prompt.request_id
             self._delivery.attempt(request_id, self._open, request_id, restored)
 
     def open_overdue(self) -> None:
-        """Opens rows whose KV was not read back in time, without it."""
+        """Opens sequences whose KV was not read back in time, without it."""
         for request_id in self._restores.overdue():
             self._delivery.attempt(request_id, self._open, request_id)
 
     def _open(self, request_id: str, restored: Restored | None = None) -> None:
-        sequence = self._delivery.rows[request_id]
-        scheduled = self._scheduler.row(request_id)
+        sequence = self._delivery.sequences[request_id]
+        scheduled = self._scheduler.sequence(request_id)
         assert scheduled is not None
         if restored is not None:
             self._keeping.put_back(sequence, restored)
@@ -111,7 +111,7 @@ class PrefillLoop:
             counters.cached_tokens += reused
             counters.prefix_hits += reused > 0
             counters.prefix_misses += reused == 0
-            self._delivery.tell(sequence, RowUpdate(request_id, [], cached_tokens=reused))
+            self._delivery.tell(sequence, SequenceUpdate(request_id, [], cached_tokens=reused))
         self._scheduler.reused(request_id, reused)
         if reused == scheduled.prompt:
             self._start_decoding(sequence)
@@ -119,7 +119,7 @@ class PrefillLoop:
     # Chunks.
 
     def _next_chunks(self, budget: int, step_budget: int) -> list[PrefillChunk]:
-        """Returns chunks of different rows, of at most `budget` tokens together; they run in one call."""
+        """Returns chunks of different sequences, of at most `budget` tokens together; they run in one call."""
         chunks: list[PrefillChunk] = []
         while (chunk := self._scheduler.next_chunk(budget, step_budget)) is not None:
             if any(chunk.request_id == other.request_id for other in chunks):
@@ -130,18 +130,18 @@ class PrefillLoop:
         return chunks
 
     def _compute(self, chunks: list[PrefillChunk]) -> None:
-        rows = self._delivery.rows
-        parts = [(chunk.request_id, rows[chunk.request_id].given(chunk.start, chunk.stop)) for chunk in chunks]
-        # What is known of the rows before they are computed must not hold up their first tokens.
+        sequences = self._delivery.sequences
+        parts = [(chunk.request_id, sequences[chunk.request_id].given(chunk.start, chunk.stop)) for chunk in chunks]
+        # What is known of the sequences before they are computed must not hold up their first tokens.
         self._delivery.flush()
         started = time.perf_counter()
         try:
             for chunk in chunks:
-                self._pictures.require(rows[chunk.request_id], chunk.start, chunk.stop)
+                self._pictures.require(sequences[chunk.request_id], chunk.start, chunk.stop)
             self._executor.prefill(parts)
         except Exception:
             if len(chunks) > 1:
-                logger.exception("a prefill of %d rows failed; they run again one by one", len(chunks))
+                logger.exception("a prefill of %d sequences failed; they run again one by one", len(chunks))
             for chunk, part in zip(chunks, parts, strict=True):
                 self._delivery.attempt(chunk.request_id, self._compute_alone, chunk, part)
             return
@@ -151,14 +151,14 @@ class PrefillLoop:
 
     def _compute_alone(self, chunk: PrefillChunk, part: tuple[str, list[int]]) -> None:
         if self._executor.length(chunk.request_id) < chunk.stop:
-            self._pictures.require(self._delivery.rows[chunk.request_id], chunk.start, chunk.stop)
+            self._pictures.require(self._delivery.sequences[chunk.request_id], chunk.start, chunk.stop)
             self._executor.prefill([part])
         self._computed(chunk)
 
     def _computed(self, chunk: PrefillChunk) -> None:
-        sequence = self._delivery.rows[chunk.request_id]
+        sequence = self._delivery.sequences[chunk.request_id]
         self._keeping.after_chunk(sequence, chunk.stop)
-        scheduled = self._scheduler.row(chunk.request_id)
+        scheduled = self._scheduler.sequence(chunk.request_id)
         if scheduled is None:
             return
         if chunk.stop == scheduled.pause:
@@ -171,7 +171,7 @@ class PrefillLoop:
         request = sequence.request
         self._pictures.drop_embeddings(sequence)
         if not request.sampling.max_tokens:
-            self._delivery.finish(sequence, RowUpdate(sequence.id, [], "length"))
+            self._delivery.finish(sequence, SequenceUpdate(sequence.id, [], "length"))
             return
         drawn = request.generated + sequence.emitted
         self._executor.join(sequence.id, sequence.given(), request.sampling, drawn, sequence.grammar)

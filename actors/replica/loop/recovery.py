@@ -1,9 +1,9 @@
 """Begins anew after the device has failed: what it touched ends or is computed again, and nothing of it is kept.
 
-Which of the computations in flight failed is not known (`device/device_errors.py`). So all rows leave the device,
+Which of the computations in flight failed is not known (`device/device_errors.py`). So all sequences leave the device,
 and all KV that is kept in memory, noted for the disk or in the pool, and all image embeddings are dropped. What is on
-disk was waited for before it was written. Rows go back to the queue with the tokens that were delivered, which were
-read after a wait too; one that was suspected before ends (`Scheduler.batch_failed`).
+disk was waited for before it was written. Sequences go back to the queue with the tokens that were delivered, which
+were read after a wait too; one that was suspected before ends (`Scheduler.batch_failed`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..device.device_errors import DeviceFailed
 from ..execution.executor import BatchExecutor
 from ..memory.keeping import Keeping
 from ..memory.restores import Restores
-from ..memory.sequence_memory import RowMemory
+from ..memory.sequence_memory import SequenceMemory
 from ..scheduling.scheduler import Scheduler
 from .delivery import Delivery
 from .embed import EmbedLoop
@@ -27,10 +27,10 @@ from .encode_queue import PictureQueue
 logger = logging.getLogger(__name__)
 
 FAILURES_MAX = 3
-"""So often in a row the device may fail before the process ends: another one may do better, or another node."""
+"""So often in a sequence the device may fail before the process ends: another one may do better, or another node."""
 
 ERRORS_MAX = 16
-"""More than can be in flight: a step, a prefill, and copies of rows that end."""
+"""More than can be in flight: a step, a prefill, and copies of sequences that end."""
 
 
 def _settled() -> bool:
@@ -56,7 +56,7 @@ class Recovery:
         self,
         scheduler: Scheduler,
         executor: BatchExecutor,
-        memory: RowMemory,
+        memory: SequenceMemory,
         keeping: Keeping,
         pictures: PictureQueue,
         restores: Restores,
@@ -90,15 +90,17 @@ class Recovery:
         self._tell(f"the device failed ({error})")
         if self._failures >= FAILURES_MAX or not _settled():
             raise error
-        logger.error("the device failed: all that it holds is dropped, and rows are computed again", exc_info=error)
+        logger.error(
+            "the device failed: all that it holds is dropped, and sequences are computed again", exc_info=error
+        )
         with suppress(DeviceFailed):
-            # What rows met that ended meanwhile is dropped too.
+            # What sequences met that ended meanwhile is dropped too.
             self._delivery.check()
         self._executor.reset()
         self._memory.reset()
         self._keeping.reset()
         self._pictures.embeddings.clear()
-        for sequence in self._delivery.rows.values():
+        for sequence in self._delivery.sequences.values():
             self._restores.leave(sequence.id)
             self._pictures.drop_embeddings(sequence)
             sequence.forget()

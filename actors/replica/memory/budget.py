@@ -1,11 +1,12 @@
-"""How a machine's memory is divided: among its replicas, and in one of them among rows and what is kept. Pure.
+"""How a machine's memory is divided: among its replicas, and in one of them among sequences and what is kept. Pure.
 
 A replica's memory is the device's, less the models' weights and what a prefill needs for a moment, divided by the
-number of replicas. It holds, in this order of right: the rows that have a place; what others hold for a while, as KV on
-its way to the disk, pictures of rows in the queue and a text that is embedded in chunks; image embeddings; and in all
-the rest kept prefixes, of which the least recently used are evicted when one of the others needs room. So it is between
-two steps. Within one, what a row leaves behind is there beside the row: its open block, and copies for the disk only
-once there is room for them. If the disk is slow, what is being written is held twice, by `unwritten_bytes_max`.
+number of replicas. It holds, in this order of right: the sequences that have a place; what others hold for a while, as
+KV on its way to the disk, pictures of sequences in the queue and a text that is embedded in chunks; image embeddings;
+and in all the rest kept prefixes, of which the least recently used are evicted when one of the others needs room. So it
+is between two steps. Within one, what a sequence leaves behind is there beside the sequence: its open block, and copies
+for the disk only once there is room for them. If the disk is slow, what is being written is held twice, by
+`unwritten_bytes_max`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SLACK_PART = 32
 size, does not do so at every token. It does not grow either by less than this part of itself."""
 
 OPEN_PART = 8
-"""At most this part is reserved for open blocks of rows that are not there yet."""
+"""At most this part is reserved for open blocks of sequences that are not there yet."""
 
 FREE_PART = 32
 """The part of the device's memory that is left free for others."""
@@ -63,7 +64,7 @@ def workspace_bytes(
 
     Args:
         tokens: of one call.
-        context: tokens of the longest row.
+        context: tokens of the longest sequence.
         hidden, intermediate: sizes of the model's layers.
         itemsize: bytes of a number.
         layer: bytes of a token's KV in the largest layer, in full precision.
@@ -81,7 +82,7 @@ class Held:
         pool: the block pool's arrays; `slots` of that in slots that somebody holds.
         kept: kept prefixes outside of the pool.
         loose: kept prefixes that nobody needs, in the pool or not.
-        pictures: image embeddings that rows need; `seen` others.
+        pictures: image embeddings that sequences need; `seen` others.
         unwritten: copies of KV on their way to the disk.
         text: caches of a long text that is embedded.
     """
@@ -102,8 +103,9 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows that have a place or just had one. `cost` and `held` are as `Scheduler.cost_tokens` and `held_tokens`."""
+class Sequences:
+    """Sequences that have a place or just had one. `cost` and `held` are as `Scheduler.cost_tokens` and
+    `held_tokens`."""
 
     count: int = 0
     cost: int = 0
@@ -117,15 +119,16 @@ class MemoryBudget:
     Attributes:
         bytes_max: all of it.
         token_bytes: what the scheduler's tokens cost.
-        row_bytes: what a row has outside of the pool: its open block, its states, in a dense model its windows.
-        rows_max: how many rows may have a place.
-        paged: whether rows have their blocks in the pool, where kept prefixes lie too.
+        sequence_bytes: what a sequence has outside of the pool: its open block, its states, in a dense model its
+            windows.
+        sequences_max: how many sequences may have a place.
+        paged: whether sequences have their blocks in the pool, where kept prefixes lie too.
     """
 
     bytes_max: int
     token_bytes: int
-    row_bytes: int
-    rows_max: int
+    sequence_bytes: int
+    sequences_max: int
     paged: bool
 
     @property
@@ -133,45 +136,49 @@ class MemoryBudget:
         """Without the slack."""
         return self.bytes_max - self.bytes_max // SLACK_PART
 
-    def used(self, rows: Rows, held: Held) -> int:
+    def used(self, sequences: Sequences, held: Held) -> int:
         """Returns what is used now."""
-        own = rows.count * self.row_bytes if self.paged else rows.held * self.token_bytes
+        own = sequences.count * self.sequence_bytes if self.paged else sequences.held * self.token_bytes
         return own + held.pool + held.outside
 
-    def others(self, rows: Rows, held: Held) -> int:
-        """Returns what is held that neither counts as a row's nor can be evicted."""
+    def others(self, sequences: Sequences, held: Held) -> int:
+        """Returns what is held that neither counts as a sequence's nor can be evicted."""
         fixed = held.kept - held.loose
         if self.paged:
             # Whatever the scheduler counted, what it did not expect of the slots is here.
-            fixed += held.slots + rows.count * self.row_bytes - rows.held * self.token_bytes
+            fixed += held.slots + sequences.count * self.sequence_bytes - sequences.held * self.token_bytes
         return max(0, fixed) + held.pictures + held.unwritten + held.text
 
-    def rows_tokens(self, rows: Rows, held: Held) -> int:
-        """Returns what rows may cost now, in tokens."""
-        return max(0, self.usable - self.others(rows, held)) // self.token_bytes
+    def sequences_tokens(self, sequences: Sequences, held: Held) -> int:
+        """Returns what sequences may cost now, in tokens."""
+        return max(0, self.usable - self.others(sequences, held)) // self.token_bytes
 
-    def pictures_bytes(self, rows: Rows, held: Held) -> int:
-        """Returns what image embeddings may take that no row needs."""
-        return min(self.bytes_max // PICTURES_PART, self._rest(rows, held))
+    def pictures_bytes(self, sequences: Sequences, held: Held) -> int:
+        """Returns what image embeddings may take that no sequence needs."""
+        return min(self.bytes_max // PICTURES_PART, self._rest(sequences, held))
 
-    def kept_bytes(self, rows: Rows, held: Held) -> int:
+    def kept_bytes(self, sequences: Sequences, held: Held) -> int:
         """Returns what kept prefixes may take that nobody needs."""
-        more = self.pool_bytes(rows, held) - held.pool
+        more = self.pool_bytes(sequences, held) - held.pool
         too_little = more if 0 < more < held.pool // SLACK_PART else 0
-        return max(0, self._rest(rows, held) - held.seen - too_little)
+        return max(0, self._rest(sequences, held) - held.seen - too_little)
 
-    def _rest(self, rows: Rows, held: Held) -> int:
-        spare = self._open_bytes(rows) - rows.count * self.row_bytes
-        return max(0, self.usable - self.others(rows, held) - rows.cost * self.token_bytes - spare)
+    def _rest(self, sequences: Sequences, held: Held) -> int:
+        spare = self._open_bytes(sequences) - sequences.count * self.sequence_bytes
+        return max(0, self.usable - self.others(sequences, held) - sequences.cost * self.token_bytes - spare)
 
-    def _open_bytes(self, rows: Rows) -> int:
-        """Returns what is reserved for rows outside of the pool: it should not have to shrink for every further row."""
-        return max(rows.count * self.row_bytes, min(self.rows_max * self.row_bytes, self.bytes_max // OPEN_PART))
+    def _open_bytes(self, sequences: Sequences) -> int:
+        """Returns what is reserved for sequences outside of the pool: it should not have to shrink for every further
+        sequence."""
+        return max(
+            sequences.count * self.sequence_bytes,
+            min(self.sequences_max * self.sequence_bytes, self.bytes_max // OPEN_PART),
+        )
 
-    def pool_bytes(self, rows: Rows, held: Held) -> int:
+    def pool_bytes(self, sequences: Sequences, held: Held) -> int:
         """Returns what the block pool may grow to."""
-        return self.usable - held.outside - self._open_bytes(rows)
+        return self.usable - held.outside - self._open_bytes(sequences)
 
-    def pool_is_too_large(self, rows: Rows, held: Held) -> bool:
+    def pool_is_too_large(self, sequences: Sequences, held: Held) -> bool:
         """Whether the pool must give memory back."""
-        return held.pool > self.bytes_max - held.outside - rows.count * self.row_bytes
+        return held.pool > self.bytes_max - held.outside - sequences.count * self.sequence_bytes

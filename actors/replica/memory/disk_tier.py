@@ -1,4 +1,4 @@
-"""A replica's disk tier: writes rows' KV in the background, and reads it back before other rows begin.
+"""A replica's disk tier: writes sequences' KV in the background, and reads it back before other sequences begin.
 
 The store of the node says where things are; bytes go past it, straight to the files and from them.
 Both ways have limits, and neither is ever waited for by a step: memory only saves work, so whatever fails here is
@@ -115,11 +115,11 @@ class _WriterSession:
 
 @dataclass
 class WriteJob:
-    """A row's KV (and other arrays) that is to be written, of `nbytes` bytes.
+    """A sequence's KV (and other arrays) that is to be written, of `nbytes` bytes.
 
     Attributes:
         owner: the agent.
-        chain: ids of entries that the row used.
+        chain: ids of entries that the sequence used.
         limits: what the tenant may have on disk.
         done: called on the writer's thread when the job was written or given up.
     """
@@ -146,7 +146,7 @@ class DiskCounters:
     unwritten_turns: int = 0
     restored_tokens: int = 0
     corrupt_blocks: int = 0
-    followed_rows: int = 0
+    followed_sequences: int = 0
     lost_prefills: int = 0
 
 
@@ -170,11 +170,13 @@ def read_slabs(
     reader, layout_of = EntryReader(root, key, where), cache(partial(Layout, spec))
     slabs: list[Slab | None] = [None] * len(where)
     for run in reader.runs():
-        for row, index in enumerate(run.indexes):
+        for sequence, index in enumerate(run.indexes):
             location = where[index]
             try:
                 layout = layout_of(run.layout.parts)
-                slabs[index] = layout.slab(run.data[row], len(location.tokens) // TOKEN_BYTES, location.window_from)
+                slabs[index] = layout.slab(
+                    run.data[sequence], len(location.tokens) // TOKEN_BYTES, location.window_from
+                )
             except ValueError as error:
                 failures.append(Failure(location, str(error), False))
         reader.give_back(run)
@@ -215,7 +217,7 @@ def read_blocks(
     try:
         for run in reader.runs():
             # Those that follow the blocks before without a gap.
-            count = sum(index == read + row for row, index in enumerate(run.indexes))
+            count = sum(index == read + sequence for sequence, index in enumerate(run.indexes))
             windows = [where[index].window_from for index in run.indexes[:count]]
             if count:
                 records = layout_of(run.layout.parts).records(run.data[:count], windows, len(where) - read, buffers)
@@ -297,7 +299,7 @@ class DiskTier:
 
     def accepts(self, job: WriteJob) -> bool:
         """Accepts a job, or returns False; if accepted, `write` must follow. Jobs are accepted even beyond the limit,
-        because the row's own caches are freed for them, but not if the disk has stalled."""
+        because the sequence's own caches are freed for them, but not if the disk has stalled."""
         with self._lock:
             if self._stalled and not self.has_room(job.nbytes):
                 self.counters.unwritten_turns += 1
@@ -367,7 +369,7 @@ class DiskTier:
 
         Args:
             wait_s: for how long at the most.
-            waits: whether the row still waits for it.
+            waits: whether the sequence still waits for it.
 
         Returns:
             Whether all of it came; what did not is computed.
@@ -375,7 +377,7 @@ class DiskTier:
         whole = request.pull_tokens // BLOCK_TOKENS
         wanted = self._wanted(request, request.prompt[whole * BLOCK_TOKENS : request.pull_tokens])
         came = await follow(self._store.pull, wanted, wait_s, waits)
-        self.counters.followed_rows += 1
+        self.counters.followed_sequences += 1
         return came
 
     def _wanted(self, request: GenerateRequest, rest: list[int]) -> PullKV:

@@ -13,7 +13,8 @@ from ...protocol.store_messages import Fetched, PullKV
 logger = logging.getLogger(__name__)
 
 FOLLOW_S = 0.5
-"""A pull ends after so long without a new block. Then it is looked whether the row still waits, and the next begins."""
+"""A pull ends after so long without a new block. Then it is looked whether the sequence still waits, and the next
+begins."""
 
 
 async def follow(
@@ -24,7 +25,7 @@ async def follow(
     Args:
         pull: asks this node's store.
         wait_s: how long at the most.
-        waits: whether the row still waits for it.
+        waits: whether the sequence still waits for it.
 
     Returns:
         Whether all of it came.

@@ -1,9 +1,9 @@
-"""Keeps the KV of rows in memory, and writes the KV of agents' rows to disk.
+"""Keeps the KV of sequences in memory, and writes the KV of agents' sequences to disk.
 
-A row's whole blocks go to disk while it is still being prefilled, as soon as they fill a few files, or at once if
-another node waits for them; the rest goes when the row ends, however it ends. The copies are computed with the next
-step and handed to the writer after it. They are pinned in memory until they are on disk, so that the next turn finds
-them in one place or the other.
+A sequence's whole blocks go to disk while it is still being prefilled, as soon as they fill a few files, or at once if
+another node waits for them; the rest goes when the sequence ends, however it ends. The copies are computed with the
+next step and handed to the writer after it. They are pinned in memory until they are on disk, so that the next turn
+finds them in one place or the other.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from ..device.device_errors import on_device
 from ..execution.executor import BatchExecutor
 from .disk_tier import DiskTier, WriteJob
-from .sequence_memory import Restored, RowMemory, Sequence, Unsaved
+from .sequence_memory import Restored, Sequence, SequenceMemory, Unsaved
 
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 * 2**20
-"""Unsaved bytes of a running row from which on they are written."""
+"""Unsaved bytes of a running sequence from which on they are written."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class _SavedOrComing:
 
 
 class Keeping:
-    """Keeps rows' KV, on the engine's thread. Kept KV only saves work, so no failure here fails a request.
+    """Keeps sequences' KV, on the engine's thread. Kept KV only saves work, so no failure here fails a request.
 
     Args:
-        disk: stores the KV of agents' rows; None if nothing is written.
+        disk: stores the KV of agents' sequences; None if nothing is written.
         later: runs an action on the engine's thread; may be called from any thread.
 
     Attributes:
-        added: whether something of a row may have been kept since this was last set to False: in memory, or on its way
-            to the disk, where its bytes count before they are copied.
+        added: whether something of a sequence may have been kept since this was last set to False: in memory, or on its
+            way to the disk, where its bytes count before they are copied.
     """
 
     def __init__(
         self,
-        memory: RowMemory,
+        memory: SequenceMemory,
         executor: BatchExecutor,
         disk: DiskTier | None,
         later: Callable[[Callable[[], None]], None],
@@ -64,23 +64,23 @@ class Keeping:
 
     @property
     def behind(self) -> bool:
-        """Whether too many bytes wait to be written: no row may begin until there are fewer."""
+        """Whether too many bytes wait to be written: no sequence may begin until there are fewer."""
         return self._disk is not None and self._disk.behind
 
-    # In the life of a row.
+    # In the life of a sequence.
 
     def put_back(self, sequence: Sequence, restored: Restored) -> None:
-        """Does `RowMemory.put_back`."""
+        """Does `SequenceMemory.put_back`."""
         self._try(self._memory.put_back, sequence, restored)
 
     def after_chunk(self, sequence: Sequence, computed: int) -> None:
-        """Keeps and writes whole blocks of a row in prefill, which has KV of `computed` tokens now."""
+        """Keeps and writes whole blocks of a sequence in prefill, which has KV of `computed` tokens now."""
         if sequence.request.reusable:
             self._try(self._memory.keep_blocks, sequence, computed)
             self._try(self._write_blocks, sequence)
 
     def at_pause(self, sequence: Sequence, computed: int) -> None:
-        """Keeps the state where later prompts leave this one, as `RowMemory.pause` says."""
+        """Keeps the state where later prompts leave this one, as `SequenceMemory.pause` says."""
         self._try(self._memory.keep_prompt_end, sequence, computed)
 
     def after_prompt(self, sequence: Sequence, computed: int) -> None:
@@ -91,13 +91,14 @@ class Keeping:
             self._try(self._memory.keep_prompt_end, sequence, computed)
 
     def before_step(self, decoding: Iterable[Sequence]) -> None:
-        """Keeps the prompt tails of rows whose next decode step fills, and so seals, the block of the prompt's end."""
+        """Keeps the prompt tails of sequences whose next decode step fills, and so seals, the block of the prompt's
+        end."""
         for sequence in decoding:
             if self._memory.fills_prompt(sequence):
                 self._try(self._memory.keep_prompt_tail, sequence)
 
     def keep(self, sequence: Sequence, *, ended: bool = False, returns: bool = False) -> None:
-        """Keeps all KV of a row that is about to leave, if it has any and somebody can reuse it.
+        """Keeps all KV of a sequence that is about to leave, if it has any and somebody can reuse it.
 
         Args:
             ended: whether its answer is complete, not aborted.
@@ -117,7 +118,8 @@ class Keeping:
     # On the way to the disk.
 
     def _write_blocks(self, sequence: Sequence) -> None:
-        """Writes the blocks of a running row if they are worth it; if the disk cannot keep up, they stay in the row."""
+        """Writes the blocks of a running sequence if they are worth it; if the disk cannot keep up, they stay in the
+        sequence."""
         disk = self._disk_of(sequence)
         if disk is None:
             return
@@ -129,7 +131,8 @@ class Keeping:
             self._offer(disk, sequence, [], self._memory.unsaved_blocks(sequence, known))
 
     def _write_all(self, sequence: Sequence, ended: bool) -> None:
-        """Writes the KV of a row that is about to leave and is kept already; `ended` as for `RowMemory.unsaved`."""
+        """Writes the KV of a sequence that is about to leave and is kept already; `ended` as for
+        `SequenceMemory.unsaved`."""
         disk = self._disk_of(sequence)
         if disk is not None:
             unsaved = self._memory.unsaved(sequence, _SavedOrComing(disk.saved, self._coming), ended=ended)

@@ -70,7 +70,7 @@ class ReplicaMemory:
         self._folder, self._scheduling, self._workspace = folder, scheduling, 0
         self._noting, self._withdrawn = threading.Lock(), False
         self._set_bytes = scheduling.memory_bytes_max if node.memory_bytes_max is None else node.memory_bytes_max
-        self._rows_bytes = scheduling.kv_bytes_max if node.kv_bytes_max is None else node.kv_bytes_max
+        self._sequences_bytes = scheduling.kv_bytes_max if node.kv_bytes_max is None else node.kv_bytes_max
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path = folder / f"{replica}-{os.getpid()}.claim"
         self._own = _Noted(0, 0, max([_device_now(), *(other.device for other in self._others())]))
@@ -100,7 +100,7 @@ class ReplicaMemory:
         """Notes what a model needs that has been loaded. Returns this replica's part for KV and pictures.
 
         Raises:
-            ModelLoadError: that is not enough for a single row.
+            ModelLoadError: that is not enough for a single sequence.
         """
         weights = max(0, mx.get_active_memory() - (loaded.pool.nbytes if loaded.pool is not None else 0))
         self.note(weights)
@@ -133,9 +133,9 @@ class ReplicaMemory:
             return share_bytes(self._set_bytes, claims)
         return max(share_bytes(self._own.device, claims), int(self._own.device * LEAST_PART))
 
-    def rows_bytes_max(self) -> int | None:
-        """Returns what the deprecated `kv_bytes_max` leaves this replica's rows; None if it is not set."""
-        return None if self._rows_bytes is None else self._rows_bytes // (1 + len(self._others()))
+    def sequences_bytes_max(self) -> int | None:
+        """Returns what the deprecated `kv_bytes_max` leaves this replica's sequences; None if it is not set."""
+        return None if self._sequences_bytes is None else self._sequences_bytes // (1 + len(self._others()))
 
     def watch(self, workspace_bytes: Callable[[], int], resize: Callable[[int, int, int], None]) -> None:
         """Tells the engine its memory every second, until it is withdrawn.

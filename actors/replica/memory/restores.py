@@ -1,7 +1,7 @@
-"""Reads the KV of admitted rows back from disk before they begin.
+"""Reads the KV of admitted sequences back from disk before they begin.
 
-A row is read back when it is admitted, not when it arrives. So its KV counts as a running row's, and queued rows hold
-none.
+A sequence is read back when it is admitted, not when it arrives. So its KV counts as a running sequence's, and queued
+sequences hold none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ READS_MAX = 2
 """How many prompts are read back at a time. Each may be as large as the context, and more would only share the disk."""
 
 READ_WAIT_S_MIN = 5.0
-"""So long an admitted row waits for its KV in any case, and else for twice as long as computing would take."""
+"""So long an admitted sequence waits for its KV in any case, and else for twice as long as computing would take."""
 
 TRIES_S = (0.5, 1.0, 1.0)
 """How long after each failure a store is asked again that is starting anew: it fails at once."""
@@ -34,16 +34,16 @@ TRIES_S = (0.5, 1.0, 1.0)
 AT_ONCE_S = 1.0
 
 PAUSE_S = 10.0
-"""How long a store is not asked that hangs: rows would wait for it one after the other."""
+"""How long a store is not asked that hangs: sequences would wait for it one after the other."""
 
 
 class NotWaiting(Exception):
-    """The row does not wait for its KV any more."""
+    """The sequence does not wait for its KV any more."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A row that is being read back since `since` (seconds, monotonic clock), and waits `wait_s` for it."""
+    """A sequence that is being read back since `since` (seconds, monotonic clock), and waits `wait_s` for it."""
 
     prompt: Prompt
     hot_tokens: int
@@ -55,14 +55,14 @@ Deliver = Callable[[Reading, Restored | None], None]
 
 
 class Restores:
-    """The rows that wait for their KV, and the threads that read it. Methods are for the engine's thread.
+    """The sequences that wait for their KV, and the threads that read it. Methods are for the engine's thread.
 
     Args:
         disk: None if nothing is read back.
         deliver: called on a reader's thread with what was read, or None.
         adopt: called on a reader's thread for blocks as they come, so that little of a long prompt is held twice.
-        wait_s_max: how long a row waits at the most, its turn to read included; its prompt is computed then. The store
-            keeps the files for no longer: `timing.block_lease_s`.
+        wait_s_max: how long a sequence waits at the most, its turn to read included; its prompt is computed then. The
+            store keeps the files for no longer: `timing.block_lease_s`.
     """
 
     def __init__(self, disk: DiskTier | None, deliver: Deliver, adopt: Adopt, wait_s_max: float) -> None:
@@ -82,7 +82,7 @@ class Restores:
         return len(self._reading)
 
     def asks(self, sequence: Sequence, hot: int, *, plain: bool) -> bool:
-        """Whether the disk may have more of a row than the `hot` tokens that memory has.
+        """Whether the disk may have more of a sequence than the `hot` tokens that memory has.
 
         Args:
             plain: whether every prefix of a kept entry can be reused.
@@ -98,21 +98,21 @@ class Restores:
         return not (plain and 0 < remembered <= hot and tokens - hot < BLOCK_TOKENS)
 
     def _hangs(self) -> bool:
-        """Whether the disk hangs, so that reading would only delay rows."""
+        """Whether the disk hangs, so that reading would only delay sequences."""
         now, working = time.monotonic(), list(self._working.values())
         return now < self._paused_until or (
             len(working) == READS_MAX and all(now - since > self.wait_s_max for since in working)
         )
 
     def begin(self, sequence: Sequence, hot: int, tokens_per_s: float) -> None:
-        """Queues a row to be read back.
+        """Queues a sequence to be read back.
 
         Args:
             hot: how many of its first tokens memory has.
             tokens_per_s: the prefill rate; 0 if unknown.
         """
         request = sequence.request
-        # Copies, because the row may leave and its tokens change.
+        # Copies, because the sequence may leave and its tokens change.
         prompt = Prompt(request.request_id, request.agent, request.root_id, list(sequence.ids), list(sequence.tokens))
         compute_s = (len(prompt.tokens) - hot) / tokens_per_s if tokens_per_s else self.wait_s_max
         reading = Reading(prompt, hot, time.monotonic(), max(READ_WAIT_S_MIN, 2 * compute_s))
@@ -120,18 +120,18 @@ class Restores:
         self._jobs.put(reading)
 
     def end(self, reading: Reading) -> bool:
-        """Ends a reading. Returns False if the row does not wait for it any more."""
+        """Ends a reading. Returns False if the sequence does not wait for it any more."""
         if self._reading.get(reading.prompt.request_id) is not reading:
             return False
         del self._reading[reading.prompt.request_id]
         return True
 
     def leave(self, request_id: str) -> None:
-        """Forgets a row that was preempted or ended; unknown ids are ignored."""
+        """Forgets a sequence that was preempted or ended; unknown ids are ignored."""
         self._reading.pop(request_id, None)
 
     def overdue(self) -> list[str]:
-        """Removes and returns the rows that have waited too long."""
+        """Removes and returns the sequences that have waited too long."""
         if not self._reading:
             return []
         now = time.monotonic()
@@ -153,7 +153,7 @@ class Restores:
             try:
                 restored = self._read(reading)
             except Exception:
-                # This thread must survive any error, and the row is computed instead.
+                # This thread must survive any error, and the sequence is computed instead.
                 logger.exception("request %s: nothing is read back", reading.prompt.request_id)
             del self._working[number]
             self._deliver(reading, restored)
@@ -161,7 +161,7 @@ class Restores:
             del reading, restored
 
     def _waits(self, reading: Reading) -> bool:
-        """Whether the row has not left, and has not waited too long."""
+        """Whether the sequence has not left, and has not waited too long."""
         return self._reading.get(reading.prompt.request_id) is reading
 
     def _read(self, reading: Reading) -> Restored | None:

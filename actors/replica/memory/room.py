@@ -1,5 +1,5 @@
-"""Keeps what a replica holds within its memory: how much rows may cost, prefixes and image embeddings may take, and the
-block pool may grow. `memory/budget.py` has the rules."""
+"""Keeps what a replica holds within its memory: how much sequences may cost, prefixes and image embeddings may take,
+and the block pool may grow. `memory/budget.py` has the rules."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ....cluster.config import Scheduling
 from ..execution.executor import BatchExecutor
 from ..execution.loaded_model import LoadedModel
 from ..scheduling.scheduler import Limits, Scheduler
-from .budget import Held, MemoryBudget, Rows, bearable_bytes
+from .budget import Held, MemoryBudget, Sequences, bearable_bytes
 from .embedding_cache import EmbeddingCache
-from .sequence_memory import RowMemory
+from .sequence_memory import SequenceMemory
 
 IDLE_S = 30.0
 """How long half of the pool's slots must be free before it gives them back."""
@@ -26,18 +26,18 @@ MUCH_BYTES = 64 * 2**20
 def limits_of(loaded: LoadedModel, scheduling: Scheduling, memory_bytes_max: int) -> Limits:
     """Returns the scheduler's limits for a replica's memory."""
     spec = loaded.spec
-    rows_bytes = min(memory_bytes_max, scheduling.kv_bytes_max or memory_bytes_max)
+    sequences_bytes = min(memory_bytes_max, scheduling.kv_bytes_max or memory_bytes_max)
     chunk = scheduling.prefill_chunk_tokens
     paged = spec.policy is not None
     return Limits(
-        rows_max=scheduling.rows_max,
+        sequences_max=scheduling.sequences_max,
         queue_requests_max=scheduling.queue_requests_max,
         prefill_chunk_tokens=min(chunk, spec.snapshot_tokens) if spec.recurrent else chunk,
-        prefill_rows_max=scheduling.prefill_rows_max,
-        kv_tokens_max=rows_bytes // spec.bytes_per_token,
-        row_tokens=-(-spec.bytes_per_row // spec.bytes_per_token),
+        prefill_sequences_max=scheduling.prefill_sequences_max,
+        kv_tokens_max=sequences_bytes // spec.bytes_per_token,
+        sequence_tokens=-(-spec.bytes_per_sequence // spec.bytes_per_token),
         paged=paged,
-        # Of other layers a row may find less than another one holds.
+        # Of other layers a sequence may find less than another one holds.
         shares=paged and not spec.recurrent and not spec.rule.window,
     )
 
@@ -53,7 +53,7 @@ class Pictures(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """What pictures of waiting and running rows take, in bytes."""
+        """What pictures of waiting and running sequences take, in bytes."""
         ...
 
 
@@ -76,14 +76,18 @@ class MemoryRoom:
         bytes_max: int,
         scheduler: Scheduler,
         executor: BatchExecutor,
-        memory: RowMemory,
+        memory: SequenceMemory,
         pictures: Pictures,
         unwritten_bytes: Callable[[], int],
         text_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         spec = loaded.spec
         self.budget = MemoryBudget(
-            bytes_max, spec.bytes_per_token, spec.open_row_bytes, scheduler.limits.rows_max, spec.policy is not None
+            bytes_max,
+            spec.bytes_per_token,
+            spec.open_sequence_bytes,
+            scheduler.limits.sequences_max,
+            spec.policy is not None,
         )
         self._loaded, self._scheduling, self._share_bytes = loaded, scheduling, bytes_max
         self._scheduler, self._executor = scheduler, executor
@@ -107,37 +111,38 @@ class MemoryRoom:
             text=self._text_bytes(),
         )
 
-    def rows(self) -> Rows:
-        """What the scheduler counts, and rows that the next step takes out."""
+    def sequences(self) -> Sequences:
+        """What the scheduler counts, and sequences that the next step takes out."""
         scheduler = self._scheduler
-        return Rows(scheduler.running + self._executor.leaving, scheduler.cost_tokens, scheduler.held_tokens)
+        return Sequences(scheduler.running + self._executor.leaving, scheduler.cost_tokens, scheduler.held_tokens)
 
     def _kept_bytes(self) -> int:
-        return self.budget.kept_bytes(self.rows(), self.held())
+        return self.budget.kept_bytes(self.sequences(), self.held())
 
     def fit(self) -> None:
-        """Makes room before a step: evicts what has no room any more beside the rows, and bounds what they may cost."""
+        """Makes room before a step: evicts what has no room any more beside the sequences, and bounds what they may
+        cost."""
         self._memory.fit()
-        rows, held = self.rows(), self.held()
+        sequences, held = self.sequences(), self.held()
         most = self._scheduling.vision_bytes_max
-        room = self.budget.pictures_bytes(rows, held)
+        room = self.budget.pictures_bytes(sequences, held)
         self._pictures.embeddings.resize(room if most is None else min(most, room))
-        self._scheduler.room_tokens = self.budget.rows_tokens(rows, held)
+        self._scheduler.room_tokens = self.budget.sequences_tokens(sequences, held)
         pool = self._loaded.pool
         if pool is not None:
-            pool.limit(self.budget.pool_bytes(rows, held))
-            if self.budget.pool_is_too_large(rows, held) and held.pool > held.slots:
-                self._executor.give_back(self.budget.pool_bytes(rows, held))
-        self.usage = self._usage(rows, held)
+            pool.limit(self.budget.pool_bytes(sequences, held))
+            if self.budget.pool_is_too_large(sequences, held) and held.pool > held.slots:
+                self._executor.give_back(self.budget.pool_bytes(sequences, held))
+        self.usage = self._usage(sequences, held)
 
-    def _usage(self, rows: Rows, held: Held) -> dict[str, int]:
+    def _usage(self, sequences: Sequences, held: Held) -> dict[str, int]:
         kept = self._memory.prefixes.loose_slots
         counts = self._loaded.pool.counts() if self._loaded.pool is not None else {"slots": 0, "slots_free": 0}
         return {
             "slots_running": max(0, counts["slots"] - counts["slots_free"] - kept),
             "slots_kept": kept,
             "slots_free": counts["slots_free"],
-            "memory_bytes": self.budget.used(rows, held),
+            "memory_bytes": self.budget.used(sequences, held),
             "memory_bytes_max": self.budget.bytes_max,
         }
 
@@ -152,7 +157,7 @@ class MemoryRoom:
         if share_bytes != self._share_bytes:
             self._share_bytes = share_bytes
             self._scheduler.limits = limits_of(self._loaded, self._scheduling, share_bytes)
-        used = self.budget.used(self.rows(), self.held())
+        used = self.budget.used(self.sequences(), self.held())
         self.budget = replace(self.budget, bytes_max=bearable_bytes(share_bytes, used, free_bytes, device_bytes))
         self.fit()
         now, held = time.monotonic(), self.held()

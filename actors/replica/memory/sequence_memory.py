@@ -1,4 +1,4 @@
-"""Keeps rows' KV in memory: copies it from the executor into the prefix cache, and finds it again."""
+"""Keeps sequences' KV in memory: copies it from the executor into the prefix cache, and finds it again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ...protocol.block_ids import BLOCK_TOKENS, block_ids
 from ...protocol.entries import tail_id
 from ...protocol.replica_messages import GenerateRequest
 from ..execution.executor import BatchExecutor
-from ..execution.grammar import RowGrammar
-from ..execution.vision import RowPictures
+from ..execution.grammar import SequenceGrammar
+from ..execution.vision import SequencePictures
 from ..kv.caches import ModelCacheSpec, PooledBlock, Slab
 from ..kv.prefix import Hit, PrefixCache, PrefixKV, covers
 
@@ -50,8 +50,8 @@ class Sequence:
     prompt_tail: Unsaved | None = None
     prompt_end: Unsaved | None = None
     snapshots: dict[bytes, PrefixKV[Piece]] = field(default_factory=dict)
-    pictures: RowPictures | None = None
-    grammar: RowGrammar | None = None
+    pictures: SequencePictures | None = None
+    grammar: SequenceGrammar | None = None
 
     @property
     def id(self) -> str:
@@ -74,7 +74,7 @@ class Sequence:
 
 
 def is_remembered(request: GenerateRequest) -> bool:
-    """Whether a row becomes part of its agent's memory; of several choices only the first does."""
+    """Whether a sequence becomes part of its agent's memory; of several choices only the first does."""
     return bool(request.agent) and request.reusable and request.sampling.choice == 0
 
 
@@ -103,8 +103,8 @@ class Unsaved:
     kept: PrefixKV[Piece]
 
 
-class RowMemory:
-    """The KV that rows reuse and leave in memory. Keeps nothing for a model whose KV cannot be cut.
+class SequenceMemory:
+    """The KV that sequences reuse and leave in memory. Keeps nothing for a model whose KV cannot be cut.
 
     Args:
         bytes_max: bytes for KV that is not pinned; None for as many as there is room for.
@@ -122,16 +122,16 @@ class RowMemory:
         self.prefixes: PrefixCache[Piece] = PrefixCache(self._bytes_max, spec.rule)
         self._spec = spec
         self._executor = executor
-        # A placed row and the cache hold the same slots, so evicting them would free nothing. Of other layers kept
-        # blocks have more than the row: windows that it has left behind, snapshots.
-        self._pins_rows = spec.policy is not None and self.prefixes.is_plain
+        # A placed sequence and the cache hold the same slots, so evicting them would free nothing. Of other layers kept
+        # blocks have more than the sequence: windows that it has left behind, snapshots.
+        self._pins_sequences = spec.policy is not None and self.prefixes.is_plain
         self._block_bytes = spec.bytes_per_token * BLOCK_TOKENS
         self._writes = writes
         # Holders of KV that is not on disk yet.
         self._writers: set[str] = set()
 
     def _keeps(self, sequence: Sequence) -> bool:
-        """Whether any KV of the row is kept."""
+        """Whether any KV of the sequence is kept."""
         return self._spec.reusable and (self._has_room(sequence) or self._on_disk(sequence))
 
     def _has_room(self, sequence: Sequence) -> bool:
@@ -143,7 +143,7 @@ class RowMemory:
         return self._writes and self.is_written(sequence)
 
     def is_written(self, sequence: Sequence) -> bool:
-        """Whether the row's KV goes to disk: it is an agent's, and its tenant may have a block there."""
+        """Whether the sequence's KV goes to disk: it is an agent's, and its tenant may have a block there."""
         most = sequence.request.disk_bytes_max
         return is_remembered(sequence.request) and (most is None or most >= self._block_bytes)
 
@@ -152,15 +152,15 @@ class RowMemory:
         self.prefixes.limit(request.tenant, request.memory_bytes_max)
 
     def pin(self, sequence: Sequence, tokens: int) -> None:
-        """Pins the whole blocks of the row's first `tokens` tokens until `find` or `leave`."""
+        """Pins the whole blocks of the sequence's first `tokens` tokens until `find` or `leave`."""
         self.prefixes.pin(sequence.id, sequence.request.root_id, sequence.ids[: tokens // BLOCK_TOKENS], [])
 
     def leave(self, sequence: Sequence) -> None:
-        """Unpins what is pinned for a row that was preempted or ended."""
-        self._unpin(sequence.id, _as_row(sequence))
+        """Unpins what is pinned for a sequence that was preempted or ended."""
+        self._unpin(sequence.id, _as_sequence(sequence))
 
     def fit(self) -> None:
-        """Evicts the least recently used KV that nobody needs until the rest has room beside the rows."""
+        """Evicts the least recently used KV that nobody needs until the rest has room beside the sequences."""
         self.prefixes.resize(max(0, min(self._bytes_max, self.room())))
 
     def _unpin(self, *holders: str) -> None:
@@ -170,13 +170,13 @@ class RowMemory:
             self.prefixes.unpin(holder)
         self.fit()
 
-    def _pin_row(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Pins blocks [start, stop) of a row that holds them, until `leave`."""
-        if self._pins_rows and start < stop:
-            self.prefixes.pin(_as_row(sequence), sequence.request.root_id, sequence.ids[start:stop], [])
+    def _pin_sequence(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Pins blocks [start, stop) of a sequence that holds them, until `leave`."""
+        if self._pins_sequences and start < stop:
+            self.prefixes.pin(_as_sequence(sequence), sequence.request.root_id, sequence.ids[start:stop], [])
 
     def peek(self, sequence: Sequence) -> int:
-        """Returns about how many of the row's tokens `find` would find now."""
+        """Returns about how many of the sequence's tokens `find` would find now."""
         root = sequence.request.root_id
         if sequence.emitted:
             # It was preempted: its generated tokens are part of its prompt now.
@@ -193,7 +193,7 @@ class RowMemory:
             usable = hit.tokens if sequence.pictures is None else sequence.pictures.usable(hit.tokens)
             if usable < hit.tokens:
                 hit = self.prefixes.match(root, ids, tokens, usable)
-            self._pin_row(sequence, 0, len(hit.blocks))
+            self._pin_sequence(sequence, 0, len(hit.blocks))
         finally:
             self._unpin(sequence.id)
         sequence.kept = len(hit.blocks)
@@ -216,13 +216,13 @@ class RowMemory:
         return replace(item, kept=replace(item.kept, value=self._executor.copied(item.kept.value)))
 
     def recount(self) -> Iterator[None]:
-        """Checks all tables while there is no row, step by step; nothing may change between the steps.
+        """Checks all tables while there is no sequence, step by step; nothing may change between the steps.
 
         Raises:
             AssertionError: they disagree.
         """
         if gone := set(self.prefixes.holders) - self._writers:
-            raise AssertionError(f"rows that ended still pin KV: {sorted(gone)[:3]}")
+            raise AssertionError(f"sequences that ended still pin KV: {sorted(gone)[:3]}")
         yield from self.prefixes.recount()
 
     def reset(self) -> None:
@@ -235,7 +235,7 @@ class RowMemory:
 
         Args:
             writer: a unique name of the write job.
-            sequence: the row that the KV is of.
+            sequence: the sequence that the KV is of.
         """
         tenant = sequence.request.tenant
         self._writers.add(writer)
@@ -255,7 +255,7 @@ class RowMemory:
         self._unpin(writer)
 
     def used(self, sequence: Sequence) -> list[bytes]:
-        """Returns the ids of the row's entries on disk, without the open tail, which later turns replace."""
+        """Returns the ids of the sequence's entries on disk, without the open tail, which later turns replace."""
         tail, ids = sequence.prompt_tail, sequence.ids[: self._whole(sequence)]
         return ids if tail is None else [*ids, tail_id(tail.parent, tail.tokens)]
 
@@ -265,14 +265,14 @@ class RowMemory:
         return blocks * self._block_bytes
 
     def drop_snapshots(self, sequence: Sequence, saved: Container[bytes]) -> None:
-        """Drops snapshots of blocks that are in `saved`, as those of a row that was not read back in time."""
+        """Drops snapshots of blocks that are in `saved`, as those of a sequence that was not read back in time."""
         for block in [block for block in sequence.snapshots if block in saved]:
             del sequence.snapshots[block]
 
     def unsaved_blocks(self, sequence: Sequence, saved: Container[bytes]) -> list[Unsaved]:
-        """Returns the row's whole blocks that are not in `saved`, in order, up to the tenant's disk limit.
+        """Returns the sequence's whole blocks that are not in `saved`, in order, up to the tenant's disk limit.
 
-        Blocks that the prefix cache has evicted are cut out of the row's caches again.
+        Blocks that the prefix cache has evicted are cut out of the sequence's caches again.
         """
         if not self._keeps(sequence):
             return []
@@ -296,12 +296,13 @@ class RowMemory:
         ]
 
     def unsaved(self, sequence: Sequence, saved: Container[bytes], *, ended: bool = True) -> list[Unsaved]:
-        """Returns the row's KV that is not in `saved`, in order. Call it after `keep_all`, while the row has caches.
+        """Returns the sequence's KV that is not in `saved`, in order. Call it after `keep_all`, while the sequence has
+        caches.
 
         Args:
-            ended: False for an aborted row. Its client has seen less of the answer than was generated, so the next turn
-                cannot use the snapshot at the answer's end, but the one at the prompt's end. So it is written then, and
-                for a request that says so (`lasting_saved`).
+            ended: False for an aborted sequence. Its client has seen less of the answer than was generated, so the next
+                turn cannot use the snapshot at the answer's end, but the one at the prompt's end. So it is written
+                then, and for a request that says so (`lasting_saved`).
         """
         items = self.unsaved_blocks(sequence, saved)
         if self._written(sequence) < self._whole(sequence):
@@ -324,7 +325,7 @@ class RowMemory:
         return items
 
     def _whole(self, sequence: Sequence) -> int:
-        """Returns how many whole blocks the row's caches hold."""
+        """Returns how many whole blocks the sequence's caches hold."""
         return self._executor.length(sequence.id) // BLOCK_TOKENS
 
     def _written(self, sequence: Sequence) -> int:
@@ -344,11 +345,11 @@ class RowMemory:
         return b"".join((*sequence.ids[-1:], rest))
 
     def known(self, sequence: Sequence) -> int:
-        """Returns about how many of the row's first tokens have KV in memory, by their whole blocks."""
+        """Returns about how many of the sequence's first tokens have KV in memory, by their whole blocks."""
         return self.prefixes.leading(sequence.ids) * BLOCK_TOKENS if self._spec.reusable else 0
 
     def keep_blocks(self, sequence: Sequence, computed: int) -> None:
-        """Keeps the whole blocks of the row's caches, which hold `computed` tokens."""
+        """Keeps the whole blocks of the sequence's caches, which hold `computed` tokens."""
         first, last = sequence.kept, min(computed // BLOCK_TOKENS, len(sequence.ids))
         if not self._keeps(sequence) or last <= first:
             return
@@ -364,14 +365,14 @@ class RowMemory:
             (index, sequence.tokens[start:stop], kept_of(slab))
             for index, (start, stop), slab in zip(wanted, spans, slabs, strict=True)
         ]
-        self._pin_row(sequence, first, last)
+        self._pin_sequence(sequence, first, last)
         self.prefixes.put_blocks(sequence.ids[:last], new, sequence.request.tenant)
         sequence.kept = last
         if self._on_disk(sequence):
             sequence.snapshots |= {sequence.ids[index]: kept for index, _, kept in new if kept.snapshot}
 
     def keep_tail(self, sequence: Sequence, computed: int) -> None:
-        """Keeps the open tail of the row's caches, which hold `computed` tokens."""
+        """Keeps the open tail of the sequence's caches, which hold `computed` tokens."""
         whole = computed // BLOCK_TOKENS
         start = whole * BLOCK_TOKENS
         # One of an earlier place would have another parent.
@@ -392,7 +393,7 @@ class RowMemory:
 
     def keep_prompt_end(self, sequence: Sequence, computed: int) -> None:
         """Keeps the prompt's tail with a snapshot, for a next turn without the whole answer: the state of recurrent
-        layers cannot be cut back. The row's caches must hold exactly so much of it, `computed` tokens."""
+        layers cannot be cut back. The sequence's caches must hold exactly so much of it, `computed` tokens."""
         if not self._spec.recurrent:
             return
         self.keep_tail(sequence, computed)
@@ -402,10 +403,10 @@ class RowMemory:
             sequence.prompt_end = Unsaved(None, parent, *sequence.tail)
 
     def fills_prompt(self, sequence: Sequence) -> bool:
-        """Whether the row's next step fills the block in which its prompt ends. Cheap, as it is asked before every
+        """Whether the sequence's next step fills the block in which its prompt ends. Cheap, as it is asked before every
         step."""
         prompt = len(sequence.request.prompt) - 1
-        # A row that has just joined has one token more than KV; `keep_prompt_tail` checks exactly.
+        # A sequence that has just joined has one token more than KV; `keep_prompt_tail` checks exactly.
         more = len(sequence.tokens) - (prompt // BLOCK_TOKENS + 1) * BLOCK_TOKENS
         return -1 <= more <= 0 < prompt % BLOCK_TOKENS and self._keeps(sequence) and sequence.request.reusable
 
@@ -433,7 +434,7 @@ class RowMemory:
         sequence.prompt_tail = Unsaved(None, parent, tokens, kept)
 
     def keep_all(self, sequence: Sequence) -> None:
-        """Keeps all KV of the row's caches: whole blocks and the open tail."""
+        """Keeps all KV of the sequence's caches: whole blocks and the open tail."""
         if not self._keeps(sequence):
             return
         computed = self._executor.length(sequence.id)
@@ -452,6 +453,6 @@ def kept_of(slab: Piece) -> PrefixKV[Piece]:
     return PrefixKV(slab, slab.nbytes, slab.window_from, snapshot, pool_bytes, slots)
 
 
-def _as_row(sequence: Sequence) -> str:
-    """The holder of what a placed row has; under its id alone it holds what it waits for."""
-    return f"row {sequence.id}"
+def _as_sequence(sequence: Sequence) -> str:
+    """The holder of what a placed sequence has; under its id alone it holds what it waits for."""
+    return f"sequence {sequence.id}"

@@ -1,1 +1,1 @@
-"""Decides which rows are admitted, prefilled, decoded and preempted in a step, fairly among tenants. Pure."""
+"""Decides which sequences are admitted, prefilled, decoded and preempted in a step, fairly among tenants. Pure."""

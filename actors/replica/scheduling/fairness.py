@@ -1,12 +1,13 @@
 """Fair shares: tenants share a replica evenly, and a tenant's flows share what it gets. Pure: no clock.
 
 Fair queueing by virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024), on two
-levels: the next row is of the tenant that has been given least, and there of the flow (an agent, or a caller without
+levels: the next sequence is of the tenant that has been given least, and there of the flow (an agent, or a caller
+    without
 one) that has been given least. A tenant or flow that was idle continues at the lowest counter among the busy ones, so
 idleness earns no credit.
 
-Every fourth admitted row of a tenant is its oldest, of any flow. So no row waits for ever, however many flows a tenant
-invents.
+Every fourth admitted sequence of a tenant is its oldest, of any flow. So no sequence waits for ever, however many flows
+a tenant invents.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ fifths of it, and there is always room for others (dynamic thresholds, Choudhury
 
 
 class Sharer(Protocol):
-    """A row with its tenant, its flow and its order of arrival."""
+    """A sequence with its tenant, its flow and its order of arrival."""
 
     @property
     def tenant(self) -> str: ...
@@ -41,33 +42,34 @@ class Sharer(Protocol):
 
 @dataclass
 class _Taker:
-    """A tenant's or flow's counters: `given` in tokens or microseconds of the encoder; `rows` in the replica, queued or
-    not."""
+    """A tenant's or flow's counters: `given` in tokens or microseconds of the encoder; `sequences` in the replica,
+    queued or not."""
 
     given: int = 0
-    rows: int = 0
+    sequences: int = 0
 
 
 @dataclass
 class _Level:
-    """The takers of one share. Those with rows have been given at least `floor`."""
+    """The takers of one share. Those with sequences have been given at least `floor`."""
 
     takers: dict[str, _Taker] = field(default_factory=dict)
     floor: int = 0
 
     def join(self, name: str) -> None:
-        """Counts a row of a taker. One that was idle starts at the level of the busy one that has been given least."""
+        """Counts a sequence of a taker. One that was idle starts at the level of the busy one that has been given
+        least."""
         taker = self.takers.setdefault(name, _Taker())
-        if not taker.rows:
-            self.floor = max(self.floor, min((one.given for one in self.takers.values() if one.rows), default=0))
+        if not taker.sequences:
+            self.floor = max(self.floor, min((one.given for one in self.takers.values() if one.sequences), default=0))
             taker.given = max(taker.given, self.floor)
-        taker.rows += 1
+        taker.sequences += 1
 
     def leave(self, name: str) -> None:
-        """Uncounts a row of a taker, and forgets an idle taker if there are too many."""
+        """Uncounts a sequence of a taker, and forgets an idle taker if there are too many."""
         taker = self.takers[name]
-        taker.rows -= 1
-        idle = [one for one, other in self.takers.items() if not other.rows]
+        taker.sequences -= 1
+        idle = [one for one, other in self.takers.items() if not other.sequences]
         if len(idle) == len(self.takers):
             self.floor = max(self.floor, taker.given)
         if len(idle) > IDLE_MAX:
@@ -84,80 +86,81 @@ class FairShares:
 
     @property
     def alone(self) -> bool:
-        """Whether all rows are of one flow."""
-        tenants = [name for name, taker in self._tenants.takers.items() if taker.rows]
+        """Whether all sequences are of one flow."""
+        tenants = [name for name, taker in self._tenants.takers.items() if taker.sequences]
         return (
             len(tenants) <= 1
-            and sum(taker.rows > 0 for name in tenants for taker in self._flows[name].takers.values()) <= 1
+            and sum(taker.sequences > 0 for name in tenants for taker in self._flows[name].takers.values()) <= 1
         )
 
-    def join(self, row: Sharer) -> None:
-        """Counts a row that came into the replica."""
-        self._tenants.join(row.tenant)
-        self._flows[row.tenant].join(row.flow)
+    def join(self, sequence: Sharer) -> None:
+        """Counts a sequence that came into the replica."""
+        self._tenants.join(sequence.tenant)
+        self._flows[sequence.tenant].join(sequence.flow)
 
-    def leave(self, row: Sharer) -> None:
-        """Uncounts a row that left."""
-        self._flows[row.tenant].leave(row.flow)
-        self._tenants.leave(row.tenant)
+    def leave(self, sequence: Sharer) -> None:
+        """Uncounts a sequence that left."""
+        self._flows[sequence.tenant].leave(sequence.flow)
+        self._tenants.leave(sequence.tenant)
         for name in self._flows.keys() - self._tenants.takers.keys():
             del self._flows[name], self._admitted[name]
 
-    def admit(self, row: Sharer) -> None:
-        """Counts a row that gets a place."""
-        self._admitted[row.tenant] += 1
+    def admit(self, sequence: Sharer) -> None:
+        """Counts a sequence that gets a place."""
+        self._admitted[sequence.tenant] += 1
 
-    def charge(self, row: Sharer, tokens: int) -> None:
-        """Charges prompt tokens that were computed for a row, or `DRAWN_TOKENS` for a generated token."""
-        self._tenants.takers[row.tenant].given += tokens
-        self._flows[row.tenant].takers[row.flow].given += tokens
+    def charge(self, sequence: Sharer, tokens: int) -> None:
+        """Charges prompt tokens that were computed for a sequence, or `DRAWN_TOKENS` for a generated token."""
+        self._tenants.takers[sequence.tenant].given += tokens
+        self._flows[sequence.tenant].takers[sequence.flow].given += tokens
 
-    def turn(self, row: Sharer, *, taking: bool) -> tuple[int, int, int]:
-        """Returns a row's sort key: the row with the least is next.
+    def turn(self, sequence: Sharer, *, taking: bool) -> tuple[int, int, int]:
+        """Returns a sequence's sort key: the sequence with the least is next.
 
         Args:
-            taking: whether it would take another row's place, not a free one.
+            taking: whether it would take another sequence's place, not a free one.
         """
-        tenant = self._tenants.takers[row.tenant].given
-        if not taking and self._admitted[row.tenant] % OLDEST_EVERY == OLDEST_EVERY - 1:
-            return tenant, 0, row.order
-        return tenant, self._flows[row.tenant].takers[row.flow].given, row.order
+        tenant = self._tenants.takers[sequence.tenant].given
+        if not taking and self._admitted[sequence.tenant] % OLDEST_EVERY == OLDEST_EVERY - 1:
+            return tenant, 0, sequence.order
+        return tenant, self._flows[sequence.tenant].takers[sequence.flow].given, sequence.order
 
-    def lead(self, row: Sharer, other: Sharer) -> int:
-        """Returns how much more the tenant of `row` has been given than that of `other`; within one tenant, the
+    def lead(self, sequence: Sharer, other: Sharer) -> int:
+        """Returns how much more the tenant of `sequence` has been given than that of `other`; within one tenant, the
         flow."""
-        if row.tenant != other.tenant:
-            return self._tenants.takers[row.tenant].given - self._tenants.takers[other.tenant].given
-        flows = self._flows[row.tenant].takers
-        return flows[row.flow].given - flows[other.flow].given
+        if sequence.tenant != other.tenant:
+            return self._tenants.takers[sequence.tenant].given - self._tenants.takers[other.tenant].given
+        flows = self._flows[sequence.tenant].takers
+        return flows[sequence.flow].given - flows[other.flow].given
 
 
 def queues_too_many(tenant: str, flow: str, waiting: Iterable[Sharer], room: int) -> bool:
-    """Whether the tenant or its flow has so many rows waiting that the queue's free `room` is reserved for others."""
-    own = [row.flow for row in waiting if row.tenant == tenant]
+    """Whether the tenant or its flow has so many sequences waiting that the queue's free `room` is reserved for
+    others."""
+    own = [sequence.flow for sequence in waiting if sequence.tenant == tenant]
     return own.count(flow) >= FLOW_TIMES * room or len(own) >= TENANT_TIMES * room
 
 
 @dataclass(frozen=True)
 class Depth:
-    """How many rows come before a row: in its flow, earlier ones; in its tenant, earlier ones by depth in their flows,
-    then by arrival."""
+    """How many sequences come before a sequence: in its flow, earlier ones; in its tenant, earlier ones by depth in
+    their flows, then by arrival."""
 
     tenant: int
     flow: int
 
 
-def depths(rows: Sequence[Sharer]) -> list[Depth]:
-    """Returns the depth of every row; `rows` are in order of arrival. Places are shared evenly if the rows of least
-    depth have them."""
+def depths(sequences: Sequence[Sharer]) -> list[Depth]:
+    """Returns the depth of every sequence; `sequences` are in order of arrival. Places are shared evenly if the
+    sequences of least depth have them."""
     flows: Counter[tuple[str, str]] = Counter()
     tenants: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        tenants[row.tenant].append((flows[row.tenant, row.flow], index))
-        flows[row.tenant, row.flow] += 1
+    for index, sequence in enumerate(sequences):
+        tenants[sequence.tenant].append((flows[sequence.tenant, sequence.flow], index))
+        flows[sequence.tenant, sequence.flow] += 1
     by_index = {
         index: Depth(position, in_flow)
         for places in tenants.values()
         for position, (in_flow, index) in enumerate(sorted(places))
     }
-    return [by_index[index] for index in range(len(rows))]
+    return [by_index[index] for index in range(len(sequences))]

@@ -47,7 +47,7 @@ class PrefillPace:
 
     Args:
         chunk_tokens: as the attribute.
-        pause_s: how long decoding rows may wait for prefill.
+        pause_s: how long decoding sequences may wait for prefill.
     """
 
     def __init__(self, chunk_tokens: int, pause_s: float) -> None:
@@ -59,7 +59,7 @@ class PrefillPace:
         self._pause_s = pause_s
 
     def budget(self, decoding: bool) -> int:
-        """Returns how many tokens the next step may prefill; `decoding` says whether rows decode meanwhile.
+        """Returns how many tokens the next step may prefill; `decoding` says whether sequences decode meanwhile.
 
         These are the tokens that fill the pause, but at least `TOKENS_MIN`, and at least as many as take as long as the
         fixed part. If the fixed part is over half of the pause, prefill would otherwise nearly stop for a pause that is
@@ -95,7 +95,7 @@ class PrefillPace:
             return
         old = self.tokens_per_s
         rate = max(tokens / seconds, FALL_MOST * old)
-        # A small chunk says little about how slow larger ones are; one of the size used beside decoding rows does.
+        # A small chunk says little about how slow larger ones are; one of the size used beside decoding sequences does.
         fall = FALL * min(1.0, tokens / self.budget(True)) if old else 1.0
         weight = 1.0 if old == 0 else RISE if rate > old else fall
         self.tokens_per_s = old + weight * (rate - old)

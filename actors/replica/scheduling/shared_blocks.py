@@ -1,4 +1,4 @@
-"""Counts blocks once that several rows hold. Pure."""
+"""Counts blocks once that several sequences hold. Pure."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from collections.abc import Collection, Sequence
 
 
 class SharedBlocks:
-    """The blocks of rows that have a place, by their keys. Rows with a key in common have all blocks before it in
-    common too."""
+    """The blocks of sequences that have a place, by their keys. Sequences with a key in common have all blocks before
+    it in common too."""
 
     def __init__(self) -> None:
         self._of: dict[str, Sequence[bytes]] = {}
         self._holders: Counter[bytes] = Counter()
 
     def hold(self, name: str, keys: Sequence[bytes]) -> None:
-        """Notes that a row holds these blocks from its first now."""
+        """Notes that a sequence holds these blocks from its first now."""
         had = self._of.get(name, ())
         self._of[name] = keys
         self._holders.update(keys[len(had) :])
 
     def leave(self, name: str) -> None:
-        """Forgets a row; unknown names are ignored."""
+        """Forgets a sequence; unknown names are ignored."""
         for key in self._of.pop(name, ()):
             self._holders[key] -= 1
             if not self._holders[key]:
                 del self._holders[key]
 
     def common(self, names: Collection[str], coming: Sequence[bytes] = ()) -> int:
-        """Returns how many blocks more these rows would have if each had its own.
+        """Returns how many blocks more these sequences would have if each had its own.
 
         Args:
-            coming: keys of a row beside them, which takes those of its first blocks that they hold.
+            coming: keys of a sequence beside them, which takes those of its first blocks that they hold.
         """
-        rows = [self._of[name] for name in names if name in self._of]
+        sequences = [self._of[name] for name in names if name in self._of]
         held: Collection[bytes] = self._holders
-        if len(rows) < len(self._of):
-            held = {key for keys in rows for key in keys}
+        if len(sequences) < len(self._of):
+            held = {key for keys in sequences for key in keys}
         known = next((index for index, key in enumerate(coming) if key not in held), len(coming))
-        return sum(map(len, rows)) - len(held) + known
+        return sum(map(len, sequences)) - len(held) + known
 
     def check(self, names: Collection[str]) -> None:
-        """Checks that only these rows hold something, and the counts.
+        """Checks that only these sequences hold something, and the counts.
 
         Raises:
             AssertionError: they disagree.

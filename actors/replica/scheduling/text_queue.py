@@ -1,8 +1,9 @@
 """Decides which texts are embedded in each engine step. Pure: no clock, no arrays.
 
-A job is a request with several texts. Jobs take turns by priority, and among equals as rows do: the tenant and then the
-flow that have been given least come first (`fairness.py`). A step's batch has the next texts of the first job, and of
-the jobs after it as many as have room beside them; a job's shortest texts come first, so a batch has little padding.
+A job is a request with several texts. Jobs take turns by priority, and among equals as sequences do: the tenant and
+then the flow that have been given least come first (`fairness.py`). A step's batch has the next texts of the first job,
+and of the jobs after it as many as have room beside them; a job's shortest texts come first, so a batch has little
+padding.
 
 A text longer than the budget is computed alone, a chunk a step. There is one such text at a time, as it holds memory: a
 job that comes to another one lets the first go on instead.

@@ -1,5 +1,5 @@
-"""An engine of its own whose rows are forced along given tokens, and their logits: how a trial at load sees what an
-engine makes of a model."""
+"""An engine of its own whose sequences are forced along given tokens, and their logits: how a trial at load sees what
+an engine makes of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...model_files.processors import SpanLayout
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from ...protocol.media_ids import media_key, media_tokens, picture_hash
-from ...protocol.replica_messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
+from ...protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
 from ..device.device import as_numpy, device_bytes, multiplies_exactly
 from ..device.device_errors import DeviceFailed
 from ..execution.loaded_model import LoadedModel
@@ -32,7 +32,7 @@ from ..loop.engine import Engine
 from ..scheduling.prefill_budget import PrefillPace
 
 DRAWN = 4
-"""How many logits of every row are compared."""
+"""How many logits of every sequence are compared."""
 
 ROUNDING, ROUNDING_16 = 2e-3, 6e-2
 """How far a logit may be off, of the largest one, in float32 and in 16 bits, in three of four places. Sums are added in
@@ -46,7 +46,7 @@ TURN_TOKENS = 9
 """What is new in a second turn."""
 
 MORE_TOKENS = 2 * DRAWN + TURN_TOKENS
-"""The most that follows a row's prompt."""
+"""The most that follows a sequence's prompt."""
 
 NO_DEADLINE_S = 1e6
 """Others may be served meanwhile for as long as it takes."""
@@ -56,13 +56,13 @@ _ENCODES_S = 300.0
 """How long pictures may take."""
 
 Logits = dict[tuple[int, int], np.ndarray]
-"""By the row's number and how many tokens it has drawn, `(vocabulary,) float32`."""
+"""By the sequence's number and how many tokens it has drawn, `(vocabulary,) float32`."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A picture of a row, or frames of a video in the size that its encoder takes: the first token of its span, the
-    span, the frames, their embeddings, and whether they are of a video."""
+    """A picture of a sequence, or frames of a video in the size that its encoder takes: the first token of its span,
+    the span, the frames, their embeddings, and whether they are of a video."""
 
     start: int
     span: SpanLayout
@@ -80,18 +80,19 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class ForcedRow:
-    """A row: the tokens that the model gets, of which the first `prompt` are its prompt, and its pictures in order."""
+class ForcedSequence:
+    """A sequence: the tokens that the model gets, of which the first `prompt` are its prompt, and its pictures in
+    order."""
 
     tokens: Sequence[int]
     prompt: int
     pictures: Sequence[Shown] = ()
 
     def request(self, name: str, number: int, root: bytes, more: int) -> GenerateRequest:
-        """Returns a request for the row.
+        """Returns a request for the sequence.
 
         Args:
-            number: of the row.
+            number: of the sequence.
             root: the parent of its first block.
             more: how many tokens after its prompt belong to it too.
         """
@@ -117,8 +118,8 @@ class ForcedRow:
 
 @dataclass
 class Faults:
-    """What does not hold, as the end of a sentence: of a row `alone` in the engine, of rows `together`, and of turns
-    that use KV `again`; empty where it does."""
+    """What does not hold, as the end of a sentence: of a sequence `alone` in the engine, of sequences `together`, and
+    of turns that use KV `again`; empty where it does."""
 
     alone: str = ""
     together: str = ""
@@ -160,26 +161,26 @@ def not_finite(logits: Logits) -> str:
 
 
 class _Forced:
-    """In place of a batch's sampler: gives every row the next token of its script, and notes its logits."""
+    """In place of a batch's sampler: gives every sequence the next token of its script, and notes its logits."""
 
-    def __init__(self, scripts: Sequence[ForcedRow], noted: Logits) -> None:
+    def __init__(self, scripts: Sequence[ForcedSequence], noted: Logits) -> None:
         self._scripts = scripts
         self._noted = noted
-        self._rows: list[tuple[int, int, int]] = []
+        self._sequences: list[tuple[int, int, int]] = []
 
     def add(self, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        self._rows.append((sampling.seed, len(prompt), len(generated)))
+        self._sequences.append((sampling.seed, len(prompt), len(generated)))
 
     def keep(self, indices: Sequence[int]) -> None:
-        self._rows = [self._rows[index] for index in indices]
+        self._sequences = [self._sequences[index] for index in indices]
 
     def __call__(self, logits: mx.array, masks: object) -> Draw:
         values, tokens = as_numpy(logits.astype(mx.float32)), []
-        for place, (row, prompt, drawn) in enumerate(self._rows):
-            script = self._scripts[row].tokens
-            self._noted.setdefault((row, drawn), values[place])
+        for place, (sequence, prompt, drawn) in enumerate(self._sequences):
+            script = self._scripts[sequence].tokens
+            self._noted.setdefault((sequence, drawn), values[place])
             tokens.append(script[min(prompt + drawn, len(script) - 1)])
-            self._rows[place] = (row, prompt, drawn + 1)
+            self._sequences[place] = (sequence, prompt, drawn + 1)
         return Draw(mx.array(tokens, mx.uint32), mx.ones((len(tokens),), mx.bool_))
 
 
@@ -192,30 +193,30 @@ class _Steady(PrefillPace):
 
 
 class Scene:
-    """An engine whose rows are forced. What its model raises is heard, not logged.
+    """An engine whose sequences are forced. What its model raises is heard, not logged.
 
     Args:
         pieces: it ends one after each of its steps, and within a step after each layer of a prompt.
 
     Attributes:
-        noted: the logits of its rows.
+        noted: the logits of its sequences.
         failure: what went wrong, as the end of a sentence; empty if nothing did.
     """
 
-    def __init__(self, loaded: LoadedModel, rows: Sequence[ForcedRow], pieces: Pieces = IN_ONE_PIECE) -> None:
+    def __init__(self, loaded: LoadedModel, sequences: Sequence[ForcedSequence], pieces: Pieces = IN_ONE_PIECE) -> None:
         self.noted: Logits = {}
         self._pieces = pieces
         self._ends: dict[str, str] = {}
         self._heard: list[BaseException] = []
-        self._rows = rows
+        self._sequences = sequences
         self._runs = 0
         self._root = root_id(loaded.model_id, "trial")
         memory_bytes = device_bytes(free=True)
-        self._engine = engine = Engine(loaded, Scheduling(rows_max=8), memory_bytes, self._take)
+        self._engine = engine = Engine(loaded, Scheduling(sequences_max=8), memory_bytes, self._take)
         engine.prefill.pace = _Steady(BLOCK_TOKENS, pause_s=1.0)
         if pieces is not IN_ONE_PIECE:
             engine.executor.pieces = Pieces(self._pause)
-        engine.executor.make_sampler = lambda: _Forced(rows, self.noted)
+        engine.executor.make_sampler = lambda: _Forced(sequences, self.noted)
         engine.executor.clear_batch()
 
     def __enter__(self) -> Scene:
@@ -249,18 +250,18 @@ class Scene:
         if self._heard:
             return f"it fails ({first_sentence(self._heard[0])})"
         wrong = {end for end in self._ends.values() if end != "length"}
-        return f"its rows end with {min(wrong)}" if wrong else ""
+        return f"its sequences end with {min(wrong)}" if wrong else ""
 
-    def run(self, rows: Sequence[int], later: Sequence[int] = (), *, more: int = 0) -> None:
-        """Runs rows to their ends; some of them join `later`, when the others have drawn a token.
+    def run(self, sequences: Sequence[int], later: Sequence[int] = (), *, more: int = 0) -> None:
+        """Runs sequences to their ends; some of them join `later`, when the others have drawn a token.
 
         Args:
             more: how many tokens after its prompt belong to it too.
         """
         self._runs += 1
         waiting = list(later)
-        for row in rows:
-            self._submit(row, more)
+        for sequence in sequences:
+            self._submit(sequence, more)
         steps, ends = 0, self._pieces.now_s() + _ENCODES_S
         while steps < _STEPS_MAX and self._pieces.now_s() < ends:
             try:
@@ -271,8 +272,8 @@ class Scene:
             if self._pieces is not IN_ONE_PIECE:
                 self._pause()
             if waiting and (self.noted or not (busy or self._engine.pictures)):
-                for row in waiting:
-                    self._submit(row, more)
+                for sequence in waiting:
+                    self._submit(sequence, more)
                 waiting = []
             elif not busy and self._engine.pictures:
                 # They are encoded on another thread.
@@ -288,24 +289,24 @@ class Scene:
             if refusal is not None:
                 self._heard.append(refusal)
 
-        row = self._rows[number]
-        request = row.request(f"{self._runs}/{number}", number, self._root, more)
+        sequence = self._sequences[number]
+        request = sequence.request(f"{self._runs}/{number}", number, self._root, more)
         # Encoders take long: each picture is encoded once.
-        embeddings = {index: shown.embeddings for index, shown in enumerate(row.pictures)}
+        embeddings = {index: shown.embeddings for index, shown in enumerate(sequence.pictures)}
         self._engine.submit(request, reply, embeddings=embeddings)
 
-    def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
+    def _take(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         for one in updates.get("trial", []):
             if one.finish is not None:
                 said = (one.error or {}).get("message")
                 self._ends[one.request_id] = f"{one.finish} ({said})" if said else one.finish
 
 
-class ForcedRows:
-    """Rows that are run in engines of a model, in every company that they may come to."""
+class ForcedSequences:
+    """Sequences that are run in engines of a model, in every company that they may come to."""
 
-    def __init__(self, loaded: LoadedModel, rows: Sequence[ForcedRow], pieces: Pieces = IN_ONE_PIECE) -> None:
-        self.rows, self._pieces = rows, pieces
+    def __init__(self, loaded: LoadedModel, sequences: Sequence[ForcedSequence], pieces: Pieces = IN_ONE_PIECE) -> None:
+        self.sequences, self._pieces = sequences, pieces
         self._allowed = rounding(loaded)
 
     def difference(self, expected: Logits, got: Logits) -> str:
@@ -313,7 +314,7 @@ class ForcedRows:
         return difference(expected, got, self._allowed)
 
     def alone(self, loaded: LoadedModel) -> tuple[Logits, Logits, str]:
-        """Runs every row alone.
+        """Runs every sequence alone.
 
         Returns:
             Their logits, the same with KV as it is computed, and what is wrong of either. What rounding KV to a few
@@ -326,27 +327,28 @@ class ForcedRows:
         return logits, *self._alone(replace(resealed(loaded, POLICIES[FULL_PRECISION]), way=loaded.way))
 
     def _alone(self, loaded: LoadedModel) -> tuple[Logits, str]:
-        with Scene(loaded, self.rows, self._pieces) as scene:
-            for row in range(len(self.rows)):
-                scene.run([row])
+        with Scene(loaded, self.sequences, self._pieces) as scene:
+            for sequence in range(len(self.sequences)):
+                scene.run([sequence])
         return scene.noted, scene.failure or not_finite(scene.noted)
 
     def in_company(self, loaded: LoadedModel, alone: Logits) -> str:
-        """Runs all rows together, the last one first. Returns what does not hold of them."""
-        *short, long = range(len(self.rows))
-        with Scene(loaded, self.rows, self._pieces) as scene:
+        """Runs all sequences together, the last one first. Returns what does not hold of them."""
+        *short, long = range(len(self.sequences))
+        with Scene(loaded, self.sequences, self._pieces) as scene:
             scene.run([long], short)
             return scene.failure or self.difference(alone, scene.noted)
 
-    def again(self, loaded: LoadedModel, rows: Sequence[int]) -> str:
-        """Runs a second turn of some rows from what the engine keeps, and anew. Returns what does not hold of it."""
+    def again(self, loaded: LoadedModel, sequences: Sequence[int]) -> str:
+        """Runs a second turn of some sequences from what the engine keeps, and anew. Returns what does not hold of
+        it."""
         more = DRAWN + TURN_TOKENS
-        with Scene(loaded, self.rows, self._pieces) as anew:
-            anew.run(rows, more=more)
-        with Scene(loaded, self.rows, self._pieces) as scene:
-            scene.run(rows)
+        with Scene(loaded, self.sequences, self._pieces) as anew:
+            anew.run(sequences, more=more)
+        with Scene(loaded, self.sequences, self._pieces) as scene:
+            scene.run(sequences)
             scene.noted.clear()
-            scene.run(rows, more=more)
+            scene.run(sequences, more=more)
             return scene.failure or self.difference(anew.noted, scene.noted)
 
 

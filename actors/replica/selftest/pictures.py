@@ -3,8 +3,8 @@
 An encoder may look for its pixels under another name, make another number of embeddings than a picture has tokens,
 want inputs of its language part that nobody gives, or see a picture otherwise inside a prompt than alone. All of that
 loads, and then describes pictures that nobody sent. So pictures are encoded, compared with each other and with what
-mlx-vlm makes of whole prompts, and rows with them are forced through an engine as those of text are. The same with a
-video, for models that take more than single pictures.
+mlx-vlm makes of whole prompts, and sequences with them are forced through an engine as those of text are. The same with
+a video, for models that take more than single pictures.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def faults(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> Faults:
         pieces: of the trial; a prompt with a picture, as mlx-vlm computes it, and a picture's encoding are one each.
 
     Returns:
-        What does not hold of rows with pictures, as of those of text; if `alone` does not, it cannot take pictures.
+        What does not hold of sequences with pictures, as of those of text; if `alone` does not, it cannot take
+        pictures.
     """
     vision = loaded.vision
     assert vision is not None
@@ -120,8 +121,8 @@ class _PictureTrial:
             plans += [[cut, other, few], [few, one, cut, other, few]]
             plans += [[few, wide, few] for wide in self._wide()]
         prompts = shows.prompts(plans)
-        rows = [shows.row(prompt) for prompt in prompts]
-        found = shows.in_engine(rows, shows.own(prompts, rows), again=min(2, len(rows) - 1))
+        sequences = [shows.sequence(prompt) for prompt in prompts]
+        found = shows.in_engine(sequences, shows.own(prompts, sequences), again=min(2, len(sequences) - 1))
         if found.alone:
             found.alone = f"with a picture in its prompt {found.alone}"
         return found
@@ -169,8 +170,8 @@ def _of_videos(shows: Exhibition, pieces: Pieces) -> Faults:
         cut = shows.words(max(_FEW, BLOCK_TOKENS - 2 * _FEW - video.tokens // 2))
         plans += [[cut, video, few], [few, shows.picture(noise(1, *SIZE)), few, video, few]]
     prompts = shows.prompts(plans)
-    rows = [shows.row(prompt) for prompt in prompts]
-    return shows.in_engine(rows, shows.own(prompts, rows), again=len(rows) - 1)
+    sequences = [shows.sequence(prompt) for prompt in prompts]
+    return shows.in_engine(sequences, shows.own(prompts, sequences), again=len(sequences) - 1)
 
 
 def _leave_noise() -> None:

@@ -160,7 +160,7 @@ def caches_of(loaded: LoadedModel, spec: ModelCacheSpec) -> NewCaches:
 
 
 def memory_of(name: str, spec: ModelCacheSpec, tokens: int) -> KVSize:
-    return KVSize(name, spec.bytes_per_token, tokens, spec.bytes_per_token * tokens + spec.bytes_per_row)
+    return KVSize(name, spec.bytes_per_token, tokens, spec.bytes_per_token * tokens + spec.bytes_per_sequence)
 
 
 def right_answers(model: Any, quiz: Quiz, caches: list[Any]) -> int:

@@ -22,8 +22,8 @@ from ..device.device import as_numpy, multiplies_exactly
 from ..execution.levels import levels_of
 from ..execution.loaded_model import LoadedModel
 from ..execution.pieces import IN_ONE_PIECE, Pieces
-from ..execution.vision import RowPart, RowPictures, Vision
-from .forced_sequences import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, Shown
+from ..execution.vision import SequencePart, SequencePictures, Vision
+from .forced_sequences import DRAWN, MORE_TOKENS, Faults, ForcedSequence, ForcedSequences, Logits, Shown
 
 NEAR, NEAR_16 = 1e-3, 5e-2
 """How far embeddings may be off, of the largest one, in float32 and in 16 bits."""
@@ -150,31 +150,31 @@ class Exhibition:
             at, here = at + len(each.span.tokens), here + len(each.span.tokens)
         return SeenPrompt(tokens, given, shown, len(exhibits) == 1)
 
-    def row(self, prompt: SeenPrompt) -> ForcedRow:
-        """Returns a row with the prompt, forced along tokens of text."""
+    def sequence(self, prompt: SeenPrompt) -> ForcedSequence:
+        """Returns a sequence with the prompt, forced along tokens of text."""
         draw, vocabulary = random.Random(1).randrange, self.loaded.vocabulary_size
         more = [draw(min(256, vocabulary // 2), vocabulary) for _ in range(MORE_TOKENS)]
         # The last token of a picture or behind it may be special.
         special = (self.processor.token, self.processor.video_token)
         more = [token if token not in special else min(special) - 1 for token in more]
-        return ForcedRow([*prompt.tokens, *more], len(prompt.tokens), prompt.shown)
+        return ForcedSequence([*prompt.tokens, *more], len(prompt.tokens), prompt.shown)
 
-    def own(self, prompts: Sequence[SeenPrompt], rows: Sequence[ForcedRow]) -> Logits:
-        """What mlx-vlm computes of rows; and where it does not take several things as it takes each of them, what the
-        bare model computes with what was encoded.
+    def own(self, prompts: Sequence[SeenPrompt], sequences: Sequence[ForcedSequence]) -> Logits:
+        """What mlx-vlm computes of sequences; and where it does not take several things as it takes each of them, what
+        the bare model computes with what was encoded.
 
         Raises:
             UnseenError: mlx-vlm makes something else of a thing inside a prompt than alone.
         """
         own: Logits = {}
-        for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-            logits = self._by_mlx_vlm(prompt, row) or self._in_one_piece(row)
+        for number, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
+            logits = self._by_mlx_vlm(prompt, sequence) or self._in_one_piece(sequence)
             own |= {(number, drawn): one for drawn, one in enumerate(logits)}
             self._pieces.pause()
         self.vision.forget()
         return own
 
-    def _by_mlx_vlm(self, prompt: SeenPrompt, row: ForcedRow) -> list[np.ndarray]:
+    def _by_mlx_vlm(self, prompt: SeenPrompt, sequence: ForcedSequence) -> list[np.ndarray]:
         from mlx_vlm.models.cache import make_prompt_cache as own_caches
 
         if not prompt.given:
@@ -185,7 +185,7 @@ class Exhibition:
             marked = mx.array([self.processor.marked(prompt.tokens)])
             pixels, mask = given.pop("pixel_values", None), mx.ones(marked.shape, dtype=mx.int32)
             made = model.get_input_embeddings(marked, pixels, mask=mask, **given).to_dict()
-            self._compare(made, row)
+            self._compare(made, sequence)
         except Exception:
             if prompt.single:
                 raise
@@ -193,16 +193,16 @@ class Exhibition:
         given |= {name: value for name, value in made.items() if value is not None}
         language, caches = model.language_model, own_caches(model.language_model)
         logits = [language(ids, cache=caches, **given).logits[0, -1]]
-        for token in row.tokens[row.prompt : row.prompt + DRAWN - 1]:
+        for token in sequence.tokens[sequence.prompt : sequence.prompt + DRAWN - 1]:
             logits.append(language(mx.array([[token]]), cache=caches).logits[0, -1])
         return [as_numpy(each.astype(mx.float32)) for each in logits]
 
-    def _compare(self, made: dict[str, Any], row: ForcedRow) -> None:
+    def _compare(self, made: dict[str, Any], sequence: ForcedSequence) -> None:
         """Compares the embeddings of a whole prompt with those that are put together of what was encoded alone."""
-        whole, tokens = made["inputs_embeds"][0], row.tokens[: row.prompt]
+        whole, tokens = made["inputs_embeds"][0], sequence.tokens[: sequence.prompt]
         if whole.shape[0] != len(tokens):
             raise UnseenError(f"mlx-vlm makes {whole.shape[0]} embeddings of a prompt of {len(tokens)} tokens")
-        beside = self.vision.inputs([RowPart(tokens, 0, self._known(row))], len(tokens))
+        beside = self.vision.inputs([SequencePart(tokens, 0, self._known(sequence))], len(tokens))
         pairs = [(whole, beside["inputs_embeds"][0])]
         ours, theirs = levels_of(beside), levels_of(made)
         if len(ours) != len(theirs):
@@ -214,32 +214,34 @@ class Exhibition:
             if not off <= self.near:
                 raise UnseenError(f"inside a prompt mlx-vlm sees it otherwise than alone, off by {off:.2g}")
 
-    def _known(self, row: ForcedRow) -> RowPictures:
-        """The pictures of a row, with their embeddings and positions."""
-        pictures = RowPictures([(each.start, len(each.span.tokens)) for each in row.pictures])
-        for index, each in enumerate(row.pictures):
+    def _known(self, sequence: ForcedSequence) -> SequencePictures:
+        """The pictures of a sequence, with their embeddings and positions."""
+        pictures = SequencePictures([(each.start, len(each.span.tokens)) for each in sequence.pictures])
+        for index, each in enumerate(sequence.pictures):
             pictures.embeddings[index] = each.embeddings
-        grids = [(each.span.grid, each.video) for each in row.pictures]
-        self.vision.set_positions(pictures, row.tokens[: row.prompt], grids)
+        grids = [(each.span.grid, each.video) for each in sequence.pictures]
+        self.vision.set_positions(pictures, sequence.tokens[: sequence.prompt], grids)
         return pictures
 
-    def _in_one_piece(self, row: ForcedRow) -> list[np.ndarray]:
-        model, pictures, caches = self.loaded.model, self._known(row), make_prompt_cache(self.loaded.model)
-        tokens, beside = row.tokens[: row.prompt], self.vision.inputs
-        logits = [model(mx.array([tokens]), cache=caches, **beside([RowPart(tokens, 0, pictures)], len(tokens)))[0, -1]]
-        for place in range(row.prompt, row.prompt + DRAWN - 1):
+    def _in_one_piece(self, sequence: ForcedSequence) -> list[np.ndarray]:
+        model, pictures, caches = self.loaded.model, self._known(sequence), make_prompt_cache(self.loaded.model)
+        tokens, beside = sequence.tokens[: sequence.prompt], self.vision.inputs
+        logits = [
+            model(mx.array([tokens]), cache=caches, **beside([SequencePart(tokens, 0, pictures)], len(tokens)))[0, -1]
+        ]
+        for place in range(sequence.prompt, sequence.prompt + DRAWN - 1):
             further = self.vision.steps([place], [pictures])
-            logits.append(model(mx.array([[row.tokens[place]]]), cache=caches, **further)[0, -1])
+            logits.append(model(mx.array([[sequence.tokens[place]]]), cache=caches, **further)[0, -1])
         return [as_numpy(each.astype(mx.float32)) for each in logits]
 
-    def in_engine(self, rows: Sequence[ForcedRow], own: Logits, again: int) -> Faults:
-        """Forces rows through an engine: alone, in company, and one of them once more with what is kept of it.
+    def in_engine(self, sequences: Sequence[ForcedSequence], own: Logits, again: int) -> Faults:
+        """Forces sequences through an engine: alone, in company, and one of them once more with what is kept of it.
 
         Args:
             own: the expected logits.
-            again: that row's number.
+            again: that sequence's number.
         """
-        loaded, found, forced = self.loaded, Faults(), ForcedRows(self.loaded, rows, self._pieces)
+        loaded, found, forced = self.loaded, Faults(), ForcedSequences(self.loaded, sequences, self._pieces)
         alone, plain, wrong = forced.alone(loaded)
         if wrong := wrong or forced.difference(own, plain):
             found.alone = wrong

@@ -1,10 +1,10 @@
-"""The trial of a model before it is served: rows in company, in parts and from memory must compute what the model
+"""The trial of a model before it is served: sequences in company, in parts and from memory must compute what the model
 computes alone.
 
 A family that nobody here has seen may look at a batch's padding, share one layer's KV with another, count positions by
 itself, or overflow in another number format. All of that loads, and then says wrong words to whoever is not alone. So a
-real engine runs three rows of a model, forced along given tokens, and its logits are compared with those that the bare
-model has with its own caches. What does not hold is not used, one thing after the other.
+real engine runs three sequences of a model, forced along given tokens, and its logits are compared with those that the
+bare model has with its own caches. What does not hold is not used, one thing after the other.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from ..kv.paged_cache import Reads
 from ..loading.models import resealed
 from ..loading.quirks import positions_leak
 from . import pictures
-from .forced_sequences import DRAWN, MORE_TOKENS, Faults, ForcedRow, ForcedRows, Logits, not_finite
+from .forced_sequences import DRAWN, MORE_TOKENS, Faults, ForcedSequence, ForcedSequences, Logits, not_finite
 
 logger = logging.getLogger(__name__)
 
 PROMPTS = (20, 262, 300)
-"""Tokens of the rows' prompts: one is within a block, the others are past one, as far as the model's context allows."""
+"""Tokens of the sequences' prompts: one is within a block, the others are past one, as far as the model's context
+allows."""
 
 WINDOW_MAX, PAST_WINDOW = 1100, 40
-"""The longest window that a row is made for which goes past it, and by how many tokens it does."""
+"""The longest window that a sequence is made for which goes past it, and by how many tokens it does."""
 
 OWN = "own"
 """KV in the model's own caches, which nothing else reads."""
@@ -58,8 +59,8 @@ class Verdict:
     Attributes:
         kv: how KV is kept instead: `fp16` in sealed blocks as computed, `own` in the model's caches; "" as asked for.
         usual_way: whether decode steps may read sealed KV in the way that was found at load.
-        together: whether rows may run at the same time.
-        apart: whether steps compute row by row.
+        together: whether sequences may run at the same time.
+        apart: whether steps compute sequence by sequence.
         reuses: whether KV may be used again.
         blind: why it takes no pictures, although it could; empty if it does, and of a model of text.
         stills: why it is shown a video's frames as single pictures; empty if it is shown videos, or takes none.
@@ -88,7 +89,7 @@ class Proven:
 
     def scheduling(self, asked: Scheduling) -> Scheduling:
         """Returns the limits of its scheduler."""
-        return asked if self.together else replace(asked, rows_max=1, prefill_rows_max=1)
+        return asked if self.together else replace(asked, sequences_max=1, prefill_sequences_max=1)
 
 
 def prove(
@@ -121,8 +122,8 @@ def prove(
 
 def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | None, pieces: Pieces) -> Proven:
     source = model.source
-    if not model.trial:
-        note = "its self-test was skipped (trial: false), so it may be wrong when batched or from cached KV"
+    if not model.self_test:
+        note = "its self-test was skipped (self_test: false), so it may be wrong when batched or from cached KV"
         logger.warning("%s: %s", source, note)
         return Proven(loaded, notes=[note])
     if source.startswith("embedded:") and not on_gpu():
@@ -204,8 +205,8 @@ def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
 
 
 def _seen(variant: _Variant, loaded: LoadedModel, notes: list[str], pieces: Pieces) -> tuple[_Variant, Faults]:
-    """Tries a variant with pictures. Returns what does not hold of it, or of the same that computes row by row if that
-    helps, which it then `notes`."""
+    """Tries a variant with pictures. Returns what does not hold of it, or of the same that computes sequence by
+    sequence if that helps, which it then `notes`."""
     seen = pictures.faults(variant.of(loaded), pieces)
     if not seen.together or variant.apart:
         return variant, seen
@@ -219,8 +220,8 @@ def _seen(variant: _Variant, loaded: LoadedModel, notes: list[str], pieces: Piec
 
 @dataclass(frozen=True)
 class _Variant:
-    """One way to serve a model: how its KV is kept, as in `Verdict`, how decode steps read it, whether they compute row
-    by row, and what that `means` for the user."""
+    """One way to serve a model: how its KV is kept, as in `Verdict`, how decode steps read it, whether they compute
+    sequence by sequence, and what that `means` for the user."""
 
     kv: str
     way: DecodeWay
@@ -256,7 +257,7 @@ def _variants(loaded: LoadedModel) -> Iterator[_Variant]:
 
 
 class _Trial:
-    """The rows of a trial. Their tokens are drawn from the vocabulary, always the same ones.
+    """The sequences of a trial. Their tokens are drawn from the vocabulary, always the same ones.
 
     What is found of a variant is kept at once: the next start goes on with the one after it, if the process ends.
     """
@@ -268,8 +269,10 @@ class _Trial:
         window = max((layer.window for layer in loaded.spec.layers if layer.window <= WINDOW_MAX), default=0)
         wanted = [*PROMPTS, *([window + PAST_WINDOW] if window + PAST_WINDOW > PROMPTS[-1] else [])]
         prompts = [min(prompt, loaded.context_tokens - MORE_TOKENS) for prompt in wanted]
-        rows = [ForcedRow([draw(first, vocabulary) for _ in range(prompt + MORE_TOKENS)], prompt) for prompt in prompts]
-        self._rows = ForcedRows(loaded, rows, pieces)
+        sequences = [
+            ForcedSequence([draw(first, vocabulary) for _ in range(prompt + MORE_TOKENS)], prompt) for prompt in prompts
+        ]
+        self._sequences = ForcedSequences(loaded, sequences, pieces)
         self._findings, self._pieces = findings, pieces
         self._own: Logits = {}
 
@@ -286,8 +289,8 @@ class _Trial:
     def _alone_with_own_caches(self, loaded: LoadedModel) -> Logits:
         """What the bare model computes, as mlx-lm would: a prompt in one piece, then steps."""
         logits: Logits = {}
-        for number, row in enumerate(self._rows.rows):
-            script, prompt, caches = row.tokens, row.prompt, make_prompt_cache(loaded.model)
+        for number, sequence in enumerate(self._sequences.sequences):
+            script, prompt, caches = sequence.tokens, sequence.prompt, make_prompt_cache(loaded.model)
             loaded.model(mx.array([script[: prompt - 1]], mx.uint32), cache=caches)
             self._pieces.evaluate(caches)
             for drawn in range(DRAWN):
@@ -300,9 +303,12 @@ class _Trial:
         """What the bare model computes without a step. Some models' windows are one longer in prompts than in steps;
         then either is right."""
         logits: Logits = {}
-        for number, row in enumerate(self._rows.rows):
-            given, caches = mx.array([row.tokens[: row.prompt + DRAWN - 1]], mx.uint32), make_prompt_cache(loaded.model)
-            whole = loaded.model(given, cache=caches)[0, row.prompt - 1 :]
+        for number, sequence in enumerate(self._sequences.sequences):
+            given, caches = (
+                mx.array([sequence.tokens[: sequence.prompt + DRAWN - 1]], mx.uint32),
+                make_prompt_cache(loaded.model),
+            )
+            whole = loaded.model(given, cache=caches)[0, sequence.prompt - 1 :]
             self._pieces.evaluate(caches)
             logits |= {(number, drawn): as_numpy(one) for drawn, one in enumerate(whole.astype(mx.float32))}
             self._pieces.pause()
@@ -319,13 +325,13 @@ class _Trial:
 
     def _faults(self, loaded: LoadedModel) -> Faults:
         found = Faults()
-        alone, plain, wrong = self._rows.alone(loaded)
-        found.alone = wrong or self._rows.difference(self._own, plain)
-        if found.alone and not wrong and not self._rows.difference(self._in_one_piece(loaded), plain):
+        alone, plain, wrong = self._sequences.alone(loaded)
+        found.alone = wrong or self._sequences.difference(self._own, plain)
+        if found.alone and not wrong and not self._sequences.difference(self._in_one_piece(loaded), plain):
             found.alone = ""
         if found.alone:
             return found
-        found.together = self._rows.in_company(loaded, alone)
+        found.together = self._sequences.in_company(loaded, alone)
         if (
             not found.together
             and not loaded.apart
@@ -333,8 +339,8 @@ class _Trial:
         ):
             found.together = "one sequence's position changes what another one computes"
         if loaded.spec.reusable:
-            # The second row, and the one that goes past a window if there is one.
-            found.again = self._rows.again(loaded, [1, *range(len(PROMPTS), len(self._rows.rows))])
+            # The second sequence, and the one that goes past a window if there is one.
+            found.again = self._sequences.again(loaded, [1, *range(len(PROMPTS), len(self._sequences.sequences))])
         return found
 
 

@@ -40,7 +40,7 @@ RETURN_S = 30.0
 AGAIN_S = 0.5
 NEWS_S = 3.0
 REFUSALS_MAX = 2
-"""So often in a row nobody listens at the head's door, though its machine answers: then its server has ended."""
+"""So often in a sequence nobody listens at the head's door, though its machine answers: then its server has ended."""
 
 SILENT_S = 120.0
 """For so long a silence of the head explains why Ray has given the cluster up: it does so after 15 to 60 s."""
@@ -301,7 +301,7 @@ def _stay(cluster: LocalCluster, signals: StopSignals, follower: Follower) -> No
 
 
 def _leave_cluster(start: _Start, node: Node, progress: ProgressDisplay, *, for_good: bool) -> bool:
-    """Ends the node's rows, and tells the router. A node that leaves for good hands its agents over first. Returns
+    """Ends the node's sequences, and tells the router. A node that leaves for good hands its agents over first. Returns
     whether the router has heard of it."""
     from ray.exceptions import RayError
 

@@ -11,7 +11,7 @@ from ....cluster.errors import SatchelError
 from ...http.error_shapes import AnthropicErrors
 from ...pipeline.streams import Finished, TextStream, Usage
 from ...requests.remembered import Remembered
-from ...text.answers.row_text import TextDelta
+from ...text.answers.sequence_text import TextDelta
 from ...tools.answer_pieces import CallArguments, CallBegun, ToolCall
 from .answers import (
     SIGNATURE,

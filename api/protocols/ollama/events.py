@@ -10,7 +10,7 @@ from ....cluster.errors import SatchelError
 from ...http.error_shapes import OllamaErrors
 from ...pipeline.streams import Finished, TextStream, Usage
 from ...requests.remembered import Remembered
-from ...text.answers.row_text import TextDelta
+from ...text.answers.sequence_text import TextDelta
 from ...tools.answer_pieces import CallArguments, CallBegun, ToolCall
 from .answers import Part, answer_body, done_reason, logprobs_field, memory_field, taken
 

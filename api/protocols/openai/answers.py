@@ -17,7 +17,7 @@ from ...pipeline.streams import WAITING, Answer, Finished, TextStream, Usage
 from ...requests.backend import ServedModel
 from ...requests.remembered import Remembered
 from ...text.answers.logprobs import ShownToken, chat_logprobs, completion_logprobs
-from ...text.answers.row_text import TextDelta
+from ...text.answers.sequence_text import TextDelta
 from ...tools.answer_pieces import CallArguments, CallBegun, ToolCall
 from .functions import called_body, reason_of
 
@@ -107,11 +107,11 @@ def completion_body(
     return body if usage is None else body | {"usage": usage_body(usage)}
 
 
-def best_answers(answers: Sequence[Answer], rows: int, choices: int) -> list[Answer]:
+def best_answers(answers: Sequence[Answer], sequences: int, choices: int) -> list[Answer]:
     """Returns the likeliest answers of every prompt: those with the largest mean logprob of a token.
 
     Args:
-        answers: with logprobs, `rows` of the first prompt, then of the next.
+        answers: with logprobs, `sequences` of the first prompt, then of the next.
         choices: how many of each prompt's are returned, the likeliest first.
     """
 
@@ -119,7 +119,7 @@ def best_answers(answers: Sequence[Answer], rows: int, choices: int) -> list[Ans
         shown = answer.logprobs or ()
         return sum(token.logprob for token in shown) / len(shown) if shown else float("-inf")
 
-    groups = [answers[start : start + rows] for start in range(0, len(answers), rows)]
+    groups = [answers[start : start + sequences] for start in range(0, len(answers), sequences)]
     return [answer for group in groups for answer in sorted(group, key=mean, reverse=True)[:choices]]
 
 

@@ -250,7 +250,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
 
     @property
-    def rows(self) -> int:
+    def sequences(self) -> int:
         """How many answers are generated for every prompt; the best `choices` of them are shown."""
         return max(self.choices, self.best_of or 0)
 
@@ -260,7 +260,7 @@ class CompletionBody(GenerationBody):
             raise InvalidRequest("echo: not possible with logprobs: prompt tokens have none", param="echo")
         if self.best_of is not None and self.best_of < self.choices:
             raise InvalidRequest("best_of is less than n", param="best_of")
-        if self.rows > self.choices and self.stream:
+        if self.sequences > self.choices and self.stream:
             raise InvalidRequest("best_of: not possible with stream", param="best_of")
         if self.suffix and self.truncate_prompt_tokens is not None:
             message = "truncate_prompt_tokens: not possible with a suffix"
@@ -278,9 +278,9 @@ class CompletionBody(GenerationBody):
             # Answers are compared by their logprobs.
             options=self.drawing(
                 max_tokens=self.max_tokens or None,
-                logprobs=0 if self.logprobs is None and self.rows > self.choices else self.logprobs,
+                logprobs=0 if self.logprobs is None and self.sequences > self.choices else self.logprobs,
             ),
-            choices=self.rows,
+            choices=self.sequences,
             # With 0 the prompt is read and nothing is generated.
             max_tokens_default=0 if self.max_tokens == 0 else max(COMPLETION_MAX_TOKENS, self.min_tokens or 0),
             max_tokens_field=self.named("max_tokens"),

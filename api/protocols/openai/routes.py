@@ -72,8 +72,8 @@ class OpenAIRoutes:
             )
         streams, answers = await self._answering.answer(request, work)
         usage = sum((answer.usage for answer in answers), Usage(0, 0, 0))
-        if body.rows > body.choices:
-            answers = best_answers(answers, body.rows, body.choices)
+        if body.sequences > body.choices:
+            answers = best_answers(answers, body.sequences, body.choices)
         if body.logprobs is None:
             answers = [replace(answer, logprobs=None) for answer in answers]
         shown = completion_body(streams[0].model.info.name, answers, self._style(body, streams), usage)

@@ -11,7 +11,7 @@ from ....cluster.errors import GenerationFailed, SatchelError
 from ...pipeline.streams import WAITING, Answer, Finished, TextStream, Usage
 from ...requests.history import Message, answer_message
 from ...requests.remembered import Remembered
-from ...text.answers.row_text import TextDelta
+from ...text.answers.sequence_text import TextDelta
 from ...tools.answer_pieces import CallArguments, CallBegun, ToolCall
 from .answers import (
     CANCELLED,

@@ -107,7 +107,7 @@ def _form_body(form: AnswerForm) -> str:
 def _lark(form: AnswerForm) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
-    # Its converter from GBNF takes time by the square of the numbers of rules and of empty lines in a row.
+    # Its converter from GBNF takes time by the square of the numbers of rules and of empty lines in a sequence.
     if form.value.count("::=") > _GBNF_RULES_MAX:
         raise InvalidRequest(f"{form.where}: GBNF of more than {_GBNF_RULES_MAX} rules", param=form.where)
     lines = "\n".join(line for line in form.value.splitlines() if line.strip())

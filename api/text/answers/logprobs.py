@@ -47,8 +47,8 @@ class _PendingToken:
 
 
 class TokenLedger:
-    """One row's tokens on their way through the pipeline: call `add` for each sampled token, `show` and `skip` in the
-    order of the text, then `finish`."""
+    """One sequence's tokens on their way through the pipeline: call `add` for each sampled token, `show` and `skip` in
+    the order of the text, then `finish`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -20,8 +20,8 @@ from satchel.actors.protocol.replica_messages import (
     PoolingRequest,
     ReplicaProgress,
     ReplicaStats,
-    RowUpdate,
     Sampling,
+    SequenceUpdate,
 )
 from satchel.actors.protocol.router_messages import (
     AgentPlace,
@@ -30,7 +30,7 @@ from satchel.actors.protocol.router_messages import (
     NodeReport,
     Places,
     RouteRequest,
-    RowLeft,
+    SequenceLeft,
 )
 from satchel.actors.protocol.store_client import StoreClient
 from satchel.actors.protocol.store_messages import (
@@ -75,7 +75,7 @@ TEXTS = PoolingRequest("r", "m", [[1, 2], [3]], [1, 0], [5, 6], deadline_s=60.0)
 KEPT = KVSelection(b"r" * 32, [b"x" * 32], b"", [b"f"])
 PLACES = Places([AgentPlace("t/a", "mac0", True, 2, ["mac1"])], ["mac2"])
 NODES = [NodeReport("mac0", True, 0.5, blocks=3)]
-FRAME = [RowUpdate("r", [1, 2])]
+FRAME = [SequenceUpdate("r", [1, 2])]
 ROUTER = "router"
 REPLICA = "replica:m-0"
 
@@ -107,7 +107,7 @@ OF_ROUTER: list[Case] = [
     (router.store_report(store("mac0")), "store_report", [store("mac0")], False),
     (router.lose("a"), "lose", ["a"], None),
     (router.lose_node("mac0"), "lose_node", ["mac0"], None),
-    (router.release(RowLeft("a", "r")), "release", [RowLeft("a", "r")], None),
+    (router.release(SequenceLeft("a", "r")), "release", [SequenceLeft("a", "r")], None),
     (router.explain("r"), "explain", ["r"], Explanation("a", "why")),
     (router.explain("r"), "explain", ["r"], None),
     (router.alive("m"), "alive", ["m"], ["a"]),
@@ -131,8 +131,8 @@ OF_REPLICA: list[Case] = [
     (replica.held(KEPT), "held", [KEPT], 2),
     (replica.clear_cache(), "clear_cache", [], 0),
     (replica.drain(), "drain", [False, False], None),
-    (replica.drain(end_rows=True), "drain", [True, False], None),
-    (replica.drain(end_rows=True, leaves=True), "drain", [True, True], None),
+    (replica.drain(end_sequences=True), "drain", [True, False], None),
+    (replica.drain(end_sequences=True, leaves=True), "drain", [True, True], None),
 ]
 RECALLED = Recalled(9, [BranchMemory(HEAD, CONTENT), BranchMemory(HEAD, None)], True)
 OF_STORE: list[Case] = [

@@ -13,8 +13,8 @@ from satchel.actors.protocol.replica_messages import (
     PooledTexts,
     PoolingRequest,
     ReplicaStats,
-    RowUpdate,
     Sampling,
+    SequenceUpdate,
 )
 from satchel.actors.protocol.router_messages import (
     AgentPlace,
@@ -38,8 +38,8 @@ PICTURES: Any = [[b"p", 3, 2, True]]
 
 MESSAGES = [
     GenerateRequest("r", "c", "m", "t/a", [1, 2], [b"x" * 32], b"r" * 32, Sampling(seed=2**63 - 1), 3, 1.5, 4),
-    RowUpdate("r", [1, 2], None, 5),
-    RowUpdate("s", [], "error", None, {"kind": "QueueFull"}),
+    SequenceUpdate("r", [1, 2], None, 5),
+    SequenceUpdate("s", [], "error", None, {"kind": "QueueFull"}),
     RouteRequest("r", "m", "", [b"x"], 7, ["a"]),
     RouteRequest("r", "m", "", [b"x"], 7, model_id=b"m", others=[Chain(b"n", [b"y"], PICTURES)]),
     Decision("b", "prefix", model_id=b"m", model_ids=[b"m", b"n"]),
@@ -64,7 +64,7 @@ def test_round_trip(message: object):
 
 def test_another_version_is_refused():
     with pytest.raises(ValueError, match="version 99"):
-        decode(RowUpdate, bytes(msgpack.packb([99, [[]]]) or b""))
+        decode(SequenceUpdate, bytes(msgpack.packb([99, [[]]]) or b""))
 
 
 def test_every_error_of_the_tree_survives_the_wire():

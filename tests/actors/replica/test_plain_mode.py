@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
-from satchel.actors.protocol.replica_messages import GenerateRequest, RowUpdate, Sampling
+from satchel.actors.protocol.replica_messages import GenerateRequest, Sampling, SequenceUpdate
 from satchel.actors.replica import plain_mode, serving
 from satchel.actors.replica.execution.findings import Findings
 from satchel.actors.replica.execution.loaded_model import LoadedModel
@@ -24,7 +24,7 @@ from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.actors.replica.plain_mode import Meanwhile, fault
 from satchel.actors.replica.selftest import self_test
-from satchel.actors.replica.selftest.forced_sequences import ForcedRow, Scene
+from satchel.actors.replica.selftest.forced_sequences import ForcedSequence, Scene
 from satchel.actors.replica.selftest.self_test import Proven, Verdict, prove
 from satchel.actors.replica.serving import Serving
 from satchel.cluster.config import Home, Model, Scheduling
@@ -52,14 +52,14 @@ def request_of(name: str, model_id: bytes, prompt: list[int] = PROMPT) -> Genera
 
 
 class Told:
-    """What rows were told, and why they were refused, by name."""
+    """What sequences were told, and why they were refused, by name."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, RowUpdate] = {}
+        self.ends: dict[str, SequenceUpdate] = {}
         self.refused: dict[str, SatchelError] = {}
 
-    def take(self, updates: dict[str, list[RowUpdate]]) -> None:
+    def take(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         for update in updates.get("c", []):
             self.tokens.setdefault(update.request_id, []).extend(update.tokens)
             if update.finish is not None:
@@ -81,16 +81,16 @@ def plain_of(folder: Path) -> LoadedModel:
     return kept[0]
 
 
-def engine_of(loaded: LoadedModel, told: Told, follows: Engine | None = None, rows_max: int = 1) -> Engine:
-    return Engine(loaded, Scheduling(rows_max=rows_max), 2**32, told.take, follows=follows)
+def engine_of(loaded: LoadedModel, told: Told, follows: Engine | None = None, sequences_max: int = 1) -> Engine:
+    return Engine(loaded, Scheduling(sequences_max=sequences_max), 2**32, told.take, follows=follows)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
-def test_rows_between_all_pieces_of_a_proof_are_right_and_do_not_disturb_it(
+def test_sequences_between_all_pieces_of_a_proof_are_right_and_do_not_disturb_it(
     family: str, folder: Path, tmp_path: Path
 ) -> None:
-    """A row comes at every tenth pause. Each is what the proven model says; what is found is what is found alone. The
-    rows of a model that sees are of text, while its pictures are tried."""
+    """A sequence comes at every tenth pause. Each is what the proven model says; what is found is what is found alone.
+    The sequences of a model that sees are of text, while its pictures are tried."""
     if family != "llama":
         folder = vision_families.write_model(tmp_path / family, family)
     model = Model(name="m", source=str(folder), kv="fp16")
@@ -108,7 +108,7 @@ def test_rows_between_all_pieces_of_a_proof_are_right_and_do_not_disturb_it(
         nonlocal count
         count += 1
         if engines and count % 10 == 0:
-            told.submit(engines[0], f"row {count}")
+            told.submit(engines[0], f"sequence {count}")
         serve()
 
     between.pieces._serve = come
@@ -118,7 +118,7 @@ def test_rows_between_all_pieces_of_a_proof_are_right_and_do_not_disturb_it(
     assert (proven.loaded.vision is not None) == (alone.loaded.vision is not None) == (family != "llama")
     assert (proven.loaded.way, proven.loaded.model_id) == (alone.loaded.way, alone.loaded.model_id)
     final = Told()
-    engine = engine_of(proven.loaded, final, rows_max=8)
+    engine = engine_of(proven.loaded, final, sequences_max=8)
     final.submit(engine, "after")
     engine.serve()
     assert len(final.tokens["after"]) == ANSWER_TOKENS
@@ -136,7 +136,9 @@ def test_a_prompt_of_a_proof_is_a_piece_for_each_layer(folder: Path) -> None:
     one = load(folder, Pieces(lambda: pauses.append(len(pauses))))
     assert len(pauses) > 2 * len(one.spec.layers)
     before = len(pauses)
-    with Scene(one, [ForcedRow(PROMPT + [1] * 8, len(PROMPT))], Pieces(lambda: pauses.append(len(pauses)))) as scene:
+    with Scene(
+        one, [ForcedSequence(PROMPT + [1] * 8, len(PROMPT))], Pieces(lambda: pauses.append(len(pauses)))
+    ) as scene:
         scene.run([0])
     assert not scene.failure and len(pauses) - before >= 2 * len(one.spec.layers)
 
@@ -155,11 +157,11 @@ def test_what_others_log_meanwhile_is_no_fault_of_the_model(folder: Path) -> Non
 
     def fail() -> None:
         try:
-            raise RuntimeError("a row of somebody else")
+            raise RuntimeError("a sequence of somebody else")
         except RuntimeError:
             logger.exception("it failed")
 
-    with Scene(loaded, [ForcedRow(PROMPT + [1] * 8, len(PROMPT))], Pieces(fail)) as scene:
+    with Scene(loaded, [ForcedSequence(PROMPT + [1] * 8, len(PROMPT))], Pieces(fail)) as scene:
         scene.run([0])
     assert scene.failure == "" and scene.noted
 
@@ -277,11 +279,11 @@ def test_a_model_that_an_earlier_start_knows_is_not_served_plainly_at_once(
         assert told.pop() == known
 
 
-def test_no_room_for_a_plain_row_is_no_fault_of_what_is_proven(folder: Path) -> None:
+def test_no_room_for_a_plain_sequence_is_no_fault_of_what_is_proven(folder: Path) -> None:
     """A proof must not hear of it: it would take it for the model's."""
 
     def begin(plain: LoadedModel) -> Engine:
-        raise ModelLoadError("not enough for one row")
+        raise ModelLoadError("not enough for one sequence")
 
     between = Meanwhile(0.0, begin, lambda: None)
     loaded = load(folder, between.pieces, served=between.offer)
@@ -345,7 +347,7 @@ class Shell:
             self.doing = what
             self.changed.notify_all()
 
-    def send(self, updates: dict[str, list[RowUpdate]]) -> None:
+    def send(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         with self.changed:
             self.told.take(updates)
             self.changed.notify_all()

@@ -29,7 +29,7 @@ OWN, OTHER = b"o" * 32, b"x" * 32
 
 
 class Engine:
-    """Takes every row."""
+    """Takes every sequence."""
 
     def __init__(self) -> None:
         self.loaded = SimpleNamespace(model_id=OWN)
@@ -115,8 +115,9 @@ async def test_what_is_not_proven_yet_is_to_be_asked_for_again(replica: ReplicaA
     assert engine.taken[-1] == "drained"
 
 
-async def test_a_grammar_is_compiled_before_its_row_is_taken(replica: ReplicaActor):
-    """Beside the event loop; a row that is aborted meanwhile is not taken, and one that is refused may come again."""
+async def test_a_grammar_is_compiled_before_its_sequence_is_taken(replica: ReplicaActor):
+    """Beside the event loop; a sequence that is aborted meanwhile is not taken, and one that is refused may come
+    again."""
     engine: Engine = replica._engine  # type: ignore[assignment]
 
     async def submit(name: str, grammar: str) -> None:
@@ -224,7 +225,7 @@ class Disk:
         return self.came.is_set()
 
 
-async def test_a_row_that_waits_for_another_nodes_prefill_is_accepted_at_once(replica: ReplicaActor):
+async def test_a_sequence_that_waits_for_another_nodes_prefill_is_accepted_at_once(replica: ReplicaActor):
     """It is submitted when its KV is here, or `go_on` says that it will not be; one that is aborted never is, and what
     refuses it then comes as its end."""
     engine: Engine = replica._engine  # type: ignore[assignment]
@@ -271,8 +272,8 @@ async def test_a_row_that_waits_for_another_nodes_prefill_is_accepted_at_once(re
         await until(lambda: not replica._waiting)
     frame = await first
     assert frame is not None
-    ends = [(row.request_id, row.finish, bool(row.error)) for row in frame]
+    ends = [(sequence.request_id, sequence.finish, bool(sequence.error)) for sequence in frame]
     assert ends == [("u", "error", True)]
     again = await client(replica).next_frame("c", 1)
-    assert again is not None and [row.request_id for row in again] == ["v"]
-    assert not replica._known().rows("c") & {"u", "v"}
+    assert again is not None and [sequence.request_id for sequence in again] == ["v"]
+    assert not replica._known().sequences("c") & {"u", "v"}

@@ -95,7 +95,7 @@ def test_an_old_report_does_not_drive_agents_away():
 def test_a_replica_is_judged_by_its_own_rate():
     """Also one that has not measured it yet, and one that says it has no places."""
     policy = make_policy()
-    policy.members.observe(report("a", rows_max=0, prefill_tokens_per_s=0.0), 0.0)
+    policy.members.observe(report("a", sequences_max=0, prefill_tokens_per_s=0.0), 0.0)
     policy.members.observe(report("b", prefill_tokens_per_s=4 * RATE), 0.0)
     decision = route(policy, tokens=1000)
     assert (decision.replica, decision.costs_s["prefill"]) == ("b", pytest.approx([1.0, 0.25]))

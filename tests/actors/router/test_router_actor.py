@@ -16,7 +16,7 @@ from satchel.actors.protocol.router_messages import (
     Places,
     ReplicaReport,
     RouteRequest,
-    RowLeft,
+    SequenceLeft,
 )
 from satchel.actors.router.actor import LOST_LOOKS, RouterActor
 from satchel.actors.router.directory import PART_BLOCKS
@@ -67,9 +67,9 @@ async def test_what_a_request_took_is_told_beside_what_was_estimated():
 
     await ask(router, "r/1")
     assert await actual() == (None, None)
-    await router.release(RowLeft("elsewhere", "r/1", 1, 1.0))
+    await router.release(SequenceLeft("elsewhere", "r/1", 1, 1.0))
     assert await actual() == (None, None)
-    await router.release(RowLeft("a", "r/1", 768, 0.25))
+    await router.release(SequenceLeft("a", "r/1", 768, 0.25))
     assert await actual() == (768, 0.25)
     await ask(router, "r/1")
     assert await actual() == (None, None), "it goes on elsewhere"

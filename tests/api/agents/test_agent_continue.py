@@ -94,7 +94,7 @@ async def test_a_turn_that_waits_too_long_is_refused_and_a_stateless_one_waits_f
     endpoint = Remembering(backend, config)
     endpoint.store.actor.services.turns._wait_s = 0.05
     hold = asyncio.Event()
-    backend.play(hold, *backend.row("slow"))
+    backend.play(hold, *backend.sequence("slow"))
     slow = asyncio.create_task(endpoint.go_on("first"))
     while not backend.generations:
         await asyncio.sleep(0.005)
@@ -109,7 +109,7 @@ async def test_a_turn_that_waits_too_long_is_refused_and_a_stateless_one_waits_f
 
 async def test_whoever_gives_up_waiting_leaves_the_line(endpoint, backend):
     hold = asyncio.Event()
-    backend.play(hold, *backend.row("slow"))
+    backend.play(hold, *backend.sequence("slow"))
     slow = asyncio.create_task(endpoint.go_on("first"))
     while not backend.generations:
         await asyncio.sleep(0.005)
@@ -151,7 +151,7 @@ async def test_a_continuing_turn_that_cannot_be_kept_is_answered_and_gives_its_t
 
 async def test_forgetting_in_mid_turn_keeps_that_turn_out(endpoint, backend):
     hold = asyncio.Event()
-    backend.play(hold, *backend.row("secret"))
+    backend.play(hold, *backend.sequence("secret"))
     turns = [
         asyncio.create_task(endpoint.post({"messages": spoken("Hi"), "agent_continue": continues}))
         for continues in (False, True)

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from satchel.actors.protocol.block_ids import block_ids, root_id, scope_of
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api.app import create_app
 from satchel.api.http.server import HttpServer
 from satchel.api.requests.backend import ReplicaStats
@@ -32,7 +32,7 @@ async def inject(endpoint: Remembering, *messages: str, agent: str = "ann", **fi
 
 
 async def test_what_is_injected_is_computed_and_found_by_the_next_turn(endpoint, backend):
-    backend.play(RowUpdate("row", [3], finish="length", cached_tokens=4))
+    backend.play(SequenceUpdate("row", [3], finish="length", cached_tokens=4))
     response = await inject(endpoint, "The code is 5.")
     body = response.json()
     assert response.status_code == 200, body

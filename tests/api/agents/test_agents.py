@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api.agents import memory as agents
 from satchel.api.pipeline.streams import Finished
 from satchel.api.requests.requests import ChatRequest
@@ -111,8 +111,8 @@ async def test_a_store_that_fails_or_hangs_costs_the_memory_and_not_the_answer(e
     assert await endpoint.say("Hi") == "Hello there"
 
 
-async def test_a_failed_row_and_one_whose_client_left_are_not_remembered(endpoint, backend):
-    backend.play(RowUpdate("row", backend.text.tokenizer.encode("Hel"), cached_tokens=0), Unavailable("lost"))
+async def test_a_failed_sequence_and_one_whose_client_left_are_not_remembered(endpoint, backend):
+    backend.play(SequenceUpdate("row", backend.text.tokenizer.encode("Hel"), cached_tokens=0), Unavailable("lost"))
     for fields in ({}, {"stream": True}, {"agent_continue": True}, {"agent_continue": True, "stream": True}):
         await endpoint.post({"messages": spoken("Hi"), **fields})
     for continues in (False, True):
@@ -135,7 +135,7 @@ async def test_tool_calls_are_remembered_and_continued(endpoint, backend):
     encode = backend.text.tokenizer.encode
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     drawn = encode(call) + encode("<|im_end|>")
-    backend.play(RowUpdate("row", drawn, finish="stop", cached_tokens=0))
+    backend.play(SequenceUpdate("row", drawn, finish="stop", cached_tokens=0))
     response = await endpoint.post({"messages": spoken("Hi"), "tools": tools, "agent_continue": True})
     (said,) = response.json()["choices"][0]["message"]["tool_calls"]
     first = endpoint.prompt
@@ -153,7 +153,7 @@ async def test_a_template_that_leaves_reasoning_out_still_continues_the_conversa
     endpoint = Remembering(thinker, config)
     encode = thinker.text.tokenizer.encode
     drawn = encode("<think>\nhm\n</think>\n\nyes") + encode("<|im_end|>")
-    thinker.play(RowUpdate("row", drawn, finish="stop", cached_tokens=0))
+    thinker.play(SequenceUpdate("row", drawn, finish="stop", cached_tokens=0))
     kwargs = {"enable_thinking": True}
     assert await endpoint.say("Hi", chat_template_kwargs=kwargs) == "yes"
     first = endpoint.prompt

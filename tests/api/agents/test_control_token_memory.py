@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.remembering import Remembering, spoken
 
@@ -26,7 +26,7 @@ def spell(endpoint: Remembering, said: str) -> list[int]:
     text = endpoint.backend.text
     end = text.tokenizer.token_of(END)
     tokens = [*(token for letter in said for token in text.tokenizer.encode(letter)), end]
-    endpoint.backend.play(RowUpdate("row", tokens, finish="stop", cached_tokens=0))
+    endpoint.backend.play(SequenceUpdate("row", tokens, finish="stop", cached_tokens=0))
     return tokens
 
 
@@ -72,7 +72,7 @@ async def test_calls_as_content_are_found_again_after_a_restart(endpoint, backen
     """A client that reads calls itself, and an endpoint that has only the agent's memory of them."""
     call = f'{CALL}\n{{"name": "look"}}\n</tool_call>'
     drawn = [*backend.text.tokenizer.encode(call), backend.text.tokenizer.token_of(END)]
-    backend.play(RowUpdate("row", drawn, finish="stop", cached_tokens=0))
+    backend.play(SequenceUpdate("row", drawn, finish="stop", cached_tokens=0))
     assert await endpoint.say("Look") == call
     whole = [*endpoint.prompt, *drawn]
     backend.text.tokenizer.controls.given._breaks.clear()

@@ -1,4 +1,4 @@
-"""When the client goes, its row stops: streamed or not, before the first token or after, on a real server."""
+"""When the client goes, its sequence stops: streamed or not, before the first token or after, on a real server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.requests import ClientDisconnect
 
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api.app import create_app
 from satchel.api.http import exchange as http
 from satchel.api.http.exchange import CancelOnDisconnect
@@ -43,21 +43,21 @@ async def connect(server: str, body: dict) -> tuple[asyncio.StreamReader, asynci
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", [None, "a", ["a", "b", "c"]])
-async def test_a_row_that_has_produced_nothing_stops_with_its_client(server, backend, stream, prompt):
+async def test_a_sequence_that_has_produced_nothing_stops_with_its_client(server, backend, stream, prompt):
     backend.play(asyncio.Event())
     body = {**BODY, "stream": stream} if prompt is None else {"prompt": prompt, "stream": stream}
-    rows = len(prompt) if isinstance(prompt, list) else 1
+    sequences = len(prompt) if isinstance(prompt, list) else 1
     _, writer = await connect(server, body)
-    await until(lambda: len(backend.generations) == rows)
+    await until(lambda: len(backend.generations) == sequences)
     writer.close()
     async with asyncio.timeout(5):
         for generation in backend.generations:
             await generation.aborted.wait()
-    assert [generation.aborts for generation in backend.generations] == [1] * rows
+    assert [generation.aborts for generation in backend.generations] == [1] * sequences
 
 
-async def test_a_streaming_row_stops_with_its_client(server, backend):
-    backend.play(RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), asyncio.Event())
+async def test_a_streaming_sequence_stops_with_its_client(server, backend):
+    backend.play(SequenceUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), asyncio.Event())
     reader, writer = await connect(server, {**BODY, "stream": True})
     await reader.readuntil(b"Hello")
     assert backend.generations[0].aborts == 0
@@ -67,7 +67,7 @@ async def test_a_streaming_row_stops_with_its_client(server, backend):
     assert backend.generations[0].aborts == 1
 
 
-async def test_a_row_is_not_aborted_when_it_ends_by_itself(server, backend):
+async def test_a_sequence_is_not_aborted_when_it_ends_by_itself(server, backend):
     async with httpx.AsyncClient(base_url=server) as client:
         for stream in (False, True):
             assert (await client.post("/v1/chat/completions", json={**BODY, "stream": stream})).status_code == 200
@@ -78,7 +78,7 @@ async def test_a_client_that_goes_while_the_request_is_queued_cancels_queueing(s
     cancelled = asyncio.Event()
     entered = asyncio.Event()
 
-    async def generate(model, row, **how):
+    async def generate(model, sequence, **how):
         entered.set()
         try:
             await asyncio.Event().wait()
@@ -99,7 +99,7 @@ async def test_a_client_that_goes_while_the_request_is_queued_cancels_queueing(s
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_cancelled_handler_stops_its_row(backend, config, stream):
+async def test_a_cancelled_handler_stops_its_sequence(backend, config, stream):
     """As Ray Serve does it: the coroutine is cancelled from outside, and no disconnection is ever received."""
     app = create_app(backend, config)
     backend.play(asyncio.Event())
@@ -135,7 +135,7 @@ async def test_a_cancelled_handler_stops_its_row(backend, config, stream):
     assert backend.generations[0].aborts == 1
 
 
-async def test_the_pipeline_without_http_stops_its_row_when_left_early(backend, config):
+async def test_the_pipeline_without_http_stops_its_sequence_when_left_early(backend, config):
     generator = Generator(backend, config)
     request = ChatRequest(messages=read_messages(BODY["messages"]), agent="ann")
     backend.say("one two three four")
@@ -198,7 +198,7 @@ async def test_headers_of_a_stream_do_not_wait_for_ever(server, backend, monkeyp
     """A long prefill: the client learns at once that it was accepted, and a failure after that is an event."""
     monkeypatch.setattr("satchel.api.http.event_stream.HEADERS_WAIT_S", 0.05)
     computed = asyncio.Event()
-    backend.play(computed, RowUpdate("r", backend.text.tokenizer.encode("Hello"), finish="stop", cached_tokens=0))
+    backend.play(computed, SequenceUpdate("r", backend.text.tokenizer.encode("Hello"), finish="stop", cached_tokens=0))
     reader, writer = await connect(server, {**BODY, "stream": True})
     async with asyncio.timeout(5):
         assert b"x-satchel-replica" in await reader.readuntil(b"\r\n\r\n")
@@ -272,7 +272,7 @@ async def test_watching_ends_quietly_when_the_block_ends_first():
 
 
 async def test_a_client_that_takes_nothing_is_taken_for_gone(backend, config, monkeypatch):
-    """The socket is full and stays so: the request ends, and its row leaves."""
+    """The socket is full and stays so: the request ends, and its sequence leaves."""
     monkeypatch.setattr(http, "STALL_S", 0.05)
     backend.say("a long answer " * 50)
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True}).encode()

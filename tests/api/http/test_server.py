@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api import patches
 from satchel.api.app import create_app
 from satchel.api.http import exchange as http
@@ -107,7 +107,7 @@ async def test_trailers_are_no_headers(server: str, backend):
 async def test_a_few_requests_may_wait_on_one_connection(server: str, backend):
     """And are answered in order; who sends more without reading is hung up on."""
     go = asyncio.Event()
-    backend.play(go, RowUpdate("r", [5], "stop", 0))
+    backend.play(go, SequenceUpdate("r", [5], "stop", 0))
     first = json.dumps(BODY).encode()
     more = b"GET /v1/models HTTP/1.1\r\nHost: satchel\r\n\r\n"
     reader, writer = await send(server, ASKS % len(first) + first, more * patches.PIPELINED_MAX)
@@ -130,7 +130,7 @@ async def test_a_few_requests_may_wait_on_one_connection(server: str, backend):
 async def test_connections_that_ask_nothing_make_room(backend, config):
     """The one that has waited longest; where all are at work, the newcomer is asked to come again."""
     go = asyncio.Event()
-    backend.play(go, RowUpdate("r", [5], "stop", 0))
+    backend.play(go, SequenceUpdate("r", [5], "stop", 0))
     port = free_port()
     server = HttpServer(create_app(backend, config), "127.0.0.1", port, connections_max=3)
     await server.start()
@@ -271,7 +271,9 @@ async def test_a_closing_server_lets_a_client_read_the_rest(backend, config):
     """Nothing new is taken, and what was being answered is answered to the end."""
     last = asyncio.Event()
     encode = backend.text.tokenizer.encode
-    backend.play(RowUpdate("r", encode("Hello"), cached_tokens=0), last, RowUpdate("r", encode(" you"), "stop"))
+    backend.play(
+        SequenceUpdate("r", encode("Hello"), cached_tokens=0), last, SequenceUpdate("r", encode(" you"), "stop")
+    )
     port = free_port()
     server = HttpServer(create_app(backend, config), "127.0.0.1", port)
     await server.start()

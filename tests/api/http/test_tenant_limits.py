@@ -170,7 +170,7 @@ async def test_one_key_leaves_places_in_the_background_for_others(backend, confi
     endpoint = Tenants(backend, limited, home)
     for name in ("ann", "bob", "eve"):
         endpoint.key(name)
-    go, (first, *rest) = asyncio.Event(), backend.row("Hello there")
+    go, (first, *rest) = asyncio.Event(), backend.sequence("Hello there")
     backend.play(first, go, *rest)
 
     async def begin(name: str) -> httpx.Response:

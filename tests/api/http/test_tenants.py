@@ -191,7 +191,7 @@ async def test_an_agent_is_not_given_away_during_a_turn(endpoint: Tenants, conti
     endpoint.as_("ann")
     await endpoint.say("The code is 4711", agent="a")
     go_on = asyncio.Event()
-    endpoint.backend.play(go_on, *endpoint.backend.row("Noted"))
+    endpoint.backend.play(go_on, *endpoint.backend.sequence("Noted"))
     turn = asyncio.create_task(endpoint.say("It is 4712 now", agent="a", agent_continue=continues))
     while len(endpoint.backend.requests) < 2:
         await asyncio.sleep(0.01)
@@ -415,10 +415,10 @@ async def test_limits_are_429_with_the_usual_headers(endpoint: Tenants):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_rows_that_run_are_counted_and_given_back(endpoint: Tenants, backend, stream: bool):
-    endpoint.key("two", rows_max=2, tokens_per_minute=1_000_000)
+async def test_sequences_that_run_are_counted_and_given_back(endpoint: Tenants, backend, stream: bool):
+    endpoint.key("two", sequences_max=2, tokens_per_minute=1_000_000)
     end = asyncio.Event()
-    backend.play(end, *backend.row("ok"))
+    backend.play(end, *backend.sequence("ok"))
     endpoint.as_("two")
     ask = {"messages": [{"role": "user", "content": "x"}], "stream": stream}
 
@@ -434,17 +434,17 @@ async def test_rows_that_run_are_counted_and_given_back(endpoint: Tenants, backe
     end.set()
     assert [(await each).status_code for each in running] == [200, 200]
     assert (await post(n=2)).status_code == 200
-    backend.refusal = RuntimeError("a row that does not begin")
+    backend.refusal = RuntimeError("a sequence that does not begin")
     assert (await post(n=2)).status_code == 500
     backend.refusal = None
     answer = await post(n=2)
     assert answer.status_code == 200
     taken = 1_000_000 - int(answer.headers["x-ratelimit-remaining-tokens"])
-    assert 0 < taken < 1000, "prompts and answers, and nothing for rows that did not begin"
+    assert 0 < taken < 1000, "prompts and answers, and nothing for sequences that did not begin"
 
 
-async def test_a_row_that_a_client_leaves_is_given_back(endpoint: Tenants, backend):
-    endpoint.key("one", rows_max=1)
+async def test_a_sequence_that_a_client_leaves_is_given_back(endpoint: Tenants, backend):
+    endpoint.key("one", sequences_max=1)
     backend.play(asyncio.Event())
     endpoint.as_("one")
     ask = {"messages": [{"role": "user", "content": "x"}]}

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import uvloop
 
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api import patches
 from satchel.api.app import create_app
 from satchel.api.http import tls_listener
@@ -119,7 +119,7 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 
 async def test_answers_and_streams_come_through(served: Served, backend: Any):
     encode = backend.text.tokenizer.encode
-    backend.play(RowUpdate("r", encode("Hello"), cached_tokens=0), RowUpdate("r", encode(" you"), "stop"))
+    backend.play(SequenceUpdate("r", encode("Hello"), cached_tokens=0), SequenceUpdate("r", encode(" you"), "stop"))
     async with served.client() as client:
         answer = await client.post("/v1/chat/completions", json={**BODY, "stream": True})
         assert events_of(answer.text)[-1] == "[DONE]" and "Hello" in answer.text

@@ -80,7 +80,7 @@ def test_every_option_reaches_the_replica():
     assert (asked.presence_penalty, asked.frequency_penalty, asked.logprobs) == (0.5, -2.0, 4)
     assert (asked.logit_bias, asked.stop_token_ids) == ([(7, -100.0), (8, 1.5)], [5, 6])
     assert (asked.min_tokens, asked.max_tokens, asked.ignore_eos, asked.seed) == (3, 9, True, 1)
-    assert sampling(make_options(min_tokens=50)).min_tokens == 9, "no row is kept from ending at its limit"
+    assert sampling(make_options(min_tokens=50)).min_tokens == 9, "no sequence is kept from ending at its limit"
 
 
 def test_a_token_id_written_twice_counts_once():

@@ -1,4 +1,4 @@
-"""A row's way from replica to replica, with links made up here: nothing is said twice, nothing is lost."""
+"""A sequence's way from replica to replica, with links made up here: nothing is said twice, nothing is lost."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ray.exceptions import RayActorError
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
-from satchel.actors.protocol.router_messages import Decision, RowLeft
+from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
+from satchel.actors.protocol.router_messages import Decision, SequenceLeft
 from satchel.actors.replica.loop.consumers import _merge
 from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.connection import SENT_MAX, ReplicaConnection, SentPictures
-from satchel.api.ray_backend.rows import ATTEMPTS, RayGeneration
+from satchel.api.ray_backend.sequences import ATTEMPTS, RayGeneration
 from satchel.cluster.config import parse_config
 from satchel.cluster.errors import (
     ComputesOtherwise,
@@ -50,7 +50,7 @@ class FakeLink:
         self.consumer = f"consumer of {name}"
         self.broken, self.heard, self.died = asyncio.Event(), True, False
         self.probation = asyncio.Lock()
-        self.rows: dict[str, Any] = {}
+        self.sequences: dict[str, Any] = {}
         self.sent = SentPictures()
         self.taken: list[GenerateRequest] = []
         self.aborted: list[str] = []
@@ -70,17 +70,17 @@ class FakeLink:
         return encode(None)
 
     def lose(self) -> None:
-        rows, self.rows = self.rows, {}
-        for take in rows.values():
+        sequences, self.sequences = self.sequences, {}
+        for take in sequences.values():
             take(ReplicaLost("lost"))
 
     def say(self, *tokens: int, finish: str | None = None, error: SatchelError | None = None) -> None:
-        for take in list(self.rows.values()):
+        for take in list(self.sequences.values()):
             logprobs = [(-float(token), [(token, -float(token))]) for token in tokens]
             if finish is not None:
-                del self.rows["r"]
+                del self.sequences["r"]
             wire = error.to_wire() if error is not None else None
-            take(RowUpdate("r", list(tokens), finish, len(self.taken), wire, logprobs))
+            take(SequenceUpdate("r", list(tokens), finish, len(self.taken), wire, logprobs))
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
@@ -96,7 +96,7 @@ class FakeBackend:
         self.links = {name: FakeLink(self, name, *script) for name, script in scripts.items()}
         self.loads: dict[str, int] = dict.fromkeys(scripts, 0)
         self.away = 0
-        self.left: list[RowLeft] = []
+        self.left: list[SequenceLeft] = []
         self.ended: set[str] = set()
         """Nodes of which nothing is left."""
         self.failovers = 0
@@ -137,7 +137,7 @@ class FakeBackend:
     async def node_lives(self, node: str) -> bool:
         return node not in self.ended
 
-    def release(self, left: RowLeft) -> None:
+    def release(self, left: SequenceLeft) -> None:
         self.loads[left.replica] -= 1
         self.left.append(left)
 
@@ -157,42 +157,42 @@ def pixels_of(link: FakeLink) -> list[list[bytes]]:
     return [[b"".join(one.pixels) for one in request.media] for request in link.taken]
 
 
-async def said(row: RayGeneration) -> list[int]:
+async def said(sequence: RayGeneration) -> list[int]:
     async with asyncio.timeout(10):
-        return [token for update in [update async for update in row] for token in update.tokens]
+        return [token for update in [update async for update in sequence] for token in update.tokens]
 
 
 async def test_a_replica_lost_while_it_was_asked_is_counted_once():
-    """Stream and call both report the loss; the row runs in one place and says everything once."""
+    """Stream and call both report the loss; the sequence runs in one place and says everything once."""
     backend = FakeBackend(a=["die"], b=[], c=[])
-    row = generation(backend)
-    await row.start()
-    assert row.replica == "b"
+    sequence = generation(backend)
+    await sequence.start()
+    assert sequence.replica == "b"
     assert backend.failovers == 0, "nothing had been said that could go on"
     backend.links["b"].say(7, 8, finish="stop")
     backend.links["c"].say(9, finish="stop")
-    assert await said(row) == [7, 8]
+    assert await said(sequence) == [7, 8]
     assert not backend.links["c"].taken
 
 
-async def test_the_router_hears_what_a_row_took():
+async def test_the_router_hears_what_a_sequence_took():
     """At its end, and where its client goes before."""
     backend = FakeBackend(a=[])
     for ends in (True, False):
-        row = generation(backend)
-        await row.start()
+        sequence = generation(backend)
+        await sequence.start()
         link = ReplicaConnection.__new__(ReplicaConnection)
-        link.rows = backend.links["a"].rows
-        link._deal(RowUpdate(REQUEST.request_id, [7], "stop" if ends else None, cached_tokens=2))
+        link.sequences = backend.links["a"].sequences
+        link._deal(SequenceUpdate(REQUEST.request_id, [7], "stop" if ends else None, cached_tokens=2))
         if not ends:
-            await row.abort()
+            await sequence.abort()
         left = backend.left.pop()
         assert (left.replica, left.request_id, left.cached_tokens) == ("a", REQUEST.request_id, 2)
         assert left.first_token_s is not None and left.first_token_s > 0.0
 
 
 async def lose_first_and_finish_on_second(backend: FakeBackend) -> None:
-    """Replica a is lost, and b says the rest of the row."""
+    """Replica a is lost, and b says the rest of the sequence."""
     await asyncio.sleep(0.05)
     backend.links["a"].lose()
     while not backend.links["b"].taken:
@@ -200,14 +200,14 @@ async def lose_first_and_finish_on_second(backend: FakeBackend) -> None:
     backend.links["b"].say(9, finish="length")
 
 
-async def test_a_row_goes_on_with_what_it_has_said_so_far():
+async def test_a_sequence_goes_on_with_what_it_has_said_so_far():
     backend = FakeBackend(a=[], b=[])
-    row = generation(backend, beside="a")
-    await row.start()
+    sequence = generation(backend, beside="a")
+    await sequence.start()
     backend.links["a"].say(7, 8)
 
     helper = asyncio.create_task(lose_first_and_finish_on_second(backend))
-    updates = [update async for update in row]
+    updates = [update async for update in sequence]
     await helper
     assert [token for update in updates for token in update.tokens] == [7, 8, 9]
     assert [update.cached_tokens for update in updates] == [1, None], "the client hears of the first reuse only"
@@ -217,13 +217,13 @@ async def test_a_row_goes_on_with_what_it_has_said_so_far():
     assert (second.prompt, second.generated) == ([1, 2, 3, 7, 8], 2)
     assert (second.sampling.max_tokens, second.sampling.min_tokens, second.choices) == (4, 3, 1)
     assert backend.beside == ["a", ""], "the companions' replica is the one that was lost"
-    assert (row.replica, row.node, backend.failovers) == ("b", "node of b", 1)
+    assert (sequence.replica, sequence.node, backend.failovers) == ("b", "node of b", 1)
 
 
-async def test_a_row_waits_for_a_lone_replica_to_come_back():
+async def test_a_sequence_waits_for_a_lone_replica_to_come_back():
     backend = FakeBackend(a=[])
-    row = generation(backend)
-    await row.start()
+    sequence = generation(backend)
+    await sequence.start()
     backend.links["a"].lose()
     backend.away = 5
 
@@ -233,36 +233,36 @@ async def test_a_row_waits_for_a_lone_replica_to_come_back():
         backend.links["a"].say(4, finish="stop")
 
     helper = asyncio.create_task(answer())
-    assert await said(row) == [4]
+    assert await said(sequence) == [4]
     await helper
 
 
 async def test_a_full_queue_is_tried_elsewhere_and_leaves_no_load_behind():
     backend = FakeBackend(a=[QueueFull("full")], b=[])
-    row = generation(backend)
-    await row.start()
-    assert (row.replica, backend.loads) == ("b", {"a": 0, "b": 1})
+    sequence = generation(backend)
+    await sequence.start()
+    assert (sequence.replica, backend.loads) == ("b", {"a": 0, "b": 1})
     full = FakeBackend(a=[QueueFull("full")] * 9, b=[QueueFull("full")] * 9)
     with pytest.raises(QueueFull):
         await generation(full).start()
     assert full.loads == {"a": 0, "b": 0}
 
 
-async def test_an_abort_reaches_the_replica_once_and_a_finished_row_needs_none():
+async def test_an_abort_reaches_the_replica_once_and_a_finished_sequence_needs_none():
     backend = FakeBackend(a=[])
-    row = generation(backend)
-    await row.start()
-    await row.abort()
-    await row.abort()
+    sequence = generation(backend)
+    await sequence.start()
+    await sequence.abort()
+    await sequence.abort()
     assert backend.links["a"].aborted == ["r"]
     assert backend.loads == {"a": 0}
 
 
-async def test_a_reader_that_does_not_read_loses_its_row():
+async def test_a_reader_that_does_not_read_loses_its_sequence():
     """The replica is told at once, what waited is dropped, and the reader hears why when it comes back."""
     backend = FakeBackend(a=[])
-    row = generation(backend)
-    await row.start()
+    sequence = generation(backend)
+    await sequence.start()
     for token in range(UNREAD_MAX + 1):
         backend.links["a"].say(token)
     assert not backend.links["a"].aborted
@@ -270,42 +270,42 @@ async def test_a_reader_that_does_not_read_loses_its_row():
         backend.links["a"].say(token)
     await asyncio.gather(*backend.tasks)
     assert backend.links["a"].aborted == ["r"]
-    assert (backend.links["a"].rows, backend.loads, row._updates.qsize()) == ({}, {"a": 0}, 1)
+    assert (backend.links["a"].sequences, backend.loads, sequence._updates.qsize()) == ({}, {"a": 0}, 1)
     with pytest.raises(SlowReader, match="more than 100 tokens"):
-        await said(row)
+        await said(sequence)
     assert backend.links["a"].aborted == ["r"]
 
 
 async def test_much_at_once_makes_no_slow_reader():
     """A stalled event loop hands over what came meanwhile in one piece, and an answer that is over holds no place."""
     backend = FakeBackend(a=[])
-    row = generation(backend)
-    await row.start()
+    sequence = generation(backend)
+    await sequence.start()
     backend.links["a"].say(*range(5 * UNREAD_MAX))
     backend.links["a"].say(1, finish="length")
-    assert len(await said(row)) == 5 * UNREAD_MAX + 1
+    assert len(await said(sequence)) == 5 * UNREAD_MAX + 1
     assert not backend.links["a"].aborted
 
 
 async def test_a_reader_that_reads_may_read_any_amount():
     backend = FakeBackend(a=[])
-    row = generation(backend)
-    await row.start()
-    updates = aiter(row)
+    sequence = generation(backend)
+    await sequence.start()
+    updates = aiter(sequence)
     for token in range(10 * UNREAD_MAX):
         backend.links["a"].say(token)
         assert (await anext(updates)).tokens == [token]
-    await row.abort()
+    await sequence.abort()
 
 
-async def test_a_row_that_cannot_go_on_is_no_failover():
+async def test_a_sequence_that_cannot_go_on_is_no_failover():
     backend = FakeBackend(Timing(recovery_s=0.05, retry_s=0.01), a=[])
-    row = generation(backend)
-    await row.start()
+    sequence = generation(backend)
+    await sequence.start()
     backend.away = 1000
     backend.links["a"].lose()
     with pytest.raises(NoReplica):
-        await said(row)
+        await said(sequence)
     assert backend.failovers == 0
 
 
@@ -314,25 +314,25 @@ async def test_pixels_are_sent_to_a_replica_once():
     backend = FakeBackend(a=["take", "take", PictureLost("lost"), "take", "die"], b=[])
     link = backend.links["a"]
     for media in ([shown(b"x")], [shown(b"x"), shown(b"y", b"RGB")], [shown(b"x"), shown(b"y", b"RGB")]):
-        row = generation(backend, media=media)
-        await row.start()
+        sequence = generation(backend, media=media)
+        await sequence.start()
         link.say(7, finish="stop")
-        assert await said(row) == [7]
+        assert await said(sequence) == [7]
     assert pixels_of(link) == [[b"rgb"], [b"", b"RGB"], [b"rgb", b"RGB"]], "the third was refused without them"
-    row = generation(backend, media=[shown(b"x")])
-    await row.start()
-    assert row.replica == "b" and pixels_of(backend.links["b"]) == [[b"rgb"]]
+    sequence = generation(backend, media=[shown(b"x")])
+    await sequence.start()
+    assert sequence.replica == "b" and pixels_of(backend.links["b"]) == [[b"rgb"]]
     assert backend.failovers == 0
 
 
-async def test_a_row_that_ends_for_want_of_a_picture_goes_on_with_it():
-    """A replica may forget a picture after it has taken the row, which may have said something by then."""
+async def test_a_sequence_that_ends_for_want_of_a_picture_goes_on_with_it():
+    """A replica may forget a picture after it has taken the sequence, which may have said something by then."""
     backend = FakeBackend(a=[], b=[])
     link = backend.links["a"]
     await generation(backend, media=[shown(b"x")]).start()
     link.say(finish="stop")
-    row = generation(backend, media=[shown(b"x")])
-    await row.start()
+    sequence = generation(backend, media=[shown(b"x")])
+    await sequence.start()
     link.say(7)
     link.say(finish="error", error=PictureLost("lost"))
 
@@ -342,21 +342,21 @@ async def test_a_row_that_ends_for_want_of_a_picture_goes_on_with_it():
         link.say(8, finish="stop")
 
     helper = asyncio.create_task(answer())
-    assert await said(row) == [7, 8]
+    assert await said(sequence) == [7, 8]
     await helper
     assert pixels_of(link) == [[b"rgb"], [b""], [b"rgb"]] and link.taken[2].prompt == [1, 2, 3, 7]
-    assert (row.replica, backend.failovers) == ("a", 0)
+    assert (sequence.replica, backend.failovers) == ("a", 0)
 
 
 async def test_a_picture_that_nobody_has_is_said_to_be_lost():
-    """Neither a refusal nor an end of the row is tried again where there are no pixels to send."""
+    """Neither a refusal nor an end of the sequence is tried again where there are no pixels to send."""
     backend = FakeBackend(a=[PictureLost("lost")], b=[])
     with pytest.raises(PictureLost):
         await generation(backend, media=[shown(b"x", b"")]).start()
-    row = generation(backend, media=[shown(b"x")])
-    await row.start()
+    sequence = generation(backend, media=[shown(b"x")])
+    await sequence.start()
     backend.links["a"].say(finish="error", error=PictureLost("lost"))
-    (update,) = [update async for update in row]
+    (update,) = [update async for update in sequence]
     assert update.finish == "error" and len(backend.links["a"].taken) == 1
 
 
@@ -373,13 +373,13 @@ def test_of_very_many_pictures_the_latest_are_remembered():
 def test_merged_updates_keep_every_tokens_logprobs():
     """An update without tokens has none, whichever comes first."""
     entries = [(-0.5, [(7, -0.5)]), (-1.0, [(8, -1.0)]), (-2.0, [(9, -2.0)])]
-    first = RowUpdate("r", [], cached_tokens=5)
+    first = SequenceUpdate("r", [], cached_tokens=5)
     merged = first
     for token, entry in zip([7, 8, 9], entries, strict=True):
-        merged = _merge(merged, RowUpdate("r", [token], logprobs=[entry]))
-    merged = _merge(merged, RowUpdate("r", [], "stop"))
-    assert merged == RowUpdate("r", [7, 8, 9], "stop", 5, None, entries)
-    assert _merge(first, RowUpdate("r", [7])).logprobs is None
+        merged = _merge(merged, SequenceUpdate("r", [token], logprobs=[entry]))
+    merged = _merge(merged, SequenceUpdate("r", [], "stop"))
+    assert merged == SequenceUpdate("r", [7, 8, 9], "stop", 5, None, entries)
+    assert _merge(first, SequenceUpdate("r", [7])).logprobs is None
 
 
 CPU, GPU = b"c" * 32, b"g" * 32
@@ -387,7 +387,7 @@ PROMPT = list(range(600))
 
 
 def unequal(**scripts: list[Any]) -> tuple[FakeBackend, RayGeneration]:
-    """Replicas `a` and `b` of one model that compute differently, and a row made for the id of `a`."""
+    """Replicas `a` and `b` of one model that compute differently, and a sequence made for the id of `a`."""
     backend = FakeBackend(**{"a": [], "b": [], **scripts})
     backend.computing, backend.ids = {"a": CPU, "b": GPU}, [CPU, GPU]
     root = root_id(CPU, "tenant:t")
@@ -401,53 +401,53 @@ def is_called_as(request: GenerateRequest, model_id: bytes) -> bool:
 
 
 async def test_the_router_is_told_what_blocks_are_called_under_every_id():
-    backend, row = unequal()
-    await row.start()
+    backend, sequence = unequal()
+    await sequence.start()
     (asked,) = backend.asked
     assert is_called_as(asked[0], CPU) and is_called_as(asked[1], GPU) and len(asked) == 2
 
 
 async def test_a_replica_gets_the_names_of_its_own_id():
     """Else it would keep its KV under the names of a model that computes otherwise."""
-    backend, row = unequal(a=[QueueFull("full")])
-    await row.start()
+    backend, sequence = unequal(a=[QueueFull("full")])
+    await sequence.start()
     (taken,) = backend.links["b"].taken
     assert is_called_as(taken, GPU)
-    assert row.model_id == GPU, "under which the turn's KV is to be remembered"
+    assert sequence.model_id == GPU, "under which the turn's KV is to be remembered"
     assert is_called_as(backend.asked[1][0], CPU), "what was refused there may still go anywhere"
 
 
-async def test_a_row_that_goes_on_elsewhere_takes_the_names_of_that_place():
-    backend, row = unequal()
-    await row.start()
-    assert row.model_id == CPU
+async def test_a_sequence_that_goes_on_elsewhere_takes_the_names_of_that_place():
+    backend, sequence = unequal()
+    await sequence.start()
+    assert sequence.model_id == CPU
     backend.links["a"].say(7, 8)
 
     helper = asyncio.create_task(lose_first_and_finish_on_second(backend))
-    assert await said(row) == [7, 8, 9]
+    assert await said(sequence) == [7, 8, 9]
     await helper
     (taken,) = backend.links["b"].taken
     assert taken.prompt == [*PROMPT, 7, 8] and is_called_as(taken, GPU)
-    assert row.model_id == GPU
+    assert sequence.model_id == GPU
 
 
-async def test_a_replica_that_has_got_another_id_gets_the_row_with_its_names_at_once():
+async def test_a_replica_that_has_got_another_id_gets_the_sequence_with_its_names_at_once():
     """As where it was proven since the router heard of it. Without another id it has refused."""
-    backend, row = unequal(a=[ComputesOtherwise("otherwise")])
+    backend, sequence = unequal(a=[ComputesOtherwise("otherwise")])
     backend.proven["a"] = GPU
-    await row.start()
+    await sequence.start()
     (taken,) = backend.links["a"].taken
-    assert is_called_as(taken, GPU) and row.model_id == GPU and row.replica == "a" and len(backend.asked) == 1
-    backend, row = unequal(a=[ComputesOtherwise("otherwise")])
+    assert is_called_as(taken, GPU) and sequence.model_id == GPU and sequence.replica == "a" and len(backend.asked) == 1
+    backend, sequence = unequal(a=[ComputesOtherwise("otherwise")])
     backend.proven["a"] = CPU
-    await row.start()
-    assert row.replica == "b"
+    await sequence.start()
+    assert sequence.replica == "b"
 
 
-async def test_a_row_that_waited_while_its_replica_was_proven_is_asked_for_again():
+async def test_a_sequence_that_waited_while_its_replica_was_proven_is_asked_for_again():
     """With what it has said so far; any other error is its end."""
-    backend, row = unequal()
-    await row.start()
+    backend, sequence = unequal()
+    await sequence.start()
     backend.computing["a"] = GPU
     backend.links["a"].say(7, 8)
     backend.links["a"].say(finish="error", error=ComputesOtherwise("otherwise"))
@@ -459,7 +459,7 @@ async def test_a_row_that_waited_while_its_replica_was_proven_is_asked_for_again
         backend.links["a"].say(9, finish="stop")
 
     helper = asyncio.create_task(finish())
-    assert await said(row) == [7, 8, 9]
+    assert await said(sequence) == [7, 8, 9]
     await helper
     taken = backend.links["a"].taken[1]
     assert taken.prompt == [*PROMPT, 7, 8] and is_called_as(taken, GPU)
@@ -467,7 +467,7 @@ async def test_a_row_that_waited_while_its_replica_was_proven_is_asked_for_again
 
 
 async def leave_first_and_finish_on_second(backend: FakeBackend, *last: int) -> None:
-    """Replica a's node leaves, and b says the rest of the row."""
+    """Replica a's node leaves, and b says the rest of the sequence."""
     await asyncio.sleep(0.05)
     backend.links["a"].say(*last, finish="error", error=ReplicaLeaves("the node is leaving"))
     while not backend.links["b"].taken:
@@ -476,14 +476,14 @@ async def leave_first_and_finish_on_second(backend: FakeBackend, *last: int) -> 
 
 
 @pytest.mark.parametrize("last", [(), (8,)])
-async def test_a_row_whose_replica_leaves_goes_on_elsewhere_with_all_that_it_said(last: tuple[int, ...]):
+async def test_a_sequence_whose_replica_leaves_goes_on_elsewhere_with_all_that_it_said(last: tuple[int, ...]):
     """Its latest tokens may come in one frame with the news."""
     backend = FakeBackend(a=[], b=[])
-    row = generation(backend)
-    await row.start()
+    sequence = generation(backend)
+    await sequence.start()
     backend.links["a"].say(7)
     helper = asyncio.create_task(leave_first_and_finish_on_second(backend, *last))
-    updates = [update async for update in row]
+    updates = [update async for update in sequence]
     await helper
     assert [token for update in updates for token in update.tokens] == [7, *last, 9]
     assert [update.finish for update in updates if update.finish] == ["length"]
@@ -493,13 +493,13 @@ async def test_a_row_whose_replica_leaves_goes_on_elsewhere_with_all_that_it_sai
     assert backend.failovers == 1
 
 
-async def test_nodes_that_leave_one_after_the_other_do_not_exhaust_a_row():
-    """A loss without progress may be the row's own fault, a node that leaves is not."""
+async def test_nodes_that_leave_one_after_the_other_do_not_exhaust_a_sequence():
+    """A loss without progress may be the sequence's own fault, a node that leaves is not."""
     names = [f"r{number}" for number in range(ATTEMPTS + 3)]
     scripts: dict[str, list[Any]] = {name: [] for name in names}
     backend = FakeBackend(SOON, **scripts)
-    row = generation(backend)
-    await row.start()
+    sequence = generation(backend)
+    await sequence.start()
 
     async def restart_all() -> None:
         for name in names[:-1]:
@@ -515,6 +515,6 @@ async def test_nodes_that_leave_one_after_the_other_do_not_exhaust_a_row():
         last.say(9, finish="length")
 
     helper = asyncio.create_task(restart_all())
-    tokens = await said(row)
+    tokens = await said(sequence)
     await helper
     assert tokens == [9]

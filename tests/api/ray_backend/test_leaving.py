@@ -64,7 +64,7 @@ async def test_who_has_no_agents_hands_nothing_over():
 
 
 class BusyReplica:
-    """A replica whose row does not end by itself."""
+    """A replica whose sequence does not end by itself."""
 
     def __init__(self) -> None:
         self.told: list[list[bool]] = []
@@ -78,7 +78,7 @@ class BusyReplica:
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-async def test_rows_that_outlast_a_drain_are_told_whether_only_their_node_goes(leaves: bool, monkeypatch):
+async def test_sequences_that_outlast_a_drain_are_told_whether_only_their_node_goes(leaves: bool, monkeypatch):
     monkeypatch.setattr(start, "POLL_S", 0.01)
     monkeypatch.setattr(start, "FLUSH_S", 0.01)
     replica = BusyReplica()

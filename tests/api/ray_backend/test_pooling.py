@@ -13,7 +13,7 @@ from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.replica_messages import PooledTexts, PoolingRequest
 from satchel.actors.protocol.router_messages import Decision, RouteRequest
 from satchel.actors.rpc.codec import encode, encode_error
-from satchel.api.ray_backend import rows
+from satchel.api.ray_backend import sequences
 from satchel.api.ray_backend.pooling import RayPooling
 from satchel.api.requests.backend import Vectors
 from satchel.cluster.errors import (
@@ -102,7 +102,7 @@ class Cluster(worlds.FakeBackend):
 @pytest.fixture(autouse=True)
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
-    monkeypatch.setattr(rows, "note_incident_aside", lambda home, kind, text: told.append(f"{kind}: {text}"))
+    monkeypatch.setattr(sequences, "note_incident_aside", lambda home, kind, text: told.append(f"{kind}: {text}"))
     return told
 
 
@@ -169,7 +169,7 @@ async def test_replicas_are_not_lost_without_end():
     cluster = Cluster(a=["break"] * 9)
     with pytest.raises(ReplicaLost):
         await cluster.pool()
-    assert cluster.counts() == {"a": rows.ATTEMPTS + 1}
+    assert cluster.counts() == {"a": sequences.ATTEMPTS + 1}
 
 
 async def test_a_suspect_waits_until_no_other_is_tried():

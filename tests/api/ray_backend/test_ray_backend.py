@@ -199,7 +199,7 @@ async def test_a_link_that_breaks_has_its_node_looked_at(world: World, monkeypat
 async def test_a_replica_whose_process_ends_is_told_from_one_that_is_cut_off(
     world: World, error: Exception, died: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that is lost with a process may be why."""
+    """A sequence that is lost with a process may be why."""
 
     async def check(node: str) -> bool:
         return True

@@ -1,5 +1,5 @@
-"""A row that one replica prefills and another decodes, with replicas made up here: whatever becomes of the prefill, the
-row is answered, and nothing of it is left anywhere."""
+"""A sequence that one replica prefills and another decodes, with replicas made up here: whatever becomes of the
+prefill, the sequence is answered, and nothing of it is left anywhere."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ray.exceptions import RayActorError
 
 from satchel.actors.protocol.block_ids import block_ids
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
-from satchel.actors.protocol.router_messages import Decision, RowLeft
+from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
+from satchel.actors.protocol.router_messages import Decision, SequenceLeft
 from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.connection import SentPictures
 from satchel.api.ray_backend.routing import may_split
-from satchel.api.ray_backend.rows import RayGeneration
+from satchel.api.ray_backend.sequences import RayGeneration
 from satchel.cluster.config import parse_config
 from satchel.cluster.errors import QueueFull, ReplicaLost, SatchelError
 from satchel.cluster.timing import USUAL, Timing
@@ -40,7 +40,7 @@ class Replica:
         self.consumer = f"consumer of {name}"
         self.broken, self.heard, self.died = asyncio.Event(), True, False
         self.probation = asyncio.Lock()
-        self.rows: dict[str, Any] = {}
+        self.sequences: dict[str, Any] = {}
         self.sent = SentPictures()
         self.taken: list[GenerateRequest] = []
         self.aborted: list[str] = []
@@ -62,21 +62,21 @@ class Replica:
 
     def say(
         self,
-        row: str,
+        sequence: str,
         *tokens: int,
         cached: int | None = None,
         finish: str | None = None,
         error: SatchelError | None = None,
     ) -> None:
-        take = self.rows[row]
+        take = self.sequences[sequence]
         if finish is not None:
-            del self.rows[row]
-        take(RowUpdate(row, list(tokens), finish, cached, error.to_wire() if error else None))
+            del self.sequences[sequence]
+        take(SequenceUpdate(sequence, list(tokens), finish, cached, error.to_wire() if error else None))
 
     def lose(self) -> None:
-        rows, self.rows = self.rows, {}
+        sequences, self.sequences = self.sequences, {}
         self.broken.set()
-        for take in rows.values():
+        for take in sequences.values():
             take(ReplicaLost("lost"))
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -120,7 +120,7 @@ class Backend:
     async def node_lives(self, node: str) -> bool:
         return True
 
-    def release(self, left: RowLeft) -> None:
+    def release(self, left: SequenceLeft) -> None:
         self.loads.remove((left.replica, left.request_id))
 
     def lose(self, name: str) -> None:
@@ -128,28 +128,28 @@ class Backend:
 
 
 @asynccontextmanager
-async def split_row(backend: Backend) -> AsyncIterator[tuple[RayGeneration, asyncio.Task[None], Replica, Replica]]:
-    """A row while it is being placed; afterwards nobody has it any more."""
-    row = RayGeneration(backend, REQUEST)  # type: ignore[arg-type]
-    starting = asyncio.create_task(row.start())
+async def split_sequence(backend: Backend) -> AsyncIterator[tuple[RayGeneration, asyncio.Task[None], Replica, Replica]]:
+    """A sequence while it is being placed; afterwards nobody has it any more."""
+    sequence = RayGeneration(backend, REQUEST)  # type: ignore[arg-type]
+    starting = asyncio.create_task(sequence.start())
     studio, air = backend.links.values()
     async with asyncio.timeout(5):
         while not (air.taken and (studio.taken or studio.answer != "take")) and not starting.done():
             await asyncio.sleep(0)
-        yield row, starting, studio, air
-        await row.abort()
+        yield sequence, starting, studio, air
+        await sequence.abort()
         await asyncio.gather(*backend.tasks)
-    assert not studio.rows and not air.rows
+    assert not studio.sequences and not air.sequences
     assert backend.loads <= {(name, "r/prefill") for name in backend.lost}, "what is lost is uncounted by reports"
 
 
-async def answer(row: RayGeneration) -> tuple[list[int], list[int | None]]:
-    updates = [update async for update in row]
+async def answer(sequence: RayGeneration) -> tuple[list[int], list[int | None]]:
+    updates = [update async for update in sequence]
     return [token for update in updates for token in update.tokens], [update.cached_tokens for update in updates]
 
 
 async def test_one_prefills_all_but_the_last_token_and_the_other_waits_for_it():
-    async with split_row(Backend()) as (row, starting, studio, air):
+    async with split_sequence(Backend()) as (sequence, starting, studio, air):
         await starting
         (made,), (waits,) = studio.taken, air.taken
         assert made.prompt == PROMPT[:-1] and made.block_ids == REQUEST.block_ids[:2] and made.root_id == ROOT
@@ -162,20 +162,20 @@ async def test_one_prefills_all_but_the_last_token_and_the_other_waits_for_it():
         studio.say("r/prefill", finish="length")
         air.say("r", 7, cached=599)
         air.say("r", 8, finish="stop")
-        said = await answer(row)
+        said = await answer(sequence)
         assert said == ([7, 8], [256, None]), "what the other node computed does not count as cached"
-        assert not air.let_go and not studio.aborted and row.why == "why"
+        assert not air.let_go and not studio.aborted and sequence.why == "why"
 
 
 async def let_go(air: Replica) -> None:
-    """It is told so until it is there, as it may not have the row yet."""
+    """It is told so until it is there, as it may not have the sequence yet."""
     while len(air.let_go) < 2:
         await asyncio.sleep(0.005)
     assert set(air.let_go) == {"r"}
 
 
 async def test_what_was_sealed_last_has_some_time_to_come():
-    async with split_row(Backend()) as (row, _, studio, air):
+    async with split_sequence(Backend()) as (sequence, _, studio, air):
         studio.say("r/prefill", finish="length")
         await asyncio.sleep(SOON.pull_s / 2)
         assert not air.let_go
@@ -185,12 +185,12 @@ async def test_what_was_sealed_last_has_some_time_to_come():
         await asyncio.sleep(5 * SOON.retry_s)
         assert len(air.let_go) == told, "it has begun"
         air.say("r", finish="stop")
-        assert (await answer(row))[0] == [7]
+        assert (await answer(sequence))[0] == [7]
 
 
 @pytest.mark.parametrize("loss", ["error", "abort", "lost"])
 async def test_a_prefill_that_ends_badly_lets_the_other_go_on_alone(loss):
-    async with split_row(Backend()) as (row, _, studio, air):
+    async with split_sequence(Backend()) as (sequence, _, studio, air):
         if loss == "lost":
             studio.lose()
             studio.backend.lose("studio")
@@ -198,32 +198,32 @@ async def test_a_prefill_that_ends_badly_lets_the_other_go_on_alone(loss):
             studio.say("r/prefill", finish=loss)
         await let_go(air)
         air.say("r", 7, cached=256, finish="stop")
-        assert (await answer(row)) == ([7], [256]) and len(air.taken) == 1
+        assert (await answer(sequence)) == ([7], [256]) and len(air.taken) == 1
 
 
 @pytest.mark.parametrize("refusal", [QueueFull("full"), "end"])
-async def test_without_a_prefill_the_row_is_computed_where_it_was_to_be_decoded(refusal):
-    async with split_row(Backend(studio=refusal)) as (row, _, studio, air):
+async def test_without_a_prefill_the_sequence_is_computed_where_it_was_to_be_decoded(refusal):
+    async with split_sequence(Backend(studio=refusal)) as (sequence, _, studio, air):
         await let_go(air)
-        assert row.replica == "air" and studio.backend.lost == (["studio"] if refusal == "end" else [])
+        assert sequence.replica == "air" and studio.backend.lost == (["studio"] if refusal == "end" else [])
         air.say("r", 7, cached=300, finish="stop")
-        assert (await answer(row)) == ([7], [300]) and not studio.taken
+        assert (await answer(sequence)) == ([7], [300]) and not studio.taken
 
 
-async def test_a_prefill_ends_once_the_row_goes_on_without_it():
+async def test_a_prefill_ends_once_the_sequence_goes_on_without_it():
     """Its deadline was over, say."""
-    async with split_row(Backend()) as (row, _, studio, air):
+    async with split_sequence(Backend()) as (sequence, _, studio, air):
         air.say("r", 7, cached=0)
         await asyncio.sleep(0)
         assert studio.aborted == ["r/prefill"]
         air.say("r", 8, finish="stop")
-        assert (await answer(row)) == ([7, 8], [0, None])
+        assert (await answer(sequence)) == ([7, 8], [0, None])
 
 
 async def test_who_leaves_meanwhile_leaves_both():
-    async with split_row(Backend()) as (row, starting, studio, air):
+    async with split_sequence(Backend()) as (sequence, starting, studio, air):
         await starting
-        await row.abort()
+        await sequence.abort()
         await asyncio.sleep(0)
         assert (studio.aborted, air.aborted) == (["r/prefill"], ["r"])
 
@@ -231,13 +231,13 @@ async def test_who_leaves_meanwhile_leaves_both():
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_refusal_where_it_was_to_be_decoded_ends_the_prefill(late):
     """At once, or after it has waited: then it is asked elsewhere, and split no more."""
-    async with split_row(Backend(air="take" if late else QueueFull("full"))) as (row, starting, studio, air):
+    async with split_sequence(Backend(air="take" if late else QueueFull("full"))) as (sequence, starting, studio, air):
         if not late:
             with pytest.raises(QueueFull):
                 await starting
         else:
             await starting
-            reading = asyncio.create_task(answer(row))
+            reading = asyncio.create_task(answer(sequence))
             air.say("r", finish="error", error=QueueFull("full"))
             while len(air.taken) < 2:
                 await asyncio.sleep(0.005)

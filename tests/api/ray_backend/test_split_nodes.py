@@ -9,7 +9,7 @@ import random
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
 from tests.worlds.models.families import write_model
@@ -27,17 +27,17 @@ def prompt_of(loaded: LoadedModel, tokens: int, seed: int = 5) -> list[int]:
     return [rng.randrange(loaded.vocabulary_size - 20) for _ in range(tokens)]
 
 
-def words(updates: list[RowUpdate]) -> tuple[list[int], list[object], str | None]:
+def words(updates: list[SequenceUpdate]) -> tuple[list[int], list[object], str | None]:
     said = [token for update in updates for token in update.tokens]
     return said, [each for update in updates for each in update.logprobs or []], updates[-1].finish
 
 
-def cached(updates: list[RowUpdate]) -> int | None:
+def cached(updates: list[SequenceUpdate]) -> int | None:
     return next(update.cached_tokens for update in updates if update.cached_tokens is not None)
 
 
-async def alone(nodes: SplitNodes, prompt: list[int], tokens: int = 12) -> list[RowUpdate]:
-    """By the decoding node, without anything that another agent's row has left."""
+async def alone(nodes: SplitNodes, prompt: list[int], tokens: int = 12) -> list[SequenceUpdate]:
+    """By the decoding node, without anything that another agent's sequence has left."""
     before, nodes.decision = nodes.decision, nodes.alone("air")
     updates = await nodes.answer("alone", prompt, tokens)
     await nodes.written("air")
@@ -48,7 +48,7 @@ async def alone(nodes: SplitNodes, prompt: list[int], tokens: int = 12) -> list[
 
 def splits(nodes: SplitNodes) -> tuple[int, int]:
     counters = nodes.disks["air"].counters
-    return counters.followed_rows, counters.lost_prefills
+    return counters.followed_sequences, counters.lost_prefills
 
 
 @pytest.mark.parametrize("tokens", [1100, 1025, 1024, 130])
@@ -86,8 +86,8 @@ async def test_of_layers_with_windows_or_states_the_words_are_equal_too(tmp_path
         assert nodes.disks["air"].counters.restored_tokens == len(prompt) - 1
 
 
-async def begun(nodes: SplitNodes, prompt: list[int], blocks: int) -> asyncio.Task[list[RowUpdate]]:
-    """Returns a row that waits, of which so many blocks have come and no more will for now."""
+async def begun(nodes: SplitNodes, prompt: list[int], blocks: int) -> asyncio.Task[list[SequenceUpdate]]:
+    """Returns a sequence that waits, of which so many blocks have come and no more will for now."""
     before = nodes.entries_on("air")
     nodes.pause_s["studio"] = 0.15
     task = asyncio.create_task(nodes.answer("alice", prompt))
@@ -117,7 +117,7 @@ async def test_the_prefilling_node_dies_in_the_middle(tmp_path, loaded, monkeypa
 async def test_a_prefill_that_stands_still_is_waited_for_no_longer_than_the_decision_says(
     tmp_path, loaded, monkeypatch
 ):
-    """And other rows of the decoding node go on meanwhile."""
+    """And other sequences of the decoding node go on meanwhile."""
     prompt = prompt_of(loaded, 600)
     async with split_nodes(tmp_path, loaded, monkeypatch) as nodes:
         reference = await alone(nodes, prompt)

@@ -50,8 +50,8 @@ def test_requests_are_let_in_as_fast_as_the_bucket_fills(clock: Clock):
 
 def test_tokens_may_be_overdrawn_once_and_are_paid_back_first(clock: Clock):
     ann = caller(clock, tokens_per_minute=600)
-    rows = ann.admit(1, 1000)
-    rows.end_row(100)
+    sequences = ann.admit(1, 1000)
+    sequences.end_sequence(100)
     with pytest.raises(RateLimited, match="600 tokens a minute") as refused:
         ann.admit(1, 1)
     assert refused.value.retry_after_s == pytest.approx(50.1)
@@ -63,26 +63,26 @@ def test_tokens_may_be_overdrawn_once_and_are_paid_back_first(clock: Clock):
     assert ann.meter is not None and ann.meter.headers()["x-ratelimit-remaining-tokens"] == "1"
 
 
-def test_rows_count_until_they_end_however_they_do(clock: Clock):
-    ann = caller(clock, rows_max=3)
+def test_sequences_count_until_they_end_however_they_do(clock: Clock):
+    ann = caller(clock, sequences_max=3)
     two, one = ann.admit(2, 10), ann.admit(1, 10)
     with pytest.raises(RateLimited, match="3 concurrent answers"):
         ann.admit(1, 10)
-    two.end_row(5)
+    two.end_sequence(5)
     another = ann.admit(1, 10)
     one.close()
     one.close()
-    one.end_row(3)
+    one.end_sequence(3)
     more = ann.admit(1, 10)
-    for rows in (two, another, more):
-        rows.end_row(1)
-    assert ann.meter is not None and ann.meter.rows == 0
+    for sequences in (two, another, more):
+        sequences.end_sequence(1)
+    assert ann.meter is not None and ann.meter.sequences == 0
     with pytest.raises(InvalidRequest, match="asks for 4"):
         ann.admit(4, 10)
 
 
-def test_what_is_refused_for_its_rows_costs_no_tokens(clock: Clock):
-    ann = caller(clock, rows_max=1, tokens_per_minute=100)
+def test_what_is_refused_for_its_sequences_costs_no_tokens(clock: Clock):
+    ann = caller(clock, sequences_max=1, tokens_per_minute=100)
     ann.admit(1, 10)
     with pytest.raises(RateLimited):
         ann.admit(1, 10)
@@ -117,6 +117,6 @@ def test_models_and_the_owner(clock: Clock):
     assert caller(clock).may_use("a")
     assert caller(clock, models=("a",)).may_use("a") and not caller(clock, models=("a",)).may_use("b")
     assert OWNING.admin and OWNING.tenant == "default" and OWNING.priority(2**60) == 2**60
-    rows = OWNING.admit(10**6, 10**9)
-    rows.end_row(1)
-    rows.close()
+    sequences = OWNING.admit(10**6, 10**9)
+    sequences.end_sequence(1)
+    sequences.close()

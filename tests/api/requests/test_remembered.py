@@ -73,7 +73,7 @@ async def test_memory_that_has_no_room_for_an_agent_and_one_that_was_forgotten_m
         answer = await endpoint.post({"messages": spoken("Hi" * 300), "agent_continue": continues})
         assert answer.headers["x-satchel-memory"] == "not-kept; reason=no_room"
     hold = asyncio.Event()
-    backend.play(hold, *backend.row("secret"))
+    backend.play(hold, *backend.sequence("secret"))
     turn = asyncio.create_task(endpoint.post({"messages": spoken("Hi")}))
     while len(backend.generations) < 3:
         await asyncio.sleep(0.005)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from satchel.api.text.answers.row_text import RowText, TextDelta
+from satchel.api.text.answers.sequence_text import SequenceText, TextDelta
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.tools.answer_pieces import ToolCall
 from satchel.api.tools.call_finder import CallFinder
@@ -57,17 +57,17 @@ class Told:
 
     Args:
         cut: whether a limit ended it.
-        row: how `RowText` is made.
+        sequence: how `SequenceText` is made.
     """
 
-    def __init__(self, text: TextModel, answer: str, *, cut: bool = False, **row: Any) -> None:
+    def __init__(self, text: TextModel, answer: str, *, cut: bool = False, **sequence: Any) -> None:
         finder = CallFinder(text.calls, text.tokenizer, TOOLS, text.call_format)
         harmony = HarmonySplitter(TOOLS) if text.template.is_harmony else None
-        made = RowText(
-            text.tokenizer, text.tokenizer.detokenizer(), calls=finder.stage(harmony), harmony=harmony, **row
+        made = SequenceText(
+            text.tokenizer, text.tokenizer.detokenizer(), calls=finder.stage(harmony), harmony=harmony, **sequence
         )
         events = []
-        for token in [*text.tokenizer.encode(answer), *row.get("stop_tokens", ())]:
+        for token in [*text.tokenizer.encode(answer), *sequence.get("stop_tokens", ())]:
             if not made.stopped:
                 events += made.add([token])
         events += made.finish(cut=cut)

@@ -14,14 +14,14 @@ from typing import Any
 from fastapi import FastAPI
 
 from satchel.actors.protocol.block_ids import is_shared, scope_of
-from satchel.actors.protocol.replica_messages import GenerateRequest, PooledTexts, PoolingRequest, RowUpdate
+from satchel.actors.protocol.replica_messages import GenerateRequest, PooledTexts, PoolingRequest, SequenceUpdate
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.api.agents.memory import AgentMemory
 from satchel.api.app import create_app
 from satchel.api.pipeline.generation import Generator
-from satchel.api.ray_backend.rows import called
+from satchel.api.ray_backend.sequences import called
 from satchel.api.requests.backend import NodeState, ReplicaStats, ServedModel, Vectors
 from satchel.cluster.config import Config
 from satchel.cluster.errors import NodeNotFound, SatchelError
@@ -47,10 +47,10 @@ class EngineGeneration:
     def __init__(self, backend: EngineBackend, request: GenerateRequest) -> None:
         self.replica, self.node, self.why, self.move_to = "tiny#0", "local", "test: the only one", ""
         self.model_id = request.model_id
-        self.updates: asyncio.Queue[RowUpdate] = asyncio.Queue()
+        self.updates: asyncio.Queue[SequenceUpdate] = asyncio.Queue()
         self._backend, self._id = backend, request.request_id
 
-    async def __aiter__(self) -> AsyncIterator[RowUpdate]:
+    async def __aiter__(self) -> AsyncIterator[SequenceUpdate]:
         while True:
             update = await self.updates.get()
             yield update
@@ -67,7 +67,7 @@ class EngineBackend:
     def __init__(self, config: Config, store: LocalStore) -> None:
         self.config, self.store = config, store
         self.failovers = 0
-        self._rows: dict[str, EngineGeneration] = {}
+        self._sequences: dict[str, EngineGeneration] = {}
 
     async def begin(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -89,16 +89,16 @@ class EngineBackend:
     async def _carry(self, method: str, asked: bytes, timeout_s: float) -> bytes:
         return await getattr(self.store.actor, method)(asked)
 
-    def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
+    def _take(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         for update in updates.get("test", []):
-            self._loop.call_soon_threadsafe(self._rows[update.request_id].updates.put_nowait, update)
+            self._loop.call_soon_threadsafe(self._sequences[update.request_id].updates.put_nowait, update)
 
     async def end(self) -> None:
         self.engine.stop()
         await asyncio.to_thread(self._thread.join, 30)
 
     async def at_rest(self) -> None:
-        """Wait until all that rows left is on the disk, or never will be."""
+        """Wait until all that sequences left is on the disk, or never will be."""
         while self.engine.active or self.disk.waiting_bytes or self.engine.memory._writers:
             await asyncio.sleep(0.01)
 
@@ -158,7 +158,7 @@ class EngineBackend:
         scope = scope_of(self.config.share, request.tenant, name, request.request_id, cache_salt)
         request = replace(request, consumer="test", reusable=is_shared(scope))
         request = await called(request, model.info.model_id, scope)
-        generation = self._rows[request.request_id] = EngineGeneration(self, request)
+        generation = self._sequences[request.request_id] = EngineGeneration(self, request)
         known, embeddings = await asyncio.to_thread(self.engine.look_up, request)
         grammar = await asyncio.to_thread(self.engine.grammar_of, request)
         accepted: Future[SatchelError | None] = Future()

@@ -18,8 +18,8 @@ from satchel.actors.protocol.replica_messages import (
     GenerateRequest,
     PooledTexts,
     PoolingRequest,
-    RowUpdate,
     Sampling,
+    SequenceUpdate,
     TokenLogprobs,
 )
 from satchel.api.requests.backend import NodeState, ReplicaStats, ServedModel, Vectors
@@ -47,7 +47,7 @@ class FakeGeneration:
         self.aborts = 0
         self.aborted = asyncio.Event()
 
-    async def __aiter__(self) -> AsyncIterator[RowUpdate]:
+    async def __aiter__(self) -> AsyncIterator[SequenceUpdate]:
         for item in self.script:
             if isinstance(item, BaseException):
                 raise item
@@ -69,7 +69,7 @@ class FakeGeneration:
 
 
 class FakeBackend:
-    """Records what it is asked and plays one script a row, the last one again and again."""
+    """Records what it is asked and plays one script a sequence, the last one again and again."""
 
     def __init__(self, text: TextModel, served: list[ServedModel]) -> None:
         self.text = text
@@ -85,7 +85,7 @@ class FakeBackend:
         self.placed: dict[str, str] = {}
         self.move_to = ""
         self.computes_as = b""
-        """The model id where rows run; that of the served model where it is empty."""
+        """The model id where sequences run; that of the served model where it is empty."""
         self.processes: dict[str, int] = {}
         self.decisions: dict[str, dict[str, Any]] = {}
         self.pooled: list[PoolingRequest] = []
@@ -95,14 +95,14 @@ class FakeBackend:
         self.asked = 0
         self.say("Hello there")
 
-    def row(self, text: str, *, finish: str = "stop", cached: int = 0, step: int = 1) -> list[Any]:
+    def sequence(self, text: str, *, finish: str = "stop", cached: int = 0, step: int = 1) -> list[Any]:
         tokens = self.text.tokenizer.encode(text)
         cuts = [tokens[i : i + step] for i in range(0, len(tokens), step)]
-        updates = [RowUpdate("row", cut, cached_tokens=cached if i == 0 else None) for i, cut in enumerate(cuts)]
-        return [*updates, RowUpdate("row", [], finish=finish, cached_tokens=None if cuts else cached)]
+        updates = [SequenceUpdate("row", cut, cached_tokens=cached if i == 0 else None) for i, cut in enumerate(cuts)]
+        return [*updates, SequenceUpdate("row", [], finish=finish, cached_tokens=None if cuts else cached)]
 
     def say(self, *texts: str, **how: Any) -> None:
-        self.scripts = deque(self.row(text, **how) for text in texts)
+        self.scripts = deque(self.sequence(text, **how) for text in texts)
 
     def play(self, *items: Any) -> None:
         self.scripts = deque([list(items)])

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.actors.protocol.router_messages import AgentPlace
 from satchel.actors.protocol.store_messages import AskUnpack, BranchKV, Moved, Unpacked
 from satchel.api.agents.memory import AgentMemory
@@ -99,7 +99,7 @@ class Remembering:
         """Let the model say `text` in single characters' tokens, as no tokenizer would write it."""
         encode = self.backend.text.tokenizer.encode
         tokens = [token for character in text for token in encode(character)] + encode(end)
-        self.backend.play(RowUpdate("row", tokens, finish=finish, cached_tokens=0))
+        self.backend.play(SequenceUpdate("row", tokens, finish=finish, cached_tokens=0))
         return tokens
 
     async def post(self, body: dict[str, Any], agent: str = "ann", **headers: str) -> httpx.Response:

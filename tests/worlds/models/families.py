@@ -178,7 +178,7 @@ APART: dict[str, dict[str, Any]] = {
         }
     },
 }
-"""The same of families whose rows are computed one by one."""
+"""The same of families whose sequences are computed one by one."""
 
 
 def config_of(family: str, **other: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from satchel.actors.protocol.block_ids import block_ids, root_id
-from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, RowUpdate, Sampling
+from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.sampling import Draw
 from satchel.actors.replica.loading import models
@@ -33,7 +33,7 @@ def load_tiny(folder: Path, **how: Any) -> LoadedModel:
 
 
 @dataclasses.dataclass
-class Row:
+class Seq:
     """What an outbox saw of one request."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -46,32 +46,32 @@ class Row:
 _reader = ThreadPoolExecutor(1)
 
 Logits = dict[tuple[int, int], np.ndarray]
-"""By the row's number (its seed) and how many tokens it had drawn before."""
+"""By the sequence's number (its seed) and how many tokens it had drawn before."""
 
 
 class Forced:
-    """Stands for `BatchSampler`: every row is told its next token by `scripts`, and its logits are noted."""
+    """Stands for `BatchSampler`: every sequence is told its next token by `scripts`, and its logits are noted."""
 
     def __init__(self, scripts: dict[int, list[int]], noted: Logits) -> None:
         self._scripts = scripts
         self._noted = noted
-        self._rows: list[list[int]] = []
+        self._sequences: list[list[int]] = []
 
     def add(self, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        self._rows.append([sampling.seed, len(prompt), len(generated)])
+        self._sequences.append([sampling.seed, len(prompt), len(generated)])
 
     def keep(self, indices: Sequence[int]) -> None:
-        self._rows = [self._rows[index] for index in indices]
+        self._sequences = [self._sequences[index] for index in indices]
 
     def __call__(self, logits: mx.array, masks: None) -> Draw:
         values = np.array(logits.astype(mx.float32))
         tokens = []
-        for index, row in enumerate(self._rows):
-            seed, prompt, drawn = row
+        for index, sequence in enumerate(self._sequences):
+            seed, prompt, drawn = sequence
             self._noted[(seed, drawn)] = values[index]
             script = self._scripts[seed]
             tokens.append(script[min(prompt + drawn, len(script) - 1)])
-            row[2] += 1
+            sequence[2] += 1
         return Draw(mx.array(tokens, dtype=mx.uint32), mx.ones((len(tokens),), dtype=mx.bool_))
 
 
@@ -88,28 +88,28 @@ class Bench:
         **scheduling: int,
     ) -> None:
         self.loaded = loaded
-        spec, rows = loaded.spec, scheduling.get("rows_max", 8)
-        kv_bytes = 100_000 * spec.bytes_per_token + 2 * rows * spec.bytes_per_row
-        settings = Scheduling(**{"rows_max": rows, "kv_bytes_max": kv_bytes, **scheduling})
+        spec, sequences = loaded.spec, scheduling.get("sequences_max", 8)
+        kv_bytes = 100_000 * spec.bytes_per_token + 2 * sequences * spec.bytes_per_sequence
+        settings = Scheduling(**{"sequences_max": sequences, "kv_bytes_max": kv_bytes, **scheduling})
         self.engine = Engine(loaded, settings, memory_bytes_max, self._take, disk)
         if kv_tokens_max is not None:
             # Open blocks, which are large in these models, cost nothing then.
             scheduler = self.engine.scheduler
-            scheduler.limits = dataclasses.replace(scheduler.limits, kv_tokens_max=kv_tokens_max, row_tokens=0)
-        self.rows: dict[str, Row] = {}
+            scheduler.limits = dataclasses.replace(scheduler.limits, kv_tokens_max=kv_tokens_max, sequence_tokens=0)
+        self.sequences: dict[str, Seq] = {}
         self.refused: dict[str, SatchelError] = {}
 
-    def _take(self, updates: dict[str, list[RowUpdate]]) -> None:
+    def _take(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         for update in updates.get("bench", []):
-            row = self.rows.setdefault(update.request_id, Row())
-            assert row.finish is None, "nothing comes after the end of a row"
-            row.tokens += update.tokens
-            row.finish = update.finish
-            row.error = update.error
-            row.logprobs += update.logprobs or []
+            sequence = self.sequences.setdefault(update.request_id, Seq())
+            assert sequence.finish is None, "nothing comes after the end of a sequence"
+            sequence.tokens += update.tokens
+            sequence.finish = update.finish
+            sequence.error = update.error
+            sequence.logprobs += update.logprobs or []
             if update.cached_tokens is not None:
-                assert row.cached is None
-                row.cached = update.cached_tokens
+                assert sequence.cached is None
+                sequence.cached = update.cached_tokens
 
     def submit(
         self,
@@ -187,8 +187,8 @@ class Bench:
                 return
         raise AssertionError("the engine does not come to rest")
 
-    def run(self, name: str, prompt: list[int], **fields) -> Row:
+    def run(self, name: str, prompt: list[int], **fields) -> Seq:
         """Submit one request and run it to its end."""
         self.submit(name, prompt, **fields)
         self.drain()
-        return self.rows[name]
+        return self.sequences[name]

@@ -1,4 +1,4 @@
-"""An engine over a tiny model whose agents' rows are kept on disk."""
+"""An engine over a tiny model whose agents' sequences are kept on disk."""
 
 from __future__ import annotations
 

@@ -46,27 +46,27 @@ def kernels() -> Iterator[None]:
 def attend(
     queries: mx.array, view: KernelView, policy: SealPolicy, scale: float, sinks: mx.array | None = None
 ) -> mx.array:
-    step, rows = view.step, view.step.rows
+    step, sequences = view.step, view.step.sequences
     transform = view.transform(queries.shape[3])
-    numbers = np.array(rows.numbers)
-    assert numbers[0] == rows.rows == len(queries)
-    ends = np.cumsum([1, *[rows.rows] * 3, *[rows.rows + 1] * 2])
+    numbers = np.array(sequences.numbers)
+    assert numbers[0] == sequences.sequences == len(queries)
+    ends = np.cumsum([1, *[sequences.sequences] * 3, *[sequences.sequences + 1] * 2])
     opened, hidden, lengths, starts, jobs, owners = np.split(numbers, ends)[1:]
     positions = mx.array(lengths)
     queries, keys = transform.of_queries(queries, positions), transform.of_keys(view.keys, positions)
-    mx.eval(queries, keys, view.values, step.tails, list(step.pool), rows.slots)
+    mx.eval(queries, keys, view.values, step.tails, list(step.pool), sequences.slots)
     assert [tail.shape[2] for tail in step.tails] == [BLOCK_TOKENS] * 2, "the kernel counts on whole blocks"
-    for row, (first, end) in enumerate(pairwise(jobs)):
-        assert end > first and (owners[first:end] == row).all()
+    for sequence, (first, end) in enumerate(pairwise(jobs)):
+        assert end > first and (owners[first:end] == sequence).all()
     assert (owners[jobs[-1] :] == -1).all()
     for tail, new in zip(step.tails, (keys, view.values), strict=True):
         assert tail.dtype == new.dtype
         place, fresh = np.array(tail, copy=False), np.array(new)
-        for row, count in enumerate(opened):
-            place[row, :, count - 1] = fresh[row, :, 0]
+        for sequence, count in enumerate(opened):
+            place[sequence, :, count - 1] = fresh[sequence, :, 0]
     counts = np.diff(starts)
     owner = mx.array(np.repeat(np.arange(len(counts)), counts).astype(np.uint32))
-    slots = rows.slots[: int(starts[-1])]
+    slots = sequences.slots[: int(starts[-1])]
     columns = np.arange(BLOCK_TOKENS)
     seen = (columns < opened[:, None]) & (columns + counts[:, None] * BLOCK_TOKENS >= hidden[:, None])
     at = np.concatenate([np.arange(count) for count in counts]).astype(int) * BLOCK_TOKENS
@@ -76,7 +76,7 @@ def attend(
     assert (lengths % BLOCK_TOKENS + 1 == opened).all()
     heads = heads_of(owner, slots, keys.shape[1])
     if not counts.any():
-        # Rows without a block: the reference wants one, and sees nothing of it.
+        # Sequences without a block: the reference wants one, and sees nothing of it.
         owner, slots, behind_ones = mx.zeros((1,), mx.uint32), mx.zeros((1,), mx.uint32), mx.array(True)
         heads = heads_of(owner, slots, keys.shape[1])
     reference = DecodeView(keys, values, seen_ones, step.pool, slots, owner, list(counts), behind_ones, heads)

@@ -8,22 +8,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
-from satchel.actors.replica.scheduling.scheduler import Limits, PrefillChunk, ScheduledRow, Scheduler
+from satchel.actors.replica.scheduling.scheduler import Limits, PrefillChunk, ScheduledSequence, Scheduler
 
 PAUSE_S = 0.25
-LIMITS = Limits(rows_max=32, queue_requests_max=256, prefill_chunk_tokens=2048, kv_tokens_max=10**7, prefill_rows_max=8)
+LIMITS = Limits(
+    sequences_max=32, queue_requests_max=256, prefill_chunk_tokens=2048, kv_tokens_max=10**7, prefill_sequences_max=8
+)
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds: of a prefill call, of each of its tokens, of each of its pairs of a token and an earlier one; of a
-    decode step, and of each of its rows."""
+    decode step, and of each of its sequences."""
 
     call: float
     token: float
     pair: float
     step: float
-    row: float
+    sequence: float
 
     def chunk(self, chunk: PrefillChunk) -> float:
         tokens = chunk.stop - chunk.start
@@ -77,8 +79,8 @@ class Turn:
 
 @dataclass
 class VirtualEngine:
-    """Turns as the real one does: commands, plan, chunks within the budget, one step; the first step of a row yields
-    nothing, because a step is launched before the last one is read."""
+    """Turns as the real one does: commands, plan, chunks within the budget, one step; the first step of a sequence
+    yields nothing, because a step is launched before the last one is read."""
 
     costs: Costs
     limits: Limits = LIMITS
@@ -115,7 +117,7 @@ class VirtualEngine:
     def _submit(self, agent: Agent) -> None:
         assert self.scheduler.refusal(agent.prompt) is None
         self._agents[agent.name] = agent
-        self.scheduler.add(ScheduledRow(agent.name, agent.prompt, agent.tokens, agent.priority))
+        self.scheduler.add(ScheduledSequence(agent.name, agent.prompt, agent.tokens, agent.priority))
 
     def _turn(self) -> None:
         began, decoding = self.now, tuple(self.scheduler.decoding())
@@ -141,9 +143,9 @@ class VirtualEngine:
             self._step(stepped)
         self.turns.append(Turn(began, self.now, budget, tuple(done), prefill_s, decoding, stepped))
 
-    def _step(self, rows: tuple[str, ...]) -> None:
-        self.now += self.costs.step + self.costs.row * len(rows)
-        for name in rows:
+    def _step(self, sequences: tuple[str, ...]) -> None:
+        self.now += self.costs.step + self.costs.sequence * len(sequences)
+        for name in sequences:
             if name not in self._fed:
                 self._fed.add(name)
                 continue
@@ -165,7 +167,8 @@ def some_agents(rng: random.Random, costs: Costs, count: int, tokens_min: int = 
         for number in range(count)
     ]
     work = sum(
-        costs.chunk(PrefillChunk("", 0, agent.prompt)) + agent.tokens * (costs.step + costs.row) for agent in agents
+        costs.chunk(PrefillChunk("", 0, agent.prompt)) + agent.tokens * (costs.step + costs.sequence)
+        for agent in agents
     )
     span = work * rng.choice([0.1, 0.5])
     for agent in agents[1:]:

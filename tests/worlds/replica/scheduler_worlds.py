@@ -10,7 +10,7 @@ from satchel.actors.replica.scheduling.scheduler import Limits
 
 @dataclass(frozen=True)
 class World:
-    """What may happen. `calm` means that no row is lost, late or sent back, so nothing is computed twice."""
+    """What may happen. `calm` means that no sequence is lost, late or sent back, so nothing is computed twice."""
 
     seed: int
     limits: Limits
@@ -21,7 +21,7 @@ class World:
     aborts: float = 0.0
     deadlines: bool = False
     poisoned: float = 0.0
-    """Share of rows that break every decode step they are in."""
+    """Share of sequences that break every decode step they are in."""
     failures: float = 0.0
     """Share of all calls that fail by chance."""
     forgetful: bool = False
@@ -41,12 +41,12 @@ def make_world(seed: int) -> World:
     rng = random.Random(seed)
     kind = seed % 5
     limits = Limits(
-        rows_max=rng.randint(1, 8),
+        sequences_max=rng.randint(1, 8),
         queue_requests_max=rng.randint(4, 24),
         prefill_chunk_tokens=rng.choice([256, 512]),
         kv_tokens_max=10**7 if kind == 0 else rng.choice([700, 1500, 2500, 8000, 30_000]),
-        prefill_rows_max=rng.randint(1, 4),
-        row_tokens=rng.choice([0, 0, 200]),
+        prefill_sequences_max=rng.randint(1, 4),
+        sequence_tokens=rng.choice([0, 0, 200]),
         paged=(paged := rng.random() < 0.6),
         shares=paged and rng.random() < 0.7,
     )

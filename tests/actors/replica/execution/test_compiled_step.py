@@ -51,7 +51,7 @@ def kernels() -> Iterator[None]:
         *(pytest.param(family, "q4", marks=pytest.mark.slow) for family in ("qwen3_moe", "gemma3_text")),
     ],
 )
-def test_rows_that_join_fill_blocks_and_leave_get_the_same_tokens_and_kv(family: str, kv: str, tmp_path: Path):
+def test_sequences_that_join_fill_blocks_and_leave_get_the_same_tokens_and_kv(family: str, kv: str, tmp_path: Path):
     """Whether the graph is recorded or not; and as without a kernel, where nothing is rounded otherwise: read where
     they lie, or dequantized."""
     write_model(tmp_path / "model", family)
@@ -70,7 +70,7 @@ def test_rows_that_join_fill_blocks_and_leave_get_the_same_tokens_and_kv(family:
 def test_a_kernel_that_rotates_otherwise_far_away_is_found_out(
     context: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Where rows can be as long. Then the model rotates itself."""
+    """Where sequences can be as long. Then the model rotates itself."""
     model_does = HeadTransform._apply
 
     def apply(self: HeadTransform, norm: Norm | None, x: mx.array, positions: mx.array) -> mx.array:
@@ -108,42 +108,44 @@ def without_kernels(loaded: LoadedModel, reads: Reads = Reads.DEQUANTIZED) -> Lo
 
 
 def bursts(loaded: LoadedModel) -> dict[str, tuple[list[int], object]]:
-    bench = Bench(loaded, rows_max=32)
+    bench = Bench(loaded, sequences_max=32)
     bench.engine.executor.batched_prefill = True
     for number, (count, length, answer) in enumerate(
         [(1, 32, 8), (6, 32, 8), (1, 128, 128), (6, 128, 130), (3, 300, 20)]
     ):
         rng = random.Random(number)
-        for row in range(count):
+        for sequence in range(count):
             prompt = [7, *(rng.randrange(10, 3000) for _ in range(length - 1))]
-            bench.submit(f"{number}.{row}", prompt, max_tokens=answer)
+            bench.submit(f"{number}.{sequence}", prompt, max_tokens=answer)
         bench.drain()
-    return {name: (row.tokens, row.error) for name, row in bench.rows.items()}
+    return {name: (sequence.tokens, sequence.error) for name, sequence in bench.sequences.items()}
 
 
 def story(loaded: LoadedModel) -> tuple[dict[str, list[int]], list[list[bytes]]]:
-    """Rows are prefilled in twos and join, decode over the ends of blocks, and half of them leave. Returns their
+    """Sequences are prefilled in twos and join, decode over the ends of blocks, and half of them leave. Returns their
     tokens, and what is left in the first layer, before which nothing is rounded."""
     rng, executor, drawn = random.Random(5), BatchExecutor(loaded), {}
     executor.batched_prefill = True
     prompts = [[rng.randrange(10, 500) for _ in range(length)] for length in LENGTHS]
     for first in range(0, len(LENGTHS), 2):
-        together = [(str(row), prompts[row]) for row in (first, first + 1)]
-        for row, _ in together:
-            executor.open(row, [], None, 0)
-        executor.prefill([(row, prompt[:-1]) for row, prompt in together])
-        for row, prompt in together:
-            executor.join(row, prompt, GREEDY, 0)
+        together = [(str(sequence), prompts[sequence]) for sequence in (first, first + 1)]
+        for sequence, _ in together:
+            executor.open(sequence, [], None, 0)
+        executor.prefill([(sequence, prompt[:-1]) for sequence, prompt in together])
+        for sequence, prompt in together:
+            executor.join(sequence, prompt, GREEDY, 0)
         for _ in range(5):
             note(executor, drawn)
     executor.leave(["0", "3"])
     for _ in range(30):
         note(executor, drawn)
     left = []
-    for row in ("1", "2", "4", "5"):
-        whole = executor.length(row) // BLOCK_TOKENS * BLOCK_TOKENS
+    for sequence in ("1", "2", "4", "5"):
+        whole = executor.length(sequence) // BLOCK_TOKENS * BLOCK_TOKENS
         spans = [(start, start + BLOCK_TOKENS) for start in range(0, whole, BLOCK_TOKENS)]
-        pieces = [executor.copied(piece) for piece in executor.cut(row, [*spans, (whole, executor.length(row))])]
+        pieces = [
+            executor.copied(piece) for piece in executor.cut(sequence, [*spans, (whole, executor.length(sequence))])
+        ]
         firsts = [piece.layers[0] for piece in pieces if piece.window_from == 0]
         left.append([np.array(array).tobytes() for first in firsts if first is not None for array in first])
     executor.check()
@@ -152,4 +154,4 @@ def story(loaded: LoadedModel) -> tuple[dict[str, list[int]], list[list[bytes]]]
 
 def note(executor: BatchExecutor, drawn: dict[str, list[int]]) -> None:
     for ready in executor.step():
-        drawn.setdefault(ready.row_id, []).append(ready.token)
+        drawn.setdefault(ready.sequence_id, []).append(ready.token)

@@ -1,4 +1,4 @@
-"""A row computes, leaves and keeps the same whoever it was prefilled, decoded or cut with."""
+"""A sequence computes, leaves and keeps the same whoever it was prefilled, decoded or cut with."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def executor_of(loaded: LoadedModel) -> BatchExecutor:
-    """As on a GPU: prompts in padded batches, rows cut by way of all of them."""
+    """As on a GPU: prompts in padded batches, sequences cut by way of all of them."""
     executor = BatchExecutor(loaded)
     executor.batched_prefill = executor._on_gpu = True
     return executor
 
 
 def prefill(executor: BatchExecutor, prompts: Sequence[Sequence[int]]) -> list[str]:
-    names = [str(row) for row in range(len(prompts))]
+    names = [str(sequence) for sequence in range(len(prompts))]
     for name in names:
         executor.open(name, [], None, 0)
     executor.prefill([(name, prompt[:-1]) for name, prompt in zip(names, prompts, strict=True)])
@@ -61,7 +61,7 @@ def decode(executor: BatchExecutor, steps: int) -> dict[str, list[int]]:
     drawn: dict[str, list[int]] = {}
     for _ in range(steps):
         for ready in executor.step():
-            drawn.setdefault(ready.row_id, []).append(ready.token)
+            drawn.setdefault(ready.sequence_id, []).append(ready.token)
     return drawn
 
 
@@ -90,7 +90,7 @@ def expected(loaded: LoadedModel) -> list[tuple[list[int], list[list[bytes]]]]:
 
 
 @pytest.mark.parametrize("joining", ["0 1 2 3 4", "4 3 1"])
-def test_rows_that_were_prefilled_together_join_in_any_company(
+def test_sequences_that_were_prefilled_together_join_in_any_company(
     loaded: LoadedModel, expected: list[tuple[list[int], list[list[bytes]]]], joining: str
 ):
     """All of them as they are, or some, in any order; the rest joins later or leaves."""
@@ -108,8 +108,8 @@ def test_rows_that_were_prefilled_together_join_in_any_company(
         assert tokens == expected[int(name)][0][: len(tokens)] and len(tokens) >= 7
 
 
-def test_rows_that_join_together_are_not_taken_apart(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    """A row of its own is two copies a layer, and as many to bring it back."""
+def test_sequences_that_join_together_are_not_taken_apart(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    """A sequence of its own is two copies a layer, and as many to bring it back."""
     executor = executor_of(loaded)
     prompts = prompts_of((40, 40, 64, 50))
     names = prefill(executor, prompts)
@@ -119,13 +119,13 @@ def test_rows_that_join_together_are_not_taken_apart(loaded: LoadedModel, monkey
     assert decode(executor, 2).keys() == set(names)
 
 
-def test_a_row_of_those_prefilled_together_goes_on_alone(
+def test_a_sequence_of_those_prefilled_together_goes_on_alone(
     loaded: LoadedModel, expected: list[tuple[list[int], list[list[bytes]]]]
 ):
     executor, prompts = executor_of(loaded), prompts_of(LENGTHS)
     for name in map(str, range(3)):
         executor.open(name, [], None, 0)
-    executor.prefill([(str(row), prompts[row][:100]) for row in range(3)])
+    executor.prefill([(str(sequence), prompts[sequence][:100]) for sequence in range(3)])
     executor.prefill([("2", prompts[2][100:-1])])
     executor.leave(["0"])
     executor.prefill([("1", prompts[1][100:-1])])
@@ -135,13 +135,13 @@ def test_a_row_of_those_prefilled_together_goes_on_alone(
 
 
 @pytest.mark.parametrize("limit", [sequence_view.STACK_BYTES_MAX, 0], ids=["together", "each for itself"])
-def test_what_is_cut_is_the_row_s_own_to_the_last_byte(
+def test_what_is_cut_is_the_sequence_s_own_to_the_last_byte(
     loaded: LoadedModel,
     expected: list[tuple[list[int], list[list[bytes]]]],
     limit: int,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Of many rows after one step, whatever the batch does afterwards."""
+    """Of many sequences after one step, whatever the batch does afterwards."""
     monkeypatch.setattr(sequence_view, "STACK_BYTES_MAX", limit)
     executor, prompts = executor_of(loaded), prompts_of(LENGTHS)
     names = prefill(executor, prompts)
@@ -154,8 +154,8 @@ def test_what_is_cut_is_the_row_s_own_to_the_last_byte(
         assert [bytes_of(executor.copied(piece)) for piece in slabs[name]] == expected[int(name)][1], name
 
 
-def test_rows_are_cut_anew_after_every_step(loaded: LoadedModel):
-    """A cut by way of all rows is not answered from what was copied before the batch changed."""
+def test_sequences_are_cut_anew_after_every_step(loaded: LoadedModel):
+    """A cut by way of all sequences is not answered from what was copied before the batch changed."""
     executor, prompts = executor_of(loaded), prompts_of((250, 252))
     names = prefill(executor, prompts)
     join(executor, names, prompts)
@@ -166,7 +166,7 @@ def test_rows_are_cut_anew_after_every_step(loaded: LoadedModel):
     assert bytes_of(executor.copied(executor.cut("1", [(0, 240)])[0])) == before
 
 
-def test_a_slab_keeps_no_other_row_alive(loaded: LoadedModel):
+def test_a_slab_keeps_no_other_sequence_alive(loaded: LoadedModel):
     executor, prompts = executor_of(loaded), prompts_of([300] * 8)
     names = prefill(executor, prompts)
     join(executor, names, prompts)
@@ -187,7 +187,7 @@ def test_the_warm_up_meets_every_shape_in_pieces_and_leaves_nothing_behind(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ):
     """Histories are size classes of blocks with the padding, whatever a prompt seals of its own. Short prompts need no
-    plan for each of them; several rows go on together with these."""
+    plan for each of them; several sequences go on together with these."""
     met: set[tuple[int, int]] = set()
     together: set[tuple[int, int]] = set()
     count = steps.step_of
@@ -209,7 +209,7 @@ def test_the_warm_up_meets_every_shape_in_pieces_and_leaves_nothing_behind(
     warm_up.meet_usual(loaded)
     pieces = warm_up.WarmUp(replace(loaded, context_tokens=1500), 256)
     while pieces.step():
-        # Between two steps the pool may shrink, whatever rows a piece has there.
+        # Between two steps the pool may shrink, whatever sequences a piece has there.
         pool.shrink(0)
     assert {width for width, _ in met} == {64, 128, 192, 256, 384}
     assert {history for width, history in met if width == 64} == {0, 256}
@@ -218,7 +218,7 @@ def test_the_warm_up_meets_every_shape_in_pieces_and_leaves_nothing_behind(
         history % BLOCK_TOKENS == 0 and size_class(history // BLOCK_TOKENS or 1) * 256 in (history, 256)
         for _, history in met
     )
-    assert together == {(rows, width) for rows in (2, 8) for width in (64, 128)}
+    assert together == {(sequences, width) for sequences in (2, 8) for width in (64, 128)}
     assert pool.taken_bytes <= before
     pool.check()
 
@@ -232,7 +232,7 @@ def as_on_a_gpu(executor: BatchExecutor, loaded: LoadedModel) -> None:
 def test_a_warm_up_that_fails_is_over_and_fails_nothing(
     error: type[BaseException], loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ):
-    def fail(loaded: LoadedModel, rows: int, length: int) -> None:
+    def fail(loaded: LoadedModel, sequences: int, length: int) -> None:
         raise error("out of memory")
 
     monkeypatch.setattr(warm_up, "_prefill", fail)

@@ -1,10 +1,10 @@
 """The position law for every family of models, through the whole engine.
 
 The weights are random, so the likeliest token is often a close call and free-running answers would part at rounding.
-Every row is therefore *forced*: a sampler in place of the real one gives it the tokens of its script and notes the
+Every sequence is therefore *forced*: a sampler in place of the real one gives it the tokens of its script and notes the
 logits that it would have drawn from. The reference is one forward pass over the whole script: of the model itself,
 without any cache, and where KV is sealed through one empty cache, which `test_paged_cache.py` holds against attention
-written out. Where attention is all there is, rows in company must also equal the row alone to the last bit.
+written out. Where attention is all there is, sequences in company must also equal the sequence alone to the last bit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ANSWERS = (9, 30, 14, 8, 20, 7, 25, 40)
 
 
 class Family:
-    """A loaded tiny model, its rows' scripts, and the logits that the bare model has for them.
+    """A loaded tiny model, its sequences' scripts, and the logits that the bare model has for them.
 
     Attributes:
         ways: tokens of a chunk, and whether prompts run as padded batches.
@@ -63,15 +63,15 @@ class Family:
         assert self.loaded.kv == kv
         rng = random.Random(3)
         self.scripts = {
-            row: [rng.randrange(VOCABULARY) for _ in range(prompt + answer)]
-            for row, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True))
+            sequence: [rng.randrange(VOCABULARY) for _ in range(prompt + answer)]
+            for sequence, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True))
         }
         self.reference: Logits = {}
-        for row, script in self.scripts.items():
+        for sequence, script in self.scripts.items():
             caches = None if kv == "fp16" else self.loaded.new_caches()
             values = np.array(self.loaded.model(mx.array([script]), cache=caches)[0].astype(mx.float32))
-            for drawn in range(ANSWERS[row]):
-                self.reference[(row, drawn)] = values[PROMPTS[row] - 1 + drawn]
+            for drawn in range(ANSWERS[sequence]):
+                self.reference[(sequence, drawn)] = values[PROMPTS[sequence] - 1 + drawn]
 
     @property
     def exact(self) -> bool:
@@ -89,10 +89,12 @@ class Family:
             error = np.abs(noted[key] - expected).max()
             flipped += error > TOLERANCE * scale
             tolerance = FLIPPED_TOLERANCE if self.flips else TOLERANCE
-            assert error <= tolerance * scale, f"{what}: row {key[0]}, draw {key[1]}: off by {error:.2e} of {scale:.2f}"
+            assert error <= tolerance * scale, (
+                f"{what}: sequence {key[0]}, draw {key[1]}: off by {error:.2e} of {scale:.2f}"
+            )
             best, second = np.sort(expected)[::-1][:2]
             if best - second > 10 * TOLERANCE * scale and error <= TOLERANCE * scale:
-                assert noted[key].argmax() == expected.argmax(), f"{what}: row {key[0]}, draw {key[1]}"
+                assert noted[key].argmax() == expected.argmax(), f"{what}: sequence {key[0]}, draw {key[1]}"
             else:
                 exempt += 1
         print(f"{what}: {exempt} of {len(self.reference)} positions are close calls, {flipped} see another code")
@@ -136,17 +138,19 @@ def forced(family: Family, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
     return make
 
 
-def submit(bench: Bench, family: Family, row: int, name: str, more: int = 0) -> None:
-    bench.submit(name, family.scripts[row][: PROMPTS[row] + more], seed=row, max_tokens=ANSWERS[row] - more)
+def submit(bench: Bench, family: Family, sequence: int, name: str, more: int = 0) -> None:
+    bench.submit(
+        name, family.scripts[sequence][: PROMPTS[sequence] + more], seed=sequence, max_tokens=ANSWERS[sequence] - more
+    )
 
 
 def run_alone(make: Callable[..., tuple[Bench, Logits]], family: Family, **scheduling: Any) -> Logits:
     every: Logits = {}
-    for row in family.scripts:
+    for sequence in family.scripts:
         bench, noted = make(**scheduling)
-        submit(bench, family, row, "row")
+        submit(bench, family, sequence, "row")
         bench.drain()
-        assert bench.rows["row"].tokens == family.scripts[row][PROMPTS[row] :]
+        assert bench.sequences["row"].tokens == family.scripts[sequence][PROMPTS[sequence] :]
         every |= noted
     return every
 
@@ -155,7 +159,7 @@ def same_bits(left: Logits, right: Logits, keys: Sequence[tuple[int, int]]) -> b
     return all(np.array_equal(left[key], right[key]) for key in keys)
 
 
-def test_rows_in_company_cached_and_chunked_equal_the_bare_model(
+def test_sequences_in_company_cached_and_chunked_equal_the_bare_model(
     family: Family, forced: Callable[..., tuple[Bench, Logits]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, in a batch of 8 joining and leaving at random, prefix cached, and with any chunk size: the same logits."""
@@ -164,7 +168,7 @@ def test_rows_in_company_cached_and_chunked_equal_the_bare_model(
     family.compare(alone, "alone")
     rng = random.Random(1)
     for chunk, together in family.ways:
-        bench, noted = forced(prefill_chunk_tokens=chunk, prefill_rows_max=3)
+        bench, noted = forced(prefill_chunk_tokens=chunk, prefill_sequences_max=3)
         # A machine's speed decides, so here chance does.
         budgets = [size for size in (64, 128, 256, 512, 1024) if size <= chunk]
         monkeypatch.setattr(bench.engine.prefill.pace, "budget", lambda decoding, sizes=budgets: rng.choice(sizes))
@@ -172,15 +176,15 @@ def test_rows_in_company_cached_and_chunked_equal_the_bare_model(
             order = list(family.scripts)
             rng.shuffle(order)
             bench.engine.executor.batched_prefill = together and not family.loaded.spec.recurrent
-            for row in order:
-                submit(bench, family, row, f"{round_name}{row}")
+            for sequence in order:
+                submit(bench, family, sequence, f"{round_name}{sequence}")
                 for _ in range(rng.randrange(4)):
                     bench.turn()
             bench.drain()
             family.compare(noted, f"{round_name}, chunks of {chunk}")
             assert together or not family.exact or same_bits(noted, alone, keys)
             noted.clear()
-        reused = sum(bench.rows[f"cached{row}"].cached or 0 for row in family.scripts)
+        reused = sum(bench.sequences[f"cached{sequence}"].cached or 0 for sequence in family.scripts)
         whole = sum((prompt - 1) // 256 * 256 for prompt in PROMPTS)
         # Recurrent layers can go on only from a snapshot.
         assert reused >= (256 if family.loaded.spec.recurrent else whole)
@@ -199,8 +203,8 @@ def test_short_turns_on_cuda_equal_the_bare_model(
     bench, noted = forced(prefill_chunk_tokens=256)
     bench.engine.executor.batched_prefill = True
     for round_name in ("cold", "cached"):
-        for row in family.scripts:
-            submit(bench, family, row, f"{round_name}{row}")
+        for sequence in family.scripts:
+            submit(bench, family, sequence, f"{round_name}{sequence}")
         bench.drain()
         tolerance = TOLERANCE if family.loaded.kv == "fp16" else FLIPPED_TOLERANCE
         for key, logits in family.reference.items():
@@ -213,30 +217,30 @@ def test_a_conversation_goes_on_from_where_its_answer_ended(
     family: Family, forced: Callable[..., tuple[Bench, Logits]]
 ) -> None:
     """A second turn finds all of the first, its answer included, and computes the same."""
-    for row in (2, 4, 6, 7) if family.bits is None else (6,):
+    for sequence in (2, 4, 6, 7) if family.bits is None else (6,):
         bench, noted = forced()
-        half = ANSWERS[row] // 2
-        bench.submit("first", family.scripts[row][: PROMPTS[row]], seed=row, max_tokens=half)
+        half = ANSWERS[sequence] // 2
+        bench.submit("first", family.scripts[sequence][: PROMPTS[sequence]], seed=sequence, max_tokens=half)
         bench.drain()
-        submit(bench, family, row, "second", more=half + 1)
+        submit(bench, family, sequence, "second", more=half + 1)
         bench.drain()
-        assert bench.rows["second"].cached == PROMPTS[row] + half
-        for drawn in range(ANSWERS[row] - half - 1):
+        assert bench.sequences["second"].cached == PROMPTS[sequence] + half
+        for drawn in range(ANSWERS[sequence] - half - 1):
             # The second request's draws begin at 0 again.
-            expected = family.reference[(row, half + 1 + drawn)]
+            expected = family.reference[(sequence, half + 1 + drawn)]
             assert (
-                np.abs(noted[(row, drawn)] - expected).max()
+                np.abs(noted[(sequence, drawn)] - expected).max()
                 <= (FLIPPED_TOLERANCE if family.flips else TOLERANCE) * np.abs(expected).max()
             )
 
 
-def test_preempted_rows_go_on_where_they_were(family: Family, forced: Callable[..., tuple[Bench, Logits]]) -> None:
-    """Memory for about two of the longest rows."""
+def test_preempted_sequences_go_on_where_they_were(family: Family, forced: Callable[..., tuple[Bench, Logits]]) -> None:
+    """Memory for about two of the longest sequences."""
     if family.bits is not None:
         pytest.skip("the quantized ones differ in nothing that preemption touches")
     bench, noted = forced(kv_tokens_max=1300)
-    for row in family.scripts:
-        submit(bench, family, row, str(row))
+    for sequence in family.scripts:
+        submit(bench, family, sequence, str(sequence))
     bench.drain()
-    assert {row.finish for row in bench.rows.values()} == {"length"}
+    assert {sequence.finish for sequence in bench.sequences.values()} == {"length"}
     family.compare(noted, "preempted")

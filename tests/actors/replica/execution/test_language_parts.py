@@ -36,8 +36,8 @@ TOLERANCE = 1e-4
 
 AGENT, CHUNK = "default/alice", 64
 PLANS = ((5, 0, 20), (-246, 1, 30))
-"""Rows: numbers of text tokens (negative: up to which place), and between them a picture. The second one's lies across
-the end of a block."""
+"""Sequences: numbers of text tokens (negative: up to which place), and between them a picture. The second one's lies
+across the end of a block."""
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "gemma4", "gemma4+both-ways", "hunyuan_vl", "qwen3_vl_moe")
 """States that recur, inputs of every layer, attention both ways, positions that are kept, masks of another width."""
@@ -56,29 +56,29 @@ NUMBERS = {
 """Tokens that a family's processor knows by the numbers of its real tokenizer, by the names of its attributes."""
 
 ONE_BY_ONE = {"hunyuan_vl"}
-"""Families whose rows are computed one after the other, as the trial at load finds."""
+"""Families whose sequences are computed one after the other, as the trial at load finds."""
 
 MORE = 12
 """Tokens of the next turn, after an answer."""
 
 
 class World:
-    """A tiny model of a family, rows that it answers, and what they are to be.
+    """A tiny model of a family, sequences that it answers, and what they are to be.
 
     Attributes:
-        turns: by row its first turn and its second one, which goes on from the first one's answer.
+        turns: by sequence its first turn and its second one, which goes on from the first one's answer.
             Turns from 20 on are first ones that end with other words.
         expected: logits by the numbers of `Forced`.
-        rows_max: how many rows are computed together.
+        sequences_max: how many sequences are computed together.
     """
 
     def __init__(self, folder: Path, one_by_one: bool) -> None:
-        self.loaded, self.rows_max = self._load(folder), 1 if one_by_one else 2
+        self.loaded, self.sequences_max = self._load(folder), 1 if one_by_one else 2
         processor, noise, rng = PictureProcessor.load(folder), np.random.default_rng(5), random.Random(3)
         self.turns: dict[int, Script] = {}
         self.expected: Logits = {}
         bare: Any = load_model(folder)
-        for row, (before, picture, behind) in enumerate(PLANS):
+        for sequence, (before, picture, behind) in enumerate(PLANS):
             medium = Medium([noisy(noise, *((200, 150), (120, 130))[picture])])
             words, (media,) = written(processor, medium)
             start = before if before >= 0 else -before - len(words) // 2
@@ -88,14 +88,14 @@ class World:
             prompt, at = [*first, *words, *last], start + media.start
             given = [*prompt[:at], *media.tokens, *prompt[at + len(media.tokens) :]]
             one = Script(prompt, [replace(media, start=at)], answer, given, [medium])
-            self.turns[row] = one
-            self.turns[row + 10] = replace(
+            self.turns[sequence] = one
+            self.turns[sequence + 10] = replace(
                 one, prompt=[*one.prompt, *answer, *more], given=[*one.given, *answer, *more], answer=again
             )
-            self.turns[row + 20] = replace(
+            self.turns[sequence + 20] = replace(
                 one, prompt=[*one.prompt[: -len(last)], *more], given=[*one.given[: -len(last)], *more]
             )
-            for told, turns in ((row + 10, (row, row + 10)), (row + 20, (row + 20,))):
+            for told, turns in ((sequence + 10, (sequence, sequence + 10)), (sequence + 20, (sequence + 20,))):
                 logits = by_mlx_vlm(processor, bare, self.turns[told])
                 for turn, drawn in ((turn, drawn) for turn in turns for drawn in range(ANSWER)):
                     self.expected[(turn, drawn)] = logits[len(self.turns[turn].prompt) - 1 + drawn]
@@ -120,7 +120,9 @@ def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return World(folder, request.param in ONE_BY_ONE)
 
 
-def test_rows_are_what_the_bare_model_computes(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sequences_are_what_the_bare_model_computes(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     noted: Logits = {}
     scripts = {turn: script.tokens for turn, script in world.turns.items()}
     monkeypatch.setattr(executor, "BatchSampler", lambda *_: Forced(scripts, noted))
@@ -129,7 +131,11 @@ def test_rows_are_what_the_bare_model_computes(world: World, monkeypatch: pytest
     def start() -> tuple[Bench, DiskTier]:
         disk = DiskTier(world.loaded.spec, world.loaded.model_id, node.client)
         bench = Bench(
-            world.loaded, disk=disk, prefill_chunk_tokens=256, prefill_rows_max=world.rows_max, rows_max=world.rows_max
+            world.loaded,
+            disk=disk,
+            prefill_chunk_tokens=256,
+            prefill_sequences_max=world.sequences_max,
+            sequences_max=world.sequences_max,
         )
         bench.engine.prefill.pace = PrefillPace(CHUNK, pause_s=0.1)
         return bench, disk
@@ -142,17 +148,19 @@ def test_rows_are_what_the_bare_model_computes(world: World, monkeypatch: pytest
             bench.turn()
         bench.drain()
         for turn in turns:
-            row = bench.rows[f"{what}{turn}"]
-            assert row.finish == "length", f"{what}: {row.error}"
+            sequence = bench.sequences[f"{what}{turn}"]
+            assert sequence.finish == "length", f"{what}: {sequence.error}"
             for drawn in range(ANSWER):
                 one, scale = world.expected[(turn, drawn)], np.abs(world.expected[(turn, drawn)]).max()
-                assert np.abs(noted[(turn, drawn)] - one).max() <= TOLERANCE * scale, f"{what}: row {turn}, {drawn}"
+                assert np.abs(noted[(turn, drawn)] - one).max() <= TOLERANCE * scale, (
+                    f"{what}: sequence {turn}, {drawn}"
+                )
         noted.clear()
-        return [bench.rows[f"{what}{turn}"].cached or 0 for turn in turns]
+        return [bench.sequences[f"{what}{turn}"].cached or 0 for turn in turns]
 
     try:
         bench, disk = start()
-        if world.rows_max > 1 and not world.loaded.spec.recurrent:
+        if world.sequences_max > 1 and not world.loaded.spec.recurrent:
             # As on a GPU.
             bench.engine.executor.batched_prefill = True
         assert ask(bench, (0, 1), "cold") == [0, 0]
@@ -176,7 +184,7 @@ def test_what_cannot_be_computed_from_left_to_right_is_refused_and_says_what_to_
 
 
 class _AxesLast:
-    """A language part whose positions are `(rows, tokens, axes)`, and which gives them back."""
+    """A language part whose positions are `(sequences, tokens, axes)`, and which gives them back."""
 
     def get_rope_index(self, tokens: mx.array, *given: Any) -> tuple[mx.array, mx.array]:
         places = mx.broadcast_to(mx.arange(tokens.shape[1]), tokens.shape)

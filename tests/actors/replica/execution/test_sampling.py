@@ -1,4 +1,4 @@
-"""Sampling: right distributions, and a row's draws depend on its own request and its own tokens only."""
+"""Sampling: right distributions, and a sequence's draws depend on its own request and its own tokens only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from satchel.actors.protocol.replica_messages import Sampling, TokenLogprobs
 from satchel.actors.replica.execution import sampling
-from satchel.actors.replica.execution.grammar import RowMasks
+from satchel.actors.replica.execution.grammar import SequenceMasks
 from satchel.actors.replica.execution.sampling import (
     BatchSampler,
     Draw,
@@ -66,7 +66,7 @@ def random_sampling(rng: random.Random) -> Sampling:
 
 
 def expected(sampling: Sampling, prompt: list[int], generated: list[int], logits: np.ndarray) -> int:
-    """The token by the definitions, in numpy, one row and one token at a time."""
+    """The token by the definitions, in numpy, one sequence and one token at a time."""
     values = logits.astype(np.float64)
     for token, bias in sampling.logit_bias:
         values[token] += bias
@@ -98,7 +98,7 @@ def expected(sampling: Sampling, prompt: list[int], generated: list[int], logits
 
 
 def random_logits(name: int, position: int) -> np.ndarray:
-    """What a model might say to one row at one position; 30 tokens are likely, so that tokens come again."""
+    """What a model might say to one sequence at one position; 30 tokens are likely, so that tokens come again."""
     rng = np.random.default_rng([name, position])
     logits = rng.normal(size=VOCABULARY).astype(np.float32)
     logits[:30] += 4
@@ -107,7 +107,7 @@ def random_logits(name: int, position: int) -> np.ndarray:
 
 @dataclasses.dataclass
 class Sequence:
-    """A row with a prompt, what it has drawn, and what was said about it."""
+    """A sequence with a prompt, what it has drawn, and what was said about it."""
 
     name: int
     sampling: Sampling
@@ -128,45 +128,47 @@ class Batch:
 
     def __init__(self) -> None:
         self.sampler = BatchSampler(VOCABULARY, END)
-        self.rows: list[Sequence] = []
+        self.sequences: list[Sequence] = []
         self._flying: tuple[list[Sequence | None], Draw] | None = None
 
-    def add(self, row: Sequence) -> None:
-        self.sampler.add(row.sampling, row.prompt, row.generated)
-        self.rows.append(row)
+    def add(self, sequence: Sequence) -> None:
+        self.sampler.add(sequence.sampling, sequence.prompt, sequence.generated)
+        self.sequences.append(sequence)
 
     def keep(self, indices: list[int]) -> None:
-        """What a row that leaves has drawn, but nobody has read, is lost."""
+        """What a sequence that leaves has drawn, but nobody has read, is lost."""
         self.sampler.keep(indices)
-        self.rows = [self.rows[index] for index in indices]
-        assert len(self.sampler) == len(self.rows)
+        self.sequences = [self.sequences[index] for index in indices]
+        assert len(self.sampler) == len(self.sequences)
         if self._flying is not None:
-            rows, draw = self._flying
-            stay = {id(row) for row in self.rows}
-            self._flying = [row if id(row) in stay else None for row in rows], draw
+            sequences, draw = self._flying
+            stay = {id(sequence) for sequence in self.sequences}
+            self._flying = [sequence if id(sequence) in stay else None for sequence in sequences], draw
 
     def step(self) -> None:
-        flying = {id(row) for row in self._flying[0]} if self._flying else set()
-        positions = [len(row.generated) + (id(row) in flying) for row in self.rows]
-        logits = [random_logits(row.name, position) for row, position in zip(self.rows, positions, strict=True)]
+        flying = {id(sequence) for sequence in self._flying[0]} if self._flying else set()
+        positions = [len(sequence.generated) + (id(sequence) in flying) for sequence in self.sequences]
+        logits = [
+            random_logits(sequence.name, position) for sequence, position in zip(self.sequences, positions, strict=True)
+        ]
         draw = self.sampler(mx.array(np.stack(logits)))
         self.land()
-        self._flying = [*self.rows], draw
+        self._flying = [*self.sequences], draw
 
     def land(self) -> None:
         """Read the last draw."""
         if self._flying is not None:
-            rows, draw = self._flying
+            sequences, draw = self._flying
             mx.async_eval(draw.arrays())
-            for row, token, said in zip(rows, np.array(draw.tokens).tolist(), draw.logprobs(), strict=True):
-                if row is not None:
-                    row.generated.append(token)
-                    row.logprobs.append(said)
+            for sequence, token, said in zip(sequences, np.array(draw.tokens).tolist(), draw.logprobs(), strict=True):
+                if sequence is not None:
+                    sequence.generated.append(token)
+                    sequence.logprobs.append(said)
         self._flying = None
 
 
-def run_alone(row: Sequence, tokens: int) -> Sequence:
-    batch, copy = Batch(), row.again()
+def run_alone(sequence: Sequence, tokens: int) -> Sequence:
+    batch, copy = Batch(), sequence.again()
     batch.add(copy)
     for _ in range(tokens):
         batch.step()
@@ -175,26 +177,26 @@ def run_alone(row: Sequence, tokens: int) -> Sequence:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_row_draws_the_same_in_any_company(seed: int):
-    """Tokens and logprobs, to the last bit, while other rows of every kind come, go and come back."""
+def test_a_sequence_draws_the_same_in_any_company(seed: int):
+    """Tokens and logprobs, to the last bit, while other sequences of every kind come, go and come back."""
     rng = random.Random(seed)
     batch, left = Batch(), []
     for step in range(25):
-        if not batch.rows or rng.random() < 0.5:
+        if not batch.sequences or rng.random() < 0.5:
             returning = left.pop() if left and rng.random() < 0.5 else Sequence.random(100 * seed + step, rng)
             batch.add(returning)
         elif rng.random() < 0.3:
-            stay = [index for index in range(len(batch.rows)) if rng.random() < 0.7]
-            left += [row for index, row in enumerate(batch.rows) if index not in stay]
+            stay = [index for index in range(len(batch.sequences)) if rng.random() < 0.7]
+            left += [sequence for index, sequence in enumerate(batch.sequences) if index not in stay]
             batch.keep(stay)
             if not stay:
                 continue
         batch.step()
     batch.land()
-    for row in [*batch.rows, *left]:
-        alone = run_alone(row, len(row.generated))
-        assert row.generated == alone.generated, f"seed {seed}: {row.sampling}"
-        assert row.logprobs == alone.logprobs, f"seed {seed}: {row.sampling}"
+    for sequence in [*batch.sequences, *left]:
+        alone = run_alone(sequence, len(sequence.generated))
+        assert sequence.generated == alone.generated, f"seed {seed}: {sequence.sampling}"
+        assert sequence.logprobs == alone.logprobs, f"seed {seed}: {sequence.sampling}"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -207,19 +209,19 @@ def test_every_draw_is_what_the_definitions_say(seed: int):
     for _ in range(8):
         batch.step()
     batch.land()
-    for row in batch.rows:
-        for position, token in enumerate(row.generated):
-            logits = random_logits(row.name, position)
-            wanted = expected(row.sampling, row.prompt, row.generated[:position], logits)
-            assert token == wanted, f"seed {seed}, position {position}: {row.sampling}"
+    for sequence in batch.sequences:
+        for position, token in enumerate(sequence.generated):
+            logits = random_logits(sequence.name, position)
+            wanted = expected(sequence.sampling, sequence.prompt, sequence.generated[:position], logits)
+            assert token == wanted, f"seed {seed}, position {position}: {sequence.sampling}"
 
 
 def test_greedy_is_argmax_whatever_stands_beside_it():
     best = int(np.argmax(LOGITS))
     for others in ([], [Sampling(temperature=5, seed=1), Sampling(temperature=1, top_k=2, logprobs=3)]):
         batch = BatchSampler(50, frozenset({best}))
-        for row in [*others, Sampling(temperature=0), Sampling(temperature=1e-30)]:
-            batch.add(row, [1], [])
+        for sequence in [*others, Sampling(temperature=0), Sampling(temperature=1e-30)]:
+            batch.add(sequence, [1], [])
         tokens = np.array(batch(mx.broadcast_to(LOGITS, (len(batch), 50))).tokens)
         assert tokens[-2:].tolist() == [best, best]
 
@@ -294,14 +296,16 @@ def test_logprobs_are_the_models_own():
     assert np.array(draw.tokens).tolist() == [17] * 4
     exact = np.array(logits, dtype=np.float64)
     exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
-    for row, (said, asked) in enumerate(zip(draw.logprobs(), asks, strict=True)):
+    for sequence, (said, asked) in enumerate(zip(draw.logprobs(), asks, strict=True)):
         if asked is None:
             assert said is None
             continue
         assert said is not None
-        order = np.argsort(-exact[row])[:asked]
+        order = np.argsort(-exact[sequence])[:asked]
         assert [token for token, _ in said[1]] == order.tolist()
-        np.testing.assert_allclose([said[0], *(value for _, value in said[1])], exact[row, [17, *order]], atol=1e-5)
+        np.testing.assert_allclose(
+            [said[0], *(value for _, value in said[1])], exact[sequence, [17, *order]], atol=1e-5
+        )
         assert type(said[0]) is float
         assert all(type(token) is int and type(value) is float for token, value in said[1])
 
@@ -315,8 +319,8 @@ def test_logprobs_of_a_large_vocabulary_are_exact(vocabulary: int):
     batch = BatchSampler(vocabulary, frozenset())
     for _ in logits:
         batch.add(Sampling(temperature=0.0, logprobs=1), [], [])
-    for row, said in enumerate(batch(mx.array(logits)).logprobs()):
-        exact = logits[row].astype(np.float64)
+    for sequence, said in enumerate(batch(mx.array(logits)).logprobs()):
+        exact = logits[sequence].astype(np.float64)
         assert said is not None
         assert abs(said[0] - (exact.max() - np.logaddexp.reduce(exact))) < 1e-5
 
@@ -348,12 +352,12 @@ def test_the_largest_logits_of_a_large_vocabulary_are_those_of_the_whole(vocabul
     for tokens in (np.array(_likeliest(mx.array(logits), 32)), np.array(_one_by_one(mx.array(logits), 32))):
         assert np.array_equal(-np.sort(-np.take_along_axis(logits, tokens, axis=-1), axis=-1), wanted)
         assert (tokens < vocabulary).all()
-    assert all(len({*row}) == 32 for row in tokens.tolist()), "none is told twice"
+    assert all(len({*sequence}) == 32 for sequence in tokens.tolist()), "none is told twice"
 
 
 def test_a_large_vocabulary_is_drawn_from_as_if_it_were_sorted_as_a_whole(monkeypatch: pytest.MonkeyPatch):
     """The same tokens and the same logprobs of them and of the likeliest, which CUDA looks for without a sort."""
-    rows = [
+    sequences = [
         {"top_k": 20},
         {"top_k": 32, "top_p": 0.8},
         {"top_k": 5, "logprobs": 5},
@@ -364,7 +368,7 @@ def test_a_large_vocabulary_is_drawn_from_as_if_it_were_sorted_as_a_whole(monkey
         monkeypatch.setattr(sampling, "STRETCH", stretch)
         monkeypatch.setattr(sampling, "on_cuda", lambda on=cuda: on)
         batch = BatchSampler(20_000, frozenset())
-        for seed, asked in enumerate(rows):
+        for seed, asked in enumerate(sequences):
             batch.add(Sampling(seed=seed, **asked), [], [])
         rng = np.random.default_rng(1)
         draws = [batch(mx.array(rng.normal(size=(4, 20_000)).astype(np.float32) * 3)) for _ in range(20)]
@@ -372,7 +376,7 @@ def test_a_large_vocabulary_is_drawn_from_as_if_it_were_sorted_as_a_whole(monkey
     assert said[0] == said[1] == said[2]
 
 
-def test_no_row_asks_no_logprobs():
+def test_no_sequence_asks_no_logprobs():
     batch = BatchSampler(50, frozenset())
     batch.add(Sampling(temperature=0), [], [])
     draw = batch(LOGITS)
@@ -407,18 +411,19 @@ def test_a_model_that_says_nonsense_is_found_out(broken: float):
 def test_one_broken_logit_is_found_out_though_argmax_passes_over_it(
     asked: dict[str, Any], broken: float, place: int, bound: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also where the token that is drawn is another one, or may not be drawn at all. The rows beside it are sound."""
+    """Also where the token that is drawn is another one, or may not be drawn at all. The sequences beside it are
+    sound."""
     metal_on_cpu.passes_over_nan(monkeypatch)
     batch = BatchSampler(50, frozenset())
     for _ in range(3):
         batch.add(Sampling(**asked), [], [])
     logits = mx.repeat(LOGITS, 3, axis=0)
     logits[1, place] = broken
-    masks = RowMasks([1], np.array([[1 << 3, 0]], dtype=np.uint32)) if bound else None
+    masks = SequenceMasks([1], np.array([[1 << 3, 0]], dtype=np.uint32)) if bound else None
     assert np.array(batch(logits, masks).sound).tolist() == [True, False, True]
 
 
-def test_masked_logits_are_sound_and_a_row_without_any_other_is_not():
+def test_masked_logits_are_sound_and_a_sequence_without_any_other_is_not():
     for temperature in (0.0, 1.0):
         batch = BatchSampler(50, frozenset())
         for _ in range(2):
@@ -442,16 +447,16 @@ def test_tokens_outside_the_vocabulary_change_nothing():
 def test_logits_of_another_batch_are_refused():
     batch = BatchSampler(50, frozenset())
     batch.add(Sampling(), [], [])
-    with pytest.raises(ValueError, match="1 rows of 50 logits"):
+    with pytest.raises(ValueError, match="1 sequences of 50 logits"):
         batch(mx.zeros((2, 50)))
 
 
 def test_choices_of_one_seed_differ_and_the_first_is_the_seeds_own():
-    rows = [draws(Sampling(temperature=3, seed=6, choice=choice), 40).tolist() for choice in range(4)]
-    assert len({tuple(row) for row in rows}) == 4
+    sequences = [draws(Sampling(temperature=3, seed=6, choice=choice), 40).tolist() for choice in range(4)]
+    assert len({tuple(sequence) for sequence in sequences}) == 4
     key = noise_key(6, 0)
     noise = mx.random.gumbel((50,), key=mx.array([key >> 32, key & 0xFFFFFFFF], dtype=mx.uint32))
-    assert rows[0][0] == mx.argmax(LOGITS[0] / 3 + noise).item()
+    assert sequences[0][0] == mx.argmax(LOGITS[0] / 3 + noise).item()
 
 
 def test_noise_keys_do_not_collide_for_neighbours():
@@ -461,7 +466,8 @@ def test_noise_keys_do_not_collide_for_neighbours():
 
 
 def test_a_seed_says_the_same_in_every_version():
-    """Whoever kept a seed gets that answer again, and so does a row that goes on at a replica of another version."""
+    """Whoever kept a seed gets that answer again, and so does a sequence that goes on at a replica of another
+    version."""
     known = {
         (0, 0): 0xA706DD2F4D197E6F,
         (0, 1): 0x46B73E79F0C37C00,
@@ -490,22 +496,22 @@ def mask_of(tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_mask_binds_its_row_and_no_other(seed: int, dtype: mx.Dtype):
-    """Each row draws what it draws alone, with its mask or without; also in batches that are all greedy."""
+def test_a_mask_binds_its_sequence_and_no_other(seed: int, dtype: mx.Dtype):
+    """Each sequence draws what it draws alone, with its mask or without; also in batches that are all greedy."""
     rng = random.Random(seed)
     plain = {"temperature": 0.0} if seed == 0 else {}
     unbound = {"min_tokens": 0, "allowed_token_ids": [], "bad_words": []}
-    rows = [dataclasses.replace(random_sampling(rng), **unbound, **plain) for _ in range(8)]
+    sequences = [dataclasses.replace(random_sampling(rng), **unbound, **plain) for _ in range(8)]
     masks = {index: rng.sample(range(VOCABULARY), rng.choice([1, 3, 200])) for index in rng.sample(range(8), 4)}
     logits = mx.array(np.stack([random_logits(index, 0) for index in range(8)])).astype(dtype)
 
     def draw(members: list[int], bound: bool = True) -> list[int]:
         sampler = BatchSampler(VOCABULARY, END)
         for index in members:
-            sampler.add(rows[index], [1, 2, 3], [4, 4, 5])
+            sampler.add(sequences[index], [1, 2, 3], [4, 4, 5])
         places = [place for place, index in enumerate(members) if bound and index in masks]
         words = np.stack([mask_of(masks[members[place]]) for place in places]) if places else None
-        given = None if words is None else RowMasks(places, words)
+        given = None if words is None else SequenceMasks(places, words)
         return np.array(sampler(logits[mx.array(members)], given).tokens).tolist()
 
     together, free = draw(list(range(8))), draw(list(range(8)), bound=False)
@@ -520,16 +526,16 @@ def test_a_mask_gives_way_to_min_tokens_only_where_something_is_left():
         sampler.add(Sampling(temperature=0.0, min_tokens=5, logit_bias=[(allowed_end, 90.0)]), [], [])
     words = np.stack([mask_of([min(END)]), mask_of([min(END), 20])])
     logits = mx.array(np.stack([random_logits(index, 0) for index in range(2)]))
-    assert np.array(sampler(logits, RowMasks([0, 1], words)).tokens).tolist() == [min(END), 20]
+    assert np.array(sampler(logits, SequenceMasks([0, 1], words)).tokens).tolist() == [min(END), 20]
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_with_ignore_eos_a_bound_row_ends_only_where_it_must(ignore_eos: bool):
+def test_with_ignore_eos_a_bound_sequence_ends_only_where_it_must(ignore_eos: bool):
     sampler = BatchSampler(VOCABULARY, END)
     end = min(END)
     for _ in range(2):
         sampler.add(Sampling(temperature=0.0, ignore_eos=ignore_eos, logit_bias=[(end, 90.0)]), [], [])
     words = np.stack([mask_of([end, 30]), mask_of([end])])
     logits = mx.array(np.stack([random_logits(index, 0) for index in range(2)]))
-    drawn = np.array(sampler(logits, RowMasks([0, 1], words)).tokens).tolist()
+    drawn = np.array(sampler(logits, SequenceMasks([0, 1], words)).tokens).tolist()
     assert drawn == [30 if ignore_eos else end, end]

@@ -1,4 +1,4 @@
-"""Allowed tokens and bad words: for the row that asks, in every step, also elsewhere; never without a token."""
+"""Allowed tokens and bad words: for the sequence that asks, in every step, also elsewhere; never without a token."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ END = frozenset({7, 11})
 
 def steps(count: int, *, seed: int = 0) -> list[mx.array]:
     numbers = np.random.default_rng(seed).normal(size=(count, VOCABULARY)).astype(np.float32) * 2
-    return [mx.array(row) for row in numbers]
+    return [mx.array(sequence) for sequence in numbers]
 
 
-def answers(rows: Sequence[Sampling], logits: Sequence[mx.array], generated: Sequence[int] = ()) -> list[list[int]]:
-    """The tokens of each row, if the model says `logits`, one `(vocabulary,)` a step, to all of them."""
+def answers(
+    sequences: Sequence[Sampling], logits: Sequence[mx.array], generated: Sequence[int] = ()
+) -> list[list[int]]:
+    """The tokens of each sequence, if the model says `logits`, one `(vocabulary,)` a step, to all of them."""
     batch = BatchSampler(VOCABULARY, END)
-    for row in rows:
-        batch.add(row, [1, 2, 3], generated)
-    draws = [batch(mx.broadcast_to(step, (len(rows), VOCABULARY))).tokens for step in logits]
+    for sequence in sequences:
+        batch.add(sequence, [1, 2, 3], generated)
+    draws = [batch(mx.broadcast_to(step, (len(sequences), VOCABULARY))).tokens for step in logits]
     return np.array(mx.stack(draws)).T.tolist()
 
 
@@ -52,16 +54,16 @@ def test_a_bad_word_does_not_appear_and_its_parts_do(temperature: float, word: l
     assert len(word) == 1 or all(token in tokens for token in word)
 
 
-def test_other_rows_draw_what_they_draw_alone() -> None:
+def test_other_sequences_draw_what_they_draw_alone() -> None:
     limited = [Sampling(allowed_token_ids=[4, 5], seed=3), Sampling(bad_words=[[4], [5, 6], [6]], seed=4)]
     others = [Sampling(seed=5), Sampling(temperature=0.0), Sampling(seed=6, top_p=0.5, logprobs=1)]
     logits = steps(30)
-    alone = [answers([row], logits)[0] for row in (*limited, *others)]
+    alone = [answers([sequence], logits)[0] for sequence in (*limited, *others)]
     assert answers([limited[0], *others, limited[1]], logits) == [alone[0], *alone[2:], alone[1]]
 
 
 @pytest.mark.parametrize("at", [1, 2, 7, 20])
-def test_a_row_goes_on_elsewhere_with_the_same_words(at: int) -> None:
+def test_a_sequence_goes_on_elsewhere_with_the_same_words(at: int) -> None:
     sampling = Sampling(temperature=3.0, allowed_token_ids=[4, 5, 6], bad_words=[[4, 5], [5, 6, 4], [6, 6]], seed=8)
     logits = steps(30)
     (whole,) = answers([sampling], logits)
@@ -86,11 +88,15 @@ def test_limits_that_leave_nothing_give_way(limits: dict[str, Any], temperature:
     assert {*tokens} <= {*limits["allowed_token_ids"]}
 
 
-def test_rows_that_leave_take_their_limits_along() -> None:
+def test_sequences_that_leave_take_their_limits_along() -> None:
     batch = BatchSampler(VOCABULARY, END)
-    rows = [Sampling(temperature=0.0), Sampling(bad_words=[[4, 5]], seed=2), Sampling(allowed_token_ids=[6], seed=3)]
-    for row in rows:
-        batch.add(row, [], [])
+    sequences = [
+        Sampling(temperature=0.0),
+        Sampling(bad_words=[[4, 5]], seed=2),
+        Sampling(allowed_token_ids=[6], seed=3),
+    ]
+    for sequence in sequences:
+        batch.add(sequence, [], [])
     batch(mx.broadcast_to(steps(1)[0], (3, VOCABULARY)))
     batch.keep([2, 0])
     tokens = np.array(batch(mx.broadcast_to(steps(1)[0], (2, VOCABULARY))).tokens).tolist()

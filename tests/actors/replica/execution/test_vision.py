@@ -1,7 +1,7 @@
 """Pictures through the whole engine, for every family: a picture that is cached, restored, batched or cut into chunks
 gives what a cold one gives.
 
-As in `test_families.py` rows are forced along scripts and their logits compared. With KV in full precision the
+As in `test_families.py` sequences are forced along scripts and their logits compared. With KV in full precision the
 reference is mlx-vlm's own: all pictures encoded together, the whole prompt in one pass, no cache.
 """
 
@@ -31,7 +31,7 @@ from satchel.actors.protocol.store_messages import Content, Head
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.bidirectional import runs_of
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.execution.vision import TOGETHER_TOKENS_MAX, RowPart, RowPictures
+from satchel.actors.replica.execution.vision import TOGETHER_TOKENS_MAX, SequencePart, SequencePictures
 from satchel.actors.replica.kv.caches import see_both_ways
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory.disk_tier import DiskTier
@@ -61,14 +61,14 @@ CLIP_ENCODES = 6
 """How much of both is encoded: each two frames by themselves, and once."""
 
 AGAIN, REWORDED, OTHER = (0, 1, 3, 6, 7), (0, 2, 6, 7), 100
-"""Rows that are asked elsewhere too, with all pictures; and those that are asked behind another first word besides, as
-rows from OTHER on."""
+"""Sequences that are asked elsewhere too, with all pictures; and those that are asked behind another first word
+besides, as sequences from OTHER on."""
 
 
 @dataclass
 class Script:
-    """A row: the prompt with words, its pictures, the answer that it is forced to give, and the same as the model gets
-    it; `shown` is what its pictures are of."""
+    """A sequence: the prompt with words, its pictures, the answer that it is forced to give, and the same as the model
+    gets it; `shown` is what its pictures are of."""
 
     prompt: list[int]
     media: list[MediaSpan]
@@ -94,10 +94,10 @@ def frames_in(one: MediaSpan) -> list[Image.Image]:
 
 
 class Scene:
-    """A tiny model of a family and the rows that it answers.
+    """A tiny model of a family and the sequences that it answers.
 
     Attributes:
-        rows: their numbers, without those from OTHER on.
+        sequences: their numbers, without those from OTHER on.
         again, reworded: those of AGAIN and of REWORDED.
         expected: the logits of all of them.
         encodes: how many different things their pictures are.
@@ -116,7 +116,7 @@ class Scene:
         self.media = [Medium([noisy(noise, *size)]) for size in SIZES]
         rng = random.Random(3)
         # Plain text, one picture, two of them, a long text with all, of which two lie across the ends of blocks, and
-        # the first two rows' pictures exchanged.
+        # the first two sequences' pictures exchanged.
         plans = [(60,), (5, 0, 20), (3, 0, 7, 1, 30), (-253, 2, -500, 3, 15, 1, 9), (5, 3, 20), (60, 0, 300)]
         # The others are shown a video's frames as pictures.
         assert bool(self.processor.video_placeholder) == (family in KNOWS_VIDEOS)
@@ -127,11 +127,13 @@ class Scene:
                 self.media.append(Medium(frames, video=True))
             plans += [(250, 4, 20), (3, 5, 10, 0, 7)]
         self.encodes = len(SIZES) + (CLIP_ENCODES if family in KNOWS_VIDEOS else 0)
-        self.rows = range(len(plans))
-        self.scripts = {row: self.script(rng, plan) for row, plan in enumerate(plans)}
-        self.scripts |= {row + OTHER: self.scripts[row].behind(2999) for row in REWORDED if row in self.scripts}
-        self.again = [row for row in AGAIN if row in self.scripts]
-        self.reworded = [row for row in self.scripts if row >= OTHER]
+        self.sequences = range(len(plans))
+        self.scripts = {sequence: self.script(rng, plan) for sequence, plan in enumerate(plans)}
+        self.scripts |= {
+            sequence + OTHER: self.scripts[sequence].behind(2999) for sequence in REWORDED if sequence in self.scripts
+        }
+        self.again = [sequence for sequence in AGAIN if sequence in self.scripts]
+        self.reworded = [sequence for sequence in self.scripts if sequence >= OTHER]
         # Chunks of prompts end there.
         assert all(self.scripts[3].cuts(place) for place in (256, 512))
         self.expected = self._reference()
@@ -156,12 +158,12 @@ class Scene:
     def _reference(self) -> Logits:
         model: Any = load_model(self.folder)
         found: Logits = {}
-        for row, script in self.scripts.items():
+        for sequence, script in self.scripts.items():
             # Of pictures together with videos some of mlx-vlm's models encode the pictures only.
             alone = self.loaded.kv == "fp16" and len({medium.video for medium in script.shown}) <= 1
             logits = by_mlx_vlm(self.processor, model, script) if alone else in_one_pass(self.loaded, script)
             for drawn in range(ANSWER):
-                found[(row, drawn)] = logits[len(script.prompt) - 1 + drawn]
+                found[(sequence, drawn)] = logits[len(script.prompt) - 1 + drawn]
         return found
 
 
@@ -227,14 +229,14 @@ def in_one_pass(loaded: LoadedModel, script: Script) -> np.ndarray:
     """(tokens, vocabulary), with pictures that are encoded for it."""
     vision = loaded.vision
     assert vision is not None
-    pictures = RowPictures([(one.start, len(one.tokens)) for one in script.media])
+    pictures = SequencePictures([(one.start, len(one.tokens)) for one in script.media])
     vision.set_positions(pictures, script.given, [(one.grid, one.video) for one in script.media])
     for index, one in enumerate(script.media):
         words = script.prompt[one.start : one.start + len(one.tokens)]
         places = frozenset(at for at, word in enumerate(words) if is_media_token(word))
         span = SpanLayout(tuple(one.tokens), places, tuple(one.grid))
         pictures.embeddings[index] = vision.encode(span, [frames_in(one)], video=one.video)[0]
-    beside = vision.inputs([RowPart(script.tokens, 0, pictures)], len(script.tokens))
+    beside = vision.inputs([SequencePart(script.tokens, 0, pictures)], len(script.tokens))
     caches = loaded.new_caches()
     see_both_ways(caches, [pictures.both_ways])
     logits = loaded.model(mx.array([script.tokens]), cache=caches, **beside)[0]
@@ -264,23 +266,25 @@ Make = Callable[..., tuple[Bench, Logits]]
 def forced(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Make:
     def make(**fields: Any) -> tuple[Bench, Logits]:
         noted: Logits = {}
-        scripts = {row: script.tokens for row, script in scene.scripts.items()}
+        scripts = {sequence: script.tokens for sequence, script in scene.scripts.items()}
         monkeypatch.setattr(executor, "BatchSampler", lambda *_: Forced(scripts, noted))
         return Bench(scene.loaded, **fields), noted
 
     return make
 
 
-def submit(bench: Bench, scene: Scene, row: int, name: str, agent: str = "") -> None:
-    script = scene.scripts[row]
-    bench.submit(name, script.prompt, media=script.media, seed=row, max_tokens=ANSWER, agent=agent)
+def submit(bench: Bench, scene: Scene, sequence: int, name: str, agent: str = "") -> None:
+    script = scene.scripts[sequence]
+    bench.submit(name, script.prompt, media=script.media, seed=sequence, max_tokens=ANSWER, agent=agent)
 
 
-def compare(noted: Logits, expected: Logits, rows: Sequence[int], what: str) -> None:
+def compare(noted: Logits, expected: Logits, sequences: Sequence[int], what: str) -> None:
     """And forget what was noted."""
-    for key in ((row, drawn) for row in rows for drawn in range(ANSWER)):
+    for key in ((sequence, drawn) for sequence in sequences for drawn in range(ANSWER)):
         scale = np.abs(expected[key]).max()
-        assert np.abs(noted[key] - expected[key]).max() <= TOLERANCE * scale, f"{what}: row {key[0]}, draw {key[1]}"
+        assert np.abs(noted[key] - expected[key]).max() <= TOLERANCE * scale, (
+            f"{what}: sequence {key[0]}, draw {key[1]}"
+        )
     noted.clear()
 
 
@@ -293,7 +297,7 @@ def test_positions_are_those_that_the_model_counts_for_the_whole_prompt(scene: S
         grids = [(one.grid, one.video) for one in script.media]
         if not grids:
             continue
-        pictures = RowPictures([(one.start, len(one.tokens)) for one in script.media])
+        pictures = SequencePictures([(one.start, len(one.tokens)) for one in script.media])
         vision.set_positions(pictures, script.given, grids)
         stills, videos = ([list(grid) for grid, video in grids if video == kind] for kind in (False, True))
         if scene.family == "qwen2_5_vl" and videos:
@@ -303,7 +307,7 @@ def test_positions_are_those_that_the_model_counts_for_the_whole_prompt(scene: S
         wanted, shift = counts(
             mx.array([script.given]), mx.array(stills) if stills else None, mx.array(videos) if videos else None, None
         )
-        given = vision._positions(RowPart(script.given, 0, pictures), len(script.given) + 3)
+        given = vision._positions(SequencePart(script.given, 0, pictures), len(script.given) + 3)
         assert np.array_equal(given[:, :-3], np.array(wanted)[:, 0])
         assert pictures.shift == int(shift.reshape(-1)[0].item())
         behind = len(script.given) + pictures.shift + np.arange(3)
@@ -325,35 +329,35 @@ def test_pictures_encoded_together_are_what_they_are_alone(scene: Scene) -> None
 
 
 def test_pictures_alone_in_company_cached_and_in_chunks(scene: Scene, forced: Make) -> None:
-    for row in scene.rows:
+    for sequence in scene.sequences:
         bench, noted = forced()
-        submit(bench, scene, row, "row")
+        submit(bench, scene, sequence, "row")
         bench.drain()
-        assert bench.rows["row"].finish == "length", bench.rows["row"].error
-        compare(noted, scene.expected, [row], "alone")
+        assert bench.sequences["row"].finish == "length", bench.sequences["row"].error
+        compare(noted, scene.expected, [sequence], "alone")
     rng = random.Random(1)
     for chunk, together in ((64, False), (1024, True)) if scene.loaded.kv == "q4" else ((64, True),):
-        bench, noted = forced(prefill_chunk_tokens=max(chunk, 256), prefill_rows_max=3)
+        bench, noted = forced(prefill_chunk_tokens=max(chunk, 256), prefill_sequences_max=3)
         bench.engine.prefill.pace = PrefillPace(chunk, pause_s=0.1)
         bench.engine.executor.batched_prefill = together
         for round_name in ("cold", "cached"):
-            for row in rng.sample(scene.rows, len(scene.rows)):
-                submit(bench, scene, row, f"{round_name}{row}")
+            for sequence in rng.sample(scene.sequences, len(scene.sequences)):
+                submit(bench, scene, sequence, f"{round_name}{sequence}")
                 for _ in range(rng.randrange(4)):
                     bench.turn()
             bench.drain()
-            compare(noted, scene.expected, scene.rows, f"{round_name}, chunks of {chunk}")
-        # Every picture is encoded once however many rows have it, and of clips what their frames have in common.
+            compare(noted, scene.expected, scene.sequences, f"{round_name}, chunks of {chunk}")
+        # Every picture is encoded once however many sequences have it, and of clips what their frames have in common.
         assert bench.engine.pictures.embeddings.encodes == scene.encodes
-        for row in scene.rows:
-            assert bench.rows[f"cached{row}"].cached == len(scene.scripts[row].prompt) - 1
+        for sequence in scene.sequences:
+            assert bench.sequences[f"cached{sequence}"].cached == len(scene.scripts[sequence].prompt) - 1
 
 
 def fetch(scene: Scene, source: Node, target: Node) -> None:
     """What a store does for an agent that moves to its node: `target` gets all that the agent has on the other."""
     branches: list[tuple[Head, Content]] = []
-    for number, row in enumerate(scene.again):
-        tokens = [*scene.scripts[row].prompt, *scene.scripts[row].answer]
+    for number, sequence in enumerate(scene.again):
+        tokens = [*scene.scripts[sequence].prompt, *scene.scripts[sequence].answer]
         root = root_id(scene.loaded.model_id, "tenant:test")
         head = Head(ALICE, number, 1, scene.loaded.model_id, root, 1, False, 1, len(tokens), 0, 0.0, 0.0)
         branches.append((head, Content(array("I", tokens).tobytes(), "", b"[]")))
@@ -383,13 +387,13 @@ def test_pictures_of_others_restored_and_moved(scene: Scene, forced: Make, tmp_p
         disk = DiskTier(scene.loaded.spec, scene.loaded.model_id, node.client)
         return *forced(disk=disk), disk
 
-    def ask(bench: Bench, noted: Logits, rows: Sequence[int], agent: str, what: str) -> list[int]:
+    def ask(bench: Bench, noted: Logits, sequences: Sequence[int], agent: str, what: str) -> list[int]:
         """How much of each prompt need not be computed."""
-        for row in rows:
-            submit(bench, scene, row, f"{what}{row}", agent)
+        for sequence in sequences:
+            submit(bench, scene, sequence, f"{what}{sequence}", agent)
         bench.drain()
-        compare(noted, scene.expected, rows, what)
-        return [bench.rows[f"{what}{row}"].cached or 0 for row in rows]
+        compare(noted, scene.expected, sequences, what)
+        return [bench.sequences[f"{what}{sequence}"].cached or 0 for sequence in sequences]
 
     try:
         bench, noted, disk = start(nodes[0])
@@ -403,7 +407,7 @@ def test_pictures_of_others_restored_and_moved(scene: Scene, forced: Make, tmp_p
             node.restart()
             bench, noted, disk = start(node)
             known = ask(bench, noted, scene.again, "default/bob", f"{where}, with KV")
-            assert known == [len(scene.scripts[row].prompt) - 1 for row in scene.again]
+            assert known == [len(scene.scripts[sequence].prompt) - 1 for sequence in scene.again]
             assert max(ask(bench, noted, scene.reworded, "default/bob", f"{where}, features alone")) <= 1
             assert bench.engine.pictures.embeddings.encodes == disk.counters.corrupt_blocks == 0
             write_down(bench, disk)

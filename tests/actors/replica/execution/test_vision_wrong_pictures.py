@@ -24,12 +24,12 @@ PICTURES = 2 * PAIRS
 
 def a_little_other(noise: np.random.Generator, pixels: np.ndarray, kind: int) -> np.ndarray:
     """One pixel is another, one shade of it is, the picture is mirrored, or it is moved by a pixel."""
-    other, (row, column, shade) = pixels.copy(), noise.integers(0, (SIDE, SIDE, 3))
+    other, (sequence, column, shade) = pixels.copy(), noise.integers(0, (SIDE, SIDE, 3))
     if kind == 0:
-        other[row, column] ^= 255
+        other[sequence, column] ^= 255
     elif kind == 1:
-        other[row, column, shade] ^= 1
-    return (other, other, pixels[:, ::-1], np.roll(pixels, 1, axis=int(row) % 2))[kind]
+        other[sequence, column, shade] ^= 1
+    return (other, other, pixels[:, ::-1], np.roll(pixels, 1, axis=int(sequence) % 2))[kind]
 
 
 def scripts_of(processor: PictureProcessor, noise: np.random.Generator) -> dict[int, Script]:
@@ -37,11 +37,11 @@ def scripts_of(processor: PictureProcessor, noise: np.random.Generator) -> dict[
     scripts: dict[int, Script] = {}
     for pair in range(PAIRS):
         pixels = noise.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
-        for row, shown in enumerate((pixels, a_little_other(noise, pixels, pair % 4)), 2 * pair):
+        for sequence, shown in enumerate((pixels, a_little_other(noise, pixels, pair % 4)), 2 * pair):
             medium = Medium([picture_of(shown)])
             words, (media,) = written(processor, medium)
             first = [replace(media, start=3)]
-            scripts[row] = Script([5, 6, 7, *words, 8], first, [9], [5, 6, 7, *media.tokens, 8], [medium])
+            scripts[sequence] = Script([5, 6, 7, *words, 8], first, [9], [5, 6, 7, *media.tokens, 8], [medium])
     return scripts
 
 
@@ -50,23 +50,25 @@ def test_every_picture_gets_its_own_answer(tmp_path: Path, monkeypatch: pytest.M
     folder, noise, noted = write_model(tmp_path / "model", "qwen3_vl"), np.random.default_rng(11), Logits()
     loaded = models.load(str(folder), context_tokens_max=None, progress=lambda *_: None, numerics="reproducible")
     scripts = scripts_of(PictureProcessor.load(folder), noise)
-    cold = {row: in_one_pass(loaded, script)[-1 - ANSWER] for row, script in scripts.items()}
-    tokens = {row: script.tokens for row, script in scripts.items()}
+    cold = {sequence: in_one_pass(loaded, script)[-1 - ANSWER] for sequence, script in scripts.items()}
+    tokens = {sequence: script.tokens for sequence, script in scripts.items()}
     monkeypatch.setattr(executor, "BatchSampler", lambda *_: Forced(tokens, noted))
-    bench = Bench(loaded, prefill_rows_max=8)
+    bench = Bench(loaded, prefill_sequences_max=8)
     bench.engine.executor.batched_prefill = True
 
     for what in ("cold", "warm"):
         for few in np.array_split(noise.permutation(PICTURES), PICTURES // 6):
-            for row in few.tolist():
-                script = scripts[row]
-                bench.submit(f"{what}{row}", script.prompt, media=script.media, seed=row, max_tokens=ANSWER)
+            for sequence in few.tolist():
+                script = scripts[sequence]
+                bench.submit(f"{what}{sequence}", script.prompt, media=script.media, seed=sequence, max_tokens=ANSWER)
             bench.drain()
-        for row in scripts:
-            found = noted.pop((row, 0))
-            off, from_twin = (np.abs(found - cold[other]).max() for other in (row, row ^ 1))
-            assert off <= TOLERANCE * np.abs(found).max() and 2 * off < from_twin, f"{what}: row {row}"
+        for sequence in scripts:
+            found = noted.pop((sequence, 0))
+            off, from_twin = (np.abs(found - cold[other]).max() for other in (sequence, sequence ^ 1))
+            assert off <= TOLERANCE * np.abs(found).max() and 2 * off < from_twin, f"{what}: sequence {sequence}"
     assert bench.engine.pictures.embeddings.encodes == PICTURES
     # Of so many continuations of one beginning the KV of some is kept.
-    whole = sum(bench.rows[f"warm{row}"].cached == len(script.prompt) - 1 for row, script in scripts.items())
+    whole = sum(
+        bench.sequences[f"warm{sequence}"].cached == len(script.prompt) - 1 for sequence, script in scripts.items()
+    )
     assert PICTURES // 10 < whole < PICTURES

@@ -1,4 +1,5 @@
-"""The decode kernel beside the reference in plain MLX operations, on rows of any lengths; and how work is divided."""
+"""The decode kernel beside the reference in plain MLX operations, on sequences of any lengths; and how work is
+divided."""
 
 from __future__ import annotations
 
@@ -16,29 +17,31 @@ from benchmarks.memory import kernel_check
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.device.device import size_class
 from satchel.actors.replica.kernels import block_kernels, decode_kernel, gpu_kernels, sealing
-from satchel.actors.replica.kernels.decode_views import GROUPS_WANTED, KernelStep, KernelView, RowBlocks
+from satchel.actors.replica.kernels.decode_views import GROUPS_WANTED, KernelStep, KernelView, SequenceBlocks
 from satchel.actors.replica.kernels.head_transform import HeadTransform, Rotation
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.pool import Field, LayerFields, SlotGroup, slots_of
 from tests.worlds.replica import cuda_on_cpu, metal_on_cpu
 
 
-@given(rows=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 256)), min_size=1, max_size=40))
-def test_every_row_has_its_groups_and_a_long_one_most(rows: list[tuple[int, int]]):
+@given(sequences=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 256)), min_size=1, max_size=40))
+def test_every_sequence_has_its_groups_and_a_long_one_most(sequences: list[tuple[int, int]]):
     nothing = mx.zeros((1,), mx.uint32)
-    blocks, opened = [count for count, _ in rows], [tokens for _, tokens in rows]
-    lengths = [BLOCK_TOKENS * count + tokens - 1 for count, tokens in rows]
-    made = RowBlocks.of(nothing, [0, *accumulate(blocks)], lengths, [0] * len(rows), 8)
+    blocks, opened = [count for count, _ in sequences], [tokens for _, tokens in sequences]
+    lengths = [BLOCK_TOKENS * count + tokens - 1 for count, tokens in sequences]
+    made = SequenceBlocks.of(nothing, [0, *accumulate(blocks)], lengths, [0] * len(sequences), 8)
     numbers: list[int] = np.array(made.numbers).tolist()
-    begins, owners = numbers[4 * len(rows) + 2 : 5 * len(rows) + 3], numbers[5 * len(rows) + 3 :]
-    assert numbers[: len(rows) + 1] == [len(rows), *opened]
+    begins, owners = numbers[4 * len(sequences) + 2 : 5 * len(sequences) + 3], numbers[5 * len(sequences) + 3 :]
+    assert numbers[: len(sequences) + 1] == [len(sequences), *opened]
     padded = len(owners)
     owners = owners[: begins[-1]]
-    assert padded == (len(rows) if len(owners) == len(rows) else size_class(len(owners)))
-    assert owners == [row for row in range(len(rows)) for _ in range(begins[row], begins[row + 1])]
+    assert padded == (len(sequences) if len(owners) == len(sequences) else size_class(len(owners)))
+    assert owners == [
+        sequence for sequence in range(len(sequences)) for _ in range(begins[sequence], begins[sequence + 1])
+    ]
     counts = [end - begin for begin, end in pairwise(begins)]
-    assert min(counts) >= 1 and made.count == padded and len(owners) <= GROUPS_WANTED + len(rows)
-    units = [4 * count + -(-tokens // 32) for count, tokens in rows]
+    assert min(counts) >= 1 and made.count == padded and len(owners) <= GROUPS_WANTED + len(sequences)
+    units = [4 * count + -(-tokens // 32) for count, tokens in sequences]
     assert counts[units.index(max(units))] == max(counts)
 
 
@@ -67,10 +70,10 @@ def test_a_kernel_gets_what_it_names(
     pool = block_kernels.empty_slot(2, 64, 64, mx.float32, POLICIES[policy])
     blocks = [length // BLOCK_TOKENS for length in lengths]
     slots, one = mx.zeros((64,), mx.uint32), mx.zeros((1,), mx.uint32)
-    rows = RowBlocks.of(slots, [0, *accumulate(blocks)], lengths, [0] * len(lengths), 2)
+    sequences = SequenceBlocks.of(slots, [0, *accumulate(blocks)], lengths, [0] * len(lengths), 2)
     tails = [mx.zeros((len(lengths), 2, BLOCK_TOKENS, 64))] * 2
     new = mx.zeros((len(lengths), 2, 1, 64))
-    view = KernelView(new, new, KernelStep((tails[0], tails[1]), pool, rows, one), lambda dim: transform)
+    view = KernelView(new, new, KernelStep((tails[0], tails[1]), pool, sequences, one), lambda dim: transform)
     queries = mx.zeros((len(lengths), 4, 1, 64))
     assert decode_kernel.attend(queries, view, POLICIES[policy], 0.1).shape == queries.shape
     assert names[-1].endswith("join") == (len(lengths) > 1)
@@ -80,18 +83,18 @@ def test_a_kernel_gets_what_it_names(
 @pytest.mark.skipif(not cuda_on_cpu.can_run(), reason="no compiler")
 @pytest.mark.parametrize("position", [0, 5003, 131_071, 1_000_003])
 def test_far_tokens_are_rotated_as_metal_rotates_a_prompt(position: int, monkeypatch: pytest.MonkeyPatch):
-    """The kernel's text for Metal, run here, puts the same new key into a row's open block as MLX's rotations with
-    their fast cosines do in prefill, wherever the row is."""
+    """The kernel's text for Metal, run here, puts the same new key into a sequence's open block as MLX's rotations with
+    their fast cosines do in prefill, wherever the sequence is."""
     monkeypatch.setattr(decode_kernel, "kernel", metal_on_cpu.kernel)
     decode_kernel._plan.cache_clear()
     dim, policy, numbers = 64, POLICIES["q4"], np.random.default_rng(position)
     rotation = Rotation.of(nn.RoPE(dim, base=1e6), dim, mx.float32)
     pool = block_kernels.empty_slot(1, dim, dim, mx.float32, policy)
     nothing = mx.zeros((1,), mx.uint32)
-    rows = RowBlocks.of(mx.zeros((64,), mx.uint32), [0, 0], [position], [0], 1)
+    sequences = SequenceBlocks.of(mx.zeros((64,), mx.uint32), [0, 0], [position], [0], 1)
     tails = mx.zeros((1, 1, BLOCK_TOKENS, dim)), mx.zeros((1, 1, BLOCK_TOKENS, dim))
     query, key, value = (mx.array(numbers.standard_normal((1, 1, 1, dim), np.float32)) for _ in range(3))
-    step = KernelStep(tails, pool, rows, nothing)
+    step = KernelStep(tails, pool, sequences, nothing)
     view = KernelView(key, value, step, lambda _: HeadTransform(rotation=rotation))
     mx.eval(tails)
     mx.eval(decode_kernel.attend(query, view, policy, 1))

@@ -52,9 +52,9 @@ def test_no_product_is_with_what_is_quantized_along_its_columns(kernel: str, kv:
         how: dict[str, Any] = {"dtype": "float32", "weights": "stored", "kv": kv, "warm": False}
         loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, **how)
         assert loaded.way.reads is (Reads.KERNEL if kernel == "agrees" else Reads.DEQUANTIZED)
-        bench = Bench(loaded, rows_max=4)
+        bench = Bench(loaded, sequences_max=4)
         for number, length in enumerate((600, 250, 3)):
             bench.submit(str(number), [7 + token % 500 for token in range(length)], max_tokens=12)
         bench.drain()
-    assert [len(row.tokens) for row in bench.rows.values()] == [12] * 3
+    assert [len(sequence.tokens) for sequence in bench.sequences.values()] == [12] * 3
     assert asked and all(asked)

@@ -1,7 +1,7 @@
 """The position law for one layer: what a query sees depends on its position alone, not on chunks or company.
 
 The reference is attention written out: for every position, full blocks before its own as sealed, its own block as it
-is. Rows that go through caches in any other way must equal it within rounding, and each other to the last bit.
+is. Sequences that go through caches in any other way must equal it within rounding, and each other to the last bit.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def pool_adds_up() -> Iterator[None]:
 
 
 def new_cache(policy: SealPolicy = Q4, window: int = 0, dims: tuple[int, int] = (64, 64)) -> PagedKVCache:
-    return PagedKVCache(0, policy, window, batch=PagedBatch.of_rows(POOLS[policy.name, *dims], 1))
+    return PagedKVCache(0, policy, window, batch=PagedBatch.of_sequences(POOLS[policy.name, *dims], 1))
 
 
 def merged(caches: Sequence[PagedKVCache]) -> PagedKVCache:
     return kv_cache.merge([[cache] for cache in caches])[0]
 
 
-Row = tuple[mx.array, mx.array, mx.array]
-"""Queries, keys and values of one row, (1, heads, tokens, dim)."""
+Seq = tuple[mx.array, mx.array, mx.array]
+"""Queries, keys and values of one sequence, (1, heads, tokens, dim)."""
 
 
-def make_row(seed: int, tokens: int, key_dim: int = 64, value_dim: int = 64) -> Row:
+def make_sequence(seed: int, tokens: int, key_dim: int = 64, value_dim: int = 64) -> Seq:
     """Keys with a constant part a channel, as models with biases have them."""
     rng = np.random.default_rng(seed)
     keys = rng.normal(size=(1, KV_HEADS, tokens, key_dim)) + 4 * rng.normal(size=(1, KV_HEADS, 1, key_dim))
@@ -70,11 +70,13 @@ def make_row(seed: int, tokens: int, key_dim: int = 64, value_dim: int = 64) -> 
     return arrays[0], arrays[1], arrays[2]
 
 
-def attend(cache: PagedKVCache, rows: Sequence[Row], starts: Sequence[int], count: int) -> mx.array:
-    """One call of a model's layer: (rows, heads, count, value_dim)."""
+def attend(cache: PagedKVCache, sequences: Sequence[Seq], starts: Sequence[int], count: int) -> mx.array:
+    """One call of a model's layer: (sequences, heads, count, value_dim)."""
     parts = []
     for which in range(3):
-        spans = [row[which][:, :, start : start + count] for row, start in zip(rows, starts, strict=True)]
+        spans = [
+            sequence[which][:, :, start : start + count] for sequence, start in zip(sequences, starts, strict=True)
+        ]
         widths = [[(0, 0), (0, 0), (0, count - span.shape[2]), (0, 0)] for span in spans]
         # What stands in the padding must not matter.
         parts.append(mx.concatenate([mx.pad(s, w, constant_values=7.0) for s, w in zip(spans, widths, strict=True)]))
@@ -87,22 +89,22 @@ def attend(cache: PagedKVCache, rows: Sequence[Row], starts: Sequence[int], coun
 
 
 def run_alone(
-    row: Row, chunks: Iterator[int], policy: SealPolicy = Q4, window: int = 0
+    sequence: Seq, chunks: Iterator[int], policy: SealPolicy = Q4, window: int = 0
 ) -> tuple[np.ndarray, PagedKVCache]:
-    cache, done, outs = new_cache(policy, window, (row[1].shape[3], row[2].shape[3])), 0, []
-    while done < row[0].shape[2]:
-        count = min(next(chunks), row[0].shape[2] - done)
-        outs.append(attend(cache, [row], [done], count))
+    cache, done, outs = new_cache(policy, window, (sequence[1].shape[3], sequence[2].shape[3])), 0, []
+    while done < sequence[0].shape[2]:
+        count = min(next(chunks), sequence[0].shape[2] - done)
+        outs.append(attend(cache, [sequence], [done], count))
         done += count
     return np.array(mx.concatenate(outs, axis=2)), cache
 
 
-def filled(row: Row, policy: SealPolicy = Q4, window: int = 0) -> PagedKVCache:
-    """A cache that holds the row, which nothing has attended to."""
-    cache, tokens = new_cache(policy, window, (row[1].shape[3], row[2].shape[3])), row[1].shape[2]
+def filled(sequence: Seq, policy: SealPolicy = Q4, window: int = 0) -> PagedKVCache:
+    """A cache that holds the sequence, which nothing has attended to."""
+    cache, tokens = new_cache(policy, window, (sequence[1].shape[3], sequence[2].shape[3])), sequence[1].shape[2]
     for start in range(0, tokens, 1000):
         cache.make_mask(min(1000, tokens - start), window_size=window or None)
-        cache.update_and_fetch(row[1][:, :, start : start + 1000], row[2][:, :, start : start + 1000])
+        cache.update_and_fetch(sequence[1][:, :, start : start + 1000], sequence[2][:, :, start : start + 1000])
         mx.eval(cache.state)
     return cache
 
@@ -112,14 +114,14 @@ def chunks_of(*sizes: int) -> Iterator[int]:
         yield from sizes
 
 
-def expected(row: Row, policy: SealPolicy = Q4, window: int = 0) -> np.ndarray:
-    queries, keys, values = (np.array(array)[0].astype(np.float64) for array in row)
+def expected(sequence: Seq, policy: SealPolicy = Q4, window: int = 0) -> np.ndarray:
+    queries, keys, values = (np.array(array)[0].astype(np.float64) for array in sequence)
     tokens = queries.shape[1]
     whole = tokens // BLOCK_TOKENS * BLOCK_TOKENS
     sealed_keys, sealed_values = np.zeros((2, 0)), np.zeros((2, 0))
     if whole:
-        sealed = sealing.seal(row[1][:, :, :whole], row[2][:, :, :whole], policy)
-        pair = sealing.unseal(sealed, policy, row[2].shape[3], mx.float32)
+        sealed = sealing.seal(sequence[1][:, :, :whole], sequence[2][:, :, :whole], policy)
+        pair = sealing.unseal(sealed, policy, sequence[2].shape[3], mx.float32)
         sealed_keys, sealed_values = (np.array(array)[0].astype(np.float64) for array in pair)
     out = np.zeros((HEADS, tokens, values.shape[2]))
     for block in range(0, tokens, BLOCK_TOKENS):
@@ -139,14 +141,14 @@ def expected(row: Row, policy: SealPolicy = Q4, window: int = 0) -> np.ndarray:
     return out[None]
 
 
-def held(cache: PagedKVCache, row: int = 0) -> tuple[int, list[int]]:
-    """The first block that the row's next token can see, and the slots from that one on."""
-    table, first = cache.batch.tables[row][0], first_block(cache.lengths[row], cache.window)
-    return first, table.numbers(first, cache.lengths[row] // BLOCK_TOKENS)
+def held(cache: PagedKVCache, sequence: int = 0) -> tuple[int, list[int]]:
+    """The first block that the sequence's next token can see, and the slots from that one on."""
+    table, first = cache.batch.tables[sequence][0], first_block(cache.lengths[sequence], cache.window)
+    return first, table.numbers(first, cache.lengths[sequence] // BLOCK_TOKENS)
 
 
-def sealed_bytes(cache: PagedKVCache, row: int = 0) -> list[bytes]:
-    _, slots = held(cache, row)
+def sealed_bytes(cache: PagedKVCache, sequence: int = 0) -> list[bytes]:
+    _, slots = held(cache, sequence)
     if not slots:
         return []
     return [np.array(array).tobytes() for array in cache.batch.pool.groups[0].gather(0, mx.array([slots], mx.uint32))]
@@ -168,9 +170,9 @@ HEAD_SIZES = [(64, 64), (40, 40), (192, 128), (80, 80), (96, 96), (128, 128), (2
 
 @pytest.mark.parametrize(("policy", "key_dim", "value_dim"), _policies_with(HEAD_SIZES, 3))
 def test_every_head_size_attends_as_the_law_says(policy: SealPolicy, key_dim: int, value_dim: int):
-    row = make_row(1, 700, key_dim, value_dim)
-    out, _ = run_alone(row, chunks_of(300, 1, 77), policy)
-    want = expected(row, policy)
+    sequence = make_sequence(1, 700, key_dim, value_dim)
+    out, _ = run_alone(sequence, chunks_of(300, 1, 77), policy)
+    want = expected(sequence, policy)
     assert np.abs(out - want).max() <= TOLERANCE * np.abs(want).max()
 
 
@@ -181,11 +183,11 @@ LAWS = [POLICIES["q4"], POLICIES["fp16"]]
 @pytest.mark.parametrize("window", [0, 256, 300, *(pytest.param(each, marks=pytest.mark.slow) for each in (100, 600))])
 def test_chunks_do_not_matter(window: int, policy: SealPolicy):
     """Neither for what attention gives nor for what is sealed."""
-    row = make_row(2, 900)
-    want = expected(row, policy, window)
-    whole, cache = run_alone(row, chunks_of(2000), policy, window)
+    sequence = make_sequence(2, 900)
+    want = expected(sequence, policy, window)
+    whole, cache = run_alone(sequence, chunks_of(2000), policy, window)
     if not policy.quantizes and not window:
-        plain = mx.fast.scaled_dot_product_attention(*row, scale=row[0].shape[3] ** -0.5, mask="causal")
+        plain = mx.fast.scaled_dot_product_attention(*sequence, scale=sequence[0].shape[3] ** -0.5, mask="causal")
         assert np.array_equal(whole, np.array(plain))
     assert np.abs(whole - want).max() <= TOLERANCE * np.abs(want).max()
     rng = random.Random(4)
@@ -199,7 +201,7 @@ def test_chunks_do_not_matter(window: int, policy: SealPolicy):
         "ragged": iter(lambda: rng.choice([1, 2, 50, 255, 256, 257, 500]), 0),
     }
     for name, chunks in sizes.items():
-        out, other = run_alone(row, chunks, policy, window)
+        out, other = run_alone(sequence, chunks, policy, window)
         assert np.abs(out - want).max() <= TOLERANCE * np.abs(want).max(), name
         if window == 0:
             assert np.array_equal(out, whole), name
@@ -211,13 +213,13 @@ def test_chunks_do_not_matter(window: int, policy: SealPolicy):
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_company_does_not_matter(window: int, seed: int, policy: SealPolicy):
-    """Rows join and leave at random, prefill together and decode together, and come out with their own bytes."""
+    """Sequences join and leave at random, prefill together and decode together, and come out with their own bytes."""
     rng = random.Random(seed)
     lengths = [1, 255, 256, 257, 511, 700, 900, 30]
-    rows = {name: make_row(name, length) for name, length in enumerate(lengths)}
-    alone = {name: run_alone(row, chunks_of(200, 1), policy, window) for name, row in rows.items()}
-    outs: dict[int, list[np.ndarray]] = {name: [] for name in rows}
-    waiting, batch, names = list(rows), new_cache(policy, window), list[int]()
+    sequences = {name: make_sequence(name, length) for name, length in enumerate(lengths)}
+    alone = {name: run_alone(sequence, chunks_of(200, 1), policy, window) for name, sequence in sequences.items()}
+    outs: dict[int, list[np.ndarray]] = {name: [] for name in sequences}
+    waiting, batch, names = list(sequences), new_cache(policy, window), list[int]()
     rng.shuffle(waiting)
 
     def done(name: int) -> int:
@@ -229,7 +231,7 @@ def test_company_does_not_matter(window: int, seed: int, policy: SealPolicy):
             fresh = merged([new_cache(policy, window) for _ in joining])
             counts = [rng.randint(max(1, lengths[name] - 300), lengths[name]) for name in joining]
             fresh.prepare(lengths=counts, right_padding=[max(counts) - count for count in counts])
-            out = np.array(attend(fresh, [rows[name] for name in joining], [0] * len(joining), max(counts)))
+            out = np.array(attend(fresh, [sequences[name] for name in joining], [0] * len(joining), max(counts)))
             fresh.finalize()
             for index, (name, count) in enumerate(zip(joining, counts, strict=True)):
                 outs[name].append(out[index : index + 1, :, :count])
@@ -252,7 +254,7 @@ def test_company_does_not_matter(window: int, seed: int, policy: SealPolicy):
                 names = [names[index] for index in stay]
             if not names:
                 break
-            out = np.array(attend(batch, [rows[name] for name in names], [done(name) for name in names], 1))
+            out = np.array(attend(batch, [sequences[name] for name in names], [done(name) for name in names], 1))
             for index, name in enumerate(names):
                 outs[name].append(out[index : index + 1])
     for name, (want, _) in alone.items():
@@ -266,72 +268,74 @@ DIMS_AND_WINDOWS = [(dim, window) for window in (300, 0, 100, 513) for dim in (6
 
 
 @pytest.mark.parametrize(("policy", "dim", "window"), _policies_with(DIMS_AND_WINDOWS, 4))
-def test_a_decode_step_reads_each_rows_own_blocks_where_they_lie(policy: SealPolicy, dim: int, window: int):
-    """Rows without a block, with a full open one, with many; as the law says, and within rounding as the row alone."""
+def test_a_decode_step_reads_each_sequences_own_blocks_where_they_lie(policy: SealPolicy, dim: int, window: int):
+    """Sequences without a block, with a full open one, with many; as the law says, and within rounding as the sequence
+    alone."""
     lengths = [300, 256, 700, 5, 1535, 512]
-    rows = [make_row(seed, tokens + 1, dim, dim) for seed, tokens in enumerate(lengths)]
-    alone = [in_place(filled(short(row), policy, window), [row]) for row in rows]
-    together = in_place(merged([filled(short(row), policy, window) for row in rows]), rows)
-    for index, row in enumerate(rows):
-        want = expected(row, policy, window)[:, :, -1:]
+    sequences = [make_sequence(seed, tokens + 1, dim, dim) for seed, tokens in enumerate(lengths)]
+    alone = [in_place(filled(short(sequence), policy, window), [sequence]) for sequence in sequences]
+    together = in_place(merged([filled(short(sequence), policy, window) for sequence in sequences]), sequences)
+    for index, sequence in enumerate(sequences):
+        want = expected(sequence, policy, window)[:, :, -1:]
         assert np.abs(together[index] - want[0]).max() <= 2 * TOLERANCE * np.abs(want).max(), lengths[index]
         assert np.abs(together[index] - alone[index][0]).max() <= TOLERANCE * np.abs(want).max(), lengths[index]
 
 
-def in_place(cache: PagedKVCache, rows: Sequence[Row]) -> np.ndarray:
-    """The last token of every row, as a decode step that reads the pool."""
+def in_place(cache: PagedKVCache, sequences: Sequence[Seq]) -> np.ndarray:
+    """The last token of every sequence, as a decode step that reads the pool."""
     cache.batch.reads = Reads.IN_PLACE
-    queries, keys, values = (mx.concatenate([row[i][:, :, -1:] for row in rows]) for i in range(3))
+    queries, keys, values = (mx.concatenate([sequence[i][:, :, -1:] for sequence in sequences]) for i in range(3))
     mask, scale = cache.make_mask(1, window_size=cache.window or None), queries.shape[3] ** -0.5
     keys, values = cache.update_and_fetch(keys, values)
     if cache.view is None:
-        # None of these rows sees a sealed block.
+        # None of these sequences sees a sealed block.
         return np.array(mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask))
     assert isinstance(cache.view, DecodeView)
     return np.array(attention.attend(queries, cache.view, cache.policy, scale))
 
 
 @pytest.mark.parametrize("policy", LAWS, ids=lambda policy: policy.name)
-def test_a_row_whose_padding_made_its_tail_wider_than_a_block_costs_no_other_its_own(policy: SealPolicy):
+def test_a_sequence_whose_padding_made_its_tail_wider_than_a_block_costs_no_other_its_own(policy: SealPolicy):
     """It fills its block while others decode beside it."""
     lengths = [1, 255, 300]
-    rows = [make_row(seed, tokens + 4) for seed, tokens in enumerate(lengths)]
-    caches = [filled(short(row, 4), policy) for row in rows]
+    sequences = [make_sequence(seed, tokens + 4) for seed, tokens in enumerate(lengths)]
+    caches = [filled(short(sequence, 4), policy) for sequence in sequences]
     caches[1] = new_cache(policy)
     for start, count, padding in ((0, 64, 0), (64, 191, 65)):
         caches[1].prepare(lengths=[count], right_padding=[padding])
-        attend(caches[1], [rows[1]], [start], count + padding)
+        attend(caches[1], [sequences[1]], [start], count + padding)
         caches[1].finalize()
     cache = merged(caches)
-    outs = [np.array(attend(cache, rows, [length + step for length in lengths], 1)) for step in range(4)]
-    for index, row in enumerate(rows):
-        want = expected(row, policy)[:, :, -4:]
+    outs = [np.array(attend(cache, sequences, [length + step for length in lengths], 1)) for step in range(4)]
+    for index, sequence in enumerate(sequences):
+        want = expected(sequence, policy)[:, :, -4:]
         got = np.concatenate([out[index : index + 1] for out in outs], axis=2)
         assert np.abs(got - want).max() <= TOLERANCE * np.abs(want).max(), lengths[index]
 
 
 @pytest.mark.parametrize("policy", LAWS, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("count", [1, 20])
-def test_rows_too_long_to_be_joined_at_once_attend_as_alone(
+def test_sequences_too_long_to_be_joined_at_once_attend_as_alone(
     count: int, policy: SealPolicy, monkeypatch: pytest.MonkeyPatch
 ):
     """On Metal, which writes what lies too far from a whole's begin somewhere else: here beyond the numbers of two of
-    five rows, and of one and a half."""
+    five sequences, and of one and a half."""
     lengths = [600, 256, 700, 5, 640]
-    rows = [make_row(seed, tokens + count) for seed, tokens in enumerate(lengths)]
+    sequences = [make_sequence(seed, tokens + count) for seed, tokens in enumerate(lengths)]
     want = [
-        np.array(attend(filled(short(row, count), policy), [row], [row[0].shape[2] - count], count)) for row in rows
+        np.array(attend(filled(short(sequence, count), policy), [sequence], [sequence[0].shape[2] - count], count))
+        for sequence in sequences
     ]
     for most in (2 * KV_HEADS * 1000 * 64, KV_HEADS * 1500 * 64):
         with monkeypatch.context() as patch:
             patch.setattr(mx, "concatenate", partial(metal_on_cpu.concatenate, most=most))
             patch.setattr(paged_cache, "JOINED_MAX", most)
-            cache = merged([filled(short(row, count), policy) for row in rows])
-            got = attend(cache, rows, lengths, count)
+            cache = merged([filled(short(sequence, count), policy) for sequence in sequences])
+            got = attend(cache, sequences, lengths, count)
             assert np.array_equal(np.array(got), np.concatenate(want))
 
 
-def test_a_row_that_is_too_long_by_itself_is_joined_head_by_head(monkeypatch: pytest.MonkeyPatch):
+def test_a_sequence_that_is_too_long_by_itself_is_joined_head_by_head(monkeypatch: pytest.MonkeyPatch):
     before, opened = (mx.random.normal((2, 3, tokens, 4)) for tokens in (40, 7))
     want = mx.concatenate([before, opened], axis=2)
     for most in (3 * 47 * 4 - 1, 2 * 47 * 4, 47 * 4):
@@ -342,16 +346,16 @@ def test_a_row_that_is_too_long_by_itself_is_joined_head_by_head(monkeypatch: py
 
 
 def test_sinks_take_their_share_of_the_softmax():
-    row = make_row(1, 601)
-    cache = filled(short(row))
+    sequence = make_sequence(1, 601)
+    cache = filled(short(sequence))
     cache.batch.reads = Reads.IN_PLACE
-    cache.update_and_fetch(row[1][:, :, -1:], row[2][:, :, -1:])
+    cache.update_and_fetch(sequence[1][:, :, -1:], sequence[2][:, :, -1:])
     assert isinstance(cache.view, DecodeView)
     sinks = mx.array([-1.0, 0.5, 3.0, 8.0])
-    queries = row[0][:, :, -1:]
+    queries = sequence[0][:, :, -1:]
     plain = np.array(attention.attend(queries, cache.view, Q4, 0.125))
     got = np.array(attention.attend(queries, cache.view, Q4, 0.125, sinks))
-    scores = scores_of(row, 0.125)
+    scores = scores_of(sequence, 0.125)
     share = np.exp(scores).sum(axis=-1) / (np.exp(scores).sum(axis=-1) + np.exp(np.array(sinks)))
     assert np.allclose(got[0, :, 0], plain[0, :, 0] * share[:, None], rtol=1e-4)
 
@@ -362,7 +366,7 @@ def test_sinks_take_their_share_of_the_softmax():
 def test_few_queries_attend_as_mlx_does(
     scores_max: int, kv_heads: int, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ):
-    """All at once, row by row, or head by head."""
+    """All at once, sequence by sequence, or head by head."""
     monkeypatch.setattr(attention, "SCORES_MAX", scores_max)
     mx.random.seed(kv_heads)
     queries, keys = (mx.random.normal((3, heads, *rest)) for heads, rest in ((4, (5, 64)), (kv_heads, (300, 64))))
@@ -379,31 +383,31 @@ def test_few_queries_attend_as_mlx_does(
         assert off <= (TOLERANCE if dtype == mx.float32 else 0.02) * np.abs(expected).max()
 
 
-def scores_of(row: Row, scale: float) -> np.ndarray:
+def scores_of(sequence: Seq, scale: float) -> np.ndarray:
     """Of the last query: (heads, tokens)."""
-    whole = (row[1].shape[2] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    sealed = sealing.seal(row[1][:, :, :whole], row[2][:, :, :whole], Q4)
-    keys, _ = sealing.unseal(sealed, Q4, row[2].shape[3], mx.float32)
-    keys = np.repeat(np.array(mx.concatenate([keys, row[1][:, :, whole:]], axis=2))[0], HEADS // KV_HEADS, axis=0)
-    return np.einsum("htd,hd->ht", keys, np.array(row[0])[0, :, -1]) * scale
+    whole = (sequence[1].shape[2] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    sealed = sealing.seal(sequence[1][:, :, :whole], sequence[2][:, :, :whole], Q4)
+    keys, _ = sealing.unseal(sealed, Q4, sequence[2].shape[3], mx.float32)
+    keys = np.repeat(np.array(mx.concatenate([keys, sequence[1][:, :, whole:]], axis=2))[0], HEADS // KV_HEADS, axis=0)
+    return np.einsum("htd,hd->ht", keys, np.array(sequence[0])[0, :, -1]) * scale
 
 
-def short(row: Row, by: int = 1) -> Row:
-    return row[0][:, :, :-by], row[1][:, :, :-by], row[2][:, :, :-by]
+def short(sequence: Seq, by: int = 1) -> Seq:
+    return sequence[0][:, :, :-by], sequence[1][:, :, :-by], sequence[2][:, :, :-by]
 
 
-def test_rows_that_fill_a_block_at_the_same_step_are_sealed_each_for_itself():
+def test_sequences_that_fill_a_block_at_the_same_step_are_sealed_each_for_itself():
     """Neighbours of equal lengths together, between others."""
-    rows = [make_row(seed, length) for seed, length in enumerate([300, 270, 270, 290, 270])]
+    sequences = [make_sequence(seed, length) for seed, length in enumerate([300, 270, 270, 290, 270])]
     starts = [length - 20 for length in (300, 270, 270, 290, 270)]
-    alone = [run_alone(row, chunks_of(400))[0] for row in rows]
+    alone = [run_alone(sequence, chunks_of(400))[0] for sequence in sequences]
     prefilled = [
         run_alone((r[0][:, :, :start], r[1][:, :, :start], r[2][:, :, :start]), chunks_of(400))[1]
-        for r, start in zip(rows, starts, strict=True)
+        for r, start in zip(sequences, starts, strict=True)
     ]
     batch = merged(prefilled)
     for step in range(20):
-        out = np.array(attend(batch, rows, [start + step for start in starts], 1))
+        out = np.array(attend(batch, sequences, [start + step for start in starts], 1))
         for index, (want, start) in enumerate(zip(alone, starts, strict=True)):
             assert np.array_equal(out[index], want[0][:, start + step : start + step + 1])
 
@@ -411,7 +415,7 @@ def test_rows_that_fill_a_block_at_the_same_step_are_sealed_each_for_itself():
 @pytest.mark.parametrize("window", [1, 256, 257, 600])
 def test_a_window_keeps_the_blocks_that_a_later_query_sees_and_no_others(window: int):
     for length in (1, 255, 256, 300, 511, 512, 513, 811, 812, 1100):
-        cache = filled(make_row(3, length), window=window)
+        cache = filled(make_sequence(3, length), window=window)
         seen = range(max(0, length + 1 - window), length)
         whole = length // BLOCK_TOKENS
         dropped = [block for block in range(whole) if not {*seen} & {*range(block * 256, block * 256 + 256)}]
@@ -420,8 +424,9 @@ def test_a_window_keeps_the_blocks_that_a_later_query_sees_and_no_others(window:
 
 
 @pytest.mark.parametrize("window", [0, 300])
-def test_padding_sees_what_its_rows_last_token_sees(window: int):
-    """Never a column of the padding itself, and never nothing: that would be no number, which spreads to all rows."""
+def test_padding_sees_what_its_sequences_last_token_sees(window: int):
+    """Never a column of the padding itself, and never nothing: that would be no number, which spreads to all
+    sequences."""
     rng = random.Random(9)
     for _ in range(200):
         lengths = [rng.choice([0, 100, 255, 256, 300, 700]) for _ in range(rng.choice([1, 2, 4]))]
@@ -432,17 +437,17 @@ def test_padding_sees_what_its_rows_last_token_sees(window: int):
         if mask is None:
             continue
         seen = np.array(mx.broadcast_to(mask, (len(lengths), 1, count, mask.shape[3])))[:, 0]
-        for row, own in enumerate(new):
-            assert (seen[row, own:] == seen[row, own - 1]).all(), (lengths, new, count)
-            assert seen[row].any(axis=-1).all(), (lengths, new, count)
+        for sequence, own in enumerate(new):
+            assert (seen[sequence, own:] == seen[sequence, own - 1]).all(), (lengths, new, count)
+            assert seen[sequence].any(axis=-1).all(), (lengths, new, count)
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
 def test_a_models_own_range_is_kept(dtype: mx.Dtype):
     """Scales of bfloat16 keys are bfloat16: as float16 those of large ones would be no numbers."""
     large = 3e4 if dtype == mx.float16 else 6e4 if dtype == mx.float32 else 1e30
-    row = make_row(8, 256)
-    keys, values = ((array * (large / 30)).astype(dtype) for array in row[1:])
+    sequence = make_sequence(8, 256)
+    keys, values = ((array * (large / 30)).astype(dtype) for array in sequence[1:])
     sealed = sealing.seal(keys, values, Q4)
     assert isinstance(sealed, sealing.Quantized)
     scales = (sealed.key_scales, sealed.key_biases, sealed.value_scales, sealed.value_biases)
@@ -463,20 +468,20 @@ def test_sealed_blocks_take_what_the_formula_says():
 
 
 def test_layers_share_what_they_have_in_common():
-    batch = PagedBatch.of_rows(BlockPool([[0], [1, 2]]), 2)
+    batch = PagedBatch.of_sequences(BlockPool([[0], [1, 2]]), 2)
     caches = [PagedKVCache(layer, Q4, lengths=[3, 300], batch=batch) for layer in (1, 2)]
     assert caches[0].offset is caches[1].offset
     assert caches[0].make_mask(1) is caches[1].make_mask(1)
 
 
-def test_one_padded_row_is_a_batch_like_any_other():
+def test_one_padded_sequence_is_a_batch_like_any_other():
     """Its columns are rounded up, so that a device meets few numbers of them; what it computes is not changed."""
-    row = make_row(6, 275)
-    want, other = run_alone(row, chunks_of(275))
+    sequence = make_sequence(6, 275)
+    want, other = run_alone(sequence, chunks_of(275))
     cache, done = merged([new_cache()]), 0
     for count in (10, 64, 200, 1):
         cache.prepare(lengths=[count], right_padding=[-count % 64])
-        part = (row[0][:, :, : done + count], row[1][:, :, : done + count], row[2][:, :, : done + count])
+        part = (sequence[0][:, :, : done + count], sequence[1][:, :, : done + count], sequence[2][:, :, : done + count])
         out = np.array(attend(cache, [part], [done], count + -count % 64))[:, :, :count]
         cache.finalize()
         assert np.array_equal(out, want[:, :, done : done + count]), count
@@ -486,11 +491,11 @@ def test_one_padded_row_is_a_batch_like_any_other():
 
 def test_layers_that_are_alike_share_slots_and_a_fork_copies_none():
     pool = BlockPool([[0, 1]])
-    batch = PagedBatch.of_rows(pool, 1)
+    batch = PagedBatch.of_sequences(pool, 1)
     caches = [PagedKVCache(layer, Q4, batch=batch) for layer in (0, 1)]
-    row = make_row(5, 600)
+    sequence = make_sequence(5, 600)
     for cache in caches:
-        attend(cache, [row], [0], 600)
+        attend(cache, [sequence], [0], 600)
     assert pool.groups[0].taken == 2
     other = kv_cache.extract(caches, 0)
     assert pool.groups[0].taken == 2
@@ -505,13 +510,13 @@ def test_a_pool_that_grows_keeps_what_it_has():
     pool = BlockPool([[0]])
     caches = []
     for seed in range(12):
-        cache = PagedKVCache(0, Q4, batch=PagedBatch.of_rows(pool, 1))
-        attend(cache, [make_row(seed, 700)], [0], 700)
+        cache = PagedKVCache(0, Q4, batch=PagedBatch.of_sequences(pool, 1))
+        attend(cache, [make_sequence(seed, 700)], [0], 700)
         caches.append(cache)
     assert pool.groups[0].capacity > 16 and pool.counts()["slots_free"] == pool.groups[0].capacity - 24
     for seed in (0, 5, 11):
-        row = make_row(seed, 700)
-        fresh = sealing.seal(row[1][:, :, :512], row[2][:, :, :512], Q4)
+        sequence = make_sequence(seed, 700)
+        fresh = sealing.seal(sequence[1][:, :, :512], sequence[2][:, :, :512], Q4)
         assert sealed_bytes(caches[seed]) == [np.array(array).tobytes() for array in fresh]
 
 
@@ -554,8 +559,8 @@ def test_writing_a_slot_copies_no_others():
     pool = BlockPool([[0]])
     group = pool.groups[0]
     slots = group.take(2000)
-    row = make_row(1, 256)
-    block = slots_of(sealing.seal(row[1], row[2], Q4), 1)
+    sequence = make_sequence(1, 256)
+    block = slots_of(sealing.seal(sequence[1], sequence[2], Q4), 1)
     group.write(0, mx.array([slots[0].number], mx.uint32), block)
     mx.eval(group.arrays())
     mx.clear_cache()

@@ -42,7 +42,7 @@ def test_records_are_copied_to_their_slots(order: list[int]):
 
 
 def read(batch: PagedBatch) -> list[int]:
-    """The numbers of the only row's two slots."""
+    """The numbers of the only sequence's two slots."""
     return [int(number) for number in np.array(batch.blocks(0, [0], [2])[0])[:2]]
 
 
@@ -51,14 +51,14 @@ def test_a_batch_follows_slots_that_move():
     (group,) = pool.groups
     slots = group.take(8)
     group.write_records(slots, [fields()], records(8))
-    row = BlockTable(slots[6:])
-    batch = PagedBatch(pool, [[row]])
+    sequence = BlockTable(slots[6:])
+    batch = PagedBatch(pool, [[sequence]])
     assert read(batch) == [slots[6].number, slots[7].number]
     kept = batch.get([512], None, "what", lambda: "computed before")
     del slots
     pool.shrink(0)
     numbers = read(batch)
-    assert numbers == [slot.number for slot in row.slots] and max(numbers) < 2
+    assert numbers == [slot.number for slot in sequence.slots] and max(numbers) < 2
     assert [held(group, number) for number in numbers] == [7, 8]
     assert batch.get([512], None, "what", lambda: "computed anew") != kept
     pool.check()
@@ -86,7 +86,7 @@ def test_a_blank_slot_is_zeros_whatever_lay_there():
 def test_a_batch_holds_its_blank_slot():
     pool = BlockPool([[0]])
     (group,) = pool.groups
-    batch = PagedBatch.of_rows(pool, 1)
+    batch = PagedBatch.of_sequences(pool, 1)
     number = batch.blank(0)
     assert group.taken == 1 and batch.blank(0) == number == group.blank().number
     del batch

@@ -16,8 +16,8 @@ NBYTES = 100
 
 
 def keep(cache: PrefixCache[str], tokens: list[int], window: int = 0) -> None:
-    """Store a finished row the way the engine does. Of window layers only the last `window` tokens are left by then,
-    and of recurrent ones the state at the end."""
+    """Store a finished sequence the way the engine does. Of window layers only the last `window` tokens are left by
+    then, and of recurrent ones the state at the end."""
     ids = block_ids(ROOT, tokens)
 
     def kept(start: int, stop: int, value: str) -> PrefixKV[str]:
@@ -174,7 +174,7 @@ def test_of_too_many_continuations_of_one_block_the_first_goes(monkeypatch: pyte
 
 
 def test_what_somebody_pinned_is_kept_however_large_it_is():
-    """A row stands on it. Without a pin nothing larger than the cache drives out what fits."""
+    """A sequence stands on it. Without a pin nothing larger than the cache drives out what fits."""
     tokens = list(range(BLOCK_TOKENS + 5))
     ids = block_ids(ROOT, tokens)
     for pinned in (True, False):
@@ -252,8 +252,8 @@ def common(left: list[int], right: list[int]) -> list[int]:
     "rule", [ReuseRule(100), ReuseRule(256), ReuseRule(700), ReuseRule(0, True), ReuseRule(300, True)]
 )
 def test_windows_and_states_are_there_wherever_a_prefix_is_found(rule: ReuseRule, seed: int):
-    """What is found ends where some kept row had all that window and recurrent layers need; a row that goes on where it
-    ended finds all of itself. A state is found even where the blocks of another row go further."""
+    """What is found ends where some kept sequence had all that window and recurrent layers need; a sequence that goes
+    on where it ended finds all of itself. A state is found even where the blocks of another sequence go further."""
     rng = random.Random(seed)
     cache: PrefixCache[str] = PrefixCache(1_000_000, rule)
     kept: list[list[int]] = []
@@ -264,18 +264,22 @@ def test_windows_and_states_are_there_wherever_a_prefix_is_found(rule: ReuseRule
         found = reusable(cache, tokens)
         assert estimated == found
         if found:
-            assert served(rule, kept, tokens, found), f"seed {seed}: {found} tokens found that no kept rows can give"
+            assert served(rule, kept, tokens, found), (
+                f"seed {seed}: {found} tokens found that no kept sequences can give"
+            )
         if rule == ReuseRule(0, True):
-            assert found == max((len(row) for row in kept if tokens[: len(row)] == row), default=0), "the longest row"
+            assert found == max(
+                (len(sequence) for sequence in kept if tokens[: len(sequence)] == sequence), default=0
+            ), "the longest sequence"
         keep(cache, tokens, rule.window)
         kept.append(tokens)
         cache.check()
         assert reusable(cache, [*tokens, 1, 2]) == len(tokens)
 
 
-def served(rule: ReuseRule, rows: list[list[int]], tokens: list[int], cut: int) -> bool:
-    """Whether what finished rows left is enough to go on after the first `cut` tokens."""
-    shared = [(len(common(row, tokens)), len(row)) for row in rows]
+def served(rule: ReuseRule, sequences: list[list[int]], tokens: list[int], cut: int) -> bool:
+    """Whether what finished sequences left is enough to go on after the first `cut` tokens."""
+    shared = [(len(common(sequence, tokens)), len(sequence)) for sequence in sequences]
     if rule.recurrent and not any(same >= cut == length for same, length in shared):
         return False
     needed = range(max(0, cut - rule.window), cut) if rule.window else range(cut)

@@ -168,7 +168,7 @@ def test_a_prompt_longer_than_the_context_is_refused_whatever_its_name(tmp_path:
     assert "256 tokens" in bench.refused["long"].message
     bench.submit("short", [7] * 200, max_tokens=2)
     bench.drain()
-    assert bench.rows["short"].finish == "length"
+    assert bench.sequences["short"].finish == "length"
 
 
 RANK = 4
@@ -226,8 +226,8 @@ def test_an_adapter_computes_what_its_formula_says(tmp_path: Path):
 
 
 def test_only_matrices_used_transposed_are_stored_by_columns(tmp_path: Path):
-    """A wrong order would be slow and not wrong, so it is the strides that are looked at: a view of an array in row
-    order is contiguous for numpy."""
+    """A wrong order would be slow and not wrong, so it is the strides that are looked at: a view of an array in
+    sequence order is contiguous for numpy."""
     model = load_with(write_adapter(tmp_path / "adapter")).model
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))  # type: ignore[arg-type]
     matrices = {name: memoryview(matrix) for name, matrix in parameters.items() if matrix.ndim == 2}  # type: ignore
@@ -363,7 +363,7 @@ def test_both_forms_of_weights_serve_the_products_that_each_is_good_for(
     model = models.load(folder, context_tokens_max=None, progress=lambda *_: None, weights="both").model
     layer = model.layers[0].mlp.down_proj
     monkeypatch.setattr(prepare, "STORED_PRODUCTS_MAX", 4 * layer.weight.size)
-    prompts = [mx.array([[7] * rows]) for rows in (4, 5)]
+    prompts = [mx.array([[7] * sequences]) for sequences in (4, 5)]
     before = [np.array(model(prompt)) for prompt in prompts]
     layer.stored.scales = layer.stored.scales * 2
     few, many = (np.array(model(prompt)) for prompt in prompts)

@@ -216,7 +216,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def in_words(codes: np.ndarray) -> np.ndarray:
-    """(rows, columns) of codes of four bits as (rows, columns / 8) of words."""
+    """(sequences, columns) of codes of four bits as (sequences, columns / 8) of words."""
     eights = codes.reshape(codes.shape[0], -1, 8).astype(np.uint32)
     words = np.zeros(eights.shape[:2], np.uint32)
     for bits, column in enumerate(AWQ_ORDER):

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from satchel.actors.kv_store.actor import KVStoreActor
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.replica.loop.consumers import Consumers
 from satchel.actors.router.actor import RouterActor
@@ -17,7 +17,7 @@ from satchel.cluster.timing import Timing
 
 
 class Readers:
-    """A replica's consumers. `ended` are the rows that were taken out."""
+    """A replica's consumers. `ended` are the sequences that were taken out."""
 
     def __init__(self, **timing: float) -> None:
         self.ended: list[str] = []
@@ -26,8 +26,8 @@ class Readers:
     async def _abort(self, request_ids: list[str]) -> None:
         self.ended += request_ids
 
-    def say(self, consumer: str, *tokens: int, row: str = "r", finish: str | None = None) -> None:
-        self.all.deliver({consumer: [RowUpdate(row, list(tokens), finish)]})
+    def say(self, consumer: str, *tokens: int, sequence: str = "r", finish: str | None = None) -> None:
+        self.all.deliver({consumer: [SequenceUpdate(sequence, list(tokens), finish)]})
 
     async def hears(self, consumer: str, number: int) -> dict[str, list[int]] | None:
         updates = await self.all.next_frame(consumer, number)
@@ -45,7 +45,7 @@ async def test_a_frame_has_all_that_is_new_and_an_empty_one_says_that_nothing_is
     assert await readers.hears("c", 0) == {}
     readers.say("c", 1, 2)
     readers.say("c", 3)
-    readers.say("c", 7, row="s")
+    readers.say("c", 7, sequence="s")
     readers.say("d", 9)
     assert await readers.hears("c", 1) == {"r": [1, 2, 3], "s": [7]}
     waiting = asyncio.create_task(readers.hears("c", 2))
@@ -74,9 +74,9 @@ async def test_two_that_ask_for_one_frame_do_not_share_it(readers: Readers):
     assert first == {"r": [1]} and second is None
 
 
-async def test_who_asks_no_more_is_forgotten_with_its_rows():
+async def test_who_asks_no_more_is_forgotten_with_its_sequences():
     readers = Readers(consumer_lease_s=0.2)
-    readers.all.rows("c").add("r")
+    readers.all.sequences("c").add("r")
     assert await readers.hears("c", 0) == {}
     async with asyncio.timeout(10):
         while not readers.ended:
@@ -84,7 +84,7 @@ async def test_who_asks_no_more_is_forgotten_with_its_rows():
     assert readers.ended == ["r"]
     assert await readers.hears("c", 1) is None
     # A request that comes late makes it known again, and what it has heard before is still of another life.
-    readers.all.rows("c").add("s")
+    readers.all.sequences("c").add("s")
     assert await readers.hears("c", 1) is None
 
 

@@ -118,8 +118,8 @@ def test_scores_are_differences_of_the_models_own_logits(bench: MakeBench, loade
 
 
 def test_answers_and_embeddings_go_on_beside_each_other(bench: MakeBench, monkeypatch: pytest.MonkeyPatch):
-    """Every step of the engine draws a running row's next token. Beside it a step either prefills or embeds, in turn,
-    and neither more than prefill alone may."""
+    """Every step of the engine draws a running sequence's next token. Beside it a step either prefills or embeds, in
+    turn, and neither more than prefill alone may."""
     engine = bench(prefill_chunk_tokens=512)
     engine.submit("runs", texts_of(40)[0], max_tokens=200)
     for _ in range(4):
@@ -142,9 +142,9 @@ def test_answers_and_embeddings_go_on_beside_each_other(bench: MakeBench, monkey
     asked.ask("texts", texts_of(*[30] * 10, 300))
     engine.submit("prompt", texts_of(500)[0], max_tokens=2)
     while "texts" not in asked.answers or engine.engine.scheduler.pending_tokens:
-        before, steps = len(engine.rows["runs"].tokens), len(done)
+        before, steps = len(engine.sequences["runs"].tokens), len(done)
         engine.turn()
-        assert len(engine.rows["runs"].tokens) == before + 1
+        assert len(engine.sequences["runs"].tokens) == before + 1
         assert len(done) <= steps + 1 and done[-1][1] <= 64
     kinds = [kind for kind, _ in done]
     both = min(kinds.count("prefill"), kinds.count("embed"))

@@ -1,4 +1,4 @@
-"""Pictures are encoded beside the steps: nobody waits for another's, and what fails or leaves concerns one row."""
+"""Pictures are encoded beside the steps: nobody waits for another's, and what fails or leaves concerns one sequence."""
 
 from __future__ import annotations
 
@@ -92,20 +92,20 @@ def turn_until(bench: Bench, what: Callable[[], object]) -> None:
     raise AssertionError("it does not come true")
 
 
-def test_rows_go_on_while_a_picture_is_encoded(seeing: tuple[LoadedModel, Path], gate: Gate):
-    """And a picture that two rows ask for is encoded once, the next one after it."""
+def test_sequences_go_on_while_a_picture_is_encoded(seeing: tuple[LoadedModel, Path], gate: Gate):
+    """And a picture that two sequences ask for is encoded once, the next one after it."""
     bench = Bench(seeing[0])
     bench.submit("text", TEXT, max_tokens=30)
     bench.turn()
     for name, colour in (("red", "red"), ("blue", "blue"), ("red again", "red")):
         prompt, media = asked(seeing[1], colour)
         bench.submit(name, prompt, media=media)
-    turn_until(bench, lambda: bench.rows["text"].finish)
-    assert gate.calls == 1 and set(bench.rows) == {"text"}, "one at a time, and nobody waited for it"
+    turn_until(bench, lambda: bench.sequences["text"].finish)
+    assert gate.calls == 1 and set(bench.sequences) == {"text"}, "one at a time, and nobody waited for it"
     gate.opened.set()
     bench.drain()
     assert gate.calls == 2 and set(gate.threads) == {"encoder"}
-    assert bench.rows["red"].tokens == bench.rows["red again"].tokens != bench.rows["blue"].tokens
+    assert bench.sequences["red"].tokens == bench.sequences["red again"].tokens != bench.sequences["blue"].tokens
     assert (bench.engine.pictures.embeddings.encodes, bench.engine.pictures.embeddings.hits) == (2, 1)
 
 
@@ -134,7 +134,7 @@ def test_pictures_of_one_layout_are_encoded_together(seeing: tuple[LoadedModel, 
         bench.submit(name, prompt, media=media, priority=priority)
     bench.drain()
     assert gate.shown == [2, 2, 1] and bench.engine.pictures.embeddings.encodes == 5
-    assert {name: row.tokens for name, row in bench.rows.items()} == alone
+    assert {name: sequence.tokens for name, sequence in bench.sequences.items()} == alone
 
 
 def test_as_many_are_encoded_together_as_have_so_many_tokens(
@@ -147,7 +147,7 @@ def test_as_many_are_encoded_together_as_have_so_many_tokens(
     for name, (prompt, media) in enumerate(prompts):
         bench.submit(str(name), prompt, media=media)
     bench.drain()
-    assert gate.shown == [4, 4, 1] and {row.finish for row in bench.rows.values()} == {"length"}
+    assert gate.shown == [4, 4, 1] and {sequence.finish for sequence in bench.sequences.values()} == {"length"}
 
 
 def test_pictures_that_cannot_be_encoded_together_are_encoded_one_by_one(
@@ -161,25 +161,25 @@ def test_pictures_that_cannot_be_encoded_together_are_encoded_one_by_one(
         bench.submit(str(blue), prompt, media=media)
     bench.drain()
     assert gate.shown == [2, 1, 1, 1] and together.apart == {False}
-    assert {row.finish for row in bench.rows.values()} == {"length"} and set(gate.threads) == {"encoder"}
+    assert {sequence.finish for sequence in bench.sequences.values()} == {"length"} and set(gate.threads) == {"encoder"}
 
 
-def test_what_is_encoded_for_a_row_that_has_left_is_kept(seeing: tuple[LoadedModel, Path], gate: Gate):
+def test_what_is_encoded_for_a_sequence_that_has_left_is_kept(seeing: tuple[LoadedModel, Path], gate: Gate):
     bench = Bench(seeing[0])
     prompt, media = asked(seeing[1], "green")
     bench.submit("one", prompt, media=media)
     bench.turn()
     bench.engine.abort(("one",))
     bench.turn()
-    assert bench.rows["one"].finish == "abort"
+    assert bench.sequences["one"].finish == "abort"
     gate.opened.set()
     turn_until(bench, lambda: bench.engine.pictures.embeddings.encodes)
     bench.submit("two", prompt, media=media)
     bench.drain()
-    assert bench.rows["two"].finish == "length" and gate.calls == 1
+    assert bench.sequences["two"].finish == "length" and gate.calls == 1
 
 
-def test_an_encoder_that_fails_on_its_thread_is_tried_on_the_engine_s_and_costs_one_row(
+def test_an_encoder_that_fails_on_its_thread_is_tried_on_the_engine_s_and_costs_one_sequence(
     seeing: tuple[LoadedModel, Path], gate: Gate
 ):
     bench = Bench(seeing[0])
@@ -190,14 +190,14 @@ def test_an_encoder_that_fails_on_its_thread_is_tried_on_the_engine_s_and_costs_
         bench.submit("text", TEXT)
         bench.submit("picture", prompt, media=media)
         bench.drain()
-        assert (bench.rows.pop("text").finish, bench.rows.pop("picture").finish) == ("length", finish)
+        assert (bench.sequences.pop("text").finish, bench.sequences.pop("picture").finish) == ("length", finish)
         assert gate.threads == ["encoder", threading.current_thread().name]
     assert not bench.engine.pictures
 
 
 def test_what_is_missing_after_all_waits_for_the_picture_in_hand(seeing: tuple[LoadedModel, Path], gate: Gate):
-    """KV that was there when a row came may have gone when it is its turn; its features were not kept either."""
-    bench = Bench(seeing[0], rows_max=1, vision_bytes_max=1)
+    """KV that was there when a sequence came may have gone when it is its turn; its features were not kept either."""
+    bench = Bench(seeing[0], sequences_max=1, vision_bytes_max=1)
     (known, one), (new, other) = (asked(seeing[1], colour) for colour in ("navy", "gold"))
     gate.opened.set()
     bench.run("first", known, media=one, max_tokens=1)
@@ -211,11 +211,11 @@ def test_what_is_missing_after_all_waits_for_the_picture_in_hand(seeing: tuple[L
     threading.Timer(0.3, gate.opened.set).start()
     bench.drain()
     assert gate.most == 1 and gate.calls == 3
-    assert {row.finish for row in bench.rows.values()} == {"length"}
+    assert {sequence.finish for sequence in bench.sequences.values()} == {"length"}
 
 
-def test_rows_that_wait_for_their_pictures_fill_the_queue(seeing: tuple[LoadedModel, Path], gate: Gate):
-    bench = Bench(seeing[0], rows_max=1, queue_requests_max=2)
+def test_sequences_that_wait_for_their_pictures_fill_the_queue(seeing: tuple[LoadedModel, Path], gate: Gate):
+    bench = Bench(seeing[0], sequences_max=1, queue_requests_max=2)
     prompt, media = asked(seeing[1], "white")
     for number in range(4):
         bench.submit(str(number), prompt, media=media)
@@ -224,10 +224,10 @@ def test_rows_that_wait_for_their_pictures_fill_the_queue(seeing: tuple[LoadedMo
     assert (bench.engine.waiting, bench.engine.pending_tokens) == (3, 3 * (len(prompt) - 1)), "whoever drains sees them"
     gate.opened.set()
     bench.drain()
-    assert [row.finish for row in bench.rows.values()] == ["length"] * 3
+    assert [sequence.finish for sequence in bench.sequences.values()] == ["length"] * 3
 
 
-def test_a_row_whose_pixels_were_not_sent_is_taken_only_where_they_are_not_needed(
+def test_a_sequence_whose_pixels_were_not_sent_is_taken_only_where_they_are_not_needed(
     seeing: tuple[LoadedModel, Path], gate: Gate
 ):
     bench = Bench(seeing[0])
@@ -245,7 +245,7 @@ def test_a_row_whose_pixels_were_not_sent_is_taken_only_where_they_are_not_neede
     assert gate.calls == 1
 
 
-def test_a_row_without_pixels_waits_for_another_that_has_them(seeing: tuple[LoadedModel, Path], gate: Gate):
+def test_a_sequence_without_pixels_waits_for_another_that_has_them(seeing: tuple[LoadedModel, Path], gate: Gate):
     """Also where it is the more urgent one; where the other leaves before its turn, it hears that it has none."""
     bench = Bench(seeing[0])
     first, of_first = asked(seeing[1], "navy")
@@ -259,7 +259,7 @@ def test_a_row_without_pixels_waits_for_another_that_has_them(seeing: tuple[Load
     assert not bench.refused
     gate.opened.set()
     bench.drain()
-    assert bench.rows["spared"].tokens == bench.rows["whole"].tokens and gate.calls == 2
+    assert bench.sequences["spared"].tokens == bench.sequences["whole"].tokens and gate.calls == 2
     gate.opened.clear()
     late, of_late = asked(seeing[1], "maroon")
     other, of_other = asked(seeing[1], "silver")
@@ -272,9 +272,9 @@ def test_a_row_without_pixels_waits_for_another_that_has_them(seeing: tuple[Load
     bench.turn()
     gate.opened.set()
     bench.drain()
-    error = bench.rows["left behind"].error
+    error = bench.sequences["left behind"].error
     assert error is not None and error["kind"] == "PictureLost"
-    assert bench.rows["other"].finish == "length"
+    assert bench.sequences["other"].finish == "length"
 
 
 def test_the_warm_up_of_a_model_for_pictures_sees_one(seeing: tuple[LoadedModel, Path], gate: Gate):
@@ -294,7 +294,7 @@ def test_what_is_encoded_for_one_is_given_to_all_that_wait_for_it(seeing: tuple[
     bench.submit("spared", prompt, media=[replace(one, pixels=[]) for one in media], priority=1)
     gate.opened.set()
     bench.drain()
-    assert bench.rows["spared"].tokens == bench.rows["whole"].tokens and gate.calls == 2
+    assert bench.sequences["spared"].tokens == bench.sequences["whole"].tokens and gate.calls == 2
     assert not bench.refused and not bench.engine.pictures._holding
 
 
@@ -317,8 +317,8 @@ def test_a_turn_with_a_picture_that_nobody_can_send_again_has_its_kv_read_back(
     third = [*second, *answer.tokens, *TEXT[:20]]
     known = len(second) + len(answer.tokens)
     spared = [replace(one, pixels=[]) for one in shown]
-    row = here.run("third", third, agent=AGENT, media=spared, remembered=known)
-    assert not here.refused and row.cached == known
+    sequence = here.run("third", third, agent=AGENT, media=spared, remembered=known)
+    assert not here.refused and sequence.cached == known
 
 
 def test_the_router_hears_what_is_known(seeing: tuple[LoadedModel, Path], gate: Gate):
@@ -374,7 +374,7 @@ def test_features_come_back_from_the_disk_in_any_precision(seeing: tuple[LoadedM
         node.store.close()
 
 
-def test_a_row_has_what_was_read_back_for_it_however_little_is_kept(
+def test_a_sequence_has_what_was_read_back_for_it_however_little_is_kept(
     seeing: tuple[LoadedModel, Path], gate: Gate, tmp_path: Path
 ):
     gate.opened.set()
@@ -395,7 +395,7 @@ def test_a_row_has_what_was_read_back_for_it_however_little_is_kept(
         moved = [replace(one, start=one.start + 1, pixels=[]) for one in media]
         bench.submit("moved", [5, *prompt], media=moved, agent=AGENT)
         bench.drain()
-        assert bench.rows["moved"].finish == "length" and not bench.refused and gate.calls == 3
+        assert bench.sequences["moved"].finish == "length" and not bench.refused and gate.calls == 3
     finally:
         node.store.close()
 
@@ -422,18 +422,18 @@ def test_pictures_before_what_a_window_can_reuse_are_read_back_too(tmp_path: Pat
             bench = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node.client))
             bench.submit(name, other, media=[replace(media[0], pixels=pixels)], agent=AGENT)
             bench.drain()
-            assert not bench.refused and bench.rows[name].finish == "length"
+            assert not bench.refused and bench.sequences[name].finish == "length"
             assert bench.engine.pictures.embeddings.encodes == 0
     finally:
         node.store.close()
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_many_pictures_of_one_row_do_not_hold_up_another_s_only_one(
+def test_many_pictures_of_one_sequence_do_not_hold_up_another_s_only_one(
     seeing: tuple[LoadedModel, Path], gate: Gate, room: bool
 ):
     """Nor do others that come one after the other hold up the rest of the many. Where features have no room, whoever
-    came first has all of its own first, as rows that wait hold what they have."""
+    came first has all of its own first, as sequences that wait hold what they have."""
     bench = Bench(seeing[0], vision_bytes_max=1 << 29 if room else 1)
     prompt, media = list[int](), list[MediaSpan]()
     for colour in ("red", "blue", "green"):
@@ -450,12 +450,12 @@ def test_many_pictures_of_one_row_do_not_hold_up_another_s_only_one(
     while len(ended) < 3:
         if not bench.turn():
             time.sleep(0.005)
-        ended += [name for name, row in bench.rows.items() if row.finish and name not in ended]
+        ended += [name for name, sequence in bench.sequences.items() if sequence.finish and name not in ended]
     assert ended == (["orange", "purple", "many"] if room else ["many", "orange", "purple"])
     assert not bench.engine.pictures._holding
 
 
-def test_many_rows_of_one_caller_do_not_hold_up_another_s_picture(seeing: tuple[LoadedModel, Path], gate: Gate):
+def test_many_sequences_of_one_caller_do_not_hold_up_another_s_picture(seeing: tuple[LoadedModel, Path], gate: Gate):
     bench = Bench(seeing[0])
     for name in ("red", "blue", "green", "navy", "gold"):
         prompt, media = asked(seeing[1], name)
@@ -464,22 +464,22 @@ def test_many_rows_of_one_caller_do_not_hold_up_another_s_picture(seeing: tuple[
     prompt, media = asked(seeing[1], "orange")
     bench.submit("orange", prompt, media=media, max_tokens=1, flow="another")
     gate.opened.set()
-    turn_until(bench, lambda: "orange" in bench.rows and bench.rows["orange"].finish)
-    assert not {"green", "navy", "gold"} & bench.rows.keys()
+    turn_until(bench, lambda: "orange" in bench.sequences and bench.sequences["orange"].finish)
+    assert not {"green", "navy", "gold"} & bench.sequences.keys()
     bench.drain()
 
 
-def test_features_that_rows_wait_with_are_bounded(seeing: tuple[LoadedModel, Path], gate: Gate):
-    """Rows that have theirs go first, and then the encoder goes on; also where one picture alone is too large."""
+def test_features_that_sequences_wait_with_are_bounded(seeing: tuple[LoadedModel, Path], gate: Gate):
+    """Sequences that have theirs go first, and then the encoder goes on; also where one picture alone is too large."""
     loaded, folder = seeing
     gate.opened.set()
-    bench = Bench(loaded, rows_max=1, vision_bytes_max=1)
+    bench = Bench(loaded, sequences_max=1, vision_bytes_max=1)
     bench.submit("running", TEXT, max_tokens=60)
     bench.turn()
     for number in range(5):
         prompt, media = asked(folder, f"rgb(9,9,{number})")
         bench.submit(str(number), prompt, media=media, max_tokens=1)
-    turn_until(bench, lambda: bench.rows["running"].finish)
+    turn_until(bench, lambda: bench.sequences["running"].finish)
     assert gate.calls <= 2, "one waits for its turn with its features, and the next at the most"
     bench.drain()
-    assert gate.calls == 5 and {row.finish for row in bench.rows.values()} == {"length"}
+    assert gate.calls == 5 and {sequence.finish for sequence in bench.sequences.values()} == {"length"}

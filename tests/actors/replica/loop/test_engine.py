@@ -1,4 +1,4 @@
-"""The position law, and what one row may do to another: nothing.
+"""The position law, and what one sequence may do to another: nothing.
 
 Float32 on the CPU, so "the same" means equal tokens from equal bits (teacher forcing is not needed).
 """
@@ -40,7 +40,7 @@ def alone(loaded: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def run_twice(engine: Bench, prompts: list[list[int]], alone: list[list[int]]) -> None:
-    """Rows join at random times and leave at different ones; the second round finds its prompts in the cache."""
+    """Sequences join at random times and leave at different ones; the second round finds its prompts in the cache."""
     rng = random.Random(0)
     for round_name in ("cold", "cached"):
         order = list(range(len(prompts)))
@@ -51,39 +51,39 @@ def run_twice(engine: Bench, prompts: list[list[int]], alone: list[list[int]]) -
                 engine.turn()
         engine.drain()
         for index, tokens in enumerate(alone):
-            assert engine.rows[f"{round_name}{index}"].tokens == tokens
+            assert engine.sequences[f"{round_name}{index}"].tokens == tokens
     # All but the last token of a prompt comes from the cache, also of one whose last block the answer filled.
-    assert engine.rows["cached6"].cached == 299
-    assert [engine.rows[f"cached{index}"].cached for index in (3, 4, 5)] == [254, 255, 256]
+    assert engine.sequences["cached6"].cached == 299
+    assert [engine.sequences[f"cached{index}"].cached for index in (3, 4, 5)] == [254, 255, 256]
 
 
 @pytest.mark.parametrize("chunk", [256, 1024])
-def test_batched_cached_and_chunked_rows_equal_the_row_alone(
+def test_batched_cached_and_chunked_sequences_equal_the_sequence_alone(
     bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], chunk: int
 ):
     run_twice(bench(prefill_chunk_tokens=chunk), prompts, alone)
 
 
-def test_rows_that_are_computed_one_by_one_equal_the_row_alone(
+def test_sequences_that_are_computed_one_by_one_equal_the_sequence_alone(
     loaded: LoadedModel, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(kv_cache, "merge", lambda rows: pytest.fail("there is no batch"))
+    monkeypatch.setattr(kv_cache, "merge", lambda sequences: pytest.fail("there is no batch"))
     run_twice(Bench(dataclasses.replace(loaded, apart=True)), prompts, alone)
 
 
-def test_preempted_rows_go_on_where_they_were(bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]):
-    """Memory for about two of the longest rows: the others wait, are sent back, and say the same words."""
+def test_preempted_sequences_go_on_where_they_were(bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]):
+    """Memory for about two of the longest sequences: the others wait, are sent back, and say the same words."""
     engine = bench(kv_tokens_max=1200)
     for index, prompt in enumerate(prompts):
         engine.submit(str(index), prompt, **SAMPLING[index % 4])
     engine.drain()
-    assert [engine.rows[str(index)].tokens for index in range(len(prompts))] == alone
+    assert [engine.sequences[str(index)].tokens for index in range(len(prompts))] == alone
 
 
-def test_rows_that_give_their_places_to_another_flow_go_on_where_they_were(
+def test_sequences_that_give_their_places_to_another_flow_go_on_where_they_were(
     bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]
 ):
-    engine = bench(rows_max=3)
+    engine = bench(sequences_max=3)
     for index, prompt in enumerate(prompts):
         engine.submit(str(index), prompt, flow="greedy", **SAMPLING[index % 4])
     while len(engine.engine.scheduler.decoding()) < 3:
@@ -96,8 +96,8 @@ def test_rows_that_give_their_places_to_another_flow_go_on_where_they_were(
     running = engine.engine.scheduler.decoding()
     assert "2" not in running and "other 0" in running
     engine.drain()
-    assert [engine.rows[str(index)].tokens for index in range(len(prompts))] == alone
-    assert [engine.rows[f"other {index}"].tokens for index in (0, 1)] == alone[:2]
+    assert [engine.sequences[str(index)].tokens for index in range(len(prompts))] == alone
+    assert [engine.sequences[f"other {index}"].tokens for index in (0, 1)] == alone[:2]
 
 
 def test_a_conversation_that_goes_on_prefills_only_what_is_new(bench: MakeBench, prompts: list[list[int]]):
@@ -109,16 +109,16 @@ def test_a_conversation_that_goes_on_prefills_only_what_is_new(bench: MakeBench,
         assert second.cached == len(prompt) + len(first.tokens)
 
 
-def test_a_row_that_moves_to_another_replica_goes_on_as_if_nothing_had_happened(
+def test_a_sequence_that_moves_to_another_replica_goes_on_as_if_nothing_had_happened(
     bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]
 ):
     for index, prompt in enumerate(prompts):
         done = alone[index][:5]
-        row = bench().run("rest", prompt + done, generated=5, **{**SAMPLING[index % 4], "max_tokens": 7})
-        assert row.tokens == alone[index][5:]
+        sequence = bench().run("rest", prompt + done, generated=5, **{**SAMPLING[index % 4], "max_tokens": 7})
+        assert sequence.tokens == alone[index][5:]
 
 
-def test_rows_with_limits_of_tokens_keep_to_them_and_leave_others_alone(
+def test_sequences_with_limits_of_tokens_keep_to_them_and_leave_others_alone(
     bench: MakeBench, loaded: LoadedModel, prompts: list[list[int]], alone: list[list[int]]
 ):
     """In a batch, and from a token on that was drawn elsewhere."""
@@ -132,8 +132,8 @@ def test_rows_with_limits_of_tokens_keep_to_them_and_leave_others_alone(
     for index, field in enumerate(fields):
         engine.submit(f"limited {index}", prompts[1], **field)
     engine.drain()
-    assert [engine.rows[f"limited {index}"].tokens for index in range(len(fields))] == separate
-    assert [engine.rows[str(index)].tokens for index in range(len(prompts))] == alone
+    assert [engine.sequences[f"limited {index}"].tokens for index in range(len(fields))] == separate
+    assert [engine.sequences[str(index)].tokens for index in range(len(prompts))] == alone
     assert {*separate[1]} <= {*range(20, 60)}
     for tokens in (separate[0], separate[2]):
         assert not any(tokens[at : at + len(word)] == word for word in words for at in range(len(tokens)))
@@ -142,10 +142,10 @@ def test_rows_with_limits_of_tokens_keep_to_them_and_leave_others_alone(
         assert bench().run("rest", prompts[1] + tokens[:5], generated=5, **left).tokens == tokens[5:]
 
 
-def test_a_long_prompt_lets_running_rows_go_on(
+def test_a_long_prompt_lets_running_sequences_go_on(
     bench: MakeBench, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Between two tokens of a running row at most one step's prefill budget is computed."""
+    """Between two tokens of a running sequence at most one step's prefill budget is computed."""
     engine = bench()
     engine.submit("runs", prompts[2], max_tokens=200)
     for _ in range(5):
@@ -160,9 +160,9 @@ def test_a_long_prompt_lets_running_rows_go_on(
     for index in range(2):
         engine.submit(f"long{index}", [rng.randrange(3000) for _ in range(1500)], max_tokens=2)
     while engine.engine.scheduler.pending_tokens or not computed:
-        before, chunks = len(engine.rows["runs"].tokens), sum(computed)
+        before, chunks = len(engine.sequences["runs"].tokens), sum(computed)
         engine.turn()
-        assert len(engine.rows["runs"].tokens) == before + 1
+        assert len(engine.sequences["runs"].tokens) == before + 1
         assert sum(computed) - chunks <= engine.engine.scheduler.limits.prefill_chunk_tokens
         assert sum(computed) - chunks <= 0.25 * 1600.0
     assert sum(computed) == 2 * 1499
@@ -175,30 +175,30 @@ def test_the_choices_of_one_request_compute_their_prompt_once(bench: MakeBench, 
         for choice in range(4):
             engine.submit(f"c{choice}", prompts[index], temperature=1.5, seed=9, choice=choice, choices=4)
         engine.drain()
-        assert [engine.rows[f"c{choice}"].cached for choice in range(4)] == [0] + [len(prompts[index]) - 1] * 3
-        texts = [engine.rows[f"c{choice}"].tokens for choice in range(4)]
+        assert [engine.sequences[f"c{choice}"].cached for choice in range(4)] == [0] + [len(prompts[index]) - 1] * 3
+        texts = [engine.sequences[f"c{choice}"].tokens for choice in range(4)]
         assert len({tuple(text) for text in texts}) == 4
         for choice, text in enumerate(texts):
             assert bench().run("alone", prompts[index], temperature=1.5, seed=9, choice=choice).tokens == text
 
 
 def test_prompts_with_a_common_beginning_compute_it_once(bench: MakeBench, prompts: list[list[int]]):
-    """Two whole blocks shared by six rows that arrive together."""
-    engine = bench(prefill_rows_max=6)
-    for row in range(6):
-        engine.submit(str(row), prompts[7][:512] + [row + 1] * 30)
+    """Two whole blocks shared by six sequences that arrive together."""
+    engine = bench(prefill_sequences_max=6)
+    for sequence in range(6):
+        engine.submit(str(sequence), prompts[7][:512] + [sequence + 1] * 30)
     engine.drain()
-    assert sorted(engine.rows[str(row)].cached or 0 for row in range(6)) == [0] + [512] * 5
+    assert sorted(engine.sequences[str(sequence)].cached or 0 for sequence in range(6)) == [0] + [512] * 5
 
 
-def test_stop_tokens_end_a_row_and_min_tokens_holds_them_back(
+def test_stop_tokens_end_a_sequence_and_min_tokens_holds_them_back(
     bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]
 ):
     """`alone[4]` is greedy, so its tokens say where a stop token comes."""
     words = alone[4]
     at = words.index(words[3])
-    row = bench().run("r", prompts[4], stop_token_ids=[words[3]])
-    assert (row.finish, row.tokens) == ("stop", words[: at + 1])
+    sequence = bench().run("r", prompts[4], stop_token_ids=[words[3]])
+    assert (sequence.finish, sequence.tokens) == ("stop", words[: at + 1])
     later = bench().run("r", prompts[4], stop_token_ids=[words[3]], min_tokens=8)
     assert words[3] not in later.tokens[:8]
     assert later.tokens[:at] == words[:at]
@@ -207,7 +207,7 @@ def test_stop_tokens_end_a_row_and_min_tokens_holds_them_back(
 def test_logprobs_come_with_every_token_and_change_none(
     bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]
 ):
-    """In company of rows that ask for none, or for fewer, and that join and leave."""
+    """In company of sequences that ask for none, or for fewer, and that join and leave."""
     engine = bench()
     for index in (2, 3, 4, 6):
         asked = {2: 3, 4: 0}.get(index)
@@ -215,14 +215,14 @@ def test_logprobs_come_with_every_token_and_change_none(
         engine.turn()
     engine.drain()
     for index in (2, 3, 4, 6):
-        row = engine.rows[str(index)]
-        assert row.tokens == alone[index]
+        sequence = engine.sequences[str(index)]
+        assert sequence.tokens == alone[index]
         if index in (3, 6):
-            assert row.logprobs == []
+            assert sequence.logprobs == []
             continue
-        assert len(row.logprobs) == len(row.tokens)
+        assert len(sequence.logprobs) == len(sequence.tokens)
         wanted = {2: 3, 4: 0}[index]
-        for token, (chosen, best) in zip(row.tokens, row.logprobs, strict=True):
+        for token, (chosen, best) in zip(sequence.tokens, sequence.logprobs, strict=True):
             assert chosen <= 0 and len(best) == wanted
             assert [value for _, value in best] == sorted((value for _, value in best), reverse=True)
             if index == 4 or not wanted:
@@ -230,17 +230,17 @@ def test_logprobs_come_with_every_token_and_change_none(
             assert all(chosen <= best[0][1] for _ in best) and (token != best[0][0] or chosen == best[0][1])
 
 
-def test_a_model_that_says_nothing_sensible_ends_that_row_only(
+def test_a_model_that_says_nothing_sensible_ends_that_sequence_only(
     bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Logits that are not numbers, for one row of a batch."""
+    """Logits that are not numbers, for one sequence of a batch."""
     engine = bench()
     executor = engine.engine.executor
     model = executor._model
 
     def broken(inputs: mx.array, cache: list) -> mx.array:
         logits = model(inputs, cache=cache)
-        names = [row.row_id for row in executor._rows]
+        names = [sequence.sequence_id for sequence in executor._sequences]
         if inputs.shape[1] == 1 and "bad" in names:
             factor = mx.array([float("nan") if name == "bad" else 1.0 for name in names])
             logits = logits * factor[:, None, None]
@@ -250,14 +250,14 @@ def test_a_model_that_says_nothing_sensible_ends_that_row_only(
     for name, index in (("2", 2), ("bad", 3), ("6", 6)):
         engine.submit(name, prompts[index], **SAMPLING[index % 4])
     engine.drain()
-    assert (engine.rows["bad"].finish, engine.rows["bad"].tokens) == ("error", [])
-    assert engine.rows["2"].tokens == alone[2] and engine.rows["6"].tokens == alone[6]
+    assert (engine.sequences["bad"].finish, engine.sequences["bad"].tokens) == ("error", [])
+    assert engine.sequences["2"].tokens == alone[2] and engine.sequences["6"].tokens == alone[6]
 
 
 @pytest.mark.parametrize("numerics", ["reproducible", "fast"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_what_is_no_number_of_one_row_is_never_read_by_another(numerics: str, padded: bool, tmp_path: Path):
-    """Not in its slots after it, not beside it, and not where a short row has no block and a long one has."""
+def test_what_is_no_number_of_one_sequence_is_never_read_by_another(numerics: str, padded: bool, tmp_path: Path):
+    """Not in its slots after it, not beside it, and not where a short sequence has no block and a long one has."""
     folder, poison = write_model(tmp_path, "llama"), 7
     loaded = models.load(str(folder), context_tokens_max=None, progress=lambda *_: None, numerics=numerics)
     weights: Any = loaded.model.model.embed_tokens
@@ -279,11 +279,11 @@ def test_what_is_no_number_of_one_row_is_never_read_by_another(numerics: str, pa
     bench.submit("bad again", [*long[:300], *[poison] * 300], max_tokens=5, reusable=False)
     bench.submit("short", short, max_tokens=20)
     bench.drain()
-    assert bench.rows["bad again"].finish == "error" and bench.rows["long"].finish == "length"
-    assert bench.rows["short"].tokens == alone
+    assert bench.sequences["bad again"].finish == "error" and bench.sequences["long"].finish == "length"
+    assert bench.sequences["short"].tokens == alone
 
 
-def test_an_aborted_row_leaves_within_one_step(bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]):
+def test_an_aborted_sequence_leaves_within_one_step(bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]):
     engine = bench()
     for index in (2, 3, 4):
         engine.submit(str(index), prompts[index], **{**SAMPLING[index % 4], "max_tokens": 12 if index != 3 else 500})
@@ -292,15 +292,15 @@ def test_an_aborted_row_leaves_within_one_step(bench: MakeBench, prompts: list[l
     assert engine.engine.scheduler.running == 3
     engine.engine.abort(("3", "unknown"))
     engine.turn()
-    assert engine.engine.scheduler.row("3") is None
-    assert engine.rows["3"].finish == "abort"
+    assert engine.engine.scheduler.sequence("3") is None
+    assert engine.sequences["3"].finish == "abort"
     engine.drain()
-    assert engine.rows["2"].tokens == alone[2]
-    assert engine.rows["4"].tokens == alone[4]
+    assert engine.sequences["2"].tokens == alone[2]
+    assert engine.sequences["4"].tokens == alone[4]
 
 
 @pytest.mark.parametrize("where", ["prefill", "step"])
-def test_a_failing_row_ends_alone(
+def test_a_failing_sequence_ends_alone(
     bench: MakeBench,
     prompts: list[list[int]],
     alone: list[list[int]],
@@ -312,7 +312,7 @@ def test_a_failing_row_ends_alone(
     prefill, step = executor.prefill, executor.step
 
     def failing_prefill(work: list[tuple[str, list[int]]]) -> None:
-        if any(row_id == "bad" for row_id, _ in work):
+        if any(sequence_id == "bad" for sequence_id, _ in work):
             raise RuntimeError("injected")
         prefill(work)
 
@@ -331,11 +331,11 @@ def test_a_failing_row_ends_alone(
     engine.submit("bad", prompts[5])
     engine.submit("6", prompts[6], **SAMPLING[2])
     engine.drain()
-    bad = engine.rows["bad"]
+    bad = engine.sequences["bad"]
     assert (bad.finish, bad.tokens) == ("error", [])
     assert bad.error is not None and bad.error["kind"] == "GenerationFailed"
     for index in (2, 3, 6):
-        assert engine.rows[str(index)].tokens == alone[index]
+        assert engine.sequences[str(index)].tokens == alone[index]
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -350,8 +350,8 @@ def test_a_prompt_that_breaks_among_others_ends_alone(
     model, bad = executor._model, prompts[6][5:20]
 
     def breaking(inputs: mx.array, cache: list) -> mx.array:
-        rows: list[list[int]] = inputs.tolist()  # type: ignore[assignment]
-        if inputs.shape[1] > 1 and any(row[5:20] == bad for row in rows):
+        sequences: list[list[int]] = inputs.tolist()  # type: ignore[assignment]
+        if inputs.shape[1] > 1 and any(sequence[5:20] == bad for sequence in sequences):
             for layer in cache[:3]:
                 heads = mx.zeros((inputs.shape[0], 2, inputs.shape[1], 64))
                 layer.update_and_fetch(heads, heads)
@@ -362,14 +362,14 @@ def test_a_prompt_that_breaks_among_others_ends_alone(
     for name, index in (("2", 2), ("bad", 6), ("4", 4)):
         engine.submit(name, prompts[index], **SAMPLING[index % 4])
     engine.drain()
-    assert engine.rows["bad"].finish == "error"
-    assert engine.rows["2"].tokens == alone[2] and engine.rows["4"].tokens == alone[4]
+    assert engine.sequences["bad"].finish == "error"
+    assert engine.sequences["2"].tokens == alone[2] and engine.sequences["4"].tokens == alone[4]
 
 
-def test_a_batch_that_breaks_while_a_row_joins_ends_that_row_only(
+def test_a_batch_that_breaks_while_a_sequence_joins_ends_that_sequence_only(
     bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Half of the layers have the row and half do not: the batch is of no use, its rows run again."""
+    """Half of the layers have the sequence and half do not: the batch is of no use, its sequences run again."""
     engine = bench()
     extend = kv_cache.extend
     guilty = []
@@ -390,14 +390,15 @@ def test_a_batch_that_breaks_while_a_row_joins_ends_that_row_only(
     engine.drain()
     assert guilty
     for index in (2, 3):
-        assert engine.rows[str(index)].tokens == alone[index]
-    assert engine.rows["bad"].finish == "error"
+        assert engine.sequences[str(index)].tokens == alone[index]
+    assert engine.sequences["bad"].finish == "error"
 
 
 def test_a_first_token_is_told_before_the_next_step_is_made_ready(
     bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Where that step then fails, the row goes on behind that token; of three rows two do not wait for the third."""
+    """Where that step then fails, the sequence goes on behind that token; of three sequences two do not wait for the
+    third."""
     engine = bench()
     executor = engine.engine.executor
     told: list[tuple[int, ...]] = []
@@ -405,7 +406,7 @@ def test_a_first_token_is_told_before_the_next_step_is_made_ready(
     step, failing = executor.step, {2}
 
     def watched() -> list[Ready]:
-        told.append(tuple(len(engine.rows[name].tokens) if name in engine.rows else 0 for name in names))
+        told.append(tuple(len(engine.sequences[name].tokens) if name in engine.sequences else 0 for name in names))
         if len(told) in failing:
             raise RuntimeError("injected")
         return step()
@@ -420,12 +421,12 @@ def test_a_first_token_is_told_before_the_next_step_is_made_ready(
     before = len(told)
     names.append("c")
     engine.submit("c", prompts[3], **SAMPLING[3])
-    while not engine.rows.get("c") or not engine.rows["c"].tokens:
+    while not engine.sequences.get("c") or not engine.sequences["c"].tokens:
         engine.turn()
-    assert len(engine.rows["a"].tokens) < 12 and len(engine.rows["b"].tokens) < 12, "all three are under way"
+    assert len(engine.sequences["a"].tokens) < 12 and len(engine.sequences["b"].tokens) < 12, "all three are under way"
     assert all(lengths[2] == 0 for lengths in told[before:])
     engine.drain()
-    assert [engine.rows[name].tokens for name in ("a", "b", "c")] == [alone[1], alone[2], alone[3]]
+    assert [engine.sequences[name].tokens for name in ("a", "b", "c")] == [alone[1], alone[2], alone[3]]
 
 
 def test_an_answer_whose_memory_cannot_be_kept_is_an_answer(
@@ -437,25 +438,25 @@ def test_an_answer_whose_memory_cannot_be_kept_is_an_answer(
         raise MemoryError("injected")
 
     monkeypatch.setattr(engine.engine.executor, "cut", failing_cut)
-    row = engine.run("r", prompts[6], **SAMPLING[2])
-    assert (row.finish, row.tokens) == ("length", alone[6])
+    sequence = engine.run("r", prompts[6], **SAMPLING[2])
+    assert (sequence.finish, sequence.tokens) == ("length", alone[6])
     assert engine.engine.prefixes.nbytes == 0
 
 
-def test_the_model_ends_a_row_by_itself_unless_told_not_to(loaded: LoadedModel, prompts: list[list[int]]):
+def test_the_model_ends_a_sequence_by_itself_unless_told_not_to(loaded: LoadedModel, prompts: list[list[int]]):
     longer = Bench(loaded).run("r", prompts[2], ignore_eos=True, max_tokens=50)
     assert (longer.finish, len(longer.tokens)) == ("length", 50)
     ender = longer.tokens[20]
     ending = dataclasses.replace(loaded, eos_token_ids=frozenset({ender}))
-    row = Bench(ending).run("r", prompts[2], ignore_eos=False, max_tokens=50)
-    assert row.finish == "stop"
-    assert row.tokens == longer.tokens[: longer.tokens.index(ender) + 1]
+    sequence = Bench(ending).run("r", prompts[2], ignore_eos=False, max_tokens=50)
+    assert sequence.finish == "stop"
+    assert sequence.tokens == longer.tokens[: longer.tokens.index(ender) + 1]
     told = Bench(ending).run("r", prompts[2], ignore_eos=True, max_tokens=50)
     assert told.tokens == longer.tokens
 
 
 def test_refusals_name_their_reason(bench: MakeBench, loaded: LoadedModel):
-    engine = bench(rows_max=1, queue_requests_max=1, kv_tokens_max=2000)
+    engine = bench(sequences_max=1, queue_requests_max=1, kv_tokens_max=2000)
     engine.submit("empty", [])
     engine.submit("vocabulary", [loaded.vocabulary_size])
     engine.submit("context", [1] * loaded.context_tokens)
@@ -476,7 +477,7 @@ def test_refusals_name_their_reason(bench: MakeBench, loaded: LoadedModel):
     message = engine.refused["memory"].message
     assert "2048" in message and "memory holds 2046" in message
     engine.drain()
-    assert {row.finish for row in engine.rows.values()} == {"length"}
+    assert {sequence.finish for sequence in engine.sequences.values()} == {"length"}
     engine.engine.drain()
     engine.submit("late", [1, 2, 3])
     engine.turn()
@@ -484,7 +485,7 @@ def test_refusals_name_their_reason(bench: MakeBench, loaded: LoadedModel):
 
 
 @pytest.mark.parametrize(("leaves", "kind"), [(False, Draining), (True, ReplicaLeaves)])
-def test_rows_of_a_node_that_leaves_are_told_apart_from_those_of_a_server_that_ends(
+def test_sequences_of_a_node_that_leaves_are_told_apart_from_those_of_a_server_that_ends(
     bench: MakeBench, leaves: bool, kind: type[SatchelError]
 ):
     """The endpoint has the first go on elsewhere."""
@@ -493,29 +494,29 @@ def test_rows_of_a_node_that_leaves_are_told_apart_from_those_of_a_server_that_e
     engine.turn()
     engine.engine.end_all(leaves=leaves)
     engine.drain()
-    error = engine.rows["row"].error
+    error = engine.sequences["row"].error
     assert error is not None and type(from_wire(error)) is kind
 
 
-def test_a_row_past_its_deadline_ends_with_an_error(bench: MakeBench):
+def test_a_sequence_past_its_deadline_ends_with_an_error(bench: MakeBench):
     engine = bench()
     engine.submit("late", [1, 2, 3], max_tokens=5000, deadline_s=0.2)
     engine.turn()
     time.sleep(0.25)
     engine.turn()
-    row = engine.rows["late"]
-    assert row.finish == "error"
-    assert row.error is not None and row.error["kind"] == "DeadlineExceeded"
+    sequence = engine.sequences["late"]
+    assert sequence.finish == "error"
+    assert sequence.error is not None and sequence.error["kind"] == "DeadlineExceeded"
     assert engine.engine.scheduler.running == 0
 
 
-def test_a_draining_engine_can_end_its_rows(bench: MakeBench):
+def test_a_draining_engine_can_end_its_sequences(bench: MakeBench):
     engine = bench()
     engine.submit("r", [1, 2, 3], max_tokens=5000)
     engine.turn()
     engine.engine.end_all()
     engine.turn()
-    assert engine.rows["r"].finish == "error"
+    assert engine.sequences["r"].finish == "error"
     assert engine.engine.scheduler.running == 0
 
 
@@ -528,13 +529,13 @@ def test_memory_for_prefixes_is_bounded(bench: MakeBench, loaded: LoadedModel, p
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_that_happens_to_one_row_changes_the_words_of_another(
+def test_nothing_that_happens_to_one_sequence_changes_the_words_of_another(
     bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], seed: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Random arrivals, aborts, duplicates, deadlines, preemption, and failures in every call of the executor."""
     rng = random.Random(seed)
     engine = bench(
-        kv_tokens_max=rng.choice([800, 1300, 5000]), rows_max=rng.choice([1, 3, 6]), prefill_chunk_tokens=256
+        kv_tokens_max=rng.choice([800, 1300, 5000]), sequences_max=rng.choice([1, 3, 6]), prefill_chunk_tokens=256
     )
     executor = engine.engine.executor
     for name in ("open", "prefill", "step", "cut", "join"):
@@ -553,13 +554,13 @@ def test_nothing_that_happens_to_one_row_changes_the_words_of_another(
         engine.turn()
     engine.drain()
     for name, index in asked.items():
-        row = engine.rows.get(name)
-        if row is None:
+        sequence = engine.sequences.get(name)
+        if sequence is None:
             assert name in engine.refused, f"seed {seed}: {name} is lost"
             continue
-        assert row.finish is not None, f"seed {seed}: {name} never ended"
-        assert row.tokens == alone[index][: len(row.tokens)], f"seed {seed}: {name} says something else"
-        assert row.finish != "length" or row.tokens == alone[index]
+        assert sequence.finish is not None, f"seed {seed}: {name} never ended"
+        assert sequence.tokens == alone[index][: len(sequence.tokens)], f"seed {seed}: {name} says something else"
+        assert sequence.finish != "length" or sequence.tokens == alone[index]
     assert engine.engine.active == []
 
 

@@ -1,4 +1,4 @@
-"""Rows that follow a grammar: their text is in it, whatever happens to them, and their mates do not notice."""
+"""Sequences that follow a grammar: their text is in it, whatever happens to them, and their mates do not notice."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 
 from satchel.actors.model_files.grammar_compiler import GrammarCompiler
 from satchel.actors.replica.execution import executor
-from satchel.actors.replica.execution.grammar import PARALLEL_ROWS_MIN, MaskMaker, RowGrammar
+from satchel.actors.replica.execution.grammar import PARALLEL_ROWS_MIN, MaskMaker, SequenceGrammar
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import InvalidRequest
-from tests.worlds.replica.bench import Bench, Row
+from tests.worlds.replica.bench import Bench, Seq
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -54,19 +54,19 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode("<|im_start|>user\nTell me about ada.<|im_end|>\n<|im_start|>assistant\n").ids
 
 
-def text_of(tokenizer: Tokenizer, row: Row) -> str:
-    return tokenizer.decode(row.tokens, skip_special_tokens=True)
+def text_of(tokenizer: Tokenizer, sequence: Seq) -> str:
+    return tokenizer.decode(sequence.tokens, skip_special_tokens=True)
 
 
 def submit(bench: Bench, name: str, prompt: list[int], **fields: Any) -> None:
     bench.submit(name, prompt, **{"max_tokens": 200, "grammar": GRAMMAR, **fields})
 
 
-def alone(recall: LoadedModel, prompt: list[int], **fields: Any) -> Row:
+def alone(recall: LoadedModel, prompt: list[int], **fields: Any) -> Seq:
     bench = Bench(recall)
     submit(bench, "alone", prompt, **fields)
     bench.drain()
-    return bench.rows["alone"]
+    return bench.sequences["alone"]
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -74,16 +74,16 @@ def test_what_is_drawn_is_in_the_grammar_and_ends_where_it_ends(
     recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int], how: dict[str, Any]
 ):
     """With `ignore_eos` as the bench has it, because nothing could come after the end."""
-    row = alone(recall, prompt, **how)
-    assert row.finish == "stop" and row.tokens[-1] in recall.eos_token_ids
-    jsonschema_rs.validate(SCHEMA, json.loads(text_of(tokenizer, row)))
-    assert alone(recall, prompt, **how).tokens == row.tokens
+    sequence = alone(recall, prompt, **how)
+    assert sequence.finish == "stop" and sequence.tokens[-1] in recall.eos_token_ids
+    jsonschema_rs.validate(SCHEMA, json.loads(text_of(tokenizer, sequence)))
+    assert alone(recall, prompt, **how).tokens == sequence.tokens
 
 
-def test_rows_with_and_without_grammars_do_not_notice_each_other(
+def test_sequences_with_and_without_grammars_do_not_notice_each_other(
     recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]
 ):
-    """Tokens and logprobs to the bit; the rows join and leave at different times."""
+    """Tokens and logprobs to the bit; the sequences join and leave at different times."""
     plain = [{"grammar": "", "max_tokens": 40, "logprobs": 3, **how} for how in HOW]
     bound = [{"logprobs": 2, **how} for how in HOW]
     expected = [alone(recall, prompt, **fields) for fields in (*plain, *bound)]
@@ -95,9 +95,9 @@ def test_rows_with_and_without_grammars_do_not_notice_each_other(
         for _ in range(rng.randrange(5)):
             bench.turn()
     bench.drain()
-    for index, row in enumerate(expected):
-        got = bench.rows[str(index)]
-        assert (got.tokens, got.logprobs, got.finish) == (row.tokens, row.logprobs, row.finish)
+    for index, sequence in enumerate(expected):
+        got = bench.sequences[str(index)]
+        assert (got.tokens, got.logprobs, got.finish) == (sequence.tokens, sequence.logprobs, sequence.finish)
 
 
 def test_several_choices_follow_one_grammar_each_in_its_own_way(
@@ -107,14 +107,14 @@ def test_several_choices_follow_one_grammar_each_in_its_own_way(
     for choice in range(3):
         submit(bench, str(choice), prompt, temperature=1.5, seed=9, choice=choice, choices=3)
     bench.drain()
-    texts = {text_of(tokenizer, bench.rows[str(choice)]) for choice in range(3)}
+    texts = {text_of(tokenizer, bench.sequences[str(choice)]) for choice in range(3)}
     assert len(texts) == 3
     for text in texts:
         jsonschema_rs.validate(SCHEMA, json.loads(text))
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_row_that_moves_to_another_replica_goes_on_in_its_grammar(
+def test_a_sequence_that_moves_to_another_replica_goes_on_in_its_grammar(
     recall: LoadedModel, prompt: list[int], how: dict[str, Any]
 ):
     whole = alone(recall, prompt, **how).tokens
@@ -122,13 +122,13 @@ def test_a_row_that_moves_to_another_replica_goes_on_in_its_grammar(
         bench = Bench(recall)
         submit(bench, "rest", prompt + whole[:done], generated=done, **how)
         bench.drain()
-        assert bench.rows["rest"].tokens == whole[done:]
+        assert bench.sequences["rest"].tokens == whole[done:]
 
 
-def test_preempted_rows_go_on_in_their_grammars(recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]):
+def test_preempted_sequences_go_on_in_their_grammars(recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]):
     """Another flow takes places in the middle of their texts."""
     expected = [alone(recall, prompt, grammar=LONG, temperature=1.0, seed=seed).tokens for seed in range(5)]
-    bench = Bench(recall, rows_max=3)
+    bench = Bench(recall, sequences_max=3)
     sent_back: list[str] = []
     send_back = bench.engine.decode.send_back
     bench.engine.decode.send_back = lambda request_id: (sent_back.append(request_id), send_back(request_id))[1]
@@ -139,9 +139,9 @@ def test_preempted_rows_go_on_in_their_grammars(recall: LoadedModel, tokenizer: 
     for seed in (3, 4):
         submit(bench, str(seed), prompt, grammar=LONG, temperature=1.0, seed=seed, flow="other")
     bench.drain()
-    assert [bench.rows[str(seed)].tokens for seed in range(5)] == expected
+    assert [bench.sequences[str(seed)].tokens for seed in range(5)] == expected
     assert sent_back
-    assert all(set(text_of(tokenizer, bench.rows[str(seed)])) <= set("abcd") for seed in range(5))
+    assert all(set(text_of(tokenizer, bench.sequences[str(seed)])) <= set("abcd") for seed in range(5))
 
 
 CALL = 'start: "{\\"name\\": \\"str_replace_based_edit\\", \\"arguments\\": " form "}"\nform: %json ' + json.dumps(
@@ -150,7 +150,7 @@ CALL = 'start: "{\\"name\\": \\"str_replace_based_edit\\", \\"arguments\\": " fo
 
 
 @pytest.mark.parametrize("how", HOW[1:3])
-def test_a_row_that_is_alone_gets_tokens_together_where_its_grammar_leaves_no_choice(
+def test_a_sequence_that_is_alone_gets_tokens_together_where_its_grammar_leaves_no_choice(
     recall: LoadedModel, prompt: list[int], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     """In fewer steps, also where blocks become full; and its next turn finds the same."""
@@ -159,12 +159,12 @@ def test_a_row_that_is_alone_gets_tokens_together_where_its_grammar_leaves_no_ch
         bench = Bench(recall)
         submit(bench, "row", tokens, grammar=CALL, **how)
         bench.drain()
-        row = bench.rows["row"]
-        submit(bench, "next", [*tokens, *row.tokens, *prompt], grammar="", max_tokens=5)
+        sequence = bench.sequences["row"]
+        submit(bench, "next", [*tokens, *sequence.tokens, *prompt], grammar="", max_tokens=5)
         bench.drain()
-        last = bench.rows["next"]
-        assert last.cached is not None and last.cached >= len(tokens) + len(row.tokens) - 1
-        return row.tokens, bench.engine.counters.steps, last.tokens
+        last = bench.sequences["next"]
+        assert last.cached is not None and last.cached >= len(tokens) + len(sequence.tokens) - 1
+        return sequence.tokens, bench.engine.counters.steps, last.tokens
 
     prompts = [prompt, (prompt * 20)[:215], (prompt * 20)[:250]]
     together = [said(tokens) for tokens in prompts]
@@ -174,7 +174,7 @@ def test_a_row_that_is_alone_gets_tokens_together_where_its_grammar_leaves_no_ch
         assert tokens == expected and last == also and steps < 0.8 * more
 
 
-def test_mates_that_come_and_go_change_no_word_of_a_row_that_got_tokens_together(
+def test_mates_that_come_and_go_change_no_word_of_a_sequence_that_got_tokens_together(
     recall: LoadedModel, prompt: list[int]
 ):
     expected = [alone(recall, prompt, grammar=CALL, **how).tokens for how in HOW]
@@ -187,23 +187,23 @@ def test_mates_that_come_and_go_change_no_word_of_a_row_that_got_tokens_together
                 bench.turn()
             submit(bench, f"{index}, {mate}", prompt, grammar="", max_tokens=rng.randrange(1, 6))
         bench.drain()
-    assert [bench.rows[str(index)].tokens for index in range(len(HOW))] == expected
+    assert [bench.sequences[str(index)].tokens for index in range(len(HOW))] == expected
 
 
 def test_tokens_that_come_together_end_where_a_limit_or_a_stop_token_is(recall: LoadedModel, prompt: list[int]):
     whole = alone(recall, prompt, grammar=CALL).tokens
     for most in range(1, 12):
-        row = alone(recall, prompt, grammar=CALL, max_tokens=most)
-        assert (row.finish, row.tokens) == ("length", whole[:most])
+        sequence = alone(recall, prompt, grammar=CALL, max_tokens=most)
+        assert (sequence.finish, sequence.tokens) == ("length", whole[:most])
     for token in whole[2:9]:
-        row = alone(recall, prompt, grammar=CALL, stop_token_ids=[token])
-        assert (row.finish, row.tokens) == ("stop", whole[: whole.index(token) + 1])
+        sequence = alone(recall, prompt, grammar=CALL, stop_token_ids=[token])
+        assert (sequence.finish, sequence.tokens) == ("stop", whole[: whole.index(token) + 1])
 
 
 def test_a_token_limit_cuts_the_text(recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]):
     whole = alone(recall, prompt)
-    row = alone(recall, prompt, max_tokens=5)
-    assert (row.finish, row.tokens) == ("length", whole.tokens[:5])
+    sequence = alone(recall, prompt, max_tokens=5)
+    assert (sequence.finish, sequence.tokens) == ("length", whole.tokens[:5])
 
 
 def test_min_tokens_holds_the_end_back_while_something_else_may_follow(
@@ -211,45 +211,45 @@ def test_min_tokens_holds_the_end_back_while_something_else_may_follow(
 ):
     """`a+` can go on for ever; `yes` cannot."""
     for ignore_eos in (False, True):
-        row = alone(recall, prompt, grammar="start: /(a|b)+/", min_tokens=30, max_tokens=60, ignore_eos=ignore_eos)
-        assert len(row.tokens) > 30 and (row.finish == "length" or not ignore_eos)
-        row = alone(recall, prompt, grammar='start: "yes"', min_tokens=30, max_tokens=60, ignore_eos=ignore_eos)
-        assert row.finish == "stop" and text_of(tokenizer, row) == "yes"
+        sequence = alone(recall, prompt, grammar="start: /(a|b)+/", min_tokens=30, max_tokens=60, ignore_eos=ignore_eos)
+        assert len(sequence.tokens) > 30 and (sequence.finish == "length" or not ignore_eos)
+        sequence = alone(recall, prompt, grammar='start: "yes"', min_tokens=30, max_tokens=60, ignore_eos=ignore_eos)
+        assert sequence.finish == "stop" and text_of(tokenizer, sequence) == "yes"
 
 
 def test_a_bias_does_not_lead_out_of_the_grammar(recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]):
     (other,) = tokenizer.encode("x").ids
-    row = alone(recall, prompt, grammar='start: "yes" | "no"', logit_bias=[(other, 100.0)])
-    assert text_of(tokenizer, row) in ("yes", "no")
+    sequence = alone(recall, prompt, grammar='start: "yes" | "no"', logit_bias=[(other, 100.0)])
+    assert text_of(tokenizer, sequence) in ("yes", "no")
 
 
 def test_logprobs_are_the_models_own(recall: LoadedModel, prompt: list[int]):
     """The first token is `{`, which the model would not have said."""
-    row = alone(recall, prompt, logprobs=2)
-    chosen, best = row.logprobs[0]
-    assert chosen < best[0][1] and row.tokens[0] not in [token for token, _ in best]
+    sequence = alone(recall, prompt, logprobs=2)
+    chosen, best = sequence.logprobs[0]
+    assert chosen < best[0][1] and sequence.tokens[0] not in [token for token, _ in best]
 
 
-def test_a_grammar_that_becomes_too_complex_ends_its_row_alone(
+def test_a_grammar_that_becomes_too_complex_ends_its_sequence_alone(
     recall: LoadedModel, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     mate = alone(recall, prompt, grammar="", max_tokens=30)
-    follow = RowGrammar.follow
+    follow = SequenceGrammar.follow
 
-    def fails(self: RowGrammar, token: int) -> None:
+    def fails(self: SequenceGrammar, token: int) -> None:
         follow(self, token)
         if len(self._followed) == 7:
             self.error = "too complex"
 
-    monkeypatch.setattr(RowGrammar, "follow", fails)
+    monkeypatch.setattr(SequenceGrammar, "follow", fails)
     bench = Bench(recall)
     submit(bench, "mate", prompt, grammar="", max_tokens=30)
     submit(bench, "bound", prompt)
     bench.drain()
-    assert bench.rows["mate"].tokens == mate.tokens
-    row = bench.rows["bound"]
-    assert row.finish == "error" and row.error is not None and row.error["message"] == "too complex"
-    assert len(row.tokens) == 7
+    assert bench.sequences["mate"].tokens == mate.tokens
+    sequence = bench.sequences["bound"]
+    assert sequence.finish == "error" and sequence.error is not None and sequence.error["message"] == "too complex"
+    assert len(sequence.tokens) == 7
 
 
 def test_what_does_not_compile_is_refused(recall: LoadedModel, prompt: list[int]):
@@ -262,29 +262,29 @@ def compiler(recall: LoadedModel, tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer.to_str(), recall.eos_token_ids, recall.vocabulary_size)
 
 
-def test_rows_of_one_grammar_have_places_of_their_own(compiler: GrammarCompiler, tokenizer: Tokenizer):
+def test_sequences_of_one_grammar_have_places_of_their_own(compiler: GrammarCompiler, tokenizer: Tokenizer):
     """Masks made together are those made one by one."""
     words = tokenizer.encode('{"name":"ann","colour":"red","sizes":[1').ids
     assert len(words) >= PARALLEL_ROWS_MIN
-    rows = [RowGrammar(compiler.matcher(GRAMMAR), compiler.tokens) for _ in words]
-    for index, row in enumerate(rows):
-        row.resume(words[:index])
-    together = MaskMaker()(list(enumerate(rows)))
-    assert together is not None and together.rows == list(range(len(words)))
-    for index, row in enumerate(rows):
-        single = MaskMaker()([(index, row)])
+    sequences = [SequenceGrammar(compiler.matcher(GRAMMAR), compiler.tokens) for _ in words]
+    for index, sequence in enumerate(sequences):
+        sequence.resume(words[:index])
+    together = MaskMaker()(list(enumerate(sequences)))
+    assert together is not None and together.sequences == list(range(len(words)))
+    for index, sequence in enumerate(sequences):
+        single = MaskMaker()([(index, sequence)])
         assert single is not None and (single.words[0] == together.words[index]).all()
 
 
-def test_a_row_that_comes_back_with_other_tokens_begins_again(compiler: GrammarCompiler, tokenizer: Tokenizer):
+def test_a_sequence_that_comes_back_with_other_tokens_begins_again(compiler: GrammarCompiler, tokenizer: Tokenizer):
     """A step that failed may have followed a token that nobody got."""
-    row = RowGrammar(compiler.matcher("start: /[a-z]+/"), compiler.tokens)
-    row.resume(tokenizer.encode("ab").ids)
-    row.follow(tokenizer.encode("c").ids[0])
-    row.resume(tokenizer.encode("ab").ids)
-    fresh = RowGrammar(compiler.matcher("start: /[a-z]+/"), compiler.tokens)
+    sequence = SequenceGrammar(compiler.matcher("start: /[a-z]+/"), compiler.tokens)
+    sequence.resume(tokenizer.encode("ab").ids)
+    sequence.follow(tokenizer.encode("c").ids[0])
+    sequence.resume(tokenizer.encode("ab").ids)
+    fresh = SequenceGrammar(compiler.matcher("start: /[a-z]+/"), compiler.tokens)
     fresh.resume(tokenizer.encode("ab").ids)
-    masks = [MaskMaker()([(0, each)]) for each in (row, fresh)]
+    masks = [MaskMaker()([(0, each)]) for each in (sequence, fresh)]
     assert masks[0] is not None and masks[1] is not None and (masks[0].words == masks[1].words).all()
 
 
@@ -305,7 +305,7 @@ def test_a_grammar_as_deep_as_may_be_does_not_overflow_the_stack(compiler: Gramm
         definitions = {f"{index:x}": {"$ref": f"#/$defs/{index + 1:x}"} for index in range(count)}
         schema = {"$ref": "#/$defs/0", "$defs": {**definitions, f"{count:x}": {"type": "null"}}}
         grammar = f"start: form\nform: %json {json.dumps(schema)}"
-    place = RowGrammar(compiler.matcher(grammar), compiler.tokens)
+    place = SequenceGrammar(compiler.matcher(grammar), compiler.tokens)
     masks = MaskMaker()([(0, place)])
     assert masks is not None and masks.words.any() and not place.error
 

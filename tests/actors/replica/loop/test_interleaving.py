@@ -31,8 +31,8 @@ from tests.worlds.replica.interleaving import (
     some_agents,
 )
 
-STEADY = Costs(call=0.0, token=PAUSE_S / 128, pair=0.0, step=0.01, row=0.001)
-"""128 tokens take the pause, so every step beside decoding rows has just these."""
+STEADY = Costs(call=0.0, token=PAUSE_S / 128, pair=0.0, step=0.01, sequence=0.001)
+"""128 tokens take the pause, so every step beside decoding sequences has just these."""
 
 
 def a_world(seed: int) -> tuple[random.Random, Costs]:
@@ -57,7 +57,7 @@ def owners(turn: Turn) -> list[str]:
     return [chunk.request_id for chunk in turn.chunks]
 
 
-def test_two_prompts_alternate_with_a_step_of_the_running_rows_after_every_chunk():
+def test_two_prompts_alternate_with_a_step_of_the_running_sequences_after_every_chunk():
     engine = VirtualEngine(STEADY)
     agents = [Agent("runs", 0.0, 128, 400), Agent("first", 1.0, 4096, 5), Agent("second", 3.0, 1024, 5)]
     engine.run(agents)
@@ -75,7 +75,7 @@ def test_the_second_first_token_does_not_wait_for_the_first_prompt(prompt: int):
     agents = [Agent("runs", 0.0, 128, 400), Agent("first", 1.0, 8000, 5), Agent("second", 4.1, prompt, 5)]
     engine.run(agents)
     second, chunks = agents[2], -(-prompt // 128)
-    turn_s = PAUSE_S + STEADY.step + 2 * STEADY.row
+    turn_s = PAUSE_S + STEADY.step + 2 * STEADY.sequence
     assert second.first - second.arrival <= turn_s * (1 + 2 * chunks + 1 + 2)
     assert tokens_between(engine, ["first"], second.arrival, second.first) <= 128 * (chunks + 3)
     assert second.first < agents[1].first
@@ -107,8 +107,8 @@ def one_chunk(engines: Iterable[VirtualEngine]) -> float:
 
 @pytest.mark.parametrize("seed", range(300))
 def test_together_they_end_no_later_than_one_after_the_other(seed: int):
-    """But for one chunk, and for the fixed part of the calls that are more because chunks beside running rows are
-    cut to the pause: no token is computed twice, and no step has fewer rows."""
+    """But for one chunk, and for the fixed part of the calls that are more because chunks beside running sequences are
+    cut to the pause: no token is computed twice, and no step has fewer sequences."""
     rng, costs = a_world(seed)
     agents = some_agents(rng, costs, rng.randint(2, 6))
     engine, apart = VirtualEngine(costs), VirtualEngine(costs)
@@ -146,7 +146,7 @@ def test_all_worlds_together_end_sooner():
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_running_rows_wait_no_longer_than_the_pause(seed: int):
+def test_running_sequences_wait_no_longer_than_the_pause(seed: int):
     """Or than the least chunk takes, or twice a call's fixed part. Text that grows deeper makes single chunks longer
     than was measured before: by half at most, and seldom by a quarter."""
     rng, costs = a_world(seed)
@@ -154,7 +154,7 @@ def test_running_rows_wait_no_longer_than_the_pause(seed: int):
     engine.run(some_agents(rng, costs, rng.randint(2, 6)))
     waits = []
     for turn in engine.turns:
-        # Chunks of several rows are several calls.
+        # Chunks of several sequences are several calls.
         assert sum(chunk.stop - chunk.start for chunk in turn.chunks) <= turn.budget <= LIMITS.prefill_chunk_tokens
         if turn.decoding and turn.chunks:
             deepest = max(chunk.stop for chunk in turn.chunks)
@@ -175,11 +175,11 @@ def test_a_stream_of_short_prompts_at_most_doubles_a_long_ones_work():
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
-def test_a_short_prompt_behind_all_places_waits_for_one_of_them(rows: int):
+def test_a_short_prompt_behind_all_places_waits_for_one_of_them(sequences: int):
     """Where as many long prompts are prefilled as may be, the queue moves on with the first that is done: after twice
     what the shortest of them has left, since the oldest gets every second chunk."""
-    engine = VirtualEngine(STEADY, replace(LIMITS, prefill_rows_max=rows))
-    agents = [Agent("runs", 0.0, 1, 2000), *(Agent(f"long-{number}", 1.0, 3000, 2) for number in range(rows))]
+    engine = VirtualEngine(STEADY, replace(LIMITS, prefill_sequences_max=sequences))
+    agents = [Agent("runs", 0.0, 1, 2000), *(Agent(f"long-{number}", 1.0, 3000, 2) for number in range(sequences))]
     engine.run([*agents, short := Agent("short", 1.5, 100, 2)])
     names = [agent.name for agent in agents]
     assert tokens_between(engine, names, short.arrival, short.first) <= 2 * 3000 + 4 * 128
@@ -190,7 +190,9 @@ def test_an_urgent_agent_waits_for_nobody_less_urgent(seed: int):
     """From the turn after its arrival to the end of its prompt, nothing of a calm prompt is computed but with what the
     last turn's budget has left."""
     rng, costs = a_world(seed)
-    engine = VirtualEngine(costs, replace(LIMITS, rows_max=rng.randint(1, 4), prefill_rows_max=rng.randint(1, 3)))
+    engine = VirtualEngine(
+        costs, replace(LIMITS, sequences_max=rng.randint(1, 4), prefill_sequences_max=rng.randint(1, 3))
+    )
     agents = some_agents(rng, costs, 6)
     urgent = agents[-1]
     urgent.priority = 1
@@ -235,7 +237,7 @@ class SteadyPace:
 
 
 def steady(bench: Bench, tokens: int) -> list[list[tuple[str, int]]]:
-    """Give an engine a constant budget. Returns its prefill calls, as they come: (row, tokens) each."""
+    """Give an engine a constant budget. Returns its prefill calls, as they come: (sequence, tokens) each."""
     calls: list[list[tuple[str, int]]] = []
     executor, prefill = bench.engine.executor, bench.engine.executor.prefill
 
@@ -268,23 +270,23 @@ def test_the_engine_interleaves_and_says_what_it_says_alone(bench: MakeBench):
     engine.submit("first", prompts["first"], max_tokens=24)
     engine.turn()
     engine.submit("second", prompts["second"], max_tokens=24)
-    while not engine.rows["second"].tokens if "second" in engine.rows else True:
+    while not engine.sequences["second"].tokens if "second" in engine.sequences else True:
         engine.turn()
     assert engine.engine.executor.length("first") < 1399, "the earlier prompt is done"
-    assert not engine.rows["first"].tokens
+    assert not engine.sequences["first"].tokens
     engine.drain()
-    assert {name: engine.rows[name].tokens for name in prompts} == alone
+    assert {name: engine.sequences[name].tokens for name in prompts} == alone
     order = [name for call in calls for name, _ in call]
     assert order[:6] == ["first", "second", "first", "second", "first", "second"]
     assert sum(tokens for call in calls for _, tokens in call) == 1399 + 299
     assert engine.engine.counters.steps < steps_alone
-    assert len(calls) <= calls_alone + 1, "chunks beside running rows are as large as alone"
+    assert len(calls) <= calls_alone + 1, "chunks beside running sequences are as large as alone"
     sizes = [tokens for call in calls for _, tokens in call]
     assert sum(tokens < TOKENS_MIN for tokens in sizes) <= 2, "only a prompt's last chunk is a small one"
 
 
 def test_the_engine_decodes_once_after_every_budget(bench: MakeBench):
-    """Three agents come at random turns: while any row runs, every turn gives it a token and prefills a budget at
+    """Three agents come at random turns: while any sequence runs, every turn gives it a token and prefills a budget at
     most; with the first chunk's budget all of this holds before anything was measured."""
     rng = random.Random(4)
     engine = bench()
@@ -295,12 +297,12 @@ def test_the_engine_decodes_once_after_every_budget(bench: MakeBench):
     for index in range(3):
         engine.submit(f"agent-{index}", prompt_of(rng.randint(200, 900), index), max_tokens=5)
         for _ in range(rng.randrange(3)):
-            before = len(calls), len(engine.rows["runs"].tokens)
+            before = len(calls), len(engine.sequences["runs"].tokens)
             engine.turn()
             assert sum(tokens for call in calls[before[0] :] for _, tokens in call) <= FIRST_CHUNK_TOKENS
-            assert len(engine.rows["runs"].tokens) == before[1] + 1
+            assert len(engine.sequences["runs"].tokens) == before[1] + 1
     engine.drain()
-    assert {row.finish for row in engine.rows.values()} == {"length"}
+    assert {sequence.finish for sequence in engine.sequences.values()} == {"length"}
 
 
 def test_agents_that_wait_for_a_common_beginning_go_on_when_its_owner_leaves(bench: MakeBench):
@@ -309,7 +311,7 @@ def test_agents_that_wait_for_a_common_beginning_go_on_when_its_owner_leaves(ben
     common = prompt_of(768, 3)
     prompts = {f"agent-{index}": common + prompt_of(20, 10 + index) for index in range(4)}
     alone = {name: bench().run(name, prompt).tokens for name, prompt in prompts.items()}
-    engine = bench(prefill_rows_max=2, rows_max=2)
+    engine = bench(prefill_sequences_max=2, sequences_max=2)
     calls = steady(engine, 128)
     for name, prompt in prompts.items():
         engine.submit(name, prompt)
@@ -322,9 +324,9 @@ def test_agents_that_wait_for_a_common_beginning_go_on_when_its_owner_leaves(ben
     for index in range(2):
         engine.submit(f"urgent-{index}", prompt_of(300, 20 + index), priority=1)
     engine.drain()
-    assert engine.rows["agent-0"].finish == "abort"
+    assert engine.sequences["agent-0"].finish == "abort"
     for name in list(prompts)[1:]:
-        assert engine.rows[name].tokens == alone[name]
+        assert engine.sequences[name].tokens == alone[name]
     # The second of the common blocks was half done when its first owner left.
     assert sum(tokens for call in calls for _, tokens in call) <= 768 + 2 * 128 + 3 * 19 + 128 + 2 * 299
     assert all(before != after or len(before) == 1 for before, after in pairwise(calls))

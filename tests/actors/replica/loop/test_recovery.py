@@ -1,4 +1,4 @@
-"""What becomes of rows, and of what is kept of them, when the device fails."""
+"""What becomes of sequences, and of what is kept of them, when the device fails."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def is_step(tokens, **_) -> bool:
 
 
 def converse(bench: Bench) -> None:
-    """A long row of an agent, a short one beside it, one that comes late, and the agent's next turn."""
+    """A long sequence of an agent, a short one beside it, one that comes late, and the agent's next turn."""
     bench.submit("agent", LONG, max_tokens=6, agent=AGENT)
     bench.submit("beside", SHORT, max_tokens=40)
     for _ in range(12):
         bench.turn()
     bench.submit("late", LATE, max_tokens=8)
     bench.drain()
-    bench.run("next", [*LONG, *bench.rows["agent"].tokens, 77, 78], max_tokens=8, agent=AGENT)
+    bench.run("next", [*LONG, *bench.sequences["agent"].tokens, 77, 78], max_tokens=8, agent=AGENT)
     bench.run("after", [*LATE, 5], max_tokens=4)
 
 
@@ -65,8 +65,8 @@ def converse(bench: Bench) -> None:
 def test_words_are_right_whatever_the_device_loses(
     place: str, call: int, loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
 ):
-    """Whoever waits first is told, be it another row's prefill or the way to the disk: nothing that was drawn, cut or
-    sealed since the last sound wait is believed, told or written."""
+    """Whoever waits first is told, be it another sequence's prefill or the way to the disk: nothing that was drawn, cut
+    or sealed since the last sound wait is believed, told or written."""
     clean = Bench(loaded)
     converse(clean)
     bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node.client)))
@@ -86,18 +86,18 @@ def test_words_are_right_whatever_the_device_loses(
         monkeypatch.setattr(module, name, fault := Fault(getattr(module, name), call, call))
     converse(bench)
     assert fault.calls >= call, "nothing was lost"
-    for name, row in clean.rows.items():
-        assert (bench.rows[name].tokens, bench.rows[name].finish) == (row.tokens, row.finish), name
+    for name, sequence in clean.sequences.items():
+        assert (bench.sequences[name].tokens, bench.sequences[name].finish) == (sequence.tokens, sequence.finish), name
     assert bench.engine.counters.device_failures == 1
     # Another process finds only what is right.
     write_down(bench, disk)
     node.restart()
     again = Bench(loaded, disk=DiskTier(loaded.spec, loaded.model_id, node.client))
-    row = again.run("next", [*LONG, *clean.rows["agent"].tokens, 77, 78], max_tokens=8, agent=AGENT)
-    assert row.tokens == clean.rows["next"].tokens
+    sequence = again.run("next", [*LONG, *clean.sequences["agent"].tokens, 77, 78], max_tokens=8, agent=AGENT)
+    assert sequence.tokens == clean.sequences["next"].tokens
 
 
-def test_a_row_at_which_the_device_always_fails_ends_alone(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+def test_a_sequence_at_which_the_device_always_fails_ends_alone(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     clean = Bench(loaded)
     converse(clean)
     bench = Bench(loaded)
@@ -105,12 +105,12 @@ def test_a_row_at_which_the_device_always_fails_ends_alone(loaded: LoadedModel, 
     monkeypatch.setattr(PagedKVCache, "update_and_fetch", lambda *given: fault(*given))
     bench.submit("poison", [9] * 50, max_tokens=4)
     converse(bench)
-    assert bench.rows["poison"].finish == "error"
-    for name, row in clean.rows.items():
-        assert (bench.rows[name].tokens, bench.rows[name].finish) == (row.tokens, row.finish), name
+    assert bench.sequences["poison"].finish == "error"
+    for name, sequence in clean.sequences.items():
+        assert (bench.sequences[name].tokens, bench.sequences[name].finish) == (sequence.tokens, sequence.finish), name
 
 
-def test_a_lone_row_is_computed_again(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+def test_a_lone_sequence_is_computed_again(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     """The fault may be nobody's: a GPU ends command buffers for a neighbour's too."""
     bench, clean = Bench(loaded), Bench(loaded)
     monkeypatch.setattr(bench.engine.executor, "_model", Fault(bench.engine.executor._model, 3, 3))
@@ -118,16 +118,16 @@ def test_a_lone_row_is_computed_again(loaded: LoadedModel, monkeypatch: pytest.M
 
 
 def test_a_device_that_does_nothing_right_ends_the_process(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    """Rows go on in another one; told as failed, they would be lost."""
+    """Sequences go on in another one; told as failed, they would be lost."""
     bench = Bench(loaded)
     monkeypatch.setattr(bench.engine.executor, "_model", Fault(bench.engine.executor._model, 1, 10**9))
     for number in range(4):
-        bench.submit(f"row {number}", [*SHORT, number], max_tokens=4)
+        bench.submit(f"sequence {number}", [*SHORT, number], max_tokens=4)
     with pytest.raises(DeviceFailed):
         bench.drain()
 
 
-def test_rows_that_end_together_all_end(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+def test_sequences_that_end_together_all_end(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     """Though the device failed at keeping what the first of them leaves: nobody else would end the others."""
     bench = Bench(loaded)
     for name in ("a", "b", "c"):
@@ -137,12 +137,12 @@ def test_rows_that_end_together_all_end(loaded: LoadedModel, monkeypatch: pytest
     executor = bench.engine.executor
     monkeypatch.setattr(sequence_view, "_stacked", Fault(sequence_view._stacked, 1, 1))
     for name in ("a", "b", "c"):
-        row = bench.engine.scheduler.row(name)
-        assert row is not None and executor.holds(name)
-        row.deadline = 0.0
+        sequence = bench.engine.scheduler.sequence(name)
+        assert sequence is not None and executor.holds(name)
+        sequence.deadline = 0.0
     bench.drain()
-    assert not bench.engine.delivery.rows
-    assert {bench.rows[name].finish for name in ("a", "b", "c")} == {"error"}
+    assert not bench.engine.delivery.sequences
+    assert {bench.sequences[name].finish for name in ("a", "b", "c")} == {"error"}
     # If nobody waited for the device any more, whoever comes next is told.
     assert bench.run("next", SHORT).tokens == Bench(loaded).run("next", SHORT).tokens
     assert bench.engine.counters.device_failures == 1
@@ -163,7 +163,7 @@ def test_what_is_met_while_the_engine_waits_is_met_in_a_step(loaded: LoadedModel
 
 
 def test_what_else_is_in_flight_is_waited_for(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    """It mostly fails too, and would be told to rows that are computed again, one after the other."""
+    """It mostly fails too, and would be told to sequences that are computed again, one after the other."""
     bench, clean = Bench(loaded), Bench(loaded)
     slow = mx.random.normal((800, 800))
     mx.eval(slow)
@@ -182,7 +182,7 @@ def test_what_else_is_in_flight_is_waited_for(loaded: LoadedModel, monkeypatch: 
     assert bench.engine.counters.device_failures == 1
 
 
-def test_what_is_read_for_a_picture_tells_of_all_rows(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_read_for_a_picture_tells_of_all_sequences(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     """Places of a picture's tokens are read from the device while a request is taken in."""
     clean, bench = Bench(loaded), Bench(loaded)
     words = clean.run("row", SHORT, max_tokens=20).tokens
@@ -203,9 +203,9 @@ def test_what_is_read_for_a_picture_tells_of_all_rows(loaded: LoadedModel, monke
     bench.turn()
     monkeypatch.setattr(pictures, "begin", begin)
     bench.drain()
-    assert bench.rows["row"].tokens == words
+    assert bench.sequences["row"].tokens == words
     # Whoever was told of it is told to ask again, or is served.
-    assert "seeing" in bench.rows or isinstance(bench.refused["seeing"], Unavailable)
+    assert "seeing" in bench.sequences or isinstance(bench.refused["seeing"], Unavailable)
 
 
 def test_what_is_read_by_numpy_was_waited_for():

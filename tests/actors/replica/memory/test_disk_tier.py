@@ -1,4 +1,4 @@
-"""What agents' rows leave is on the disk soon after, and a new process goes on from there."""
+"""What agents' sequences leave is on the disk soon after, and a new process goes on from there."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_store_that_is_silent_or_damaged_costs_work_and_nothing_else(
     node.silent = False
 
 
-def test_rows_without_an_agent_leave_nothing_on_the_disk(loaded: LoadedModel, node: Node):
+def test_sequences_without_an_agent_leave_nothing_on_the_disk(loaded: LoadedModel, node: Node):
     bench, disk = process(loaded, node)
     bench.run("nobody", prompt_of(600))
     write_down(bench, disk)
@@ -166,14 +166,14 @@ def test_rows_without_an_agent_leave_nothing_on_the_disk(loaded: LoadedModel, no
 
 
 def test_more_than_memory_keeps_is_restored_all_the_same(loaded: LoadedModel, node: Node):
-    """What is pinned for a row may exceed the prefix cache, and leaves it when the row has begun."""
+    """What is pinned for a sequence may exceed the prefix cache, and leaves it when the sequence has begun."""
     bench, disk = process(loaded, node)
     bench.run("row", prompt_of(1500), agent=AGENT)
     write_down(bench, disk)
     room = 3 * 256 * loaded.spec.bytes_per_token
     other, disk = process(loaded, node, prefix_bytes_max=room)
-    row = other.run("again", prompt_of(1500), agent=AGENT)
-    assert row.cached == 1499
+    sequence = other.run("again", prompt_of(1500), agent=AGENT)
+    assert sequence.cached == 1499
     write_down(other, disk)
     assert other.engine.prefixes.nbytes <= room
 

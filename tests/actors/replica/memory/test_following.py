@@ -1,4 +1,4 @@
-"""A row follows another node's prefill only as long as something may come."""
+"""A sequence follows another node's prefill only as long as something may come."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_it_ends_by_its_deadline(monkeypatch, answer):
     assert [one.deadline_s for one in asked][-1] == pytest.approx(0.2)
 
 
-async def test_it_ends_with_the_row(monkeypatch):
+async def test_it_ends_with_the_sequence(monkeypatch):
     clock = Clock(monkeypatch)
     came, asked = await followed(clock, [LATER], waits=lambda: clock.now < 1.0)
     assert not came and len(asked) == 2

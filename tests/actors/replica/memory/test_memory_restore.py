@@ -142,7 +142,7 @@ def filled(
     kv_cache.restore(spec, caches, blocks, tail, used)
     if pool is None:
         return [[cache.keys, cache.values] for cache in caches]
-    return [row_arrays(cache) for cache in caches]
+    return [sequence_arrays(cache) for cache in caches]
 
 
 def in_pool(spec: ModelCacheSpec, pool: BlockPool, slabs: Sequence[Slab]) -> list[PooledBlock]:
@@ -161,8 +161,8 @@ def in_pool(spec: ModelCacheSpec, pool: BlockPool, slabs: Sequence[Slab]) -> lis
     return blocks
 
 
-def row_arrays(cache: PagedKVCache) -> list[mx.array]:
-    """The only row's sealed blocks in this layer, then its open tail."""
+def sequence_arrays(cache: PagedKVCache) -> list[mx.array]:
+    """The only sequence's sealed blocks in this layer, then its open tail."""
     pool, (tables,) = cache.batch.pool, cache.batch.tables
     group, place = pool.of(cache.layer)
     (table,) = [table for other, table in zip(pool.groups, tables, strict=True) if other is group]
@@ -223,7 +223,7 @@ def test_numbers_that_begin_anywhere_and_layers_that_lack_a_part():
 
 
 @pytest.mark.parametrize("policy", ["q4", "fp16", "unsealed"])
-def test_a_row_opened_with_a_part_of_a_tail_has_its_bytes(policy: str):
+def test_a_sequence_opened_with_a_part_of_a_tail_has_its_bytes(policy: str):
     spec = spec_of(policy)
     slabs = [slab_of(spec, seed, mx.float16) for seed in range(2)]
     tail, pool = slab_of(spec_of("unsealed"), 3, mx.float16), kv_cache.new_pool(spec)
@@ -282,19 +282,19 @@ def test_a_file_of_another_model_is_no_slab(tmp_path: Path):
     pool.check()
 
 
-def test_blocks_read_back_serve_the_row_that_they_were_read_for(
+def test_blocks_read_back_serve_the_sequence_that_they_were_read_for(
     loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
 ):
-    """A row that leaves while it is read back leaves nothing."""
+    """A sequence that leaves while it is read back leaves nothing."""
     bench, disk = process(loaded, node)
     want = bench.run("row", prompt_of(800), agent=AGENT)
     write_down(bench, disk)
     other, _ = process(loaded, node)
     opened: list[list[Slab | PooledBlock]] = []
     executor = other.engine.executor
-    open_row = executor.open
+    open_sequence = executor.open
     monkeypatch.setattr(
-        executor, "open", lambda name, slabs, *rest: (opened.append(slabs), open_row(name, slabs, *rest))
+        executor, "open", lambda name, slabs, *rest: (opened.append(slabs), open_sequence(name, slabs, *rest))
     )
     got = other.run("again", prompt_of(800), agent=AGENT)
     assert (got.tokens, got.cached) == (want.tokens, 799)
@@ -305,7 +305,7 @@ def test_blocks_read_back_serve_the_row_that_they_were_read_for(
     assert len(third.engine.restores) == 1
     third.engine.abort(("leaves",))
     third.drain()
-    assert third.rows["leaves"].finish == "abort"
+    assert third.sequences["leaves"].finish == "abort"
     assert not third.engine.restores and not third.engine.prefixes.holders and not third.engine.prefixes.nbytes
 
 
@@ -394,17 +394,17 @@ def test_a_request_waits_for_a_turn_to_read_only_so_long(
     monkeypatch.setattr(node, "call", slow)
     other, _ = process(loaded, node)
     for seed in (1, 2, 3):
-        other.submit(f"row {seed}", prompt_of(600, seed=seed), agent=AGENT)
+        other.submit(f"sequence {seed}", prompt_of(600, seed=seed), agent=AGENT)
     while len(other.engine.restores) < 3:
         other.engine.step()
     for _ in range(2):
         assert entered.acquire(timeout=20)
     assert not entered.acquire(timeout=0.2)
     other.engine.restores.wait_s_max = 0.0
-    while len(other.rows) < 3 or any(row.finish is None for row in other.rows.values()):
+    while len(other.sequences) < 3 or any(sequence.finish is None for sequence in other.sequences.values()):
         other.engine.step()
-    assert other.rows["row 1"].tokens == want.tokens
-    assert all((row.finish, row.cached) == ("length", 0) for row in other.rows.values())
+    assert other.sequences["sequence 1"].tokens == want.tokens
+    assert all((sequence.finish, sequence.cached) == ("length", 0) for sequence in other.sequences.values())
     go.set()
     third, _ = process(loaded, node)
     assert third.run("again", prompt_of(600), agent=AGENT).cached == 599

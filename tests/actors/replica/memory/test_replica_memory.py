@@ -40,9 +40,9 @@ def test_replicas_divide_what_their_models_leave(tmp_path: Path) -> None:
 
 def test_a_node_s_own_figure_goes_before_and_the_deprecated_one_is_divided(tmp_path: Path) -> None:
     first = replica(tmp_path, "m-0", memory_bytes_max=4 * GIB, kv_bytes_max=GIB)
-    assert first.share_bytes() == 4 * GIB and first.rows_bytes_max() == GIB
+    assert first.share_bytes() == 4 * GIB and first.sequences_bytes_max() == GIB
     replica(tmp_path, "m-1", memory_bytes_max=2 * GIB)
-    assert first.share_bytes() == 2 * GIB and first.rows_bytes_max() == GIB // 2
+    assert first.share_bytes() == 2 * GIB and first.sequences_bytes_max() == GIB // 2
 
 
 def _claim_and_die(folder: Path) -> None:

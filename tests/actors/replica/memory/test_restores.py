@@ -1,4 +1,5 @@
-"""Rows that are read back when they have a place: what others do meanwhile, and stores and disks that do not answer."""
+"""Sequences that are read back when they have a place: what others do meanwhile, and stores and disks that do not
+answer."""
 
 from __future__ import annotations
 
@@ -17,27 +18,27 @@ from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory import disk_tier, restores
 from satchel.actors.replica.memory.disk_tier import DiskTier, Prompt, WriteJob, Written
 from satchel.actors.replica.memory.keeping import Keeping
-from satchel.actors.replica.scheduling.scheduler import Limits, ScheduledRow, Scheduler
+from satchel.actors.replica.scheduling.scheduler import Limits, ScheduledSequence, Scheduler
 from satchel.cluster.errors import Unavailable
 from tests.worlds.models.families import write_model
 from tests.worlds.replica.bench import Bench
 
 from ..loop.test_encode_queue import Gate, asked, gate, seeing
 from .test_disk_tier import AGENT, Node, node, process, prompt_of, write_down
-from .test_kept_rows import blocks
+from .test_kept_sequences import blocks
 
 __all__ = ["gate", "node", "seeing"]
 
 
 def turn_until_all_end(bench: Bench, count: int) -> None:
     ends = time.monotonic() + 60
-    while sum(row.finish is not None for row in bench.rows.values()) < count:
+    while sum(sequence.finish is not None for sequence in bench.sequences.values()) < count:
         assert time.monotonic() < ends
         bench.engine.step()
         time.sleep(0.002)
 
 
-def test_what_memory_has_of_a_row_stays_while_the_rest_is_read(
+def test_what_memory_has_of_a_sequence_stays_while_the_rest_is_read(
     loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
 ):
     """Though others need the room: else what is read back would follow nothing."""
@@ -60,21 +61,21 @@ def test_what_memory_has_of_a_row_stays_while_the_rest_is_read(
     bench.engine.step()
     assert len(bench.engine.restores) == 1
     bench.submit("other", prompt_of(1500, seed=9), max_tokens=4)
-    while "other" not in bench.rows or bench.rows["other"].finish is None:
+    while "other" not in bench.sequences or bench.sequences["other"].finish is None:
         bench.engine.step()
-    assert "again" not in bench.rows
+    assert "again" not in bench.sequences
     go.set()
     bench.drain()
     write_down(bench, disk)
-    assert bench.rows["again"].cached == 2100 and not bench.engine.prefixes.holders
+    assert bench.sequences["again"].cached == 2100 and not bench.engine.prefixes.holders
 
 
-def test_rows_with_one_beginning_are_read_back_together():
+def test_sequences_with_one_beginning_are_read_back_together():
     """What memory has of it nobody computes; and what is read back is no work, for the router either."""
     scheduler = Scheduler(Limits(8, 100, 512, 100_000))
     for number in range(3):
         keys = (b"system", b"own%d" % number, b"more%d" % number)
-        scheduler.add(ScheduledRow(f"row {number}", 2000, 10, keys=keys, known=1990))
+        scheduler.add(ScheduledSequence(f"sequence {number}", 2000, 10, keys=keys, known=1990))
     pending = scheduler.pending_tokens
     first = scheduler.admit()
     assert first is not None
@@ -83,7 +84,7 @@ def test_rows_with_one_beginning_are_read_back_together():
     assert scheduler.admit() is not None
 
 
-def test_a_store_that_hangs_is_not_asked_for_every_row(
+def test_a_store_that_hangs_is_not_asked_for_every_sequence(
     loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(restores, "AT_ONCE_S", 0.1)
@@ -97,7 +98,7 @@ def test_a_store_that_hangs_is_not_asked_for_every_row(
 
     monkeypatch.setattr(node, "call", hung)
     for number in range(8):
-        bench.submit(f"row {number}", prompt_of(300, seed=number), max_tokens=2)
+        bench.submit(f"sequence {number}", prompt_of(300, seed=number), max_tokens=2)
     turn_until_all_end(bench, 8)
     assert len(asked_for) <= 4
     monkeypatch.undo()
@@ -154,8 +155,8 @@ def test_the_engine_waits_for_no_store(loaded: LoadedModel, node: Node, monkeypa
 
 
 def test_what_fails_is_no_progress(loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch):
-    """Turns that cannot be written one after the other hold rows up for `STALLED_S`, and not for as long as they are
-    many."""
+    """Turns that cannot be written one after the other hold sequences up for `STALLED_S`, and not for as long as they
+    are many."""
     monkeypatch.setattr(disk_tier, "STALLED_S", 0.3)
     monkeypatch.setattr(disk_tier, "TRIES_S", ())
     go = threading.Event()
@@ -187,7 +188,7 @@ def test_what_was_written_is_let_go(loaded: LoadedModel, node: Node):
 
 
 def test_snapshots_reach_the_disk_however_little_memory_keeps(tmp_path: Path, node: Node):
-    """Blocks can be cut out of a row again, its recurrent layers' states before its end cannot."""
+    """Blocks can be cut out of a sequence again, its recurrent layers' states before its end cannot."""
     folder = write_model(tmp_path / "qwen3_next", "qwen3_next")
     loaded = models.load(
         str(folder), context_tokens_max=None, progress=lambda *_: None, weights="stored", numerics="reproducible"
@@ -218,7 +219,9 @@ def test_snapshots_that_are_on_the_disk_are_not_held_for_it(
     write_down(bench, disk)
     node.restart()
     held: dict[str, int] = {}
-    monkeypatch.setattr(Keeping, "_write_all", lambda self, row, ended: held.update({row.id: len(row.snapshots)}))
+    monkeypatch.setattr(
+        Keeping, "_write_all", lambda self, sequence, ended: held.update({sequence.id: len(sequence.snapshots)})
+    )
     bench, disk = process(loaded, node)
     read = disk.load
 
@@ -247,8 +250,8 @@ def test_pictures_that_kv_was_to_stand_for_are_read_back_where_it_does_not_come(
     monkeypatch.setattr(disk, "load", lambda *_: None)
     bench = Bench(loaded, disk=disk)
     spared = [replace(one, pixels=[]) for one in media]
-    row = bench.run("late", [*prompt, 5, 6], media=spared, agent=AGENT)
-    assert not bench.refused and row.finish == "length"
+    sequence = bench.run("late", [*prompt, 5, 6], media=spared, agent=AGENT)
+    assert not bench.refused and sequence.finish == "length"
     place.store.close()
 
 
@@ -259,14 +262,14 @@ def test_a_prompt_that_is_only_computed_needs_room_for_all_of_it(loaded: LoadedM
     assert "row" in bench.refused
 
 
-def test_a_row_whose_last_token_cannot_be_read_ends_alone(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+def test_a_sequence_whose_last_token_cannot_be_read_ends_alone(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     bench = Bench(loaded, kv_tokens_max=900)
 
-    def broken(row_id: str) -> Any:
+    def broken(sequence_id: str) -> Any:
         raise RuntimeError("the device fails")
 
     monkeypatch.setattr(bench.engine.executor, "drawn", broken)
     for number in (1, 2):
-        bench.submit(f"row {number}", prompt_of(300, seed=number), max_tokens=400)
+        bench.submit(f"sequence {number}", prompt_of(300, seed=number), max_tokens=400)
     bench.drain()
-    assert sorted(str(row.finish) for row in bench.rows.values()) == ["error", "length"]
+    assert sorted(str(sequence.finish) for sequence in bench.sequences.values()) == ["error", "length"]

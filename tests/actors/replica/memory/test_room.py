@@ -1,4 +1,4 @@
-"""An engine's memory: rows of any lengths in a small budget, a pool that gives slots back, and other programs."""
+"""An engine's memory: sequences of any lengths in a small budget, a pool that gives slots back, and other programs."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def fresh(loaded: LoadedModel, **how: Any) -> Bench:
 
 def check(bench: Bench, budget: int) -> None:
     """Between two steps. More than the budget is held only if nobody can do without any of it."""
-    held, rows = bench.engine.room.held(), bench.engine.room.rows()
+    held, sequences = bench.engine.room.held(), bench.engine.room.sequences()
     if held.loose or held.pool > held.slots or not held.unwritten:
-        assert bench.engine.room.budget.used(rows, held) <= budget, (rows, held)
+        assert bench.engine.room.budget.used(sequences, held) <= budget, (sequences, held)
 
 
-def of_blocks(loaded: LoadedModel, rows: int, blocks: int) -> int:
-    return rows * loaded.spec.bytes_per_row + blocks * BLOCK_TOKENS * loaded.spec.bytes_per_token
+def of_blocks(loaded: LoadedModel, sequences: int, blocks: int) -> int:
+    return sequences * loaded.spec.bytes_per_sequence + blocks * BLOCK_TOKENS * loaded.spec.bytes_per_token
 
 
-def test_a_long_row_and_31_short_ones_say_what_each_says_alone(loaded: LoadedModel):
+def test_a_long_sequence_and_31_short_ones_say_what_each_says_alone(loaded: LoadedModel):
     """In memory for the long one and a few others: nothing is ever above the budget, and all end."""
     lengths = [1700, *(20 + 37 * number % 330 for number in range(31))]
     prompts = [prompt_of(length, number) for number, length in enumerate(lengths)]
     alone = [Bench(loaded).run("alone", prompt, max_tokens=9).tokens for prompt in prompts]
-    budget = of_blocks(loaded, rows=5, blocks=14)
-    bench, most = fresh(loaded, memory_bytes_max=budget, rows_max=32, kv_bytes_max=budget), 0
+    budget = of_blocks(loaded, sequences=5, blocks=14)
+    bench, most = fresh(loaded, memory_bytes_max=budget, sequences_max=32, kv_bytes_max=budget), 0
     assert loaded.pool is not None
     for number, prompt in enumerate(prompts):
         bench.submit(str(number), prompt, max_tokens=9)
@@ -64,13 +64,13 @@ def test_a_long_row_and_31_short_ones_say_what_each_says_alone(loaded: LoadedMod
         assert loaded.pool.nbytes <= budget
         check(bench, budget)
         most = max(most, bench.engine.scheduler.running)
-    assert not bench.refused and [bench.rows[str(number)].tokens for number in range(32)] == alone
+    assert not bench.refused and [bench.sequences[str(number)].tokens for number in range(32)] == alone
     assert most >= 4
 
 
-def test_kept_prefixes_take_what_rows_do_not_need(loaded: LoadedModel):
-    """Without being told how much: a prompt is found again until rows need its room; the least recent one goes."""
-    budget = of_blocks(loaded, rows=1, blocks=20)
+def test_kept_prefixes_take_what_sequences_do_not_need(loaded: LoadedModel):
+    """Without being told how much: a prompt is found again until sequences need its room; the least recent one goes."""
+    budget = of_blocks(loaded, sequences=1, blocks=20)
     bench = fresh(loaded, memory_bytes_max=budget, kv_bytes_max=budget)
     first, second = prompt_of(6 * BLOCK_TOKENS + 1, 1), prompt_of(6 * BLOCK_TOKENS + 1, 2)
     for prompt in (first, second):
@@ -90,17 +90,17 @@ def bench_ids(bench: Bench, prompt: list[int]) -> list[bytes]:
 
 
 def test_what_memory_can_never_hold_is_refused_with_the_number(loaded: LoadedModel):
-    budget = of_blocks(loaded, rows=1, blocks=3) + loaded.spec.bytes_per_token
+    budget = of_blocks(loaded, sequences=1, blocks=3) + loaded.spec.bytes_per_token
     bench = fresh(loaded, memory_bytes_max=budget, kv_bytes_max=budget)
     bench.submit("long", prompt_of(1030, 1))
     bench.submit("short", prompt_of(1020, 1), max_tokens=1)
     bench.drain()
     assert "memory holds 1022 on this machine" in bench.refused["long"].message
-    assert bench.rows["short"].finish == "length"
+    assert bench.sequences["short"].finish == "length"
 
 
-def test_slots_at_the_end_are_given_back_while_rows_run(loaded: LoadedModel):
-    """Blocks move to other slots, of rows and kept ones; nobody says anything else."""
+def test_slots_at_the_end_are_given_back_while_sequences_run(loaded: LoadedModel):
+    """Blocks move to other slots, of sequences and kept ones; nobody says anything else."""
     prompts = [prompt_of(300 + 256 * number, number) for number in range(4)]
     alone = [Bench(loaded).run("alone", prompt, max_tokens=40).tokens for prompt in prompts]
     bench = fresh(loaded)
@@ -120,7 +120,7 @@ def test_slots_at_the_end_are_given_back_while_rows_run(loaded: LoadedModel):
     pool.check()
     assert pool.nbytes == pool.taken_bytes == taken < before
     bench.drain()
-    assert [bench.rows[f"runs {number}"].tokens for number in (2, 3)] == alone[2:]
+    assert [bench.sequences[f"runs {number}"].tokens for number in (2, 3)] == alone[2:]
     for number, prompt in enumerate(prompts):
         again = bench.run(f"again {number}", prompt, max_tokens=40)
         assert again.tokens == alone[number] and (again.cached or 0) >= len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -129,11 +129,13 @@ def test_slots_at_the_end_are_given_back_while_rows_run(loaded: LoadedModel):
 def test_a_replica_yields_to_other_programs_and_comes_back(loaded: LoadedModel):
     bench = fresh(loaded, memory_bytes_max=2**30)
     for number in range(4):
-        bench.run(f"row {number}", prompt_of(8 * BLOCK_TOKENS, number), max_tokens=1)
+        bench.run(f"sequence {number}", prompt_of(8 * BLOCK_TOKENS, number), max_tokens=1)
     room, held = bench.engine.room, bench.engine.prefixes.nbytes
-    used = room.budget.used(room.rows(), room.held())
+    used = room.budget.used(room.sequences(), room.held())
     room.resize(2**30, DEVICE // 32 - used // 2, DEVICE)
-    assert 0 < bench.engine.prefixes.nbytes < held and room.budget.used(room.rows(), room.held()) <= used // 2 + 2**18
+    assert (
+        0 < bench.engine.prefixes.nbytes < held and room.budget.used(room.sequences(), room.held()) <= used // 2 + 2**18
+    )
     assert bench.engine.scheduler.limits.kv_tokens_max > bench.engine.scheduler.room_tokens, "it refuses nothing for it"
     room.resize(2**30, DEVICE, DEVICE)
     assert room.budget.bytes_max == 2**30
@@ -141,16 +143,16 @@ def test_a_replica_yields_to_other_programs_and_comes_back(loaded: LoadedModel):
     assert bench.engine.scheduler.limits.kv_tokens_max * loaded.spec.bytes_per_token <= 2**29
 
 
-def test_a_row_that_waited_while_memory_became_too_little_is_told(loaded: LoadedModel):
-    bench = fresh(loaded, rows_max=1)
+def test_a_sequence_that_waited_while_memory_became_too_little_is_told(loaded: LoadedModel):
+    bench = fresh(loaded, sequences_max=1)
     bench.submit("runs", prompt_of(20, 1), max_tokens=20)
     bench.turn()
     bench.submit("waits", prompt_of(9 * BLOCK_TOKENS, 2), max_tokens=20)
     bench.turn()
-    bench.engine.room.resize(of_blocks(loaded, rows=1, blocks=4), DEVICE, DEVICE)
+    bench.engine.room.resize(of_blocks(loaded, sequences=1, blocks=4), DEVICE, DEVICE)
     bench.drain()
-    error = bench.rows["waits"].error
-    assert bench.rows["runs"].finish == "length" and error is not None and error["kind"] == "ContextLengthExceeded"
+    error = bench.sequences["waits"].error
+    assert bench.sequences["runs"].finish == "length" and error is not None and error["kind"] == "ContextLengthExceeded"
 
 
 def test_free_slots_are_given_back_after_a_while(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
@@ -174,23 +176,23 @@ def test_windows_states_and_dense_caches_stay_within_the_budget(tmp_path: Path, 
         str(folder), context_tokens_max=None, progress=lambda *_: None, weights="stored", kv=kv, numerics="reproducible"
     )
     prompts = [prompt_of(length, number) for number, length in enumerate((900, 40, 300, 520, 700, 64))]
-    budget = of_blocks(loaded, rows=6, blocks=16)
+    budget = of_blocks(loaded, sequences=6, blocks=16)
     bench = Bench(loaded, memory_bytes_max=budget, kv_bytes_max=budget, prefill_chunk_tokens=256)
     for number, prompt in enumerate(prompts):
         bench.submit(str(number), prompt, max_tokens=9)
     while bench.turn():
         check(bench, budget)
-    assert not bench.refused and all(row.finish == "length" for row in bench.rows.values())
+    assert not bench.refused and all(sequence.finish == "length" for sequence in bench.sequences.values())
 
 
 @pytest.mark.parametrize("seed", [2, 7])
-def test_rows_that_come_and_end_at_any_time_stay_within_the_budget(loaded: LoadedModel, tmp_path: Path, seed: int):
+def test_sequences_that_come_and_end_at_any_time_stay_within_the_budget(loaded: LoadedModel, tmp_path: Path, seed: int):
     """Some are an agent's, whose KV goes to the disk: the copies that this takes have room before they are made."""
     chance, spec = random.Random(seed), loaded.spec
-    rows = chance.choice((2, 4, 8))
-    budget = chance.choice((3000, 6000)) * spec.bytes_per_token + 2 * rows * spec.bytes_per_row
+    sequences = chance.choice((2, 4, 8))
+    budget = chance.choice((3000, 6000)) * spec.bytes_per_token + 2 * sequences * spec.bytes_per_sequence
     fresh(loaded)
-    how = {"memory_bytes_max": budget, "rows_max": rows, "prefill_chunk_tokens": chance.choice((256, 512))}
+    how = {"memory_bytes_max": budget, "sequences_max": sequences, "prefill_chunk_tokens": chance.choice((256, 512))}
     bench, disk = process(loaded, Node(tmp_path / "kv"), **how)
     texts = [[chance.randrange(64) for _ in range(chance.choice((50, 600, 1200)))] for _ in range(3)]
     for number in range(40):
@@ -204,4 +206,4 @@ def test_rows_that_come_and_end_at_any_time_stay_within_the_budget(loaded: Loade
             check(bench, budget)
     bench.drain()
     write_down(bench, disk)
-    assert all(row.finish != "error" for row in bench.rows.values())
+    assert all(sequence.finish != "error" for sequence in bench.sequences.values())

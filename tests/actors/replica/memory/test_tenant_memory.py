@@ -32,7 +32,7 @@ def root_of(tenant: str) -> bytes:
 
 
 def keep(cache: PrefixCache[str], tenant: str, tokens: list[int], nbytes: int = NBYTES) -> None:
-    """As the engine keeps a row that has ended."""
+    """As the engine keeps a sequence that has ended."""
     ids = block_ids(root_of(tenant), tokens)
     cut = [(index, tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]) for index in range(len(ids))]
     cache.put_blocks(ids, [(index, part, PrefixKV("block", nbytes)) for index, part in cut], tenant)
@@ -139,8 +139,8 @@ tenants = st.sampled_from(TENANTS)
 steps = st.one_of(
     st.tuples(st.just("keep"), tenants, talks, st.sampled_from([NBYTES, 3 * NBYTES])),
     st.tuples(st.just("match"), tenants, talks),
-    st.tuples(st.just("pin"), tenants, talks, st.sampled_from(["row 1", "row 2"])),
-    st.tuples(st.just("unpin"), st.sampled_from(["row 1", "row 2"])),
+    st.tuples(st.just("pin"), tenants, talks, st.sampled_from(["sequence 1", "sequence 2"])),
+    st.tuples(st.just("unpin"), st.sampled_from(["sequence 1", "sequence 2"])),
     st.tuples(st.just("drop"), tenants, talks),
     st.tuples(st.just("limit"), st.sampled_from([None, 0, NBYTES - 1, 2 * NBYTES, 5 * NBYTES])),
     st.tuples(st.just("clear")),
@@ -224,22 +224,22 @@ def tokens_kept(bench: Bench, tenant: str) -> int:
     return sum(len(entry.tokens) for entry in prefixes._entries.values() if entry.tenant == tenant)
 
 
-def test_rows_of_a_limited_tenant_run_and_what_others_left_is_found(loaded: LoadedModel):
+def test_sequences_of_a_limited_tenant_run_and_what_others_left_is_found(loaded: LoadedModel):
     """From its first request on, and the next one's limit counts."""
     bench = Bench(loaded)
     block = loaded.spec.bytes_per_token * BLOCK_TOKENS
     prompt = prompt_of(800)
     other = bench.run("bob", prompt, tenant="bob")
     for number, (most, cached) in enumerate([(2 * block, 0), (2 * block, 512), (block - 1, 0), (0, 0), (None, 0)]):
-        row = bench.run(f"ann {number}", prompt, tenant="ann", memory=most)
-        assert row.finish == "length" and row.tokens == other.tokens and row.cached == cached, number
+        sequence = bench.run(f"ann {number}", prompt, tenant="ann", memory=most)
+        assert sequence.finish == "length" and sequence.tokens == other.tokens and sequence.cached == cached, number
         if most is not None:
             assert loose(bench.engine.prefixes, "ann") <= most  # pyright: ignore[reportArgumentType]
     assert bench.run("ann again", prompt, tenant="ann").cached == 799
     assert bench.run("bob again", prompt, tenant="bob").cached == 799
 
 
-def test_what_is_read_back_and_written_counts_when_the_row_has_ended(loaded: LoadedModel, node: Node):
+def test_what_is_read_back_and_written_counts_when_the_sequence_has_ended(loaded: LoadedModel, node: Node):
     bench, disk = process(loaded, node)
     block = loaded.spec.bytes_per_token * BLOCK_TOKENS
     most = 2 * block
@@ -248,8 +248,8 @@ def test_what_is_read_back_and_written_counts_when_the_row_has_ended(loaded: Loa
     write_down(bench, disk)
     assert 0 < loose(bench.engine.prefixes, "ann") <= most  # pyright: ignore[reportArgumentType]
     second = [*prompt, *first.tokens]
-    row = bench.run("second", [*second, 1, 2], agent="ann/x", tenant="ann", memory=most)
-    assert row.cached == len(second), "the disk has the rest"
+    sequence = bench.run("second", [*second, 1, 2], agent="ann/x", tenant="ann", memory=most)
+    assert sequence.cached == len(second), "the disk has the rest"
     write_down(bench, disk)
     assert 0 < loose(bench.engine.prefixes, "ann") <= most  # pyright: ignore[reportArgumentType]
 
@@ -263,8 +263,8 @@ def test_no_more_is_written_than_the_tenant_may_have_on_the_disk(loaded: LoadedM
         said = bench.run("first", prompt, agent=f"{tenant}/x", tenant=tenant, on_disk=most).tokens
         write_down(bench, disk)
         bench, disk = process(loaded, node)
-        row = bench.run("second", prompt, agent=f"{tenant}/x", tenant=tenant, on_disk=most)
-        assert row.tokens == said and row.cached == cached, tenant
+        sequence = bench.run("second", prompt, agent=f"{tenant}/x", tenant=tenant, on_disk=most)
+        assert sequence.tokens == said and sequence.cached == cached, tenant
         write_down(bench, disk)
 
 

@@ -16,9 +16,17 @@ from satchel.actors.replica.scheduling.fairness import (
     depths,
     queues_too_many,
 )
-from satchel.actors.replica.scheduling.scheduler import UNEVEN_TOKENS, Limits, RowState, ScheduledRow, Scheduler
+from satchel.actors.replica.scheduling.scheduler import (
+    UNEVEN_TOKENS,
+    Limits,
+    ScheduledSequence,
+    Scheduler,
+    SequenceState,
+)
 
-LIMITS = Limits(rows_max=8, queue_requests_max=100, prefill_chunk_tokens=256, kv_tokens_max=2**22, prefill_rows_max=4)
+LIMITS = Limits(
+    sequences_max=8, queue_requests_max=100, prefill_chunk_tokens=256, kv_tokens_max=2**22, prefill_sequences_max=4
+)
 
 
 class Replica:
@@ -35,7 +43,7 @@ class Replica:
 
     def ask(self, tenant: str, flow: str = "", prompt: int = 100, answer: int = 20, priority: int = 0) -> str:
         name = f"{tenant}/{flow}/{next(self._names)}"
-        self.scheduler.add(ScheduledRow(name, prompt, answer, tenant=tenant, flow=flow, priority=priority))
+        self.scheduler.add(ScheduledSequence(name, prompt, answer, tenant=tenant, flow=flow, priority=priority))
         return name
 
     def step(self) -> None:
@@ -47,24 +55,24 @@ class Replica:
                 scheduler.reused(admitted, 0)
             if (chunk := scheduler.next_chunk(budget, self.budget)) is None:
                 break
-            row = self.row(chunk.request_id)
+            sequence = self.sequence(chunk.request_id)
             scheduler.prefilled(chunk)
-            self.given[row.tenant] += chunk.stop - chunk.start
+            self.given[sequence.tenant] += chunk.stop - chunk.start
             budget -= chunk.stop - chunk.start
         self.steps += 1
         for name in scheduler.decoding():
-            row = self.row(name)
+            sequence = self.sequence(name)
             self.first.setdefault(name, self.steps)
             scheduler.decoded(name)
-            if row.generated >= row.max_tokens:
+            if sequence.generated >= sequence.max_tokens:
                 scheduler.finish(name)
                 self.ended[name] = self.steps
         scheduler.check()
 
-    def row(self, name: str) -> ScheduledRow:
-        row = self.scheduler.row(name)
-        assert row is not None
-        return row
+    def sequence(self, name: str) -> ScheduledSequence:
+        sequence = self.scheduler.sequence(name)
+        assert sequence is not None
+        return sequence
 
     def until(self, *names: str, steps: int = 100_000) -> int:
         """How many steps pass until all of these have ended."""
@@ -75,8 +83,8 @@ class Replica:
         return self.steps - began
 
     def placed(self) -> Counter[str]:
-        rows = [self.row(name) for name in {*self.scheduler.decoding(), *self.scheduler._prefilling}]
-        return Counter(row.tenant for row in rows)
+        sequences = [self.sequence(name) for name in {*self.scheduler.decoding(), *self.scheduler._prefilling}]
+        return Counter(sequence.tenant for sequence in sequences)
 
 
 @pytest.mark.parametrize("victim", [("mine", "agent"), ("other", "agent")])
@@ -134,7 +142,11 @@ def test_agents_of_one_place_each_send_nobody_back():
     before = set[str]()
     while replica.scheduler.running or replica.scheduler.waiting:
         replica.step()
-        now = {name for name in names if name not in replica.ended and replica.row(name).state is not RowState.WAITING}
+        now = {
+            name
+            for name in names
+            if name not in replica.ended and replica.sequence(name).state is not SequenceState.WAITING
+        }
         assert before - replica.ended.keys() <= now
         before = now
 
@@ -179,7 +191,7 @@ def test_tenants_who_always_want_more_are_given_the_same_however_their_requests_
     wanting = {"long": (30_000, 40), "short": (200, 40), "talker": (50, 400)}
     for _ in range(3000):
         for tenant, (prompt, answer) in wanting.items():
-            while sum(row.tenant == tenant for row in replica.scheduler._waiting) < 6:
+            while sum(sequence.tenant == tenant for sequence in replica.scheduler._waiting) < 6:
                 replica.ask(tenant, f"agent {rng.randrange(3)}", prompt=prompt, answer=answer)
         replica.step()
     given = {name: taker.given for name, taker in replica.scheduler._shares._tenants.takers.items()}
@@ -198,7 +210,7 @@ def test_a_long_prompt_of_who_was_given_less_has_every_second_turn():
     assert replica.until(late) < 150
 
 
-def test_no_row_waits_for_ever_where_a_tenant_makes_up_agents():
+def test_no_sequence_waits_for_ever_where_a_tenant_makes_up_agents():
     replica = Replica(Limits(2, 100, 256, 2**22, 2))
     replica.until(replica.ask("me", "old", prompt=5000))
     for _ in range(5):
@@ -213,7 +225,7 @@ def test_no_row_waits_for_ever_where_a_tenant_makes_up_agents():
         assert index < 300
 
 
-def test_a_row_that_is_longer_than_all_takes_one_place_only():
+def test_a_sequence_that_is_longer_than_all_takes_one_place_only():
     """One of 100,000 tokens beside 31 short ones: a dense batch has no room for both, so it waits for their ends."""
     replica = Replica(Limits(32, 100, 256, 150_000, 4), budget=4096)
     shorts = [replica.ask("many", prompt=500, answer=60) for _ in range(31)]
@@ -240,51 +252,52 @@ def test_the_queue_keeps_room_for_others():
     scheduler = Scheduler(Limits(2, 98, 256, 2**20))
     taken = 0
     while scheduler.refusal(5, tenant="a", flow="greedy") is None:
-        scheduler.add(ScheduledRow(f"a{taken}", 5, 5, tenant="a", flow="greedy"))
+        scheduler.add(ScheduledSequence(f"a{taken}", 5, 5, tenant="a", flow="greedy"))
         taken += 1
     assert taken == 80 and scheduler.refusal(5, tenant="a", flow="greedy") == "full_for_it"
     assert scheduler.refusal(5, tenant="a", flow="modest") is None
     while scheduler.refusal(5, tenant="a", flow=f"made up {taken}") is None:
-        scheduler.add(ScheduledRow(f"a{taken}", 5, 5, tenant="a", flow=f"made up {taken}"))
+        scheduler.add(ScheduledSequence(f"a{taken}", 5, 5, tenant="a", flow=f"made up {taken}"))
         taken += 1
     assert taken == 95
     for index in range(4):
         assert scheduler.refusal(5, tenant="b", flow="b") is None
-        scheduler.add(ScheduledRow(f"b{index}", 5, 5, tenant="b", flow="b"))
+        scheduler.add(ScheduledSequence(f"b{index}", 5, 5, tenant="b", flow="b"))
     assert scheduler.refusal(5, tenant="b", flow="b") == "full_for_it"
     assert scheduler.refusal(5, tenant="c", flow="c") is None
-    scheduler.add(ScheduledRow("c", 5, 5, tenant="c", flow="c"))
+    scheduler.add(ScheduledSequence("c", 5, 5, tenant="c", flow="c"))
     assert scheduler.refusal(5, tenant="d", flow="d") == "full"
 
 
 def test_what_is_left_of_a_queue_bounds_each():
-    mine = [ScheduledRow(str(index), 1, 1, tenant="me", flow="a") for index in range(FLOW_TIMES)]
+    mine = [ScheduledSequence(str(index), 1, 1, tenant="me", flow="a") for index in range(FLOW_TIMES)]
     assert queues_too_many("me", "a", mine, 1) and not queues_too_many("me", "a", mine, 2)
     assert not queues_too_many("me", "b", mine, 1) and not queues_too_many("you", "a", mine, 1)
-    many = [ScheduledRow(str(index), 1, 1, tenant="me", flow=str(index)) for index in range(TENANT_TIMES)]
+    many = [ScheduledSequence(str(index), 1, 1, tenant="me", flow=str(index)) for index in range(TENANT_TIMES)]
     assert queues_too_many("me", "b", many, 1) and not queues_too_many("me", "b", many[1:], 1)
 
 
 def test_depth_is_how_many_of_ones_own_are_before():
-    rows = [
-        ScheduledRow("", 1, 1, tenant=tenant, flow=flow) for tenant, flow in ("ax", "ax", "ay", "b ", "ax", "ay", "b ")
+    sequences = [
+        ScheduledSequence("", 1, 1, tenant=tenant, flow=flow)
+        for tenant, flow in ("ax", "ax", "ay", "b ", "ax", "ay", "b ")
     ]
-    assert [(depth.tenant, depth.flow) for depth in depths(rows)] == [
+    assert [(depth.tenant, depth.flow) for depth in depths(sequences)] == [
         (0, 0), (2, 1), (1, 0), (0, 0), (4, 2), (3, 1), (1, 1),
     ]  # fmt: skip
 
 
 def test_idle_flows_are_forgotten_but_those_that_were_given_most():
     shares = FairShares()
-    stays, heavy = (ScheduledRow("", 1, 1, tenant="me", flow=flow) for flow in ("stays", "heavy"))
+    stays, heavy = (ScheduledSequence("", 1, 1, tenant="me", flow=flow) for flow in ("stays", "heavy"))
     shares.join(stays)
     shares.join(heavy)
     shares.charge(heavy, 1000)
     shares.leave(heavy)
     for index in range(IDLE_MAX + 50):
-        row = ScheduledRow("", 1, 1, tenant="me", flow=f"made up {index}")
-        shares.join(row)
-        shares.leave(row)
+        sequence = ScheduledSequence("", 1, 1, tenant="me", flow=f"made up {index}")
+        shares.join(sequence)
+        shares.leave(sequence)
     assert len(shares._flows["me"].takers) <= IDLE_MAX + 2
     assert "heavy" in shares._flows["me"].takers
     shares.leave(stays)

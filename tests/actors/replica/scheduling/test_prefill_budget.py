@@ -27,14 +27,14 @@ def linear(fixed_s: float, token_s: float) -> Cost:
 
 
 def busy(pace: PrefillPace, cost: Cost, chunks: int, rng: random.Random, noise: float = 0.0) -> None:
-    """Chunks beside decoding rows, every fourth followed by the short rest of a prompt."""
+    """Chunks beside decoding sequences, every fourth followed by the short rest of a prompt."""
     for number in range(chunks):
         sizes = [pace.budget(True)] + ([rng.randint(1, TOKENS_MIN - 1)] if number % 4 == 3 else [])
         for tokens in sizes:
             pace.note(tokens, cost(tokens) * rng.uniform(1 - noise, 1 + noise))
 
 
-def test_before_anything_is_known_a_step_is_short_and_shorter_beside_decoding_rows():
+def test_before_anything_is_known_a_step_is_short_and_shorter_beside_decoding_sequences():
     pace = PrefillPace(CHUNK_TOKENS, PAUSE_S)
     assert pace.budget(False) == FIRST_CHUNK_TOKENS
     assert pace.budget(True) == TOKENS_MIN
@@ -77,7 +77,8 @@ def test_a_fixed_part_over_half_of_the_pause_does_not_stop_prefill():
 
 
 def test_a_rate_measured_alone_is_not_taken_for_that_of_small_chunks():
-    """A large chunk hides its fixed part. Once that is known, the first chunk beside decoding rows fits the pause."""
+    """A large chunk hides its fixed part. Once that is known, the first chunk beside decoding sequences fits the
+    pause."""
     cost, pace = linear(0.1, 0.0002), PrefillPace(CHUNK_TOKENS, PAUSE_S)
     for tokens in (2048, 2048, 10, 2048, 30) * 5:
         pace.note(tokens, cost(tokens))

@@ -1,16 +1,23 @@
-"""The scheduler, driven without a model: every row ends once, within the limits, whatever happens around it."""
+"""The scheduler, driven without a model: every sequence ends once, within the limits, whatever happens around it."""
 
 from __future__ import annotations
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.scheduling.prefill_budget import TOKENS_MIN
-from satchel.actors.replica.scheduling.scheduler import Limits, PrefillChunk, RowState, ScheduledRow, Scheduler
+from satchel.actors.replica.scheduling.scheduler import (
+    Limits,
+    PrefillChunk,
+    ScheduledSequence,
+    Scheduler,
+    SequenceState,
+)
 
-LIMITS = Limits(rows_max=4, queue_requests_max=6, prefill_chunk_tokens=256, kv_tokens_max=6000)
+LIMITS = Limits(sequences_max=4, queue_requests_max=6, prefill_chunk_tokens=256, kv_tokens_max=6000)
 
 
 def drive(scheduler: Scheduler, now: float = 0.0) -> tuple[list[str], list[str]]:
-    """One engine turn with a model that computes nothing. Returns (rows decoded, rows that left in the plan)."""
+    """One engine turn with a model that computes nothing. Returns (sequences decoded, sequences that left in the
+    plan)."""
     plan = scheduler.plan(now)
     budget = scheduler.limits.prefill_chunk_tokens
     while True:
@@ -26,29 +33,29 @@ def drive(scheduler: Scheduler, now: float = 0.0) -> tuple[list[str], list[str]]
     decoded = scheduler.decoding()
     for request_id in decoded:
         scheduler.decoded(request_id)
-        row = scheduler.row(request_id)
-        assert row is not None
-        if row.generated >= row.max_tokens:
+        sequence = scheduler.sequence(request_id)
+        assert sequence is not None
+        if sequence.generated >= sequence.max_tokens:
             scheduler.finish(request_id)
     return decoded, plan.expired + plan.cut
 
 
-def test_rows_join_and_leave_at_every_token():
+def test_sequences_join_and_leave_at_every_token():
     scheduler = Scheduler(LIMITS)
-    scheduler.add(ScheduledRow("long", prompt=10, max_tokens=6))
+    scheduler.add(ScheduledSequence("long", prompt=10, max_tokens=6))
     assert drive(scheduler)[0] == ["long"]
-    scheduler.add(ScheduledRow("short", prompt=10, max_tokens=2))
+    scheduler.add(ScheduledSequence("short", prompt=10, max_tokens=2))
     assert [drive(scheduler)[0] for _ in range(4)] == [["long", "short"], ["long", "short"], ["long"], ["long"]]
 
 
-def test_a_long_prompt_does_not_stop_running_rows():
-    """While 3,000 tokens are prefilled in chunks, the running row decodes once after every chunk."""
+def test_a_long_prompt_does_not_stop_running_sequences():
+    """While 3,000 tokens are prefilled in chunks, the running sequence decodes once after every chunk."""
     scheduler = Scheduler(LIMITS)
-    scheduler.add(ScheduledRow("running", prompt=1, max_tokens=100))
+    scheduler.add(ScheduledSequence("running", prompt=1, max_tokens=100))
     drive(scheduler)
-    scheduler.add(ScheduledRow("long", prompt=2900, max_tokens=5))
+    scheduler.add(ScheduledSequence("long", prompt=2900, max_tokens=5))
     turns = 0
-    while (row := scheduler.row("long")) is not None and row.state is not RowState.RUNNING:
+    while (sequence := scheduler.sequence("long")) is not None and sequence.state is not SequenceState.RUNNING:
         assert "running" in drive(scheduler)[0]
         turns += 1
     assert turns == -(-2900 // LIMITS.prefill_chunk_tokens)
@@ -57,7 +64,7 @@ def test_a_long_prompt_does_not_stop_running_rows():
 def test_first_come_first_served_within_a_priority():
     scheduler = Scheduler(Limits(1, 10, 256, 6000))
     for name, priority in (("a", 0), ("b", 0), ("urgent", 5), ("c", 0)):
-        scheduler.add(ScheduledRow(name, prompt=5, max_tokens=1, priority=priority))
+        scheduler.add(ScheduledSequence(name, prompt=5, max_tokens=1, priority=priority))
     order = []
     while scheduler.running or scheduler.waiting:
         order += drive(scheduler)[0]
@@ -66,33 +73,33 @@ def test_first_come_first_served_within_a_priority():
 
 def test_a_full_queue_refuses_and_has_room_again_later():
     scheduler = Scheduler(LIMITS)
-    for index in range(LIMITS.rows_max + LIMITS.queue_requests_max):
+    for index in range(LIMITS.sequences_max + LIMITS.queue_requests_max):
         assert scheduler.refusal(5, flow=str(index)) is None
-        scheduler.add(ScheduledRow(str(index), prompt=5, max_tokens=3, flow=str(index)))
+        scheduler.add(ScheduledSequence(str(index), prompt=5, max_tokens=3, flow=str(index)))
     assert scheduler.refusal(5) == "full"
     while scheduler.waiting:
         drive(scheduler)
     assert scheduler.refusal(5) is None
 
 
-def test_rows_that_are_on_their_way_take_places_of_the_queue():
+def test_sequences_that_are_on_their_way_take_places_of_the_queue():
     """Whoever was told yes is coming: with those the queue is as full as if they were there."""
     scheduler = Scheduler(LIMITS)
-    most = LIMITS.rows_max + LIMITS.queue_requests_max
+    most = LIMITS.sequences_max + LIMITS.queue_requests_max
     assert scheduler.refusal(5, coming=most - 1) is None and scheduler.refusal(5, coming=most) == "full"
     for index in range(most - 2):
-        scheduler.add(ScheduledRow(str(index), prompt=5, max_tokens=3, flow=str(index)))
+        scheduler.add(ScheduledSequence(str(index), prompt=5, max_tokens=3, flow=str(index)))
     assert scheduler.refusal(5, coming=1) is None and scheduler.refusal(5, coming=2) == "full"
     drive(scheduler)
-    assert scheduler.running == LIMITS.rows_max
+    assert scheduler.running == LIMITS.sequences_max
     assert scheduler.refusal(5, coming=1) is None and scheduler.refusal(5, coming=2) == "full"
 
 
 def test_what_is_known_of_a_waiting_prompt_is_no_work_to_come():
     scheduler = Scheduler(LIMITS)
-    scheduler.add(ScheduledRow("some", prompt=1000, max_tokens=1, known=700))
-    scheduler.add(ScheduledRow("all", prompt=500, max_tokens=1, known=501))
-    scheduler.add(ScheduledRow("none", prompt=40, max_tokens=1))
+    scheduler.add(ScheduledSequence("some", prompt=1000, max_tokens=1, known=700))
+    scheduler.add(ScheduledSequence("all", prompt=500, max_tokens=1, known=501))
+    scheduler.add(ScheduledSequence("none", prompt=40, max_tokens=1))
     assert scheduler.pending_tokens == 300 + 0 + 40
     assert scheduler.admit() == "some"
     assert scheduler.pending_tokens == 1000 + 40, "until it says what it could reuse"
@@ -104,22 +111,22 @@ def test_a_prompt_beyond_memory_is_refused_for_good():
     assert Scheduler(LIMITS).refusal(LIMITS.kv_tokens_max) == "too_long"
 
 
-def test_a_lone_row_that_fills_memory_is_cut_not_preempted():
+def test_a_lone_sequence_that_fills_memory_is_cut_not_preempted():
     scheduler = Scheduler(Limits(4, 4, 256, 1000))
-    scheduler.add(ScheduledRow("big", prompt=900, max_tokens=10_000))
+    scheduler.add(ScheduledSequence("big", prompt=900, max_tokens=10_000))
     left: list[str] = []
     for _ in range(200):
         left += drive(scheduler)[1]
         if left:
             break
     assert left == ["big"]
-    assert scheduler.row("big") is None
+    assert scheduler.sequence("big") is None
 
 
 def test_a_failed_batch_runs_again_alone_and_only_the_culprit_ends():
     scheduler = Scheduler(LIMITS)
     for name in ("good", "bad", "fine"):
-        scheduler.add(ScheduledRow(name, prompt=3, max_tokens=50))
+        scheduler.add(ScheduledSequence(name, prompt=3, max_tokens=50))
     drive(scheduler)
     lost: list[str] = []
     for _ in range(30):
@@ -146,11 +153,11 @@ def test_suspects_join_one_at_a_time():
     """Nobody, suspect or not, joins until a step has cleared the one before."""
     scheduler = Scheduler(LIMITS)
     for name in ("a", "b"):
-        scheduler.add(ScheduledRow(name, prompt=0, max_tokens=9))
+        scheduler.add(ScheduledSequence(name, prompt=0, max_tokens=9))
         assert scheduler.admit() == name
         scheduler.reused(name, 0)
     assert scheduler.batch_failed() == []
-    scheduler.add(ScheduledRow("fresh", prompt=0, max_tokens=9))
+    scheduler.add(ScheduledSequence("fresh", prompt=0, max_tokens=9))
     for before, name in ((None, "a"), ("a", "b"), ("b", "fresh")):
         if before is not None:
             assert scheduler.admit() is None
@@ -159,15 +166,15 @@ def test_suspects_join_one_at_a_time():
         scheduler.reused(name, 0)
 
 
-def test_a_suspect_joins_only_rows_that_a_step_has_cleared():
-    """A row that breaks its first step is named, not the innocent suspect that could have joined with it."""
+def test_a_suspect_joins_only_sequences_that_a_step_has_cleared():
+    """A sequence that breaks its first step is named, not the innocent suspect that could have joined with it."""
     scheduler = Scheduler(LIMITS)
     for name in ("innocent", "also"):
-        scheduler.add(ScheduledRow(name, prompt=300, max_tokens=9))
+        scheduler.add(ScheduledSequence(name, prompt=300, max_tokens=9))
     while len(scheduler.decoding()) < 2:
         drive(scheduler)
     assert scheduler.batch_failed() == []
-    scheduler.add(ScheduledRow("urgent", prompt=300, max_tokens=9, priority=1))
+    scheduler.add(ScheduledSequence("urgent", prompt=300, max_tokens=9, priority=1))
     scheduler.plan(0.0)
     assert scheduler.admit() == "urgent"
     scheduler.reused("urgent", 300)
@@ -201,22 +208,22 @@ def test_a_short_prompt_and_the_oldest_take_turns():
     """The oldest has every second chunk; of the others the one with the least left is served."""
     scheduler = Scheduler(Limits(4, 6, 256, 100_000))
     for name, prompt in (("oldest", 2000), ("middle", 700), ("short", 500)):
-        scheduler.add(ScheduledRow(name, prompt, max_tokens=1))
+        scheduler.add(ScheduledSequence(name, prompt, max_tokens=1))
     assert admit_all(scheduler) == ["oldest", "middle", "short"]
     turns = chunks(scheduler, 256, 20)
     assert turns[:10] == ["short", "oldest"] * 2 + ["middle", "oldest"] * 3
     assert turns[10:] == ["oldest"] * 3
 
 
-def test_a_row_that_was_sent_back_is_owed_no_turn():
+def test_a_sequence_that_was_sent_back_is_owed_no_turn():
     """It begins anew, and so does the order of turns: the short prompt that came with it is served first again."""
     scheduler = Scheduler(Limits(2, 6, 256, 100_000))
     for name, prompt in (("oldest", 2000), ("short", 1000)):
-        scheduler.add(ScheduledRow(name, prompt, max_tokens=1))
+        scheduler.add(ScheduledSequence(name, prompt, max_tokens=1))
     admit_all(scheduler)
     assert chunks(scheduler, 256, 1) == ["short"]
     for name in ("urgent", "urgent too"):
-        scheduler.add(ScheduledRow(name, 10, max_tokens=1, priority=1))
+        scheduler.add(ScheduledSequence(name, 10, max_tokens=1, priority=1))
     assert scheduler.plan(0.0).preempted == ["short"]
     assert scheduler.admit() == "urgent"
     scheduler.reused("urgent", 0)
@@ -230,27 +237,27 @@ def test_a_row_that_was_sent_back_is_owed_no_turn():
 
 def test_an_urgent_prompt_is_prefilled_before_all_others():
     scheduler = Scheduler(LIMITS)
-    scheduler.add(ScheduledRow("calm", prompt=300, max_tokens=1))
+    scheduler.add(ScheduledSequence("calm", prompt=300, max_tokens=1))
     assert admit_all(scheduler) == ["calm"]
-    scheduler.add(ScheduledRow("urgent", prompt=1000, max_tokens=1, priority=1))
+    scheduler.add(ScheduledSequence("urgent", prompt=1000, max_tokens=1, priority=1))
     assert admit_all(scheduler) == ["urgent"]
     assert chunks(scheduler, 256, 9) == ["urgent"] * 4 + ["calm"] * 2
 
 
 def test_so_many_prompts_share_the_prefill_and_no_more():
     for most in (1, 3):
-        scheduler = Scheduler(Limits(8, 8, 256, 100_000, prefill_rows_max=most))
+        scheduler = Scheduler(Limits(8, 8, 256, 100_000, prefill_sequences_max=most))
         for index in range(6):
-            scheduler.add(ScheduledRow(str(index), prompt=500, max_tokens=1))
+            scheduler.add(ScheduledSequence(str(index), prompt=500, max_tokens=1))
         assert admit_all(scheduler) == [str(index) for index in range(most)]
 
 
-def stops_of(row: ScheduledRow, reused: int, budgets: list[int], size: int = 512) -> list[int]:
-    """Where the chunks of a lone row end that has `reused` tokens, with these budgets one after the other."""
+def stops_of(sequence: ScheduledSequence, reused: int, budgets: list[int], size: int = 512) -> list[int]:
+    """Where the chunks of a lone sequence end that has `reused` tokens, with these budgets one after the other."""
     scheduler = Scheduler(Limits(1, 1, size, 100_000))
-    scheduler.add(row)
-    assert scheduler.admit() == row.request_id
-    scheduler.reused(row.request_id, reused)
+    scheduler.add(sequence)
+    assert scheduler.admit() == sequence.request_id
+    scheduler.reused(sequence.request_id, reused)
     stops = []
     for budget in budgets:
         chunk = scheduler.next_chunk(budget)
@@ -262,22 +269,23 @@ def stops_of(row: ScheduledRow, reused: int, budgets: list[int], size: int = 512
 
 
 def test_chunks_end_at_borders_and_within_the_budget():
-    """Whatever a row begins with, its chunks end at multiples of the chunk size, at grains, or with the row."""
-    assert stops_of(ScheduledRow("r", 1400, 1), 299, [512, 512, 100, 512]) == [512, 1024, 1088, 1400]
+    """Whatever a sequence begins with, its chunks end at multiples of the chunk size, at grains, or with the
+    sequence."""
+    assert stops_of(ScheduledSequence("r", 1400, 1), 299, [512, 512, 100, 512]) == [512, 1024, 1088, 1400]
 
 
 def test_chunks_after_a_reused_prefix_end_where_blocks_do():
     """The first one is shorter for it; where it would be shorter than half, only every second one ends there."""
-    assert stops_of(ScheduledRow("r", 2000, 1), 299, [256, 256, 256], 2048) == [512, 768, 1024]
-    assert stops_of(ScheduledRow("r", 2000, 1), 511, [256, 256, 256], 2048) == [640, 768, 1024]
-    assert stops_of(ScheduledRow("r", 2000, 1), 299, [64, 64, 64], 2048) == [352, 384, 448]
+    assert stops_of(ScheduledSequence("r", 2000, 1), 299, [256, 256, 256], 2048) == [512, 768, 1024]
+    assert stops_of(ScheduledSequence("r", 2000, 1), 511, [256, 256, 256], 2048) == [640, 768, 1024]
+    assert stops_of(ScheduledSequence("r", 2000, 1), 299, [64, 64, 64], 2048) == [352, 384, 448]
 
 
 def test_what_a_short_prompt_leaves_of_a_budget_moves_no_chunk_of_a_long_one():
     """A small call costs nearly a chunk's, and one that ends elsewhere shifts all later chunks off the blocks."""
     scheduler = Scheduler(Limits(4, 4, 2048, 100_000))
     for name, prompt in (("long", 2000), ("short", 155)):
-        scheduler.add(ScheduledRow(name, prompt, 1))
+        scheduler.add(ScheduledSequence(name, prompt, 1))
     admit_all(scheduler)
     assert scheduler.next_chunk(256) == PrefillChunk("short", 0, 155)
     scheduler.prefilled(PrefillChunk("short", 0, 155))
@@ -292,9 +300,9 @@ def test_what_a_short_prompt_leaves_of_a_budget_moves_no_chunk_of_a_long_one():
 
 def test_what_the_oldest_cannot_use_is_for_prompts_that_end():
     """Short prompts that come together are prefilled together, and the next step begins with the oldest."""
-    scheduler = Scheduler(Limits(8, 8, 2048, 100_000, prefill_rows_max=8))
+    scheduler = Scheduler(Limits(8, 8, 2048, 100_000, prefill_sequences_max=8))
     for name, prompt in (("oldest", 2000), ("a", 20), ("b", 30), ("c", 40), ("d", 1000)):
-        scheduler.add(ScheduledRow(name, prompt, 1))
+        scheduler.add(ScheduledSequence(name, prompt, 1))
     admit_all(scheduler)
     budget, done = 256, []
     while chunk := scheduler.next_chunk(budget, 256):
@@ -308,12 +316,12 @@ def test_what_the_oldest_cannot_use_is_for_prompts_that_end():
 KEYS = tuple(bytes([index]) for index in range(8))
 
 
-def test_a_row_waits_for_the_blocks_it_shares_and_no_longer():
+def test_a_sequence_waits_for_the_blocks_it_shares_and_no_longer():
     """Others go ahead meanwhile; from where the prompts part, both are prefilled together."""
     scheduler = Scheduler(LIMITS)
-    scheduler.add(ScheduledRow("first", 1300, 1, keys=KEYS[:5]))
-    scheduler.add(ScheduledRow("second", 1000, 1, keys=(*KEYS[:2], b"other")))
-    scheduler.add(ScheduledRow("stranger", 1000, 1, keys=(b"stranger",)))
+    scheduler.add(ScheduledSequence("first", 1300, 1, keys=KEYS[:5]))
+    scheduler.add(ScheduledSequence("second", 1000, 1, keys=(*KEYS[:2], b"other")))
+    scheduler.add(ScheduledSequence("stranger", 1000, 1, keys=(b"stranger",)))
     assert admit_all(scheduler) == ["first", "stranger"]
     scheduler.finish("stranger")
     assert chunks(scheduler, 256, 1) == ["first"]
@@ -327,15 +335,15 @@ def test_a_block_that_cannot_be_reused_is_not_waited_for():
     for prompts in ((255, 700), (700, 255)):
         scheduler = Scheduler(LIMITS)
         for name, prompt in zip(("first", "second"), prompts, strict=True):
-            scheduler.add(ScheduledRow(name, prompt, 1, keys=KEYS[: (prompt + 1) // 256]))
+            scheduler.add(ScheduledSequence(name, prompt, 1, keys=KEYS[: (prompt + 1) // 256]))
         assert admit_all(scheduler) == ["first", "second"]
 
 
 def test_twins_are_prefilled_once():
-    """Rows of one whole prompt wait for the first to be ready; where it leaves, the next takes over."""
+    """Sequences of one whole prompt wait for the first to be ready; where it leaves, the next takes over."""
     scheduler = Scheduler(LIMITS)
     for name in "abc":
-        scheduler.add(ScheduledRow(name, 100, 5, twin=b"t"))
+        scheduler.add(ScheduledSequence(name, 100, 5, twin=b"t"))
     assert admit_all(scheduler) == ["a"]
     scheduler.finish("a")
     assert admit_all(scheduler) == ["b"]
@@ -345,89 +353,89 @@ def test_twins_are_prefilled_once():
     assert scheduler.decoding() == ["b", "c"]
 
 
-def test_an_urgent_row_does_not_wait_for_a_less_urgent_one_with_its_prompt():
+def test_an_urgent_sequence_does_not_wait_for_a_less_urgent_one_with_its_prompt():
     scheduler = Scheduler(LIMITS)
-    scheduler.add(ScheduledRow("calm", 600, 1, keys=KEYS[:2], twin=b"t"))
+    scheduler.add(ScheduledSequence("calm", 600, 1, keys=KEYS[:2], twin=b"t"))
     assert admit_all(scheduler) == ["calm"]
-    scheduler.add(ScheduledRow("urgent", 600, 1, priority=1, keys=KEYS[:2], twin=b"t"))
+    scheduler.add(ScheduledSequence("urgent", 600, 1, priority=1, keys=KEYS[:2], twin=b"t"))
     assert admit_all(scheduler) == ["urgent"]
 
 
-def test_an_urgent_row_takes_the_place_of_the_youngest_least_urgent_one():
-    """One place is enough, and the row that lost it goes on later with the tokens it has."""
+def test_an_urgent_sequence_takes_the_place_of_the_youngest_least_urgent_one():
+    """One place is enough, and the sequence that lost it goes on later with the tokens it has."""
     scheduler = Scheduler(LIMITS)
     for name, priority in (("old", 0), ("middle", 1), ("young", 0), ("other", 1)):
-        scheduler.add(ScheduledRow(name, 10, 50, priority))
+        scheduler.add(ScheduledSequence(name, 10, 50, priority))
     drive(scheduler)
-    scheduler.add(ScheduledRow("equal", 10, 5, 0))
+    scheduler.add(ScheduledSequence("equal", 10, 5, 0))
     assert scheduler.plan(0.0).preempted == [], "equals wait"
-    scheduler.add(ScheduledRow("urgent", 10, 5, 1))
+    scheduler.add(ScheduledSequence("urgent", 10, 5, 1))
     assert scheduler.plan(0.0).preempted == ["young"]
     scheduler.check()
     assert scheduler.admit() == "urgent"
     scheduler.reused("urgent", 10)
     assert scheduler.plan(0.0).preempted == []
-    young = scheduler.row("young")
+    young = scheduler.sequence("young")
     assert young is not None
-    assert (young.prompt, young.max_tokens, young.state) == (11, 49, RowState.WAITING)
+    assert (young.prompt, young.max_tokens, young.state) == (11, 49, SequenceState.WAITING)
     assert scheduler.waiting == 2
 
 
-def test_an_urgent_row_sends_back_as_few_as_make_room_for_it():
-    """Memory for two rows of its length: three of the four that run must go, the youngest first."""
+def test_an_urgent_sequence_sends_back_as_few_as_make_room_for_it():
+    """Memory for two sequences of its length: three of the four that run must go, the youngest first."""
     scheduler = Scheduler(Limits(8, 8, 256, 4000))
     for name in "abcd":
-        scheduler.add(ScheduledRow(name, 900, 50))
+        scheduler.add(ScheduledSequence(name, 900, 50))
     while len(scheduler.decoding()) < 4:
         drive(scheduler)
-    scheduler.add(ScheduledRow("urgent", 1700, 100, priority=1))
+    scheduler.add(ScheduledSequence("urgent", 1700, 100, priority=1))
     assert scheduler.plan(0.0).preempted == ["b", "c", "d"]
     assert admit_all(scheduler) == ["urgent"]
 
 
 def test_nobody_is_sent_back_in_vain():
-    """Where even all of the less urgent rows' places are not enough, they keep them."""
+    """Where even all of the less urgent sequences' places are not enough, they keep them."""
     scheduler = Scheduler(Limits(8, 8, 256, 4000))
-    scheduler.add(ScheduledRow("urgent", 1200, 9, priority=1))
-    scheduler.add(ScheduledRow("calm", 10, 9))
+    scheduler.add(ScheduledSequence("urgent", 1200, 9, priority=1))
+    scheduler.add(ScheduledSequence("calm", 10, 9))
     while len(scheduler.decoding()) < 2:
         drive(scheduler)
-    scheduler.add(ScheduledRow("big", 2200, 9, priority=1))
+    scheduler.add(ScheduledSequence("big", 2200, 9, priority=1))
     assert scheduler.plan(0.0).preempted == []
     assert scheduler.admit() is None
 
 
 def test_an_urgent_prompt_does_not_wait_for_a_turn_to_prefill():
-    scheduler = Scheduler(Limits(8, 8, 256, 100_000, prefill_rows_max=2))
+    scheduler = Scheduler(Limits(8, 8, 256, 100_000, prefill_sequences_max=2))
     for name in ("old", "young"):
-        scheduler.add(ScheduledRow(name, 5000, 1))
+        scheduler.add(ScheduledSequence(name, 5000, 1))
     admit_all(scheduler)
-    scheduler.add(ScheduledRow("urgent", 5000, 1, priority=1))
+    scheduler.add(ScheduledSequence("urgent", 5000, 1, priority=1))
     assert scheduler.plan(0.0).preempted == ["young"]
     assert admit_all(scheduler) == ["urgent"]
 
 
 def test_free_memory_is_what_the_dense_batch_leaves():
-    """Rows x longest, with room for a step: a short row beside a long one takes as much as the long one."""
+    """Sequences x longest, with room for a step: a short sequence beside a long one takes as much as the long one."""
     scheduler = Scheduler(Limits(4, 4, 256, 1000))
     assert scheduler.free_tokens == 1000
-    scheduler.add(ScheduledRow("long", prompt=198, max_tokens=100))
-    scheduler.add(ScheduledRow("waiting", prompt=1, max_tokens=100))
+    scheduler.add(ScheduledSequence("long", prompt=198, max_tokens=100))
+    scheduler.add(ScheduledSequence("waiting", prompt=1, max_tokens=100))
     assert scheduler.free_tokens == 1000, "who waits holds nothing"
     admit_all(scheduler)
     assert scheduler.free_tokens == 1000 - 2 * 200
 
 
-def test_a_reset_forgets_every_row_whatever_state_the_tables_are_in():
+def test_a_reset_forgets_every_sequence_whatever_state_the_tables_are_in():
     scheduler = Scheduler(LIMITS)
     for index in range(9):
-        scheduler.add(ScheduledRow(f"before {index}", prompt=500, max_tokens=5, flow=str(index)))
+        scheduler.add(ScheduledSequence(f"before {index}", prompt=500, max_tokens=5, flow=str(index)))
     drive(scheduler)
     scheduler._running.clear()
     scheduler.reset()
     scheduler.check()
     assert (scheduler.running, scheduler.waiting, scheduler.pending_tokens) == (0, 0, 0)
     assert scheduler.limits is LIMITS and scheduler.free_tokens == LIMITS.kv_tokens_max
-    assert scheduler.row("before 0") is None and scheduler.admit() is None
-    scheduler.add(ScheduledRow("before 0", prompt=5, max_tokens=2))
+    assert scheduler.sequence("before 0") is None and scheduler.admit() is None
+    scheduler.add(ScheduledSequence("before 0", prompt=5, max_tokens=2))
     assert drive(scheduler)[0] == ["before 0"]

@@ -1,4 +1,4 @@
-"""Blocks that several rows hold count once, whoever is asked about."""
+"""Blocks that several sequences hold count once, whoever is asked about."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from satchel.actors.replica.scheduling.shared_blocks import SharedBlocks
 KEYS = [bytes([number]) for number in range(9)]
 
 
-def test_of_some_rows_only_what_they_share_among_themselves_counts():
+def test_of_some_sequences_only_what_they_share_among_themselves_counts():
     shared = SharedBlocks()
     shared.hold("a", KEYS[:3])
     shared.hold("b", [*KEYS[:2], KEYS[4]])

@@ -16,7 +16,7 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
-from satchel.actors.replica.kv.unbatched import RowsApart
+from satchel.actors.replica.kv.unbatched import SequencesApart
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.models import resealed
 from satchel.actors.replica.selftest import self_test
@@ -59,7 +59,7 @@ def in_company(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array
     return logits if tokens.shape[0] == 1 else mx.roll(logits, 1, -1)
 
 
-def by_the_first_rows_position(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
+def by_the_first_sequences_position(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
     first = mx.array(cache[0].offset).reshape(-1)[0]
     return logits + mx.floor(first / 1000) * mx.arange(logits.shape[-1])
 
@@ -82,27 +82,29 @@ def test_a_right_model_is_served_as_asked(loaded: LoadedModel):
     proven = tried(loaded)
     assert (proven.loaded, proven.together, list(proven.notes)) == (loaded, True, [])
     assert loaded.pool is not None
-    assert proven.scheduling(Scheduling(rows_max=9)).rows_max == 9
+    assert proven.scheduling(Scheduling(sequences_max=9)).sequences_max == 9
     loaded.pool.check()
 
 
-def test_wrong_words_in_company_make_steps_compute_row_by_row(loaded: LoadedModel):
+def test_wrong_words_in_company_make_steps_compute_sequence_by_sequence(loaded: LoadedModel):
     proven = tried(with_fault(loaded, in_company))
     assert (proven.loaded.apart, proven.together, proven.loaded.kv) == (True, True, "q4")
     assert proven.notes == [note for note in proven.notes if "unbatched" in note and "something else" in note]
 
 
-def test_wrong_words_row_by_row_make_rows_run_alone(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    step = RowsApart.step
-    monkeypatch.setattr(RowsApart, "step", lambda *given: mx.roll(step(*given), 1, -1))
+def test_wrong_words_sequence_by_sequence_make_sequences_run_alone(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+):
+    step = SequencesApart.step
+    monkeypatch.setattr(SequencesApart, "step", lambda *given: mx.roll(step(*given), 1, -1))
     proven = tried(with_fault(resealed(loaded, None), in_company))
     assert (proven.loaded.apart, proven.together) == (False, False)
-    assert proven.scheduling(Scheduling(rows_max=9)).rows_max == 1
+    assert proven.scheduling(Scheduling(sequences_max=9)).sequences_max == 1
     assert any("one after the other" in note and "something else" in note for note in proven.notes)
 
 
-def test_a_position_that_is_taken_for_all_rows_is_found_though_it_is_far(loaded: LoadedModel):
-    proven = tried(with_fault(loaded, by_the_first_rows_position))
+def test_a_position_that_is_taken_for_all_sequences_is_found_though_it_is_far(loaded: LoadedModel):
+    proven = tried(with_fault(loaded, by_the_first_sequences_position))
     assert proven.loaded.apart
     assert "position" in proven.notes[0]
 
@@ -179,7 +181,7 @@ def test_families_of_other_masks_and_caches_are_served_as_asked(family: str, tmp
 
 
 @pytest.mark.parametrize("family", APART)
-def test_families_without_batches_are_computed_row_by_row_and_kept(family: str, tmp_path: Path):
+def test_families_without_batches_are_computed_sequence_by_sequence_and_kept(family: str, tmp_path: Path):
     model = models.load(str(write_model(tmp_path, family)), context_tokens_max=None, progress=lambda *_: None)
     proven = tried(model)
     assert (proven.loaded.apart, proven.together, proven.loaded.spec.reusable) == (True, True, True)
@@ -223,7 +225,7 @@ def test_blocks_are_read_in_place_in_16_bits_too(kv: str, tmp_path: Path):
     assert (proven.loaded.kv, list(proven.notes)) == (kv, [])
 
 
-def test_a_row_is_longer_than_the_windows_of_a_model(tmp_path: Path):
+def test_a_sequence_is_longer_than_the_windows_of_a_model(tmp_path: Path):
     folder = write_model(tmp_path, "gemma3_text", sliding_window=400)
     model = resealed(models.load(str(folder), context_tokens_max=None, progress=lambda *_: None), None)
 
@@ -246,6 +248,6 @@ def test_what_was_found_is_kept(loaded: LoadedModel, tmp_path: Path, monkeypatch
 
 def test_a_model_that_is_not_tried_says_so(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(self_test, "_try", lambda loaded: pytest.fail("it is tried"))
-    proven = prove(loaded, replace(ASKED, trial=False), lambda what, fraction: None)
+    proven = prove(loaded, replace(ASKED, self_test=False), lambda what, fraction: None)
     assert proven.together
     assert "self-test was skipped" in proven.notes[0]

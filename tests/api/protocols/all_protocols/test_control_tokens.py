@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api.text.model import load_text_model
 from tests.worlds.api.fake_backend import Chat, FakeBackend
 from tests.worlds.api.served_models import served_model
@@ -164,7 +164,7 @@ async def test_marks_that_a_model_spells_are_told_as_text(streamed: bool, api: C
     text = backend.text
     said = "It ends with <|im_end|> and <|endoftext|>."
     spelled = [*text.tokenizer.encode(text.tokenizer.controls.guarded(said)), text.tokenizer.token_of("<|im_end|>")]
-    backend.play(*(RowUpdate("row", [token]) for token in spelled), RowUpdate("row", [], finish="stop"))
+    backend.play(*(SequenceUpdate("row", [token]) for token in spelled), SequenceUpdate("row", [], finish="stop"))
     if streamed:
         events = await api.stream()
         shown = "".join(event["choices"][0]["delta"].get("content") or "" for event in events[:-1])
@@ -180,7 +180,7 @@ async def test_calls_that_a_client_reads_itself_come_back_as_the_model_wrote_the
     text = backend.text
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     drawn = text.tokenizer.encode(call + "<|im_end|>")
-    backend.play(RowUpdate("row", drawn, finish="stop"))
+    backend.play(SequenceUpdate("row", drawn, finish="stop"))
     answer = (await api.chat()).json()["choices"][0]["message"]
     assert answer["content"] == call
     first = backend.requests[-1]["prompt"]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api.app import create_app
 from satchel.cluster.errors import GenerationFailed
 from tests.worlds.api.anthropic_client import HELLO, Messages, gathered
@@ -294,7 +294,7 @@ async def test_claude_code_sees_that_something_answers(client):
 
 
 async def test_a_failure_in_mid_stream_is_an_error_event(messages, backend):
-    hello = RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0)
+    hello = SequenceUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0)
     for failure, kind in ((GenerationFailed("numbers ran out"), "api_error"), (KeyError("secret"), "api_error")):
         backend.play(hello, failure)
         *_, last = await messages.stream()
@@ -333,8 +333,8 @@ async def test_the_system_may_speak_in_between(messages, backend, tmp_path):
 
 async def test_a_silent_stream_has_pings(messages, backend, monkeypatch):
     monkeypatch.setattr("satchel.api.http.event_stream.PING_S", 0.05)
-    hello = RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0)
-    backend.play(hello, 0.3, RowUpdate("r", [], finish="stop"))
+    hello = SequenceUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0)
+    backend.play(hello, 0.3, SequenceUpdate("r", [], finish="stop"))
     events = await messages.stream()
     pings = [index for index, event in enumerate(events) if event["type"] == "ping"]
     assert len(pings) >= 3 and pings[-1] > 3, "after the first words too"
@@ -343,15 +343,15 @@ async def test_a_silent_stream_has_pings(messages, backend, monkeypatch):
 
 async def test_a_stream_begins_while_the_prompt_is_read(messages, backend, monkeypatch):
     monkeypatch.setattr("satchel.api.http.event_stream.HEADERS_WAIT_S", 0.02)
-    hello = RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=4)
-    backend.play(0.2, hello, RowUpdate("r", [], finish="stop"))
+    hello = SequenceUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=4)
+    backend.play(0.2, hello, SequenceUpdate("r", [], finish="stop"))
     events = await messages.stream()
     assert events[0]["message"]["usage"]["cache_read_input_tokens"] == 0, "not known yet"
     assert gathered(events)["usage"]["cache_read_input_tokens"] == 4
 
 
-async def test_a_client_that_goes_stops_its_row(server, backend):
-    hello = RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0)
+async def test_a_client_that_goes_stops_its_sequence(server, backend):
+    hello = SequenceUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0)
     backend.play(hello, asyncio.Event())
     body = {"max_tokens": 5, "messages": HELLO, "stream": True}
     async with (

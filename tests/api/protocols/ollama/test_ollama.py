@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from satchel.actors.model_files.weights import Tensor
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api.app import create_app
 from satchel.api.protocols.ollama.models import ModelFacts, level_of, listed_body, parameters_of
 from satchel.cluster.config import Home
@@ -203,12 +203,12 @@ async def test_an_agent_goes_on(backend, config):
 
 async def test_a_failure_in_the_middle_is_a_line(client, backend):
     tokenizer = backend.text.tokenizer
-    backend.play(RowUpdate("r", tokenizer.encode("Hello"), cached_tokens=0), GenerationFailed("numbers ran out"))
+    backend.play(SequenceUpdate("r", tokenizer.encode("Hello"), cached_tokens=0), GenerationFailed("numbers ran out"))
     assert (await lines(client))[-1] == {"error": "numbers ran out"}
 
 
-async def test_a_row_stops_with_its_client(server, backend):
-    backend.play(RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), asyncio.Event())
+async def test_a_sequence_stops_with_its_client(server, backend):
+    backend.play(SequenceUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), asyncio.Event())
     async with (
         httpx.AsyncClient(base_url=server) as client,
         client.stream("POST", "/api/chat", json={"model": "satchel/tiny", "messages": HELLO}) as response,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.cluster.errors import GenerationFailed, QueueFull
 from tests.worlds.api.served_models import served_model
 
@@ -66,8 +66,8 @@ async def test_a_stream_is_not_silent_while_its_prompt_is_read(api, backend, mon
     for name in ("PING_S", "HEADERS_WAIT_S"):
         monkeypatch.setattr(f"satchel.api.http.event_stream.{name}", 0.03)
     body, waiting = SILENT[path]
-    hello = RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0)
-    backend.play(0.3, hello, 0.2, RowUpdate("r", [], finish="stop"))
+    hello = SequenceUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0)
+    backend.play(0.3, hello, 0.2, SequenceUpdate("r", [], finish="stop"))
     answer = await api.client.post(path, json={"model": "satchel/tiny", "stream": True, **body})
     assert answer.status_code == 200
     assert answer.content.count(waiting) >= 6 and "Hello" in answer.text
@@ -122,7 +122,7 @@ async def test_stream_and_whole_answer_agree(api, backend):
 async def test_end_tokens_never_show(api, backend):
     ends = [backend.text.tokenizer.encode("<|im_end|>")[0], backend.text.tokenizer.encode("<|endoftext|>")[0]]
     hello = backend.text.tokenizer.encode("Hello")
-    backend.play(RowUpdate("r", [*hello, ends[0], *hello, ends[1]], finish="length", cached_tokens=0))
+    backend.play(SequenceUpdate("r", [*hello, ends[0], *hello, ends[1]], finish="length", cached_tokens=0))
     body = (await api.chat(ignore_eos=True)).json()
     assert body["choices"][0]["message"]["content"] == "HelloHello"
     assert body["usage"]["completion_tokens"] == 2 * len(hello) + 2
@@ -130,10 +130,10 @@ async def test_end_tokens_never_show(api, backend):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_cuts_the_answer_and_stops_the_row(api, backend, stream):
+async def test_a_stop_string_cuts_the_answer_and_stops_the_sequence(api, backend, stream):
     waiting = asyncio.Event()
     tokens = backend.text.tokenizer.encode("one two STOP three")
-    backend.play(*[RowUpdate("r", [token], cached_tokens=0) for token in tokens], waiting)
+    backend.play(*[SequenceUpdate("r", [token], cached_tokens=0) for token in tokens], waiting)
     if stream:
         *chunks, _ = await api.stream(stop=["never", "STOP"])
         text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
@@ -183,7 +183,7 @@ async def test_any_64_bit_seed_is_possible(api, backend, seed):
     assert backend.sampling.seed == seed
 
 
-async def test_rows_have_unique_ids_even_when_callers_repeat_theirs(api, backend):
+async def test_sequences_have_unique_ids_even_when_callers_repeat_theirs(api, backend):
     for _ in range(2):
         response = await api.post({"messages": [{"role": "user", "content": "Hi"}]}, headers={"X-Request-ID": "mine-1"})
         assert response.headers["x-request-id"] == "mine-1"
@@ -205,7 +205,7 @@ async def test_generation_responses_say_where_and_why(api, backend):
 async def test_tool_calls(api, backend, markers):
     """Whether the markers are tokens of their own or plain text."""
     tokens = api_tokens(backend, markers)
-    backend.play(*[RowUpdate("r", [t], cached_tokens=0) for t in tokens], RowUpdate("r", [], finish="stop"))
+    backend.play(*[SequenceUpdate("r", [t], cached_tokens=0) for t in tokens], SequenceUpdate("r", [], finish="stop"))
     body = (await api.chat(tools=[WEATHER], model=markers)).json()
     (choice,) = body["choices"]
     (call,) = choice["message"]["tool_calls"]
@@ -238,7 +238,7 @@ def api_tokens(backend: Any, model: str) -> list[int]:
 async def test_special_tool_markers_are_seen_and_never_shown(api, backend, folders, texts):
     text = texts["special"]
     backend.served[0] = served_model(folder=folders["special"])
-    backend.play(RowUpdate("r", text.tokenizer.encode("Well. " + CALL), finish="stop", cached_tokens=0))
+    backend.play(SequenceUpdate("r", text.tokenizer.encode("Well. " + CALL), finish="stop", cached_tokens=0))
     choice = (await api.chat(tools=[WEATHER])).json()["choices"][0]
     assert choice["message"]["content"] == "Well."
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
@@ -319,13 +319,16 @@ async def test_an_error_before_the_first_byte_is_an_http_error(api, backend, str
     ("failure", "code"),
     [
         (GenerationFailed("numbers ran out"), "generation_failed"),
-        (RowUpdate("r", [], finish="error", error=GenerationFailed("numbers ran out").to_wire()), "generation_failed"),
-        (RowUpdate("r", [], finish="abort"), "generation_failed"),
+        (
+            SequenceUpdate("r", [], finish="error", error=GenerationFailed("numbers ran out").to_wire()),
+            "generation_failed",
+        ),
+        (SequenceUpdate("r", [], finish="abort"), "generation_failed"),
         (KeyError("secret"), "internal_error"),
     ],
 )
 async def test_an_error_in_mid_stream_is_one_event_and_the_end(api, backend, failure, code):
-    backend.play(RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), failure)
+    backend.play(SequenceUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), failure)
     events = await api.stream()
     assert "[DONE]" not in events
     assert events[-1]["error"]["code"] == code
@@ -333,13 +336,13 @@ async def test_an_error_in_mid_stream_is_one_event_and_the_end(api, backend, fai
     assert not any("error" in event for event in events[:-1])
 
 
-async def test_a_row_that_ends_without_an_end_is_an_error(api, backend):
-    backend.play(RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0))
+async def test_a_sequence_that_ends_without_an_end_is_an_error(api, backend):
+    backend.play(SequenceUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0))
     assert (await api.chat()).status_code == 500
     assert "error" in (await api.stream())[-1]
 
 
-async def test_a_request_ends_at_its_deadline_and_so_does_its_row(backend, config):
+async def test_a_request_ends_at_its_deadline_and_so_does_its_sequence(backend, config):
     import dataclasses
 
     import httpx

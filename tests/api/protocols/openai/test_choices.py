@@ -9,7 +9,7 @@ import json
 import httpx
 import pytest
 
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api.app import create_app
 from satchel.cluster.errors import GenerationFailed, QueueFull, SlowReader
 
@@ -18,7 +18,7 @@ ANSWERS = ("one two", "three", "four five six")
 
 async def test_choices_come_in_order_and_the_prompt_counts_once(api, backend):
     backend.scripts.clear()
-    backend.scripts.extend(backend.row(text, cached=9 - i) for i, text in enumerate(ANSWERS))
+    backend.scripts.extend(backend.sequence(text, cached=9 - i) for i, text in enumerate(ANSWERS))
     body = (await api.chat(n=3)).json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
     assert tuple(choice["message"]["content"] for choice in body["choices"]) == ANSWERS
@@ -30,48 +30,51 @@ async def test_choices_come_in_order_and_the_prompt_counts_once(api, backend):
 
 
 @pytest.mark.parametrize("seed", [None, 5])
-async def test_rows_of_a_prompt_share_its_seed_and_are_told_apart_by_choice(api, backend, seed):
+async def test_sequences_of_a_prompt_share_its_seed_and_are_told_apart_by_choice(api, backend, seed):
     await api.chat(n=3, seed=seed)
-    rows = backend.requests
-    assert [row["sampling"].choice for row in rows] == [0, 1, 2]
-    assert [row["choices"] for row in rows] == [3, 3, 3]
-    assert len({row["sampling"].seed for row in rows}) == 1
-    assert seed is None or rows[0]["sampling"].seed == seed
-    assert len({row["request_id"] for row in rows}) == 3
+    sequences = backend.requests
+    assert [sequence["sampling"].choice for sequence in sequences] == [0, 1, 2]
+    assert [sequence["choices"] for sequence in sequences] == [3, 3, 3]
+    assert len({sequence["sampling"].seed for sequence in sequences}) == 1
+    assert seed is None or sequences[0]["sampling"].seed == seed
+    assert len({sequence["request_id"] for sequence in sequences}) == 3
 
 
-async def test_the_first_row_is_accepted_before_the_others_start_beside_it(api, backend):
+async def test_the_first_sequence_is_accepted_before_the_others_start_beside_it(api, backend):
     """So the replica that computes the prompt is known, and the others go where its blocks will be."""
     accept, accepted = backend.generate, []
 
-    async def generate(model, row, **how):
+    async def generate(model, sequence, **how):
         if how["beside"]:
             assert accepted == [0]
         await asyncio.sleep(0.02)
         if not how["beside"]:
-            accepted.append(row.sampling.choice)
-        return await accept(model, row, **how)
+            accepted.append(sequence.sampling.choice)
+        return await accept(model, sequence, **how)
 
     backend.generate = generate
     await api.chat(n=3)
-    assert [row["beside"] for row in backend.requests] == ["", "satchel/tiny#0", "satchel/tiny#0"]
+    assert [sequence["beside"] for sequence in backend.requests] == ["", "satchel/tiny#0", "satchel/tiny#0"]
 
 
 async def test_n_and_several_prompts_make_a_table_prompt_by_prompt(api, backend):
-    """Rows start in another order than they are answered in, so what they say is told by their prompt and choice."""
+    """Sequences start in another order than they are answered in, so what they say is told by their prompt and
+    choice."""
     accept = backend.generate
 
-    async def generate(model, row, **how):
-        prompt, choice = backend.text.tokenizer.decode(row.prompt), row.sampling.choice
+    async def generate(model, sequence, **how):
+        prompt, choice = backend.text.tokenizer.decode(sequence.prompt), sequence.sampling.choice
         backend.say(f"{prompt}{choice}")
-        return await accept(model, row, **how)
+        return await accept(model, sequence, **how)
 
     backend.generate = generate
     body = (await api.complete(["a", "b"], n=3)).json()
     assert [choice["text"] for choice in body["choices"]] == ["a0", "a1", "a2", "b0", "b1", "b2"]
     assert [choice["index"] for choice in body["choices"]] == list(range(6))
     assert body["usage"]["prompt_tokens"] == 2
-    seeds = {backend.text.tokenizer.decode(row["prompt"]): row["sampling"].seed for row in backend.requests}
+    seeds = {
+        backend.text.tokenizer.decode(sequence["prompt"]): sequence["sampling"].seed for sequence in backend.requests
+    }
     assert seeds["a"] != seeds["b"], "equal prompts in one request must not get equal answers"
 
 
@@ -98,10 +101,10 @@ async def test_when_one_choice_is_refused_none_runs(api, backend, stream):
     backend.play(asyncio.Event())
     accept = backend.generate
 
-    async def generate(model, row, **how):
-        if row.sampling.choice == 2:
+    async def generate(model, sequence, **how):
+        if sequence.sampling.choice == 2:
             raise QueueFull("full")
-        return await accept(model, row, **how)
+        return await accept(model, sequence, **how)
 
     backend.generate = generate
     assert (await api.chat(n=3, stream=stream)).status_code == 503
@@ -137,7 +140,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
         ({"prompt": ["a", "b"], "n": 3}, "completions", "prompt"),
     ],
 )
-async def test_more_rows_than_the_queue_could_ever_take_are_refused(backend, config, body, path, param):
+async def test_more_sequences_than_the_queue_could_ever_take_are_refused(backend, config, body, path, param):
     response = await with_scheduling(backend, config, body, path, queue_requests_max=4)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert backend.requests == []
@@ -175,22 +178,22 @@ async def test_the_limit_on_time_reaches_the_replica_and_is_at_most_the_configur
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_ends_after_its_own_timeout(api, backend, stream):
-    """In mid-stream as an event; the row is taken out."""
+    """In mid-stream as an event; the sequence is taken out."""
     await api.chat("so that the tokenizer is loaded")
-    backend.play(RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), asyncio.Event())
+    backend.play(SequenceUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), asyncio.Event())
     response = await api.chat(timeout_s=0.3, stream=stream)
     assert response.status_code == (200 if stream else 504)
     assert '"code":"deadline_exceeded"' in response.text
     assert backend.generations[-1].aborts == 1
 
 
-async def test_time_spent_before_the_row_starts_counts(api, backend):
+async def test_time_spent_before_the_sequence_starts_counts(api, backend):
     await api.chat("so that the tokenizer is loaded")
     accept = backend.generate
 
-    async def generate(model, row, **how):
+    async def generate(model, sequence, **how):
         await asyncio.sleep(0.2)
-        return await accept(model, row, **how)
+        return await accept(model, sequence, **how)
 
     backend.generate = generate
     backend.play(asyncio.Event())
@@ -211,7 +214,7 @@ async def test_time_spent_on_sending_the_body_counts(api, backend):
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_client_that_reads_too_slowly_gets_the_errors_event(api, backend, n):
     tokenizer = backend.text.tokenizer
-    backend.play(RowUpdate("r", tokenizer.encode("Hello"), cached_tokens=0), SlowReader("4096 tokens are unread"))
+    backend.play(SequenceUpdate("r", tokenizer.encode("Hello"), cached_tokens=0), SlowReader("4096 tokens are unread"))
     events = await api.stream(n=n)
     assert "[DONE]" not in events
     assert events[-1]["error"]["code"] == "slow_reader"

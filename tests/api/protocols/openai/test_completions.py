@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.cluster.errors import GenerationFailed, QueueFull
 
 
@@ -22,19 +22,19 @@ async def test_one_text(api, backend):
 
 async def test_every_form_of_prompt(api, backend):
     tokens = backend.text.tokenizer.encode("once upon")
-    for prompt, rows in (("once upon", 1), (["once", "upon"], 2), (tokens, 1), ([tokens, tokens, tokens], 3)):
+    for prompt, sequences in (("once upon", 1), (["once", "upon"], 2), (tokens, 1), ([tokens, tokens, tokens], 3)):
         backend.requests.clear()
         body = (await api.complete(prompt)).json()
-        assert [choice["index"] for choice in body["choices"]] == list(range(rows))
-        assert len(backend.requests) == rows
+        assert [choice["index"] for choice in body["choices"]] == list(range(sequences))
+        assert len(backend.requests) == sequences
         assert body["usage"]["prompt_tokens"] == sum(len(request["prompt"]) for request in backend.requests)
     assert [request["prompt"] for request in backend.requests] == [tokens] * 3
 
 
 async def test_answers_keep_the_order_of_their_prompts(api, backend):
-    slow, fast = asyncio.Event(), backend.row("fast")
+    slow, fast = asyncio.Event(), backend.sequence("fast")
     backend.scripts.clear()
-    backend.scripts.extend([[slow, *backend.row("slow")], [*fast[:-1], fast[-1]]])
+    backend.scripts.extend([[slow, *backend.sequence("slow")], [*fast[:-1], fast[-1]]])
     asyncio.get_running_loop().call_later(0.05, slow.set)
     body = (await api.complete(["a", "b"])).json()
     assert [choice["text"] for choice in body["choices"]] == ["slow", "fast"]
@@ -56,7 +56,7 @@ async def test_streams_of_several_prompts_interleave_by_index(api, backend):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_when_one_row_fails_the_others_are_stopped(api, backend, stream):
+async def test_when_one_sequence_fails_the_others_are_stopped(api, backend, stream):
     backend.scripts.clear()
     backend.scripts.extend([[asyncio.Event()], [GenerationFailed("no")], [asyncio.Event()]])
     response = await api.complete(["a", "b", "c"], stream=stream)
@@ -64,16 +64,16 @@ async def test_when_one_row_fails_the_others_are_stopped(api, backend, stream):
     assert [generation.aborts for generation in backend.generations][::2] == [1, 1]
 
 
-async def test_when_one_row_is_refused_none_runs(api, backend):
+async def test_when_one_sequence_is_refused_none_runs(api, backend):
     backend.play(asyncio.Event())
     accept, left = backend.generate, 2
 
-    async def generate(model, row, **how):
+    async def generate(model, sequence, **how):
         nonlocal left
         left -= 1
         if left < 0:
             raise QueueFull("full")
-        return await accept(model, row, **how)
+        return await accept(model, sequence, **how)
 
     backend.generate = generate
     response = await api.complete(["a", "b", "c"])
@@ -118,6 +118,6 @@ async def test_bad_prompts_are_named(api, backend, prompt, param):
 
 
 async def test_a_prompt_may_fill_all_of_the_context_but_one(api, backend):
-    backend.play(RowUpdate("r", [5], finish="length", cached_tokens=0))
+    backend.play(SequenceUpdate("r", [5], finish="length", cached_tokens=0))
     assert (await api.complete([7] * 999)).status_code == 200
     assert backend.sampling.max_tokens == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from satchel.actors.model_files.infill import InfillMarks, infill_marks
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from tests.worlds.api.served_models import served_model
 
 USER = {"role": "user", "content": "Hi"}
@@ -45,7 +45,9 @@ async def test_a_stop_string_stays_if_it_is_asked_for(api, backend):
 async def test_a_stop_token_stays_if_it_is_asked_for(api, backend):
     stop = backend.text.tokenizer.encode("!")
     for keeps in (True, False):
-        backend.play(RowUpdate("r", [*backend.text.tokenizer.encode("Hello"), *stop], finish="stop", cached_tokens=0))
+        backend.play(
+            SequenceUpdate("r", [*backend.text.tokenizer.encode("Hello"), *stop], finish="stop", cached_tokens=0)
+        )
         response = await api.chat(stop_token_ids=stop, include_stop_str_in_output=keeps)
         assert response.json()["choices"][0]["message"]["content"] == ("Hello!" if keeps else "Hello")
 
@@ -55,7 +57,7 @@ async def test_special_tokens_are_text_if_they_are_asked_for(api, backend):
     (end,) = backend.text.tokenizer.encode("<|im_end|>")
     for skips in (True, False):
         tokens = [*backend.text.tokenizer.encode("a"), special, end]
-        backend.play(RowUpdate("r", tokens, finish="stop", cached_tokens=0))
+        backend.play(SequenceUpdate("r", tokens, finish="stop", cached_tokens=0))
         response = await api.complete("x", skip_special_tokens=skips)
         assert response.json()["choices"][0]["text"] == ("a" if skips else "a<|im_start|>")
 
@@ -165,7 +167,7 @@ async def test_echo_puts_the_prompt_before_every_answer(api, backend):
 
 
 async def test_no_tokens_are_only_the_prompt(api, backend):
-    backend.play(RowUpdate("r", [], finish="length", cached_tokens=0))
+    backend.play(SequenceUpdate("r", [], finish="length", cached_tokens=0))
     choice = (await api.complete("once", echo=True, max_tokens=0)).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("once", "length")
     assert backend.sampling.max_tokens == 0
@@ -179,7 +181,7 @@ async def test_the_best_answers_are_the_likeliest(api, backend):
     backend.say(*(texts[at] for at in (2, 0, 3, 1)), *(texts[at] for at in (3, 2, 1, 0)), "x")
     body = (await api.complete(["one", "two"], n=2, best_of=4)).json()
     assert len(backend.requests) == 8
-    # The first rows of all prompts start first.
+    # The first sequences of all prompts start first.
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert all(choice["logprobs"] is None for choice in body["choices"])
     for first, second in (body["choices"][:2], body["choices"][2:]):

@@ -118,7 +118,7 @@ async def test_errors_arrive_as_the_clients_exceptions(client, backend):
         await client.chat.completions.create(model="satchel/tiny", messages=MESSAGES)
     assert (full.value.status_code, full.value.code) == (503, "queue_full")
     backend.refusal = None
-    backend.play(*backend.row("Hello")[:-1], QueueFull("lost"))
+    backend.play(*backend.sequence("Hello")[:-1], QueueFull("lost"))
     stream = await client.chat.completions.create(model="satchel/tiny", messages=MESSAGES, stream=True)
     with pytest.raises(openai.APIError, match="lost"):
         async for _ in stream:

@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api.app import create_app
 from satchel.api.protocols.responses.event_log import EventLog
 from satchel.cluster.errors import GenerationFailed, InvalidRequest
@@ -27,8 +27,8 @@ def asking(client: httpx.AsyncClient) -> Responses:
 @pytest.fixture
 def go(backend) -> asyncio.Event:
     """Lets the answer go on behind its first word."""
-    go, row = asyncio.Event(), backend.row("Hello there, Ada")
-    backend.play(row[0], go, *row[1:])
+    go, sequence = asyncio.Event(), backend.sequence("Hello there, Ada")
+    backend.play(sequence[0], go, *sequence[1:])
     return go
 
 
@@ -133,7 +133,7 @@ async def test_one_that_has_ended_is_not_cancelled(asking):
 
 async def test_a_failure_is_its_status(asking, backend):
     tokenizer = backend.text.tokenizer
-    backend.play(RowUpdate("row", tokenizer.encode("Hello"), cached_tokens=0), GenerationFailed("it broke"))
+    backend.play(SequenceUpdate("row", tokenizer.encode("Hello"), cached_tokens=0), GenerationFailed("it broke"))
     failed = await shown(asking, (await asking.say("Hi", background=True))["id"], until="failed")
     assert failed["error"] == {"code": "server_error", "message": "it broke"}
     long = await asking.say("word " * 20_000, background=True)

@@ -16,7 +16,7 @@ import openai
 import pytest
 from PIL import Image
 
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api.app import create_app
 from satchel.cluster.config import Home
 from satchel.cluster.errors import GenerationFailed
@@ -207,7 +207,7 @@ async def test_an_answer_that_is_cut_is_incomplete(asking, backend):
 
 async def test_a_failure_in_mid_stream_is_an_event(asking, backend):
     tokenizer = backend.text.tokenizer
-    backend.play(RowUpdate("row", tokenizer.encode("Hello"), cached_tokens=0), GenerationFailed("it broke"))
+    backend.play(SequenceUpdate("row", tokenizer.encode("Hello"), cached_tokens=0), GenerationFailed("it broke"))
     events = await asking.stream()
     assert events[-1]["type"] == "response.failed"
     response = events[-1]["response"]
@@ -329,8 +329,8 @@ async def test_another_tenants_responses_are_not_there(backend, config, tmp_path
     assert (await asking.post(previous_response_id=id, headers=ann)).status_code == 200
 
 
-async def test_a_streaming_row_stops_with_its_client(server, backend):
-    backend.play(RowUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), asyncio.Event())
+async def test_a_streaming_sequence_stops_with_its_client(server, backend):
+    backend.play(SequenceUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), asyncio.Event())
     body = {"input": "Hi", "stream": True}
     async with httpx.AsyncClient() as client, client.stream("POST", f"{server}/v1/responses", json=body) as answer:
         seen = [json.loads(line[6:]) async for line in _until_text(aiter(answer.aiter_lines()))]

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from satchel.actors.protocol.replica_messages import RowUpdate, TokenLogprobs
+from satchel.actors.protocol.replica_messages import SequenceUpdate, TokenLogprobs
 from satchel.api.text.answers.logprobs import ShownToken, completion_logprobs
 from satchel.api.text.answers.pipeline import Pipeline
 from satchel.api.text.answers.reasoning import ReasoningSplitter
-from satchel.api.text.answers.row_text import RowText, TextDelta, TextEvent
+from satchel.api.text.answers.sequence_text import SequenceText, TextDelta, TextEvent
 from satchel.api.text.answers.stops import StopMatcher
 from satchel.api.text.detokenizing import ByteDetokenizer
 from satchel.api.text.model import TextModel
@@ -45,8 +45,8 @@ class Bytes:
     def token_bytes(self, token: int) -> bytes:
         return self.pieces[token]
 
-    def row(self, **how: Any) -> RowText:
-        return RowText(cast(Tokenizer, self), ByteDetokenizer(self.token_bytes), logprobs=True, **how)
+    def sequence(self, **how: Any) -> SequenceText:
+        return SequenceText(cast(Tokenizer, self), ByteDetokenizer(self.token_bytes), logprobs=True, **how)
 
 
 def calls_stage() -> CallStage:
@@ -67,14 +67,14 @@ def logprobs_of(tokens: range) -> list[TokenLogprobs]:
     return [(-float(token), [(token, -float(token))]) for token in tokens]
 
 
-def run(row: RowText, updates: list[range]) -> list[TextEvent]:
-    """All events of the row; after each it has shown at least the bytes of the tokens that it gave."""
+def run(sequence: SequenceText, updates: list[range]) -> list[TextEvent]:
+    """All events of the sequence; after each it has shown at least the bytes of the tokens that it gave."""
     events: list[TextEvent] = []
     text, given = b"", b""
     for tokens in [*updates, None]:
-        if tokens is not None and row.stopped:
+        if tokens is not None and sequence.stopped:
             continue
-        new = row.finish() if tokens is None else row.add(list(tokens), logprobs_of(tokens))
+        new = sequence.finish() if tokens is None else sequence.add(list(tokens), logprobs_of(tokens))
         events += new
         for event in new:
             if isinstance(event, TextDelta):
@@ -119,7 +119,7 @@ def character_of(data: bytes) -> int:
 
 
 def check(text: str, pieces: list[bytes], updates: list[range], **how: Any) -> list[TextEvent]:
-    events = run(Bytes(pieces).row(**stages(**how)), updates)
+    events = run(Bytes(pieces).sequence(**stages(**how)), updates)
     found = [(-int(token.logprob), token.data, token.offset) for token in shown_tokens(events)]
     assert found == expected(text, pieces, stages(**how))
     return events
@@ -141,8 +141,8 @@ def test_every_split_of_a_text_into_tokens(text: str, updates: str):
     data = text.encode()
     for marks in product([False, True], repeat=len(data) - 1):
         pieces = cut(data, [i + 1 for i, mark in enumerate(marks) if mark])
-        rows = grouped(len(pieces), list(range(len(pieces))) if updates == "one by one" else [])
-        check(text, pieces, rows, thinking=True, stops=["STOP"], tools=True)
+        sequences = grouped(len(pieces), list(range(len(pieces))) if updates == "one by one" else [])
+        check(text, pieces, sequences, thinking=True, stops=["STOP"], tools=True)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_any_text_cut_anywhere(text, cuts, groups, thinking, stop, tools):
 @given(pieces=st.lists(st.binary(max_size=4), max_size=12), groups=edges)
 def test_bytes_that_are_no_text_are_the_replacement_characters_that_are_shown(pieces: list[bytes], groups: list[int]):
     """`run` holds the law; here for any bytes at all, with half characters and tokens without a byte."""
-    events = run(Bytes(pieces).row(), grouped(len(pieces), groups))
+    events = run(Bytes(pieces).sequence(), grouped(len(pieces), groups))
     assert content(events) == b"".join(pieces).decode("utf-8", "replace")
 
 
@@ -189,12 +189,12 @@ def test_any_tokens_of_real_tokenizers(
     model = data.draw(st.sampled_from([text, sentencepiece]))
     size = 262 if model is sentencepiece else 400
     tokens = data.draw(st.lists(st.integers(0, size), max_size=30))
-    row = RowText(model.tokenizer, model.tokenizer.detokenizer(), logprobs=True)
+    sequence = SequenceText(model.tokenizer, model.tokenizer.detokenizer(), logprobs=True)
     events: list[TextEvent] = []
     for group in grouped(len(tokens), groups):
         drawn = [tokens[i] for i in group]
-        events += row.add(drawn, [(-float(i), []) for i in group])
-    events += row.finish()
+        events += sequence.add(drawn, [(-float(i), []) for i in group])
+    events += sequence.finish()
     shown = shown_tokens(events)
     assert b"".join(token.data for token in shown) == content(events).encode()
     positions = [-int(token.logprob) for token in shown]
@@ -205,43 +205,43 @@ def test_any_tokens_of_real_tokenizers(
 def test_a_character_spelled_in_byte_tokens_keeps_each_tokens_byte(sentencepiece: TextModel):
     assert sentencepiece.tokenizer.backend is not None
     tokens = [sentencepiece.tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in "日".encode()]
-    row = RowText(sentencepiece.tokenizer, sentencepiece.tokenizer.detokenizer(), logprobs=True)
-    events = [*row.add(tokens, [(-1.0, [])] * 3), *row.finish()]
+    sequence = SequenceText(sentencepiece.tokenizer, sentencepiece.tokenizer.detokenizer(), logprobs=True)
+    events = [*sequence.add(tokens, [(-1.0, [])] * 3), *sequence.finish()]
     assert [token.data for token in shown_tokens(events)] == [bytes([byte]) for byte in "日".encode()]
 
 
 def test_bytes_that_are_no_text_stay_their_tokens_own():
     """A replacement character stands for one to three bytes (Unicode 3.9); the tokens after it are not shifted."""
     for broken in (b"\xff", b"\xe6\x97", b"\xf0\x9f\x98"):
-        events = run(Bytes([broken, b"A", "日".encode()]).row(), grouped(3, []))
+        events = run(Bytes([broken, b"A", "日".encode()]).sequence(), grouped(3, []))
         assert [token.data for token in shown_tokens(events)] == ["\ufffd".encode(), b"A", "日".encode()]
 
 
 def test_a_space_that_a_decoder_strips_is_no_tokens(sentencepiece: TextModel):
     assert sentencepiece.tokenizer.backend is not None
     tokens = [sentencepiece.tokenizer.backend.token_to_id(word) for word in ("▁", "a", "▁world")]
-    row = RowText(sentencepiece.tokenizer, sentencepiece.tokenizer.detokenizer(), logprobs=True)
-    events = [*row.add(tokens, logprobs_of(range(3))), *row.finish()]
+    sequence = SequenceText(sentencepiece.tokenizer, sentencepiece.tokenizer.detokenizer(), logprobs=True)
+    events = [*sequence.add(tokens, logprobs_of(range(3))), *sequence.finish()]
     assert content(events) == "a world"
     assert [(token.logprob, token.data) for token in shown_tokens(events)] == [(-1.0, b"a"), (-2.0, b" world")]
 
 
 def test_entries_wait_with_the_text_that_waits():
-    row = Bytes([b"a", b"S", b"T", b"b"]).row(stops=["STOP"])
-    assert row.add([0, 1], logprobs_of(range(2))) == [TextDelta("a", [ShownToken(b"a", 0.0, [(b"a", 0.0)], 0)])]
-    assert row.add([2], logprobs_of(range(2, 3))) == []
-    (event,) = row.add([3], logprobs_of(range(3, 4)))
+    sequence = Bytes([b"a", b"S", b"T", b"b"]).sequence(stops=["STOP"])
+    assert sequence.add([0, 1], logprobs_of(range(2))) == [TextDelta("a", [ShownToken(b"a", 0.0, [(b"a", 0.0)], 0)])]
+    assert sequence.add([2], logprobs_of(range(2, 3))) == []
+    (event,) = sequence.add([3], logprobs_of(range(3, 4)))
     assert isinstance(event, TextDelta)
     assert event.text == "STb"
     assert [token.data for token in event.logprobs or ()] == [b"S", b"T", b"b"]
 
 
 def test_a_token_that_a_stop_string_cuts_comes_out_trimmed():
-    row = Bytes([b"ab", b"cd"]).row(stops=["bc"])
-    assert row.add([0], logprobs_of(range(1))) == [TextDelta("a", [])]
-    assert row.add([1], logprobs_of(range(1, 2))) == []
-    assert row.stopped
-    (event,) = row.finish()
+    sequence = Bytes([b"ab", b"cd"]).sequence(stops=["bc"])
+    assert sequence.add([0], logprobs_of(range(1))) == [TextDelta("a", [])]
+    assert sequence.add([1], logprobs_of(range(1, 2))) == []
+    assert sequence.stopped
+    (event,) = sequence.finish()
     assert isinstance(event, TextDelta)
     assert (event.text, [token.data for token in event.logprobs or ()]) == ("", [b"a"])
 
@@ -327,7 +327,7 @@ async def test_a_completions_logprobs_have_the_older_shape(api, backend, stream)
 async def test_what_is_impossible_is_a_number_in_json(api, backend):
     (token,) = backend.text.tokenizer.encode("a")
     impossible = (-math.inf, [(token, -math.inf), (token + 1, math.nan)])
-    backend.play(RowUpdate("r", [token], "stop", cached_tokens=0, logprobs=[impossible]))
+    backend.play(SequenceUpdate("r", [token], "stop", cached_tokens=0, logprobs=[impossible]))
     (entry,) = (await api.chat(logprobs=True, top_logprobs=2)).json()["choices"][0]["logprobs"]["content"]
     assert [entry["logprob"], *(one["logprob"] for one in entry["top_logprobs"])] == [-9999.0] * 3
     *chunks, _ = await api.stream(logprobs=True)
@@ -335,7 +335,9 @@ async def test_what_is_impossible_is_a_number_in_json(api, backend):
 
 
 async def test_a_replica_that_leaves_logprobs_out_is_an_error_and_not_a_wrong_answer(api, backend):
-    backend.play(RowUpdate("r", backend.text.tokenizer.encode("ab"), "stop", cached_tokens=0, logprobs=[(-1.0, [])]))
+    backend.play(
+        SequenceUpdate("r", backend.text.tokenizer.encode("ab"), "stop", cached_tokens=0, logprobs=[(-1.0, [])])
+    )
     response = await api.chat(logprobs=True)
     assert (response.status_code, response.json()["error"]["code"]) == (500, "generation_failed")
 
@@ -344,7 +346,7 @@ async def test_a_replica_that_leaves_logprobs_out_is_an_error_and_not_a_wrong_an
 async def test_a_token_that_the_caller_stops_at_is_no_text(api, backend, stream):
     """It is counted, as end tokens are, and has no entry."""
     *tokens, last = backend.text.tokenizer.encode("Hello world!")
-    backend.play(RowUpdate("r", [*tokens, last], "stop", cached_tokens=0))
+    backend.play(SequenceUpdate("r", [*tokens, last], "stop", cached_tokens=0))
     if stream:
         *chunks, _ = await api.stream(stop_token_ids=[last], logprobs=True)
         text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
@@ -361,7 +363,7 @@ def test_a_broken_character_is_one_sign_however_many_tokens_it_has():
     """Of a sign that stands for bytes of several tokens each has its part, so the next token keeps its own text."""
     for broken in ([b"\xf0", b"\x9f", b"\x98"], [b"\xe6", b"\x97"], [b"\xf0\x9f", b"\x98"], [b"\xff"]):
         pieces = [*broken, b"a", b"b"]
-        events = run(Bytes(pieces).row(**stages(thinking=False, stops=[], tools=False)), [range(len(pieces))])
+        events = run(Bytes(pieces).sequence(**stages(thinking=False, stops=[], tools=False)), [range(len(pieces))])
         assert content(events) == "\ufffdab"
         found = [(-int(token.logprob), token.data) for token in shown_tokens(events)]
         assert found[-2:] == [(len(broken), b"a"), (len(broken) + 1, b"b")]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from satchel.actors.protocol.replica_messages import RowUpdate
+from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api.text.answers.pipeline import Pipeline
 from satchel.api.text.answers.reasoning import ReasoningSplitter
 from satchel.api.text.answers.stops import StopMatcher
@@ -148,7 +148,7 @@ async def test_a_block_that_is_never_closed_is_all_reasoning(api, thinker):
 
 async def test_a_stop_string_cuts_the_content_after_the_reasoning(api, thinker):
     tokens = thinker.text.tokenizer.encode("<think>a STOP b</think>c STOP d")
-    thinker.play(*[RowUpdate("r", [token], cached_tokens=0) for token in tokens], asyncio.Event())
+    thinker.play(*[SequenceUpdate("r", [token], cached_tokens=0) for token in tokens], asyncio.Event())
     message = (await api.chat(stop="STOP")).json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("a STOP b", "c ")
     assert thinker.generations[0].aborts == 1

@@ -1,8 +1,8 @@
-"""Follows one row from replica to replica: places it, reads it, and places it again if its replica is lost.
+"""Follows one sequence from replica to replica: places it, reads it, and places it again if its replica is lost.
 
-A row may itself crash a replica's process. So it becomes a *suspect* if the last process that had it ended before the
-row's first token there. A replica tries one suspect at a time, until its first token clears it. If another process ends
-meanwhile, the suspect it tried is to blame and is given up.
+A sequence may itself crash a replica's process. So it becomes a *suspect* if the last process that had it ended before
+the sequence's first token there. A replica tries one suspect at a time, until its first token clears it. If another
+process ends meanwhile, the suspect it tried is to blame and is given up.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from ...actors.protocol.block_ids import block_ids, root_id
-from ...actors.protocol.replica_messages import GenerateRequest, RowUpdate
-from ...actors.protocol.router_messages import Decision, RowLeft
+from ...actors.protocol.replica_messages import GenerateRequest, SequenceUpdate
+from ...actors.protocol.router_messages import Decision, SequenceLeft
 from ...cluster.environment import default_home
 from ...cluster.errors import (
     ActorLost,
@@ -42,20 +42,20 @@ from .split import Prefill
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 4
-"""How many replicas may refuse a row before the refusal is final, and how many it may lose without progress."""
+"""How many replicas may refuse a sequence before the refusal is final, and how many it may lose without progress."""
 
 DEATHS_MAX = 2
-"""A row is given up if so many successive replicas' processes have ended before its first token there."""
+"""A sequence is given up if so many successive replicas' processes have ended before its first token there."""
 
 PROGRESS_TOKENS = 16
 """So many tokens at one replica reset the count of lost replicas."""
 
 
 class RayGeneration:
-    """One row, followed from replica to replica. Implements `backend.Generation`.
+    """One sequence, followed from replica to replica. Implements `backend.Generation`.
 
     Every submission is a new *placement*; updates of earlier ones are ignored. Unread tokens are bounded: past
-    `endpoint.unread_tokens_max` the row is aborted and the iteration ends with `SlowReader`.
+    `endpoint.unread_tokens_max` the sequence is aborted and the iteration ends with `SlowReader`.
 
     Args:
         beside: a replica that has just taken a request with the same prompt, "" for none.
@@ -72,7 +72,7 @@ class RayGeneration:
         self._beside = beside
         self._scope = scope
         self._started = time.monotonic()
-        self._updates: asyncio.Queue[tuple[int, RowUpdate | SatchelError]] = asyncio.Queue()
+        self._updates: asyncio.Queue[tuple[int, SequenceUpdate | SatchelError]] = asyncio.Queue()
         self._unread = 0
         self._tokens: list[int] = []
         self._placement = 0
@@ -96,9 +96,9 @@ class RayGeneration:
     def model_id(self) -> bytes:
         return self._request.model_id
 
-    def put(self, placement: int, update: RowUpdate | SatchelError) -> None:
-        """Queues an update of the row's placement."""
-        if isinstance(update, RowUpdate):
+    def put(self, placement: int, update: SequenceUpdate | SatchelError) -> None:
+        """Queues an update of the sequence's placement."""
+        if isinstance(update, SequenceUpdate):
             if placement == self._placement:
                 self._measure(update)
             if placement == self._placement and self._prefill is not None:
@@ -115,7 +115,7 @@ class RayGeneration:
                 self._release()
         self._updates.put_nowait((placement, update))
 
-    def _measure(self, update: RowUpdate) -> None:
+    def _measure(self, update: SequenceUpdate) -> None:
         """Notes what the router has estimated."""
         if update.cached_tokens is not None:
             computed = self._prefill.cached_tokens if self._prefill is not None else None
@@ -124,12 +124,12 @@ class RayGeneration:
             self._first_token_s = time.monotonic() - self._placed_at
 
     def _release(self) -> None:
-        """Tells the router that the row has ended at its replica, and what it took there."""
-        left = RowLeft(self.replica, self.request_id, self._cached_tokens, self._first_token_s)
+        """Tells the router that the sequence has ended at its replica, and what it took there."""
+        left = SequenceLeft(self.replica, self.request_id, self._cached_tokens, self._first_token_s)
         self._routing.release(left)
 
     def _give_up(self, unread_max: int) -> None:
-        """Drops what waits for a reader that is too slow, and aborts the row."""
+        """Drops what waits for a reader that is too slow, and aborts the sequence."""
         while not self._updates.empty():
             self._updates.get_nowait()
         self._unread = 0
@@ -139,7 +139,7 @@ class RayGeneration:
             self._routing.background(leaving)
 
     async def start(self, exclude: Sequence[str] = ()) -> None:
-        """Finds a replica that accepts the row.
+        """Finds a replica that accepts the sequence.
 
         Args:
             exclude: replicas to try last.
@@ -154,7 +154,7 @@ class RayGeneration:
             others = [await self._called(other) for other in ids if other != self.model_id]
             decision = await self._routing.route(self._request, tried, self._beside, others)
             if refusal is not None and decision.replica in tried:
-                self._routing.release(RowLeft(decision.replica, self.request_id))
+                self._routing.release(SequenceLeft(decision.replica, self.request_id))
                 break
             refusal = await self._offer(decision)
             if refusal is None:
@@ -166,7 +166,7 @@ class RayGeneration:
         raise refusal
 
     async def _offer(self, decision: Decision) -> SatchelError | None:
-        """Returns None if the replica accepted the row, else why not."""
+        """Returns None if the replica accepted the sequence, else why not."""
         self.replica, self.node, self.why = decision.replica, decision.node, decision.why
         self.move_to, self._prefill = decision.move_to, None
         self._placement += 1
@@ -177,7 +177,7 @@ class RayGeneration:
             if self._deaths:
                 await self._begin_probation(link)
             self._link = link
-            link.rows[self.request_id] = partial(self.put, self._placement)
+            link.sequences[self.request_id] = partial(self.put, self._placement)
             pulled = decision.cached_tokens if decision.pull_from else 0
             request = replace(self._request, consumer=link.consumer, pull_from=decision.pull_from, pull_tokens=pulled)
             if decision.prefill_on:
@@ -196,7 +196,7 @@ class RayGeneration:
             link = self._link
             self._unlink()
             self._routing.lose(decision.replica)
-            # A replica that was dead before may never have received the row.
+            # A replica that was dead before may never have received the sequence.
             if link is not None and link.heard and (link.died or isinstance(error, ActorLost)):
                 await self._note_death()
             if self._deaths >= DEATHS_MAX:
@@ -205,7 +205,7 @@ class RayGeneration:
         if refusal is None:
             return None
         self._unlink()
-        self._routing.release(RowLeft(decision.replica, self.request_id))
+        self._routing.release(SequenceLeft(decision.replica, self.request_id))
         return refusal
 
     async def _called(self, model_id: bytes) -> GenerateRequest:
@@ -215,7 +215,7 @@ class RayGeneration:
         return await called(self._request, model_id, self._scope)
 
     async def _submit(self, link: ReplicaConnection, request: GenerateRequest) -> SatchelError | None:
-        """Submits the row; without the pictures sent before, if possible. Returns None if accepted, else why not.
+        """Submits the sequence; without the pictures sent before, if possible. Returns None if accepted, else why not.
 
         Raises:
             NoAnswer: the replica is lost.
@@ -240,7 +240,7 @@ class RayGeneration:
     async def _submit_anew(
         self, link: ReplicaConnection, request: GenerateRequest, refusal: SatchelError
     ) -> SatchelError | None:
-        """Submits a refused row with the ids that its replica has now. Returns and raises as `_submit`."""
+        """Submits a refused sequence with the ids that its replica has now. Returns and raises as `_submit`."""
         info = await unless_broken(link, self._routing.info(link.replica))
         if info is None or info.model_id == request.model_id:
             return refusal
@@ -252,19 +252,19 @@ class RayGeneration:
     async def _submit_split(
         self, link: ReplicaConnection, request: GenerateRequest, decision: Decision
     ) -> SatchelError | None:
-        """As `_submit`, and has the prompt prefilled on another node until there is news of the row."""
+        """As `_submit`, and has the prompt prefilled on another node until there is news of the sequence."""
         prefill = self._prefill = Prefill(self._routing, decision, request)
         prefill.begin(link)
         tokens = len(request.prompt) - 1
         return await self._submit(link, replace(request, pull_tokens=tokens, pull_wait_s=decision.wait_s))
 
     def _unlink(self) -> bool:
-        """Detaches the row from its link. Returns whether it was running there."""
+        """Detaches the sequence from its link. Returns whether it was running there."""
         self._end_probation()
         if self._prefill is not None:
             self._prefill.end()
         link, self._link = self._link, None
-        return link is not None and link.rows.pop(self.request_id, None) is not None
+        return link is not None and link.sequences.pop(self.request_id, None) is not None
 
     async def _begin_probation(self, link: ReplicaConnection) -> None:
         """Waits until no other suspect is tried at the replica.
@@ -291,24 +291,24 @@ class RayGeneration:
             probation.release()
 
     async def _note_death(self) -> None:
-        """Counts a replica's process that ended before the row's first token there."""
+        """Counts a replica's process that ended before the sequence's first token there."""
         self._deaths += 1
-        # No row ends a whole node.
+        # No sequence ends a whole node.
         if self._deaths == DEATHS_MAX and self.node and not await self._routing.node_lives(self.node):
             self._deaths -= 1
 
     def _crash_error(self) -> GenerationFailed:
         return given_up(self.request_id, self._request.model, self.replica)
 
-    def __aiter__(self) -> AsyncIterator[RowUpdate]:
+    def __aiter__(self) -> AsyncIterator[SequenceUpdate]:
         return self._iterate()
 
-    async def _iterate(self) -> AsyncIterator[RowUpdate]:
-        """Yields the row's updates, from whichever replica has it: the first of an answer's four generators."""
+    async def _iterate(self) -> AsyncIterator[SequenceUpdate]:
+        """Yields the sequence's updates, from whichever replica has it: the first of an answer's four generators."""
         try:
             while not self._over:
                 placement, update = await self._updates.get()
-                if isinstance(update, RowUpdate):
+                if isinstance(update, SequenceUpdate):
                     self._unread -= len(update.tokens)
                 if placement != self._placement:
                     continue
@@ -322,12 +322,12 @@ class RayGeneration:
                     await self._go_on(lost)
                     continue
                 if lost is not None:
-                    # A replica that leaves may end the row in one frame with its latest tokens.
+                    # A replica that leaves may end the sequence in one frame with its latest tokens.
                     update = replace(update, finish=None, error=None)
                 self._tokens.extend(update.tokens)
                 prefill, self._prefill = self._prefill, None
                 if prefill is not None and update.cached_tokens is not None and prefill.cached_tokens is not None:
-                    # What another node computed for this row was computed.
+                    # What another node computed for this sequence was computed.
                     update = replace(update, cached_tokens=min(update.cached_tokens, prefill.cached_tokens))
                 if self._request.generated:
                     # Not the first replica: the client already has the first one's count.
@@ -339,8 +339,9 @@ class RayGeneration:
         finally:
             await self.abort()
 
-    def _picture_lost(self, update: RowUpdate) -> SatchelError | None:
-        """Returns the error of a row that ended only because its replica lacks a picture it was thought to have."""
+    def _picture_lost(self, update: SequenceUpdate) -> SatchelError | None:
+        """Returns the error of a sequence that ended only because its replica lacks a picture it was thought to
+        have."""
         if update.error is None or not self._lacks_pixels or self._link is None:
             return None
         error = from_wire(update.error)
@@ -349,9 +350,9 @@ class RayGeneration:
         self._link.sent.forget(self._request)
         return error
 
-    def _refused_late(self, update: RowUpdate) -> SatchelError | None:
-        """Returns why a row that waited for another node's prefill was refused then, if others may take it; or one that
-        waited while its replica was proven; or, however far it has come, one whose replica's node leaves."""
+    def _refused_late(self, update: SequenceUpdate) -> SatchelError | None:
+        """Returns why a sequence that waited for another node's prefill was refused then, if others may take it; or one
+        that waited while its replica was proven; or, however far it has come, one whose replica's node leaves."""
         if update.error is None:
             return None
         error = from_wire(update.error)
@@ -359,13 +360,13 @@ class RayGeneration:
         return error if isinstance(error, tried_again) else None
 
     async def _go_on(self, loss: SatchelError) -> None:
-        """Submits the row again, with its tokens so far in the prompt. After a lost replica it goes to another one, or
-        to the same one restarted.
+        """Submits the sequence again, with its tokens so far in the prompt. After a lost replica it goes to another
+        one, or to the same one restarted.
 
         Sampling noise is a function of seed and position, so the text continues as if nothing had happened.
 
         Raises:
-            SatchelError: the row is given up, or no replica accepts it.
+            SatchelError: the sequence is given up, or no replica accepts it.
         """
         self._unlink()
         done = len(self._tokens)
@@ -408,13 +409,13 @@ class RayGeneration:
             await asyncio.sleep(self._routing.config.timing.retry_s)
 
     async def abort(self) -> None:
-        """Removes the row from its replica. Does nothing if it has ended."""
+        """Removes the sequence from its replica. Does nothing if it has ended."""
         self._over = True
         if (leaving := self._leave()) is not None:
             await leaving
 
     def _leave(self) -> Coroutine[Any, Any, None] | None:
-        """Detaches the row and returns the call that aborts it, None if it runs nowhere."""
+        """Detaches the sequence and returns the call that aborts it, None if it runs nowhere."""
         link = self._link
         if not self._unlink() or link is None:
             return None

@@ -1,4 +1,4 @@
-"""What rows leave in memory, what of it is found again, and that an idle engine counts it."""
+"""What sequences leave in memory, what of it is found again, and that an idle engine counts it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from satchel.actors.replica.kv import prefix
 from satchel.actors.replica.loop import intake
 from satchel.actors.replica.loop.engine import Engine
-from satchel.actors.replica.scheduling.scheduler import ScheduledRow
+from satchel.actors.replica.scheduling.scheduler import ScheduledSequence
 from tests.worlds.replica.bench import Bench
 
 MakeBench = Callable[..., Bench]
@@ -25,10 +25,10 @@ def test_a_conversation_computes_no_more_than_its_tokens(bench: MakeBench, start
     said: list[int] = [rng.randrange(3000) for _ in range(start)]
     prefilled = prompt_tokens = 0
     for turn, answer in enumerate([1, 12, 2, 5]):
-        row = engine.run(f"turn{turn}", said, max_tokens=answer)
-        assert row.cached is not None
-        prompt_tokens, prefilled = len(said), prefilled + len(said) - row.cached
-        said = said + row.tokens
+        sequence = engine.run(f"turn{turn}", said, max_tokens=answer)
+        assert sequence.cached is not None
+        prompt_tokens, prefilled = len(said), prefilled + len(said) - sequence.cached
+        said = said + sequence.tokens
         said += [rng.randrange(3000) for _ in range([1, -len(said) % 256, 256 - 5][turn % 3])]
     assert prefilled <= prompt_tokens
 
@@ -38,9 +38,9 @@ def test_the_tail_of_a_prompt_is_kept_once_and_only_where_its_block_fills(bench:
     engine = bench()
     cut, cuts = engine.engine.executor.cut, []
 
-    def counting(row_id: str, spans: list[tuple[int, int]]) -> object:
+    def counting(sequence_id: str, spans: list[tuple[int, int]]) -> object:
         cuts.extend(stop - start for start, stop in spans)
-        return cut(row_id, spans)
+        return cut(sequence_id, spans)
 
     engine.engine.executor.cut = counting  # type: ignore[method-assign]
     engine.run("stays", prompts[6])
@@ -50,11 +50,11 @@ def test_the_tail_of_a_prompt_is_kept_once_and_only_where_its_block_fills(bench:
     assert cuts == [255, 256, 12]
     cuts.clear()
     engine.run("again", prompts[4])
-    for row in range(3):
-        engine.submit(f"choice{row}", prompts[4])
+    for sequence in range(3):
+        engine.submit(f"choice{sequence}", prompts[4])
     engine.drain()
     assert 255 not in cuts and not any(count == 256 for count in cuts)
-    assert all(engine.rows[f"choice{row}"].cached == 255 for row in range(3))
+    assert all(engine.sequences[f"choice{sequence}"].cached == 255 for sequence in range(3))
 
 
 def idle_engine(make: MakeBench, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> Bench:
@@ -78,7 +78,7 @@ def break_tails(engine: Engine) -> None:
 
 
 def break_scheduler(engine: Engine) -> None:
-    engine.scheduler.add(ScheduledRow("nobody's", 5, 5, deadline=1e9))
+    engine.scheduler.add(ScheduledSequence("nobody's", 5, 5, deadline=1e9))
 
 
 @pytest.mark.parametrize("damage", [break_bytes, break_pins, break_tails, break_scheduler])
@@ -98,8 +98,8 @@ def test_an_idle_engine_counts_again_and_forgets_what_does_not_add_up(
     assert engine.engine.prefixes.nbytes == engine.engine.prefixes.blocks == 0
     assert engine.engine.prefixes.drain_events() == ([], announced)
     assert engine.engine.scheduler.waiting == engine.engine.scheduler.running == 0
-    row = engine.run("after", prompts[7])
-    assert (row.cached, row.tokens) == (0, engine.rows["row"].tokens)
+    sequence = engine.run("after", prompts[7])
+    assert (sequence.cached, sequence.tokens) == (0, engine.sequences["row"].tokens)
 
 
 def test_it_counts_once_in_every_idle_time_and_not_before(

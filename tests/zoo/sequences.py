@@ -1,4 +1,4 @@
-"""Rows that are forced along given tokens, and what the bare models compute of them."""
+"""Sequences that are forced along given tokens, and what the bare models compute of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from satchel.api.media.sources import Picture
 from tests.worlds.replica.bench import Bench, Logits
 
 ANSWER, SAID = 6, 2
-"""How many tokens a row says, and how many of them in the first of two turns."""
+"""How many tokens a sequence says, and how many of them in the first of two turns."""
 
 PROMPTS = (30, 300, 520)
 BRIEF = (30, 300)
@@ -41,13 +41,13 @@ _FILM_PLAN = (150, _FILM, 7)
 
 
 @dataclass
-class Rows:
-    """Rows of a model.
+class Sequences:
+    """Sequences of a model.
 
     Attributes:
         prompts: tokens of each, with a media token where a picture's tokens are.
         media: its pictures.
-        scripts: by row what the model gets, and the answer that it is forced to give.
+        scripts: by sequence what the model gets, and the answer that it is forced to give.
         own: what the bare model computes of it.
         whole: the same in one piece, without steps.
         normalized: whether `own` has logarithms of probabilities.
@@ -62,67 +62,67 @@ class Rows:
     normalized: bool = False
     notes: list[str] = field(default_factory=list)
 
-    def submit(self, bench: Bench, row: int, name: str, agent: str = "", said: int | None = None) -> None:
-        """Submits a row.
+    def submit(self, bench: Bench, sequence: int, name: str, agent: str = "", said: int | None = None) -> None:
+        """Submits a sequence.
 
         Args:
             said: how many tokens of its answer its prompt has; 0 for the first of two turns. None for one turn.
         """
-        whole = self.scripts[row][len(self.prompts[row]) :]
-        prompt, count = [*self.prompts[row], *whole[: said or 0]], ANSWER - (said or 0) if said != 0 else SAID
-        bench.submit(name, prompt, media=self.media[row], seed=row, max_tokens=count, agent=agent)
+        whole = self.scripts[sequence][len(self.prompts[sequence]) :]
+        prompt, count = [*self.prompts[sequence], *whole[: said or 0]], ANSWER - (said or 0) if said != 0 else SAID
+        bench.submit(name, prompt, media=self.media[sequence], seed=sequence, max_tokens=count, agent=agent)
 
-    def error(self, row: tuple[int, int], logits: np.ndarray, expected: np.ndarray) -> float:
+    def error(self, sequence: tuple[int, int], logits: np.ndarray, expected: np.ndarray) -> float:
         """How far logits are off, of the largest one."""
         if self.normalized:
             logits, expected = _normalized(logits), _normalized(expected)
         return float(np.abs(logits - expected).max() / np.abs(expected).max())
 
 
-def text_rows(loaded: LoadedModel, folder: Path, *, brief: bool = False) -> Rows:
-    """Rows of random tokens, one of them longer than the windows of the models."""
-    rows = _random_rows(loaded, BRIEF if brief else PROMPTS)
+def text_sequences(loaded: LoadedModel, folder: Path, *, brief: bool = False) -> Sequences:
+    """Sequences of random tokens, one of them longer than the windows of the models."""
+    sequences = _random_sequences(loaded, BRIEF if brief else PROMPTS)
     model, _ = load_model(folder)
     model.set_dtype(mx.float32)
-    for row, script in rows.scripts.items():
+    for sequence, script in sequences.scripts.items():
         caches, prompt = make_prompt_cache(model), script[:-ANSWER]
         model(mx.array([prompt[:-1]]), cache=caches)
         for drawn, token in enumerate(script[-ANSWER - 1 : -1]):
             step = model(mx.array([[token]]), cache=caches)[0, -1]
-            rows.own[(row, drawn)] = np.array(step.astype(mx.float32))
+            sequences.own[(sequence, drawn)] = np.array(step.astype(mx.float32))
         whole = model(mx.array([script[:-1]]), cache=make_prompt_cache(model))[0, -ANSWER:].astype(mx.float32)
-        rows.whole |= {(row, drawn): np.array(one) for drawn, one in enumerate(whole)}
-    return rows
+        sequences.whole |= {(sequence, drawn): np.array(one) for drawn, one in enumerate(whole)}
+    return sequences
 
 
-def _random_rows(loaded: LoadedModel, lengths: Sequence[int]) -> Rows:
+def _random_sequences(loaded: LoadedModel, lengths: Sequence[int]) -> Sequences:
     draw, longest = random.Random(3).randrange, loaded.context_tokens - ANSWER - 1
     scripts = [[draw(20, loaded.vocabulary_size) for _ in range(min(length, longest) + ANSWER)] for length in lengths]
     prompts = [script[:-ANSWER] for script in scripts]
-    return Rows(prompts, [[] for _ in prompts], dict(enumerate(scripts)), {})
+    return Sequences(prompts, [[] for _ in prompts], dict(enumerate(scripts)), {})
 
 
-def seeing_rows(loaded: LoadedModel, folder: Path, *, brief: bool = False) -> Rows:
-    """Rows of text, and, if the model takes pictures, rows with them. What mlx-vlm computes of each is what its own
-    programs would say."""
+def seeing_sequences(loaded: LoadedModel, folder: Path, *, brief: bool = False) -> Sequences:
+    """Sequences of text, and, if the model takes pictures, sequences with them. What mlx-vlm computes of each is what
+    its own programs would say."""
     from mlx_vlm.utils import load_model as load_seeing_model
 
-    rows = _random_rows(loaded, BRIEF[: 1 if loaded.vision else None] if brief else PROMPTS)
-    rows.normalized = True
+    sequences = _random_sequences(loaded, BRIEF[: 1 if loaded.vision else None] if brief else PROMPTS)
+    sequences.normalized = True
     model: Any = load_seeing_model(folder)
     model.set_dtype(mx.float32)
-    for row, script in rows.scripts.items():
-        _note_own(rows, row, model, script, {"mask": mx.ones((1, len(script) - ANSWER), dtype=mx.int32)})
+    for sequence, script in sequences.scripts.items():
+        _note_own(sequences, sequence, model, script, {"mask": mx.ones((1, len(script) - ANSWER), dtype=mx.int32)})
     if loaded.vision is None:
-        return rows
+        return sequences
     ours, films = PictureProcessor.load(folder), [] if loaded.stills else [_FILM_PLAN]
     plans = [*(_PLANS[1:2] if brief else _PLANS), *(films if ours.video_placeholder else [])]
-    _add_pictures(rows, model, folder, ours, plans)
-    return rows
+    _add_pictures(sequences, model, folder, ours, plans)
+    return sequences
 
 
 def _add_pictures(
-    rows: Rows, model: Any, folder: Path, ours: PictureProcessor, plans: Sequence[Sequence[int | str]]
+    sequences: Sequences, model: Any, folder: Path, ours: PictureProcessor, plans: Sequence[Sequence[int | str]]
 ) -> None:
     from mlx_vlm.utils import load_image_processor, load_processor
 
@@ -147,25 +147,25 @@ def _add_pictures(
         placed = place(ours, text, shown)
         tokens = ours._tokenizer.encode(placed.text, add_special_tokens=False)
         prompt, media = with_media_tokens(ours, tokens, placed)
-        row, script = len(rows.prompts), [*_filled(prompt, media), *answer]
+        sequence, script = len(sequences.prompts), [*_filled(prompt, media), *answer]
         try:
             inputs = _film_of(own, text, shown[0]) if shown[0].video else _inputs_of(own, model, text, _images(shown))
             given = np.array(inputs.pop("input_ids")).reshape(-1).tolist()
             marked = ours.marked(script)
             inputs["mask"] = inputs.pop("attention_mask", None)
             if marked[:-ANSWER] != given:
-                rows.notes += [DIFFERS] if DIFFERS not in rows.notes else []
+                sequences.notes += [DIFFERS] if DIFFERS not in sequences.notes else []
                 inputs = _for_tokens(inputs, given, marked[:-ANSWER], int(np.argmax(np.array(script) == ours.token)))
                 inputs["mask"] = mx.ones((1, len(marked) - ANSWER), dtype=mx.int32)
-            _note_own(rows, row, model, marked, inputs)
+            _note_own(sequences, sequence, model, marked, inputs)
         except Exception:
             if len(shown) == 1:
                 raise
-            rows.notes.append("the library does not take two pictures in a prompt; here it does")
+            sequences.notes.append("the library does not take two pictures in a prompt; here it does")
             continue
-        rows.prompts.append(prompt)
-        rows.media.append(media)
-        rows.scripts[row] = script
+        sequences.prompts.append(prompt)
+        sequences.media.append(media)
+        sequences.scripts[sequence] = script
 
 
 def _for_tokens(inputs: dict[str, Any], given: Sequence[int], wanted: Sequence[int], first: int) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _inputs_of(processor: Any, model: Any, text: str, images: list[Any]) -> dict
         return {name: mx.array(each) if isinstance(each, np.ndarray) else each for name, each in made.items()}
 
 
-def _note_own(rows: Rows, row: int, model: Any, script: Sequence[int], inputs: dict[str, Any]) -> None:
+def _note_own(sequences: Sequences, sequence: int, model: Any, script: Sequence[int], inputs: dict[str, Any]) -> None:
     from mlx_vlm.generate.ar import generate_step
 
     tokens = iter(script[-ANSWER:])
@@ -231,7 +231,7 @@ def _note_own(rows: Rows, row: int, model: Any, script: Sequence[int], inputs: d
         **inputs,
     )
     for drawn, (_, logits) in zip(range(ANSWER), steps, strict=False):
-        rows.own[(row, drawn)] = np.array(logits.astype(mx.float32)).reshape(-1)
+        sequences.own[(sequence, drawn)] = np.array(logits.astype(mx.float32)).reshape(-1)
 
 
 def _filled(prompt: Sequence[int], media: Sequence[MediaSpan]) -> list[int]:

@@ -1,4 +1,5 @@
-"""What a running row holds is kept until it is on the disk, however little memory there is and however the row ends."""
+"""What a running sequence holds is kept until it is on the disk, however little memory there is and however the
+sequence ends."""
 
 from __future__ import annotations
 
@@ -70,11 +71,11 @@ def test_a_conversation_longer_than_memory_keeps_is_never_computed_again(loaded:
     bench, disk = process(loaded, node, prefix_bytes_max=blocks(loaded, room), prefill_chunk_tokens=256)
     told, known = prompt_of(2100), 0
     for turn in range(3):
-        row = bench.run(f"turn {turn}", told, agent=AGENT, max_tokens=10)
+        sequence = bench.run(f"turn {turn}", told, agent=AGENT, max_tokens=10)
         write_down(bench, disk)
-        assert row.cached == known
+        assert sequence.cached == known
         known = len(told) + 10
-        told = [*told, *row.tokens, *prompt_of(20, seed=turn)]
+        told = [*told, *sequence.tokens, *prompt_of(20, seed=turn)]
     node.restart()
     bench, disk = process(loaded, node)
     assert bench.run("after", told, agent=AGENT, max_tokens=1).cached == known
@@ -82,10 +83,10 @@ def test_a_conversation_longer_than_memory_keeps_is_never_computed_again(loaded:
 
 
 def test_what_is_computed_first_is_on_the_disk_though_others_need_its_room(loaded: LoadedModel, node: Node):
-    bench, disk = process(loaded, node, prefix_bytes_max=blocks(loaded, 6), rows_max=4)
+    bench, disk = process(loaded, node, prefix_bytes_max=blocks(loaded, 6), sequences_max=4)
     prompts = [prompt_of(1500, seed=seed) for seed in range(4)]
     for number, prompt in enumerate(prompts):
-        bench.submit(f"row {number}", prompt, agent=f"default/{number}", max_tokens=30)
+        bench.submit(f"sequence {number}", prompt, agent=f"default/{number}", max_tokens=30)
     bench.drain()
     write_down(bench, disk)
     node.restart()
@@ -99,16 +100,16 @@ def test_a_turn_is_written_however_large_it_is(loaded: LoadedModel, node: Node):
     """Also one that leaves more than may wait to be written."""
     disk = DiskTier(loaded.spec, loaded.model_id, node.client, unwritten_bytes_max=blocks(loaded, 2))
     bench = Bench(loaded, disk=disk)
-    row = bench.run("row", prompt_of(2100), agent=AGENT, max_tokens=10)
+    sequence = bench.run("row", prompt_of(2100), agent=AGENT, max_tokens=10)
     write_down(bench, disk)
     node.restart()
     bench, disk = process(loaded, node)
-    assert bench.run("after", prompt_of(2100) + row.tokens + [7], agent=AGENT, max_tokens=1).cached == 2110
+    assert bench.run("after", prompt_of(2100) + sequence.tokens + [7], agent=AGENT, max_tokens=1).cached == 2110
     write_down(bench, disk)
 
 
-def test_no_row_begins_while_more_waits_than_may(loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch):
-    """Rows that run go on, and all that they leave is written."""
+def test_no_sequence_begins_while_more_waits_than_may(loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch):
+    """Sequences that run go on, and all that they leave is written."""
     gate = Gate(node, monkeypatch)
     disk = DiskTier(loaded.spec, loaded.model_id, node.client, unwritten_bytes_max=blocks(loaded, 2))
     bench = Bench(loaded, disk=disk)
@@ -116,9 +117,9 @@ def test_no_row_begins_while_more_waits_than_may(loaded: LoadedModel, node: Node
     bench.submit("next", prompt_of(300, seed=2), agent=AGENT, max_tokens=1)
     for _ in range(5):
         bench.turn()
-    assert disk.behind and "next" not in bench.rows and bench.engine.scheduler.waiting == 1
+    assert disk.behind and "next" not in bench.sequences and bench.engine.scheduler.waiting == 1
     gate.opened.set()
-    while "next" not in bench.rows or bench.rows["next"].finish is None:
+    while "next" not in bench.sequences or bench.sequences["next"].finish is None:
         bench.turn()
     write_down(bench, disk)
     assert not disk.behind and disk.counters.unwritten_turns == 0
@@ -133,7 +134,7 @@ def test_a_disk_that_hangs_holds_nobody_up_for_long(loaded: LoadedModel, node: N
     bench.run("large", prompt_of(1500), agent=AGENT, max_tokens=1)
     bench.submit("next", prompt_of(1500, seed=2), agent=AGENT, max_tokens=1)
     ends = time.monotonic() + 30
-    while "next" not in bench.rows or bench.rows["next"].finish is None:
+    while "next" not in bench.sequences or bench.sequences["next"].finish is None:
         bench.turn()
         assert time.monotonic() < ends
     bench.turn()
@@ -148,10 +149,10 @@ def test_what_is_not_written_yet_is_found_in_memory(loaded: LoadedModel, node: N
     gate = Gate(node, monkeypatch)
     room = blocks(loaded, 3)
     bench, disk = process(loaded, node, prefix_bytes_max=room)
-    row = bench.run("row", prompt_of(1500), agent=AGENT, max_tokens=10)
+    sequence = bench.run("row", prompt_of(1500), agent=AGENT, max_tokens=10)
     bench.turn()
     assert gate.entered.wait(20)
-    again = bench.run("again", prompt_of(1500) + row.tokens + [7], agent=AGENT, max_tokens=1)
+    again = bench.run("again", prompt_of(1500) + sequence.tokens + [7], agent=AGENT, max_tokens=1)
     assert again.cached == 1510 and bench.engine.prefixes.nbytes > room
     gate.opened.set()
     write_down(bench, disk)
@@ -185,16 +186,16 @@ def test_a_store_that_begins_anew_or_makes_room_gets_what_it_missed(
 def test_what_a_long_prompt_has_computed_survives_a_kill_in_its_middle(
     loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
 ):
-    """Whole blocks go to the disk while the row goes on, once they are worth it."""
+    """Whole blocks go to the disk while the sequence goes on, once they are worth it."""
     monkeypatch.setattr(keeping, "PIECE_BYTES", 2 * 256 * loaded.spec.bytes_per_token)
     bench, disk = process(loaded, node, prefill_chunk_tokens=256)
     bench.submit("row", prompt_of(2100), agent=AGENT)
-    while (row := bench.engine.scheduler.row("row")) is None or row.done < 1792:
+    while (sequence := bench.engine.scheduler.sequence("row")) is None or sequence.done < 1792:
         bench.turn()
     bench.engine.keeping.hand_over()
     while disk.waiting_bytes:
         time.sleep(0.01)
-    assert not bench.rows["row"].tokens
+    assert not bench.sequences["row"].tokens
     node.restart()
     bench, disk = process(loaded, node)
     after = bench.run("after", prompt_of(2100), agent=AGENT)
@@ -208,9 +209,9 @@ def stopped(bench: Bench) -> None:
 
 
 def late(bench: Bench) -> None:
-    row = bench.engine.scheduler.row("turn")
-    assert row is not None
-    row.deadline = 0.0
+    sequence = bench.engine.scheduler.sequence("turn")
+    assert sequence is not None
+    sequence.deadline = 0.0
 
 
 def shut_down(bench: Bench) -> None:
@@ -219,22 +220,22 @@ def shut_down(bench: Bench) -> None:
 
 @pytest.mark.parametrize("end", [stopped, late, shut_down])
 @pytest.mark.parametrize("said", [0, 1, 40])
-def test_a_row_that_is_taken_out_leaves_what_it_computed(
+def test_a_sequence_that_is_taken_out_leaves_what_it_computed(
     loaded: LoadedModel, node: Node, end: Callable[[Bench], None], said: int
 ):
     """By a stop string, a caller who hangs up, a deadline or the server's end; hot and after a restart."""
     bench, disk = process(loaded, node)
     bench.submit("turn", prompt_of(1500), agent=AGENT, max_tokens=400)
     bench.turn()
-    row = bench.engine.scheduler.row("turn")
-    assert row is not None
-    while row.done < 1024 or len(bench.rows["turn"].tokens) < said:
+    sequence = bench.engine.scheduler.sequence("turn")
+    assert sequence is not None
+    while sequence.done < 1024 or len(bench.sequences["turn"].tokens) < said:
         bench.turn()
     end(bench)
     bench.drain()
     write_down(bench, disk)
-    assert bench.rows["turn"].finish in ("abort", "error")
-    told = [*prompt_of(1500), *bench.rows["turn"].tokens[:said]]
+    assert bench.sequences["turn"].finish in ("abort", "error")
+    told = [*prompt_of(1500), *bench.sequences["turn"].tokens[:said]]
     known = len(told) if said else 1024
     hot = bench.run("hot", [*told, 5, 6, 7], max_tokens=1)
     assert hot.cached is not None and hot.cached >= known
@@ -244,8 +245,8 @@ def test_a_row_that_is_taken_out_leaves_what_it_computed(
     assert warm.cached is not None and warm.cached >= known
 
 
-def test_rows_that_wait_hold_nothing_that_was_read_back(loaded: LoadedModel, node: Node):
-    """They are read back when they have a place, and what of them is in memory then is a running row's."""
+def test_sequences_that_wait_hold_nothing_that_was_read_back(loaded: LoadedModel, node: Node):
+    """They are read back when they have a place, and what of them is in memory then is a running sequence's."""
     bench, disk = process(loaded, node)
     prompts = [prompt_of(1200, seed=seed) for seed in range(8)]
     for number, prompt in enumerate(prompts):
@@ -253,32 +254,32 @@ def test_rows_that_wait_hold_nothing_that_was_read_back(loaded: LoadedModel, nod
     write_down(bench, disk)
     node.restart()
     room = blocks(loaded, 2)
-    bench, disk = process(loaded, node, prefix_bytes_max=room, rows_max=1)
+    bench, disk = process(loaded, node, prefix_bytes_max=room, sequences_max=1)
     bench.submit("busy", [1, 2, 3], max_tokens=60)
     bench.turn()
     for number, prompt in enumerate(prompts):
-        bench.submit(f"row {number}", [*prompt, 9], agent=f"default/{number}", max_tokens=1)
+        bench.submit(f"sequence {number}", [*prompt, 9], agent=f"default/{number}", max_tokens=1)
     for _ in range(20):
         bench.turn()
         assert bench.engine.prefixes.nbytes <= room and not bench.engine.prefixes.holders
     assert bench.engine.waiting == 8
     bench.drain()
     write_down(bench, disk)
-    assert [bench.rows[f"row {number}"].cached for number in range(8)] == [1200] * 8
+    assert [bench.sequences[f"sequence {number}"].cached for number in range(8)] == [1200] * 8
 
 
-def test_a_row_that_was_sent_back_is_not_computed_again(
+def test_a_sequence_that_was_sent_back_is_not_computed_again(
     loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
 ):
     """Its KV goes to the disk, where memory has no room for it, and comes back with it."""
-    prompts = {f"row {seed}": prompt_of(900, seed=seed) for seed in (1, 2)}
+    prompts = {f"sequence {seed}": prompt_of(900, seed=seed) for seed in (1, 2)}
     alone = {name: Bench(loaded).run(name, prompt, max_tokens=200).tokens for name, prompt in prompts.items()}
     bench, disk = process(loaded, node, prefix_bytes_max=blocks(loaded, 1), kv_tokens_max=1930)
     counts, sent = count_prefilled(bench, monkeypatch), note_sent_back(bench, monkeypatch)
     for name, prompt in prompts.items():
         bench.submit(name, prompt, agent=f"default/{name}", max_tokens=200)
     bench.drain()
-    assert sent and {name: bench.rows[name].tokens for name in prompts} == alone
+    assert sent and {name: bench.sequences[name].tokens for name in prompts} == alone
     assert sum(counts) == 1798, "nothing was computed twice"
     write_down(bench, disk)
 
@@ -294,15 +295,15 @@ def test_what_recurrent_layers_had_at_the_prompt_s_end_is_kept(tmp_path: Path, n
     told = prompt_of(700)
     silent = bench.run("inject", told, agent=AGENT, max_tokens=0)
     assert (silent.tokens, silent.finish) == ([], "length")
-    row = bench.run("next", [*told, *prompt_of(30, seed=2)], agent=AGENT, max_tokens=5)
-    assert row.cached == 700
+    sequence = bench.run("next", [*told, *prompt_of(30, seed=2)], agent=AGENT, max_tokens=5)
+    assert sequence.cached == 700
     bench.submit("stopped", [*told, *prompt_of(40, seed=3)], agent=AGENT, max_tokens=90)
-    while len(bench.rows["stopped"].tokens if "stopped" in bench.rows else ()) < 20:
+    while len(bench.sequences["stopped"].tokens if "stopped" in bench.sequences else ()) < 20:
         bench.turn()
     bench.engine.abort(("stopped",))
     bench.drain()
     write_down(bench, disk)
-    then = [*told, *prompt_of(40, seed=3), *bench.rows["stopped"].tokens[:10], 9, 9]
+    then = [*told, *prompt_of(40, seed=3), *bench.sequences["stopped"].tokens[:10], 9, 9]
     assert bench.run("hot", then, agent=AGENT, max_tokens=1).cached == 739
     write_down(bench, disk)
     node.restart()
@@ -312,7 +313,7 @@ def test_what_recurrent_layers_had_at_the_prompt_s_end_is_kept(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "nemotron_h"])
-def test_a_row_that_is_sent_back_while_it_speaks_goes_on_where_it_was(
+def test_a_sequence_that_is_sent_back_while_it_speaks_goes_on_where_it_was(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Nothing that it held is computed again, whatever its layers are."""
@@ -320,7 +321,7 @@ def test_a_row_that_is_sent_back_while_it_speaks_goes_on_where_it_was(
     loaded = models.load(
         str(folder), context_tokens_max=None, progress=lambda *_: None, weights="stored", numerics="reproducible"
     )
-    prompts = {f"row {seed}": prompt_of(300, seed=seed) for seed in (1, 2)}
+    prompts = {f"sequence {seed}": prompt_of(300, seed=seed) for seed in (1, 2)}
     bench = Bench(loaded, kv_tokens_max=900)
     counts, sent = count_prefilled(bench, monkeypatch), note_sent_back(bench, monkeypatch)
     how: dict[str, Any] = {"max_tokens": 250, "temperature": 0.8, "seed": 5, "repetition_penalty": 1.2, "logprobs": 1}
@@ -329,10 +330,10 @@ def test_a_row_that_is_sent_back_while_it_speaks_goes_on_where_it_was(
     bench.drain()
     assert sent and sum(counts) == 2 * 299
     for name, prompt in prompts.items():
-        row = bench.rows[name]
-        assert len(row.tokens) == len(row.logprobs) == 250
+        sequence = bench.sequences[name]
+        assert len(sequence.tokens) == len(sequence.logprobs) == 250
         if family == "llama":
-            assert row.tokens == Bench(loaded).run("alone", prompt, **how).tokens
+            assert sequence.tokens == Bench(loaded).run("alone", prompt, **how).tokens
 
 
 def test_what_nobody_can_find_is_not_kept(loaded: LoadedModel, node: Node):

@@ -1,4 +1,4 @@
-"""One row's tokens as text: ``tokens -> characters -> pieces -> events``, a few microseconds per token."""
+"""One sequence's tokens as text: ``tokens -> characters -> pieces -> events``, a few microseconds per token."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class TextDelta:
 TextEvent = TextDelta | ReasoningDelta | CallBegun | CallArguments | ToolCall
 
 
-class RowText:
-    """One row's text, which turns its tokens into events. No events follow once it is `stopped`.
+class SequenceText:
+    """One sequence's text, which turns its tokens into events. No events follow once it is `stopped`.
 
     An answer that a stop string or token ends within a call is without that call: its events would have to be taken
     back. So where there are such, a call's events come when it is whole. One that a limit cuts has as much of its
@@ -44,8 +44,8 @@ class RowText:
     Args:
         reasoning, stops, calls: the stages of the text's pipeline; None and () for none.
         harmony: does the work of `reasoning`, for models of that format; `calls` has it in it then, if there are any.
-        stop_tokens: tokens that end the row without being text, besides the model's own end tokens.
-        keeps_stop: whether the stop string or token that ends the row stays in its text.
+        stop_tokens: tokens that end the sequence without being text, besides the model's own end tokens.
+        keeps_stop: whether the stop string or token that ends the sequence stays in its text.
         special_tokens: whether special tokens become text, other than the end tokens.
         logprobs: whether events carry logprobs; `add` needs them then.
         prelude: text that comes before that of the tokens, such as the prompt's.
