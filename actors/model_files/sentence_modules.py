@@ -27,7 +27,7 @@ _OLDER_NAMES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_BOTH_WAYS = "its attention is bidirectional ({}), and only causal models are supported"
+_BIDIRECTIONAL = "its attention is bidirectional ({}), and only causal models are supported"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def read_sentence_modules(folder: Path) -> SentenceModules:
     try:
         prompts, default = _prompts(folder)
         found = _modules(folder) | _processing(folder)
-        refusal = _looks_both_ways(read_json(folder / "config.json"))
+        refusal = _is_bidirectional(read_json(folder / "config.json"))
         return SentenceModules(**found, prompts=prompts, default_prompt=default, refusal=refusal)
     except ModelLoadError as error:
         return SentenceModules(refusal=error.message)
@@ -129,12 +129,12 @@ def _processing(folder: Path) -> dict[str, Any]:
     return {"generation_prompt": isinstance(given, dict) and given.get("add_generation_prompt") is True}
 
 
-def _looks_both_ways(config: Mapping[str, Any]) -> str:
+def _is_bidirectional(config: Mapping[str, Any]) -> str:
     """Returns the refusal if a config says that tokens see later ones, else ""."""
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, dict) else {}):
         if part.get("is_causal") is False:
-            return _BOTH_WAYS.format("is_causal: false")
+            return _BIDIRECTIONAL.format("is_causal: false")
         if part.get("use_bidirectional_attention"):
-            return _BOTH_WAYS.format("use_bidirectional_attention")
+            return _BIDIRECTIONAL.format("use_bidirectional_attention")
     return ""

@@ -133,8 +133,8 @@ def best_split(prompt_tokens: int, candidates: Candidates, rates: Floats, busy_s
     restore_s = (usable - whole) * one.restore_token_s[second] + RESTORE_SETUP_S
     queue_s = np.maximum(0.0, one.queue_s[second] - there_s)
     total = there_s + queue_s + restore_s + answer_s[second]
-    apart = (one.node[first] != one.node[second]) & (one.model[first] == one.model[second])
-    total = np.where(apart, total, np.inf)
+    unbatched = (one.node[first] != one.node[second]) & (one.model[first] == one.model[second])
+    total = np.where(unbatched, total, np.inf)
     sequence, column = np.unravel_index(int(total.argmin()), total.shape)
     gain_s = float(alone_s[best] - total[sequence, column])
     if not gain_s >= max(GAIN_S_MIN, rules.gain_min * float(alone_s[best])):

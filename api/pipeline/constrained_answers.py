@@ -21,7 +21,7 @@ from ..text.callers_text import CallersText
 from ..text.model import TextModel
 from ..text.script import Script, answer_tokens, token_grammar
 from ..tools.answer_pieces import ToolCall
-from ..tools.formats.call_format import BoundCalls, BoundTool
+from ..tools.formats.call_format import ConstrainedCalls, ConstrainedTool
 from ..tools.grammar_rules import schema_of_arguments
 from ..tools.schema_parts import followable, parts
 
@@ -29,14 +29,14 @@ _BLAME_S = 0.5
 """For how long parts of a schema are compiled to find the one that is wrong."""
 
 
-def bound_calls(request: ChatRequest) -> BoundCalls | None:
+def constrained_calls(request: ChatRequest) -> ConstrainedCalls | None:
     """Returns which tools the request's answers may call; None if nothing binds its calls.
 
     Raises:
         InvalidRequest: a tool that is to be called is not among the request's tools.
     """
     tools = [
-        BoundTool(
+        ConstrainedTool(
             tool["function"]["name"],
             tool["function"].get("parameters") or {},
             request.tool_places[index] if request.tool_places else f"tools[{index}].function.parameters",
@@ -55,11 +55,11 @@ def bound_calls(request: ChatRequest) -> BoundCalls | None:
         return None
     allowed = [tool for tool in tools if names is None or tool.name in names]
     if forced or names is not None or request.form is not None or any(tool.strict for tool in tools):
-        return BoundCalls(allowed, forced, use.parallel, names is not None)
+        return ConstrainedCalls(allowed, forced, use.parallel, names is not None)
     return None
 
 
-def scripted_grammar(script: Script, chat: Chat, calls: BoundCalls | None) -> str:
+def scripted_grammar(script: Script, chat: Chat, calls: ConstrainedCalls | None) -> str:
     """Returns the grammar of what a script says in a conversation; "" if it has nothing to say where the request binds
     the answer to a form or to calls.
 
@@ -97,7 +97,7 @@ class ModelGrammars:
         self._lock = threading.Lock()
         self._known: tuple[GrammarCompiler, Writing] | None = None
 
-    def grammar(self, thought: Thought, form: AnswerForm | None, calls: BoundCalls | None) -> str:
+    def grammar(self, thought: Thought, form: AnswerForm | None, calls: ConstrainedCalls | None) -> str:
         """Returns the grammar of an answer, "" if nothing binds it. Takes up to seconds.
 
         Raises:
@@ -134,7 +134,7 @@ class ModelGrammars:
 
     @staticmethod
     def _explained(
-        compiler: GrammarCompiler, form: AnswerForm | None, calls: BoundCalls | None, error: InvalidRequest
+        compiler: GrammarCompiler, form: AnswerForm | None, calls: ConstrainedCalls | None, error: InvalidRequest
     ) -> InvalidRequest:
         """Returns the error with the form or tool that is to blame, and the place in its schema."""
         forms = [] if form is None else [form]
@@ -149,7 +149,9 @@ class ModelGrammars:
         return InvalidRequest(f"{where}: {error.message}", param=where)
 
 
-def _followable(form: AnswerForm | None, calls: BoundCalls | None) -> tuple[AnswerForm | None, BoundCalls | None]:
+def _followable(
+    form: AnswerForm | None, calls: ConstrainedCalls | None
+) -> tuple[AnswerForm | None, ConstrainedCalls | None]:
     """Returns a form and calls without what cannot be followed of their schemas, but for those that are strict."""
     if form is not None and form.kind == "json" and not form.strict:
         form = replace(form, value=followable(form.value, follows_schema))

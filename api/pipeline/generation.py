@@ -54,8 +54,8 @@ from ..requests.unsupported_media import RefusedMessages, media_in, without_unre
 from ..text.answers.grammars import AnswerForm, Thought
 from ..text.model import TextModel, load_text_model
 from ..tools.call_finder import CallFinder
-from ..tools.formats.call_format import BoundCalls
-from .constrained_answers import ModelGrammars, bound_calls, scripted_grammar
+from ..tools.formats.call_format import ConstrainedCalls
+from .constrained_answers import ModelGrammars, constrained_calls, scripted_grammar
 from .prompts import check_vocabulary, prepare_completion, text_tokens
 from .streams import TextStream, Usage, abort_all
 from .truncation import truncated
@@ -287,7 +287,7 @@ class Generator:
         chat = await asyncio.to_thread(prepare_chat, text, model, request, past, media, reply=reply)
         if turn is not None and self.memory is not None:
             self.memory.count(chat.continuation, turn.lines)
-        bound = bound_calls(request)
+        bound = constrained_calls(request)
         grammar = ""
         if text.script is not None:
             grammar = await asyncio.to_thread(scripted_grammar, text.script, chat, bound)
@@ -298,7 +298,7 @@ class Generator:
         return replace(chat, grammar=grammar, calls=finder, truncated_messages=truncated_messages)
 
     async def _grammar(
-        self, text: TextModel, thought: Thought, form: AnswerForm | None, calls: BoundCalls | None
+        self, text: TextModel, thought: Thought, form: AnswerForm | None, calls: ConstrainedCalls | None
     ) -> str:
         """As `ModelGrammars.grammar`, in a worker thread."""
         if form is None and calls is None:

@@ -31,7 +31,7 @@ _BEHIND = (5, 6, 7)
 """Tokens of text behind the picture."""
 
 
-class BothWays(Enum):
+class Bidirectional(Enum):
     """Which tokens attend to later ones: `PICTURES` to those of the same picture, `PROMPTS` to others too if there is a
     picture, and `TEXTS` also where there is none."""
 
@@ -48,9 +48,9 @@ def runs_of(tokens: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def find_both_ways(
+def find_bidirectional(
     model: Any, processor: PictureProcessor, language: Any, findings: Findings, pieces: Pieces = IN_ONE_PIECE
-) -> BothWays:
+) -> Bidirectional:
     """Looks for tokens whose logits change with a later token's embedding, or takes what an earlier load found.
 
     Args:
@@ -60,20 +60,20 @@ def find_both_ways(
         pieces: the search ends one after each call of the language part.
     """
     with suppress(ValueError):
-        return BothWays(findings.read(_WHAT, _VERSION))
+        return Bidirectional(findings.read(_WHAT, _VERSION))
     try:
         found = _find(model, processor, language, pieces)
     except MODEL_ERRORS:
         # It may want something that only its own loop gives it. Not kept: memory may have been short.
-        return BothWays.NONE
+        return Bidirectional.NONE
     findings.note(_WHAT, _VERSION, found.value)
     return found
 
 
-def _find(model: Any, processor: PictureProcessor, language: Any, pieces: Pieces) -> BothWays:
+def _find(model: Any, processor: PictureProcessor, language: Any, pieces: Pieces) -> Bidirectional:
     text = _Prompt(model, language, [*_BEHIND], [*_BEHIND], {}, pieces)
     if text.sees(0, len(_BEHIND) - 1):
-        return BothWays.TEXTS
+        return Bidirectional.TEXTS
     made = processor.read(processor.placeholder, [Image.new("RGB", (SIDE, SIDE))])
     own = np.array(made.pop("input_ids")).reshape(-1).tolist()
     given = {name: _as_long(value, len(own)) for name, value in made.items() if name != "attention_mask"}
@@ -81,8 +81,8 @@ def _find(model: Any, processor: PictureProcessor, language: Any, pieces: Pieces
     first, stop = runs_of(own, [processor.token])[0]
     others = [(0, len(own) + len(_BEHIND) - 1), (stop - 1, stop), (max(0, first - 1), stop - 1)]
     if any(prompt.sees(place, later) for place, later in others[: 3 if first else 2]):
-        return BothWays.PROMPTS
-    return BothWays.PICTURES if stop - first > 1 and prompt.sees(first, stop - 1) else BothWays.NONE
+        return Bidirectional.PROMPTS
+    return Bidirectional.PICTURES if stop - first > 1 and prompt.sees(first, stop - 1) else Bidirectional.NONE
 
 
 class _Prompt:

@@ -31,7 +31,7 @@ from ..kv.attention import FEW_QUERIES
 from ..kv.caches import PooledBlock, Records, Slab
 from ..kv.paged_cache import PagedKVCache
 from ..kv.sequence_view import SequenceView, Stacks
-from ..kv.unbatched import SequencesApart
+from ..kv.unbatched import UnbatchedSequences
 from .compiled_step import CompiledStep
 from .grammar import MaskMaker, SequenceGrammar, SequenceMasks
 from .loaded_model import LoadedModel
@@ -100,14 +100,14 @@ class BatchExecutor:
         self._model = loaded.model
         self._on_gpu = on_gpu()
         batched = self._on_gpu and loaded.spec.reusable and not loaded.spec.recurrent
-        self.batched_prefill = batched and not loaded.apart
+        self.batched_prefill = batched and not loaded.unbatched
         pool = loaded.pool
         # CUDA runs evaluations one after the other, whatever they read and write.
         self._settles = pool is not None and not (pool.kernels and mx.cuda.is_available())
         # On Metal MLX does not know of what kernels write into arrays that they read.
         self._settles_always = self._settles and pool is not None and pool.kernels
         self._compiled = (
-            CompiledStep(self._model, loaded.deferral) if loaded.way.compiled and not loaded.apart else None
+            CompiledStep(self._model, loaded.deferral) if loaded.way.compiled and not loaded.unbatched else None
         )
         # Sequences before they decode; `_sequences` are those of the batch.
         self._coming: dict[str, ExecutorSequence] = {}
@@ -160,7 +160,7 @@ class BatchExecutor:
                 raise sequence.failure
             caches, inputs = sequence.own(), mx.array([list(tokens)], mx.uint32)
             part = sequence.part(tokens)
-            kv_cache.see_both_ways(caches, [part.both_ways])
+            kv_cache.set_bidirectional(caches, [part.bidirectional])
             try:
                 self._model(inputs, cache=caches, **self._inputs_besides([part], len(tokens)))
                 # The logits are not evaluated, so the output layer is not computed.
@@ -168,7 +168,7 @@ class BatchExecutor:
             except Exception as error:
                 sequence.failure = error
                 raise
-            kv_cache.see_both_ways(caches, [])
+            kv_cache.set_bidirectional(caches, [])
             sequence.length += len(tokens)
         self.workspace_bytes = max(self.workspace_bytes, mx.get_peak_memory() - mx.get_active_memory())
         self._since_clear += sum(len(tokens) for _, tokens in work)
@@ -209,7 +209,7 @@ class BatchExecutor:
         for cache in caches:
             cache.prepare(lengths=lengths, right_padding=padding)
         parts = [sequence.part(tokens) for sequence, tokens in sequences]
-        kv_cache.see_both_ways(caches, [part.both_ways for part in parts])
+        kv_cache.set_bidirectional(caches, [part.bidirectional for part in parts])
         extra = self._inputs_besides(parts, longest)
         self._model(
             mx.array([[*tokens, *[0] * pad] for (_, tokens), pad in zip(sequences, padding, strict=True)], mx.uint32),
@@ -218,7 +218,7 @@ class BatchExecutor:
         )
         for cache in caches:
             cache.finalize()
-        kv_cache.see_both_ways(caches, [])
+        kv_cache.set_bidirectional(caches, [])
         self._evaluate(caches)
         # Sequences prefilled together mostly join the batch together, and extracting a sequence costs two copies a
         # layer.
@@ -336,7 +336,7 @@ class BatchExecutor:
                 mx.synchronize()
             extra = self._inputs_besides([SequencePart(inputs, sequence.length, sequence.pictures)], len(inputs))
             return self._model(mx.array([inputs], mx.uint32), cache=caches, **extra)[:, -1, :]
-        if isinstance(caches, SequencesApart):
+        if isinstance(caches, UnbatchedSequences):
             return caches.step(
                 self._model, inputs, lambda sequence: self._besides(self._sequences[sequence : sequence + 1])
             )
@@ -351,7 +351,7 @@ class BatchExecutor:
         # The step that fills a block has one token.
         most = min(FORCED_MAX, sequence.tokens_max - length, BLOCK_TOKENS - 1 - length % BLOCK_TOKENS)
         caches = self._caches
-        paged = not isinstance(caches, SequencesApart) and all(isinstance(cache, PagedKVCache) for cache in caches)
+        paged = not isinstance(caches, UnbatchedSequences) and all(isinstance(cache, PagedKVCache) for cache in caches)
         # CUDA would make a plan for every length, or compute them padded.
         if sequence.grammar is None or not paged or mx.cuda.is_available() or not self._sampler.can_pass():
             return ()
@@ -416,7 +416,7 @@ class BatchExecutor:
         """Seals the blocks that a kernel has filled in the step that was just launched."""
         if self._settles_always:
             mx.synchronize()
-        if isinstance(self._caches, SequencesApart):
+        if isinstance(self._caches, UnbatchedSequences):
             self._caches.seal_filled()
         else:
             kv_cache.seal_filled(self._caches)
@@ -451,10 +451,10 @@ class BatchExecutor:
         # Stacks copy all sequences of a span and stay until the next step, so they are for a few spans only.
         stacks = self._on_gpu and len(spans) <= STACKED_SPANS_MAX
         single, caches = self._coming.get(sequence_id), self._caches
-        if single is None and isinstance(caches, SequencesApart):
+        if single is None and isinstance(caches, UnbatchedSequences):
             view = SequenceView(spec, caches.sequences[self._index(sequence_id)], None, length)
         elif single is None:
-            assert not isinstance(caches, SequencesApart)
+            assert not isinstance(caches, UnbatchedSequences)
             view = SequenceView(spec, caches, self._index(sequence_id), length, self._stacks if stacks else None)
         elif single.together is None:
             view = SequenceView(spec, single.caches, None, length)
@@ -515,7 +515,7 @@ class BatchExecutor:
     def _forget(self) -> None:
         self._leaving.clear()
         self._sequences: list[ExecutorSequence] = []
-        self._caches: list[Any] | SequencesApart = []
+        self._caches: list[Any] | UnbatchedSequences = []
         self._stacks = Stacks()
         self._inputs: mx.array | None = None
         self._draw: tuple[Draw, list[str]] | None = None
@@ -531,7 +531,7 @@ class BatchExecutor:
             keep = [
                 index for index, sequence in enumerate(self._sequences) if sequence.sequence_id not in self._leaving
             ]
-            if isinstance(self._caches, SequencesApart):
+            if isinstance(self._caches, UnbatchedSequences):
                 self._caches.keep(keep)
             else:
                 kv_cache.keep(self._caches, keep)
@@ -545,7 +545,7 @@ class BatchExecutor:
             if self._inputs is None:
                 self._caches, self._inputs = batch, inputs
             else:
-                if isinstance(self._caches, SequencesApart):
+                if isinstance(self._caches, UnbatchedSequences):
                     self._caches.extend(batch)
                 else:
                     kv_cache.extend(self._caches, batch)
@@ -579,7 +579,7 @@ class BatchExecutor:
         if joining:
             single = list(joining.values())
             own = [sequence.own() for sequence in single]
-            arriving.append((SequencesApart(own) if self._loaded.apart else kv_cache.merge(own), single))
+            arriving.append((UnbatchedSequences(own) if self._loaded.unbatched else kv_cache.merge(own), single))
         return arriving
 
     def _index(self, sequence_id: str) -> int:

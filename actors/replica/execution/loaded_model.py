@@ -56,7 +56,7 @@ class LoadedModel:
     kv_why: str = IN_CONFIG
     pool: BlockPool | None = None
     way: DecodeWay = DEQUANTIZED
-    apart: bool = False
+    unbatched: bool = False
     vision: Vision | None = None
     blind: str = ""
     stills: str = ""

@@ -162,8 +162,8 @@ class TextPooler:
         no = mx.array([text.score[-1] for text in texts])
         logits, sequences = self._hidden.head(last).astype(mx.float32), mx.arange(len(texts))
         # One token alone is no difference.
-        apart = mx.array([float(len(text.score) > 1) for text in texts])
-        return as_numpy((logits[sequences, yes] - apart * logits[sequences, no])[:, None])
+        unbatched = mx.array([float(len(text.score) > 1) for text in texts])
+        return as_numpy((logits[sequences, yes] - unbatched * logits[sequences, no])[:, None])
 
     def _note(self, tokens: int) -> None:
         self._since_clear += tokens

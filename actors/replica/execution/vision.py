@@ -30,7 +30,7 @@ from ..device.device import as_numpy, on_gpu, settle
 from ..kernels.sealing import copied
 from ..kv.caches import is_recurrent
 from .agreement import MODEL_ERRORS
-from .bidirectional import SIDE, BothWays, find_both_ways, runs_of
+from .bidirectional import SIDE, Bidirectional, find_bidirectional, runs_of
 from .findings import Findings
 from .levels import has_dense_levels, levels_of, spread_levels
 from .pieces import Pieces
@@ -112,7 +112,7 @@ class SequencePictures:
     embeddings: dict[int, ImageEmbeddings] = field(default_factory=dict)
     positions: np.ndarray | None = None
     shift: int = 0
-    both_ways: list[tuple[int, int]] = field(default_factory=list)
+    bidirectional: list[tuple[int, int]] = field(default_factory=list)
     unbroken: list[tuple[int, int]] = field(default_factory=list)
 
     def usable(self, known: int) -> int:
@@ -133,9 +133,9 @@ class SequencePart:
     pictures: SequencePictures | None = None
 
     @property
-    def both_ways(self) -> list[tuple[int, int]]:
+    def bidirectional(self) -> list[tuple[int, int]]:
         """[start, stop) in the sequence of those of its tokens that attend to each other."""
-        stop, runs = self.start + len(self.tokens), self.pictures.both_ways if self.pictures is not None else []
+        stop, runs = self.start + len(self.tokens), self.pictures.bidirectional if self.pictures is not None else []
         return [(first, end) for first, end in runs if first < stop and self.start < end]
 
 
@@ -281,18 +281,18 @@ class Vision:
         self._processor = processor
         self._axes, self._axes_last = _axes_of(self._language), _has_axes_last(self._language)
         self.together_tokens = TOGETHER_TOKENS_MAX if together and on_gpu() else 0
-        self.apart: set[bool] = set()
+        self.unbatched: set[bool] = set()
         self._tried: set[bool] = set()
         # The next turn of a conversation has its pictures at the same places.
         self._placed = lru_cache(PLACES_KEPT)(self._place)
-        ahead = find_both_ways(self._model, processor, LanguagePart(self._model), findings, pieces)
-        if ahead is BothWays.TEXTS:
+        ahead = find_bidirectional(self._model, processor, LanguagePart(self._model), findings, pieces)
+        if ahead is Bidirectional.TEXTS:
             raise NotLeftToRightError("all tokens of its prompts attend to each other, not only to earlier ones")
-        if ahead is BothWays.PROMPTS:
+        if ahead is Bidirectional.PROMPTS:
             raise ValueError(
                 "tokens outside of the picture attend to later ones, so prompts cannot be computed in chunks"
             )
-        self.both_ways = ahead is BothWays.PICTURES
+        self.bidirectional = ahead is Bidirectional.PICTURES
         # Of the prompt's first chunk alone: behind it such models count by themselves.
         example = {} if self._axes else processor.read(processor.placeholder, [Image.new("RGB", (SIDE, SIDE))])
         self._own_positions = _axes_in(example)
@@ -330,9 +330,9 @@ class Vision:
         """
         if len(shown) > 1 and video not in self._tried:
             if not self._agrees(span, shown[0], video):
-                self.apart.add(video)
+                self.unbatched.add(video)
             self._tried.add(video)
-        if len(shown) > 1 and video in self.apart:
+        if len(shown) > 1 and video in self.unbatched:
             return [self._encode(span, [frames], video)[0] for frames in shown]
         return self._encode(span, shown, video)
 
@@ -443,11 +443,11 @@ class Vision:
             tokens: the whole prompt.
             grids: of every picture its grid, and whether it is of a video.
         """
-        if self.both_ways:
+        if self.bidirectional:
             marks = (self._processor.token, self._processor.video_token)
             runs = ((first, runs_of(tokens[first : first + count], marks)) for first, count in pictures.spans)
-            pictures.both_ways = [(first + start, first + stop) for first, found in runs for start, stop in found]
-            pictures.unbroken = pictures.both_ways
+            pictures.bidirectional = [(first + start, first + stop) for first, found in runs for start, stop in found]
+            pictures.unbroken = pictures.bidirectional
         if self._own_positions and pictures.spans:
             pictures.unbroken = [(0, sum(pictures.spans[-1]))]
         if not self._axes or not pictures.spans:

@@ -217,11 +217,11 @@ def _rounded(numbers: mx.array, dtype: mx.Dtype) -> mx.array:
 def _packed(codes: mx.array, bits: int) -> mx.array:
     """Returns codes (..., n) uint32 as a stream of bits, (..., n * bits / 32) uint32."""
     if 32 % bits == 0:
-        apart = codes.reshape(*codes.shape[:-1], -1, 32 // bits)
-        return (apart << mx.arange(0, 32, bits, dtype=mx.uint32)).sum(axis=-1)
+        unbatched = codes.reshape(*codes.shape[:-1], -1, 32 // bits)
+        return (unbatched << mx.arange(0, 32, bits, dtype=mx.uint32)).sum(axis=-1)
     # Four codes of six bits are three bytes.
-    apart = codes.reshape(*codes.shape[:-1], -1, 4)
-    words = (apart << mx.arange(0, 24, bits, dtype=mx.uint32)).sum(axis=-1)[..., None]
+    unbatched = codes.reshape(*codes.shape[:-1], -1, 4)
+    words = (unbatched << mx.arange(0, 24, bits, dtype=mx.uint32)).sum(axis=-1)[..., None]
     octets = (words >> mx.arange(0, 24, 8, dtype=mx.uint32)) & 255
     return octets.astype(mx.uint8).flatten(-2).view(mx.uint32)
 

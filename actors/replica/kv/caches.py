@@ -403,11 +403,11 @@ def keep(batch: Sequence[Any], sequences: Sequence[int]) -> None:
         cache.filter(sequences if isinstance(cache, PagedKVCache) else indices)
 
 
-def see_both_ways(batch: Sequence[Any], runs: Sequence[Sequence[tuple[int, int]]]) -> None:
+def set_bidirectional(batch: Sequence[Any], runs: Sequence[Sequence[tuple[int, int]]]) -> None:
     """Says for the next call of the model which tokens of its sequences attend to each other: [start, stop) of each
     run."""
     if (pooled := batch_of(batch)) is not None:
-        pooled.see_both_ways(runs)
+        pooled.set_bidirectional(runs)
 
 
 def seal_filled(batch: Sequence[Any]) -> None:

@@ -43,7 +43,7 @@ class PagedBatch:
         self.tables = [list(sequence) for sequence in tables]
         self.reads = reads
         self._masks: dict[int, mx.array] = {}
-        self.both_ways: list[Sequence[tuple[int, int]]] = []
+        self.bidirectional: list[Sequence[tuple[int, int]]] = []
         self._blocks: dict[int, tuple[Any, tuple[mx.array, list[int]]]] = {}
         self._blanks: dict[int, Slot] = {}
         self._lengths: list[int] | None = None
@@ -87,11 +87,11 @@ class PagedBatch:
         self._blanks[group] = self.pool.groups[group].blank()
         return self._blanks[group].number
 
-    def see_both_ways(self, runs: Sequence[Sequence[tuple[int, int]]]) -> None:
+    def set_bidirectional(self, runs: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Sets `both_ways` for the next call of the model."""
         wanted = [*runs] if any(runs) else []
-        if wanted or self.both_ways:
-            self.both_ways = wanted
+        if wanted or self.bidirectional:
+            self.bidirectional = wanted
             self._lengths = None
 
     def note_mask(self, group: int, mask: mx.array) -> None:

@@ -86,11 +86,11 @@ class PagedKVCache:
         if self._reads_in_place(N, step):
             return None
         alike = not self._ragged and len(set(self.lengths)) == 1 and step.columns == step.opened[0] + N
-        if N > 1 and step.exact and alike and not (window_size or return_array or self.batch.both_ways):
+        if N > 1 and step.exact and alike and not (window_size or return_array or self.batch.bidirectional):
             # Its columns are the positions themselves.
             return "causal"
         what = ("mask", self._number, N, window_size)
-        runs = self.batch.both_ways
+        runs = self.batch.bidirectional
         mask = self._once(what, lambda: mask_of(step, self.lengths, step.first, N, window_size or 0, runs))
         if mask is not None:
             self.batch.note_mask(self._number, mask)
@@ -364,7 +364,7 @@ class PagedKVCache:
                 heads = heads_of(sequences, slots, kv_heads)
             return {
                 "slots": slots,
-                "rows": sequences,
+                "sequences": sequences,
                 "counts": [len(those) for those in numbers],
                 "behind": behind,
                 "heads": heads,

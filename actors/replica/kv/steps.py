@@ -76,7 +76,7 @@ def step_of(lengths: list[int], window: int, new: list[int], width: int | None =
 
 
 def mask_of(
-    step: Step, lengths: list[int], first: list[int], count: int, window: int, both_ways: Sequence[Runs] = ()
+    step: Step, lengths: list[int], first: list[int], count: int, window: int, bidirectional: Sequence[Runs] = ()
 ) -> mx.array | None:
     """(sequences, 1, count, columns) bool, true where a query may look; None where every query may look everywhere.
 
@@ -104,17 +104,17 @@ def mask_of(
     seen = columns <= queries
     if window:
         seen = seen & (columns > queries - window)
-    if both_ways:
-        starts, stops = _own_runs(as_numpy(queries).reshape(len(lengths), count), both_ways)
+    if bidirectional:
+        starts, stops = _own_runs(as_numpy(queries).reshape(len(lengths), count), bidirectional)
         seen = seen | ((columns >= starts) & (columns < stops))
     return seen & known
 
 
-def _own_runs(queries: np.ndarray, both_ways: Sequence[Runs]) -> tuple[mx.array, mx.array]:
+def _own_runs(queries: np.ndarray, bidirectional: Sequence[Runs]) -> tuple[mx.array, mx.array]:
     """Returns the run that each query `(sequences, count)` is in, as starts and stops, `(sequences, 1, count, 1)
     int32`; the stop is 0 for none."""
     starts, stops = np.zeros(queries.shape, np.int32), np.zeros(queries.shape, np.int32)
-    for sequence, runs in enumerate(both_ways):
+    for sequence, runs in enumerate(bidirectional):
         for start, stop in runs:
             inside = (queries[sequence] >= start) & (queries[sequence] < stop)
             starts[sequence, inside], stops[sequence, inside] = start, stop

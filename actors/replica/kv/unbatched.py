@@ -11,7 +11,7 @@ import mlx.core as mx
 from .caches import seal_filled
 
 
-class SequencesApart:
+class UnbatchedSequences:
     """What stands for a batch's caches: every sequence has its own.
 
     Attributes:
@@ -21,7 +21,7 @@ class SequencesApart:
     def __init__(self, sequences: Sequence[list[Any]]) -> None:
         self.sequences = list(sequences)
 
-    def extend(self, other: SequencesApart) -> None:
+    def extend(self, other: UnbatchedSequences) -> None:
         """Appends the sequences of another batch."""
         self.sequences += other.sequences
 

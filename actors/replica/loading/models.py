@@ -143,7 +143,7 @@ def load(
         kv_why=kv_why,
         pool=new_pool(spec, kernels=way.reads is Reads.KERNEL),
         way=way,
-        apart=not all(map(joins, make_prompt_cache(running.model))),
+        unbatched=not all(map(joins, make_prompt_cache(running.model))),
         blind=blind,
         hidden=_hidden(running, findings, pieces),
     )
@@ -391,7 +391,7 @@ def resealed(loaded: LoadedModel, policy: SealPolicy | None) -> LoadedModel:
 def _seen_with(seen: Vision, spec: ModelCacheSpec) -> tuple[Vision | None, str]:
     """Returns a model's vision if its caches can do what that needs, else why not: only the pool's make masks by which
     a picture's tokens attend to each other."""
-    return (None, PICTURES_NEED_THE_POOL) if seen.both_ways and spec.policy is None else (seen, "")
+    return (None, PICTURES_NEED_THE_POOL) if seen.bidirectional and spec.policy is None else (seen, "")
 
 
 def _format(spec: ModelCacheSpec) -> str:
@@ -402,7 +402,7 @@ def _with_vision(how: _How, running: _Running, loaded: LoadedModel, findings: Fi
     """Returns a model with its encoder of pictures, if it has one."""
     seen, blind = _vision(how, running.whole, loaded.spec, findings, pieces)
     identity = loaded.identity
-    if seen is not None and seen.both_ways:
+    if seen is not None and seen.bidirectional:
         identity = replace(identity, computing={**identity.computing, "attention": "both ways in pictures"})
     return replace(loaded, identity=identity, vision=seen, blind=blind)
 

@@ -115,11 +115,11 @@ def fit_masks(module: Any, model: Any, findings: Findings = NOWHERE, pieces: Pie
     change = rebound(module, _MASK, _by_group) or NO_CHANGE
     if known == _BY_GROUP:
         change.make()
-    elif _try_in_company(model, pieces).holds:
+    elif _try_batched(model, pieces).holds:
         findings.note(_WHAT, _VERSION, _AS_THEY_ARE)
     else:
         # In one piece: a row that is served meanwhile has masks as they are, or as they will be.
-        right = _try_in_company(model, change=change).holds
+        right = _try_batched(model, change=change).holds
         findings.note(_WHAT, _VERSION, _BY_GROUP if right else _AS_THEY_ARE)
 
 
@@ -155,7 +155,7 @@ def _begun_rows(model: Any, pieces: Pieces = IN_ONE_PIECE) -> list[list[Any]]:
     return rows
 
 
-def _try_in_company(model: Any, pieces: Pieces = IN_ONE_PIECE, change: Change = NO_CHANGE) -> Verdict:
+def _try_batched(model: Any, pieces: Pieces = IN_ONE_PIECE, change: Change = NO_CHANGE) -> Verdict:
     """Tries whether a step of rows together computes what each computes alone, with the model's own caches.
 
     Args:

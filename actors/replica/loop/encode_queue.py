@@ -241,7 +241,7 @@ class PictureQueue:
         if not sequence.request.media[index].pixels:
             sequence, index = self._with_pixels(_id(sequence.request, index)) or (sequence, index)
         made: Future[_Made] = Future()
-        pictures = self._company(sequence, index)
+        pictures = self._batch_with(sequence, index)
         job = self._work(pictures)
         if self._jobs is None:
             self._jobs = SimpleQueue()
@@ -251,25 +251,25 @@ class PictureQueue:
         made.add_done_callback(lambda _: self._wake())
         self._jobs.put((made, job))
 
-    def _company(self, sequence: Sequence, index: int) -> list[_Picture]:
+    def _batch_with(self, sequence: Sequence, index: int) -> list[_Picture]:
         """Returns the picture and others to encode with it: of its layout, for sequences of equal priority, its own
         sequence's first. Their number is a power of two, because devices compile kernels for every new one."""
         assert self._vision is not None
         first, own = sequence.request.media[index], self._waiting.get(sequence.id)
-        most = 1 if first.video in self._vision.apart else self._vision.together_tokens // len(first.tokens)
+        most = 1 if first.video in self._vision.unbatched else self._vision.together_tokens // len(first.tokens)
         if own is None or most < 2:
             return [(sequence, index)]
-        kind, company = _kind(first), {_id(sequence.request, index): (sequence, index)}
+        kind, batch = _kind(first), {_id(sequence.request, index): (sequence, index)}
         as_urgent = [
             waiting for waiting in self._waiting.values() if waiting.scheduled.priority == own.scheduled.priority
         ]
         sequences = sorted(as_urgent, key=lambda waiting: waiting is not own)
         for other, at, picture in ((each.sequence, *item) for each in sequences for item in each.missing.items()):
-            if len(company) == most:
+            if len(batch) == most:
                 break
             if _kind(other.request.media[at]) == kind and not self._has(other, at) and picture not in self.embeddings:
-                company.setdefault(picture, (other, at))
-        return list(company.values())[: 1 << (len(company).bit_length() - 1)]
+                batch.setdefault(picture, (other, at))
+        return list(batch.values())[: 1 << (len(batch).bit_length() - 1)]
 
     def _finish(self, encoding: _Encoding, attempt: Callable[[str, Callable[[], None]], None]) -> None:
         (sequence, index), error = encoding.pictures[0], encoding.made.exception()
@@ -284,7 +284,7 @@ class PictureQueue:
         if len(encoding.pictures) > 1:
             logger.warning("%d pictures could not be encoded together: %s", len(encoding.pictures), error)
             assert self._vision is not None
-            self._vision.apart.add(sequence.request.media[index].video)
+            self._vision.unbatched.add(sequence.request.media[index].video)
         elif sequence.id in self._waiting:
             logger.warning("a picture of %s could not be encoded beside the steps: %s", sequence.id, error)
             attempt(sequence.id, lambda: self.encode(sequence, index))

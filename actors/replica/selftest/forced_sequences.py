@@ -332,7 +332,7 @@ class ForcedSequences:
                 scene.run([sequence])
         return scene.noted, scene.failure or not_finite(scene.noted)
 
-    def in_company(self, loaded: LoadedModel, alone: Logits) -> str:
+    def batched(self, loaded: LoadedModel, alone: Logits) -> str:
         """Runs all sequences together, the last one first. Returns what does not hold of them."""
         *short, long = range(len(self.sequences))
         with Scene(loaded, self.sequences, self._pieces) as scene:

@@ -58,7 +58,7 @@ def faults(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> Faults:
     assert vision is not None
     try:
         before = _plain(loaded)
-        found = _PictureTrial(loaded, vision, pieces).faults()
+        found = _PictureTest(loaded, vision, pieces).faults()
         if not found.alone and (changed := difference(before, _plain(loaded), rounding(loaded))):
             found.alone = f"after a picture, text is not computed as before: {changed}"
     except UnseenError as reason:
@@ -100,7 +100,7 @@ def _plain(loaded: LoadedModel) -> Logits:
     return {(0, 0): as_numpy(logits.astype(mx.float32))}
 
 
-class _PictureTrial:
+class _PictureTest:
     def __init__(self, loaded: LoadedModel, vision: Vision, pieces: Pieces) -> None:
         self._vision, self._shows, self._pieces = vision, Exhibition(loaded, vision, pieces), pieces
         self._late = pieces.now_s() + LATE_S

@@ -246,7 +246,7 @@ class Exhibition:
         if wrong := wrong or forced.difference(own, plain):
             found.alone = wrong
             return found
-        found.together = forced.in_company(loaded, alone)
+        found.together = forced.batched(loaded, alone)
         if loaded.spec.reusable:
             found.again = forced.again(loaded, [again])
         return found

@@ -72,7 +72,7 @@ class Verdict:
     usual_way: bool = True
     together: bool = True
     reuses: bool = True
-    apart: bool = False
+    unbatched: bool = False
     blind: str = ""
     stills: str = ""
     refusal: str = ""
@@ -144,8 +144,8 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
         loaded = replace(loaded, way=DEQUANTIZED)
     if verdict.kv:
         loaded = replace(resealed(loaded, POLICIES.get(verdict.kv)), kv_why="every other format failed its self-test")
-    if verdict.apart:
-        loaded = replace(loaded, apart=True)
+    if verdict.unbatched:
+        loaded = replace(loaded, unbatched=True)
     if not verdict.reuses:
         loaded = replace(loaded, spec=replace(loaded.spec, kept=False))
     if verdict.blind:
@@ -158,12 +158,12 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
 def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
     if loaded.context_tokens <= MORE_TOKENS + 1:
         return Verdict(notes=["it had no self-test: its context is too short"])
-    trial = _Trial(loaded, findings, pieces)
+    trial = _SelfTest(loaded, findings, pieces)
     if refusal := trial.refusal(loaded):
         return Verdict(refusal=refusal)
     tried: list[tuple[_Variant, Faults]] = []
     for variant in _variants(loaded):
-        if variant.apart and not loaded.apart and not any(faults.together for _, faults in tried):
+        if variant.unbatched and not loaded.unbatched and not any(faults.together for _, faults in tried):
             continue
         tried.append((variant, trial.faults(variant, loaded)))
         if not tried[-1][1]:
@@ -174,7 +174,7 @@ def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
     if faults.alone:
         return Verdict(refusal=f"if a prompt is computed in chunks, {faults.alone}")
     notes = [f"{variant.means}: otherwise {tried[place - 1][1].first}"] if place else []
-    if loaded.apart:
+    if loaded.unbatched:
         notes = ["decode is unbatched: its caches cannot be batched", *notes]
     blind = stills = ""
     if loaded.vision is not None:
@@ -197,7 +197,7 @@ def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
         usual_way=variant.way == loaded.way,
         together=not faults.together,
         reuses=not faults.again,
-        apart=variant.apart,
+        unbatched=variant.unbatched,
         blind=blind,
         stills=stills,
         notes=notes,
@@ -208,14 +208,14 @@ def _seen(variant: _Variant, loaded: LoadedModel, notes: list[str], pieces: Piec
     """Tries a variant with pictures. Returns what does not hold of it, or of the same that computes sequence by
     sequence if that helps, which it then `notes`."""
     seen = pictures.faults(variant.of(loaded), pieces)
-    if not seen.together or variant.apart:
+    if not seen.together or variant.unbatched:
         return variant, seen
-    apart = replace(variant, apart=True)
-    alone = pictures.faults(apart.of(loaded), pieces)
+    unbatched = replace(variant, unbatched=True)
+    alone = pictures.faults(unbatched.of(loaded), pieces)
     if alone.weight >= seen.weight:
         return variant, seen
     notes.append(f"decode is unbatched: when batched, {seen.together}")
-    return apart, alone
+    return unbatched, alone
 
 
 @dataclass(frozen=True)
@@ -226,21 +226,21 @@ class _Variant:
     kv: str
     way: DecodeWay
     means: str = ""
-    apart: bool = False
+    unbatched: bool = False
 
     @property
     def name(self) -> str:
         """What it is called where findings are kept."""
-        return f"{_WHAT}, {self.kv or 'as asked'}, {self.way.describe()}{', apart' if self.apart else ''}"
+        return f"{_WHAT}, {self.kv or 'as asked'}, {self.way.describe()}{', unbatched' if self.unbatched else ''}"
 
     def of(self, loaded: LoadedModel) -> LoadedModel:
-        loaded = replace(loaded, apart=self.apart)
+        loaded = replace(loaded, unbatched=self.unbatched)
         return resealed(loaded, POLICIES.get(self.kv)) if self.kv else replace(loaded, way=self.way)
 
 
 def _variants(loaded: LoadedModel) -> Iterator[_Variant]:
     """The best first."""
-    usual = _Variant("", loaded.way, apart=loaded.apart)
+    usual = _Variant("", loaded.way, unbatched=loaded.unbatched)
     yield usual
     policy = loaded.spec.policy
     ways = [usual]
@@ -252,11 +252,11 @@ def _variants(loaded: LoadedModel) -> Iterator[_Variant]:
     if policy is not None:
         yield _Variant(OWN, DEQUANTIZED, "KV is kept as computed, in the model's own way")
     for one in ways:
-        if not loaded.apart:
-            yield replace(one, means="decode is unbatched", apart=True)
+        if not loaded.unbatched:
+            yield replace(one, means="decode is unbatched", unbatched=True)
 
 
-class _Trial:
+class _SelfTest:
     """The sequences of a trial. Their tokens are drawn from the vocabulary, always the same ones.
 
     What is found of a variant is kept at once: the next start goes on with the one after it, if the process ends.
@@ -331,10 +331,10 @@ class _Trial:
             found.alone = ""
         if found.alone:
             return found
-        found.together = self._sequences.in_company(loaded, alone)
+        found.together = self._sequences.batched(loaded, alone)
         if (
             not found.together
-            and not loaded.apart
+            and not loaded.unbatched
             and positions_leak(loaded.model, loaded.context_tokens - MORE_TOKENS, self._pieces)
         ):
             found.together = "one sequence's position changes what another one computes"
@@ -345,6 +345,7 @@ class _Trial:
 
 
 def _verdict(found: Any) -> Verdict | None:
-    with suppress(TypeError):
-        return None if found is None else Verdict(**found)
+    """Returns what was kept of a self-test; None for nothing that can be read."""
+    with suppress(TypeError, AttributeError):
+        return Verdict(**{"unbatched" if name == "apart" else name: value for name, value in found.items()})
     return None

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ....cluster.errors import InvalidRequest
 from ...tools.formats import harmony
-from ...tools.formats.call_format import BoundCalls, CallFormat
+from ...tools.formats.call_format import CallFormat, ConstrainedCalls
 from ...tools.formats.harmony_calls import final
 from ...tools.grammar_rules import TEXT, GrammarRules, json_body, quoted
 from ..templates.template import Template
@@ -58,7 +58,7 @@ class Writing:
     calls: CallFormat
 
 
-def answer_grammar(writing: Writing, thought: Thought, form: AnswerForm | None, calls: BoundCalls | None) -> str:
+def answer_grammar(writing: Writing, thought: Thought, form: AnswerForm | None, calls: ConstrainedCalls | None) -> str:
     """Returns the grammar of an answer with this form or these calls (with both either will do, unless the calls are
     forced). It may not compile.
 

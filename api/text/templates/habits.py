@@ -109,17 +109,17 @@ def habits_of(
         Exception: whatever a template does.
     """
     dated = shows_date(template)
-    habits = _Trial(render, template_kwargs).habits(thinks=thinks, dated=dated)
+    habits = _SelfTest(render, template_kwargs).habits(thinks=thinks, dated=dated)
     if habits.drops_thinking:
         for name, value in _SWITCHES.items():
             if name in template and name not in template_kwargs:
-                kept = _Trial(render, {**template_kwargs, name: value}).habits(thinks=thinks, dated=dated)
+                kept = _SelfTest(render, {**template_kwargs, name: value}).habits(thinks=thinks, dated=dated)
                 if not kept.drops_thinking:
                     return replace(habits, switch=json.dumps({name: value}))
     return habits
 
 
-class _Trial:
+class _SelfTest:
     """A short conversation, rendered as its turns come."""
 
     def __init__(self, render: Callable[..., str], template_kwargs: Mapping[str, Any]) -> None:

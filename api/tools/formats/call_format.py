@@ -58,7 +58,7 @@ class Parsing:
 
 
 @dataclass(frozen=True)
-class BoundTool:
+class ConstrainedTool:
     """A tool that may be called. `parameters` is the schema of its arguments; `strict` as in `AnswerForm`."""
 
     name: str
@@ -68,11 +68,11 @@ class BoundTool:
 
 
 @dataclass(frozen=True)
-class BoundCalls:
+class ConstrainedCalls:
     """Which tools an answer may call: at least one if `forced`, else free text may stand before the calls or instead of
     them. With `parallel` there may be several calls. `chosen` says that the caller named these tools among others."""
 
-    tools: Sequence[BoundTool]
+    tools: Sequence[ConstrainedTool]
     forced: bool
     parallel: bool = True
     chosen: bool = False
@@ -112,7 +112,7 @@ class CallFormat(ABC):
         return ""
 
     @abstractmethod
-    def bind(self, rules: GrammarRules, calls: BoundCalls, *, lead: bool, begins: bool) -> str:
+    def bind(self, rules: GrammarRules, calls: ConstrainedCalls, *, lead: bool, begins: bool) -> str:
         """Adds the rules of calls to a grammar, and returns their symbol.
 
         Args:
@@ -171,10 +171,10 @@ class WrittenFormat(CallFormat):
         return "\n".join(vars(self).values()).replace(ID, "")
 
     @abstractmethod
-    def _bind_each(self, rules: GrammarRules, tools: Sequence[BoundTool]) -> list[str]:
+    def _bind_each(self, rules: GrammarRules, tools: Sequence[ConstrainedTool]) -> list[str]:
         """Adds the rules of each tool's call, from its name on, and returns their symbols."""
 
-    def bind(self, rules: GrammarRules, calls: BoundCalls, *, lead: bool, begins: bool) -> str:
+    def bind(self, rules: GrammarRules, calls: ConstrainedCalls, *, lead: bool, begins: bool) -> str:
         each, tail = self._bind_each(rules, calls.tools), rules.written(self.tail)
         call = rules.rule("call", " | ".join(each))
         between = rules.written(self.between)

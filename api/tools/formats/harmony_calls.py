@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from ..grammar_rules import TEXT, GrammarRules, json_body, quoted, schema_of_arguments
-from .call_format import BoundCalls, CallFormat, CallMarks, Parsing
+from .call_format import CallFormat, CallMarks, ConstrainedCalls, Parsing
 from .harmony import CALL_FORMS, FINAL, NEXT
 from .harmony_splitter import HarmonySplitter
 
@@ -19,7 +19,7 @@ class HarmonyCalls(CallFormat):
     def read(cls, written: str, ids: Sequence[str]) -> None:
         """Returns None: marks of the template tell the format, not the calls that it shows; see `is_harmony`."""
 
-    def bind(self, rules: GrammarRules, calls: BoundCalls, *, lead: bool, begins: bool) -> str:
+    def bind(self, rules: GrammarRules, calls: ConstrainedCalls, *, lead: bool, begins: bool) -> str:
         each: list[str] = []
         for index, tool in enumerate(calls.tools):
             schema = json_body(schema_of_arguments(tool.parameters), strict=tool.strict)

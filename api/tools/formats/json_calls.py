@@ -12,7 +12,7 @@ from typing import Any
 from ..grammar_rules import ID, GrammarRules, json_body, quoted, schema_of_arguments
 from ..lenient.values import LooseValue
 from ..readers import Begun, Said
-from .call_format import ARGUMENTS, NAMES, BoundTool, CallMarks, Parser, Parsing, WrittenFormat, names_of
+from .call_format import ARGUMENTS, NAMES, CallMarks, ConstrainedTool, Parser, Parsing, WrittenFormat, names_of
 
 _JSON_BEGINS = re.compile(r"[\[{]")
 _FIRST_KEY = re.compile(r'[\[{\s]*"\w+"', re.ASCII)
@@ -80,10 +80,10 @@ class JsonCalls(WrittenFormat):
             return None
         return CallMarks(start, end, parser) if calls else None
 
-    def _bind_each(self, rules: GrammarRules, tools: Sequence[BoundTool]) -> list[str]:
+    def _bind_each(self, rules: GrammarRules, tools: Sequence[ConstrainedTool]) -> list[str]:
         return [self._bind_call(rules, index, tool) for index, tool in enumerate(tools)]
 
-    def _bind_call(self, rules: GrammarRules, index: int, tool: BoundTool) -> str:
+    def _bind_call(self, rules: GrammarRules, index: int, tool: ConstrainedTool) -> str:
         # Before a quotation mark the name is in a JSON string.
         name = quoted(tool.name)[1:-1] if self.head.endswith('"') else tool.name
         schema = json_body(schema_of_arguments(tool.parameters), strict=tool.strict)

@@ -11,7 +11,7 @@ from typing import Any
 from ..call_splitter import first_of
 from ..grammar_rules import GrammarRules
 from ..readers import Begun, Ended
-from .call_format import BoundTool, CallMarks, Parser, Parsing, WrittenFormat, names_of
+from .call_format import CallMarks, ConstrainedTool, Parser, Parsing, WrittenFormat, names_of
 from .keyed_layout import KeyedLayout
 from .keyed_reader import KeyedReader
 from .keyed_rules import KeyedRules
@@ -26,7 +26,7 @@ class KeyedCalls(KeyedLayout, WrittenFormat):
     def found_alone(self, written: str, end: str) -> CallMarks:
         return CallMarks(self.head, end, self.parser(self.head))
 
-    def _bind_each(self, rules: GrammarRules, tools: Sequence[BoundTool]) -> list[str]:
+    def _bind_each(self, rules: GrammarRules, tools: Sequence[ConstrainedTool]) -> list[str]:
         keyed = KeyedRules(self, rules)
         return [keyed.call(index, tool) for index, tool in enumerate(tools)]
 

@@ -9,7 +9,7 @@ from typing import Any
 from ....cluster.errors import InvalidRequest
 from ..grammar_rules import GrammarRules, json_body, quoted, schema_of_arguments
 from ..lenient.schemas import named
-from .call_format import BoundTool
+from .call_format import ConstrainedTool
 from .keyed_layout import KeyedLayout
 
 _DEPTH_MAX = 64
@@ -36,7 +36,7 @@ class KeyedRules:
         self._any = ""
         self._count = 0
 
-    def call(self, index: int, tool: BoundTool) -> str:
+    def call(self, index: int, tool: ConstrainedTool) -> str:
         """Returns the symbol of a call of a tool.
 
         Raises:

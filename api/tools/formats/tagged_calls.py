@@ -28,8 +28,8 @@ from ..readers import Begun, StepReader
 from .call_format import (
     ARGUMENTS,
     NAMES,
-    BoundTool,
     CallMarks,
+    ConstrainedTool,
     Parser,
     Parsing,
     WrittenFormat,
@@ -88,10 +88,10 @@ class TaggedCalls(WrittenFormat):
         opening = opened[: len(opened) - len(before)]
         return cls(head, opening, before, after, end, tail[len(end) :], passage[len(tail) :])
 
-    def _bind_each(self, rules: GrammarRules, tools: Sequence[BoundTool]) -> list[str]:
+    def _bind_each(self, rules: GrammarRules, tools: Sequence[ConstrainedTool]) -> list[str]:
         return [self._bind_call(rules, index, tool) for index, tool in enumerate(tools)]
 
-    def _bind_call(self, rules: GrammarRules, index: int, tool: BoundTool) -> str:
+    def _bind_call(self, rules: GrammarRules, index: int, tool: ConstrainedTool) -> str:
         schema = schema_of_arguments(tool.parameters)
         properties, required = schema.get("properties"), schema.get("required")
         if not isinstance(properties, Mapping):
@@ -100,7 +100,7 @@ class TaggedCalls(WrittenFormat):
         parts = [quoted(tool.name), rules.written(self.opening)]
         for place, (key, of_key) in enumerate(properties.items()):
             name = f"argument_{index}_{place}"
-            value = _bound_value(rules, name, of_key, schema, self.end, strict=tool.strict)
+            value = _constrained_value(rules, name, of_key, schema, self.end, strict=tool.strict)
             rule = rules.rule(name, f"{before} {quoted(key)} {after} {value}")
             needed = isinstance(required, Sequence) and key in required
             parts.append(rule if needed else f"{rule}?")
@@ -289,7 +289,7 @@ class TaggedReader(StepReader):
         return True
 
 
-def _bound_value(
+def _constrained_value(
     rules: GrammarRules, name: str, schema: Any, root: Mapping[str, Any], end: str, *, strict: bool
 ) -> str:
     """Returns a tagged argument's value and end: strings as they are, other values as JSON."""

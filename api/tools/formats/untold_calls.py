@@ -8,7 +8,7 @@ from typing import Any
 
 from ....cluster.errors import InvalidRequest
 from ..grammar_rules import GrammarRules
-from .call_format import BoundCalls, CallFormat, CallMarks, Parsing
+from .call_format import CallFormat, CallMarks, ConstrainedCalls, Parsing
 from .json_calls import IN_JSON, IN_JSON_START
 
 
@@ -31,7 +31,7 @@ class UntoldCalls(CallFormat):
     def parts(self) -> str:
         return self.shown
 
-    def bind(self, rules: GrammarRules, calls: BoundCalls, *, lead: bool, begins: bool) -> str:
+    def bind(self, rules: GrammarRules, calls: ConstrainedCalls, *, lead: bool, begins: bool) -> str:
         if calls.forced:
             return IN_JSON.bind(rules, calls, lead=lead, begins=begins)
         raise InvalidRequest(

@@ -310,7 +310,7 @@ def test_a_trial_that_was_ended_goes_on_with_the_next_way(
 ) -> None:
     """The first way was refused, and the process ended while the second was tried."""
     loaded, findings, tried = load(folder, IN_ONE_PIECE), Findings(tmp_path / "trials.json", bytes(32)), list[str]()
-    faults = self_test._Trial._faults
+    faults = self_test._SelfTest._faults
 
     def first_is_wrong(self: Any, loaded: LoadedModel) -> Any:
         tried.append(loaded.way.describe())
@@ -321,7 +321,7 @@ def test_a_trial_that_was_ended_goes_on_with_the_next_way(
             raise KeyboardInterrupt
         return found
 
-    monkeypatch.setattr(self_test._Trial, "_faults", first_is_wrong)
+    monkeypatch.setattr(self_test._SelfTest, "_faults", first_is_wrong)
     with pytest.raises(KeyboardInterrupt):
         self_test._try(loaded, findings, IN_ONE_PIECE)
     verdict = self_test._try(loaded, findings, IN_ONE_PIECE)

@@ -14,7 +14,7 @@ from satchel.api.text.answers.grammars import Thought
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.tools.answer_pieces import ToolCall
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
-from satchel.api.tools.formats.call_format import BoundCalls, BoundTool, CallFormat
+from satchel.api.tools.formats.call_format import CallFormat, ConstrainedCalls, ConstrainedTool
 from satchel.api.tools.formats.harmony_calls import HarmonyCalls
 from satchel.api.tools.formats.json_calls import JsonCalls
 from satchel.api.tools.formats.keyed_calls import KeyedCalls
@@ -108,8 +108,10 @@ def test_json_may_be_laid_out_otherwise(tmp_path: Path):
 
 
 def test_calls_are_forced_in_that_form(text: TextModel):
-    tool = BoundTool("one", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "tools[0]")
-    grammar = ModelGrammars(text, 2**20).grammar(Thought.NONE, None, BoundCalls([tool], forced=True))
+    tool = ConstrainedTool(
+        "one", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "tools[0]"
+    )
+    grammar = ModelGrammars(text, 2**20).grammar(Thought.NONE, None, ConstrainedCalls([tool], forced=True))
 
     def takes(answer: str) -> bool:
         matcher = GrammarCompiler(text.tokenizer.json(), text.tokenizer.end_tokens).matcher(grammar)

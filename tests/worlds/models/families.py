@@ -160,7 +160,7 @@ PECULIAR: dict[str, dict[str, Any]] = {
 }
 """The same of families whose code expects something else of masks or caches."""
 
-APART: dict[str, dict[str, Any]] = {
+UNBATCHED: dict[str, dict[str, Any]] = {
     # Attends within chunks, in caches of which there is no batch.
     "llama4": {
         "text_config": {
@@ -184,7 +184,7 @@ APART: dict[str, dict[str, Any]] = {
 def config_of(family: str, **other: Any) -> dict[str, Any]:
     return {
         **_SHARED,
-        **(FAMILIES | PECULIAR | APART)[family],
+        **(FAMILIES | PECULIAR | UNBATCHED)[family],
         "model_type": family,
         "eos_token_id": END_TOKEN,
         **other,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from satchel.actors.replica.execution import bidirectional
-from satchel.actors.replica.execution.bidirectional import BothWays, find_both_ways
+from satchel.actors.replica.execution.bidirectional import Bidirectional, find_bidirectional
 from satchel.actors.replica.execution.findings import Findings
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import ModelLoadError
@@ -48,22 +48,25 @@ def test_without_a_file_nothing_is_kept(tmp_path: Path) -> None:
 def test_what_attends_both_ways_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Any] = []
 
-    def find(model: Any, *_: Any) -> BothWays:
+    def find(model: Any, *_: Any) -> Bidirectional:
         looked.append(model)
         if model == "short of memory":
             raise RuntimeError("out of memory")
-        return BothWays.PICTURES
+        return Bidirectional.PICTURES
 
     monkeypatch.setattr(bidirectional, "_find", find)
     findings = Findings(tmp_path / "trials.json", ONE)
     processor: Any = None
     # Why a probe failed may be another one's business, so it is not kept.
-    assert find_both_ways("short of memory", processor, None, findings) is BothWays.NONE
-    assert [find_both_ways("model", processor, None, findings) for _ in range(3)] == [BothWays.PICTURES] * 3
-    assert find_both_ways("model", processor, None, Findings(tmp_path / "trials.json", OTHER)) is BothWays.PICTURES
+    assert find_bidirectional("short of memory", processor, None, findings) is Bidirectional.NONE
+    assert [find_bidirectional("model", processor, None, findings) for _ in range(3)] == [Bidirectional.PICTURES] * 3
+    assert (
+        find_bidirectional("model", processor, None, Findings(tmp_path / "trials.json", OTHER))
+        is Bidirectional.PICTURES
+    )
     assert looked == ["short of memory", "model", "model"]
     findings.note(bidirectional._WHAT, bidirectional._VERSION, "no such way")
-    assert find_both_ways("model", processor, None, findings) is BothWays.PICTURES
+    assert find_bidirectional("model", processor, None, findings) is Bidirectional.PICTURES
     assert len(looked) == 4
 
 

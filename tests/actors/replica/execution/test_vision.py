@@ -32,7 +32,7 @@ from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.bidirectional import runs_of
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.vision import TOGETHER_TOKENS_MAX, SequencePart, SequencePictures
-from satchel.actors.replica.kv.caches import see_both_ways
+from satchel.actors.replica.kv.caches import set_bidirectional
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
@@ -48,7 +48,7 @@ from tests.worlds.replica.bench_disk import Node, write_down
 from ..memory.test_disk_tier import AGENT as ALICE
 from .test_families import TOLERANCE
 
-APART = {"internvl_chat"}
+UNBATCHED = {"internvl_chat"}
 """Families that take several pictures for parts of one."""
 
 ANSWER = 8
@@ -238,7 +238,7 @@ def in_one_pass(loaded: LoadedModel, script: Script) -> np.ndarray:
         pictures.embeddings[index] = vision.encode(span, [frames_in(one)], video=one.video)[0]
     beside = vision.inputs([SequencePart(script.tokens, 0, pictures)], len(script.tokens))
     caches = loaded.new_caches()
-    see_both_ways(caches, [pictures.both_ways])
+    set_bidirectional(caches, [pictures.bidirectional])
     logits = loaded.model(mx.array([script.tokens]), cache=caches, **beside)[0]
     return np.array(logits.astype(mx.float32))
 
@@ -322,7 +322,7 @@ def test_pictures_encoded_together_are_what_they_are_alone(scene: Scene) -> None
     shown = [[Image.fromarray(noise.integers(0, 256, (70, 90, 3), dtype=np.uint8))] for _ in range(4)]
     alone = [vision.encode(span, [one], video=False)[0] for one in shown]
     together = vision.encode(span, shown, video=False)
-    assert len(together) == len(alone) and (False in vision.apart) == (scene.family in APART)
+    assert len(together) == len(alone) and (False in vision.unbatched) == (scene.family in UNBATCHED)
     for one, other in zip(alone, together, strict=True):
         for left, right in zip(one.arrays(), other.arrays(), strict=True):
             assert left.shape == right.shape and np.allclose(np.array(left), np.array(right), atol=TOLERANCE)

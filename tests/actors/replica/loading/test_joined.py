@@ -301,9 +301,9 @@ def test_a_joined_model_can_be_recorded():
 def test_a_joined_model_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its numbers may differ by rounding, so its blocks are not to be mixed with those of one that is not joined."""
     folder = families.write_model(tmp_path, "qwen3", bits=4)
-    apart = load(folder, dtype="float32", weights="stored")
+    unbatched = load(folder, dtype="float32", weights="stored")
     monkeypatch.setattr(models, "on_gpu", lambda: True)
     together = load(folder, dtype="float32", weights="stored")
-    assert not parts(apart.model) and parts(together.model)
-    assert apart.weights == together.weights == "stored"
-    assert apart.model_id != together.model_id
+    assert not parts(unbatched.model) and parts(together.model)
+    assert unbatched.weights == together.weights == "stored"
+    assert unbatched.model_id != together.model_id

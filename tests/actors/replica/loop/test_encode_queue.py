@@ -160,7 +160,7 @@ def test_pictures_that_cannot_be_encoded_together_are_encoded_one_by_one(
         prompt, media = asked(seeing[1], f"rgb(8,8,{blue})")
         bench.submit(str(blue), prompt, media=media)
     bench.drain()
-    assert gate.shown == [2, 1, 1, 1] and together.apart == {False}
+    assert gate.shown == [2, 1, 1, 1] and together.unbatched == {False}
     assert {sequence.finish for sequence in bench.sequences.values()} == {"length"} and set(gate.threads) == {"encoder"}
 
 

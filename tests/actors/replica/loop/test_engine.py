@@ -68,7 +68,7 @@ def test_sequences_that_are_computed_one_by_one_equal_the_sequence_alone(
     loaded: LoadedModel, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(kv_cache, "merge", lambda sequences: pytest.fail("there is no batch"))
-    run_twice(Bench(dataclasses.replace(loaded, apart=True)), prompts, alone)
+    run_twice(Bench(dataclasses.replace(loaded, unbatched=True)), prompts, alone)
 
 
 def test_preempted_sequences_go_on_where_they_were(bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]):

@@ -111,17 +111,17 @@ def test_together_they_end_no_later_than_one_after_the_other(seed: int):
     cut to the pause: no token is computed twice, and no step has fewer sequences."""
     rng, costs = a_world(seed)
     agents = some_agents(rng, costs, rng.randint(2, 6))
-    engine, apart = VirtualEngine(costs), VirtualEngine(costs)
+    engine, unbatched = VirtualEngine(costs), VirtualEngine(costs)
     ended = engine.run([replace(agent) for agent in agents])
-    apart_ended = apart.run_one_by_one(agents)
+    apart_ended = unbatched.run_one_by_one(agents)
     assert tokens_between(engine, [agent.name for agent in agents], 0.0, ended) == sum(agent.prompt for agent in agents)
-    assert sum(bool(turn.stepped) for turn in engine.turns) <= sum(bool(turn.stepped) for turn in apart.turns)
+    assert sum(bool(turn.stepped) for turn in engine.turns) <= sum(bool(turn.stepped) for turn in unbatched.turns)
     ends = {agent.name: agent.prompt for agent in agents}
     for chunk in engine.chunks:
         assert chunk.stop - chunk.start >= TOKENS_MIN or chunk.stop == ends[chunk.request_id], f"seed {seed}: {chunk}"
-    cut = costs.call * max(0, len(engine.chunks) - len(apart.chunks))
+    cut = costs.call * max(0, len(engine.chunks) - len(unbatched.chunks))
     late = ended - apart_ended
-    assert late <= one_chunk([engine, apart]) + cut, f"seed {seed}: {late:.3f} s late"
+    assert late <= one_chunk([engine, unbatched]) + cut, f"seed {seed}: {late:.3f} s late"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -130,8 +130,8 @@ def test_two_agents_that_say_something_end_no_later_at_all(device: str, first: i
     """With answers of 64 tokens, the steps that they share pay for the calls that are more."""
     for arrival in (0.0, 0.01, 1.0):
         agents = [Agent("first", 0.0, first - 1, 64), Agent("second", arrival, second - 1, 64)]
-        engine, apart = VirtualEngine(DEVICES[device]), VirtualEngine(DEVICES[device])
-        assert engine.run([replace(agent) for agent in agents]) <= 1.001 * apart.run_one_by_one(agents)
+        engine, unbatched = VirtualEngine(DEVICES[device]), VirtualEngine(DEVICES[device])
+        assert engine.run([replace(agent) for agent in agents]) <= 1.001 * unbatched.run_one_by_one(agents)
 
 
 def test_all_worlds_together_end_sooner():
@@ -174,7 +174,7 @@ def test_a_stream_of_short_prompts_at_most_doubles_a_long_ones_work():
     assert long.prompt / 4 <= others <= long.prompt + LIMITS.prefill_chunk_tokens
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("sequences", [1, 2, 4])
 def test_a_short_prompt_behind_all_places_waits_for_one_of_them(sequences: int):
     """Where as many long prompts are prefilled as may be, the queue moves on with the first that is done: after twice
     what the shortest of them has left, since the oldest gets every second chunk."""

@@ -16,14 +16,14 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
-from satchel.actors.replica.kv.unbatched import SequencesApart
+from satchel.actors.replica.kv.unbatched import UnbatchedSequences
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.models import resealed
 from satchel.actors.replica.selftest import self_test
 from satchel.actors.replica.selftest.self_test import Proven, prove
 from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import ModelLoadError
-from tests.worlds.models.families import APART, PECULIAR, write_model
+from tests.worlds.models.families import PECULIAR, UNBATCHED, write_model
 from tests.worlds.replica.bench import load_tiny
 
 ASKED = Model(name="tiny", source="somewhere/tiny")
@@ -55,7 +55,7 @@ def tried(loaded: LoadedModel, known: Path | None = None) -> Proven:
     return prove(loaded, ASKED, lambda what, fraction: None, known)
 
 
-def in_company(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
+def batched(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
     return logits if tokens.shape[0] == 1 else mx.roll(logits, 1, -1)
 
 
@@ -87,25 +87,25 @@ def test_a_right_model_is_served_as_asked(loaded: LoadedModel):
 
 
 def test_wrong_words_in_company_make_steps_compute_sequence_by_sequence(loaded: LoadedModel):
-    proven = tried(with_fault(loaded, in_company))
-    assert (proven.loaded.apart, proven.together, proven.loaded.kv) == (True, True, "q4")
+    proven = tried(with_fault(loaded, batched))
+    assert (proven.loaded.unbatched, proven.together, proven.loaded.kv) == (True, True, "q4")
     assert proven.notes == [note for note in proven.notes if "unbatched" in note and "something else" in note]
 
 
 def test_wrong_words_sequence_by_sequence_make_sequences_run_alone(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ):
-    step = SequencesApart.step
-    monkeypatch.setattr(SequencesApart, "step", lambda *given: mx.roll(step(*given), 1, -1))
-    proven = tried(with_fault(resealed(loaded, None), in_company))
-    assert (proven.loaded.apart, proven.together) == (False, False)
+    step = UnbatchedSequences.step
+    monkeypatch.setattr(UnbatchedSequences, "step", lambda *given: mx.roll(step(*given), 1, -1))
+    proven = tried(with_fault(resealed(loaded, None), batched))
+    assert (proven.loaded.unbatched, proven.together) == (False, False)
     assert proven.scheduling(Scheduling(sequences_max=9)).sequences_max == 1
     assert any("one after the other" in note and "something else" in note for note in proven.notes)
 
 
 def test_a_position_that_is_taken_for_all_sequences_is_found_though_it_is_far(loaded: LoadedModel):
     proven = tried(with_fault(loaded, by_the_first_sequences_position))
-    assert proven.loaded.apart
+    assert proven.loaded.unbatched
     assert "position" in proven.notes[0]
 
 
@@ -180,11 +180,11 @@ def test_families_of_other_masks_and_caches_are_served_as_asked(family: str, tmp
     assert family == "gemma3n" or not proven.loaded.embedding.refusal
 
 
-@pytest.mark.parametrize("family", APART)
+@pytest.mark.parametrize("family", UNBATCHED)
 def test_families_without_batches_are_computed_sequence_by_sequence_and_kept(family: str, tmp_path: Path):
     model = models.load(str(write_model(tmp_path, family)), context_tokens_max=None, progress=lambda *_: None)
     proven = tried(model)
-    assert (proven.loaded.apart, proven.together, proven.loaded.spec.reusable) == (True, True, True)
+    assert (proven.loaded.unbatched, proven.together, proven.loaded.spec.reusable) == (True, True, True)
     assert [note for note in proven.notes if "unbatched" in note] == list(proven.notes)
 
 
@@ -230,20 +230,20 @@ def test_a_sequence_is_longer_than_the_windows_of_a_model(tmp_path: Path):
     model = resealed(models.load(str(folder), context_tokens_max=None, progress=lambda *_: None), None)
 
     def past_windows(tokens: mx.array, cache: list[Any], logits: mx.array) -> mx.array:
-        return in_company(tokens, cache, logits) if int(mx.array(cache[0].offset).max()) > 400 else logits
+        return batched(tokens, cache, logits) if int(mx.array(cache[0].offset).max()) > 400 else logits
 
-    assert tried(with_fault(model, past_windows)).loaded.apart
+    assert tried(with_fault(model, past_windows)).loaded.unbatched
 
 
 def test_what_was_found_is_kept(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     known = tmp_path / "trials.json"
-    first = tried(with_fault(loaded, in_company), known)
+    first = tried(with_fault(loaded, batched), known)
     monkeypatch.setattr(self_test, "_try", lambda loaded: pytest.fail("it was tried before"))
-    again = tried(with_fault(loaded, in_company), known)
-    assert (again.loaded.apart, list(again.notes)) == (True, list(first.notes))
+    again = tried(with_fault(loaded, batched), known)
+    assert (again.loaded.unbatched, list(again.notes)) == (True, list(first.notes))
     known.write_text("{")
     monkeypatch.undo()
-    assert not tried(loaded, known).loaded.apart
+    assert not tried(loaded, known).loaded.unbatched
 
 
 def test_a_model_that_is_not_tried_says_so(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):

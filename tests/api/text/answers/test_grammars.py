@@ -14,7 +14,7 @@ from satchel.api.text.answers.grammars import AnswerForm, Thought
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.tools.answer_pieces import ToolCall
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
-from satchel.api.tools.formats.call_format import BoundCalls, BoundTool
+from satchel.api.tools.formats.call_format import ConstrainedCalls, ConstrainedTool
 from satchel.api.tools.formats.keyed_calls import KeyedCalls
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.models.call_templates import FAMILIES, write_family
@@ -32,7 +32,7 @@ LISTED = {
     "additionalProperties": False,
     "$defs": {"all": {"type": "array", "items": {"type": "boolean"}}},
 }
-TOOLS = [BoundTool("weather", WEATHER, "tools[0]"), BoundTool("listed", LISTED, "tools[1]")]
+TOOLS = [ConstrainedTool("weather", WEATHER, "tools[0]"), ConstrainedTool("listed", LISTED, "tools[1]")]
 OBJECT = AnswerForm("json", {"type": "object", "additionalProperties": {"type": "integer"}}, "form")
 
 ONE = [("weather", {"city": 'O"slo {', "days": 3})]
@@ -68,11 +68,13 @@ def takes(text: TextModel, grammar: str, answer: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def grammar_of(text: TextModel, calls: BoundCalls | None, thought: Thought = Thought.NONE, form: Any = None) -> str:
+def grammar_of(
+    text: TextModel, calls: ConstrainedCalls | None, thought: Thought = Thought.NONE, form: Any = None
+) -> str:
     return ModelGrammars(text, 2**20).grammar(thought, form, calls)
 
 
-def parsed(text: TextModel, answer: str, tools: list[BoundTool]) -> list[tuple[str, Any]]:
+def parsed(text: TextModel, answer: str, tools: list[ConstrainedTool]) -> list[tuple[str, Any]]:
     given = [{"type": "function", "function": {"name": each.name, "parameters": each.parameters}} for each in tools]
     assert text.calls.marks.parser is not None
     known, parser = text.call_format, text.calls.marks.parser
@@ -85,7 +87,7 @@ def parsed(text: TextModel, answer: str, tools: list[BoundTool]) -> list[tuple[s
 
 @pytest.mark.parametrize("calls", [ONE, MORE])
 def test_right_calls_are_taken_as_the_template_writes_them(family: TextModel, calls: list[tuple[str, Any]]):
-    grammar = grammar_of(family, BoundCalls(TOOLS, forced=True))
+    grammar = grammar_of(family, ConstrainedCalls(TOOLS, forced=True))
     answer = written(family, calls)
     assert parsed(family, answer, TOOLS) == calls
     assert takes(family, grammar, answer)
@@ -105,31 +107,31 @@ def test_right_calls_are_taken_as_the_template_writes_them(family: TextModel, ca
 )
 def test_wrong_calls_are_not_taken(family: TextModel, calls: list[tuple[str, Any]]):
     for forced in (True, False):
-        assert not takes(family, grammar_of(family, BoundCalls(TOOLS, forced)), written(family, calls))
+        assert not takes(family, grammar_of(family, ConstrainedCalls(TOOLS, forced)), written(family, calls))
 
 
 def test_forced_means_at_least_one_and_without_parallel_at_most_one(family: TextModel):
-    forced = grammar_of(family, BoundCalls(TOOLS, forced=True))
+    forced = grammar_of(family, ConstrainedCalls(TOOLS, forced=True))
     assert not takes(family, forced, "") and not takes(family, forced, "No.")
-    single = grammar_of(family, BoundCalls(TOOLS, forced=True, parallel=False))
+    single = grammar_of(family, ConstrainedCalls(TOOLS, forced=True, parallel=False))
     assert takes(family, single, written(family, ONE))
     assert not takes(family, single, written(family, MORE))
 
 
 def test_free_text_may_stand_before_calls_or_instead_of_them(family: TextModel):
-    free = grammar_of(family, BoundCalls(TOOLS, forced=False))
+    free = grammar_of(family, ConstrainedCalls(TOOLS, forced=False))
     for answer in ("", "No {tools} < here.\n", f"Well.\n{written(family, ONE)}", written(family, MORE)):
         assert takes(family, free, answer), answer
 
 
 def test_a_form_and_calls_are_alternatives(family: TextModel):
-    both = grammar_of(family, BoundCalls(TOOLS, forced=False), form=OBJECT)
+    both = grammar_of(family, ConstrainedCalls(TOOLS, forced=False), form=OBJECT)
     assert takes(family, both, '{"a": 1}') and takes(family, both, written(family, ONE))
     assert not takes(family, both, '{"a": "b"}') and not takes(family, both, "Well.")
 
 
 def test_a_tool_without_parameters_takes_any_arguments(family: TextModel):
-    grammar = grammar_of(family, BoundCalls([BoundTool("any", {}, "tools[0]")], forced=True))
+    grammar = grammar_of(family, ConstrainedCalls([ConstrainedTool("any", {}, "tools[0]")], forced=True))
     for arguments in ({}, {"a": "b"}, {"a_1": "b", "c": "d e"}):
         assert takes(family, grammar, written(family, [("any", arguments)]))
 
@@ -137,9 +139,9 @@ def test_a_tool_without_parameters_takes_any_arguments(family: TextModel):
 def test_reasoning_comes_first_where_the_prompt_opens_it(thinker: TextModel):
     calls = written(thinker, ONE)
     for bound, form, answer in (
-        (BoundCalls(TOOLS, forced=True), None, calls),
+        (ConstrainedCalls(TOOLS, forced=True), None, calls),
         (None, OBJECT, '{"a": 1}'),
-        (BoundCalls(TOOLS, forced=False), None, "Well."),
+        (ConstrainedCalls(TOOLS, forced=False), None, "Well."),
         (None, AnswerForm("grammar", 'start: "x" | "y"', "form"), "y"),
     ):
         opened = grammar_of(thinker, bound, Thought.OPEN, form)
@@ -162,15 +164,15 @@ def test_a_family_whose_calls_are_not_understood_is_forced_in_json_or_refused_by
     text = load_text_model(write_family(tmp_path, "odd"), name="odd")
     assert text.calls.known
     with pytest.raises(InvalidRequest, match="how the model 'odd' writes tool calls is not known"):
-        grammar_of(text, BoundCalls(TOOLS, forced=False, chosen=True))
-    assert grammar_of(text, BoundCalls(TOOLS, forced=False)) == ""
-    forced = grammar_of(text, BoundCalls(TOOLS, forced=True))
+        grammar_of(text, ConstrainedCalls(TOOLS, forced=False, chosen=True))
+    assert grammar_of(text, ConstrainedCalls(TOOLS, forced=False)) == ""
+    forced = grammar_of(text, ConstrainedCalls(TOOLS, forced=True))
     assert takes(text, forced, '{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}')
     assert not takes(text, forced, '{"name": "weather", "arguments": {"city": "Oslo"}}')
 
 
 def test_a_name_is_written_as_it_is(family: TextModel):
-    grammar = grammar_of(family, BoundCalls([BoundTool("a.b-c", {}, "tools[0]")], forced=True))
+    grammar = grammar_of(family, ConstrainedCalls([ConstrainedTool("a.b-c", {}, "tools[0]")], forced=True))
     assert takes(family, grammar, written(family, [("a.b-c", {})]))
 
 
@@ -203,8 +205,8 @@ def test_json_has_one_layout(thinker: TextModel, schema: Any, strict: bool):
 
 
 def test_arguments_of_forced_calls_have_the_same_layout(family: TextModel):
-    tool = BoundTool("listed", {"type": "object", "properties": {"items": {"type": "array"}}}, "tools[0]")
-    grammar = grammar_of(family, BoundCalls([tool], forced=True))
+    tool = ConstrainedTool("listed", {"type": "object", "properties": {"items": {"type": "array"}}}, "tools[0]")
+    grammar = grammar_of(family, ConstrainedCalls([tool], forced=True))
     (call,) = [written(family, [("listed", {"items": [1, 2]})])]
     assert takes(family, grammar, call)
     if "[1, 2]" in call:

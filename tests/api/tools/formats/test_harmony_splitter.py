@@ -17,7 +17,7 @@ from satchel.api.pipeline.constrained_answers import ModelGrammars
 from satchel.api.text.answers.grammars import AnswerForm, Thought
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.tools.answer_pieces import CallArguments, CallBegun, Piece, ReasoningDelta, ToolCall, text_of
-from satchel.api.tools.formats.call_format import BoundCalls, BoundTool
+from satchel.api.tools.formats.call_format import ConstrainedCalls, ConstrainedTool
 from satchel.api.tools.formats.harmony_splitter import HarmonySplitter
 from tests.worlds.api.fake_backend import Chat, FakeBackend
 from tests.worlds.api.served_models import served_model
@@ -94,7 +94,7 @@ def takes(text: TextModel, grammar: str, answer: str) -> bool:
 
 
 def test_a_forced_call_has_either_form_and_may_be_thought_about(text: TextModel):
-    calls = BoundCalls([BoundTool("weather", CITY, "tools[0]")], forced=True)
+    calls = ConstrainedCalls([ConstrainedTool("weather", CITY, "tools[0]")], forced=True)
     grammar = ModelGrammars(text, 2**20).grammar(Thought.POSSIBLE, None, calls)
     call = CALL.removesuffix("<|call|>")
     for answer in (call, TOLD, THOUGHT + START + call, THOUGHT + START + TOLD):
@@ -105,7 +105,7 @@ def test_a_forced_call_has_either_form_and_may_be_thought_about(text: TextModel)
 
 def test_a_bound_call_leaves_the_answer_free_and_a_form_is_what_is_said(text: TextModel):
     grammars = ModelGrammars(text, 2**20)
-    calls = BoundCalls([BoundTool("weather", CITY, "tools[0]", strict=True)], forced=False)
+    calls = ConstrainedCalls([ConstrainedTool("weather", CITY, "tools[0]", strict=True)], forced=False)
     free = grammars.grammar(Thought.POSSIBLE, None, calls)
     assert takes(text, free, THOUGHT + START + FINAL) and takes(text, free, TOLD)
     assert not takes(text, free, TOLD.replace("city", "town"))

@@ -14,7 +14,7 @@ from satchel.api.text.answers.grammars import Thought
 from satchel.api.text.model import TextModel, load_text_model
 from satchel.api.tools.answer_pieces import CallArguments, Piece, ToolCall, text_of
 from satchel.api.tools.call_splitter import ToolCallSplitter, call_parser
-from satchel.api.tools.formats.call_format import BoundCalls, BoundTool
+from satchel.api.tools.formats.call_format import ConstrainedCalls, ConstrainedTool
 from satchel.api.tools.formats.keyed_calls import KeyedCalls
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.api.fake_backend import Chat, FakeBackend
@@ -143,7 +143,7 @@ def test_what_is_deep_is_read_as_the_template_writes_it(family: str, tmp_path: P
     written = rendered[rendered.index(text.calls.marks.start) : rendered.rindex("<|im_end|>")]
     assert found(split(text, written, 5))[1] == [("one", DEEP)]
     free = ModelGrammars(text, 2**20).grammar(
-        Thought.NONE, None, BoundCalls([BoundTool("one", {}, "tools[0]")], forced=True)
+        Thought.NONE, None, ConstrainedCalls([ConstrainedTool("one", {}, "tools[0]")], forced=True)
     )
     assert takes(text, free, written)
 
@@ -155,8 +155,8 @@ def takes(text: TextModel, grammar: str, answer: str) -> bool:
 
 
 def bound(text: TextModel, schema: dict[str, Any], *, strict: bool = True) -> str:
-    tool = BoundTool("one", {"type": "object", **schema}, "tools[0]", strict)
-    return ModelGrammars(text, 2**20).grammar(Thought.NONE, None, BoundCalls([tool], forced=True))
+    tool = ConstrainedTool("one", {"type": "object", **schema}, "tools[0]", strict)
+    return ModelGrammars(text, 2**20).grammar(Thought.NONE, None, ConstrainedCalls([tool], forced=True))
 
 
 NODE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}}, "required": ["v"]}
