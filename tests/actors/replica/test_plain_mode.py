@@ -442,7 +442,7 @@ def test_a_first_start_serves_before_its_proof_ends_and_a_later_one_needs_none(
     shell.until(lambda: shell.engine is not None)
     plain = shell.engine
     assert shell.is_plain and plain is not None and not plain.loaded.spec.reusable
-    shell.until(lambda: shell.doing == f"trying {folder}")
+    shell.until(lambda: shell.doing == f"testing {folder}")
     early = shell.answer("early")
     assert len(early) == ANSWER_TOKENS and shell.is_plain
     held.set()
