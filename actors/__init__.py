@@ -2,3 +2,8 @@
 
 if not __name__.startswith("satchel."):
     raise ImportError("import this package as satchel.actors; its folder's bare name belongs to somebody else")
+
+from . import patches
+
+# Before any module below imports mlx-lm.
+patches.keep_open_files()

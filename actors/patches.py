@@ -8,6 +8,7 @@ when they are needed: they take seconds.
 from __future__ import annotations
 
 import inspect
+import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -232,3 +233,21 @@ def model_code_checked(wrap: Callable[[Callable[..., str]], Callable[..., str]])
     from transformers import dynamic_module_utils
 
     dynamic_module_utils.get_cached_module_file = wrap(dynamic_module_utils.get_cached_module_file)
+
+
+def keep_open_files() -> None:
+    """Keeps this process's limit of open files when mlx-lm is imported.
+
+    Changes: `resource.setrlimit`, in this process, for good: it does nothing if mlx-lm calls it.
+    Why: mlx-lm sets the limit to 2,048 files, and what may be set later to 4,096, while it is imported. The endpoint
+        and the replicas then have fewer than they were started with.
+    Fits: mlx-lm 0.32.2.
+    Noticed by: tests/actors/test_patches.py::test_mlx_lm_leaves_the_limit_of_open_files
+    """
+    set_limit = resource.setrlimit
+
+    def set_others(*given: Any) -> None:
+        if sys._getframe(1).f_globals.get("__name__") != "mlx_lm.utils":
+            set_limit(*given)
+
+    resource.setrlimit = set_others

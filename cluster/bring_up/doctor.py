@@ -179,7 +179,7 @@ def check_disk(home: Home) -> Check:
 def check_open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{'unlimited' if soft == resource.RLIM_INFINITY else soft} open files"
-    # Ray raises the soft limit up to the hard one.
+    # The server raises the soft limit (`processes.raise_open_files`).
     if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES_MIN:
         return Check("open files", "warn", f"{found}, at most {hard}", "raise the hard limit (`ulimit -Hn 4096`)")
     return Check("open files", "ok", found)

@@ -28,7 +28,7 @@ from ..errors import ClusterError, NotRunning
 from ..home import HomeLock, ensure_token, prepare_home, read_json, write_private_json
 from ..incidents import Kind, note_incident_aside
 from ..nodes import Node
-from ..processes import ProcessMark, UnixSession, end_session
+from ..processes import ProcessMark, UnixSession, end_session, raise_open_files
 from ..timing import USUAL
 from ..trust.admission import Admission
 from ..trust.door import Door, known_door
@@ -134,6 +134,7 @@ class LocalCluster:
         """
         prepare_home(self._home)
         self._lock.acquire()
+        raise_open_files()
         try:
             clean_up_after_killed_run(self._home)
             self._admission = admission

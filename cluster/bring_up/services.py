@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..processes import OPEN_FILES
 
 STOP_S = 90
 """How long an orderly end may take before the manager kills: answers are finished first."""
@@ -80,6 +81,7 @@ def launchd_plist(service: Service) -> bytes:
             "ExitTimeOut": STOP_S,
             # Without it macOS throttles its use of the processor and the disk.
             "ProcessType": "Interactive",
+            "SoftResourceLimits": {"NumberOfFiles": OPEN_FILES},
             "StandardOutPath": str(service.log),
             "StandardErrorPath": str(service.log),
         }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,3 +195,13 @@ def test_transformers_gets_a_models_code_through_what_is_wrapped(tmp_path: Path,
     patches.model_code_checked(refusing)
     with pytest.raises(PermissionError, match=r"own\.py"):
         AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
+
+
+def test_mlx_lm_leaves_the_limit_of_open_files():
+    program = "import resource; limit = resource.RLIMIT_NOFILE; resource.setrlimit(limit, (5000, 6000))\n"
+    program += "import {first}, mlx_lm.utils; print(resource.getrlimit(limit))\n"
+    program += "resource.setrlimit(limit, (300, 4096)); print(resource.getrlimit(limit)[0])"
+    for first, kept in (("satchel.actors", "(5000, 6000)"), ("resource", "(2048, 4096)")):
+        command = [sys.executable, "-c", program.format(first=first)]
+        said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.splitlines()
+        assert said == [kept, "300"], "or the patch is not needed any more"

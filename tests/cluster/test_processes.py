@@ -1,4 +1,4 @@
-"""What a process does with memory that it has freed."""
+"""What a process does with memory that it has freed, and how many files it may open."""
 
 from __future__ import annotations
 
@@ -39,3 +39,15 @@ def kept_mib(*arguments: str) -> int:
 def test_what_large_bodies_took_is_given_back():
     assert kept_mib() > 100, "or this shows nothing"
     assert kept_mib("give back") < 32
+
+
+@pytest.mark.parametrize(("soft", "hard", "then"), [(256, 20_000, 10_240), (256, 4096, 4096), (12_000, 20_000, 12_000)])
+def test_a_process_and_its_children_may_open_many_files(soft: int, hard: int, then: int):
+    """macOS begins with 256. What is allowed already is not lowered."""
+    program = "import resource, subprocess, sys; from satchel.cluster.processes import raise_open_files\n"
+    program += f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); print(raise_open_files())\n"
+    program += "sys.stdout.flush(); subprocess.run(['sh', '-c', 'ulimit -Sn'])"
+    said = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    assert said.split() == [str(then)] * 2

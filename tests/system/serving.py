@@ -18,12 +18,16 @@ COMMAND = [sys.executable, "-m", "satchel.api.cli"]
 RECALL = {"name": "satchel/recall", "source": "embedded:recall"}
 
 
+AS_ON_A_MAC = ["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh"]
+"""Programs begin with macOS's limit of open files."""
+
+
 @contextmanager
 def serving(home: Path, *arguments: str, ready_s: float = 240.0) -> Iterator[subprocess.Popen[bytes]]:
     """A server on `home`, ready to answer, in a session of its own; ended in order afterwards if it still runs."""
     output = (home / "output").open("w")
     process = subprocess.Popen(
-        [*COMMAND, "serve", "--home", str(home), *arguments],
+        [*AS_ON_A_MAC, *COMMAND, "serve", "--home", str(home), *arguments],
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,

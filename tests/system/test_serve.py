@@ -9,12 +9,13 @@ from __future__ import annotations
 import base64
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import BytesIO
@@ -23,13 +24,14 @@ from threading import Thread
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from openai import OpenAI
 from PIL import Image, ImageDraw
 
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.processes import session_members
-from tests.system.serving import COMMAND, RECALL, kill_everything, serving
+from satchel.cluster.processes import OPEN_FILES, session_members
+from tests.system.serving import COMMAND, RECALL, kill_everything, serving, sessions_of
 
 CODES = {"Anna": "6305", "Ben": "3471", "Carla": "7468", "David": "1791", "Emma": "2186", "Felix": "9779"}
 SETTLE_S = 5.0
@@ -198,6 +200,21 @@ def server(killed: Killed) -> Iterator[tuple[subprocess.Popen, Path, int]]:
     port = free_port()
     with serving(killed.home, "--port", str(port)) as process:
         yield process, killed.home, port
+
+
+def test_all_processes_may_open_many_files(server: tuple[subprocess.Popen, Path, int]):
+    """Though the server was started where 256 are usual."""
+    process, _, _ = server
+    members = {member for sid in sessions_of(process.pid) for member in session_members(sid)}
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(OPEN_FILES, hard) if hard != resource.RLIM_INFINITY else OPEN_FILES
+    few = {}
+    for member in members:
+        with suppress(psutil.Error):
+            soft, _ = psutil.Process(member).rlimit(psutil.RLIMIT_NOFILE)
+            if soft != resource.RLIM_INFINITY and soft < most:
+                few[" ".join(psutil.Process(member).cmdline())[:100]] = soft
+    assert len(members) > 5 and not few
 
 
 def test_a_client_that_hangs_up_disturbs_no_other(server: tuple[subprocess.Popen, Path, int]):

@@ -90,6 +90,7 @@ def test_a_property_list_starts_the_very_command() -> None:
     assert found["ProgramArguments"] == list(COMMAND)
     assert (found["Label"], found["WorkingDirectory"]) == ("satchel-serve", "/srv/a b%")
     assert found["KeepAlive"] == {"SuccessfulExit": False} and found["RunAtLoad"] is True
+    assert found["SoftResourceLimits"] == {"NumberOfFiles": 10_240}
     assert found["StandardOutPath"] == found["StandardErrorPath"] == "/home/me/run/service.log"
 
 
