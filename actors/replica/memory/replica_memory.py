@@ -27,6 +27,7 @@ from ....cluster.nodes import Node
 from ...model_files.source import read_json
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import device_bytes, device_kind, on_cuda
+from ..device.wired import Wired
 from ..execution.loaded_model import LoadedModel
 from .budget import MemoryClaim, share_bytes, workspace_bytes
 from .room import limits_of
@@ -69,6 +70,7 @@ class ReplicaMemory:
     def __init__(self, folder: Path, replica: str, node: Node, scheduling: Scheduling) -> None:
         self._folder, self._scheduling, self._workspace = folder, scheduling, 0
         self._noting, self._withdrawn = threading.Lock(), False
+        self._wired = Wired()
         self._set_bytes = scheduling.memory_bytes_max if node.memory_bytes_max is None else node.memory_bytes_max
         self._sequences_bytes = scheduling.kv_bytes_max if node.kv_bytes_max is None else node.kv_bytes_max
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -112,6 +114,7 @@ class ReplicaMemory:
                 f"{share / 2**20:.0f} MiB are left beside the weights ({weights / 2**20:.0f} MiB) and other replicas, "
                 "which is not enough for one sequence: raise memory_bytes_max, or unload another model"
             )
+        self._wired.keep(weights + share)
         return share
 
     def __enter__(self) -> Self:
@@ -148,7 +151,9 @@ class ReplicaMemory:
             time.sleep(POLL_S)
             try:
                 self.note(self._own.weights, max(self._workspace, workspace_bytes()))
-                resize(self.share_bytes(), device_bytes(free=True) + mx.get_cache_memory(), device_bytes())
+                share = self.share_bytes()
+                self._wired.keep(self._own.weights + share)
+                resize(share, device_bytes(free=True) + mx.get_cache_memory(), device_bytes())
             except OSError as error:
                 logger.warning("the node's memory is not known: %s", error)
 

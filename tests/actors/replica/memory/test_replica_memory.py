@@ -122,3 +122,25 @@ def test_the_engine_is_told_again_and_again(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(Enough):
         memory.watch(lambda: GIB, resize)
     assert told[0][0] == 7 * GIB and memory.share_bytes() == 7 * GIB, "what prefills needed is measured"
+
+
+def test_weights_and_the_part_for_kv_are_wired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the load on, and again if the part changes."""
+    memory, held, loaded = replica(tmp_path / "claims", "m-0"), [], load_tiny(tmp_path / "model")
+    monkeypatch.setattr(memory._wired, "keep", held.append)
+    share = memory.settle(loaded)
+    weights = memory._own.weights
+    assert held == [weights + share]
+
+    class Enough(Exception):
+        pass
+
+    def resize(*_: int) -> None:
+        raise Enough
+
+    other = replica(tmp_path / "claims", "n-0")
+    other.note(GIB)
+    monkeypatch.setattr(replica_memory, "POLL_S", 0.0)
+    with pytest.raises(Enough):
+        memory.watch(lambda: 0, resize)
+    assert held[1] == weights + memory.share_bytes() < held[0]
