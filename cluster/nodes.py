@@ -64,6 +64,8 @@ class Node:
     """Deprecated, use `memory_bytes_max`. None takes the config's `scheduling.kv_bytes_max`."""
     disk_bytes_max: Bytes | None = None
     """Agents' KV on its disk; None takes the config's."""
+    keep_awake: bool = True
+    """Whether a Mac stays awake while Satchel runs on it, with its lid open."""
     give_bytes_per_s_max: Bytes | None = None
     """How fast all other nodes together may fetch its KV; None means no limit."""
 

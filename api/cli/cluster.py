@@ -147,6 +147,9 @@ def install_service(
     name: NameOption = None,
     own_address: OwnAddressOption = "",
     only_print: Annotated[bool, typer.Option("--print", help="Print the service file instead of writing it.")] = False,
+    daemon: Annotated[
+        bool, typer.Option("--daemon", help="macOS: start it at boot, without a login; an administrator installs it.")
+    ] = False,
     home: HomeOption = None,
 ) -> None:
     """Write a service (launchd or systemd) that keeps a server or a node running. It is not started yet."""
@@ -172,7 +175,7 @@ def install_service(
             # The service joins by its certificate.
             let_in(where, node, invitation)
         service = node_service(invitation.door, name, own_address, where)
-    install(service, where, only_print=only_print, say=_say)
+    install(service, where, daemon=daemon, only_print=only_print, say=_say)
 
 
 def with_endpoint(config: Config, port: int | None, listen: str | None) -> Config:

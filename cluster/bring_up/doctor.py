@@ -15,10 +15,8 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 import psutil
 from packaging.requirements import Requirement
@@ -31,6 +29,8 @@ from ..incidents import Incident, incidents
 from ..nodes import Node
 from ..trust.endpoint_certificate import check_certificate
 from ..trust.invitations import remembered
+from . import mac
+from .check import Check
 from .launch import unresolved
 from .ports import check_port_free, listens_to_strangers, valid_keys
 
@@ -55,16 +55,6 @@ _MENDS = {
     "certificate": "fix the files of endpoint.tls; the server reads them within seconds",
 }
 _PINNED = ("ray", "mlx", "mlx-lm", "mlx-vlm")
-
-
-@dataclass(frozen=True)
-class Check:
-    """The outcome of one check. `mend` is empty if nothing needs mending."""
-
-    name: str
-    result: Literal["ok", "warn", "fail"]
-    found: str
-    mend: str = ""
 
 
 def examine(config: Config, home: Home) -> list[Check]:
@@ -94,8 +84,16 @@ def examine(config: Config, home: Home) -> list[Check]:
         *[lambda model=model: check_source(model) for model in config.models],
     ]
     certificate = [] if node else check_tls(config.endpoint, datetime.now(UTC))
-    hosts = [] if node else check_hosts(config.machines)
-    return [*(check() for check in checks), *hosts, *certificate, *check_lately(home, time.time())]
+    hosts = [] if node else [*check_hosts(config.machines), *mac.reach(config.machines[1:])]
+    here = next((each for each in config.machines if each.name == node), head)
+    system = mac.checks(here, _largest_weights(config))
+    return [*(check() for check in checks), *system, *hosts, *certificate, *check_lately(home, time.time())]
+
+
+def _largest_weights(config: Config) -> int:
+    """Returns the size of the largest model whose folder is here, in bytes."""
+    folders = [Path(model.source).expanduser() for model in config.models]
+    return max((sum(each.stat().st_size for each in folder.glob("*.safetensors")) for folder in folders), default=0)
 
 
 def check_python() -> Check:

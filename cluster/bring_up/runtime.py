@@ -34,6 +34,7 @@ from ..trust.admission import Admission
 from ..trust.door import Door, known_door
 from ..trust.estate import Estate
 from .heartbeats import HeartbeatListener
+from .mac import stay_awake
 from .ray_node import RayReport, RaySpec
 
 _log = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class LocalCluster:
         self._admission: Admission | None = None
         self._door: Door | None = None
         self._head: subprocess.Popen[bytes] | None = None
+        self._awake: subprocess.Popen[bytes] | None = None
         self._session: UnixSession | None = None
         self._private_dir: Path | None = None
         self._record: ClusterRecord | None = None
@@ -135,6 +137,8 @@ class LocalCluster:
         prepare_home(self._home)
         self._lock.acquire()
         raise_open_files()
+        if self._node.keep_awake:
+            self._awake = stay_awake(os.getpid())
         try:
             clean_up_after_killed_run(self._home)
             self._admission = admission
@@ -225,6 +229,9 @@ class LocalCluster:
             self._end_processes(grace_s=0.0 if abandon else _STOP_GRACE_S)
             if self._listener is not None:
                 self._listener.close()
+            if self._awake is not None:
+                self._awake.terminate()
+                self._awake.wait()
             if self._private_dir is not None:
                 shutil.rmtree(self._private_dir, ignore_errors=True)
             if self._lock.is_held:

@@ -1,4 +1,4 @@
-"""Service definitions that keep Satchel running: a launchd agent, or a systemd unit.
+"""Service definitions that keep Satchel running: a launchd agent or daemon, or a systemd unit.
 
 Texts only: nothing here writes a file or starts anything. Both restart the server if it fails, and not after an orderly
 end.
@@ -31,6 +31,7 @@ class Service:
         command: the program, by its full path, and its arguments.
         folder: its working directory; relative paths in a config begin there.
         log: the file for its output, if the manager keeps no journal.
+        variables: environment variables that it needs.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Service:
     command: tuple[str, ...]
     folder: Path
     log: Path
+    variables: tuple[tuple[str, str], ...] = ()
 
     def check(self) -> None:
         """Checks that every part can be written into a service file.
@@ -45,7 +47,8 @@ class Service:
         Raises:
             ConfigError: a part cannot, or the program is not named by its full path.
         """
-        for part in (self.name, self.description, *self.command, str(self.folder), str(self.log)):
+        values = [value for _, value in self.variables]
+        for part in (self.name, self.description, *self.command, str(self.folder), str(self.log), *values):
             if any(ord(character) < 32 or ord(character) == 127 for character in part):
                 raise ConfigError(f"{part!r} has characters that no service's file can have")
         if not Path(self.command[0]).is_absolute():
@@ -63,8 +66,11 @@ def launchd_path(service: Service, user_home: Path) -> Path:
     return user_home / "Library" / "LaunchAgents" / f"{service.name}.plist"
 
 
-def launchd_plist(service: Service) -> bytes:
+def launchd_plist(service: Service, user: str = "") -> bytes:
     """Returns the property list of a launchd agent (see `man launchd.plist`).
+
+    Args:
+        user: the one as whom a daemon runs, which starts before anybody logs in; "" for an agent.
 
     Raises:
         ConfigError: a part cannot be written into it.
@@ -72,6 +78,8 @@ def launchd_plist(service: Service) -> bytes:
     service.check()
     return plistlib.dumps(
         {
+            **({"UserName": user} if user else {}),
+            **({"EnvironmentVariables": dict(service.variables)} if service.variables else {}),
             "Label": service.name,
             "ProgramArguments": list(service.command),
             "WorkingDirectory": str(service.folder),
@@ -97,6 +105,17 @@ def launchd_advice(service: Service, path: Path, uid: int) -> list[str]:
     ]
 
 
+def daemon_advice(service: Service, written: Path) -> list[str]:
+    """Returns how an administrator starts a launchd daemon whose property list lies at `written`."""
+    path = Path("/Library/LaunchDaemons") / f"{service.name}.plist"
+    put = f"sudo install -o root -g wheel -m 600 {shlex.quote(str(written))} {path}"
+    return [
+        f"Start it, now and at every start:  {put} && sudo launchctl bootstrap system {path}",
+        f"Stop it for good:                  sudo launchctl bootout system/{service.name} && sudo rm {path}",
+        f"What it says:                      {service.log}",
+    ]
+
+
 def systemd_path(service: Service, user_home: Path) -> Path:
     return user_home / ".config" / "systemd" / "user" / f"{service.name}.service"
 
@@ -111,6 +130,7 @@ def systemd_unit(service: Service) -> str:
     program, *arguments = service.command
     # systemd expands variables in the arguments, but not in the program's path.
     command = [_quoted(program), *(_quoted(argument).replace("$", "$$") for argument in arguments)]
+    variables = [f"Environment={_quoted(f'{name}={value}')}\n" for name, value in service.variables]
     return f"""\
 [Unit]
 Description={service.description.replace("%", "%%")}
@@ -119,7 +139,7 @@ Description={service.description.replace("%", "%%")}
 Type=exec
 ExecStart={" ".join(command)}
 WorkingDirectory={str(service.folder).replace("%", "%%")}
-Restart=on-failure
+{"".join(variables)}Restart=on-failure
 RestartSec={RETRY_S}
 TimeoutStopSec={STOP_S}
 # Only the server is asked to end: it finishes the running answers and ends Ray itself.

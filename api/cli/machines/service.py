@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import psutil
 from ....cluster.bring_up.ports import check_port_free
 from ....cluster.bring_up.services import (
     Service,
+    daemon_advice,
     launchd_advice,
     launchd_path,
     launchd_plist,
@@ -27,7 +29,7 @@ from ....cluster.bring_up.services import (
 from ....cluster.config import Config, Home
 from ....cluster.connection import ClusterRecord, find_cluster
 from ....cluster.environment import is_macos, snapshot
-from ....cluster.errors import ClusterError, HomeInUse, NotRunning
+from ....cluster.errors import ClusterError, ConfigError, HomeInUse, NotRunning
 from ....cluster.home import prepare_home, read_json, write_private
 from ....cluster.node_keeper import find_keeper
 from ....cluster.processes import ProcessMark
@@ -37,6 +39,9 @@ AT_ONCE_S = 0.6
 """Pause between two signals, so that they count as two."""
 
 LOG_LINE_BYTES_MAX = 4096
+
+PASSED_ON = ("HF_HOME", "HF_TOKEN", "HF_ENDPOINT", "SATCHEL_OPENBLAS")
+"""Variables of this shell that a service gets too: where models are kept, and with whose rights they are read."""
 
 _WHEN_READY = ("Ready: ", "Models: ", "Try it:", "  curl ", "    -d ", "Ctrl-C ")
 
@@ -237,17 +242,28 @@ def node_service(door: str, name: str, own_address: str, home: Home) -> Service:
 
 def _service(role: str, description: str, command: list[str], home: Home) -> Service:
     name = service_name(role, home.root, Path.home() / ".satchel")
-    return Service(name, description, tuple(command), Path.cwd(), home.run / "service.log")
+    variables = tuple((name, value) for name in PASSED_ON if (value := snapshot().get(name)))
+    return Service(name, description, tuple(command), Path.cwd(), home.run / "service.log", variables)
 
 
-def install(service: Service, home: Home, *, only_print: bool, say: Say) -> None:
+def install(service: Service, home: Home, *, daemon: bool = False, only_print: bool, say: Say) -> None:
     """Writes the file for the machine's service manager, or only prints it. Nothing is started.
 
+    Args:
+        daemon: whether launchd starts it without a login. The file is then put in its place by an administrator.
+
     Raises:
-        ConfigError: an argument cannot be expressed in that file.
+        ConfigError: an argument cannot be expressed in that file, or a daemon of launchd is wanted elsewhere.
         ClusterError: the file cannot be written.
     """
-    if is_macos():
+    if daemon and not is_macos():
+        raise ConfigError(
+            "--daemon is for macOS; with systemd `loginctl enable-linger` starts services without a login"
+        )
+    if daemon:
+        path = home.run / f"{service.name}.plist"
+        text, advice = launchd_plist(service, getpass.getuser()).decode(), daemon_advice(service, path)
+    elif is_macos():
         path = launchd_path(service, Path.home())
         text, advice = launchd_plist(service).decode(), launchd_advice(service, path, os.getuid())
     else:

@@ -205,3 +205,15 @@ def test_wrong_services_are_refused(desk: Desk) -> None:
         assert "HOST:PORT" in desk.refusal("--join", address, "--name", "mac1")
     assert "is no node" in desk.refusal("--join", "10.0.0.1:1", "--name", "Mac 1")
     assert "is no node" in desk.refusal(*node, "--address", "nowhere")
+
+
+def test_a_daemon_is_written_for_an_administrator(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """launchd starts it without a login, and then macOS lets it reach the local network."""
+    assert "enable-linger" in desk.refusal("my config.yaml", "--daemon")
+    monkeypatch.setattr(cli_service, "is_macos", lambda: True)
+    monkeypatch.setenv("HF_HOME", "/models")
+    result = desk.install("my config.yaml", "--daemon")
+    (path,) = (desk.home / "run").glob("*.plist")
+    found = plistlib.loads(path.read_bytes())
+    assert result.exit_code == 0 and "/Library/LaunchDaemons" in result.output and not desk.written()
+    assert found["UserName"] and found["EnvironmentVariables"]["HF_HOME"] == "/models"

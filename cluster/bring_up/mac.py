@@ -1,0 +1,142 @@
+"""What macOS does to a server unless it is asked not to: it sleeps, limits the GPU's memory, and blocks the network.
+
+Satchel asks macOS's own programs. A program that is missing, fails or says something unknown leaves a check out.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+
+from ..environment import is_macos
+from ..nodes import Node
+from .check import Check
+
+_GIB, _MIB = 2**30, 2**20
+_ASK_S = 5.0
+_CONNECT_S = 3.0
+_SSH_PORT = 22
+FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
+
+LOCAL_NETWORK = (
+    "allow it under System Settings > Privacy & Security > Local Network; for a service of launchd, which cannot ask, "
+    "use `satchel install-service --daemon`"
+)
+
+
+def stay_awake(pid: int) -> subprocess.Popen[bytes] | None:
+    """Keeps a Mac from falling asleep while a process runs, with macOS's `caffeinate`; the display may sleep.
+
+    Args:
+        pid: of the process. `caffeinate` ends by itself after it, even after `kill -9`.
+
+    Returns:
+        The process that keeps the Mac awake; None elsewhere, or if `caffeinate` cannot be started.
+    """
+    program = shutil.which("caffeinate") if is_macos() else None
+    if program is None:
+        return None
+    try:
+        return subprocess.Popen(
+            [program, "-i", "-w", str(pid)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError:
+        return None
+
+
+def checks(node: Node, weights_bytes: int = 0) -> list[Check]:
+    """Returns what is to be said of this Mac; nothing on another system.
+
+    Args:
+        node: this machine, as the config names it.
+        weights_bytes: the largest model's files, 0 if unknown.
+    """
+    if not is_macos():
+        return []
+    found = [_sleep(node.keep_awake), _gpu_memory(weights_bytes), _firewall()]
+    return [check for check in found if check is not None]
+
+
+def _sleep(keeps_awake: bool) -> Check | None:
+    minutes = re.search(r"^\s*sleep\s+(\d+)", _asked("pmset", "-g"), re.MULTILINE)
+    if minutes is None:
+        return None
+    if minutes[1] == "0":
+        return Check("sleep", "ok", "this Mac does not fall asleep by itself")
+    found = f"this Mac falls asleep after {minutes[1]} minute{'s' * (minutes[1] != '1')} without a user"
+    if keeps_awake:
+        return Check("sleep", "ok", f"{found}; a running server keeps it awake, but not with its lid closed")
+    return Check("sleep", "warn", found, "set `keep_awake: true` for its node, or `sudo pmset -c sleep 0`")
+
+
+def _gpu_memory(weights_bytes: int) -> Check | None:
+    memory, limit = _number("hw.memsize"), _number("iogpu.wired_limit_mb")
+    if memory is None or limit is None:
+        return None
+    # Without a limit of its own macOS gives the GPU two thirds of up to 36 GiB, and three quarters of more.
+    usable = limit * _MIB or memory * (2 / 3 if memory <= 36 * _GIB else 3 / 4)
+    found = f"the GPU may use {usable / _GIB:.0f} of {memory / _GIB:.0f} GiB"
+    if weights_bytes < usable:
+        return Check("gpu memory", "ok", found)
+    # 8 GiB stay for macOS and other programs.
+    most = (memory - 8 * _GIB) // _MIB
+    found += f", and the largest model has {weights_bytes / _GIB:.0f} GiB"
+    if most * _MIB <= weights_bytes:
+        return Check("gpu memory", "warn", found, "use a smaller model or a quantization with fewer bits")
+    return Check("gpu memory", "warn", found, f"sudo sysctl iogpu.wired_limit_mb={most} (until the next restart)")
+
+
+def _firewall() -> Check | None:
+    said = _asked(FIREWALL, "--getglobalstate")
+    if "State = 0" in said or "disabled" in said:
+        return Check("firewall", "ok", "macOS's firewall is off")
+    if "State = 1" not in said and "State = 2" not in said and "enabled" not in said:
+        return None
+    found = "macOS's firewall is on: it asks whether Python may accept connections, and refuses them until you allow it"
+    return Check("firewall", "ok", found)
+
+
+def reach(nodes: Sequence[Node], port: int = _SSH_PORT) -> list[Check]:
+    """Tries a connection to each of `nodes`, all machines of the cluster but this one, for 3 s each at most.
+
+    A refused connection is a machine that is there.
+    """
+    found = []
+    for node in nodes:
+        name = f"network to {node.name}"
+        try:
+            socket.create_connection((node.address, port), _CONNECT_S).close()
+        except ConnectionRefusedError:
+            pass
+        except OSError as error:
+            said = f"{node.address}: {error.strerror or 'no answer'}"
+            blocked = error.errno == errno.EHOSTUNREACH and is_macos()
+            advice = LOCAL_NETWORK if blocked else "switch the machine on, and check its address and the network"
+            found.append(Check(name, "warn", said, advice))
+            continue
+        found.append(Check(name, "ok", f"{node.address} answers"))
+    return found
+
+
+def _number(name: str) -> int | None:
+    """Returns a number of `sysctl`."""
+    said = _asked("sysctl", "-n", name).strip()
+    return int(said) if said.isdecimal() else None
+
+
+def _asked(*command: str) -> str:
+    """Returns what one of macOS's programs prints, "" if it cannot say."""
+    try:
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ASK_S, errors="replace"
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

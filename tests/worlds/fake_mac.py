@@ -1,0 +1,71 @@
+"""A Mac, as far as programs ask: macOS's own tools as scripts on the path, and what Python says of the system."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+GIB = 2**30
+
+MEMORY = {"hw.memsize": 64 * GIB, "iogpu.wired_limit_mb": 0, "machdep.cpu.brand_string": "Apple M4"}
+
+
+@dataclass
+class FakeMac:
+    """What its tools print. `tell` after a change.
+
+    Attributes:
+        folder: has the tools, and for each that was called a file `NAME.calls` with the arguments, a line a call.
+        sysctl: values by name; others are unknown.
+        pmset: what `pmset -g` prints.
+        firewall: what `socketfilterfw --getglobalstate` prints.
+    """
+
+    folder: Path
+    sysctl: dict[str, int | str] = field(default_factory=lambda: dict(MEMORY))
+    pmset: str = "System-wide power settings:\nCurrently in use:\n sleep                1\n displaysleep         10\n"
+    firewall: str = "Firewall is disabled. (State = 0)\n"
+
+    def tell(self) -> None:
+        """Writes the tools."""
+        cases = "".join(f"{name}) echo '{value}';;\n" for name, value in self.sysctl.items())
+        self._tool("sysctl", f'case "$2" in\n{cases}*) echo "unknown oid" >&2; exit 1;;\nesac')
+        self._tool("pmset", f"cat <<'END'\n{self.pmset}END")
+        self._tool("socketfilterfw", f"cat <<'END'\n{self.firewall}END")
+        # As macOS's: it lives as long as the process of `-w`.
+        self._tool("caffeinate", 'while kill -0 "$3" 2>/dev/null; do sleep 0.05; done')
+
+    def calls(self, tool: str) -> list[str]:
+        """The arguments of a tool's calls so far."""
+        path = self.folder / f"{tool}.calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def _tool(self, name: str, script: str) -> None:
+        path = self.folder / name
+        path.write_text(f'#!/bin/sh\necho "$@" >> "{self.folder}/{name}.calls"\n{script}\n')
+        path.chmod(0o755)
+
+
+def fake_mac(folder: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMac:
+    """Makes this process believe that it runs on a Mac with Apple silicon and macOS 15."""
+    folder.mkdir(exist_ok=True)
+    mac = FakeMac(folder)
+    mac.tell()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(platform, "mac_ver", lambda *_: ("15.1", ("", "", ""), "arm64"))
+    monkeypatch.setattr("satchel.cluster.bring_up.mac.FIREWALL", str(folder / "socketfilterfw"))
+    return mac
+
+
+def other_values(mac: FakeMac, values: Mapping[str, int | str]) -> None:
+    """Lets `sysctl` say something else from now on."""
+    mac.sysctl |= values
+    mac.tell()
