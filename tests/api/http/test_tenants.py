@@ -416,7 +416,7 @@ async def test_limits_are_429_with_the_usual_headers(endpoint: Tenants):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_sequences_that_run_are_counted_and_given_back(endpoint: Tenants, backend, stream: bool):
-    endpoint.key("two", sequences_max=2, tokens_per_minute=1_000_000)
+    endpoint.key("two", rows_max=2, tokens_per_minute=1_000_000)
     end = asyncio.Event()
     backend.play(end, *backend.sequence("ok"))
     endpoint.as_("two")
@@ -444,7 +444,7 @@ async def test_sequences_that_run_are_counted_and_given_back(endpoint: Tenants, 
 
 
 async def test_a_sequence_that_a_client_leaves_is_given_back(endpoint: Tenants, backend):
-    endpoint.key("one", sequences_max=1)
+    endpoint.key("one", rows_max=1)
     backend.play(asyncio.Event())
     endpoint.as_("one")
     ask = {"messages": [{"role": "user", "content": "x"}]}

@@ -64,7 +64,7 @@ def test_tokens_may_be_overdrawn_once_and_are_paid_back_first(clock: Clock):
 
 
 def test_sequences_count_until_they_end_however_they_do(clock: Clock):
-    ann = caller(clock, sequences_max=3)
+    ann = caller(clock, rows_max=3)
     two, one = ann.admit(2, 10), ann.admit(1, 10)
     with pytest.raises(RateLimited, match="3 concurrent answers"):
         ann.admit(1, 10)
@@ -82,7 +82,7 @@ def test_sequences_count_until_they_end_however_they_do(clock: Clock):
 
 
 def test_what_is_refused_for_its_sequences_costs_no_tokens(clock: Clock):
-    ann = caller(clock, sequences_max=1, tokens_per_minute=100)
+    ann = caller(clock, rows_max=1, tokens_per_minute=100)
     ann.admit(1, 10)
     with pytest.raises(RateLimited):
         ann.admit(1, 10)

@@ -91,18 +91,18 @@ template <class H> static void multiply_warp(Operands* lanes) {
   for (int lane = 0; lane < 32; lane++) {
     const int group = lane >> 2, in_group = lane & 3;
     for (int i = 0; i < 8; i++) {
-      const int sequence = (i < 2 || (4 <= i && i < 6)) ? group : group + 8;
+      const int row = (i < 2 || (4 <= i && i < 6)) ? group : group + 8;
       const int column = in_group * 2 + (i & 1) + (i < 4 ? 0 : 8);
-      a[sequence][column] = half_of<H>(lanes[lane].a[i / 2], i & 1);
+      a[row][column] = half_of<H>(lanes[lane].a[i / 2], i & 1);
     }
     for (int i = 0; i < 4; i++) {
-      const int sequence = in_group * 2 + (i & 1) + (i < 2 ? 0 : 8);
-      b[sequence][group] = half_of<H>(lanes[lane].b[i / 2], i & 1);
+      const int row = in_group * 2 + (i & 1) + (i < 2 ? 0 : 8);
+      b[row][group] = half_of<H>(lanes[lane].b[i / 2], i & 1);
     }
     for (int i = 0; i < 4; i++) c[i < 2 ? group : group + 8][in_group * 2 + (i & 1)] = lanes[lane].c[i];
   }
-  for (int sequence = 0; sequence < 16; sequence++) for (int column = 0; column < 8; column++)
-    for (int k = 0; k < 16; k++) c[sequence][column] += a[sequence][k] * b[k][column];
+  for (int row = 0; row < 16; row++) for (int column = 0; column < 8; column++)
+    for (int k = 0; k < 16; k++) c[row][column] += a[row][k] * b[k][column];
   for (int lane = 0; lane < 32; lane++) for (int i = 0; i < 4; i++)
     lanes[lane].d[i] = c[i < 2 ? lane >> 2 : (lane >> 2) + 8][(lane & 3) * 2 + (i & 1)];
 }
@@ -154,9 +154,7 @@ extern "C" void launch(void** given, int groups, int count) {
 """
 
 _INDICES = "  const unsigned GROUP = group, THREAD = thread, LANE = thread & 31, WARP = thread >> 5;\n"
-_PRODUCT = re.compile(
-    r'asm volatile\("mma\.sync\.aligned\.m16n8k16\.sequence\.col\.f32\.(b?f16)\..*?"r"\(b1\)\)', re.DOTALL
-)
+_PRODUCT = re.compile(r'asm volatile\("mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\..*?"r"\(b1\)\)', re.DOTALL)
 
 
 def can_run() -> bool:

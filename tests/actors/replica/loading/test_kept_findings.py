@@ -38,7 +38,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         plain = getattr(where, name)
         monkeypatch.setattr(where, name, lambda *given, **named: (names.append(name), plain(*given, **named))[1])
 
-    for where, name in ((quirks, "_try_in_company"), (models, "shares_kv"), (decode_ways, "_why_not")):
+    for where, name in ((quirks, "_try_batched"), (models, "shares_kv"), (decode_ways, "_why_not")):
         watch(where, name)
     watch(hidden_states, "_tried")
     return names
@@ -47,7 +47,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_next_load_looks_for_nothing_and_is_the_same(folder: Path, tmp_path: Path, looked: list[str]) -> None:
     trials = tmp_path / "trials.json"
     first = load(folder, trials)
-    assert {*looked} == {"_try_in_company", "shares_kv", "_why_not", "_tried"}
+    assert {*looked} == {"_try_batched", "shares_kv", "_why_not", "_tried"}
     looked.clear()
     again = load(folder, trials)
     assert looked == []
@@ -97,7 +97,7 @@ def test_a_damaged_finding_is_found_again(folder: Path, tmp_path: Path, looked: 
     trials.write_text(json.dumps(dict.fromkeys(whole, spoiled)))
     looked.clear()
     again = load(folder, trials)
-    assert {*looked} == {"_try_in_company", "shares_kv", "_why_not", "_tried"}
+    assert {*looked} == {"_try_batched", "shares_kv", "_why_not", "_tried"}
     assert again.way == first.way and isinstance(again.hidden, HiddenStates)
     assert json.loads(trials.read_text()) == whole
 

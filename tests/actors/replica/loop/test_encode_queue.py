@@ -115,7 +115,7 @@ def together(seeing: tuple[LoadedModel, Path], monkeypatch: pytest.MonkeyPatch) 
     vision = seeing[0].vision
     assert vision is not None
     monkeypatch.setattr(vision, "together_tokens", 1024)
-    monkeypatch.setattr(vision, "apart", set())
+    monkeypatch.setattr(vision, "unbatched", set())
     return vision
 
 
