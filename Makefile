@@ -148,6 +148,11 @@ clean: ## Remove the environment, caches and build results
 # that has the development tools keeps them when `serve` brings it up to date.
 
 SUITABLE = import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+# MLX has no wheel for an Intel Python, also on Apple silicon, nor for an older macOS.
+UNFIT_MAC = import platform; mac, machine = platform.mac_ver()[0], platform.machine(); \
+	old = mac and int(mac.split(".")[0]) < 14; \
+	print("Satchel needs macOS 14 or later; this is " + mac + "." if old else "This Python is for " + machine \
+	+ ": Satchel needs one for arm64, on a Mac with Apple silicon." if mac and machine != "arm64" else "")
 
 define FIND_PYTHON
 found=; for candidate in "$(PYTHON)" python3.13 python3.12 python3.11; do \
@@ -157,7 +162,9 @@ done; \
 if [ -z "$$found" ]; then \
 	echo "Satchel needs Python 3.11, 3.12 or 3.13; \"$(PYTHON)\" is none of them." >&2; \
 	echo "Install one and name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; \
-fi
+fi; \
+unfit=$$("$$found" -c '$(UNFIT_MAC)'); \
+if [ -n "$$unfit" ]; then echo "$$unfit" >&2; exit 1; fi
 endef
 
 .uv/bin/uv:

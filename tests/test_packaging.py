@@ -177,3 +177,20 @@ def test_every_pure_file_has_tests_that_are_to_notice_its_faults():
     assert pure == set(tests)
     missing = [name for names in tests.values() for name in names if not (ROOT / "tests" / f"{name}.py").exists()]
     assert not missing
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("macos", "machine", "says"),
+    [("13.6", "arm64", "needs macOS 14 or later; this is 13.6"), ("15.1", "x86_64", "one for arm64")],
+)
+def test_make_says_what_a_mac_lacks_before_it_installs(tmp_path: Path, macos: str, machine: str, says: str):
+    python = tmp_path / "python"
+    said = f"platform.mac_ver = lambda *_: ('{macos}',); platform.machine = lambda: '{machine}'"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import platform, sys; {said}; exec(sys.argv[1])" "$2"\n')
+    python.chmod(0o755)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    made = subprocess.run(
+        ["make", ".uv/bin/uv", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert made.returncode and says in made.stderr and not (tmp_path / ".uv").exists()

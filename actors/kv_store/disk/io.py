@@ -6,6 +6,7 @@ folder, commit the index, and only then unlink old files.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -60,12 +61,17 @@ class DiskIO:
                 left[0] = left[0][written:]
 
     def sync(self, descriptor: int, path: Path) -> None:
-        """Makes the file's bytes durable. On macOS fsync leaves them in the drive's cache, so F_FULLFSYNC."""
+        """Makes the file's bytes durable. On macOS fsync leaves them in the drive's cache, so F_FULLFSYNC. Disks of
+        other machines and some external drives do not support that; there fsync is all there is."""
         self.step("sync", path)
         if sys.platform == "darwin":
-            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-        else:
-            os.fsync(descriptor)
+            try:
+                fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTSUP, errno.ENOTTY, errno.EINVAL):
+                    raise
+        os.fsync(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
         """Renames `source` to `target`, replacing a file of that name."""
