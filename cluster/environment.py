@@ -131,6 +131,11 @@ def wants_openblas() -> bool:
     return os.environ.get("SATCHEL_OPENBLAS") == "1"
 
 
+def kernels_wanted() -> bool | None:
+    """Returns what SATCHEL_KERNELS says of GPU kernels of Satchel's own: False for 0, True for 1, None otherwise."""
+    return {"0": False, "1": True}.get(os.environ.get("SATCHEL_KERNELS", ""))
+
+
 @contextmanager
 def set_during(**variables: str) -> Iterator[None]:
     """Sets variables for as long as a library is loaded that reads them."""

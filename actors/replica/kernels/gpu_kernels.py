@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ....cluster.environment import default_home
+from ....cluster.environment import default_home, kernels_wanted
 
 _CUDA = """
   const unsigned GROUP = blockIdx.x, THREAD = threadIdx.x, LANE = threadIdx.x & 31, WARP = threadIdx.x >> 5;
@@ -97,7 +97,10 @@ Template = Sequence[tuple[str, Any]]
 
 
 def is_available() -> bool:
-    """Whether this device runs kernels: the default device is a GPU that MLX has custom kernels for."""
+    """Whether this device runs kernels: the default device is a GPU that MLX has custom kernels for. SATCHEL_KERNELS=0
+    says that it does not."""
+    if kernels_wanted() is False:
+        return False
     return mx.default_device() == mx.Device(mx.gpu) and (mx.metal.is_available() or mx.cuda.is_available())
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from ....cluster.environment import kernels_wanted
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import on_gpu
@@ -40,7 +41,10 @@ SLOWER_MOST = 1.5
 """A kernel that takes more than this of what dequantizing takes is not used. It is made for sequences that are longer
 than those that are tried, so a little slower says nothing."""
 
-_FAILS = "fails:"
+TRIES_MAX = 2
+"""After so many processes that ended while kernels were tried, they are not tried again. One may have been stopped."""
+
+_FAILS, _TRYING = "fails:", "trying_kernels"
 _WHAT, _VERSION = "decode_way", 1
 """Raised whenever ways are tried otherwise, or others are."""
 
@@ -63,11 +67,27 @@ def fastest(
         if known.reason:
             logger.warning("decode steps read blocks %s, as an earlier load found", known.describe())
         return known
+    tries = _tries(findings)
+    if tries >= TRIES_MAX and kernels_wanted() is None:
+        reason = f"the last {tries} processes ended while kernels were tried; SATCHEL_KERNELS=1 tries again"
+        logger.warning("decode steps copy blocks together: %s", reason)
+        return DecodeWay(Reads.DEQUANTIZED, reason=reason)
+    if gpu_kernels.is_available():
+        # A kernel can end the process. What it leaves is read at the next load.
+        findings.note(_TRYING, _VERSION, tries + 1)
     found = _found(model, spec, context_tokens, pieces)
+    if gpu_kernels.is_available():
+        findings.note(_TRYING, _VERSION, 0)
     if _FAILS not in found.reason:
         # Why it fails may be another one's business: memory may have been short.
         findings.note(_WHAT, _VERSION, asdict(found) | {"reads": found.reads.value})
     return found
+
+
+def _tries(findings: Findings) -> int:
+    """Returns how many processes in a row ended while they tried kernels."""
+    tries = findings.read(_TRYING, _VERSION)
+    return tries if isinstance(tries, int) else 0
 
 
 def _known(found: Any) -> DecodeWay | None:
