@@ -1,9 +1,9 @@
 """Agents' memory around a request: recalled before it, committed at its end, before its last event is sent.
 
-Memory only saves work for a stateless turn, so a store that does not answer holds none up for longer than
-`brief_answer_s` before it and `answer_s` at its end. A continuing turn rests on the stored transcript, so it fails
-where that cannot be had. An answer that was computed is delivered in any case, and says where it is not kept
-(`remembered.py`). Nothing here knows Ray: a `Store` stands between.
+Memory only saves work for a stateless turn, so such a turn waits for the store at most `brief_answer_s` before it
+begins and `answer_s` at its end. A continuing turn needs the stored transcript, so it fails if that cannot be read. An
+answer that was computed is always delivered, and says if it is not kept (`remembered.py`). Nothing here knows Ray: all
+calls go through a `Store`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class _Lines:
 @dataclass(frozen=True)
 class CommittedTurn:
     """What a turn commits: the tokens of prompt and answer, their text, the transcript, how the prompt continued the
-    agent's memory (None without one), and the model id under which its KV is kept."""
+    agent's memory (None if it had none), and the model id under which its KV is kept."""
 
     tokens: Sequence[int]
     text: str
@@ -166,10 +166,10 @@ class AgentMemory:
 
     @asynccontextmanager
     async def held(self, agent: str) -> AsyncIterator[None]:
-        """Holds an agent between two turns: none runs here, and none begins.
+        """Blocks an agent's turns: none may be running here, and none begins until this ends.
 
         Raises:
-            AgentBusy: a turn of it runs, or it is held already.
+            AgentBusy: a turn of it runs, or it is already held.
             Unavailable: the store does not answer.
         """
         if agent in self._held or any(turn.agent == agent for turn in self._open):
@@ -262,7 +262,7 @@ class Turn:
         """Recalls the agent's memory; a continuing turn waits for the one before it.
 
         Raises:
-            AgentBusy: the turn before it takes too long, or the agent is being given away.
+            AgentBusy: the turn before it takes too long, or the agent is held (`AgentMemory.held`).
             QuotaExceeded: the agent's tenant is over its limit.
             Unavailable: a continuing turn cannot get its transcript.
         """
@@ -288,9 +288,9 @@ class Turn:
             await self._find_parent()
 
     async def _find_parent(self) -> None:
-        """Notes on which branch the agent is for which this one begins to work: the one that it used last."""
+        """Notes which branch the parent of a new subagent is on: the branch that it used last."""
         tenant, parent = self.agent.partition("/")[0], self._parent
-        # It is told to people, and nothing else depends on it.
+        # It is only shown to people; nothing else depends on it.
         with suppress(SatchelError, TimeoutError):
             async with asyncio.timeout(self._memory.timing.brief_answer_s):
                 described = await self._memory.store.info(f"{tenant}/{parent}")
@@ -304,7 +304,7 @@ class Turn:
         store = self._memory.store
 
         async def begin() -> Begun:
-            # A try without an answer may be ended late, and must not take this one with it.
+            # An attempt without an answer may be ended late; its end must not end this turn.
             self._name = uuid.uuid4().hex
             return await store.begin(self.agent, self._name, self._files_id, epochs, self._limits)
 
@@ -316,14 +316,14 @@ class Turn:
         head = begun.branch.head
         self._main = head.branch, head.epoch, head.turns
         self.messages = await asyncio.to_thread(json.loads, begun.transcript)
-        # Of another model there are no tokens, and none are known.
+        # A branch of another model has no tokens for this one.
         await self._learn([begun.branch], known, all_of_them=False)
 
     def _known(self) -> dict[int, KnownLine]:
         return self._memory.lines.get((self.agent, self._files_id))
 
     async def _insist(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """The answer; a store that gives none may be starting again."""
+        """Returns the answer, and asks again while there is none: the store may be restarting."""
         timing = self._memory.timing
         ends = time.monotonic() + timing.turn_answer_s
         while True:
@@ -340,7 +340,7 @@ class Turn:
     async def _learn(
         self, branches: list[BranchMemory], known: dict[int, KnownLine], *, all_of_them: bool = True
     ) -> None:
-        """Take the lines of `branches`; those without content are known."""
+        """Takes the lines of `branches`; those without content are already cached."""
         new = [(branch.head, branch.content) for branch in branches if branch.content is not None]
         prepared = await asyncio.to_thread(lambda: [_known_line(*each, self._text) for each in new])
         learned = {line.branch: line for line in prepared}
@@ -355,7 +355,7 @@ class Turn:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._memory.timing.turn_renewal_s)
-            # A store that restarts has no leases; the commit will tell.
+            # A restarted store has lost its leases; the commit finds that out.
             with suppress(SatchelError):
                 await self._memory.store.renew(self.agent, self._name)
 
@@ -370,8 +370,8 @@ class Turn:
             # The store may wait for copies on other nodes.
             more_s = max(0.0, self._memory.copy_wait_s - 1.0)
             timing = self._memory.timing
-            # What was said is worth more than a short wait: where the agent's home has just been lost, another one is
-            # found meanwhile.
+            # Keeping the turn is worth a short wait: if the agent's home has just been lost, another one is found
+            # meanwhile.
             async with asyncio.timeout((2 * timing.turn_answer_s if self.continues else timing.answer_s) + more_s):
                 outcome = await self._commit(kept)
         except (SatchelError, TimeoutError) as error:
@@ -382,7 +382,7 @@ class Turn:
             self._not_kept(FULL if isinstance(error, MemoryFull) else UNANSWERED)
             return
         except asyncio.CancelledError:
-            # The store may not have been called yet. If it was, abandoning does no harm.
+            # The store may not have been called yet. If it was called, abandoning the turn does no harm.
             if self.continues:
                 self._abandon()
             raise
@@ -426,8 +426,8 @@ class Turn:
             program=self._program,
             parent=self._parent,
         )
-        # Where the answer to a first try was lost with the store's process, a second one opens a branch of its own.
-        # Where a stateless turn was kept and the answer lost, it opens another branch, which does no harm.
+        # If the answer to a first attempt was lost with the store's process, a second attempt opens a branch of its
+        # own. If a stateless turn was kept but the answer lost, it opens another branch, which does no harm.
         outcome = await self._insist(lambda: self._memory.store.commit(self.agent, commit, self._limits))
         if outcome.kept:
             new = KnownLine(outcome.branch, outcome.epoch, turns, line, history, media_tokens_in(kept.tokens))

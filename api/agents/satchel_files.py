@@ -1,4 +1,5 @@
-"""An agent's satchel as a file of its user: written whole or not at all, encrypted with a passphrase on request."""
+"""An agent's satchel as a file of the user: written as a whole or not at all, and encrypted if there is a
+passphrase."""
 
 from __future__ import annotations
 
@@ -18,21 +19,21 @@ from ...cluster.trust import locked
 PIECE_BYTES = 2**20
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What file systems of memory sticks (FAT, exFAT) and some network ones answer to a hard link."""
+"""Errors of file systems without hard links: those of memory sticks (FAT, exFAT) and some network ones."""
 
 
 def check_new(file: Path) -> None:
     """
     Raises:
-        InvalidRequest: there is something already.
+        InvalidRequest: the file exists already.
     """
     if file.exists():
         raise InvalidRequest(f"{file} exists already")
 
 
 def write_new(file: Path, pieces: Iterable[bytes], passphrase: bytes | None = None) -> None:
-    """Writes a new file for this user alone, encrypted where a passphrase is given. It has its name only when all of it
-    is there.
+    """Writes a new file that only this user can read, encrypted if there is a passphrase. The file gets its name only
+    when it is complete.
 
     Raises:
         SatchelError: it cannot be written.
@@ -55,7 +56,7 @@ def write_new(file: Path, pieces: Iterable[bytes], passphrase: bytes | None = No
 
 def _name(unfinished: Path, file: Path) -> None:
     try:
-        # Unlike a renaming this replaces nothing.
+        # Unlike renaming, a hard link never replaces a file.
         os.link(unfinished, file)
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -66,8 +67,8 @@ def _name(unfinished: Path, file: Path) -> None:
 
 @dataclass(frozen=True)
 class SatchelFile:
-    """A satchel that is read. `agent` is the id that it was packed with, `nbytes` what `pieces` are without
-    encryption."""
+    """A satchel that is being read. `agent` is the id that it was packed with; `nbytes` is the length of all `pieces`,
+    decrypted."""
 
     agent: str
     nbytes: int
@@ -82,7 +83,7 @@ def opened_satchel(file: Path, passphrase: Callable[[], bytes]) -> Iterator[Satc
 
     Raises:
         InvalidRequest: the file cannot be read.
-        InvalidSatchel: it is none, or the passphrase is another one; also by the pieces.
+        InvalidSatchel: it is not a satchel, or the passphrase is wrong. Reading `pieces` raises it too.
     """
     with open_file(file) as source:
         nbytes = os.fstat(source.fileno()).st_size
@@ -108,7 +109,7 @@ def open_file(file: Path) -> BinaryIO:
 
 
 class _Begun:
-    """Pieces of which the first bytes are read before all of them are sent."""
+    """An iterator of pieces whose first bytes can be read in advance."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._pieces, self._held, self._place = iter(pieces), bytearray(), 0
@@ -120,6 +121,6 @@ class _Begun:
         return bytes(self._held[self._place - count : self._place])
 
     def all(self) -> Iterator[bytes]:
-        """Yields all pieces, those that were read too."""
+        """Yields all pieces, including those that were already read."""
         yield bytes(self._held)
         yield from self._pieces

@@ -1,4 +1,4 @@
-"""Satchels at the endpoint: agents' files, which lie on its machine while they come or go."""
+"""Satchels at the endpoint: files that lie on its machine while they are uploaded or downloaded."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .satchel_files import PIECE_BYTES
 from .store import Store
 
 _ROOM_BYTES = 64 * 2**20
-"""For so much more there must be room whenever a satchel of unknown length has filled what there was."""
+"""While a satchel of unknown length arrives, disk space is reserved in steps of this size."""
 
 
 class PackedFile(NamedTuple):
-    """An open file without a name, so that nothing of it stays. `nbytes` are its bytes."""
+    """An open file that has no name any more, so the system deletes it when it is closed. `nbytes` is its length."""
 
     file: BinaryIO
     nbytes: int
 
     def read(self) -> Iterator[bytes]:
-        """Yields it and closes it. Blocks."""
+        """Yields the file's content and closes it. Blocks."""
         with self.file:
             yield from iter(lambda: self.file.read(PIECE_BYTES), b"")
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yields it and closes it."""
+        """Yields the file's content and closes it."""
         try:
             while piece := await asyncio.to_thread(self.file.read, PIECE_BYTES):
                 yield piece
@@ -41,7 +41,7 @@ class PackedFile(NamedTuple):
 
 
 async def packed(memory: AgentMemory, key: str) -> PackedFile:
-    """Packs an agent. Whoever gives up while it is packed leaves nothing.
+    """Packs an agent. A caller that is cancelled meanwhile leaves no file behind.
 
     Raises:
         AgentNotFound: the agent is unknown.
@@ -68,7 +68,8 @@ def _opened(path: Path, nbytes: int) -> PackedFile:
 
 
 def _check_here(path: Path) -> None:
-    """Checks that this is the machine where satchels lie: a Python handle may be on another one."""
+    """Checks that this process runs on the endpoint's machine, where satchels lie: a Python handle may run on
+    another."""
     if not path.parent.is_dir():
         raise Unavailable("agents are packed and unpacked on the machine of the endpoint", retry_after_s=None)
 
@@ -79,7 +80,7 @@ def _close(task: asyncio.Task[PackedFile]) -> None:
 
 
 Save = Callable[[Callable[[bytes], Awaitable[object]]], Awaitable[object]]
-"""Gives what comes, piece by piece, to its argument."""
+"""Passes the uploaded bytes, piece by piece, to its argument."""
 
 
 async def unpacked(
@@ -92,19 +93,19 @@ async def unpacked(
     trusted: bool,
     limits: Limits,
 ) -> dict[str, Any]:
-    """Takes in an agent from a satchel that comes.
+    """Unpacks an agent from a satchel that is being uploaded.
 
     Args:
-        save: reads it.
-        nbytes: how much is announced, 0 if nothing is.
-        replace: whether an agent of that name is replaced.
-        trusted: whether KV of another cluster's satchel is taken.
+        save: reads the upload.
+        nbytes: the announced length, 0 if unknown.
+        replace: whether an existing agent of that name is replaced.
+        trusted: whether KV from another cluster's satchel is accepted.
         limits: the tenant's.
 
     Raises:
-        InvalidSatchel: it is none, or not whole.
+        InvalidSatchel: it is not a satchel, or it is incomplete.
         AgentExists: there is such an agent.
-        DiskFull, RequestTooLarge, QuotaExceeded, MemoryFull, Unavailable: it cannot be taken in now, or not on this
+        DiskFull, RequestTooLarge, QuotaExceeded, MemoryFull, Unavailable: it cannot be unpacked now, or not on this
             machine.
     """
     if not replace:
@@ -122,7 +123,7 @@ async def unpacked(
 
 
 async def _check_new(store: Store, key: str) -> None:
-    """Raises `AgentExists` before a large file comes for nothing."""
+    """Raises `AgentExists` before a large file is uploaded for nothing."""
     with suppress(AgentNotFound):
         await store.info(key)
         raise AgentExists(f"there is an agent {key.partition('/')[2]!r} already", param="replace")

@@ -1,4 +1,4 @@
-"""The seam between agents' memory and who keeps it: `ray_backend/store.py` implements it over Ray actors."""
+"""The interface between agents' memory and the stores that keep it; `ray_backend/store.py` implements it over Ray."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Store(Protocol):
     """The stores of all nodes as if they were one, and the replicas where they hold agents' KV.
 
     Raises:
-        SatchelError: by every method, what a store answered, or that it does not answer. See `StoreClient`.
+        SatchelError: every method raises what a store raised, or that it does not answer. See `StoreClient`.
     """
 
     async def recall(
@@ -71,11 +71,11 @@ class Store(Protocol):
     async def unpack(
         self, agent: str, path: str, *, replace: bool, trusted: bool, limits: Limits | None = None
     ) -> Unpacked:
-        """Takes in an agent from a file of this machine; as `StoreClient.unpack`."""
+        """Unpacks an agent from a file of this machine; as `StoreClient.unpack`."""
         ...
 
     async def where(self, agent: str) -> AgentPlace:
-        """Where an agent's memory is.
+        """Returns where an agent's memory is.
 
         Raises:
             AgentNotFound: the agent is unknown.
@@ -83,7 +83,7 @@ class Store(Protocol):
         ...
 
     async def places(self, agents: Sequence[str]) -> dict[str, AgentPlace]:
-        """As `where`, by agent, of those of which anything is known.
+        """As `where`, for several agents, by agent. Unknown agents are left out.
 
         Raises:
             Unavailable: the router does not answer.
@@ -91,7 +91,7 @@ class Store(Protocol):
         ...
 
     async def move(self, agent: str, node: str) -> Moved:
-        """Move an agent to another node.
+        """Moves an agent to another node.
 
         Raises:
             AgentNotFound, AgentBusy, InvalidRequest, Unavailable: it cannot be moved there now.
@@ -99,16 +99,15 @@ class Store(Protocol):
         ...
 
     async def release(self, branch: BranchKV) -> int:
-        """Let the replicas of a model drop a branch's KV and image embeddings from memory. Returns how many bytes
-        that were."""
+        """Has the replicas of a model drop a branch's KV and image embeddings from memory. Returns the freed bytes."""
         ...
 
     async def held(self, branch: BranchKV) -> int:
-        """How many entries of a branch's KV the replicas of a model have in memory."""
+        """Returns how many entries of a branch's KV the replicas of a model have in memory."""
         ...
 
     async def clear(self) -> int:
-        """Drops all kept prefixes from the replicas' memory. Returns the freed bytes.
+        """Drops all cached prefixes from the replicas' memory. Returns the freed bytes.
 
         Raises:
             Unavailable: a replica failed to.

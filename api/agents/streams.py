@@ -18,10 +18,10 @@ _CONTEXT_TOKENS = 6
 
 
 class TurnKeeper:
-    """Keeps the answer of a chat as an agent's turn. Implements `streams.AnswerKeeper`.
+    """Commits the answer of a chat as an agent's turn. Implements `streams.AnswerKeeper`.
 
     Args:
-        chat: what the turn answers.
+        chat: the conversation that the turn answers.
     """
 
     def __init__(self, turn: Turn, chat: Chat) -> None:
@@ -33,8 +33,8 @@ class TurnKeeper:
         return self._turn.remembered
 
     async def keep(self, tokens: list[int], message: Message, generation: Generation) -> None:
-        """Commit the turn under the id of the model where the sequence ended; its agent may follow the sequence
-        there."""
+        """Commits the turn under the model id of the replica where the sequence ended; the agent's memory may then move
+        to that replica's node."""
         chat, text, prefill = self._chat, self._chat.text_model, self._chat.request.prefill
         context = list(text.plain(chat.prompt[-_CONTEXT_TOKENS:]))
         spelled = await asyncio.to_thread(spell, text.tokenizer, context, tokens)
@@ -52,7 +52,8 @@ class TurnKeeper:
 
 
 def written_otherwise(template: Template, spelled: str, message: Message) -> str:
-    """Returns an answer with calls as the model wrote it, without its thought; "" if its template writes it so."""
+    """Returns an answer with calls as the model wrote it, without its reasoning; "" if the template writes it in the
+    same way."""
     if not message.get("tool_calls") or template.is_harmony:
         return ""
     for end in template.bare.turn_ends:

@@ -1,6 +1,7 @@
-"""Answers that are bound to a form or to tools: their grammars, written and compiled once before a sequence is queued.
+"""Constrained answers (a response format or tools): their grammars, written and compiled before a sequence is queued.
 
-Replicas compile the same text again; here a caller learns at once, and with the place, what does not compile.
+Replicas compile the same text again. It is compiled here so that the caller gets an error at once, with its place, if a
+grammar does not compile.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from ..tools.grammar_rules import schema_of_arguments
 from ..tools.schema_parts import followable, parts
 
 _BLAME_S = 0.5
-"""For how long parts of a schema are compiled to find the one that is wrong."""
+"""Seconds for which parts of a schema are compiled to find the one that is wrong."""
 
 
 def constrained_calls(request: ChatRequest) -> ConstrainedCalls | None:
-    """Returns which tools the request's answers may call; None if nothing binds its calls.
+    """Returns which tools the request's answers may call; None if its calls are not constrained.
 
     Raises:
-        InvalidRequest: a tool that is to be called is not among the request's tools.
+        InvalidRequest: `tool_choice` names a tool that the request does not have.
     """
     tools = [
         ConstrainedTool(
@@ -60,8 +61,8 @@ def constrained_calls(request: ChatRequest) -> ConstrainedCalls | None:
 
 
 def scripted_grammar(script: Script, chat: Chat, calls: ConstrainedCalls | None) -> str:
-    """Returns the grammar of what a script says in a conversation; "" if it has nothing to say where the request binds
-    the answer to a form or to calls.
+    """Returns the grammar that forces a script's next answer in a conversation; "" if the script has no answer left and
+    the request constrains the answer itself.
 
     Raises:
         InvalidRequest: the model's template cannot write it.
@@ -98,10 +99,10 @@ class ModelGrammars:
         self._known: tuple[GrammarCompiler, Writing] | None = None
 
     def grammar(self, thought: Thought, form: AnswerForm | None, calls: ConstrainedCalls | None) -> str:
-        """Returns the grammar of an answer, "" if nothing binds it. Takes up to seconds.
+        """Returns the grammar of an answer, "" if it is not constrained. May take seconds.
 
         Raises:
-            InvalidRequest: it does not compile or is too long, or the model's answers cannot be bound so; `param` is
+            InvalidRequest: it does not compile, is too long, or is not supported for the model's answers; `param` is
                 the place.
         """
         if form is None and calls is None:
@@ -109,7 +110,7 @@ class ModelGrammars:
         compiler, writing = self._ready()
         unforced = calls is not None and not (calls.forced or calls.chosen)
         if unforced and form is None and not writing.calls.binds:
-            # Only `strict` asks for it: the model calls tools as well as it can.
+            # Only `strict` asks for constrained calls: without it the model calls tools as well as it can.
             return ""
         form, calls = _followable(form, calls)
         written = answer_grammar(writing, thought, form, calls)
@@ -136,7 +137,7 @@ class ModelGrammars:
     def _explained(
         compiler: GrammarCompiler, form: AnswerForm | None, calls: ConstrainedCalls | None, error: InvalidRequest
     ) -> InvalidRequest:
-        """Returns the error with the form or tool that is to blame, and the place in its schema."""
+        """Returns the error with the form or tool that caused it, and the place in its schema."""
         forms = [] if form is None else [form]
         for tool in () if calls is None else calls.tools:
             forms.append(AnswerForm("json", schema_of_arguments(tool.parameters), tool.where, tool.strict))
@@ -152,7 +153,8 @@ class ModelGrammars:
 def _followable(
     form: AnswerForm | None, calls: ConstrainedCalls | None
 ) -> tuple[AnswerForm | None, ConstrainedCalls | None]:
-    """Returns a form and calls without what cannot be followed of their schemas, but for those that are strict."""
+    """Returns a form and calls without the parts of their schemas that are not supported. Strict schemas stay as they
+    are."""
     if form is not None and form.kind == "json" and not form.strict:
         form = replace(form, value=followable(form.value, follows_schema))
     if calls is not None:
@@ -175,7 +177,7 @@ def _refusal(compiler: GrammarCompiler, form: AnswerForm) -> str | None:
 
 
 def _blamed(compiler: GrammarCompiler, form: AnswerForm, reason: str) -> AnswerForm:
-    """Returns the smallest part of a schema that alone gives the same `reason`."""
+    """Returns a form with the smallest part of the schema that still gives the same `reason`."""
     root, ends = form.value, time.monotonic() + _BLAME_S
     shared = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, Mapping) and key in root}
     while True:

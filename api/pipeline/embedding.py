@@ -1,4 +1,4 @@
-"""Embeddings of texts, and documents ranked by a query: what the HTTP endpoint and the Python handles share.
+"""Embeddings of texts, and documents ranked by a query: the pipeline that the HTTP endpoint and Python handles share.
 
 A request is encoded in a worker thread, and goes to the backend as token ids. Independent of HTTP and Ray.
 """
@@ -26,8 +26,8 @@ from .vectors import EmbeddingRequest, RankingRequest, TokenTexts, embedding_tex
 
 @dataclass(frozen=True)
 class Embeddings:
-    """The embeddings of a request's texts, `(texts, dimensions)` float32, in their order. `tokens` are how many the
-    texts have together; `replica`, `node` and `why` are as in `Vectors`."""
+    """The embeddings of a request's texts, `(texts, dimensions)` float32, in their order. `tokens` is how many tokens
+    the texts have together; `replica`, `node` and `why` are as in `Vectors`."""
 
     model: ServedModel
     vectors: np.ndarray
@@ -39,8 +39,8 @@ class Embeddings:
 
 @dataclass(frozen=True)
 class RankedDocument:
-    """A document by its index in the request. `score` is the probability that it is relevant where the model scores
-    pairs, else the cosine of its embedding and the query's."""
+    """A document by its index in the request. If the model scores pairs, `score` is the probability that the document
+    is relevant; else it is the cosine of its embedding and the query's."""
 
     index: int
     score: float
@@ -71,7 +71,7 @@ class Embedder:
         """Returns the embeddings of texts.
 
         Raises:
-            RequestError: the request is invalid, or the model embeds nothing.
+            RequestError: the request is invalid, or the model does not support embeddings.
             Unavailable: no replica takes it now.
             DeadlineExceeded: it took too long.
         """
@@ -103,7 +103,7 @@ class Embedder:
         model, texts, answer = await self._run(request, encode)
         vectors = _array(answer)
         scores = _probabilities(vectors[:, 0]) if texts.score else await asyncio.to_thread(_cosines, vectors)
-        # Equal ones stay in order.
+        # Documents with equal scores stay in order.
         order = np.argsort(-scores, kind="stable")[: request.top_n]
         documents = [RankedDocument(int(index), float(scores[index])) for index in order]
         return Ranking(model, documents, texts.count, answer.replica, answer.node, answer.why)
@@ -154,7 +154,7 @@ def _array(answer: Vectors) -> np.ndarray:
 
 
 def _shortened(vectors: np.ndarray, dimensions: int | None, normalized: bool) -> np.ndarray:
-    """Returns the first `dimensions` of vectors, of length 1 again if they had it."""
+    """Returns the first `dimensions` of vectors, scaled to length 1 again if they are `normalized`."""
     if dimensions is None or dimensions == vectors.shape[1]:
         return vectors
     kept = vectors[:, :dimensions].astype(np.float64)

@@ -67,8 +67,8 @@ class Generator:
     """Starts sequences on a backend, for one event loop. Loads each model's tokenizer once.
 
     Args:
-        memory: of agents; None for none.
-        load_text: replaced by tests.
+        memory: the agents' memory; None without one.
+        load_text: loads a model's text side; tests replace it.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class Generator:
         self._grammars: dict[TextModel, ModelGrammars] = {}
         self._refused = RefusedMessages()
         self._aborts: set[asyncio.Task[None]] = set()
-        # A generation may send its images again. The loader counts them as long as it lives.
+        # A sequence that fails over sends its images again, so they stay in memory. The loader counts them until then.
         self._shown: WeakKeyDictionary[Generation, list[Medium]] = WeakKeyDictionary()
 
     async def served(self, name: str = "", caller: Caller = OWNING, *, any_model: bool = False) -> ServedModel:
-        """Returns the model called `name`; "" is the first one that the caller may use, and with `any_model` so is the
-        name of one that it may not or that does not exist.
+        """Returns the model called `name`. If `name` is "", returns the first one that the caller may use. With
+        `any_model` it also returns that one if `name` does not exist or the caller may not use it.
 
         Raises:
-            ModelNotFound: there is no such model, or the caller may not use it.
+            ModelNotFound: there is no such model that the caller may use.
             NoReplica: it has not been loaded yet.
         """
         names = [name for name in await self.backend.names() if caller.may_use(name)]
@@ -119,25 +119,25 @@ class Generator:
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = asyncio.create_task(asyncio.to_thread(self._load, model))
             self._texts[key] = task
-            # Drop those of models that are no longer served.
+            # Drop text sides of models that are no longer served.
             served = {key, *((other.info.folder, other.info.files_id) for other in await self.backend.models())}
             self._texts = {known: text for known, text in self._texts.items() if known in served}
-        # Shielded: a cancelled request must not end the loading for the others.
+        # Shielded: a cancelled request must not end the loading for other requests.
         return await asyncio.shield(task)
 
     def _load(self, model: ServedModel) -> TextModel:
-        """Loads a model's text side, and logs what its template forgets."""
+        """Loads a model's text side, and logs what its template drops."""
         text = self._load_text(model.info.folder, name=model.info.name, trusted=model.info.trust_remote_code)
         for note in text.template.habits(model.template_kwargs).notes:
             _log.warning("%s: %s", model.info.name, note)
         return text
 
     async def template_notes(self, model: ServedModel) -> list[str]:
-        """Returns in sentences what the model's chat template forgets; none if its tokenizer does not load."""
+        """Returns sentences that say what the model's chat template drops; none if its tokenizer does not load."""
         try:
             return (await self.text_model(model)).template.habits(model.template_kwargs).notes
         except Exception:
-            # A list of models does not fail for one of them; requests for it say what is wrong.
+            # One model's failure must not fail the list of all models; requests for that model say what is wrong.
             return []
 
     async def start_chat(self, request: ChatRequest) -> TextStream:
@@ -162,8 +162,8 @@ class Generator:
             return await self._start_all([chat], deadline, next(iter(turns), None))
 
     async def count(self, request: ChatRequest) -> int:
-        """Returns how many tokens the prompt of a conversation has. Nothing is queued, and no agent's memory is read:
-        where one goes on with the ids that a model drew, there may be a few more or less.
+        """Returns how many tokens the prompt of a conversation has. Nothing is queued, and no agent's memory is read: a
+        turn that continues an agent's stored token ids may have a few more or fewer.
 
         Raises:
             RequestError: the request is invalid, other than by being too long.
@@ -181,14 +181,14 @@ class Generator:
         special_tokens: bool = False,
         written: bool = False,
     ) -> tuple[ServedModel, list[int], list[str] | None]:
-        """Returns the model that would answer, the tokens of the prompt, and how its vocabulary writes them if
-        `written`. Nothing is queued, and no agent's memory is read.
+        """Returns the model that would answer, the prompt's tokens, and, if `written`, each token's text in the
+        vocabulary. Nothing is queued, and no agent's memory is read.
 
         Args:
             reply, special_tokens: as in `prompt_tokens`, for chats.
 
         Raises:
-            RequestError: the request is invalid, or its prompt several times as long as the context.
+            RequestError: the request is invalid, or its prompt is several times as long as the context.
             Unavailable: the model has not been loaded yet.
         """
         model, text = await self._chosen(request)
@@ -205,7 +205,7 @@ class Generator:
         """Returns the text of tokens, special ones included.
 
         Raises:
-            RequestError: the model does not have one of them.
+            RequestError: one is not in the model's vocabulary.
             Unavailable: the model has not been loaded yet.
         """
         model, text = await self._chosen(request)
@@ -240,7 +240,7 @@ class Generator:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[list[Turn]]:
-        """Yields a list for the turn of a request, which is abandoned if the request fails."""
+        """Yields a list to which a request adds its turn; if the request fails, the turn is abandoned."""
         turns: list[Turn] = []
         try:
             yield turns
@@ -309,7 +309,7 @@ class Generator:
         grammars = self._grammars.get(text)
         if grammars is None:
             grammars = ModelGrammars(text, self.config.endpoint.grammar_bytes_max)
-            # Drop those of models that are no longer served.
+            # Drop grammars of models that are no longer served.
             loaded = [task for task in self._texts.values() if task.done() and not task.cancelled()]
             served = {task.result() for task in loaded if task.exception() is None}
             self._grammars = {known: each for known, each in self._grammars.items() if known in served}
@@ -317,7 +317,7 @@ class Generator:
         return grammars
 
     async def _call_finder(self, text: TextModel, tools: list[dict[str, Any]], use: ToolUse) -> CallFinder | None:
-        """Returns what finds an answer's calls; None if the model is told of no tools."""
+        """Returns what finds the tool calls in answers; None if the model is shown no tools."""
         if not tools:
             return None
         some = [tool for tool in tools if use.names is None or tool["function"]["name"] in use.names]
@@ -329,8 +329,8 @@ class Generator:
     async def _with_media(
         self, request: ChatRequest, model: ServedModel, text: TextModel
     ) -> tuple[ChatRequest, Sequence[Medium]]:
-        """Returns a request as its model takes it, and its pictures and videos, in order; none for a model that takes
-        none."""
+        """Returns a request without the media that its model cannot see, and its pictures and videos, in order; none if
+        the model supports none."""
         # In threads, because there may be thousands of parts.
         request = await asyncio.to_thread(request.of, model)
         if text.pictures is None or model.info.blind:
@@ -363,13 +363,13 @@ class Generator:
 
     @asynccontextmanager
     async def deadline(self, request: Request, missed: str = "no replica took the request") -> AsyncIterator[float]:
-        """Yields when a request's time is over, by the event loop's clock.
+        """Yields a request's deadline, by the event loop's clock, and enforces it while the context is open.
 
         Args:
-            missed: what has not happened if what is done under it takes longer.
+            missed: says in the error what did not happen in time.
 
         Raises:
-            DeadlineExceeded: it does.
+            DeadlineExceeded: the deadline has passed.
         """
         limit_s = self.config.timeouts.request_s
         if request.options.timeout_s is not None:
@@ -401,8 +401,8 @@ class Generator:
     async def _start_all(
         self, prompts: Sequence[PreparedPrompt], deadline: float, turn: Turn | None = None
     ) -> list[TextStream]:
-        """Starts every prompt's first sequence, then the others on the same replica, where they share the prompt's KV.
-        The first choice of a chat is committed to the `turn`."""
+        """Starts every prompt's first sequence, then its other sequences on the same replica, where they share the
+        prompt's KV. The first choice of a chat is committed to the `turn`."""
         request = prompts[0].request
         given, others = request.options.seed, range(1, request.choices)
         starts = [(prompt, secrets.randbits(63) if given is None else given) for prompt in prompts]
@@ -447,7 +447,7 @@ class Generator:
             bad_words=prepared.bad_words,
         )
         sequence = GenerateRequest(
-            # Callers choose request ids and may repeat them; sequences must differ.
+            # Callers choose request ids and may repeat them; sequences' ids must differ.
             request_id=f"{request.request_id or 'sequence'}/{secrets.token_hex(8)}",
             consumer="",
             model=model.info.name,
@@ -492,7 +492,7 @@ class Generator:
         return min([left, *(limit for limit in limits if limit is not None)])
 
     def _begin_abort(self, generation: Generation) -> asyncio.Task[None]:
-        # A task of its own, because the caller is often being cancelled, and the sequence must be stopped then too.
+        # A separate task: the caller is often being cancelled, and the sequence must be stopped even then.
         task = asyncio.create_task(generation.abort())
         self._aborts.add(task)
         task.add_done_callback(self._aborted)
@@ -511,7 +511,7 @@ def _check_salt(request: Request) -> None:
 
 
 def _check_limits(request: Request, grammar: str) -> None:
-    """Refuses limits of tokens beside a grammar: together they may leave no token to draw."""
+    """Refuses options that restrict tokens if there is a grammar: together they may leave no token to sample."""
     for name in ("allowed_token_ids", "bad_words"):
         if grammar and getattr(request.options, name):
             message = f"{name}: not possible with constrained decoding (a response format or tools)"

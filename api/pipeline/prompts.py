@@ -1,4 +1,5 @@
-"""The prompts of a text completion: encoded, filled in, cut, and checked. Call it in a worker thread."""
+"""The prompts of a text completion: encoded, wrapped for fill-in-the-middle, truncated and checked. Call it in a worker
+thread."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ def prepare_completion(
     """Encodes the prompts of a completion.
 
     Raises:
-        InvalidRequest: there are none or more than `prompts_max`, one is empty, or the model lacks one of their tokens,
-            or tokens for a `suffix`.
+        InvalidRequest: there are none or more than `prompts_max`, one is empty, a token id is not in the vocabulary, or
+            the model has no tokens for a `suffix`.
         ContextLengthExceeded: one does not fit.
     """
     prompts: list[PreparedPrompt] = []
@@ -48,7 +49,7 @@ def prepare_completion(
 def entries(
     given: str | list[str] | list[int] | list[list[int]], field: str, most: int
 ) -> list[tuple[str, str | list[int]]]:
-    """Returns the texts of a field that has one or several, or their token ids, each with its place for errors.
+    """Returns the texts, or token ids, of a field that has one or several, each with its place for errors.
 
     Raises:
         InvalidRequest: there are more than `most`.
@@ -63,10 +64,10 @@ def entries(
 def _encoded(text: TextModel, model: ServedModel, request: CompletionRequest, prompt: str, where: str) -> list[int]:
     check_least(text, prompt + request.suffix, model, where, cut=request.truncate_prompt_tokens is not None)
     if not request.suffix:
-        # A bare prompt is the template: its marks are tokens.
+        # A completion's prompt is used as it is: its markers become tokens.
         return text.recent.encode(refuse_breaks(prompt), request.scope, special_tokens=request.special_tokens)
     if (marks := text.tokenizer.infill_marks) is None:
-        message = f"suffix: the model {model.info.name!r} has no tokens for a text between two others"
+        message = f"suffix: the model {model.info.name!r} has no fill-in-the-middle tokens"
         raise InvalidRequest(message, param="suffix")
     first = text.tokenizer.begin_tokens if request.special_tokens else []
     guard = CallersText(text.tokenizer, as_tokens=model.marks_are_tokens)
@@ -75,7 +76,7 @@ def _encoded(text: TextModel, model: ServedModel, request: CompletionRequest, pr
 
 
 def text_tokens(text: TextModel, model: ServedModel, request: CompletionRequest) -> list[int]:
-    """Returns the tokens of a prompt that is one text, which may be empty, or a few times as long as the context.
+    """Returns the tokens of a prompt that is a single text. It may be empty, or a few times as long as the context.
 
     Raises:
         ContextLengthExceeded: it is several times as long.
@@ -89,7 +90,7 @@ def check_vocabulary(tokens: list[int], size: int, where: str) -> None:
     """Checks token ids.
 
     Raises:
-        InvalidRequest: the model does not have one of them.
+        InvalidRequest: one is not in the model's vocabulary.
     """
     if tokens and (min(tokens) < 0 or max(tokens) >= size):
         index = next(i for i, token in enumerate(tokens) if not 0 <= token < size)

@@ -24,15 +24,16 @@ _ABORT_WAIT_S = 5.0
 _INTERLEAVED_EVENTS_MAX = 256
 
 WAITING = b": waiting\n\n"
-"""A comment among server-sent events: proxies see life, and clients skip it."""
+"""A comment among server-sent events: it keeps proxies from closing the connection, and clients skip it."""
 
 
 @dataclass(frozen=True)
 class Usage:
     """Token counts of one sequence, or the sum of several.
 
-    `cached_tokens` of the prompt were not computed again. `reasoning_tokens` are the completion tokens in the block of
-    reasoning, markers included. Of the choices of one prompt only the first counts the prompt.
+    `cached_tokens` is how many of the prompt's tokens were not computed again. `reasoning_tokens` is how many
+    completion tokens are in the block of reasoning, markers included. If a prompt has several choices, only the first
+    counts the prompt.
     """
 
     prompt_tokens: int
@@ -51,8 +52,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a stream. `reason` is `stop`, `length` or `tool_calls`, the last only if the answer did not end
-    within a call; `stop_string` the one that ended it."""
+    """The last event of a stream. `reason` is `stop`, `length` or `tool_calls`; it is `tool_calls` only if the last
+    call is complete. `stop_string` is the one that ended the answer."""
 
     reason: str
     usage: Usage
@@ -65,7 +66,7 @@ Event = TextDelta | ReasoningDelta | CallBegun | CallArguments | ToolCall | Fini
 @dataclass(frozen=True)
 class Answer:
     """A whole answer; `text` is its content. `logprobs` is None if not requested, `stop_string` as in `Finished`.
-    `tokens` and those of its `prompt` are None if not requested."""
+    `tokens` and `prompt` are token ids, None if not requested."""
 
     text: str
     tool_calls: list[ToolCall]
@@ -93,7 +94,7 @@ class AnswerKeeper(Protocol):
         """
 
     def leave(self) -> None:
-        """Gives the turn back if nothing was stored."""
+        """Abandons the turn if nothing was stored."""
 
 
 class TextStream:
@@ -105,10 +106,10 @@ class TextStream:
         deadline: by the event loop's clock.
         abort: starts removing a generation from its batch, in a task that the caller's cancellation does not end.
         on_end: called once with the number of answer tokens, when the sequence has ended or its abort has begun.
-        keeper: of an agent's turn, which is given back if the stream is left early.
+        keeper: stores the answer of an agent's turn, which is abandoned if the stream is left early.
         prompt: the prompt's token ids if they and the answer's are asked for, else None.
-        truncated_messages: how many messages the prompt is without, because they did not fit.
-        learner: remembers which marks of an answer were tokens.
+        truncated_messages: how many messages were left out of the prompt because they did not fit.
+        learner: remembers which markers of an answer were control tokens.
 
     Attributes:
         model: the served model.
@@ -179,7 +180,7 @@ class TextStream:
 
     @property
     def usage(self) -> Usage:
-        """Of the sequence, so far."""
+        """The token counts of the sequence so far."""
         return self._usage()
 
     @property
@@ -191,8 +192,8 @@ class TextStream:
         return self._events()
 
     async def _events(self) -> AsyncGenerator[Event, None]:
-        """Yields a sequence's tokens as events: the second of the four generators that an answer passes, after the one
-        that follows the sequence from replica to replica. Ends with exactly one `Finished`, once the answer is stored.
+        """Yields a sequence's tokens as events. This is the second of the four generators that an answer passes; the
+        first follows the sequence from replica to replica. Ends with exactly one `Finished`, once the answer is stored.
 
         Raises:
             SatchelError: the sequence failed, reached its deadline, or could not be stored.
@@ -228,7 +229,7 @@ class TextStream:
                 content = "".join(event.text for event in self._sent if isinstance(event, TextDelta))
                 if self._learner.wants(content):
                     await asyncio.to_thread(self._learner.learn, self._tokens, content)
-            # What was held may have said that the answer was over before its limit.
+            # The text that was held back may have a stop string that ended the answer before its limit.
             finish = "stop" if self._sequence.called_enough else finish
             if self._keeper is not None:
                 await self._keeper.keep(self._tokens, _message(self._sent), self._generation)
@@ -244,7 +245,7 @@ class TextStream:
 
     def _record(self, event: Event) -> Event:
         """Notes an event that is about to be yielded, and returns it."""
-        # A model may write half of a character as an escape.
+        # A model may write a lone surrogate as a JSON escape.
         if isinstance(event, ToolCall) and (arguments := of_characters(event.arguments)) != event.arguments:
             event = replace(event, arguments=arguments)
         elif isinstance(event, CallArguments) and (text := of_characters(event.text)) != event.text:
@@ -318,7 +319,7 @@ class TextStream:
 
     def begin_abort(self) -> asyncio.Task[None] | None:
         """Starts an `abort` without waiting for it. None if the sequence has ended."""
-        # A stopped sequence aborts itself while it is read. Any other abort means that nobody reads on.
+        # A stopped sequence aborts itself while it is read. Any other abort means that nobody reads it any more.
         if self._keeper is not None and not self._reading:
             self._keeper.leave()
         if self._over:

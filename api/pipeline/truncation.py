@@ -1,7 +1,7 @@
-"""Leaves out the oldest messages of a conversation that does not fit. Computation only; it belongs in a worker thread.
+"""Leaves out the oldest messages of a conversation that does not fit. Computation only; call it in a worker thread.
 
-What is left out stays the same over several turns: a conversation that grows then begins with the same tokens again,
-and is found in memory, where one that lost a little more every turn would be computed anew every time.
+The cut stays at the same place over several turns. So the prompts of a growing conversation begin with the same tokens,
+and their KV is reused. If the cut moved a little at every turn, every prompt would be computed from its beginning.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ..requests.requests import ChatRequest, count_prompt
 from ..text.model import TextModel
 
 _STEPS = 4
-"""So many times in a context's length more is left out."""
+"""The cut moves in steps of the context's length divided by this."""
 
 _ANSWER_PART = 8
-"""One part of so many of the context is left for an answer of which no length is given."""
+"""If a request gives no length for its answer, the context divided by this is left for it."""
 
 
 @dataclass(frozen=True)
 class Truncated:
-    """What is left of a request and its media, and how many messages are left out."""
+    """What remains of a request and its media, and how many messages are left out."""
 
     request: ChatRequest
     media: Sequence[Medium]
@@ -34,9 +34,9 @@ class Truncated:
 
 
 def truncated(text: TextModel, model: ServedModel, request: ChatRequest, media: Sequence[Medium]) -> Truncated:
-    """Returns the request without as many of its oldest messages as are too many for an answer to fit too. A call stays
-    with its results. What the system and the developer say stays, and so do the last user message and the last message.
-    If that is still too much, nothing is left out.
+    """Returns the request without its oldest messages, so that prompt and answer fit the context. A call stays with its
+    results. System and developer messages stay, and so do the last user message and the last message. If that is still
+    too much, nothing is left out.
 
     Raises:
         InvalidRequest: the model's template refuses the messages.
@@ -65,11 +65,11 @@ def truncated(text: TextModel, model: ServedModel, request: ChatRequest, media: 
 
 
 def _least(most: int, tokens: Callable[[int], int], enough: int) -> int | None:
-    """Returns the least number of units to leave out, so that there are at most `enough` tokens; None if there is none.
-    Numbers at which the template refuses what is left, because it would begin amiss, are passed over."""
+    """Returns the least number of units to leave out so that at most `enough` tokens remain; None if there is none. A
+    number is skipped if the template refuses what remains, for example because it begins with the wrong role."""
 
     def reaches(count: int) -> int | None:
-        """The first number from `count` on that the template takes, if that is few enough."""
+        """Returns the first number from `count` on that the template accepts, if few enough tokens remain."""
         for at in range(count, most + 1):
             try:
                 return at if tokens(at) <= enough else None
@@ -88,8 +88,8 @@ def _least(most: int, tokens: Callable[[int], int], enough: int) -> int | None:
 
 
 def _oldest_first(messages: Sequence[Message]) -> list[list[int]]:
-    """Returns what may be left out, as places of messages, in the order in which it goes: what was said before the last
-    user message, then what came after it."""
+    """Returns the units that may be left out, as indexes of messages, in the order in which they go: those before the
+    last user message, then those after it."""
     units: list[list[int]] = []
     calls: dict[str, int] = {}
     for place, message in enumerate(messages):
@@ -97,7 +97,7 @@ def _oldest_first(messages: Sequence[Message]) -> list[list[int]]:
             continue
         begun = calls.get(message.get("tool_call_id", ""))
         if message["role"] == "tool" and begun is not None and begun < len(units):
-            # With all that came between a call and its result.
+            # A unit has everything between a call and its result.
             units[begun:] = [[*(each for unit in units[begun:] for each in unit), place]]
         else:
             units.append([place])

@@ -1,4 +1,4 @@
-"""Requests for embeddings and rankings, and their texts in tokens. Encode in a worker thread."""
+"""Requests for embeddings and rankings, and their texts as tokens. Encode in a worker thread."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ..text.tokenizer import Tokenizer
 from .prompts import check_vocabulary, entries
 
 TEXTS_MAX = 2048
-"""Of one request, as with OpenAI."""
+"""The most texts of one request, as at OpenAI."""
 
 TOKENS_MAX = 2**20
-"""Of all texts of one request together."""
+"""The most tokens of all texts of one request together."""
 
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
-"""What models call the prompt that goes before a document, as sentence-transformers looks for it."""
+"""The names under which models have the prompt for documents, as sentence-transformers looks for it."""
 
 _TOKEN_CHARACTERS = 16
-"""Few texts have more characters a token."""
+"""Few texts have more characters per token."""
 
 
 @dataclass(frozen=True)
 class EmbeddingRequest(Request):
-    """Texts to embed. `inputs` are a text or its token ids, or several of either. `dimensions` are how many numbers an
-    embedding keeps, None for all. `special_tokens` adds those that the tokenizer puts around a text.
+    """Texts to embed. `inputs` is a text or its token ids, or a list of either. `dimensions` is how many numbers of an
+    embedding are returned, None for all. `special_tokens` adds those that the tokenizer puts around a text.
 
-    With `truncate_prompt_tokens` only the first tokens of a text are kept, and those that the tokenizer puts behind it.
+    With `truncate_prompt_tokens` only the first tokens of a text are kept, and the special tokens behind it.
     """
 
     inputs: str | list[str] | list[int] | list[list[int]]
@@ -42,7 +42,7 @@ class EmbeddingRequest(Request):
 
 @dataclass(frozen=True)
 class RankingRequest(Request):
-    """Documents to rank by their relevance for a query; `top_n` are how many are wanted, None for all."""
+    """Documents to rank by their relevance for a query; `top_n` is how many are returned, None for all."""
 
     query: str
     documents: Sequence[str]
@@ -51,7 +51,7 @@ class RankingRequest(Request):
 
 @dataclass(frozen=True)
 class TokenTexts:
-    """Texts in tokens; `skipped` and `score` are as in `PoolingRequest`."""
+    """Texts as tokens; `skipped` and `score` are as in `PoolingRequest`."""
 
     tokens: list[list[int]]
     skipped: list[int] = field(default_factory=list)
@@ -59,7 +59,7 @@ class TokenTexts:
 
     @property
     def count(self) -> int:
-        """How many tokens they have together."""
+        """The number of tokens of all texts."""
         return sum(map(len, self.tokens))
 
 
@@ -69,7 +69,7 @@ def embedding_texts(
     """Encodes the texts of a request, each behind the model's default prompt if it has one.
 
     Raises:
-        InvalidRequest: there are none or too many, one is empty, or the model lacks one of their tokens.
+        InvalidRequest: there are none or too many, one is empty, or a token id is not in the vocabulary.
         ContextLengthExceeded: one does not fit.
     """
     encoder = _Encoder(tokenizer, model, request.truncate_prompt_tokens, special_tokens=request.special_tokens)
@@ -91,7 +91,7 @@ def ranking_texts(
     pairs: PairForm | None,
     request: RankingRequest,
 ) -> TokenTexts:
-    """Encodes a text for each document, with the query in it, where the model scores pairs; else the query and then the
+    """If the model scores pairs, encodes each document together with the query. Else encodes the query and then the
     documents, to be embedded.
 
     Raises:
@@ -123,7 +123,7 @@ def ranking_texts(
 
 @dataclass(frozen=True)
 class _Prompt:
-    """What goes before a text, and how many of its tokens do not count."""
+    """What goes before a text, and how many of its tokens are left out of the pooling."""
 
     text: str = ""
     skipped: int = 0
@@ -136,7 +136,7 @@ class _Prompt:
 
 
 class _Encoder:
-    """Encodes the texts of one request, within what the model and a request may have."""
+    """Encodes the texts of one request, within the limits of the model and of a request."""
 
     def __init__(self, tokenizer: Tokenizer, model: ServedModel, most: int | None, *, special_tokens: bool) -> None:
         self.texts: list[list[int]] = []
@@ -159,14 +159,14 @@ class _Encoder:
         self._add(tokens if self._most is None else tokens[: self._most], where)
 
     def add_pair(self, pairs: PairForm, query: str, document: str, where: str) -> None:
-        """Adds a query and a document; of the latter as much as there is room for."""
+        """Adds a query and a document; the document is cut to the room that is left."""
         guard = self._guard.text
         query = guard(query)
         tokens = self._encoded(pairs.render(query, guard(document)), where)
         if self._most is not None and len(tokens) > self._most:
             rest = max(0, self._most - len(self._tokenizer.encode(pairs.render(query, ""))))
             kept = self._tokenizer.decode(self._tokenizer.encode(guard(document))[:rest])
-            # Two texts may have a token less, or more, than both together.
+            # Two texts joined may have a token more or fewer than both separately.
             tokens = self._tokenizer.encode(pairs.render(query, guard(kept)))
         self._add(tokens, where)
 
@@ -176,7 +176,7 @@ class _Encoder:
             if (least := tokenizer.tokens_min(given, context + 1)) > context:
                 raise too_long(least, self._model, where, at_least=True, answered=False)
             return tokenizer.encode(given, special_tokens=self._special)
-        # Megabytes take seconds, and only the first tokens count.
+        # Encoding megabytes takes seconds, and only the first tokens count.
         characters = _TOKEN_CHARACTERS * (self._most + 1)
         while characters < len(given):
             tokens = tokenizer.encode(given[:characters], special_tokens=self._special)
