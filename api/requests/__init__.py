@@ -1,1 +1,1 @@
-"""A request as all protocols understand it: who asks, whose memory it continues, messages, options."""
+"""A request in the form that all protocols share: its caller, its agent, messages, options."""

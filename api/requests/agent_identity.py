@@ -1,11 +1,11 @@
-"""Whose memory a request goes on with: the agent that the caller names, or what agent programs send by themselves.
+"""Which agent a request belongs to: the one that the caller names, or one found from what agent programs send anyway.
 
-Pure. In this order: `X-Agent-ID` or `agent_id`; Claude Code's headers; Codex's; `X-Session-ID`, which OpenCode and
-others send; the fields `conversation` and `prompt_cache_key`; `metadata.user_id`; how a conversation of Qwen Code
-begins, as that sends no id.
+Pure. The first of these that a request has counts: `X-Agent-ID` or `agent_id`; Claude Code's headers; Codex's;
+`X-Session-ID`, which OpenCode and others send; the fields `conversation` and `prompt_cache_key`; `metadata.user_id`;
+the beginning of a conversation of Qwen Code, which sends no id.
 
-Agents that nobody named are called PROGRAM:ID, such as `claude-code:4f2c…`, so that they are told apart from those that
-somebody did. An ID whose characters or length an agent's may not have is replaced by its hash.
+An agent that the caller did not name is called PROGRAM:ID, such as `claude-code:4f2c…`, so that it differs from named
+ones. If an ID is too long or has characters that an agent's id may not have, its hash is used instead.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .requests import agent_key
 
 CLAUDE_CODE, CODEX, OPENCODE, QWEN_CODE = "claude-code", "codex", "opencode", "qwen-code"
 SESSION, CONVERSATION, CACHE_KEY, USER = "session", "conversation", "cache-key", "user"
-"""What stands before the ids of programs that are not known."""
+"""The PROGRAM in the names of agents whose program is unknown."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9._@-]{1,48}", re.ASCII)
 _HASH = "sha256."
 # As Claude Code writes it: user_HASH_account_UUID_session_UUID, or JSON with the session's id.
 _CLAUDE_USER = re.compile(r"user_.*_session_([0-9A-Za-z-]{8,64})", re.ASCII)
 _USER_JSON_CHARACTERS_MAX = 4096
-# Versions 0.5, 0.15 and 0.24 of Qwen Code write these sentences, into the instructions of subagents alone and into the
-# first message of all.
+# Versions 0.5, 0.15 and 0.24 of Qwen Code write the first sentence into the instructions of subagents only, and the
+# second one into the first message of every conversation.
 _QWEN_SUBAGENT = "You operate in non-interactive mode: do not ask the user questions; proceed with available context."
 _QWEN_CONTEXT = "This is the Qwen Code. We are setting up the context for our chat."
 _QWEN_REMINDER = "<system-reminder>"
@@ -43,7 +43,7 @@ class Identity:
 
     Attributes:
         agent: its id, "" for none.
-        program: what sent it, "" if that is not known, or if the caller named the agent.
+        program: the program that sent it, "" if unknown or if the caller named the agent.
         parent: the agent that a subagent works for, "" if there is none.
         named: whether the caller named the agent.
     """
@@ -66,15 +66,16 @@ def identify(
     metadata: Any = None,
     messages: Sequence[Mapping[str, Any]] = (),
 ) -> Identity:
-    """Returns the agent of a request. Only what names an agent outright can be wrong; anything else is used if it can
-    be, and never refused.
+    """Returns the agent of a request. Only an explicit name is checked; everything else is used if possible, and never
+    refused.
 
     Args:
-        headers: of the request, names in lower case. The first of several counts, except for `x-agent-id`.
-        agent_id: the body's field, as are the other arguments.
+        headers: of the request, names in lower case. If a header comes several times, the first counts, except for
+            `x-agent-id`.
+        agent_id: a field of the body, as are the other arguments.
 
     Raises:
-        InvalidRequest: `X-Agent-ID` or `agent_id` is no agent's id, or they differ; `param` is the one.
+        InvalidRequest: `X-Agent-ID` or `agent_id` is not an agent id, or they differ; `param` names the wrong one.
     """
     named = _named_by_caller([value for name, value in headers if name == "x-agent-id"], agent_id)
     if named:
@@ -132,7 +133,7 @@ def _claude_code(headers: _Headers) -> Identity | None:
 
 
 def _codex(headers: _Headers) -> Identity | None:
-    """`session-id` and `prompt_cache_key` are the root's, for its subagents too."""
+    """Subagents send the `session-id` and `prompt_cache_key` of their root agent."""
     if not (thread := headers["thread-id"]):
         return None
     parent = headers["x-codex-parent-thread-id"]
@@ -163,9 +164,9 @@ def _user(user_id: Any) -> Identity | None:
 
 
 def _qwen_code(headers: _Headers, messages: Sequence[Mapping[str, Any]]) -> Identity | None:
-    """Its first user message names the folder and the day: conversations that share both are one agent's branches. A
-    subagent's begin alike, under instructions that say what it is, and then have its task. A user may write
-    instructions too, so others than the usual ones say nothing."""
+    """Qwen Code's first user message names the folder and the day; conversations with the same folder and day are
+    branches of one agent. A subagent's conversation begins with the same message; its instructions say that it is a
+    subagent, and its task follows. Users may write instructions too, so only the known sentence marks a subagent."""
     if not headers["user-agent"].lower().startswith("qwencode/"):
         return None
     said = [_spoken(message) for message in messages if message.get("role") == "user"]
@@ -180,8 +181,8 @@ def _qwen_code(headers: _Headers, messages: Sequence[Mapping[str, Any]]) -> Iden
 
 
 def _context_and_task(said: Sequence[Any]) -> tuple[Any, Any]:
-    """Returns what all conversations of a folder and a day begin with, and what is said first in one. Since 0.24 both
-    are parts of one message, beside what the tools and skills are."""
+    """Returns the context, with which all conversations of a folder and a day begin, and a conversation's first task.
+    Since 0.24 both are parts of one message, which also lists tools and skills."""
     parts = said[0] if isinstance(said[0], list) else []
     texts = [_text({"content": [part]}) for part in parts]
     known = [index for index, text in enumerate(texts) if _QWEN_CONTEXT in text]
@@ -192,7 +193,7 @@ def _context_and_task(said: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def _spoken(message: Mapping[str, Any]) -> Any:
-    """Returns a message's content; of one with pictures its text."""
+    """Returns a message's content, without its pictures."""
     content = message.get("content")
     return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else content
 
@@ -208,7 +209,7 @@ def _hashed(said: Any) -> str:
 
 
 def _claude_session(user_id: str) -> str:
-    """Returns the session that Claude Code puts into the user's id, "" if this is another program's."""
+    """Returns the session that Claude Code puts into the user id, "" if another program made the id."""
     if (written := _CLAUDE_USER.fullmatch(user_id)) is not None:
         return written[1]
     if not user_id.startswith("{") or len(user_id) > _USER_JSON_CHARACTERS_MAX:
@@ -229,5 +230,5 @@ def _name(program: str, *ids: str) -> str:
 def _plain(given: str) -> str:
     if _PLAIN.fullmatch(given) and not given.startswith(_HASH):
         return given
-    # Half of the hash: three parts of a name fit into an agent's id.
+    # Half of the hash, so that a name with three parts fits into an agent's id.
     return _HASH + hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -22,14 +22,13 @@ from ...actors.protocol.replica_messages import (
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A configured model: `info` is how a replica has loaded it, and the rest how the endpoint serves it.
+    """A configured model: `info` says how a replica has loaded it, the other fields how the endpoint serves it.
 
     `info.files_id` is the same for all its replicas, and agents' token ids belong to it. `info.model_id` is one
-    replica's: nodes that compute differently have others. `template_kwargs` are variables for its template that
-    requests leave open. `marks_are_tokens` says that what callers write may become control tokens
-    (`control_tokens_in_text: tokens`). With `schema_in_prompt` it is told the schema that binds its answer. With
-    `omits_unseen` pictures that it cannot see are left out where they do not belong to the newest message
-    (`unseen_media: omit`).
+    replica's: nodes that compute differently have other model ids. `template_kwargs` are defaults for variables of its
+    template. With `marks_are_tokens` control tokens in callers' text are encoded as such (`control_tokens_in_text:
+    tokens`). With `schema_in_prompt` the prompt has the schema that constrains the answer. With `omits_unseen` pictures
+    that the model does not support are left out, except from the newest message (`unseen_media: omit`).
     """
 
     info: ModelInfo
@@ -41,7 +40,8 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Vectors:
-    """The answer to a `PoolingRequest`: the replica that gave it, its node ("" if unknown), and why it went there."""
+    """The answer to a `PoolingRequest`, the replica that computed it, its node ("" if unknown), and why it was routed
+    there."""
 
     pooled: PooledTexts
     replica: str
@@ -55,13 +55,13 @@ class NodeState:
 
     Attributes:
         address: the one that other nodes use for it.
-        links: (address, kind) of every path to its KV, the fastest first.
+        links: (address, kind) of every network path over which its KV can be fetched, the fastest first.
         up: whether its store reported lately; if no report is known, whether the machine is in the cluster.
         rates: measured bytes per second, by the node from which KV came.
         memory_free_bytes: of the machine.
-        disk_bytes: of KV on its disk; `disk_free_bytes` may still be written.
-        disk_full: whether no more can be written to its disk.
-        disk_error: why no KV is kept on its disk now, "" if it is kept.
+        disk_bytes: of KV on its disk; `disk_free_bytes` more may be written.
+        disk_full: whether nothing more can be written to its disk.
+        disk_error: why KV cannot be written to its disk now, "" if it can.
         agents_let_go: how many were evicted to make room (`transcripts_bytes_max`) since its store started.
         blocks: of KV on its disk.
         agents: how many it has, as primary or secondary.
@@ -114,11 +114,11 @@ class Generation(Protocol):
 class Backend(Protocol):
     @property
     def failovers(self) -> int:
-        """How many sequences continued, on another or a restarted replica, after theirs was lost."""
+        """How many sequences failed over to another or a restarted replica after theirs was lost."""
         ...
 
     async def names(self) -> list[str]:
-        """Returns every served model's name, loaded or not, the default first."""
+        """Returns the names of all served models, loaded or not, the default first."""
         ...
 
     async def models(self) -> list[ServedModel]:
@@ -141,8 +141,8 @@ class Backend(Protocol):
         ...
 
     async def pool(self, model: ServedModel, request: PoolingRequest) -> Vectors:
-        """Routes a request for vectors, and returns its answer. If its replica is lost, it is tried on another one.
-        Cancelling takes the request back.
+        """Routes a request for vectors, and returns its answer. If its replica is lost, the request fails over to
+        another one. Cancelling this cancels the request.
 
         Raises:
             Unavailable: the queue is full, no replica lives, or the cluster is draining.
@@ -165,10 +165,10 @@ class Backend(Protocol):
         ...
 
     async def remove_node(self, name: str) -> bool:
-        """Removes a machine that has joined from the cluster for good: it is not let in again without an invitation.
+        """Removes a machine that has joined from the cluster for good: it needs a new invitation to join again.
 
         Returns:
-            Whether it is up. Then it hears of it within seconds, hands its agents over and leaves.
+            Whether the machine is up. If so, it learns of its removal within seconds, hands its agents over and leaves.
 
         Raises:
             InvalidRequest: the node is in the config.

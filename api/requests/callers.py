@@ -108,8 +108,8 @@ class Caller:
 
     Attributes:
         tenant: owner of the agents, memory and pictures.
-        host: the client's address, "" if it says nothing. Requests without an agent queue by it.
-        key: the key's id, "" if none was needed.
+        host: the client's address, "" if unknown. Requests without an agent are queued by it.
+        key: the key's id, "" if the endpoint needs no key.
         admin: whether it may see and change what belongs to no agent: nodes, caches, moves.
         meter: its usage; None has no limits.
     """

@@ -13,12 +13,11 @@ from ..media.sources import PictureSource, VideoSource
 from .history import Message, called_with
 
 _CONTINUED = ("partial", "prefix")
-"""The marks of a message that is the beginning of the answer."""
+"""The fields that mark a message as the beginning of the answer."""
 
 
 def sources_in(messages: Sequence[Message]) -> list[PictureSource | VideoSource]:
-    """Returns the pictures and videos of messages, in order. Those of assistants, which `with_shown` refuses, are not
-    among them."""
+    """Returns the pictures and videos of messages, in order, except those of assistants, which `with_shown` refuses."""
     sources: list[PictureSource | VideoSource] = []
     for message in messages:
         if message["role"] != "assistant" and not isinstance(message["content"], str):
@@ -32,12 +31,12 @@ def with_shown(
     """Returns the messages with their media as a chat template takes them.
 
     Args:
-        media: for each picture or video, in order, the parts that the template is given. None if the model takes no
+        media: for each picture or video, in order, the parts that the template gets. None if the model supports no
             media.
-        blind: why a model that could see takes none; empty for others.
+        blind: why a vision model is served without media; empty for others.
 
     Raises:
-        InvalidRequest: the model takes no media, or an assistant's message has some; `param` is the place.
+        InvalidRequest: the model supports no media, or an assistant's message has some; `param` is the place.
     """
     shown: list[Message] = []
     for index, message in enumerate(messages):
@@ -70,7 +69,7 @@ def _refused(part: Any, where: str, has_media: bool, blind: str) -> InvalidReque
 
 def with_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Returns the messages with the arguments of calls as mappings, which templates print in the model's own form.
-    Arguments that are no mapping stay text."""
+    Arguments that are not a mapping stay text."""
     return [
         {**message, "tool_calls": [_parsed(call) for call in message["tool_calls"]]}
         if "tool_calls" in message
@@ -80,8 +79,9 @@ def with_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def with_system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with those of the system behind others as the user's, for templates that take one system
-    message, at the beginning. The user's that then follow each other are joined, for many of them want turns."""
+    """Returns the messages for templates that accept a system message only at the beginning: later system messages
+    become user messages. User messages that then follow each other are joined, because many of these templates want
+    alternating roles."""
     shown: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] == "system" and shown:
@@ -109,8 +109,8 @@ def _parsed(call: Any) -> dict[str, Any]:
 
 
 def with_system(words: str | None, messages: Sequence[Message]) -> list[Message]:
-    """Returns messages behind the system's `words`: before those of their own system, because few templates take two of
-    its messages."""
+    """Returns messages with `words` as their system message. If they have one already, `words` go in front of its text,
+    because few templates accept two system messages."""
     said = list(messages)
     if not words:
         return said
@@ -121,10 +121,10 @@ def with_system(words: str | None, messages: Sequence[Message]) -> list[Message]
 
 
 def mark_of_last(messages: Any, where: str) -> str | None:
-    """Returns the place of the mark by which the last of raw messages is to be continued, None if it has none.
+    """Returns the place of the field that marks the last of raw messages as one to be continued, None if it has none.
 
     Raises:
-        InvalidRequest: a mark is no boolean.
+        InvalidRequest: the field is not a boolean.
     """
     last = messages[-1] if isinstance(messages, list) and messages else None
     if not isinstance(last, dict):

@@ -1,4 +1,4 @@
-"""What clients hand over as documents, files, search results and tools that were found, in words that a model can read.
+"""Documents, files, search results and found tools that clients send, as text for the model.
 
 Errors name the place as a caller would write it. Large inputs belong in a worker thread.
 """
@@ -18,7 +18,7 @@ _FILES = ("file", "input_file")
 
 
 def words_of(part: Mapping[str, Any], where: str) -> str | None:
-    """Returns what a part of content says in words; None if its kind is another one, or its content is no text.
+    """Returns a part of content as text; None if it is of another kind, or its content is not text.
 
     Raises:
         InvalidRequest: it is malformed; `param` is the place.
@@ -29,7 +29,7 @@ def words_of(part: Mapping[str, Any], where: str) -> str | None:
 
 
 def cannot_be_read(part: Mapping[str, Any]) -> str:
-    """Returns the words in the place of a document or file that no model here can read."""
+    """Returns the text that replaces a document or file that cannot be shown as text."""
     inner = part.get("file")
     named = inner if isinstance(inner, Mapping) else part
     name = next((name for key in ("filename", "title") if isinstance(name := named.get(key), str) and name), "")
@@ -37,7 +37,7 @@ def cannot_be_read(part: Mapping[str, Any]) -> str:
 
 
 def _document(part: Mapping[str, Any], where: str) -> str | None:
-    """Anthropic's: text, blocks of text, or a file, of which only those with text can be read."""
+    """Anthropic's: text, blocks of text, or a file, which can be read only if it has text."""
     source, place = part.get("source"), f"{where}.source"
     if not isinstance(source, Mapping):
         raise wrong(place, "must be an object with a type")
@@ -90,7 +90,7 @@ def _headed(what: str, title: str, about: str, text: str) -> str:
 
 
 def _texts(content: Any, where: str) -> str | None:
-    """Returns text, or blocks of it as lines; None if a block is no text."""
+    """Returns text, or blocks of text as lines; None if a block is not text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -106,7 +106,7 @@ def _texts(content: Any, where: str) -> str | None:
 
 
 def _decoded(head: str, data: str) -> str | None:
-    """Returns the text of a data URL with this head; None if it is no text."""
+    """Returns the text of a data URL with this head; None if it is not text."""
     media_type, *more = (piece.strip().lower() for piece in head.split(";"))
     if not (media_type.startswith("text/") or media_type in _TEXT_TYPES):
         return None

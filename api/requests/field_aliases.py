@@ -1,9 +1,9 @@
-"""Fields under the names that neighbour protocols have for them.
+"""Fields under the names that other protocols ("neighbours") have for them.
 
-Clients send a protocol's fields to another one's route: `stop` to Anthropic's, `max_tokens` to the Responses API. Where
-the meaning is plain a field is obeyed: of several names for one thing the protocol's own counts, then the first one in
-the order of this page. What is not obeyed is named in the header `x-satchel-ignored`, be it unknown or another value
-under a second name.
+Clients send a protocol's fields to another protocol's route: `stop` to Anthropic's, `max_tokens` to the Responses API.
+If the meaning is clear, the field is used. If one thing is set under several names, the protocol's own name counts,
+then the first one in the order of this file. The header `x-satchel-ignored` names the fields that are not used: unknown
+ones, and second names with another value.
 
 Computation only.
 """
@@ -34,19 +34,19 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **{name: (name, f"{_OPTIONS}.{name}") for name in _SAMPLING},
     }
 )
-"""What has several names, and these. A point leads into an object."""
+"""All names of each thing that has several. A point leads into an object."""
 
 FORMS = (
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("json_schema", "grammar", "text.format", "format", "output_format", "output_config.format"),
 )
-"""The names of an answer's form."""
+"""The names of fields that set an answer's form."""
 
 SWITCHES = (
     *("chat_template_kwargs", "enable_thinking", "think", "thinking", "reasoning", "reasoning_effort"),
     *("output_config.effort", "thinking_budget", "reasoning_budget"),
 )
-"""The names of what says whether and how much a model thinks."""
+"""The names of fields that set whether and how much a model thinks."""
 
 _NAME_CHARACTERS_MAX = 64
 _HEADER_CHARACTERS_MAX = 900
@@ -54,8 +54,8 @@ _HEADER_CHARACTERS_MAX = 900
 
 @dataclass
 class Translated:
-    """A body's `fields` under its own names; how the caller `named` those that had others; the values of fields
-    `beside` them, by path; and which were `ignored`."""
+    """A body's `fields` under its own names; how the caller `named` those that had other names; the values of fields
+    that the body reads under neighbours' names (`beside`), by path; and which fields were `ignored`."""
 
     fields: dict[str, Any]
     named: dict[str, str] = field(default_factory=dict)
@@ -73,7 +73,8 @@ def translated(
 
     Args:
         known: the body's fields.
-        own: the body's names of what is in `NAMES`, the one that counts first; neighbours' names become the last.
+        own: the body's names of each thing in `NAMES`, in the order in which they count; values of neighbours' names
+            move to the last one.
         beside: fields under neighbours' names that the body reads by itself.
 
     Raises:
@@ -103,11 +104,11 @@ def translated(
 
 
 def _translate(what: str, mine: Sequence[str], read: Translated, given: Mapping[str, Any], used: set[str]) -> None:
-    """Moves what is under a neighbour's name to the body's own one, if that has none."""
+    """Moves a value from a neighbour's name to the body's own name, if that has none."""
     counts = next((value for path in mine if (value := _at(given, path)) is not None), None)
     for path in NAMES[what]:
         if path in mine or (value := _meant(path, _at(given, path), mine[-1])) is None:
-            # One that says nothing changes nothing.
+            # A field without a meaning changes nothing.
             used.add(path)
             continue
         used.add(path)
@@ -121,10 +122,10 @@ def _translate(what: str, mine: Sequence[str], read: Translated, given: Mapping[
 
 
 def _meant(path: str, value: Any, mine: str) -> Any:
-    """Returns what a value under a neighbour's name means under the body's own, None for nothing.
+    """Translates a value from a neighbour's name to the body's own name; None if it means nothing there.
 
     Raises:
-        InvalidRequest: in its own protocol it would be refused, and in this one it means something else.
+        InvalidRequest: its own protocol would refuse it, and in this one it means something else.
     """
     last, value = path.rpartition(".")[2], whole(value)
     if mine == "stop_sequences" and isinstance(value, str):

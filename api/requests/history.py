@@ -27,12 +27,12 @@ class MessageCall(TypedDict):
 
 
 class Message(TypedDict):
-    """A message, free of the protocol in which it came; in a transcript, as JSON, it is in OpenAI's form.
+    """A message, independent of the protocol in which it came. In a transcript it is JSON in OpenAI's form.
 
-    `content` is text, or with media a list of parts: text as `{"type": "text", "text": ...}`, a `PictureSource` or a
-    `VideoSource`; in a transcript what `media.prompt.with_references` writes. `told` is what the model was told behind
-    the content, and `written` the content and calls of an answer as the model wrote them, where its template writes
-    them otherwise; see `sent`.
+    `content` is text or, with media, a list of parts: text as `{"type": "text", "text": ...}`, a `PictureSource` or a
+    `VideoSource`; in a transcript, what `media.prompt.with_references` writes. `told` is text that the prompt had
+    behind the content. `written` is an answer's content and calls as the model wrote them, if its template writes them
+    differently. See `sent`.
     """
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -46,8 +46,8 @@ class Message(TypedDict):
 
 
 def called_with(arguments: str) -> Any:
-    """Parses a call's arguments as JSON; returns the text itself if it is no JSON or has too many values to parse.
-    Models cut characters that have two halves: what is left of one is the replacement character."""
+    """Parses a call's arguments as JSON; returns the text itself if it is not JSON or has too many values to parse.
+    Models sometimes write half of a surrogate pair; it becomes the replacement character."""
     with suppress(ValueError, RecursionError, TooManyValues):
         check_values([arguments], _ARGUMENTS_VALUES_MAX)
         return json.loads(with_whole_characters(arguments))
@@ -55,7 +55,7 @@ def called_with(arguments: str) -> Any:
 
 
 def answer_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> Message:
-    """Returns an answer as the message that a client would send back."""
+    """Returns an answer as the assistant's message that a client would send back."""
     message: Message = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -70,24 +70,24 @@ def answer_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> Mess
 class History:
     """A transcript's length and digest, enough to tell whether another one begins with it.
 
-    What clients may drop or change when they send an answer back is ignored: reasoning, the calls' ids, the formatting
+    It ignores what clients may drop or change when they send an answer back: reasoning, the calls' ids, the formatting
     of arguments.
 
     Attributes:
-        kept: how its messages were shown, as `sent.kept_of` returns it.
+        kept: how its messages were shown to the model, as `sent.kept_of` returns it.
     """
 
     def __init__(self, messages: Sequence[Message], kept: Mapping[int, Mapping[str, str]] | None = None) -> None:
         self.length = len(messages)
         self.digest = _digest(messages)
         self.kept = dict(kept or {})
-        # What came behind a message tells conversations apart that begin alike.
+        # What was shown behind a message tells apart conversations that begin alike.
         self._known_at = {place: place + (messages[place]["role"] != "assistant") for place in self.kept}
         self._digests = digests(messages, self.known_at)
 
     @property
     def known_at(self) -> Collection[int]:
-        """The places up to which another conversation must be the same for `kept_in`."""
+        """The places whose digests `kept_in` compares with those of another conversation."""
         return set(self._known_at.values())
 
     def begins(self, messages: Sequence[Message]) -> bool:
@@ -95,14 +95,15 @@ class History:
         return 0 < self.length < len(messages) and _digest(messages[: self.length]) == self.digest
 
     def kept_in(self, known: Mapping[int, bytes]) -> dict[int, Mapping[str, str]]:
-        """Returns how messages were shown that another conversation has too, of which `known` are the `digests`."""
+        """Returns how those messages were shown that another conversation has too; `known` are its `digests`."""
         own = self._digests
         same = {place for place, at in self._known_at.items() if at in own and known.get(at) == own[at]}
         return {place: kept for place, kept in self.kept.items() if place in same}
 
 
 def digests(messages: Sequence[Message], places: Collection[int]) -> dict[int, bytes]:
-    """Returns the digests of a conversation up to and with the messages at these places, as far as it has them."""
+    """Returns the digest of a conversation up to and including the message at each of these places; places past its end
+    are left out."""
     hasher, found = hashlib.sha256(), dict[int, bytes]()
     for place, message in enumerate(messages[: max(places, default=-1) + 1]):
         _add(hasher, message)

@@ -1,6 +1,6 @@
-"""What a request has and its model is not told of: tools that a provider's servers would run, items, blocks and parts
-that nobody knows here, what a model cannot see. It is left out, so that no conversation ends by it, and named in the
-header `x-satchel-left-out` of the answer, also of a streamed one and of an error."""
+"""What is left out of a request before the model gets it: tools that a provider's servers would run, unknown items,
+blocks and parts, media that the model does not support. Leaving it out lets the conversation go on. The answer's header
+`x-satchel-left-out` names it, also if the answer is streamed or an error."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ HEADER = "x-satchel-left-out"
 
 
 class LeftOut:
-    """The names of what is left out of one request, each once, in order. Whoever leaves something out adds its name
-    before the answer's headers are sent; adding is safe in a worker thread."""
+    """The names of what is left out of one request, each once, in order. Names must be added before the answer's
+    headers are sent; adding is safe in a worker thread."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._names = dict.fromkeys(names)
@@ -33,10 +33,10 @@ class LeftOut:
 
 
 class MessageList(list[Any]):
-    """The messages of a body, with what came with them.
+    """The messages of a body.
 
     Attributes:
-        left_out: the types of what the messages are without.
+        left_out: the types of what was left out of the messages.
         tools: definitions of tools that stand among the messages, each with its place.
     """
 
@@ -49,8 +49,8 @@ class MessageList(list[Any]):
 
 
 def newest_said(roles: Sequence[Any]) -> int:
-    """Returns the index of the user's message that is to be answered, or of the assistant's that is to be continued, -1
-    if there is none: of all others it is too late to say that something in them is not understood."""
+    """Returns the index of the user message to be answered, or of the assistant message to be continued; -1 if there is
+    none. Only in this message unsupported content is an error; in older ones it is left out."""
     if roles and roles[-1] == "assistant":
         return len(roles) - 1
     for index in reversed(range(len(roles))):

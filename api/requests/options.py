@@ -31,7 +31,7 @@ _GREEDY_BELOW = 1e-5
 
 
 def whole(value: Any) -> Any:
-    """Returns a whole number as an integer: in some languages JSON has only numbers with a point."""
+    """Returns a whole number as an integer, because some languages write every JSON number with a decimal point."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -118,14 +118,15 @@ _SILENT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 
 @validated(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Options:
-    """Generation options. Numbers out of range raise pydantic's `ValidationError`; `make_options` an `InvalidRequest`.
+    """Generation options. Numbers out of range raise pydantic's `ValidationError`; `make_options` raises
+    `InvalidRequest`.
 
     `Sampling` explains the fields. If `temperature`, `top_p`, `top_k`, `min_p` or `repetition_penalty` is None, the
     model's generation config sets it; without one it is off (`temperature` 1). `top_k` 0 or -1 is off. With
     `temperature` 0 or `top_p` 0 the likeliest token is taken. `logit_bias` is a mapping from token ids, as numbers or
     decimal strings.
 
-    Without `seed` every prompt draws its own. Without `max_tokens` a sequence may fill the context, within
+    Without `seed` every prompt gets a random one. Without `max_tokens` a sequence may fill the context, within
     `scheduling.max_tokens_max`; a larger value is cut to what is left of the context. `stop` strings end the answer if
     they occur in its content; reasoning is not searched. With `include_stop_str_in_output` the one that is found stays
     in the answer, as do `stop_token_ids`; special tokens become text with `skip_special_tokens` False. `bad_words` do
@@ -169,9 +170,9 @@ class Options:
         """Resolves all defaults for one sequence.
 
         Args:
-            own: the model's own sampling, by field.
+            own: the sampling options of the model's generation config, by field.
             max_tokens: how many the sequence may generate.
-            grammar: what bounds the answer, "" for nothing.
+            grammar: what constrains the answer, "" for nothing.
             bad_words: the token ids of the words that must not appear.
         """
         chosen: dict[str, Any] = {
@@ -202,7 +203,7 @@ class Options:
         """Checks the token ids.
 
         Raises:
-            InvalidRequest: the model does not have one of them.
+            InvalidRequest: one is not in the model's vocabulary.
         """
         for name, tokens in (
             ("logit_bias", [token for token, _ in self.logit_bias]),
@@ -217,7 +218,7 @@ class Options:
 
 
 def make_options(**fields: Any) -> Options:
-    """Makes `Options` from fields of which None means the default.
+    """Makes `Options` from fields; None means the default.
 
     Raises:
         InvalidRequest: a field is out of range or unknown; `param` is the field.
@@ -235,7 +236,7 @@ def invalid(error: ValidationError, named: Mapping[str, str] = MappingProxyType(
     """Converts pydantic's first error to an `InvalidRequest`, with the place as `param`.
 
     Args:
-        named: how the caller called fields that it called otherwise.
+        named: the caller's names of fields that it sent under other names.
     """
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = first["loc"]

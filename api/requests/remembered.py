@@ -12,13 +12,14 @@ HEADER = "x-satchel-memory"
 
 FULL, NO_ROOM, UNANSWERED, FORGOTTEN = "disk_full", "no_room", "unanswered", "forgotten"
 OVER_QUOTA = "insufficient_quota"
-"""Why a turn is not kept, in order: no room on the disk even after evicting KV; no room in `transcripts_bytes_max`; the
-store does not answer; the agent was forgotten meanwhile; the tenant's disk quota is used up."""
+"""Why a turn is not kept, in this order: no room on the disk even after evicting KV; no room in
+`transcripts_bytes_max`; the store does not answer; the agent was deleted meanwhile; the tenant's disk quota is used
+up."""
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """How a turn was stored.
+    """How a turn was stored in its agent's memory.
 
     Attributes:
         unkept: why the turn's tokens are not kept, "" if they are.

@@ -30,9 +30,9 @@ from .options import invalid
 class RequestBody(BaseModel):
     """The base of bodies that are checked before and after their fields are.
 
-    Fields under the names of neighbour protocols are read too (`neighbours`): `own_names` says what of `NAMES` a body
-    has and under which of its own, and `beside` which names it reads by itself. `tolerated` are names of unknown fields
-    that are checked elsewhere.
+    Fields under the names of other protocols are read too (`field_aliases.py`): `own_names` says which things of
+    `NAMES` a body has and under which names, and `beside` which other names it reads itself. `tolerated` are names of
+    unknown fields that are checked elsewhere.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -58,14 +58,14 @@ class RequestBody(BaseModel):
         except ValidationError as error:
             if not read.named:
                 raise
-            # The place is the one that the caller knows.
+            # The error's place has the name that the caller used.
             raise invalid(error, read.named) from None
         body._named, body._beside, body._ignored = read.named, read.beside, read.ignored
         return body
 
     @classmethod
     def adapt(cls, read: Translated) -> None:
-        """Changes the raw fields before they are validated, where a protocol says something in several ways.
+        """Changes the raw fields before they are validated, if a protocol has several ways to say something.
 
         Raises:
             InvalidRequest: one of these is wrong.
@@ -79,7 +79,7 @@ class RequestBody(BaseModel):
             values: how many JSON values and keys the body has.
 
         Raises:
-            InvalidRequest: there is too much of something, or a field that is not supported.
+            InvalidRequest: something is over its limit, or a field is not supported.
         """
 
     def check(self) -> None:
@@ -95,12 +95,12 @@ class RequestBody(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """The names of fields that change nothing: unknown ones, and second names with another value."""
+        """The names of fields that are ignored: unknown ones, and second names with another value."""
         return self._ignored
 
     @property
     def left_out(self) -> list[str]:
-        """The names of what the body has and no model is told of."""
+        """The names of what the body has and its model does not get."""
         messages = getattr(self, "messages", None)
         return messages.left_out.names if isinstance(messages, MessageList) else []
 
@@ -108,7 +108,7 @@ class RequestBody(BaseModel):
 Body = TypeVar("Body", bound=BaseModel)
 
 LABEL_CHARACTERS_MAX = 1024
-"""Of ids and names that come back from clients."""
+"""The longest id or name that a client may send back."""
 
 
 def parse_body(kind: type[Body], data: bytes | bytearray, limits: Endpoint) -> Body:
@@ -142,15 +142,15 @@ def parse_body(kind: type[Body], data: bytes | bytearray, limits: Endpoint) -> B
 
 
 def wrong(where: str, what: str) -> InvalidRequest:
-    """Returns the error that `what` is wrong at the place `where`."""
+    """Returns the error that says `what` is wrong at the place `where`."""
     return InvalidRequest(f"{where} {what}", param=where)
 
 
 def string_of(given: Mapping[str, Any], name: str, where: str) -> str:
-    """Returns the field of an object at `where` that is a string.
+    """Returns a string field of the object at `where`.
 
     Raises:
-        InvalidRequest: it is none.
+        InvalidRequest: it is not a string.
     """
     if not isinstance(value := given.get(name), str):
         raise wrong(f"{where}.{name}", "must be a string")
@@ -158,7 +158,7 @@ def string_of(given: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def label_of(given: Mapping[str, Any], name: str, where: str) -> str:
-    """As `string_of`, for ids and names, which are short and not empty."""
+    """As `string_of`, for ids and names, which must be short and not empty."""
     value = string_of(given, name, where)
     if not 0 < len(value) <= LABEL_CHARACTERS_MAX:
         raise wrong(f"{where}.{name}", f"must have 1 to {LABEL_CHARACTERS_MAX} characters")
@@ -169,10 +169,10 @@ def arguments_text(given: Any, where: str, *, free: bool = False) -> str:
     """Returns the arguments of an earlier call as JSON. Some clients send them as an object, others as text.
 
     Args:
-        free: whether text that is no JSON may stand, as models write it now and then.
+        free: whether text that is not JSON is accepted, because models sometimes write it.
 
     Raises:
-        InvalidRequest: they are neither.
+        InvalidRequest: they are neither an object nor such text.
     """
     if isinstance(given, dict):
         return json.dumps(given, ensure_ascii=False)

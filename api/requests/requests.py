@@ -35,25 +35,24 @@ from .tool_results import in_call_order, ordered, permuted
 from .unsupported_media import without_unseen
 
 _COUNTED_CONTEXTS = 4
-"""A prompt of so many contexts is counted roughly: encoding megabytes takes seconds."""
+"""A prompt longer than this many contexts is counted roughly: encoding megabytes takes seconds."""
 
 _ROLE_TOKENS = 16
-"""So many tokens may be between the last special token and an answer: the name of its role, a line break."""
+"""The most tokens between the last special token and an answer: the name of its role, a line break."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """The fields of every request.
 
-    `model` "" is the default model; `agent` is the agent's id or "" for none, `program` and `parent` what is known of
-    it (`Identity`). `request_id` appears in logs and need not
-    be unique. `choices` is the number of answers for every prompt. If `options` have no `max_tokens`, a sequence
-    generates at most `max_tokens_default`; `max_tokens_field` is the caller's name of that option. `waited_s` have
-    passed since the request arrived. KV is shared only with requests of the same `caller`'s tenant and the same
-    `cache_salt`. `form` is what the answer's content must be. Only the last `truncate_prompt_tokens` of a prompt are
-    kept; -1 is as many as fit with the answer. `return_token_ids` keeps the ids of prompt and answer. With `any_model`
-    the default model answers where there is no `model` of that name. `left_out` collects the names of what the model is
-    not told of.
+    `model` "" is the default model. `agent` is the agent's id or "" for none; `program` and `parent` are as in
+    `Identity`. `request_id` appears in logs and need not be unique. `choices` is the number of answers for every
+    prompt. If `options` have no `max_tokens`, a sequence generates at most `max_tokens_default`; `max_tokens_field` is
+    the caller's name of that option. `waited_s` is how long ago the request arrived. KV is shared only with requests of
+    the same `caller`'s tenant and the same `cache_salt`. `form` is the form that the answer's content must have. Only
+    the last `truncate_prompt_tokens` of a prompt are kept; -1 keeps as many as fit with the answer. `return_token_ids`
+    keeps the ids of prompt and answer. With `any_model` the default model answers if there is no `model` of that name.
+    `left_out` collects the names of what the model does not get.
     """
 
     model: str = ""
@@ -85,7 +84,8 @@ class Request:
 
     @property
     def scope(self) -> str:
-        """Among whose requests it may show, by how long it takes, that a prompt began like an earlier one."""
+        """A key for the requests that share KV with this one. Only they may be fast because a prompt begins like an
+        earlier one."""
         return f"{self.caller.tenant}/{self.cache_salt}"
 
 
@@ -110,7 +110,7 @@ class ToolUse:
 class ChatRequest(Request):
     """A conversation to continue.
 
-    `tools` are as chat templates take them, in OpenAI's form; `tool_places` says where each one's schema stands in the
+    `tools` are in OpenAI's form, as chat templates take them; `tool_places` has the place of each one's schema in the
     body, for errors. `template_kwargs` are variables for the template.
 
     With `agent_continue` the messages are appended to the agent's stored transcript, or to `opening` if there is none.
@@ -131,8 +131,8 @@ class ChatRequest(Request):
     truncates: bool = False
 
     def of(self, model: ServedModel) -> Self:
-        """Returns the request with the model's own variables for its template, where it leaves them open, and with the
-        results of tools in the order of their calls."""
+        """Returns the request with the model's defaults for variables of its template, and with the results of tools in
+        the order of their calls."""
         kwargs = {**model.template_kwargs, **self.template_kwargs}
         return replace(self, template_kwargs=kwargs, messages=in_call_order(self.messages))
 
@@ -141,8 +141,8 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """Text to continue. `prompt` is a text or its token ids, or several of either.
 
-    `special_tokens` adds those that the tokenizer puts around a text. With a `suffix` the answer is what comes between
-    the prompt and that. `echo` puts the prompt's text before the answer's.
+    `special_tokens` adds those that the tokenizer puts around a text. With a `suffix` the answer is the text between
+    the prompt and the suffix. `echo` puts the prompt's text before the answer's.
     """
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -153,12 +153,12 @@ class CompletionRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedPrompt:
-    """A prompt as its model takes it, with what its answers follow and how they are read.
+    """A prompt as its model gets it, with what constrains its answers and how they are parsed.
 
-    `request` asks `model` for it, whose text side is `text_model`. `prompt` has media token ids in place of pictures;
-    `media` are their spans, and `shown` their sources. `prelude` comes before the text of an answer. `grammar` and
-    `bad_words` are as in `Sampling`; `remembered_tokens`, `lasting_tokens` and `lasting_saved` as in `GenerateRequest`.
-    `truncated_messages` is how many were left out, because they did not fit.
+    `request` is the request, `model` the model that answers it, and `text_model` that model's text side. `prompt` has
+    media token ids in place of pictures; `media` are their spans, and `shown` their sources. `prelude` comes before the
+    text of an answer. `grammar` and `bad_words` are as in `Sampling`; `remembered_tokens`, `lasting_tokens` and
+    `lasting_saved` as in `GenerateRequest`. `truncated_messages` is how many were left out, because they did not fit.
     """
 
     request: Request
@@ -176,11 +176,11 @@ class PreparedPrompt:
     truncated_messages: int = 0
 
     def sequence_text(self) -> SequenceText:
-        """Returns what makes text of an answer's tokens."""
+        """Returns what turns an answer's tokens into text."""
         return self._read(self.text_model.tokenizer.detokenizer(self.prompt), prelude=self.prelude)
 
     def learner(self) -> AnswerLearner | None:
-        """Returns what remembers which marks of an answer were tokens; None if nothing has to."""
+        """Returns what remembers which markers of an answer were control tokens; None if that is not needed."""
         return None
 
     def _read(self, detokenizer: Detokenizer, **stages: Any) -> SequenceText:
@@ -202,9 +202,9 @@ class Chat(PreparedPrompt):
     """A rendered conversation.
 
     `thinking` says that the prompt ends inside a block of reasoning, `may_think` that the answer may begin with one.
-    `text` is the text of `prompt`, `messages` the whole conversation as a transcript, `tools` what the model is told
-    of, and `continuation` how the prompt continues the agent's memory, None if there is nothing to continue. The prompt
-    ends with the request's `prefill`. `calls` finds an answer's calls, None if there are none to find.
+    `text` is the text of `prompt`, `messages` the whole conversation as a transcript, `tools` the tools that the model
+    is shown, and `continuation` how the prompt continues the agent's memory, None if there is nothing to continue. The
+    prompt ends with the request's `prefill`. `calls` finds the tool calls in an answer, None if it can have none.
     """
 
     request: ChatRequest
@@ -242,8 +242,9 @@ class Chat(PreparedPrompt):
 @dataclass(frozen=True)
 class Past:
     """An agent's memory: the transcript that a request is appended to, the lines that its prompt may continue, and for
-    each line the media token ids in it. `began` has the lines' transcripts and when they were opened, as Unix time; the
-    date that a template shows stays the same for `date_s` seconds of a conversation, if that is not 0."""
+    each line the media token ids in it. `began` has the lines' transcripts and when they were opened, as Unix time. If
+    `date_s` is not 0, the date that a template shows stays the same for the first `date_s` seconds of a
+    conversation."""
 
     messages: Sequence[Message] = ()
     lines: Sequence[StoredBranch] = ()
@@ -252,7 +253,7 @@ class Past:
     date_s: float = 0.0
 
     def kept(self, messages: Sequence[Message]) -> Mapping[int, Mapping[str, str]]:
-        """Returns how earlier messages of a conversation were shown, by their places."""
+        """Returns how earlier messages of a conversation were shown to the model, by their places."""
         lines = [history for history, _ in self.began if history.kept]
         known = digests(messages, {place for history in lines for place in history.known_at})
         found: dict[int, Mapping[str, str]] = {}
@@ -263,7 +264,7 @@ class Past:
     def shown_at(self, messages: Sequence[Message], now_s: float) -> datetime:
         """Returns the time whose date the prompt of a conversation shows, in the local time zone."""
         lines = sorted(self.began, key=lambda line: line[0].length, reverse=True) if self.date_s else []
-        # The longest first: each costs a digest of the messages.
+        # The longest first, because each comparison costs a digest of the messages.
         began = next((began for history, began in lines if history.begins(messages)), None)
         if began is None:
             return datetime.fromtimestamp(now_s)
@@ -289,12 +290,12 @@ def too_long(
 
     Args:
         tokens: how many it has, or `at_least` has.
-        answered: whether an answer is to fit with it.
+        answered: whether an answer must fit too.
     """
     amount = f"at least {tokens} tokens" if at_least else f"{tokens} tokens"
     if answered:
         amount += ", and at least one is for the answer"
-    # Clients compact a conversation when they find OpenAI's words.
+    # Clients compact a conversation if the error has OpenAI's words.
     return ContextLengthExceeded(
         f"This model's maximum context length is {model.info.context_tokens} tokens. However, your {where} resulted in "
         f"{amount}. Please reduce the length of the {where}.",
@@ -353,7 +354,7 @@ def prepare_chat(
         reply: whether the prompt ends where the assistant begins, or with the last message.
 
     Raises:
-        InvalidRequest: the model takes no media or tools, or its template refuses the messages.
+        InvalidRequest: the model supports no media or tools, or its template refuses the messages.
         ContextLengthExceeded: they do not fit.
     """
     past, pictures = past or Past(), _pictures(text, model)
@@ -390,11 +391,12 @@ def prepare_chat(
         bad_words=text.tokenizer.word_tokens(request.options.bad_words),
         media=spans,
         shown=shown,
-        # What is begun is no reasoning.
+        # An answer that the request has begun does not begin with reasoning.
         may_think=not request.prefill and text.template.may_think(rendered),
         remembered_tokens=0 if continuation is None else continuation.kept_tokens,
         lasting_tokens=lasting_tokens(text, prompt, rendered, request.template_kwargs) if request.agent else 0,
-        # What follows a user's message is dropped after the next one; what is between a turn's steps mostly is not.
+        # Templates drop what follows a user message after the next one; between the steps of a turn they mostly keep
+        # it.
         lasting_saved=bool(request.agent)
         and bool(transcript)
         and transcript[-1]["role"] == "user"
@@ -403,8 +405,8 @@ def prepare_chat(
 
 
 def lasting_tokens(text: TextModel, prompt: list[int], rendered: str, template_kwargs: Mapping[str, Any]) -> int:
-    """Returns how many of a rendered prompt's tokens are before what the template adds for the next answer alone; 0 if
-    it adds nothing."""
+    """Returns how many of a rendered prompt's tokens come before the part that the template adds only for the next
+    answer; 0 if it adds nothing."""
     end = text.template.habits(template_kwargs).passing_end
     if not end or not rendered.endswith(end):
         return 0
@@ -413,14 +415,15 @@ def lasting_tokens(text: TextModel, prompt: list[int], rendered: str, template_k
         count += 1
         left -= len(text.tokenizer.token_bytes(prompt[-count]))
     lasting = len(prompt) - count
-    # Before another text the last line break may be a part of another token: behind a special token nothing changes.
+    # If other text follows, the last line break may become part of another token. Up to a special token nothing
+    # changes.
     near = range(lasting, max(0, lasting - _ROLE_TOKENS), -1)
     return next((at for at in near if prompt[at - 1] in text.tokenizer.hidden_tokens), lasting)
 
 
 def count_prompt(text: TextModel, model: ServedModel, request: ChatRequest, media: Sequence[Medium] = ()) -> int:
-    """Returns how many tokens the prompt of a conversation has, of whatever length. One that is several times as long
-    as the context is not encoded, and counts as at least so much.
+    """Returns how many tokens the prompt of a conversation has, whatever its length. If the prompt is several times as
+    long as the context, it is not encoded, and a lower bound is returned.
 
     Raises:
         InvalidRequest: as `prepare_chat`.
@@ -446,7 +449,7 @@ def prompt_tokens(
 
     Args:
         reply: as in `prepare_chat`.
-        special_tokens: whether those are added that the tokenizer puts around a text, besides the template's own.
+        special_tokens: whether to add those that the tokenizer puts around a text, besides the template's own.
 
     Raises:
         InvalidRequest: as `prepare_chat`.
@@ -462,13 +465,13 @@ def _encoded(
 ) -> list[int]:
     prompt = text.recent.encode(placed.text, request.scope, special_tokens=special_tokens)
     if (pictures := _pictures(text, model)) is not None:
-        # Refuses what generating would refuse.
+        # Refuses what a generation would refuse.
         prompt, _ = with_media_tokens(pictures, prompt, placed)
     return prompt
 
 
 def _told_tools(request: ChatRequest) -> list[dict[str, Any]]:
-    """Returns the tools that the model is told of."""
+    """Returns the tools that the model is shown."""
     return list(request.tools) if request.tool_use.shown else []
 
 
@@ -481,8 +484,9 @@ def _render(
     *,
     reply: bool,
 ) -> tuple[MediaPrompt, list[Message], list[Medium]]:
-    """Returns the guarded text of a prompt with the places of its media, its messages as a transcript, and its media as
-    the model is shown them."""
+    """Returns the text of a prompt with the places of its media, its messages as a transcript, and its media as the
+    model gets them. The text is guarded: a lone surrogate in callers' markers keeps them from becoming control tokens
+    (`text/callers_text.py`)."""
     pictures = _pictures(text, model)
     messages = request.messages
     if request.agent_continue and (before := past.messages or request.opening):
@@ -505,7 +509,7 @@ def _render(
     said, rendered = _rendered(messages, guard, lambda said: template.render(said, shown_tools, variables, at=at))
     if not reply:
         closed = template.render(said, shown_tools, variables, generation_prompt=False, at=at)
-        # Some templates end a conversation in a way that no answer could follow.
+        # Some templates end a conversation so that no answer could follow.
         rendered = closed if closed and rendered.startswith(closed) else rendered
     elif request.prefill:
         rendered = template.prefilled(rendered, guard.beginning(request.prefill))
@@ -518,8 +522,8 @@ def _render(
 def _appended(
     before: Sequence[Message], messages: Sequence[Message], media: Sequence[Medium]
 ) -> tuple[list[Message], list[Medium]]:
-    """Returns a transcript with messages behind it, results of tools behind their calls, and its media in their
-    order."""
+    """Returns a transcript with messages appended, the results of tools moved behind their calls, and its media in the
+    new order."""
     joined = [*before, *messages]
     earlier = [media_said([message]) for message in before]
     sizes = [*map(len, earlier), *(len(sources_in([message])) if media else 0 for message in messages)]
@@ -534,10 +538,11 @@ def _appended(
 def _rendered(
     messages: Sequence[Message], guard: CallersText, render: Callable[[list[dict[str, Any]]], str]
 ) -> tuple[list[dict[str, Any]], str]:
-    """Returns the messages in the first form that the template takes, guarded, and its text of them."""
+    """Returns the messages in the first form that the template accepts, guarded as in `_render`, and the rendered
+    text."""
     forms = [{"written": True}]
     if any("written" in message for message in messages):
-        # Some templates want calls before their results.
+        # Some templates refuse results without a call before them.
         forms.append({"written": False})
     refusal: InvalidRequest | None = None
     for how in forms:
@@ -560,7 +565,7 @@ def _pictures(text: TextModel, model: ServedModel) -> PictureProcessor | None:
 
 
 def _seen_alike(continuation: Continuation, prompt: list[int], media_tokens: Sequence[int]) -> Continuation:
-    """How the prompt continues the line if its pictures count too: another picture is another conversation."""
+    """Returns the continuation only up to the first picture that differs: the text is the same for another picture."""
     places = [place for place, token in enumerate(prompt) if is_media_token(token)]
     same = common_length([prompt[place] for place in places], list(media_tokens))
     if same == len(media_tokens):

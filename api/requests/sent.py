@@ -1,5 +1,6 @@
-"""How messages are shown to the model where that is not as a client sends them: with the schema of the answer, or with
-calls as the model itself wrote them. A transcript keeps it, so that later prompts begin as earlier ones did.
+"""Messages that the model is shown in another form than the client sent: with the answer's schema behind them, or with
+calls as the model itself wrote them. The transcript keeps that form, so later prompts begin with the same tokens as
+earlier ones.
 
 Plain functions on plain data.
 """
@@ -19,12 +20,12 @@ _KEPT = ("told", "written")
 
 
 def with_kept(messages: Sequence[Message], kept: Mapping[int, Mapping[str, str]]) -> list[Message]:
-    """Returns messages with what a transcript keeps of how they were shown, by their places."""
+    """Returns messages with the forms in which a transcript says they were shown; `kept` has them by place."""
     return [cast(Message, {**message, **kept.get(index, {})}) for index, message in enumerate(messages)]
 
 
 def kept_of(messages: Sequence[Message]) -> dict[int, dict[str, str]]:
-    """Returns what a transcript keeps of how its messages were shown, by their places."""
+    """Returns the forms in which a transcript's messages were shown, by their places."""
     found: dict[int, dict[str, str]] = {}
     for index, message in enumerate(messages):
         found[index] = {key: str(message.get(key)) for key in _KEPT if key in message}
@@ -32,12 +33,12 @@ def kept_of(messages: Sequence[Message]) -> dict[int, dict[str, str]]:
 
 
 def without_kept(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a transcript's messages in OpenAI's form alone."""
+    """Returns a transcript's messages in plain OpenAI form, without what says how they were shown."""
     return [{key: value for key, value in message.items() if key not in _KEPT} for message in messages]
 
 
 def with_schema(messages: Sequence[Message], form: AnswerForm) -> list[Message]:
-    """Returns messages of which the newest tells of the schema, unless one of them tells of it already."""
+    """Returns messages with the schema behind the newest one, unless a message already has it."""
     said = list(messages)
     schema = form.value if isinstance(form.value, Mapping) else {}
     bare = not schema.keys() - {"type"}
@@ -56,10 +57,10 @@ def with_schema(messages: Sequence[Message], form: AnswerForm) -> list[Message]:
 
 
 def as_shown(messages: Sequence[Message], *, written: bool = True) -> list[Message]:
-    """Returns messages as the model is shown them.
+    """Returns messages in the form in which the model is shown them.
 
     Args:
-        written: whether calls are shown as the model wrote them; else as its template writes them.
+        written: whether calls are shown as the model wrote them. If not, the template writes them.
     """
     return [_shown(message, written=written) for message in messages]
 

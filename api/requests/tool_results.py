@@ -1,9 +1,9 @@
-"""Ties results of tools to their calls, in whatever order clients send them.
+"""Matches results of tools with their calls, in whatever order clients send them.
 
-A chat template shows results as they come, and most models take the first for the first call. So they are put behind
-the message that calls, in the order of its calls. A result is its call's by id; one without an id, or with one that no
-call has, is the call's that has no result yet: of its name if it has one, else the first. Results with the same id stay
-together as they came, and those that belong to no call stay where they are.
+A chat template shows results in the order of the messages, and most models take the first result for that of the first
+call. So results are put behind the message with the calls, in the order of its calls. A result is matched by its id. If
+it has no id, or one that no call has, it gets a call without a result: one with the same name if the result has a name,
+else the first. Results with the same id stay together in their order, and those that match no call stay where they are.
 
 Plain functions on plain data; long conversations belong in a worker thread.
 """
@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 @dataclass
 class _Turn:
-    """A message that calls tools, at the index `at`, and the indexes of the results of each of its calls. `ids` are the
-    places of its calls by their ids, and `loose` results behind it that no id ties to a call."""
+    """A message with tool calls, at the index `at`, and the indexes of each call's results. `ids` are the places of its
+    calls by their ids; `loose` are results behind it whose id matches no call."""
 
     at: int
     calls: Sequence[MessageCall]
@@ -33,7 +33,7 @@ class _Turn:
 
 
 class _Open:
-    """Calls that have no result yet, by their ids: turns in order, and places in each."""
+    """Calls that have no result yet, by their ids: for each, its turn and its place there, in order."""
 
     def __init__(self) -> None:
         self._calls: dict[str, list[tuple[_Turn, deque[int]]]] = {}
@@ -49,7 +49,7 @@ class _Open:
             known[-1][1].append(place)
 
     def take_last(self, id: str) -> tuple[_Turn, int] | None:
-        """Returns the first call with an id of the last turn that has one, which is no longer open."""
+        """Takes out and returns the first call with this id in the last turn that has one."""
         if not (known := self._calls.get(id)):
             return None
         turn, places = known[-1]
@@ -59,8 +59,8 @@ class _Open:
         return turn, place
 
     def take_after(self, id: str, index: int) -> tuple[_Turn, int] | None:
-        """As `take_last`, of the first turn behind an index. Indexes must come in order: turns before one are let
-        go."""
+        """As `take_last`, but in the first turn behind an index. Indexes must come in order: earlier turns are
+        dropped."""
         known = self._calls.get(id, [])
         while known:
             turn, places = known[0]
@@ -73,13 +73,13 @@ class _Open:
 
 
 def in_call_order(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages with each tool's results behind its call's message, in the order of the calls, and with the
-    names and ids of their calls where they lack them."""
+    """Returns the messages with the results of tools behind the message with their calls, in the order of the calls. A
+    result without a name or an id gets that of its call."""
     return [messages[index] if said is None else said for index, said in ordered(messages)]
 
 
 def ordered(messages: Sequence[Message]) -> list[tuple[int, Message | None]]:
-    """As `in_call_order`, as indexes of the messages, with what has become of one that was changed."""
+    """As `in_call_order`, but returns the index of each message, and the new message if it was changed."""
     if not any(message["role"] == "tool" for message in messages):
         return [(index, None) for index in range(len(messages))]
     turns = _tied(messages)
@@ -99,7 +99,7 @@ def ordered(messages: Sequence[Message]) -> list[tuple[int, Message | None]]:
 
 
 def _tied(messages: Sequence[Message]) -> dict[int, _Turn]:
-    """Returns every message that calls by its index, with its results."""
+    """Returns every message with calls, by its index, with its results."""
     turns: dict[int, _Turn] = {}
     calls_left, early, run = _Open(), list[tuple[int, _Turn | None]](), None
     for index, message in enumerate(messages):
@@ -110,7 +110,7 @@ def _tied(messages: Sequence[Message]) -> dict[int, _Turn]:
             run = None
         else:
             id = message.get("tool_call_id", "")
-            # Ids may come again in later turns, so the last one counts.
+            # Later turns may use an id again, so the last call with it counts.
             if (call := calls_left.take_last(id)) is not None:
                 turn, place = call
                 turn.results[place].append(index)
@@ -132,7 +132,8 @@ def _tied(messages: Sequence[Message]) -> dict[int, _Turn]:
 
 
 def _tie_loose(turn: _Turn, messages: Sequence[Message]) -> None:
-    """Ties results that no id does to the calls without a result: by name first, then in their order."""
+    """Matches results whose id matches no call with the calls that have no result: by name first, then in their
+    order."""
     free = [place for place, results in enumerate(turn.results) if not results]
     named: dict[str, deque[int]] = {}
     for place in free:
@@ -159,7 +160,7 @@ def _named(result: Message, call: MessageCall) -> Message | None:
 
 
 def permuted(order: Sequence[int], sizes: Sequence[int], values: Sequence[T]) -> list[T]:
-    """Returns values in a new order of what they belong to.
+    """Returns values after their owners were reordered.
 
     Args:
         order: the old index of each owner.

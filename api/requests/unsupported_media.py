@@ -1,6 +1,6 @@
-"""Pictures and videos that a model cannot see, or that cannot be read: left out of what tools showed and of what was
-said before, with words in their place, so that no conversation ends by them. In the user's newest message they stay,
-and are refused.
+"""Unsupported ("unseen") media: pictures and videos that a model cannot see, or that cannot be read. In tool results
+and earlier messages a text replaces them, so the conversation can go on. In the user's newest message they stay, and
+are refused.
 
 Plain functions on plain data; large inputs belong in a worker thread.
 """
@@ -23,7 +23,7 @@ WORDS = {
     "image": "[An image is not shown here: this model cannot see images.]",
     "video": "[A video is not shown here: this model cannot see videos.]",
 }
-"""The same in every turn, so that prompts go on as they began."""
+"""The same text in every turn, so that a prompt begins with the same tokens as the one before."""
 
 UNREAD = {
     "image": "[An image is not shown here: its file cannot be read.]",
@@ -34,11 +34,11 @@ _REFUSED_MAX = 4096
 
 
 def without_unseen(messages: Sequence[Message], left_out: LeftOut) -> list[Message]:
-    """Returns messages as a model takes them that sees neither pictures nor videos, but for those of the user's newest
-    message and of assistants.
+    """Returns messages for a model that supports neither pictures nor videos: without media, except in the user's
+    newest message and in assistants' messages.
 
     Args:
-        left_out: gets the kinds of what the messages are without.
+        left_out: gets the kinds of the removed media.
     """
     newest = newest_said([message["role"] for message in messages])
     told: list[Message] = []
@@ -52,8 +52,8 @@ def without_unseen(messages: Sequence[Message], left_out: LeftOut) -> list[Messa
 
 
 def media_in(messages: Sequence[Message], *, spares: bool) -> list[tuple[PictureSource | VideoSource, bool]]:
-    """Returns the pictures and videos of messages, in order, without those of assistants; and of each whether it may be
-    left out: if `spares`, and it is not in the user's newest message.
+    """Returns the pictures and videos of messages, in order, without those of assistants; with each, whether it may be
+    left out. It may if `spares` is set and it is not in the user's newest message.
 
     Raises:
         InvalidRequest: one that may not be left out has a URL with no known scheme.
@@ -71,10 +71,10 @@ def media_in(messages: Sequence[Message], *, spares: bool) -> list[tuple[Picture
 
 
 def without_unread(messages: Sequence[Message], unread: Collection[int], left_out: LeftOut) -> list[Message]:
-    """Returns messages without some of their media.
+    """Returns messages without those of their media that could not be read.
 
     Args:
-        unread: which, as numbers in the order of `media_in`.
+        unread: their indexes in the order of `media_in`.
         left_out: as for `without_unseen`.
     """
     count = 0
@@ -93,7 +93,7 @@ def without_unread(messages: Sequence[Message], unread: Collection[int], left_ou
 
 
 class _Words:
-    """What is said in the place of a picture or video, by its kind."""
+    """The text in the place of a picture or video, by its kind."""
 
     def __init__(self, kind: str, said: str) -> None:
         self.kind = kind
@@ -105,7 +105,7 @@ def _told(part: Any, words: Mapping[str, str]) -> Any:
 
 
 def _in_words(parts: Sequence[Any], left_out: LeftOut) -> str | list[Any]:
-    """Returns content with words on lines of their own; text, if no medium is left."""
+    """Returns content with these texts on lines of their own; a single text if no medium is left."""
     said: list[Any] = [""]
     own_line = False
     for part in parts:
@@ -128,10 +128,10 @@ def _in_words(parts: Sequence[Any], left_out: LeftOut) -> str | list[Any]:
 
 
 def _kind(part: Any) -> str:
-    """Returns what a part shows; "" for text."""
+    """Returns the kind of medium that a part is; "" for text."""
     if isinstance(part, PictureSource | VideoSource):
         return "image" if isinstance(part, PictureSource) else "video"
-    # Those of transcripts.
+    # The forms that media have in transcripts.
     return {"image": "image", "image_url": "image", "video": "video"}.get(part["type"], "")
 
 
@@ -140,20 +140,20 @@ def _is_earlier(part: Any) -> bool:
 
 
 class RefusedMessages:
-    """Remembers messages that were refused for what they show. Some clients send such a message again with the user's
-    next words behind it, in the same one: then what it shows is history, or the conversation would end there.
-    Thread-safe."""
+    """Remembers messages that were refused for their media. Some clients send such a message again, with the user's
+    next text appended to it. Then its media count as earlier ones and are left out, because otherwise the conversation
+    could never go on. Thread-safe."""
 
     def __init__(self) -> None:
         self._known: LRUCache[bytes, tuple[int, bytes]] = LRUCache(_REFUSED_MAX)
         self._lock = Lock()
 
     def marked(self, messages: Sequence[Message], scope: str) -> Sequence[Message]:
-        """Returns a conversation in which media are marked as earlier that a refused message had, and remembers the
-        newest message if it has others.
+        """Returns a conversation in which the media of a refused message are marked as earlier. Remembers the newest
+        message if it has other media.
 
         Args:
-            scope: whose conversation it is.
+            scope: which callers' conversations may be confused: messages are only remembered within it.
         """
         at = newest_said([message["role"] for message in messages])
         if at < 0 or isinstance(parts := messages[at]["content"], str):
@@ -170,10 +170,11 @@ class RefusedMessages:
         return marked
 
     def _was_refused(self, said: str, end: int, scope: str) -> bool:
-        """Whether a message was refused whose last medium ends at `end`, and there is more behind it now."""
+        """Returns whether a message whose last medium ends at `end` was refused before, and has more text behind it
+        now."""
         with self._lock:
             length, digest = self._known.get(_digest(scope, said[:end]), (0, b""))
-        # What follows is another part, or one that was joined.
+        # The new text is another part, or was joined to the last one.
         return 0 < length < len(said) and said[length] in "\n\0" and _digest(scope, said[:length]) == digest
 
 

@@ -1,4 +1,4 @@
-"""What an answer must look like, in the words of all protocols, and in vLLM's and llama.cpp's."""
+"""The form that an answer must have, read from the fields of all protocols, and of vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _TITLE = re.compile(r"(?s).{1,64}")
 
 _SCHEMA_VALUES_MAX = 100_000
-"""JSON values and keys in a schema that comes as text."""
+"""The most JSON values and keys in a schema that comes as text."""
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _PLAIN = MappingProxyType(
@@ -28,20 +28,20 @@ _PLAIN = MappingProxyType(
         "grammar": "grammar",
     }
 )
-"""Fields of vLLM's and llama.cpp's that are a form by themselves, with its kind."""
+"""Fields of vLLM and llama.cpp that are a form by themselves, with the kind of form."""
 
 _STRICT = ("output_config.format", "output_format")
 """Anthropic's."""
 
-# Fields of vLLM's `structured_outputs` that choose how it works, and what they may be.
+# Fields of vLLM's `structured_outputs` that choose how it works, with the values that are accepted.
 _NEUTRAL = ("disable_additional_properties", "whitespace_pattern", "structural_tag")
-# There is one layout of JSON, and nothing to fall back to.
+# There is only one layout of JSON here, and no other backend to fall back to.
 _IGNORED = ("disable_any_whitespace", "disable_fallback")
 
 
 @dataclass(frozen=True)
 class Forms:
-    """The `form` of an answer, None for any, and the names of fields that ask for another one, which does not count."""
+    """The `form` of an answer, None for any, and the names of fields that ask for another form and are ignored."""
 
     form: AnswerForm | None = None
     ignored: list[str] = field(default_factory=list)
@@ -52,10 +52,10 @@ def read_form(given: Mapping[str, Any], own: Sequence[str]) -> Forms:
 
     Args:
         given: values by the names in `FORMS`.
-        own: those of the protocol, which count before neighbours'.
+        own: the protocol's own names, which count before those of other protocols.
 
     Raises:
-        InvalidRequest: a field is malformed, or two of the protocol's own ask for a form; `param` is the place.
+        InvalidRequest: a field is malformed, or two of the protocol's own fields ask for a form; `param` is the place.
     """
     forms = [form for name in own for form in _read(name, given.get(name), own=True)]
     if len(forms) > 1:
@@ -74,7 +74,7 @@ def read_form(given: Mapping[str, Any], own: Sequence[str]) -> Forms:
 
 
 def _read(name: str, value: Any, *, own: bool) -> list[AnswerForm]:
-    """Returns the form that a field asks for, none or one; several of `structured_outputs`."""
+    """Returns the forms that a field asks for: none or one, for `structured_outputs` perhaps several."""
     if value is None:
         return []
     if name == "structured_outputs":
@@ -89,7 +89,7 @@ def _read(name: str, value: Any, *, own: bool) -> list[AnswerForm]:
 
 
 def _schema_or_json(value: Any, where: str) -> AnswerForm | None:
-    """Ollama's: "json", or a schema. No schema has the types by which other protocols describe a form."""
+    """Ollama's: "json", or a schema. Other protocols' forms are told apart by their `type`, which no schema has."""
     if value == "":
         return None
     if value == "json":
@@ -103,8 +103,8 @@ def _schema_or_json(value: Any, where: str) -> AnswerForm | None:
 
 
 def _described(wanted: Any, where: str, *, own: bool) -> AnswerForm | None:
-    """A form by its `type`. The Chat API has a schema and its name inside `json_schema`, the others beside the type;
-    Anthropic's has no name, and is strict."""
+    """A form by its `type`. The Chat API has the schema and its name inside `json_schema`, the others beside the type.
+    Anthropic's form has no name, and is strict."""
     kind = wanted.get("type") if isinstance(wanted, Mapping) else None
     if kind == "text":
         return None

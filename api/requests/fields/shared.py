@@ -1,4 +1,4 @@
-"""Fields that the bodies of all protocols share: how tokens are drawn, an answer's form, and how a model thinks."""
+"""Fields that the bodies of all protocols share: sampling, an answer's form, and how a model thinks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from .forms import Forms, read_form
 from .thinking import Thinking, read_thinking
 
 _ELSEWHERE = ("max_tokens", "logprobs")
-"""Options that every protocol says in its own way."""
+"""Options for which every protocol has its own field."""
 
 
 class FormBody(RequestBody):
-    """A body that may say of which form the answer is; `own_forms` are the protocol's own names of that."""
+    """A body that may set the answer's form; `own_forms` are the protocol's own names of the fields for it."""
 
     beside = FORMS
 
@@ -42,7 +42,7 @@ class FormBody(RequestBody):
 
     @property
     def forms(self) -> Forms:
-        """What the answer must be, and which fields ask for something else.
+        """The form that the answer must have, and which fields ask for another one.
 
         Raises:
             InvalidRequest: as `read_form`.
@@ -51,7 +51,7 @@ class FormBody(RequestBody):
 
     @property
     def form(self) -> AnswerForm | None:
-        """What the answer's content must be. Raises as `forms`."""
+        """The form that the answer's content must have. Raises as `forms`."""
         return self.forms.form
 
     @property
@@ -60,7 +60,8 @@ class FormBody(RequestBody):
 
 
 class ThinkingBody(RequestBody):
-    """A body of a conversation; `own_switches` are the protocol's own names of what says how its model thinks."""
+    """A body of a conversation; `own_switches` are the protocol's own names of the fields that set how the model
+    thinks."""
 
     beside = SWITCHES
 
@@ -68,7 +69,7 @@ class ThinkingBody(RequestBody):
 
     @property
     def thinking_said(self) -> Thinking:
-        """How the model thinks, and which fields say something else.
+        """How the model thinks, and which fields contradict that.
 
         Raises:
             InvalidRequest: as `read_thinking`.
@@ -81,13 +82,13 @@ class ThinkingBody(RequestBody):
 
 
 class ChatFieldsBody(FormBody, ThinkingBody):
-    """Both."""
+    """A body that may set the answer's form and how the model thinks."""
 
     beside = (*FORMS, *SWITCHES)
 
 
 class SamplingBody(RequestBody):
-    """A body that says how tokens are drawn."""
+    """A body with fields for sampling."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -110,7 +111,7 @@ class SamplingBody(RequestBody):
     timeout_s: TimeoutS | None = None
 
     def drawing(self, *, max_tokens: int | None, logprobs: int | None, **more: Any) -> Options:
-        """Returns the options of an answer; `more` are other values of fields that the body has elsewhere."""
+        """Returns the options of an answer; `more` are options that the body has under other names."""
         same = {
             name: value
             for name in Options.__dataclass_fields__
@@ -120,10 +121,10 @@ class SamplingBody(RequestBody):
 
 
 class AgentBody(SamplingBody):
-    """A body whose answer an agent may remember.
+    """A body whose answer may be kept in an agent's memory.
 
     Attributes:
-        agent_continue: whether it goes on with its agent's transcript.
+        agent_continue: whether it continues its agent's transcript.
     """
 
     agent_id: str | None = None

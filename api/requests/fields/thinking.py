@@ -1,8 +1,8 @@
-"""Whether and how much a model thinks, in the words of all protocols, as variables of chat templates.
+"""Whether and how much a model thinks: read from the fields of all protocols, returned as variables of chat templates.
 
-Every switch says on, off or nothing, and some say a degree of effort. The protocol's own names count first, then the
-others in the order of `SWITCHES`; `chat_template_kwargs` are the template's variables themselves, and count before all.
-No budget is enforced, but one of 0 switches thinking off.
+Every switch says on, off or nothing, and some also a degree of effort. The protocol's own names count first, then the
+others in the order of `SWITCHES`; `chat_template_kwargs` are the template's variables themselves, and count before all
+others. Budgets are not enforced, but a budget of 0 switches thinking off.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..request_body import wrong
 EFFORTS = MappingProxyType(
     {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 )
-"""What templates know for what clients say."""
+"""The degree of effort that templates know, for each that clients send."""
 
 ENABLED = "enable_thinking"
 EFFORT = "reasoning_effort"
@@ -32,7 +32,7 @@ _TYPES = MappingProxyType({"enabled": True, "adaptive": True, "auto": None, "dis
 
 @dataclass(frozen=True)
 class Thinking:
-    """Variables for the template, and the names of fields that say something else than what counts."""
+    """Variables for the template, and the names of fields that contradict them and are ignored."""
 
     kwargs: dict[str, Any] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
@@ -40,8 +40,8 @@ class Thinking:
 
 @dataclass(frozen=True)
 class _Said:
-    """What one field says: `on` or not, and with which `effort`; None for nothing. `unread` are its parts that change
-    nothing."""
+    """What one field says: `on` or off, and which `effort`; None for nothing. `unread` are its parts that are
+    ignored."""
 
     on: bool | None = None
     effort: str | None = None
@@ -53,7 +53,7 @@ def read_thinking(given: Mapping[str, Any], own: Sequence[str] = ()) -> Thinking
 
     Args:
         given: their values by the names in `SWITCHES`.
-        own: those of the protocol, which count first.
+        own: the protocol's own names, which count first.
 
     Raises:
         InvalidRequest: a field is malformed; `param` is the place.
@@ -107,7 +107,7 @@ def _think(value: Any, where: str) -> _Said:
 
 
 def _thinking(value: Any, where: str) -> _Said:
-    """Anthropic's, also of DeepSeek, GLM and Kimi: `type`, and a budget."""
+    """Anthropic's, which DeepSeek, GLM and Kimi have too: `type`, and a budget."""
     if isinstance(value, bool):
         return _Said(value)
     if not isinstance(value, dict):
