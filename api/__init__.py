@@ -1,4 +1,4 @@
-"""What the world sees: the HTTP endpoint, the client and the command line."""
+"""What users see: the HTTP endpoint, the client and the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Agent", "Cluster", "Reply", "connect"]
 
 
 def __getattr__(name: str) -> Any:
-    # Only when it is asked for: the HTTP application must load without Ray.
+    # Imported only on use, because the HTTP application must load without Ray.
     if name in __all__:
         from .client import cluster as client
 
@@ -23,5 +23,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The names that are loaded when they are asked for, too."""
+    """Returns all names, including those that are imported only on use."""
     return sorted({*globals(), *__all__})

@@ -85,7 +85,7 @@ def create_app(
     AgentRoutes(generator, answering.bodies, audit, keys).add_to(app)
     ClusterRoutes(backend, generator.memory, audit).add_to(app)
     describe_bodies(app)
-    # The outermost, because all others look at the path.
+    # The outermost one, because all others look at the path.
     app.add_middleware(Paths, heads=heads_of(app.routes))
     return app
 

@@ -1,4 +1,4 @@
-"""What Satchel changes of uvicorn, and what it uses of uvicorn's insides: nothing else under `api/` does.
+"""What Satchel changes in uvicorn, and which internals of uvicorn it uses; no other file under `api/` does either.
 
 docs/patches.md lists the patches of all libraries. Each fits the version of uvicorn that pyproject.toml pins, 0.54.0.
 """
@@ -17,13 +17,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 HEAD_S = 60.0
 READ_S = 1.0
-"""By this time after an answer its last bytes have reached the client, read or not."""
+"""Seconds after which an answer's last bytes have reached the client, whether it has read them or not."""
 
 HEAD_BYTES_MAX = 64 * 2**10
 HEADERS_MAX = 100
-"""Of a request, with its trailers, which are ignored."""
+"""The most headers of a request, including its trailers, which are ignored."""
 PIPELINED_MAX = 8
-"""Requests of one connection that wait for an earlier answer."""
+"""The most requests of one connection that wait for an earlier answer."""
 
 NOT_HTTP = 400, "this is not a valid HTTP request"
 
@@ -31,8 +31,8 @@ NOT_HTTP = 400, "this is not a valid HTTP request"
 def status_line(status: int) -> bytes:
     """Returns the first line of an answer.
 
-    Changes: nothing. The table of these lines is one of uvicorn's insides.
-    Why: answers of the server's own, before there is a request, begin as uvicorn's do.
+    Changes: nothing. The table of these lines is internal to uvicorn.
+    Why: answers that the server sends before there is a request begin as uvicorn's do.
     Fits: uvicorn 0.54.0.
     Noticed by: tests/api/http/test_tls.py::test_plain_http_is_told_what_is_spoken
     """
@@ -46,7 +46,7 @@ class HttpProtocol(HttpToolsProtocol):
         line and headers are limited to `HEAD_BYTES_MAX` and `HEAD_S`, and bytes outside head and body to
         `HEAD_BYTES_MAX` too; headers, requests that wait on a connection, and connections are limited in number. Input
         that is not HTTP gets an error in the server's own shape.
-    Why: uvicorn waits for ever for a head, reads one of any size, and has no place for any of these limits.
+    Why: uvicorn waits for ever for the headers, reads headers of any size, and has settings for none of these limits.
     Fits: uvicorn 0.54.0.
     Noticed by: tests/api/http/test_server.py::test_a_head_without_end_is_refused
 
@@ -137,7 +137,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_ends.cancel()
         super().on_headers_complete()
         if self.cycle is not None and self.scope["http_version"] == "1.0":
-            # That version has no chunks: the connection's end is the answer's.
+            # HTTP 1.0 has no chunks: the end of the connection ends the answer.
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UntilTheEnd()
 
     def on_body(self, body: bytes) -> None:
@@ -171,7 +171,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if answering or self.pipeline:
-            # The client would read it as part of another answer.
+            # The client would read this error as part of another answer.
             self.transport.abort()
             return
         body = self._error(status, message)
@@ -182,7 +182,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class _UntilTheEnd(int):
-    """How many bytes of an answer are still expected, if the connection's end tells: none is too many or missing."""
+    """The number of expected bytes of an answer that ends with the connection: no count is too high or too low."""
 
     def __lt__(self, other: object) -> bool:
         return False
@@ -197,7 +197,7 @@ class _UntilTheEnd(int):
 
 
 def without_signals(server: uvicorn.Server) -> None:
-    """Lets a server be stopped by its owner alone.
+    """Lets only the owner of a server stop it, not signals.
 
     Changes: `capture_signals` of one `uvicorn.Server`, which then captures none.
     Why: Ray handles this process's signals. uvicorn has no setting for that.
@@ -208,10 +208,10 @@ def without_signals(server: uvicorn.Server) -> None:
 
 
 def protocol_maker(server: uvicorn.Server, protocol: Callable[..., asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
-    """Returns what makes the protocol of a connection, as a server that has started does for its own listeners.
+    """Returns a factory of connections' protocols, as a started server makes them for its own listeners.
 
-    Changes: nothing. The state of a server and of its application are uvicorn's insides.
-    Why: connections of `http/tls_listener.py` come from elsewhere, and count as the server's all the same.
+    Changes: nothing. The state of a server and of its application are internal to uvicorn.
+    Why: `http/tls_listener.py` accepts connections itself, and they must count as the server's.
     Fits: uvicorn 0.54.0.
     Noticed by: tests/api/http/test_tls.py::test_answers_and_streams_come_through
     """

@@ -1,4 +1,4 @@
-"""The endpoint on Ray Serve, and the start of a configured cluster's actors. The only one that calls `ray.serve`."""
+"""The endpoint on Ray Serve, and the start of a configured cluster's actors. Only this file calls `ray.serve`."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ HEALTH_TIMEOUT_S = 30.0
 MINUTE_S = 60.0
 
 FLOOD_MIN = 10
-"""Fewer refusals in a minute are not reported."""
+"""Refusals are reported only if there are at least this many in a minute."""
 
 
 class _Endpoint(ActorRef):
-    """The running endpoint, which Serve finds. Call it in a thread."""
+    """A reference to the running endpoint, found through Serve. Use it in a thread."""
 
     unanswered_by = (*ActorRef.unanswered_by, RayServeException)
 
@@ -91,18 +91,18 @@ class EndpointClient(Client):
 class HttpEndpoint:
     """The HTTP endpoint: one Serve replica on the head node, with the server in its event loop.
 
-    Clients connect to it directly. Serve restarts it if it dies. Serve's own proxy is left out: every piece of every
-    answer would pass through a second Python process, without backpressure.
+    Clients connect to it directly. Serve restarts it if it dies. Serve's own proxy is not used, because every piece of
+    every answer would pass through a second Python process, without backpressure.
     """
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]
         keep_ray_serve_on_this_machine()
         # Bodies may be large.
         give_freed_memory_back()
-        # Ray gives a process without CPUs of its own five threads, too few for tokenizing and everything else.
+        # Ray gives a process without reserved CPUs five threads, too few for tokenizing and everything else.
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(THREADS, "work"))
-        # It takes seconds, while replicas load their models. On a thread beside, imports have waited for each other.
+        # This import takes seconds; meanwhile replicas load their models. In another thread, imports have deadlocked.
         import_libraries()
         self._watchdog = Watchdog("endpoint", poll_s=config.timing.heartbeat_s)
         self._watchdog.watch("event loop", loop.call_soon_threadsafe)
@@ -137,7 +137,7 @@ class HttpEndpoint:
         await self.check_health()
 
     async def check_health(self) -> None:
-        """Called by Serve, which starts another endpoint if this raises.
+        """Serve calls this, and starts another endpoint if it raises.
 
         Raises:
             ClusterError: the server has ended.
@@ -200,7 +200,7 @@ def deploy(config: Config, *, report: Report) -> Deployment:
 def _check_alone() -> None:
     """
     Raises:
-        ClusterError: Ray Serve runs other applications here. Its proxies and limits are theirs.
+        ClusterError: Ray Serve runs other applications here, to which its proxies and limits belong.
     """
     if others := sorted(serve.status().applications.keys() - {APPLICATION}):
         raise ClusterError(
@@ -223,7 +223,7 @@ def _start_endpoint(config: Config) -> None:
         ray_actor_options={"num_cpus": 0, "resources": {config.machines[0].resource: 1}},
     )
     target = serve.RunTarget(ingress.bind(config), name=APPLICATION, route_prefix="/")
-    # Not awaited here but by `_await_health`: it comes up while the models load.
+    # `_await_health` waits for it: the endpoint starts while the models load.
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
@@ -241,7 +241,7 @@ def _await_health(url: str, tls: Tls | None) -> None:
             healthy, last = answer.status_code == 200, answer.text
         application = serve.status().applications.get(APPLICATION)
         status = application.status if application is not None else None
-        # Another program may have taken the port meanwhile and answer there.
+        # Another program may have taken the port meanwhile and may answer there.
         if healthy and status == "RUNNING":
             return
         if application is not None and status == "DEPLOY_FAILED":
@@ -254,7 +254,7 @@ class Refusals:
     """Counts refused requests by reason, and reports once a minute those that came often.
 
     Args:
-        tell: called with one sentence a reason.
+        tell: called with one sentence for each reason.
     """
 
     def __init__(self, tell: Callable[[str], object]) -> None:

@@ -30,7 +30,7 @@ EVERY = "*"
 
 _ANSWER_S = 30.0
 _MOVE_S = 3600.0
-"""Longer than any server takes for a move, which has its own limit (`timeouts.request_s`)."""
+"""Longer than any move takes: the server limits it itself (`timeouts.request_s`)."""
 
 AgentArgument = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
 LimitOption = Annotated[int, typer.Option("--limit", min=1, max=100, help="How many agents to list.")]
@@ -79,7 +79,7 @@ def show(
     with endpoint(home or context.obj, _ANSWER_S, tenant) as session:
         found = _ask(session, "GET", agent)
         place = session.get(f"/v1/cluster/agents/{_name(agent)}")
-        # Without its place the rest is still worth showing.
+        # If the agent's node is unknown, the rest is still worth showing.
         found |= json_of(place) if place.is_success else {}
         found["object"] = "agent"
     if json:
@@ -171,7 +171,7 @@ def give(
 ) -> None:
     """Give an agent to another key, such as an agent that is older than the first key. Its transcripts stay as they
     are."""
-    # It may wait for the end of a turn.
+    # The server may wait for the end of a turn.
     with endpoint(home or context.obj, _MOVE_S, tenant) as session:
         done = _ask(session, "POST", agent, "/give", {"to": to})
     _print_done(done, f"{agent} now belongs to {to}", json)
@@ -198,7 +198,7 @@ def _list(given: Path | None, tenant: str, limit: int, after: str, as_json: bool
 
     from .views import size, table
 
-    # Only where one is known: a terminal is narrow.
+    # Only columns with at least one value, because a terminal is narrow.
     owner = ["tenant"] if tenant == EVERY else []
     origins = [name for name in ("program", "parent") if any(agent[name] for agent in page["data"])]
     shown = table(*owner, "agent", *origins, "home", "copies", "model", "tokens", "turns", "words", "used")
@@ -222,14 +222,14 @@ def _list(given: Path | None, tenant: str, limit: int, after: str, as_json: bool
 
 
 def _parent(agent: dict[str, Any]) -> str:
-    """For whom an agent works, and on which of that one's branches it was then."""
+    """Returns the parent for which an agent works, and the parent's branch at that time."""
     branch = agent.get("parent_branch")
     return f"{agent['parent'] or ''}{'' if branch is None else f' (branch {branch})'}"
 
 
 def _primaries(session: httpx.Client) -> dict[tuple[str, str], dict[str, Any]]:
-    """Returns home and copies by tenant ("" if it was named) and agent, of the agents in the cluster's view; {} without
-    one."""
+    """Returns home and copies of the agents in the cluster's view, by tenant ("" if the view is of one tenant) and
+    agent; {} without a view."""
     answer = session.get("/v1/cluster")
     if not answer.is_success:
         return {}
@@ -260,10 +260,10 @@ def path_of(agent: str, action: str = "") -> str:
 
 
 def _name(agent: str) -> str:
-    """Returns the id quoted for a path, in which an id of dots alone would mean a folder.
+    """Returns the id quoted for a path. An id that consists of dots is quoted too, because it would mean a folder.
 
     Raises:
-        InvalidRequest: it is no agent's id.
+        InvalidRequest: it is not an agent id.
     """
     check_agent_id(agent)
     return quote(agent, safe="").replace(".", "%2E")

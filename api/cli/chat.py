@@ -22,8 +22,8 @@ def chat(home: Home, *, agent: str | None, model: str | None, text: str | None, 
     """Sends `text` and prints the answer as it comes; without `text`, reads messages until end of file or Ctrl-C.
 
     Args:
-        agent: who remembers the conversation; the next one goes on where the last one ended.
-        new: whether it begins anew, as another branch of the agent's memory.
+        agent: whose memory the conversation continues and extends.
+        new: whether it is a new conversation, as another branch of the agent's memory.
 
     Raises:
         InvalidRequest: the agent's name, or a text, cannot be sent.
@@ -52,7 +52,7 @@ def _first_model(session: httpx.Client) -> str:
 
 
 class _Conversation:
-    """What was said, and to whom. An agent that goes on remembers the rest itself."""
+    """The messages so far and the model. If an agent continues its memory, the earlier messages are there."""
 
     def __init__(self, session: httpx.Client, model: str, agent: str | None, new: bool) -> None:
         self.model = model
@@ -62,7 +62,7 @@ class _Conversation:
         self._messages: list[dict[str, str]] = []
 
     def say(self, text: str) -> None:
-        """Sends a message and prints the answer. If it fails or is interrupted, nothing was said."""
+        """Sends a message and prints the answer. If it fails or is interrupted, the message is dropped."""
         message = {"role": "user", "content": text}
         body: dict[str, Any] = {"model": self.model, "messages": [*self._messages, message], "stream": True}
         if self._goes_on:
@@ -74,7 +74,7 @@ class _Conversation:
 
 def _converse(talk: _Conversation) -> None:
     if sys.stdin.isatty():
-        # Line editing and history.
+        # For line editing and history.
         import readline  # noqa: F401
 
         print(f"Talking to {talk.model}. Ctrl-D ends.")
@@ -98,7 +98,7 @@ def _converse(talk: _Conversation) -> None:
 def _check_text(text: str) -> None:
     """
     Raises:
-        InvalidRequest: it holds bytes that are no UTF-8, which the command line gives as lone surrogates.
+        InvalidRequest: it has bytes that are not UTF-8. Python gives them as lone surrogates.
     """
     try:
         text.encode()

@@ -1,4 +1,4 @@
-"""`satchel convert`: makes a model with quantized weights of one without, on this machine without a server."""
+"""`satchel convert`: quantizes a model's weights into a new folder, on this machine and without a server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from ...actors.model_files.conversion import Converted
 
 _SHOWN_MAX = 3
-"""How many layers are named that stay as they were."""
+"""How many of the layers that stay unquantized are named."""
 
 
 class Recipe(StrEnum):
-    """What `actors.model_files.conversion.RECIPES` has."""
+    """The keys of `actors.model_files.conversion.RECIPES`."""
 
     attention_8 = "8-4-4"
     plain_4 = "4"
@@ -70,7 +70,7 @@ def convert(
 
 
 def _name(model: str) -> str:
-    """A folder's name after a source: `small` for `owner/small@main`, `embedded:small` and `some/small/`."""
+    """Returns a folder's name for a source: `small` for `owner/small@main`, `embedded:small` and `some/small/`."""
     return Path(model.removeprefix("embedded:")).expanduser().absolute().name.partition("@")[0]
 
 

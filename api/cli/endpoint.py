@@ -1,7 +1,7 @@
-"""Where the endpoint is that the command line asks: of this machine's server, or of the head of the cluster that it has
-joined.
+"""Finds the endpoint for the command line: that of this machine's server, or of the head of the cluster that it joined.
 
-The head tells its nodes by Ray's control store: whoever may read that runs code in the cluster anyway.
+The head gives its nodes the address and the owner's key in Ray's control store. Everything that can read that store can
+run code in the cluster anyway.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _KNOCK_S = 3.0
 
 @dataclass(frozen=True)
 class ToldEndpoint:
-    """What the head tells its nodes.
+    """What the head tells its nodes of its endpoint.
 
     Attributes:
-        url: by which other machines reach it, if any do.
+        url: the one for other machines, if they can reach it.
         key: the owner's.
         certificate: the endpoint's, as PEM; "" for HTTP.
         head: the head's node.
@@ -71,7 +71,7 @@ def find_endpoint(home: Home) -> FoundEndpoint:
 
     Raises:
         NotRunning: no server or node runs on the home, its models are still loading, or the head does not answer.
-        ClusterError: the endpoint answers on its own machine alone.
+        ClusterError: the endpoint answers only on its own machine.
     """
     record = find_cluster(home)
     if record.joined:
@@ -102,7 +102,7 @@ def _of_head(record: ClusterRecord) -> FoundEndpoint:
     told = ToldEndpoint(**json.loads(found))
     if is_loopback(told.url.partition("://")[2]):
         raise ClusterError(
-            f"{whose}; its endpoint, {told.url}, answers on {told.head} alone: ask there, or let it listen on that "
+            f"{whose}; its endpoint, {told.url}, answers only on {told.head}: ask there, or let it listen on that "
             "machine's address (endpoint.listen)"
         )
     return FoundEndpoint(record, told.url, told.key, told.certificate or None, told.head)

@@ -162,7 +162,7 @@ def main() -> None:
         print(f"satchel: {error.message}", file=sys.stderr)
         raise SystemExit(1) from None
     except UnicodeEncodeError:
-        # Bytes of the command line that are no UTF-8 are lone surrogates in Python.
+        # Python gives bytes of the command line that are not UTF-8 as lone surrogates.
         print("satchel: an argument, the input or a file name is not valid UTF-8", file=sys.stderr)
         raise SystemExit(1) from None
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""`satchel models`: list what is served, load a model into the running cluster, take one out again."""
+"""`satchel models`: list what is served, load a model into the running cluster, unload one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NoSelfTestOption = Annotated[
 
 
 class Dtype(StrEnum):
-    """What `Model.dtype` may be."""
+    """The values of `Model.dtype`."""
 
     auto = "auto"
     float32 = "float32"
@@ -125,7 +125,7 @@ def _connected(given: Path | None) -> Iterator[tuple[Cluster, ProgressDisplay]]:
     from .progress import ProgressDisplay
 
     home = chosen_home(given)
-    # Fails before Ray is imported, which takes seconds.
+    # Fails early, because importing Ray takes seconds.
     find_cluster(home)
     from ..client.cluster import connect
 

@@ -1,4 +1,4 @@
-"""`satchel probe`: measures which KV quantization suits a model, on this machine without a server."""
+"""`satchel probe`: measures which KV quantization suits a model, on this machine and without a server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def probe(
     progress = ProgressDisplay()
 
     def tell(step: str, fraction: float | None) -> None:
-        # Standard output is for the JSON alone.
+        # Standard output has only the JSON.
         if not json:
             progress.report(step, fraction)
 
@@ -106,7 +106,7 @@ def _show(report: Report) -> None:
 
     console = Console(highlight=False, markup=False)
     console.print(
-        f"{report.model}: {report.layers} layers, computed in {report.dtype}. What is not sealed is kept in that type. "
+        f"{report.model}: {report.layers} layers, computed in {report.dtype}. Open blocks are kept in that type. "
         f"Text: {report.text}, and the model's own words."
     )
     table = Table(box=SIMPLE_HEAD)
@@ -132,7 +132,7 @@ def _show(report: Report) -> None:
         f"{kept.policy} {kept.total_bytes / 1e6:,.1f} MB ({kept.total_bytes / full:.0%})" for kept in report.memory
     ]
     console.print(
-        f"KL from full precision and whether the likeliest token is the same: of {report.rows[0].places:,} places each."
+        f"KL from full precision and whether the likeliest token is the same: at {report.rows[0].places:,} places each."
     )
     console.print(f"A conversation of {tokens:,} tokens takes {', '.join(parts)}, open block included.")
     for note in report.notes:

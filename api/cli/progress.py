@@ -34,7 +34,7 @@ class ProgressDisplay:
     def report(self, step: str, fraction: float | None) -> None:
         """Shows which step runs and how far it is: 0 to 1, or None if unknown.
 
-        Steps `NAME: TEXT` of several names run in parallel. One without a name ends all of them.
+        Steps written as `NAME: TEXT` run in parallel, one for each name. A step without a name ends all of them.
         """
         name, colon, _ = step.partition(": ")
         name = name if colon else ""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import httpx
 
 _TRANSFER_S = 600.0
-"""How long the server may pack or take in a satchel before it answers."""
+"""How long the server may pack or unpack a satchel before it answers."""
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The satchel, such as alice.satchel.")]
 PassphraseOption = Annotated[bool, typer.Option("--passphrase", help="Encrypt the file; the passphrase is asked for.")]
@@ -104,7 +104,7 @@ def _put(session: httpx.Client, agent: str, pieces: Iterator[bytes], nbytes: int
 
 
 def _secret(file: Path | None, *, again: bool) -> bytes:
-    """Returns the passphrase, from a file or the terminal, where a new one is asked for twice."""
+    """Returns the passphrase from a file, or from the terminal, which asks for a new one twice."""
     if file is not None:
         from ..agents.satchel_files import open_file
 
@@ -129,7 +129,7 @@ def _counted(pieces: Iterable[bytes], advance: Any) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _shown(what: str, nbytes: int, *, quiet: bool) -> Iterator[Any]:
-    """Shows the size first, then in a terminal a bar."""
+    """Prints the size, then shows a progress bar if the output is a terminal."""
     from .progress import ProgressDisplay
 
     if quiet:

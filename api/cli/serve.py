@@ -1,8 +1,8 @@
 """`satchel serve`: starts the endpoint of a config, runs it, and shuts everything down.
 
-The main thread only waits: for the start-up, which runs in a thread of its own, for a signal, and for the cluster's
-failure. So it reacts to a signal at once, whatever Ray is doing. Ray's own handlers, which end the process on SIGTERM,
-are replaced as soon as Ray has installed them.
+The main thread only waits: for the start-up, which has its own thread, for a signal, and for a failure of the cluster.
+So it reacts to a signal at once, whatever Ray is doing. Ray installs its own handlers, which end the process on
+SIGTERM; they are replaced as soon as they are installed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from .progress import ProgressDisplay
 
 POLL_S = 0.1
 NODES_WAIT_S = 120.0
-"""How long the other machines may take before the endpoint is announced without them; they may still join later."""
+"""How long to wait for the other machines before the endpoint is announced; they may still join later."""
 
 _READ_S = 3.0
 """How long a stopping server lets clients read the rest of their answers."""
 
 _SAME_SIGNAL_S = 0.4
-"""A terminal's Ctrl-C under `make` arrives twice: from the terminal and from make."""
+"""Seconds within which two signals count as one: under `make` Ctrl-C arrives twice, from the terminal and from make."""
 
 
 class RunningDeployment(Protocol):
@@ -57,7 +57,7 @@ class RunningDeployment(Protocol):
 
 
 class StopSignals:
-    """Counts SIGINT, SIGTERM and SIGHUP: the first asks for an orderly end, a later one for an end at once."""
+    """Counts SIGINT, SIGTERM and SIGHUP: the first asks for a graceful shutdown, a later one for an immediate end."""
 
     def __init__(self) -> None:
         self._first_at: float | None = None
@@ -89,7 +89,8 @@ class StopSignals:
 class StartUp(threading.Thread):
     """Starts everything. Sets `connected` once Ray runs, and `deployment` or `error` at the end.
 
-    Once connected it waits for `go_on`, so that a signal while models load meets the server's handlers and not Ray's.
+    Once connected, it waits for `go_on`, so that the server's signal handlers, not Ray's, are installed while models
+    load.
     """
 
     def __init__(self, config: Config, home: Home, cluster: LocalCluster, progress: ProgressDisplay) -> None:
@@ -129,7 +130,8 @@ class StartUp(threading.Thread):
                 self._progress.say,
                 self._config.timing.node_leave_s,
             )
-        # Folders of models are looked for where this server was started; elsewhere they are named in full.
+        # Relative folders of models are resolved in the folder where this server was started; other machines get
+        # absolute paths.
         located = replace(self._config, models=tuple(map(located_model, self._config.models)))
         self._cluster.lead_with(estate_of(self._home, located))
         deployment = deploy(self._config, report=self._progress.report)
@@ -145,19 +147,21 @@ class StartUp(threading.Thread):
 
 
 def _told(config: Config, home: Home) -> ToldEndpoint:
-    """Where other machines find the endpoint, and what they need for it."""
+    """Returns where other machines find the endpoint, and what they need to use it."""
     endpoint, head = config.endpoint, config.machines[0]
     certificate = "" if endpoint.tls is None else read_certificate(endpoint.tls.certificate).pem
     return ToldEndpoint(endpoint.url(everywhere=head.address), owner_key(home), certificate, head.name)
 
 
 def serve(config: Config, home: Home) -> None:
-    """Serves until a signal comes, then ends the process: with exit code 0 after an orderly end, and with 1 and a
-    sentence on standard error if the home is in use, a model does not load or Ray died. Either way no process is left.
+    """Serves until a signal comes, then ends the process: with exit code 0 after a graceful shutdown, and with 1 and a
+    sentence on standard error if the home is in use, a model does not load or Ray died. In both cases no process is
+    left.
 
     Raises:
-        PortInUse: the endpoint's port is taken. Nothing has been started then.
-        ClusterError: the home, the address or the certificate cannot be used, or strangers could use the endpoint.
+        PortInUse: the endpoint's port is taken. Nothing was started.
+        ClusterError: the home, the address or the certificate cannot be used, or other machines could use the endpoint
+            without a key.
     """
     check_port_free(config.endpoint.listen, config.endpoint.port)
     prepare_home(home)
@@ -173,7 +177,7 @@ def serve(config: Config, home: Home) -> None:
     signals = StopSignals()
     signals.install()
     progress = ProgressDisplay(sys.stdout)
-    # What Ray prints about nodes and processes goes to its own log, and not between the sentences.
+    # Ray's output about nodes and processes goes to its own log, so that it does not mix with the messages.
     write_private(home.log_file, "")
     sys.stdout = home.log_file.open("a", buffering=1, encoding="utf-8")
     progress.say(f"Home is {home.root}", *(f"Warning: {each.found}; {each.mend}" for each in advice))
@@ -244,7 +248,7 @@ def _run(
     Raises:
         SatchelError: the cluster died.
     """
-    # Again: Ray's core has installed its own handlers, which print stack traces.
+    # Installed again, because Ray's core has installed its own handlers, which print stack traces.
     signals.install()
     _announce(deployment, config, progress)
     while not signals.stop:
@@ -263,7 +267,7 @@ def _announce(deployment: RunningDeployment, config: Config, progress: ProgressD
         f"  curl {trusting}{url}/v1/chat/completions -H 'Content-Type: application/json' \\",
         f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'',
     )
-    # Not in the log of a background server.
+    # The log of a background server leaves this out.
     if sys.stdout.isatty():
         progress.say("Ctrl-C stops.")
 
@@ -285,7 +289,7 @@ def _shut_down(deployment: RunningDeployment, config: Config, signals: StopSigna
 
 
 def _bounded(work: Callable[[], None], timeout_s: float, signals: StopSignals, progress: ProgressDisplay) -> None:
-    """Runs `work` in a thread and waits until it ends, the time is up, or a second signal comes."""
+    """Runs `work` in a thread, and waits until it ends, the time is up, or a second signal comes."""
     failures: list[Exception] = []
 
     def run() -> None:
@@ -305,7 +309,7 @@ def _bounded(work: Callable[[], None], timeout_s: float, signals: StopSignals, p
 
 
 def as_sentence(error: BaseException | None, home: Home) -> SatchelError:
-    """Returns a failed start-up as an error to show; the traceback of an unexpected one goes into a file."""
+    """Returns the error to show for a failed start-up. If the error is unexpected, its traceback goes into a file."""
     if isinstance(error, SatchelError):
         return error
     log = home.run / "serve.log"

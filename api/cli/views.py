@@ -38,7 +38,7 @@ _OF_REPLICA = (
     "memory_bytes",
     "memory_bytes_max",
 )
-"""What the cluster's view adds to the metrics of a replica."""
+"""The fields of a replica in the cluster's view that are not in its metrics."""
 
 _COLUMNS = {
     "satchel_requests_running": "runs",
@@ -48,7 +48,7 @@ _COLUMNS = {
     "satchel_cached_tokens_total": "cached",
     "satchel_generated_tokens_total": "out",
 }
-"""A replica's numbers, by their names in `/metrics`."""
+"""A replica's columns, by their names in `/metrics`."""
 
 
 def _replicas(metrics: str) -> dict[str, dict[str, Any]]:
@@ -71,7 +71,7 @@ def table(*titles: str, numbers: tuple[str, ...] = ()) -> Table:
     """Makes a table that wraps long names and paths.
 
     Args:
-        numbers: titles of further columns, each of which stays on one line.
+        numbers: titles of further columns, whose cells are not wrapped.
     """
     made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0) if numbers else (0, 1))
     for title in titles:
@@ -93,7 +93,7 @@ def size(count: int | None) -> str:
 
 
 def _cluster(session: httpx.Client) -> dict[str, Any]:
-    """Returns the cluster without its agents; {} if it does not answer, so that the rest is still shown."""
+    """Returns the view of the cluster without its agents; {} if there is no answer, so that the rest is still shown."""
     answer = session.get("/v1/cluster", params={"agents": "0"})
     try:
         return answer.json() if answer.is_success else {}
@@ -102,7 +102,7 @@ def _cluster(session: httpx.Client) -> dict[str, Any]:
 
 
 def _rate(bytes_per_s: float | None) -> str:
-    """Returns the rate as words; a link that has not moved enough to be measured has none."""
+    """Formats a rate; "" for a link that has not transferred enough to be measured."""
     return "rate unknown" if bytes_per_s is None else f"{size(int(bytes_per_s))}/s"
 
 
@@ -201,7 +201,7 @@ def _replica_table(replicas: dict[str, dict[str, Any]], models: dict[str, bool])
 
 
 def _replica_lines(entry: dict[str, Any]) -> Iterator[str]:
-    """What is said of a replica below the table."""
+    """Yields the lines about a replica below the table."""
     if most := entry.get("memory_bytes_max"):
         slots = ", ".join(f"{count} {state}" for state, count in entry["slots"].items())
         yield f"has {size(entry['memory_bytes'])} of {size(most)} for KV and pictures; block slots: {slots}"
@@ -217,7 +217,7 @@ def _replica_lines(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def _plainly(proving: dict[str, Any]) -> str:
-    """Says what of a model or a replica is still being found out, after `is served`."""
+    """Returns the words after "is served" for a model or replica whose self-test has not ended."""
     since = time.strftime("%H:%M:%S", time.localtime(proving["since"]))
     mode = f"in plain mode since {since} (one sequence at a time, no cached KV)"
     return f"{mode} until its self-test ends: {proving['what']}"
@@ -249,7 +249,7 @@ def show_models(home: Home, *, as_json: bool) -> None:
 
 
 def kv_line(model: dict[str, Any]) -> str:
-    """Returns how an entry of `/v1/models` keeps its KV, and why; "" if it does not say."""
+    """Returns the KV policy of an entry of `/v1/models`, and the reason for it; "" if it has none."""
     kept = model.get("kv") or {}
     return f"{kept['policy']}: {kept['why']}" if kept.get("policy") else ""
 
@@ -289,7 +289,7 @@ def show_decision(home: Home, request_id: str, *, as_json: bool) -> None:
 
 
 def _actual_lines(found: dict[str, Any]) -> Iterator[str]:
-    """Says what a decided request took, beside what was estimated."""
+    """Yields a routed request's actual values beside the estimates."""
     cached, first_s = found.get("actual_cached_tokens"), found.get("actual_first_token_s")
     if cached is None and first_s is None:
         yield "The actual values are shown once the request has ended."
@@ -321,8 +321,8 @@ def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:
 
 
 def _server_checks(home: Home) -> list[Check]:
-    """Returns how each served model keeps its KV, and why, what is still being proven of it, and which nodes' disks
-    keep no KV; none if no server answers."""
+    """Returns checks of the running server: each model's KV policy and the reason for it, which self-tests have not
+    ended, and which nodes cannot write KV to disk; none if no server answers."""
     from ...cluster.bring_up.doctor import Check
 
     try:
@@ -330,7 +330,7 @@ def _server_checks(home: Home) -> list[Check]:
             models = get_json(session, "/v1/models").get("data", [])
             closed = get_json(session, "/health", also=(503,)).get("disk_errors", {})
     except SatchelError:
-        # The other checks say what is wrong with it.
+        # The other checks say what is wrong with the server.
         return []
     checks = [Check(f"kv of {model.get('id', '')}", "ok", kept) for model in models if (kept := kv_line(model))]
     for model in models:
@@ -349,7 +349,7 @@ def client(home: Home, *, timeout_s: float) -> Iterator[httpx.Client]:
 
     Raises:
         NotRunning: no server runs there, or it does not answer.
-        ClusterError: this machine is a node of another's cluster, whose endpoint it cannot reach.
+        ClusterError: this machine is a node of a cluster whose endpoint it cannot reach.
     """
     with client_of(find_endpoint(home), timeout_s=timeout_s) as session:
         yield session
@@ -357,7 +357,7 @@ def client(home: Home, *, timeout_s: float) -> Iterator[httpx.Client]:
 
 @contextmanager
 def client_of(found: FoundEndpoint, *, timeout_s: float) -> Iterator[httpx.Client]:
-    """As `client`, for an endpoint that was found."""
+    """As `client`, for an endpoint that was already found."""
     options: dict[str, Any] = {"timeout": httpx.Timeout(timeout_s, connect=5.0), "trust_env": False}
     if found.key:
         options["headers"] = {"Authorization": f"Bearer {found.key}"}

@@ -25,7 +25,7 @@ from .background import BackgroundLoop, Feed, blocking, on_loop
 
 @dataclass(frozen=True)
 class Injection:
-    """The cost of an injection: the tokens of the agent's whole conversation now, how many of them were cached, and how
+    """The cost of an injection: the tokens of the agent's whole conversation, how many of them were cached, and how
     many were computed."""
 
     tokens: int
@@ -34,7 +34,7 @@ class Injection:
 
 
 class Agent:
-    """One agent. Each turn continues its transcript, which the cluster keeps beyond this handle and the server.
+    """One agent. Each turn continues its transcript, which is kept on disk and outlives this handle and the server.
 
     Turns of one agent run one after the other, from all clients. Methods with `_sync` are for code without an event
     loop.
@@ -68,7 +68,7 @@ class Agent:
     ask_sync = blocking(ask)
 
     async def chat(self, text: str, **options: Any) -> AsyncIterator[str]:
-        """Sends `text` and yields the answer as it comes. A turn left early is not remembered."""
+        """Sends `text` and yields the answer as it comes. If the iteration is left early, the turn is not kept."""
         feed = await self._loop.wait(self._start_feed(text, options))
         try:
             while (piece := await self._loop.wait(feed.next())) is not None:
@@ -87,8 +87,8 @@ class Agent:
 
     @on_loop
     async def inject(self, messages: str | Sequence[Any]) -> Injection:
-        """Puts messages (a string is one of the user) into the agent's memory, without a reply. Their KV is computed
-        now, not in the next turn.
+        """Puts messages into the agent's memory, without a reply; a string is a user message. Their KV is computed now,
+        not in the next turn.
 
         Raises:
             AgentBusy: an earlier turn of this agent takes longer than `timeouts.turn_wait_s`.
@@ -101,8 +101,8 @@ class Agent:
 
     @on_loop
     async def fork(self, as_id: str) -> Agent:
-        """Makes a new agent with a copy of this one's memory. KV is shared, not copied; under `share: agent` the new
-        one computes its own at its first turn.
+        """Makes a new agent with a copy of this one's memory. KV is shared, not copied; with `share: agent` the new
+        agent computes its own KV at its first turn.
 
         Raises:
             AgentNotFound: there is no such agent.
@@ -131,7 +131,7 @@ class Agent:
         """Moves this agent's primary to another node, where its next turns run.
 
         Returns:
-            `from`, `to`, `moved` (False if it was there already), `tokens`, `blocks`, `bytes` and `seconds`.
+            `from`, `to`, `moved` (False if it was already there), `tokens`, `blocks`, `bytes` and `seconds`.
 
         Raises:
             InvalidRequest: there is no such node.
@@ -144,7 +144,7 @@ class Agent:
 
     @on_loop
     async def forget(self) -> bool:
-        """Erases this agent's memory; a running turn is not remembered. Returns whether there was any."""
+        """Erases this agent's memory; a running turn is not kept. Returns whether there was any memory."""
         return await forget_agent(self._memory, self._key)
 
     forget_sync = blocking(forget)

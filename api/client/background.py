@@ -27,11 +27,11 @@ _LOOK_S = 2.0
 
 
 class BackgroundLoop:
-    """A background thread with an event loop. Calls that wait when it is closed, or when the server is lost, and later
-    ones raise `NotRunning`.
+    """A background thread with an event loop. If it is closed or the server is lost, waiting and later calls raise
+    `NotRunning`.
 
     Args:
-        watch: the server's; without one, it is never taken for lost.
+        watch: watches the server; without it, the server never counts as lost.
     """
 
     def __init__(self, watch: ServerWatch | None = None) -> None:
@@ -50,7 +50,7 @@ class BackgroundLoop:
         """Runs `work` to the end and returns its result; not from an event loop's thread.
 
         Raises:
-            NotRunning: the loop is closed or the server lost, or that happens meanwhile.
+            NotRunning: the loop is closed or the server is lost, before or during the call.
         """
         future = self._submit(work)
         try:
@@ -68,7 +68,7 @@ class BackgroundLoop:
         """As `run`, from another event loop. Cancelling the caller cancels `work`.
 
         Raises:
-            NotRunning: the loop is closed or the server lost, or that happens meanwhile.
+            NotRunning: the loop is closed or the server is lost, before or during the call.
         """
         future = self._submit(work)
         try:
@@ -82,7 +82,7 @@ class BackgroundLoop:
             raise
 
     def check(self) -> None:
-        """Looks whether the server still runs; not from this loop's thread.
+        """Checks whether the server still runs; do not call it from this loop's thread.
 
         Raises:
             NotRunning: the loop is closed, or the server lost.
@@ -122,12 +122,12 @@ class BackgroundLoop:
         raise self._refusal()
 
     def _interrupt(self) -> None:
-        """Ends whoever waits, now; the work ends as soon as it can."""
+        """Ends all waiting calls at once; their work ends as soon as it can."""
         for future in list(self._waiting):
             future.cancel()
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What was left to do for a server that is gone fails, which is nobody's fault."""
+        """Ignores errors of work for a server that is gone, because they are expected."""
         if self._open:
             loop.default_exception_handler(context)
         else:
@@ -182,9 +182,10 @@ def _is_cancelled() -> bool:
 
 
 class Feed:
-    """A turn running in a task of its own on the background loop, so that its reader may stop at any moment.
+    """A turn that runs in its own task on the background loop, so that its reader may stop at any moment.
 
-    Unread pieces are bounded: past `pieces_max` the turn ends with `SlowReader`, raised after the pieces kept so far.
+    Unread pieces are limited: past `pieces_max` the turn ends with `SlowReader`, which is raised after the pieces so
+    far.
     """
 
     def __init__(self, pieces: AsyncGenerator[str, None], pieces_max: int) -> None:

@@ -53,9 +53,10 @@ Client = TypeVar("Client", RouterClient, ReplicaClient)
 
 @dataclass(frozen=True)
 class Reply:
-    """A finished answer. Lengths are in tokens; `cached_tokens` of the prompt were not computed again. `reasoning` is
-    the reasoning before the answer; `logprobs` has one entry per token if requested. `node` is the replica's, "" if
-    unknown. `remembered` says how the turn was stored in the agent's memory, None without an agent."""
+    """A finished answer. Lengths are in tokens; `cached_tokens` is how many of the prompt's tokens were not computed
+    again. `reasoning` is the reasoning before the answer; `logprobs` has one entry per token if requested. `node` is
+    the replica's node, "" if unknown. `remembered` says how the turn was stored in the agent's memory, None without an
+    agent."""
 
     text: str
     finish_reason: str
@@ -74,11 +75,12 @@ class Reply:
 
 
 def connect(home: str | os.PathLike[str] | None = None, address: str | None = None) -> Cluster:
-    """Connects to a running cluster. If the one that this process was connected to has ended, it leaves that first.
+    """Connects to a running cluster. If this process is still connected to a cluster that has ended, it disconnects
+    first.
 
     Args:
-        home: the server's SATCHEL_HOME; by default the environment's, else `~/.satchel`. Not needed inside a Ray task
-            or actor of the cluster.
+        home: the server's SATCHEL_HOME; by default the environment variable, else `~/.satchel`. Not needed inside a Ray
+            task or actor of the cluster.
         address: the Ray address (`host:port`) instead of the one recorded in `home`. The token and, between machines,
             the certificates come from `home`, which must have joined the cluster once.
 
@@ -92,16 +94,15 @@ def connect(home: str | os.PathLike[str] | None = None, address: str | None = No
 class Cluster:
     """A running cluster. Get one from `connect`; close it, or use it as a context manager.
 
-    If its server ends, all that waits for an answer and all that is asked later raises `NotRunning`; `connect` then
-    makes another one.
+    If its server ends, all waiting and all later calls raise `NotRunning`; then `connect` makes a new `Cluster`.
 
     Attributes:
-        config: the one that the cluster was started with.
+        config: the config with which the cluster was started.
     """
 
     def __init__(self, watch: ServerWatch | None = None) -> None:
-        # Chats need it on a worker thread. MLX keeps state of the thread that imports it, and aborts the process if
-        # that thread ends with the process; the main thread ends last.
+        # Chats use MLX on a worker thread. MLX has state of the thread that imports it, and aborts the process if that
+        # thread ends at exit. So it is imported here, on the main thread, which ends last.
         importlib.import_module("mlx_lm.tokenizer_utils")
         self._loop = BackgroundLoop(watch)
         try:
@@ -130,8 +131,8 @@ class Cluster:
 
     @on_loop
     async def notes(self, name: str) -> list[str]:
-        """Returns what of a model is not served as it was asked for, and why, a sentence each; those of all replicas
-        that answer in time."""
+        """Returns one sentence for each way in which a model is not served as configured, with the reason, from all
+        replicas that answer in time."""
         entries = [entry for entry in await asyncio.to_thread(registry.entries) if entry.model.name == name]
         infos = await infos_of(find_replicas(entries, self.config.timing), self.config.timing)
         return list(dict.fromkeys(note for info in infos.values() for note in info.notes))
@@ -144,7 +145,7 @@ class Cluster:
         return {name: self._watched(replica) for name, replica in found.items()}
 
     def _watched(self, client: Client) -> Client:
-        """Has the client's calls raise `NotRunning` if the server is lost."""
+        """Makes the client's calls raise `NotRunning` if the server is lost."""
         client.actor.on_no_answer = self._loop.check
         return client
 
@@ -165,7 +166,7 @@ class Cluster:
 
         Args:
             source: a Hub id (`owner/name`, `owner/name@revision`), a folder, or `embedded:NAME`.
-            name: what clients call it; by default the Hub id, or the folder's name.
+            name: its name for clients; by default the Hub id, or the folder's name.
             adapter: a LoRA or DoRA adapter as mlx-lm writes them, a folder or a Hub id.
             self_test: whether it runs its self-test (`Model.self_test`).
             report: called with the current step and the fraction done, None if unknown.
@@ -194,7 +195,7 @@ class Cluster:
         """Stops serving a model. Its running requests have `timeouts.drain_s` to finish.
 
         Args:
-            report: called with the current step and None, once no new request finds the model.
+            report: called with the current step and None, once no new request can use the model.
 
         Raises:
             ModelNotFound: no such model is served.
@@ -231,14 +232,15 @@ class Cluster:
 
     @on_loop
     async def pack(self, agent: str, path: str | os.PathLike[str], *, passphrase: str | None = None) -> int:
-        """Packs an agent into a new file, as `satchel agents pack` does, and returns its bytes. On the head's machine.
+        """Packs an agent into a new file, as `satchel agents pack` does, and returns its length in bytes. Only on the
+        head's machine.
 
         Args:
             passphrase: encrypts the file.
 
         Raises:
             AgentNotFound: the agent is unknown.
-            InvalidRequest: the file is there already, or the passphrase is empty.
+            InvalidRequest: the file exists already, or the passphrase is empty.
             DiskFull, RequestTooLarge, Unavailable: it cannot be packed now, or not on this machine.
             SatchelError: the file cannot be written.
         """
@@ -260,24 +262,24 @@ class Cluster:
         replace: bool = False,
         passphrase: str | None = None,
     ) -> dict[str, Any]:
-        """Brings an agent in from a file, as `satchel agents unpack` does. On the head's machine.
+        """Unpacks an agent from a file, as `satchel agents unpack` does. Only on the head's machine.
 
         Args:
-            agent: another id than the one it was packed with.
+            agent: a new id instead of the one that it was packed with.
             replace: whether an agent of that id is replaced.
 
         Returns:
-            What `PUT /v1/agents/{id}/satchel` answers: `id`, `branches`, `replaced`, and in `kv` how many `entries` of
-            how many came, and why not the others.
+            The answer of `PUT /v1/agents/{id}/satchel`: `id`, `branches`, `replaced`, and in `kv` how many `entries`
+            `of` how many were unpacked, and `why_not` all.
 
         Raises:
             InvalidRequest: the file cannot be read, or is encrypted and there is no passphrase.
-            InvalidSatchel: it is none, not whole, or has another passphrase.
-            AgentExists: there is such an agent.
-            DiskFull, RequestTooLarge, MemoryFull, Unavailable: it cannot be taken in now, or not on this machine.
+            InvalidSatchel: it is not a satchel, is incomplete, or has another passphrase.
+            AgentExists: there is already an agent of that id.
+            DiskFull, RequestTooLarge, MemoryFull, Unavailable: it cannot be unpacked now, or not on this machine.
         """
         with ExitStack() as stack:
-            # An encrypted file takes a while to open.
+            # In a thread: opening an encrypted file takes a while.
             opened = opened_satchel(Path(path), lambda: _secret(passphrase))
             found = await asyncio.to_thread(stack.enter_context, opened)
 
@@ -286,15 +288,15 @@ class Cluster:
                     await take(piece)
 
             key = agent_key(found.agent if agent is None else agent)
-            # Whoever has a handle may run code in the cluster.
+            # A caller with a handle can run code in the cluster anyway.
             return await unpacked(self._memory, key, save, found.nbytes, replace=replace, trusted=True, limits={})
 
     unpack_sync = blocking(unpack)
 
     @on_loop
     async def nodes(self) -> list[dict[str, Any]]:
-        """Returns the machines of the cluster, the head first, as `GET /v1/cluster` does: names, addresses, which are
-        up, their replicas, links with measured bytes per second, free memory, KV in memory and on disk.
+        """Returns the machines of the cluster, the head first, as `GET /v1/cluster` does: their names, addresses,
+        whether they are up, replicas, links with measured bytes per second, free memory, KV in memory and on disk.
 
         Raises:
             Unavailable: the control store does not answer.
@@ -305,7 +307,7 @@ class Cluster:
 
     @on_loop
     async def generate(self, prompt: str | Sequence[Any], *, model: str = "", agent: str = "", **options: Any) -> Reply:
-        """Answers one prompt: a string is continued as it stands, a list of messages is a conversation.
+        """Answers one prompt: a string is continued as it is, a list of messages is a conversation.
 
         Args:
             agent: the agent whose memory is used and extended; "" for none.
@@ -331,10 +333,10 @@ class Cluster:
         """Returns the embeddings of texts, `(texts, dimensions)` float32; of one text `(dimensions,)`.
 
         Args:
-            dimensions: how many numbers an embedding keeps, None for all.
+            dimensions: how many numbers of an embedding are returned, None for all.
 
         Raises:
-            RequestError: the request is invalid, or the model embeds nothing.
+            RequestError: the request is invalid, or the model does not support embeddings.
             Unavailable: no replica accepts it now.
         """
         given = texts if isinstance(texts, str) else list(texts)
@@ -412,13 +414,13 @@ def _secret(passphrase: str | None) -> bytes:
 
 
 def _default_name(source: str) -> str:
-    """The Hub id without its revision, or the folder's name."""
+    """Returns the Hub id without its revision, or the folder's name."""
     folder = Path(source).expanduser()
     return folder.resolve().name if folder.is_dir() else source.removeprefix("embedded:").partition("@")[0]
 
 
 def _check_text(info: ModelInfo) -> None:
-    """Checks that texts can be written for a model, where its files are on this machine.
+    """Checks that a model's tokenizer loads, if its files are on this machine.
 
     Raises:
         ModelLoadError: its tokenizer does not load.

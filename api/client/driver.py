@@ -1,4 +1,4 @@
-"""The connection of this process to a cluster, as a Ray driver that lives on if the cluster ends."""
+"""The connection of this process to a cluster, as a Ray driver that survives the end of the cluster."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ...cluster.errors import ClusterError, NotRunning
 from .watch import KNOCK_S, ServerWatch, host_and_port
 
 _changing = threading.Lock()
-"""One thread at a time makes or ends this process's connection, of which Ray has one."""
+"""One thread at a time makes or ends this process's connection: Ray allows only one per process."""
 
 
 def connect_driver(home: str | os.PathLike[str] | None, address: str | None) -> ServerWatch | None:
-    """Connects this process, unless it is connected to a cluster that runs.
+    """Connects this process, unless it is already connected to a running cluster.
 
     Args:
         home, address: as for `connect`.
@@ -31,7 +31,7 @@ def connect_driver(home: str | os.PathLike[str] | None, address: str | None) -> 
 
     Raises:
         NotRunning: no server runs there.
-        ClusterError: this process is connected to another cluster, which runs.
+        ClusterError: this process is connected to another running cluster.
     """
     where = Home(Path(home).expanduser().absolute()) if home is not None else default_home()
     with _changing:
@@ -52,7 +52,7 @@ def connect_driver(home: str | os.PathLike[str] | None, address: str | None) -> 
 
 
 def _watch_of(present: str, home: Home, address: str | None, *, chosen: bool) -> ServerWatch | None:
-    """Returns the watch of the cluster to which this process is connected, None if that has ended.
+    """Returns the watch of the cluster to which this process is connected, None if that cluster has ended.
 
     Args:
         present: the address of its control store.
@@ -80,7 +80,8 @@ def _watch(record: ClusterRecord) -> ServerWatch:
 
 
 def _has_ended(address: str, *, replaced: bool) -> bool:
-    """Returns whether nothing listens there any more. Silence is an end only if another server has taken its place."""
+    """Returns whether the control store at this address has ended: it refuses connections, or it is silent and another
+    server has taken its place."""
     try:
         socket.create_connection(host_and_port(address), timeout=KNOCK_S).close()
     except ConnectionRefusedError:

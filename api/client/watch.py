@@ -1,4 +1,5 @@
-"""Whether the server of Python handles still runs. Ray says so after a minute, or never; this file within seconds."""
+"""Watches whether the server of Python handles still runs. Ray notices its end after a minute or never; this file
+notices it within seconds."""
 
 from __future__ import annotations
 
@@ -11,22 +12,22 @@ from ...cluster.patches import rest_ray_listener
 from ...cluster.processes import ProcessMark
 
 LOOK_S = 0.5
-"""The time between two looks."""
+"""Seconds between two checks."""
 
 KNOCK_S = 1.0
 """How long the control store may take to accept a connection."""
 
 SILENCE_S = 6.0
 SILENT_LOOKS = 5
-"""A control store that accepts no connection for so long, in so many looks, is lost. Looks are counted too: time alone
-also passes while this process, or its machine, stands still."""
+"""The control store is lost if it accepts no connection for this many seconds and in this many checks. Checks are
+counted too, because time also passes while this process, or its machine, stands still."""
 
 
 class ServerWatch:
     """Watches the server of one cluster, on one event loop.
 
-    It has ended for good if its process has, or if its machine refuses connections to Ray's control store. If nothing
-    answers, it is lost until something does.
+    The server has ended for good if its process has ended, or if its machine refuses connections to Ray's control
+    store. If nothing answers, the server is lost until something answers.
 
     Args:
         address: the control store's, `HOST:PORT`.
@@ -47,12 +48,12 @@ class ServerWatch:
 
     @property
     def lost(self) -> bool:
-        """Whether nothing that the cluster is asked can be answered now."""
+        """Whether the cluster can answer no calls now."""
         silent = self._silent_looks >= SILENT_LOOKS and time.monotonic() - self._heard_at >= SILENCE_S
         return self._ended or silent
 
     def refusal(self) -> NotRunning:
-        """Returns the error of everything that is asked while the server is lost."""
+        """Returns the error of all calls while the server is lost."""
         if self._ended:
             return NotRunning(
                 f"the server (control store {self._address}) has ended; start it with `satchel serve`, then `connect()`"
@@ -60,7 +61,7 @@ class ServerWatch:
         return NotRunning(f"the server (control store {self._address}) does not answer; it may come back")
 
     async def look(self) -> None:
-        """Looks once, for `KNOCK_S` at most."""
+        """Checks once, for at most `KNOCK_S`."""
         if self._process is not None and not self._process.is_alive():
             self._end()
             return
@@ -80,7 +81,7 @@ class ServerWatch:
         rest_ray_listener()
 
     async def follow(self, on_lost: Callable[[], None]) -> None:
-        """Looks until the server has ended, and calls `on_lost` each time that it is lost."""
+        """Checks until the server has ended, and calls `on_lost` each time that it is lost."""
         while not self._ended:
             before = self.lost
             await self.look()

@@ -29,7 +29,7 @@ T = TypeVar("T")
 SENT_MAX = 4096
 
 LATE_S = 0.5
-"""A time limit that comes this much later than it was set shows that its process stood still."""
+"""If a timeout fires this many seconds late, this process itself stood still."""
 
 
 class ReplicaConnection:
@@ -37,11 +37,11 @@ class ReplicaConnection:
 
     Args:
         node: the replica's node, "" if unknown.
-        broke: called once the connection is broken, with whether the replica seems lost. The sequences hear of it after
-            that.
+        broke: called once the connection is broken, with whether the replica seems lost. The sequences get their error
+            after that.
 
     Attributes:
-        sequences: for each sequence what takes its updates, or why it ended.
+        sequences: for each sequence a function that takes its updates or its error.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ReplicaConnection:
         self.node = node
         self._frame_silence_s = timing.frame_silence_s
         self.client = ReplicaClient(replica, timing)
-        # A new id each time: the next link does not read what a broken one left at a living replica.
+        # A new id each time, so that a new connection does not read what a broken one left at a living replica.
         self.consumer = f"consumer-{uuid.uuid4().hex}"
         self.sequences: dict[str, Callable[[SequenceUpdate | SatchelError], None]] = {}
         self.broken = asyncio.Event()
@@ -60,7 +60,7 @@ class ReplicaConnection:
         self.died = False
         """Whether its process has ended, according to Ray."""
         self.probation = asyncio.Lock()
-        """Held by the one suspect sequence (`sequences.py`) that is tried there."""
+        """Held by the one suspect sequence (`sequences.py`) that is tested there."""
         self.sent = SentPictures()
         self._broke = broke
         self._reading = detached(self._read())
@@ -84,8 +84,9 @@ class ReplicaConnection:
                 for update in frame:
                     self._deal(update)
         except Exception as error:
-            # Any error: sequences that nobody reads must not wait. If the time limit itself came late, this process
-            # stood still, as on a Mac that slept, and the silence says nothing about the replica.
+            # Any error breaks the connection, because sequences must not wait if nothing reads their frames. If the
+            # timeout itself came late, this process stood still, for example on a Mac that slept, so the replica may be
+            # fine.
             reason = type(error.__cause__ or error).__name__
             late_s = time.monotonic() - asked - self._frame_silence_s
             lost = not isinstance(error, ActorSilent) or late_s < LATE_S
@@ -101,7 +102,7 @@ class ReplicaConnection:
         take(update)
 
     def _break(self, reason: str, lost: bool) -> None:
-        """Has all sequences at the replica aborted, and each continue elsewhere."""
+        """Aborts all sequences at the replica, and has each fail over."""
         logger.warning(
             "the link to replica %s broke (%s); %d sequences fail over", self.replica, reason, len(self.sequences)
         )
@@ -121,8 +122,8 @@ async def unless_broken(link: ReplicaConnection, call: Awaitable[T]) -> T:
     """Returns the answer to a call.
 
     Raises:
-        SatchelError: what the replica raised, or `NoAnswer`. A broken link ends the wait too, because a call to a
-            machine that is gone fails only late.
+        SatchelError: what the replica raised, or `NoAnswer`. A broken connection ends the wait too, because a call to a
+            lost machine fails only after a long time.
     """
     answer = asyncio.ensure_future(call)
     broken = asyncio.ensure_future(link.broken.wait())

@@ -1,4 +1,4 @@
-"""The backend over Ray: what serves requests asks it for models, answers, vectors and the state of the cluster."""
+"""The backend over Ray: models, answers, vectors and the state of the cluster, for everything that serves requests."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class RayBackend:
         return await RayPooling(self.routing, request).run()
 
     async def health(self) -> dict[str, bool]:
-        """Returns for every served model whether a replica answers and the model's description is known here."""
+        """Returns, for every served model, whether a replica answers and the model's description is known here."""
         known = {model.info.name for model in await self.models()}
         stats = await self.stats()
         answering = {stat.model for stat in stats if stat.answers}

@@ -1,5 +1,4 @@
-"""Removes a node from its cluster for good: its running answers end or go on elsewhere, then its agents move to other
-nodes."""
+"""Removes a node from its cluster for good: its sequences end or fail over, then its agents move to other nodes."""
 
 from __future__ import annotations
 
@@ -20,20 +19,20 @@ from ...cluster.timing import Timing
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 4
-"""How many agents are moved at the same time; a move waits for the network and for disks."""
+"""How many agents are moved at the same time. Several, because a move waits for the network and for disks."""
 
 
 @dataclass(frozen=True)
 class HandedOver:
-    """How many agents have a new primary, and how many are left with only the secondaries they had."""
+    """How many agents moved to a new primary, and how many are left with only their secondaries."""
 
     moved: int = 0
     left: int = 0
 
 
 async def drain_and_hand_over(replicas: Mapping[str, ReplicaClient], node: Node, timing: Timing) -> HandedOver:
-    """Drains a node: accepts no new agents, waits at most `node_drain_s` for its replicas' sequences, has the others go
-    on elsewhere, then moves its agents to other nodes within `hand_over_s`.
+    """Drains a node: it accepts no new agents, its sequences have `node_drain_s` to end and the others fail over, then
+    its agents move to other nodes within `hand_over_s`.
 
     Raises:
         SatchelError: the node's store or the router does not answer.
@@ -54,12 +53,12 @@ async def drain_and_hand_over(replicas: Mapping[str, ReplicaClient], node: Node,
 
     async def move(agent: str) -> bool:
         places = (await router.places([agent]).within(answer_s)).places
-        # A secondary already has most of the agent's data.
+        # Prefer a node with a secondary, which already has most of the agent's data.
         copies = [copy for place in places for copy in place.copies]
         # `hand_over` limits the time.
         to = next(iter(copies), secondary_nodes(agent, others, 1)[0])
         try:
-            # A turn whose sequence has just gone to another node may take longer than this node stays.
+            # The turn of a sequence that has just failed over may take longer than this node stays.
             await store.move(agent, to, at_once=True).within(timing.hand_over_s)
         except NoAnswer:
             raise

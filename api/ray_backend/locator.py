@@ -1,4 +1,4 @@
-"""Finds the node of an agent's primary: asks the router, caches the answer, promotes a secondary if a node is lost.
+"""Finds the node of an agent's primary: asks the router, caches the answer, and promotes a secondary if a node is lost.
 
 The primary of a new agent is chosen by the agent's name alone, so that all processes choose the same node.
 """
@@ -31,12 +31,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Question = Callable[[StoreClient], Call[T]]
-"""A call to the store of an agent's primary, which is found later."""
+"""A call to the store of an agent's primary, made before it is known which node that is."""
 
 KNOWN_MAX = 10_000
 SILENT_READS = 20
-"""A store that is silent in so many successive lists of nodes is given up. That is longer than one operation of a slow
-disk. Lists are counted, not seconds: after a standstill of the whole machine the store has reported again by then."""
+"""A store is given up if it is silent in this many successive lists of nodes. That is longer than one operation of a
+slow disk. Lists are counted instead of seconds: if the whole machine stood still, the store reports again before the
+count is reached."""
 
 FIRST_LOOK_S = 0.2
 """Time until the first check whether the node of an awaited store still runs; later checks come every `nodes_s`. Ray
@@ -61,7 +62,7 @@ class AgentLocator:
         self._stores: dict[str, StoreClient] = {}
         self._promotions: dict[str, asyncio.Task[str]] = {}
         self._checks: dict[str, asyncio.Task[bool]] = {}
-        # A turn may wait so long for the one before it, and a move for KV.
+        # A turn may wait this long for the one before it, and a move for KV.
         self._answer_s = config.timeouts.turn_wait_s + timing.store_answer_s
 
     @property
@@ -93,12 +94,12 @@ class AgentLocator:
             logger.warning("%s", error.message)
 
     async def alive(self) -> list[str]:
-        """Returns the nodes whose stores report; only the head if none is known to."""
+        """Returns the nodes whose stores report; only the head if no node is known."""
         return [name for name, lives in (await self.nodes()).items() if lives] or [self._head]
 
     async def nodes(self) -> dict[str, bool]:
-        """Returns every node that ever reported, and whether its store still does; the last known state if the router
-        does not answer."""
+        """Returns every node that ever reported, with whether its store still reports; if the router does not answer,
+        the last known state."""
         if time.monotonic() - self._read_at > self._timing.nodes_s:
             try:
                 reports = await self._router.nodes().within(self._timing.brief_answer_s)
@@ -112,7 +113,7 @@ class AgentLocator:
         return self._nodes
 
     async def check(self, node: str) -> bool:
-        """Returns whether the node still runs, as far as can be told now. Called after a call to it failed or takes
+        """Returns whether the node still runs, as far as can be told now. Used if a call to the node failed or takes
         long.
 
         If it has ended, the router is told, so that no process waits for the node's silence to time out.
@@ -229,7 +230,7 @@ class AgentLocator:
                 if node not in await self.alive() or not await self.check(node) or time.monotonic() >= ends:
                     raise TimeoutError
                 if self._silent_reads.get(node, 0) >= SILENT_READS:
-                    # The only node, or one that counts as alive because the router does not answer.
+                    # This is the only node, or it counts as alive because the router does not answer.
                     raise TimeoutError
                 look_s = self._timing.nodes_s
         finally:
@@ -240,14 +241,14 @@ async def _shared(tasks: dict[str, asyncio.Task[T]], key: str, work: Callable[[]
     """Returns the result of `work`, run once for all concurrent callers; a caller's cancellation does not end it."""
     task = tasks.get(key)
     if task is None:
-        # In a context of its own: with a request, Ray cancels the calls that it takes for the request's children.
+        # A new context: Ray cancels calls that it takes for a request's children together with the request.
         task = tasks[key] = asyncio.create_task(work(), context=contextvars.Context())
         task.add_done_callback(lambda _: tasks.pop(key, None))
     return await asyncio.shield(task)
 
 
 async def has_ended(node: str, timing: Timing) -> bool:
-    """Returns whether no process of the cluster runs on the node any more. False if that cannot be told now."""
+    """Returns whether all processes of the cluster on the node have ended. False if that cannot be told now."""
     try:
         async with asyncio.timeout(timing.brief_answer_s):
             ports = await asyncio.to_thread(_ports, Node(name=node).resource)

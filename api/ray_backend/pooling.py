@@ -1,4 +1,4 @@
-"""Follows a request for vectors from replica to replica. It leaves nothing behind, so it is simply asked again."""
+"""Follows a request for vectors from replica to replica. It has no state at a replica, so it is simply sent again."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class RayPooling:
     """One request for vectors.
 
-    It may be what ends a replica's process. So once that has happened, it is tried where nothing else is suspected
-    (`sequences.py`), and it is given up if that process ends too.
+    The request itself may crash a replica's process. So after one crash it is sent to a replica that tests no other
+    suspect (`sequences.py`), and it is given up if that process crashes too.
     """
 
     def __init__(self, routing: Routing, request: PoolingRequest) -> None:
@@ -44,7 +44,7 @@ class RayPooling:
                 finally:
                     self._routing.release(SequenceLeft(decision.replica, self._request.request_id))
             except Unavailable:
-                # A replica that was lost may be the only one, and start again.
+                # The lost replica may be the only one; then it restarts.
                 waited_s = time.monotonic() - self._lost_at
                 if self._losses > ATTEMPTS or waited_s > self._routing.config.timing.recovery_s:
                     raise
@@ -76,7 +76,7 @@ class RayPooling:
         return decision
 
     async def _ask(self, decision: Decision) -> PooledTexts | None:
-        """Returns the replica's answer; None if another one is to be asked.
+        """Returns the replica's answer; None if another replica must be asked.
 
         Raises:
             SatchelError: it failed, or is given up.
@@ -113,7 +113,7 @@ class RayPooling:
                 link.probation.release()
 
     async def _note_death(self, decision: Decision) -> None:
-        """Counts a process that ended while it computed the request.
+        """Counts a replica's process that ended while it computed the request.
 
         Raises:
             GenerationFailed: it is given up.
@@ -121,7 +121,7 @@ class RayPooling:
         self._deaths += 1
         if self._deaths < DEATHS_MAX:
             return
-        # No request ends a whole node.
+        # If the whole node is gone, the request did not cause it.
         if decision.node and not await self._routing.node_lives(decision.node):
             self._deaths -= 1
             return

@@ -20,11 +20,11 @@ from .served import DetachedTasks, ServedModels
 
 
 class Routing:
-    """Asks the router, tells it what happens to sequences, and keeps a connection to each replica. Lives on the event
-    loop on which it is made.
+    """Asks the router, tells it what happens to sequences, and has a connection to each replica. Use it on the event
+    loop on which it was made.
 
     Attributes:
-        failovers: how many sequences have gone on at another replica.
+        failovers: how many sequences have failed over.
     """
 
     def __init__(self, config: Config, locator: AgentLocator) -> None:
@@ -38,7 +38,8 @@ class Routing:
         self._background = DetachedTasks()
 
     def model_ids(self, model: str) -> Sequence[bytes]:
-        """Returns the ids that a model's replicas had at its last routing; nodes may compute differently."""
+        """Returns the model ids that a model's replicas had when it was last routed; nodes that compute differently
+        have other ids."""
         return self._model_ids.get(model, ())
 
     async def route(
@@ -47,7 +48,7 @@ class Routing:
         """Returns the router's decision.
 
         Args:
-            others: the same request for replicas with other model ids.
+            others: the same request with the block ids for other model ids.
 
         Raises:
             NoReplica: the router has none, or is itself restarting.
@@ -85,7 +86,7 @@ class Routing:
         self.tell(self.router.lose(replica))
 
     def release(self, left: SequenceLeft) -> None:
-        """Tells the router that the request no longer loads the replica: it was refused, or has ended."""
+        """Tells the router that the request no longer counts as load of the replica: it was refused, or has ended."""
         self.tell(self.router.release(left))
 
     def link(self, decision: Decision) -> ReplicaConnection:
@@ -105,7 +106,7 @@ class Routing:
             return
         self.lose(link.replica)
         if link.node:
-            # If it has ended, nothing else there is asked.
+            # If the node has ended, nothing else on it is asked.
             self.background(self.node_lives(link.node))
 
     async def node_lives(self, node: str) -> bool:
@@ -117,7 +118,7 @@ class Routing:
         self._background.begin(work)
 
     def tell(self, call: Call[None]) -> None:
-        """Tells the router something, now or never."""
+        """Tells the router something, without a retry."""
 
         async def told() -> None:
             # A router that restarts has lost this state anyway.
@@ -154,7 +155,7 @@ class Routing:
 
 
 def _pictures_of(request: GenerateRequest) -> list[tuple[bytes, int, int, bool]]:
-    """Returns `RouteRequest.pictures` of a request."""
+    """Returns a request's pictures in the form of `RouteRequest.pictures`."""
     spans = [(one.start, len(one.tokens)) for one in request.media]
     needed = embeddings_needed(request.root_id, request.prompt, spans)
     return [(*each, bool(one.pixels)) for each, one in zip(needed, request.media, strict=True)]
@@ -163,8 +164,9 @@ def _pictures_of(request: GenerateRequest) -> list[tuple[bytes, int, int, bool]]
 def may_split(request: GenerateRequest) -> bool:
     """Returns whether a request may be prefilled on one node and decoded on another.
 
-    KV goes from node to node by their disks, where only agents' KV may be. Image embeddings would have to travel too,
-    and sequences that share a prefill, or have already generated something, stay together with what they have.
+    KV goes from one node's disk to another's, and only agents' KV may be on disk. A request with pictures would need
+    its image embeddings sent too. Sequences that share a prefill stay with it, and those that have already generated
+    tokens stay where their KV is.
     """
     sampling = request.sampling
     alone = request.choices == 1 and sampling.choice == 0 and not request.generated

@@ -1,8 +1,8 @@
 """Follows one sequence from replica to replica: places it, reads it, and places it again if its replica is lost.
 
 A sequence may itself crash a replica's process. So it becomes a *suspect* if the last process that had it ended before
-the sequence's first token there. A replica tries one suspect at a time, until its first token clears it. If another
-process ends meanwhile, the suspect it tried is to blame and is given up.
+the sequence's first token there. A replica tests one suspect at a time, until the first token clears it. If that
+process ends too, the suspect caused it and is given up.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from .split import Prefill
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 4
-"""How many replicas may refuse a sequence before the refusal is final, and how many it may lose without progress."""
+"""After this many refusals a sequence is refused; after this many lost replicas without progress it fails."""
 
 DEATHS_MAX = 2
-"""A sequence is given up if so many successive replicas' processes have ended before its first token there."""
+"""A sequence is given up if this many successive replicas' processes ended before its first token there."""
 
 PROGRESS_TOKENS = 16
-"""So many tokens at one replica reset the count of lost replicas."""
+"""This many tokens at one replica reset the count of lost replicas."""
 
 
 class RayGeneration:
@@ -106,7 +106,8 @@ class RayGeneration:
             if placement == self._placement and (update.tokens or update.finish is not None):
                 self._end_probation()
             unread_max = self._routing.config.endpoint.unread_tokens_max
-            # This update does not count: a stalled event loop gets many tokens at once and is no slow reader.
+            # This update itself does not count: a stalled event loop gets many tokens at once, but is not a slow
+            # reader.
             if self._unread > unread_max and update.finish is None:
                 self._give_up(unread_max)
                 return
@@ -116,7 +117,7 @@ class RayGeneration:
         self._updates.put_nowait((placement, update))
 
     def _measure(self, update: SequenceUpdate) -> None:
-        """Notes what the router has estimated."""
+        """Notes the actual values of what the router estimated."""
         if update.cached_tokens is not None:
             computed = self._prefill.cached_tokens if self._prefill is not None else None
             self._cached_tokens = update.cached_tokens if computed is None else min(update.cached_tokens, computed)
@@ -124,12 +125,12 @@ class RayGeneration:
             self._first_token_s = time.monotonic() - self._placed_at
 
     def _release(self) -> None:
-        """Tells the router that the sequence has ended at its replica, and what it took there."""
+        """Tells the router that the sequence has ended at its replica, with the actual values there."""
         left = SequenceLeft(self.replica, self.request_id, self._cached_tokens, self._first_token_s)
         self._routing.release(left)
 
     def _give_up(self, unread_max: int) -> None:
-        """Drops what waits for a reader that is too slow, and aborts the sequence."""
+        """Drops the unread tokens of a reader that is too slow, and aborts the sequence."""
         while not self._updates.empty():
             self._updates.get_nowait()
         self._unread = 0
@@ -196,7 +197,7 @@ class RayGeneration:
             link = self._link
             self._unlink()
             self._routing.lose(decision.replica)
-            # A replica that was dead before may never have received the sequence.
+            # A replica that died before the call may never have received the sequence.
             if link is not None and link.heard and (link.died or isinstance(error, ActorLost)):
                 await self._note_death()
             if self._deaths >= DEATHS_MAX:
@@ -209,13 +210,14 @@ class RayGeneration:
         return refusal
 
     async def _called(self, model_id: bytes) -> GenerateRequest:
-        """Returns the request for replicas with that model id; b"" keeps the present one."""
+        """Returns the request with the block ids for that model id; b"" keeps the present one."""
         if model_id in (b"", self.model_id):
             return self._request
         return await called(self._request, model_id, self._scope)
 
     async def _submit(self, link: ReplicaConnection, request: GenerateRequest) -> SatchelError | None:
-        """Submits the sequence; without the pictures sent before, if possible. Returns None if accepted, else why not.
+        """Submits the sequence, if possible without pictures that were sent before. Returns None if accepted, else why
+        not.
 
         Raises:
             NoAnswer: the replica is lost.
@@ -240,7 +242,8 @@ class RayGeneration:
     async def _submit_anew(
         self, link: ReplicaConnection, request: GenerateRequest, refusal: SatchelError
     ) -> SatchelError | None:
-        """Submits a refused sequence with the ids that its replica has now. Returns and raises as `_submit`."""
+        """Submits a refused sequence with the block ids for the model id that its replica has now. Returns and raises
+        as `_submit`."""
         info = await unless_broken(link, self._routing.info(link.replica))
         if info is None or info.model_id == request.model_id:
             return refusal
@@ -252,14 +255,15 @@ class RayGeneration:
     async def _submit_split(
         self, link: ReplicaConnection, request: GenerateRequest, decision: Decision
     ) -> SatchelError | None:
-        """As `_submit`, and has the prompt prefilled on another node until there is news of the sequence."""
+        """As `_submit`, and starts the prefill of the prompt on another node; it ends with the sequence's first
+        update."""
         prefill = self._prefill = Prefill(self._routing, decision, request)
         prefill.begin(link)
         tokens = len(request.prompt) - 1
         return await self._submit(link, replace(request, pull_tokens=tokens, pull_wait_s=decision.wait_s))
 
     def _unlink(self) -> bool:
-        """Detaches the sequence from its link. Returns whether it was running there."""
+        """Detaches the sequence from its connection. Returns whether it was running there."""
         self._end_probation()
         if self._prefill is not None:
             self._prefill.end()
@@ -267,7 +271,7 @@ class RayGeneration:
         return link is not None and link.sequences.pop(self.request_id, None) is not None
 
     async def _begin_probation(self, link: ReplicaConnection) -> None:
-        """Waits until no other suspect is tried at the replica.
+        """Waits until no other suspect is tested at the replica.
 
         Raises:
             NoAnswer: the replica is lost.
@@ -285,7 +289,7 @@ class RayGeneration:
         self._probation = probation
 
     def _end_probation(self) -> None:
-        """Lets the next suspect be tried at the replica."""
+        """Lets the next suspect be tested at the replica."""
         probation, self._probation = self._probation, None
         if probation is not None:
             probation.release()
@@ -293,7 +297,7 @@ class RayGeneration:
     async def _note_death(self) -> None:
         """Counts a replica's process that ended before the sequence's first token there."""
         self._deaths += 1
-        # No sequence ends a whole node.
+        # If the whole node is gone, the sequence did not cause it.
         if self._deaths == DEATHS_MAX and self.node and not await self._routing.node_lives(self.node):
             self._deaths -= 1
 
@@ -304,7 +308,8 @@ class RayGeneration:
         return self._iterate()
 
     async def _iterate(self) -> AsyncIterator[SequenceUpdate]:
-        """Yields the sequence's updates, from whichever replica has it: the first of an answer's four generators."""
+        """Yields the sequence's updates from the replica that has it: the first of the four generators that an answer
+        passes."""
         try:
             while not self._over:
                 placement, update = await self._updates.get()
@@ -327,10 +332,10 @@ class RayGeneration:
                 self._tokens.extend(update.tokens)
                 prefill, self._prefill = self._prefill, None
                 if prefill is not None and update.cached_tokens is not None and prefill.cached_tokens is not None:
-                    # What another node computed for this sequence was computed.
+                    # Tokens that another node prefilled for this sequence do not count as cached.
                     update = replace(update, cached_tokens=min(update.cached_tokens, prefill.cached_tokens))
                 if self._request.generated:
-                    # Not the first replica: the client already has the first one's count.
+                    # After a failover the client keeps the first replica's count.
                     update = replace(update, cached_tokens=None)
                 self._over = update.finish is not None
                 yield update
@@ -340,8 +345,7 @@ class RayGeneration:
             await self.abort()
 
     def _picture_lost(self, update: SequenceUpdate) -> SatchelError | None:
-        """Returns the error of a sequence that ended only because its replica lacks a picture it was thought to
-        have."""
+        """Returns the error if a sequence ended only because its replica lacks a picture that was not sent again."""
         if update.error is None or not self._lacks_pixels or self._link is None:
             return None
         error = from_wire(update.error)
@@ -351,8 +355,9 @@ class RayGeneration:
         return error
 
     def _refused_late(self, update: SequenceUpdate) -> SatchelError | None:
-        """Returns why a sequence that waited for another node's prefill was refused then, if others may take it; or one
-        that waited while its replica was proven; or, however far it has come, one whose replica's node leaves."""
+        """Returns the error of a sequence that its replica accepted and then refused, if another replica may take it.
+        Its replica's node leaves, however many tokens there are; or it had waited for another node's prefill, or for
+        the self-test."""
         if update.error is None:
             return None
         error = from_wire(update.error)
@@ -360,8 +365,8 @@ class RayGeneration:
         return error if isinstance(error, tried_again) else None
 
     async def _go_on(self, loss: SatchelError) -> None:
-        """Submits the sequence again, with its tokens so far in the prompt. After a lost replica it goes to another
-        one, or to the same one restarted.
+        """Fails over: submits the sequence again, with its tokens so far in the prompt. After a lost replica it goes to
+        another one, or to the same one restarted.
 
         Sampling noise is a function of seed and position, so the text continues as if nothing had happened.
 
@@ -370,7 +375,7 @@ class RayGeneration:
         """
         self._unlink()
         done = len(self._tokens)
-        # Refused only after it had waited for another node's prefill, or lost meanwhile: that is not tried again.
+        # It was refused after it had waited for another node's prefill, or lost meanwhile: it is not split again.
         split = self._prefill is not None
         if not isinstance(loss, ReplicaLeaves):
             self._losses = 1 if done >= PROGRESS_TOKENS else self._losses + 1
@@ -392,7 +397,7 @@ class RayGeneration:
             block_ids=await asyncio.to_thread(block_ids, first.root_id, prompt),
             sampling=replace(first.sampling, max_tokens=left),
             generated=first.generated + done,
-            # The other choices have generated other tokens by now.
+            # The other choices have other tokens by now, so the prompts differ.
             choices=1,
             deadline_s=max(0.1, first.deadline_s - (now - self._started)),
         )
@@ -415,7 +420,7 @@ class RayGeneration:
             await leaving
 
     def _leave(self) -> Coroutine[Any, Any, None] | None:
-        """Detaches the sequence and returns the call that aborts it, None if it runs nowhere."""
+        """Detaches the sequence and returns the call that aborts it, None if no replica has it."""
         link = self._link
         if not self._unlink() or link is None:
             return None
@@ -424,11 +429,11 @@ class RayGeneration:
 
 
 def given_up(request_id: str, model: str, replica: str) -> GenerationFailed:
-    """Records the crashes that a request may have caused as an incident, and returns its error.
+    """Records an incident, as the request may have crashed replicas, and returns the request's error.
 
     Args:
-        request_id: the caller's, and a random part.
-        replica: the last that ended.
+        request_id: the caller's id followed by a random part.
+        replica: the last one that crashed.
     """
     reason = f"{DEATHS_MAX} replicas crashed one after the other when they began to compute"
     text = f"{reason} request {request_id.rpartition('/')[0]} for {model} ({replica} last)"
@@ -437,7 +442,7 @@ def given_up(request_id: str, model: str, replica: str) -> GenerationFailed:
 
 
 async def called(request: GenerateRequest, model_id: bytes, scope: str) -> GenerateRequest:
-    """Returns the request with its block ids for replicas with that model id.
+    """Returns the request with the block ids for that model id.
 
     Args:
         scope: who may reuse the blocks.

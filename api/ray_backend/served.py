@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_ANSWER_S = 1.0
-"""How long requests wait for a model's description when its replicas are asked for the first time."""
+"""How long requests wait for a model's description the first time that its replicas are asked."""
 
 ASK_AGAIN_S = 1.0
 
@@ -37,14 +37,14 @@ Ask = Callable[[str], Awaitable[ModelInfo | None]]
 def detached(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Starts a task with a context of its own.
 
-    Ray notes in the context which request it serves, takes every call made there for the request's child, and cancels
-    all of them when the request's client disconnects. A task that serves many requests must not be such a child.
+    Ray notes in the context which request it serves. It takes every call made in this context for the request's child,
+    and cancels them all if the client disconnects. A task that serves many requests must not be such a child.
     """
     return asyncio.create_task(work, context=contextvars.Context())
 
 
 class DetachedTasks:
-    """Tasks that nobody waits for, kept until they end: an event loop alone would forget them."""
+    """Tasks that nothing awaits, referenced until they end, because an event loop has only weak references to tasks."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[object]] = set()
@@ -126,7 +126,7 @@ class ServedModels:
         try:
             entries = await asyncio.to_thread(registry.entries)
         except Exception:
-            # The control store restarts: what was served before is the best guess.
+            # The control store may be restarting: what was served before is the best guess.
             logger.warning("the registry cannot be read", exc_info=True)
             return
         self._entries, self._read_at = entries, time.monotonic()
@@ -136,7 +136,8 @@ class ServedModels:
                 asking.task.cancel()
 
     async def _learn(self, entry: ServedEntry) -> None:
-        """Asks all of the model's replicas at once, and takes the first description, rather of one that is proven."""
+        """Asks all of the model's replicas at once, and takes the first description, preferably of a replica whose
+        self-test has ended."""
         asked = [asyncio.ensure_future(self._ask(name)) for name in entry.replicas]
         try:
             for answer in asyncio.as_completed(asked):

@@ -1,8 +1,8 @@
-"""The part of a split request that another node does: it prefills the prompt, whose KV the decoding replica pulls.
+"""The prefill side of a split request: another node prefills the prompt, and the decoding replica pulls its KV.
 
-That one waits only as long as something may still come. What this side does is tell it so once nothing will: the other
-replica refused, failed or was lost, or has long finished. Whatever has not come is computed there, so nothing here can
-fail the request.
+The decoding replica waits only as long as KV may still come. This side tells it when no more will come: the prefilling
+replica refused, failed, was lost, or finished long ago. The decoding replica computes what has not come, so nothing
+here can fail the request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Prefill:
-    """A prompt that is prefilled for a sequence on another replica, from `begin` to `end`.
+    """The prefill of a prompt for a sequence on another replica, from `begin` to `end`.
 
     Args:
         decision: names both replicas.
@@ -56,12 +56,12 @@ class Prefill:
         self._running: asyncio.Task[None] | None = None
 
     def begin(self, decoding: ReplicaConnection) -> None:
-        """Has the prompt prefilled, and the decoding replica told once nothing more comes."""
+        """Starts the prefill, and tells the decoding replica once no more KV comes."""
         self._link.sequences[self._id] = self.put
         self._running = asyncio.ensure_future(self._run(decoding))
 
     def put(self, update: SequenceUpdate | SatchelError) -> None:
-        """Takes news of the prefill, as `RayGeneration.put`."""
+        """Takes updates of the prefill, as `RayGeneration.put`."""
         if isinstance(update, SequenceUpdate):
             if update.cached_tokens is not None:
                 self.cached_tokens = update.cached_tokens
@@ -81,16 +81,16 @@ class Prefill:
             if isinstance(error, NoAnswer):
                 self._routing.lose(self._replica)
         if self._complete:
-            # What was sealed last is still on its way.
+            # The last sealed blocks are still on their way.
             await asyncio.sleep(timing.pull_s)
         while True:
-            # Again, as the sequence may not be there yet.
+            # Repeated, because the decoding replica may not have the sequence yet.
             with suppress(NoAnswer):
                 await decoding.client.go_on([self._sequence])
             await asyncio.sleep(timing.retry_s)
 
     def end(self) -> None:
-        """The sequence goes on, or is over: nothing is waited for any more. Idempotent."""
+        """Ends the wait for KV, because the sequence goes on or is over. Idempotent."""
         running, self._running = self._running, None
         if running is None:
             return

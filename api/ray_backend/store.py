@@ -48,10 +48,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 WRITTEN_S = 2.0
-"""How long an agent that is packed waits for KV that is being written."""
+"""How long packing an agent waits for KV that is being written."""
 
 MOVES_MAX = 4
-"""How often an agent is located again if it is not where it was expected."""
+"""How often an agent is located again if it is not on the expected node."""
 
 
 def _at_primary(declared: Method[P, T]) -> Callable[Concatenate[RayStore, P], CoroutineType[Any, Any, T]]:
@@ -84,8 +84,8 @@ class RayStore:
         self, agent: str, turn: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
     ) -> Begun:
         def end_late(node: str) -> None:
-            # The message may still be under way, and arrive after a cut: nobody would end the turn that it begins.
-            # This one follows it on the same connection.
+            # The message may still be on its way and arrive later; then nothing would end the turn that it begins. This
+            # one follows it on the same connection.
             self._in_background(node, lambda store: store.abandon(agent, turn))
 
         def ask(store: StoreClient) -> Call[Begun]:
@@ -94,7 +94,7 @@ class RayStore:
         return (await self._locate_and_ask(agent, ask, unanswered=end_late))[0]
 
     async def blocks(self, agent: str) -> list[BranchKV]:
-        # Replicas with several model ids may have computed the same tokens.
+        # Replicas with different model ids may have computed the same tokens.
         replicas = [(info.files_id, info.model_id) for _, info in await self._infos()]
         return await self._ask_primary(agent, lambda store: store.blocks(agent, replicas))
 
@@ -119,14 +119,14 @@ class RayStore:
             await self._ask_primary(agent, lambda store: store.send_secondary(agent, head))
             return await self._pack(agent)
         finally:
-            # No copy of it stays that nobody wants, whoever has given up.
+            # Also if the caller was cancelled: the head must not keep a copy that it only borrowed.
             self._in_background(head, lambda store: store.give_back(agent))
 
     async def _pack(self, agent: str) -> Packed:
-        """Packs an agent whose words are at the head, with the KV that any node has."""
+        """Packs an agent, whose transcripts must be at the head, with the KV that any node has."""
         head = self._locator.head
         await self._written()
-        # A replica of any node may have computed for it.
+        # A replica of any node may have computed KV for it.
         fetch_s = self._timing.fetch_s
         for node in [node for node in await self._locator.alive() if node != head]:
             try:
@@ -144,7 +144,7 @@ class RayStore:
             if not replace:
                 raise AgentExists(f"there is an agent {agent.partition('/')[2]!r} already", param="replace")
             if place.home != head:
-                # What is replaced must be where it is replaced.
+                # The agent that is replaced must be on the node that replaces it.
                 await self.move(agent, head)
         models = list({info.model_id for _, info in await self._infos()})
         asked = AskUnpack(agent, path, models, replace, trusted, dict(limits or {}))
@@ -153,13 +153,14 @@ class RayStore:
         return came
 
     async def _written(self) -> None:
-        """Waits until the replicas have written what they have computed, as long as that usually takes."""
+        """Waits until the replicas have written the KV that they have computed, at most as long as that usually
+        takes."""
         replicas = [replica for replica, _ in await self._infos()]
         with suppress(TimeoutError):
             async with asyncio.timeout(WRITTEN_S):
                 unwritten = True
                 while unwritten:
-                    # Sequences that have just ended are handed to the writer with the next step.
+                    # The KV of sequences that have just ended goes to the writer in the next step.
                     await asyncio.sleep(0.05)
                     answers = await _answers([replica.stats() for replica in replicas])
                     unwritten = any(stats.unwritten_bytes for stats in answers)
@@ -168,7 +169,7 @@ class RayStore:
         return (await self._locate_and_ask(agent, question))[0]
 
     def _in_background(self, node: str, question: Question[T]) -> None:
-        """Tells a node's store something, whether it answers or not."""
+        """Tells a node's store something, and ignores whether it answers."""
 
         async def tell() -> None:
             with suppress(SatchelError):
@@ -189,18 +190,19 @@ class RayStore:
                 refusal = error
                 self._locator.forget(agent)
                 if isinstance(error, AgentElsewhere):
-                    # Until the router hears of the new primary.
+                    # Wait until the router has learned of the new primary.
                     await asyncio.sleep(self._timing.report_s)
                     continue
                 unanswered(node)
                 if node in await self._locator.alive():
-                    # The store restarts; a caller that can wait asks again.
+                    # The store is restarting; a caller that can wait asks again.
                     break
         assert refusal is not None
         raise refusal
 
     async def agents(self, tenant: str, after: str, limit: int) -> list[AgentBranches]:
-        """Returns agents of all nodes in the order of their keys, each as its primary has it. "" is every tenant."""
+        """Returns agents of all nodes in the order of their keys, each as its primary has it. `tenant` "" means all
+        tenants."""
         nodes = await self._locator.alive()
         pages = await asyncio.gather(
             *(self._locator.ask(node, lambda store: store.agents(tenant, after, limit)) for node in nodes)

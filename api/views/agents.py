@@ -30,10 +30,11 @@ async def agent_page(store: Store, backend: Backend, tenant: str, limit: int, af
     """Returns a page of the agents, as a list in OpenAI's form. `let_go` counts evicted agents.
 
     Args:
-        tenant: whose, "" for all: then each has its `tenant`, and `after` and `last_id` are `TENANT/ID`.
+        tenant: whose agents, "" for those of all tenants: then each has its `tenant`, and `after` and `last_id` are
+            `TENANT/ID`.
 
     Raises:
-        InvalidRequest: `limit` is out of range, or `after` is no agent id.
+        InvalidRequest: `limit` is out of range, or `after` is not an agent id.
         Unavailable: the store does not answer.
     """
     if not 1 <= limit <= PAGE_MAX:
@@ -78,13 +79,13 @@ async def agent_info(store: Store, backend: Backend, key: str) -> dict[str, Any]
     """Returns one agent.
 
     Returns:
-        `program` (such as `codex`), `parent` (the id of the agent that it works for) and `parent_branch` (on which of
-        its branches that one was when it began to) where they are known, `tokens`, `blocks` (of KV that the tokens
-        fill), `messages`, `turns` and `model` of its main branch, `bytes` and `branches` of all, `created` and
+        `program` (such as `codex`), `parent` (the id of the agent that it works for) and `parent_branch` (the branch
+        that the parent was on when this agent began) if they are known, `tokens`, `blocks` (of KV that the tokens
+        fill), `messages`, `turns` and `model` of its main branch, `bytes` and `branches` of all branches, `created` and
         `last_used` in Unix time, and `tier`: `hot` if a replica has blocks of it in memory, `warm` if the disk has
         blocks or tails of it, else `cold`. `pictures` are the images in the main branch's transcript, in the order of
-        first use and each once: `hash` (of the RGB pixels, in hexadecimal), `width` and `height` in pixels, as the
-        model was shown it. Each frame of a video is one.
+        first use and each once: `hash` (of the RGB pixels, in hexadecimal), and `width` and `height` in pixels, as the
+        model was shown it. Each frame of a video is a picture.
 
     Raises:
         AgentNotFound: the agent is unknown.
@@ -114,20 +115,20 @@ async def agent_transcripts(store: Store, key: str) -> list[bytes]:
 
 
 async def give_agent(memory: AgentMemory, key: str, tenant: str) -> dict[str, Any]:
-    """Gives an agent to another tenant, under its id: words and token ids. KV is a tenant's own, and is computed anew
-    in its next turn.
+    """Gives an agent to another tenant, under the same id: its transcripts and token ids. KV belongs to a tenant, so
+    the agent's next turn computes it again.
 
     Raises:
         AgentNotFound, AgentExists: there is nothing to give, or the tenant has an agent of that id.
         AgentBusy: a turn of it runs, which would be lost.
-        InvalidRequest: it is the tenant's already, or `tenant` is no tenant's name.
-        Unavailable: a store does not answer. The agent stays whose it was, or both have it.
+        InvalidRequest: it already belongs to the tenant, or `tenant` is not a key's name.
+        Unavailable: a store does not answer. The agent stays with its tenant, or both tenants have it.
     """
     owner, _, agent = key.partition("/")
     if NAME.fullmatch(tenant) is None:
         raise InvalidRequest(f"to: {quoted(tenant)} is no key's name", param="to")
     if tenant == owner:
-        raise InvalidRequest(f"{agent!r} is an agent of {tenant!r} already", param="to")
+        raise InvalidRequest(f"{agent!r} is already an agent of {tenant!r}", param="to")
     async with memory.held(key):
         branches = await memory.store.fork(key, agent_key(agent, tenant))
         await forget_agent(memory, key)
@@ -142,7 +143,7 @@ async def fork_agent(store: Store, key: str, target: Any, limits: Limits | None 
 
     Raises:
         AgentNotFound, AgentExists: there is nothing to copy, or the target exists.
-        InvalidRequest: `target` is no agent id, or the copy does not fit.
+        InvalidRequest: `target` is not an agent id, or the copy does not fit.
         QuotaExceeded: the tenant is over its limit.
     """
     if not isinstance(target, str) or not target:
@@ -164,7 +165,7 @@ async def release_agent(store: Store, key: str) -> dict[str, Any]:
 
 
 async def forget_agent(memory: AgentMemory, key: str) -> bool:
-    """Erases the agent with all its KV. Returns whether it was known."""
+    """Erases the agent with all its KV. Returns whether it existed."""
     store = memory.store
     blocks = await store.blocks(key)
     known = await store.forget(key)

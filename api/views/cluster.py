@@ -15,11 +15,10 @@ from ..requests.backend import Backend, NodeState, ReplicaStats
 from .agents import agent_id_of
 
 AGENTS_MAX = 1000
-"""Agents in one view of the cluster."""
+"""The most agents in one view of the cluster."""
 
 RATE_OVER_S = 0.5
-"""The shortest time over which tokens a second are measured, and a reading that is older than `RATE_AGE_S` says nothing
-about now."""
+"""The shortest time over which tokens per second are measured. A reading older than `RATE_AGE_S` is not used."""
 
 RATE_AGE_S = 10.0
 
@@ -83,7 +82,7 @@ def node_states(machines: Sequence[Node], seen: SeenNodes, described: Iterable[N
 
 
 def disk_errors(nodes: Iterable[NodeState]) -> dict[str, str]:
-    """Returns by node why no KV is kept on its disk now. A full disk stays open: what it has is still read."""
+    """Returns, by node, why KV cannot be written to its disk now. A full disk is included; its KV is still read."""
     return {node.name: node.disk_error or FULL for node in nodes if node.disk_error or node.disk_full}
 
 
@@ -131,11 +130,11 @@ class TokenRates:
 
 
 async def cluster_view(backend: Backend, store: Store | None, rates: TokenRates, *, tenant: str) -> dict[str, Any]:
-    """Returns nodes, replicas, and the tenant's first agents by their ids.
+    """Returns nodes, replicas, and the tenant's first agents in the order of their ids.
 
     Args:
-        store: of the agents; None leaves them out.
-        tenant: whose, "" for all.
+        store: the agents' store; None leaves agents out.
+        tenant: whose agents, "" for those of all tenants.
 
     Raises:
         Unavailable: the control store does not answer. If the agents' store does not, agents are left out.
@@ -163,7 +162,7 @@ def _node_view(node: NodeState, nodes: Sequence[NodeState], replicas: Sequence[R
         "address": node.address,
         "addresses": [{"address": address, "kind": kind} for address, kind in node.links],
         "up": node.up or any(each.answers for each in replicas),
-        # Replicas that are loading, have failed or do not answer.
+        # Add replicas that are loading, have failed or do not answer.
         "waits_for": [each.replica for each in replicas if not each.answers],
         "draining": node.draining,
         "replicas": [each.replica for each in replicas],
@@ -197,7 +196,7 @@ def _replica_view(
         "pid": pids.get(stats.replica),
         "model": stats.model,
         "model_id": stats.model_id or None,
-        # Replicas that differ do not share KV.
+        # Replicas with different settings do not share KV.
         "differs": _differing(stats, every),
         "up": stats.answers,
         "running": stats.running,
@@ -214,7 +213,7 @@ def _replica_view(
 
 def _differing(stats: ReplicaStats, every: Iterable[ReplicaStats]) -> dict[str, str]:
     """Returns the replica's computation settings that differ among the replicas of its model."""
-    # Until it is proven a model computes otherwise everywhere.
+    # Until its self-test has ended, a model computes in another way on every node.
     others = [each.computing for each in every if each.model == stats.model and each.model_id and not each.proving]
     if stats.proving:
         return {}
@@ -230,7 +229,7 @@ async def _agents_view(store: Store | None, tenant: str, nodes: Sequence[NodeSta
         keys = [each.agent for each in found[:AGENTS_MAX]]
         places = await store.places(keys)
     except SatchelError:
-        # Clients need the nodes and replicas most when something does not answer.
+        # Without agents: clients need the nodes and replicas most if something does not answer.
         return unknown
     only = nodes[0].name if len(nodes) == 1 else None
     shown = []

@@ -1,5 +1,5 @@
-"""The process of a node: makes this machine a node of a cluster, until a signal comes, the cluster is lost, or whoever
-started it closes its input: the head, or the `satchel join` that keeps it (`stay.py`)."""
+"""The process of a node: makes this machine a node of a cluster, until a signal comes, the cluster is lost, or the
+process that started it closes its input: the head, or the `satchel join` that supervises it (`stay.py`)."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ RETURN_S = 30.0
 AGAIN_S = 0.5
 NEWS_S = 3.0
 REFUSALS_MAX = 2
-"""So often in a sequence nobody listens at the head's door, though its machine answers: then its server has ended."""
+"""If the head's join port refuses connections this many times in succession, while its machine answers, the head's
+server has ended."""
 
 SILENT_S = 120.0
-"""For so long a silence of the head explains why Ray has given the cluster up: it does so after 15 to 60 s."""
+"""Seconds for which a silent head explains that Ray has given the cluster up; Ray does so after 15 to 60 s."""
 
 REMOVED = 4
 """The exit code of a node that its head has removed."""
 
 END_S = 2.0
-"""For ending what runs on a node that leaves."""
+"""Seconds for ending everything that runs on a node that leaves."""
 
 
 def read_order() -> JoinOrder:
@@ -72,7 +73,7 @@ def read_order() -> JoinOrder:
 
 
 def let_in(home: Home, node: Node, invitation: Invitation) -> Admission:
-    """As `enter`, if no process runs on the home, whose cluster credentials must not be replaced.
+    """As `enter`, but only if no process runs on the home, because its cluster credentials must not be replaced.
 
     Raises:
         HomeInUse: a process runs on the home.
@@ -89,14 +90,14 @@ def join(order: JoinOrder, home: Home, *, kept: bool) -> None:
     the head has removed this machine, else 1 and a sentence.
 
     Args:
-        kept: whether `satchel join` keeps this process: then a signal means to leave for good.
+        kept: whether `satchel join` supervises this process. Then a signal means to leave for good.
     """
     prepare_home(home)
     signals = StopSignals()
     signals.install()
     output = sys.stdout
     if kept:
-        # What libraries print goes to the log, and not between the sentences.
+        # Libraries' output goes to the log, so that it does not mix with the messages.
         sys.stdout = sys.stderr
     progress = ProgressDisplay(output)
     cluster = LocalCluster(home, node=order.node)
@@ -114,7 +115,7 @@ def join(order: JoinOrder, home: Home, *, kept: bool) -> None:
             cluster.stop(abandon=True)
             leave(0)
         if start.error is not None:
-            # Nothing is to wait for a node that never comes; one that was there before tries again.
+            # Nothing must wait for a node that never comes. A node that was in the cluster before tries again.
             start.withdraw(for_good=kept and bool(order.invitation.secret))
             raise as_sentence(start.error, home)
         signals.install()
@@ -135,7 +136,7 @@ def join(order: JoinOrder, home: Home, *, kept: bool) -> None:
         if isinstance(error, NodeRemoved):
             forget_estate(home)
             home.token_file.unlink(missing_ok=True)
-        # Whoever keeps this process reads it beside the progress, apart from what libraries write.
+        # The supervising process reads it with the progress, separate from libraries' output.
         print(f"satchel: {error.message}", file=output if kept else sys.stderr, flush=True)
         leave(REMOVED if isinstance(error, NodeRemoved) else 1)
     cluster.stop()
@@ -154,7 +155,7 @@ class _Start(threading.Thread):
         self.error: BaseException | None = None
 
     def withdraw(self, *, for_good: bool) -> None:
-        """Leaves the cluster during a join, so that nothing waits for a node that never comes."""
+        """Withdraws from the cluster during a join, so that nothing waits for a node that never comes."""
         if for_good and self.begun.is_set():
             _leave_cluster(self, self._order.node, self._progress, for_good=True)
 
@@ -183,7 +184,7 @@ class _Start(threading.Thread):
         self._cluster.note_processes()
 
     def _await_name(self) -> None:
-        """Waits until no other node has this one's name. After a crash, the previous process holds it for a while.
+        """Waits until no other node has this one's name. After a crash the previous process still has it for a while.
 
         Raises:
             ClusterError: another node has it.
@@ -220,18 +221,18 @@ class _Start(threading.Thread):
                 asyncio.run(wait_until_ready(self.replicas, config.timeouts.model_load_s, self._progress.report))
                 return
             except ModelLoadError as error:
-                # Replicas that return with the node cannot be called before they are started.
+                # Replicas that return with the node cannot be called until they have started.
                 if not isinstance(error.__cause__, ActorAway) or time.monotonic() > ends:
                     raise
             time.sleep(AGAIN_S)
 
 
 class Follower(threading.Thread):
-    """Asks the head's door for news while this machine is a node, and stores what it needs to take over the lead.
+    """Polls the head's join server while this machine is a node, and stores the takeover state.
 
     Attributes:
         removed: set once the head has removed this machine.
-        over: why the cluster that was joined has ended, as a sentence; "" while it may still run.
+        over: a sentence that says why the cluster has ended; "" while it may still run.
         silent: whether the head did not answer within the last `SILENT_S`.
     """
 
@@ -256,12 +257,12 @@ class Follower(threading.Thread):
             time.sleep(NEWS_S)
 
     def end(self) -> None:
-        """Nothing is stored any more."""
+        """Stops storing."""
         with self._storing:
             self._ended = True
 
     def ask(self) -> None:
-        """Asks once."""
+        """Polls once."""
         known = kept_estate(self._home)
         try:
             news = ask_news(self._home, self._name, self._door, digest(known[1]) if known else "")
@@ -302,7 +303,7 @@ def _stay(cluster: LocalCluster, signals: StopSignals, follower: Follower) -> No
 
 def _leave_cluster(start: _Start, node: Node, progress: ProgressDisplay, *, for_good: bool) -> bool:
     """Ends the node's sequences, and tells the router. A node that leaves for good hands its agents over first. Returns
-    whether the router has heard of it."""
+    whether the router was told."""
     from ray.exceptions import RayError
 
     from ....actors.protocol.clients import RouterClient
@@ -318,7 +319,7 @@ def _leave_cluster(start: _Start, node: Node, progress: ProgressDisplay, *, for_
                 if handed.moved or handed.left:
                     progress.say(f"{handed.moved} of {handed.moved + handed.left} agents live on other nodes now")
         leave_node(start.replicas, node, timing, 0.0 if for_good else timing.node_drain_s, for_good)
-        # Else the router would not know for some seconds. A router that restarts has forgotten the node anyway.
+        # Otherwise the router would notice only after some seconds. A restarted router does not know the node anyway.
         with suppress(NoAnswer):
             RouterClient(timing).lose_node(node.name).within(timing.ask_s).wait()
             told.set()

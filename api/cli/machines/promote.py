@@ -1,8 +1,8 @@
 """`satchel promote`: makes this machine the head of the cluster that it was in, after the head was lost.
 
-Its home has the agents that it had or has copies of. Config, keys and the endpoint's certificate are those that the
-head told last (`cluster/trust/estate.py`). The others know this machine's key, and find it at the port of the former
-door.
+Its home has the agents that lived here or have a copy here. Config, keys and the endpoint's certificate are those of
+the last takeover state that the head sent (`cluster/trust/estate.py`). The other machines know this machine's key, and
+find it at the same join port as the former head's.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def promote(home: Home, *, listen: str | None, force: bool, say: Say) -> Path:
     """Prepares the home to lead the cluster. Returns the config to serve.
 
     Args:
-        listen: the endpoint's address; None takes this machine's in place of the head's.
-        force: do it although the head answers.
+        listen: the endpoint's address; None replaces the head's address with this machine's.
+        force: whether to do it even if the head answers.
 
     Raises:
-        ClusterError: this machine was in no cluster, the head has told it nothing yet, or the head answers.
+        ClusterError: this machine was in no cluster, has no takeover state yet, or the head answers.
         HomeInUse: a server runs on the home.
-        PortInUse: the port of the door is taken here.
+        PortInUse: the join port is in use here.
     """
     last, found = remembered(home), kept_estate(home)
     if last is None:
@@ -70,8 +70,8 @@ def promote(home: Home, *, listen: str | None, force: bool, say: Say) -> Path:
 
 
 def promoted_config(estate: Estate, last: Membership, listen: str | None) -> Config:
-    """Returns the config of the cluster as this machine leads it: without the lost head, with the other machines that
-    the config names, at the port where they look for it."""
+    """Returns the config of the cluster with this machine as its head: without the lost head, with the other machines
+    of the config, and with the join port at which they look for the head."""
     before = parse_config(estate.config, source="the head's config")
     named = {node.name: node for node in before.nodes}
     own = replace(named.get(last.name, Node(name=last.name)), address=last.address, ssh=None)
@@ -87,13 +87,13 @@ def promoted_config(estate: Estate, last: Membership, listen: str | None) -> Con
 
 
 def _without_lost(model: Model, kept: set[str]) -> Model:
-    """Returns the model for the nodes that are left, which are all if none of its own is."""
+    """Returns the model with those of its nodes that are left; if none of them is, it may run on all nodes."""
     return replace(model, nodes=tuple(name for name in model.nodes if name in kept))
 
 
 def _end_node(home: Home, say: Say) -> None:
-    """Ends the node that runs on the home. Its agents stay in the home unless a head answers, which has it hand them
-    over first."""
+    """Ends the node that runs on the home. If a head answers, the node hands its agents over first; else they stay in
+    the home."""
     if (keeper := find_keeper(home)) is not None:
         say(f"Ending the node {keeper.name} of the cluster at {keeper.door}")
         end_process(keeper.mark, LEAVE_S)
@@ -121,7 +121,7 @@ def _take_over(home: Home, estate: Estate, last: Membership, config: Config) -> 
         tls = replace(config.endpoint.tls, **files)
         config = replace(config, endpoint=replace(config.endpoint, tls=tls))
     others = [each for each in estate.members.admitted.values() if each.name not in (last.name, estate.head)]
-    # It may come back as a node.
+    # The former head may come back as a node.
     lost = Member(estate.head, last.door.rpartition(":")[0].strip("[]"), last.fingerprint)
     known = {each.fingerprint: each for each in (lost, *others)}
     keep_members(home, Members(known, estate.members.removed))

@@ -36,7 +36,7 @@ from ....cluster.processes import ProcessMark
 
 POLL_S = 0.1
 AT_ONCE_S = 0.6
-"""Pause between two signals, so that they count as two."""
+"""A pause between two signals, so that they count as two."""
 
 LOG_LINE_BYTES_MAX = 4096
 
@@ -90,7 +90,7 @@ def up(command: Sequence[str], config: Config, home: Home, say: Say) -> ClusterR
     try:
         return _await_ready(process, home, log, say)
     except BaseException:
-        # Else it would keep running unnoticed.
+        # Otherwise the server would keep running unnoticed.
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         raise
@@ -116,7 +116,7 @@ def _await_ready(process: subprocess.Popen[bytes], home: Home, log: Path, say: S
 
 
 def _pass_on(line: str, say: Say) -> None:
-    # Its error is raised as an exception, and its lines about being ready are for a foreground server.
+    # Its error is raised as an exception, and its lines about being ready apply only to a foreground server.
     if line and not line.startswith(("satchel: ", *_WHEN_READY)):
         say(line)
 
@@ -128,7 +128,7 @@ def _last_error(log: Path) -> str:
 
 
 def down(home: Home, *, at_once: bool, wait_s: float, say: Say) -> None:
-    """Ends the server of the home in order, with everything that it has started, and waits until it is gone.
+    """Shuts down the home's server and everything that it has started, and waits until it is gone.
 
     Args:
         at_once: do not let it finish running requests.
@@ -195,7 +195,7 @@ def _is_kept(pid: int) -> bool:
 
 
 def end_process(mark: ProcessMark, wait_s: float, *, at_once: bool = False) -> None:
-    """Asks a process to end in order, and waits until it is gone.
+    """Asks a process to shut down, and waits until it is gone.
 
     Raises:
         ClusterError: it belongs to another user, or is still there after `wait_s`.

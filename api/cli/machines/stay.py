@@ -1,7 +1,7 @@
 """`satchel join`: keeps this machine in a cluster until it leaves, or until the head removes it.
 
-The node is a process of its own (`join.py`), because Ray ends a process that has lost its cluster. This one knows no
-Ray: it starts the node again when that has ended, and finds the cluster where it is led now.
+The node is a process of its own (`join.py`), because Ray ends a process that has lost its cluster. This process does
+not use Ray: it restarts the node's process after it has ended, and finds the cluster's present head.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..serve import POLL_S, StopSignals, leave
 from .join import REMOVED
 
 LOOK_S = 2.0
-"""How often a lost cluster is looked for where it may be."""
+"""Seconds between searches for a lost cluster."""
 
 READ_S = 5.0
 LEAVE_S = 60.0
@@ -42,7 +42,7 @@ def invited(where: str | None, home: Home) -> Invitation:
     that this machine was in.
 
     Raises:
-        ClusterError: the text is no invitation and no address, or this machine has joined no cluster yet.
+        ClusterError: the text is neither an invitation nor an address, or this machine has joined no cluster yet.
     """
     if where is not None and "#" in where:
         try:
@@ -58,7 +58,7 @@ def invited(where: str | None, home: Home) -> Invitation:
 
 
 def named_node(name: str | None, address: str, invitation: Invitation, home: Home) -> Node:
-    """Returns this machine as a node: called as it was in its last cluster unless `name` says otherwise.
+    """Returns this machine as a node. Without `name` it is called as in its last cluster.
 
     Raises:
         ClusterError: as `own_node`.
@@ -66,13 +66,13 @@ def named_node(name: str | None, address: str, invitation: Invitation, home: Hom
     last = remembered(home)
     if last is not None:
         name = name or last.name or None
-        # The machine may have got another address since.
+        # The machine may have another address by now.
         address = address or (last.address if _is_own(last.address) else "")
     return own_node(name, address, invitation.door)
 
 
 def own_node(name: str | None, address: str, head: str) -> Node:
-    """Returns this machine as a node that no config describes.
+    """Returns this machine as a node that is not in the config.
 
     Raises:
         ClusterError: the name or the head's address (`host:port`) is invalid, or there is no route to the head.
@@ -97,7 +97,7 @@ def _host(head: str) -> str:
     """Returns the host of `HOST:PORT`.
 
     Raises:
-        ClusterError: the text is none.
+        ClusterError: the text is not of that form.
     """
     host, _, port = head.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
@@ -119,7 +119,7 @@ def _is_own(address: str) -> bool:
 
 
 def stay(invitation: Invitation, node: Node, home: Home) -> NoReturn:
-    """Joins and stays, and ends the process: with exit code 0 after the node has left or was removed, else 1 and a
+    """Joins, stays, and ends the process: with exit code 0 after the node has left or was removed, else with 1 and a
     sentence.
 
     Raises:
@@ -145,11 +145,11 @@ class NodeProcess:
     """One run of the node in a process of its own, which ends when this one does.
 
     Args:
-        quiet: whether what it says before it is ready is not shown.
+        quiet: whether to hide what it prints before it is ready.
 
     Attributes:
         ready: set once its replicas answer.
-        last: the sentence with which it ended, "" for none.
+        last: its last sentence, which says why it ended, "" for none.
 
     Raises:
         ClusterError: its log cannot be written, or no process can be started.
@@ -173,7 +173,7 @@ class NodeProcess:
         except OSError as error:
             raise ClusterError(f"the node's process does not start: {error.strerror or error}") from None
         assert self._process.stdin is not None
-        # If it has ended already, its output says why.
+        # If the process has already ended, its output says why.
         with suppress(OSError):
             self._process.stdin.write(order.to_line())
             self._process.stdin.flush()
@@ -195,7 +195,7 @@ class NodeProcess:
         return self._process.poll() is None
 
     def leave(self, signals: StopSignals) -> None:
-        """Has the node leave in order. A second signal, or `LEAVE_S`, ends it."""
+        """Asks the node to leave. After a second signal, or after `LEAVE_S`, it is killed."""
         self._process.terminate()
         ends = time.monotonic() + LEAVE_S
         while self.is_alive() and time.monotonic() < ends and not signals.at_once:
@@ -204,18 +204,18 @@ class NodeProcess:
             self._process.kill()
 
     def wait(self) -> int:
-        """Returns its exit code once it has ended and all that it said was read."""
+        """Returns its exit code once it has ended and all of its output was read."""
         code = self._process.wait()
         self._reading.join(READ_S)
         assert self._process.stdin is not None
-        # Closing flushes, which fails if the node did not read.
+        # Closing flushes, which fails if the node did not read its input.
         with suppress(OSError):
             self._process.stdin.close()
         return code
 
 
 class _Stay:
-    """One machine's stay in a cluster, through all that happens to the cluster."""
+    """One machine's stay in a cluster, across losses of the cluster and changes of its head."""
 
     def __init__(self, invitation: Invitation, node: Node, home: Home, signals: StopSignals) -> None:
         self._invitation, self._node, self._home, self._signals = invitation, node, home, signals
@@ -235,7 +235,7 @@ class _Stay:
             try:
                 process = NodeProcess(self._order(invitation), self._home, quiet=self._joined)
             except ClusterError as error:
-                # Such as a full disk, which may have room again.
+                # For example a full disk, which may have room again.
                 if not self._joined:
                     raise
                 self._say_not_back(error.message)
@@ -269,13 +269,13 @@ class _Stay:
     def _order(self, invitation: Invitation) -> JoinOrder:
         node = self._node
         if self._joined and not node.is_loopback and not _is_own(node.address):
-            # It may have none at the moment, and then keeps the old one.
+            # The machine may have no address at the moment; then it keeps the old one.
             with suppress(ClusterError):
                 node = self._node = own_node(node.name, "", invitation.door)
         return JoinOrder(invitation, node)
 
     def _await(self, process: NodeProcess, invitation: Invitation) -> None:
-        """Returns when the process has ended; once a signal has come it is asked to."""
+        """Waits until the process has ended; after a signal, asks it to leave."""
         noted = False
         while process.is_alive() and not self._signals.stop:
             time.sleep(POLL_S)
@@ -289,12 +289,13 @@ class _Stay:
         name = self._node.name
         _say(f"{name} is back in the cluster at {door}" if self._joined else f"{name} has joined {door}; Ctrl-C leaves")
         self._joined, self._told, self._pause_s = True, "", RETRY_FIRST_S
-        # On a full disk the older note stays, of the same process.
+        # If the disk is full, the older note stays; it names the same process.
         with suppress(ClusterError):
             note_keeper(self._home, name, door)
 
     def _ways(self) -> Iterator[Invitation]:
-        """Yields where to join, one after the other: at first each way once, and for ever once the machine was in."""
+        """Yields invitations to try, one after the other: each once before the machine has joined, and for ever after
+        that."""
         yield self._invitation
         if not self._joined and self._invitation.secret:
             return
@@ -323,6 +324,6 @@ def node_command(home: Home) -> list[str]:
 
 
 def _say(line: str) -> None:
-    # Whoever read it may have gone away (`| head`); the node stays.
+    # The reader of the output may have gone away (`| head`); the node stays.
     with suppress(OSError):
         print(line, flush=True)
