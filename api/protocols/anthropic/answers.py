@@ -9,7 +9,7 @@ from ...pipeline.streams import Answer, Usage
 from ...requests.remembered import Remembered
 
 SIGNATURE = "c2F0Y2hlbA=="
-"""Of every thinking block. Clients send it back unread; it vouches for nothing here."""
+"""The signature of every thinking block. Clients send it back unread, and it is not checked here."""
 
 
 def message_id() -> str:
@@ -17,13 +17,13 @@ def message_id() -> str:
 
 
 def call_id(id: str) -> str:
-    """Returns a call's id as Anthropic's begin."""
+    """Returns a call's id with Anthropic's prefix."""
     return f"toolu_{id.removeprefix('call_')}"
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """Returns token counts. The prompt's are `input_tokens`, which were computed, and `cache_read_input_tokens`, which
-    were not; nothing is charged for what is kept, so none count as `cache_creation_input_tokens`."""
+    """Returns token counts. Of the prompt's tokens, `input_tokens` were computed and `cache_read_input_tokens` were
+    cached. Caching costs nothing, so `cache_creation_input_tokens` is 0."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -38,8 +38,8 @@ def stop_body(reason: str, stop_string: str | None, output_tokens: int, max_toke
 
     Args:
         reason, stop_string: as in `streams.Finished`.
-        output_tokens: how many it has.
-        max_tokens: how many were asked for. An answer that was cut with fewer had no more room in the context.
+        output_tokens: how many tokens the answer has.
+        max_tokens: the limit in the request. An answer that was cut with fewer tokens had no more room in the context.
     """
     if reason == "tool_calls":
         return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -52,11 +52,11 @@ def stop_body(reason: str, stop_string: str | None, output_tokens: int, max_toke
 
 
 def envelope(model: str, usage: Usage, *, edits: bool) -> dict[str, Any]:
-    """Returns a message without content that has not ended.
+    """Returns a message that has not ended, without content.
 
     Args:
-        model: as the client called it.
-        edits: whether it asked for edits of the context, of which none are made here.
+        model: its name in the request.
+        edits: whether the request asked for context edits; none are made here.
     """
     return {
         "id": message_id(),
@@ -81,7 +81,7 @@ def message_body(
     if answer.text:
         content.append({"type": "text", "text": answer.text})
     for call in answer.tool_calls:
-        # One that is cut has no input that could be shown: clients would run it with another one.
+        # A call that was cut is left out: its input is incomplete, and clients would run it.
         if (given := call.given) is not None:
             content.append({"type": "tool_use", "id": call_id(call.id), "name": call.name, "input": given})
     stop = stop_body(answer.reason, answer.stop_string, answer.usage.completion_tokens, max_tokens)

@@ -1,8 +1,8 @@
 """Anthropic's wire format on the way in: the bodies of `/v1/messages` and `/v1/messages/count_tokens`.
 
-Bodies are validated strictly: a number is a number, and a field that changes the answer is either obeyed or refused by
-name. What concerns Anthropic's own service (`service_tier`, `container`, `context_management`, unknown betas) and what
-nobody knows is ignored, and named.
+Bodies are validated strictly: values are not converted between types, and a field that changes the answer is either
+used or refused by name. Fields for Anthropic's own service (`service_tier`, `container`, `context_management`, unknown
+betas) and unknown fields are ignored, and named in a header.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ StopSequences = Annotated[Stop, BeforeValidator(_only_list)]
 
 
 class Thinking(BaseModel):
-    """Whether the model thinks first, where its template has a switch. `budget_tokens` is not enforced, and `display`
-    changes nothing."""
+    """Whether the model thinks first, if its template has a switch for that. `budget_tokens` is not enforced, and
+    `display` is ignored."""
 
     model_config = _STRICT
 
@@ -50,7 +50,7 @@ class Thinking(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """How much effort an answer takes, for templates that know it, and its `format`."""
+    """How much effort an answer takes, for templates that support it, and its `format`."""
 
     model_config = _STRICT
 
@@ -65,7 +65,7 @@ class Metadata(BaseModel):
 
 
 class ToolChoiceBody(BaseModel):
-    """How the model is to use tools."""
+    """How the model must use tools."""
 
     model_config = _STRICT
 
@@ -78,7 +78,7 @@ def read_tool_choice(given: ToolChoiceBody | None, tools: ToolSet) -> ToolUse:
     """Reads a tool choice.
 
     Raises:
-        InvalidRequest: it names no tool, or one that is not there.
+        InvalidRequest: it names no tool, or one that is not in `tools`.
     """
     if given is None:
         return ToolUse()
@@ -96,7 +96,7 @@ def read_tool_choice(given: ToolChoiceBody | None, tools: ToolSet) -> ToolUse:
 
 
 class PromptBody(ChatFieldsBody):
-    """The fields of which a prompt is made. None, written `null`, means the default."""
+    """The fields from which a prompt is made. `null` means the default."""
 
     own_names: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType({"system": ("system",)})
     own_forms = ("output_config.format", "output_format")
@@ -124,7 +124,7 @@ class PromptBody(ChatFieldsBody):
 
     @cached_property
     def offered(self) -> ToolSet:
-        """The tools, also those that are defined among the messages.
+        """The tools, including those that are defined in messages.
 
         Raises:
             InvalidRequest: as `with_tools`.
@@ -133,7 +133,7 @@ class PromptBody(ChatFieldsBody):
 
     @property
     def tool_use(self) -> ToolUse:
-        """What the answer does with tools. OpenAI's switch of several calls is read too.
+        """What the answer does with tools. OpenAI's `parallel_tool_calls` is read too.
 
         Raises:
             InvalidRequest: as `read_tool_choice`.
@@ -146,12 +146,12 @@ class PromptBody(ChatFieldsBody):
 
     @property
     def left_out(self) -> list[str]:
-        """What the model is not told of: tools by their types and `mcp_servers`, because Anthropic's servers would run
-        them, and blocks that nobody knows here."""
+        """What the model does not get: tools that Anthropic's servers would run, by their types, `mcp_servers`, and
+        unknown blocks."""
         return [*self.offered.left_out, *(["mcp_servers"] if self.mcp_servers else []), *super().left_out]
 
     def chat(self, *, agent_continue: bool = False, **fields: Any) -> ChatRequest:
-        """Returns the conversation; `fields` are further ones of a `ChatRequest`.
+        """Returns the conversation; `fields` are further fields of a `ChatRequest`.
 
         Raises:
             InvalidRequest: its last message calls a tool.
@@ -159,7 +159,7 @@ class PromptBody(ChatFieldsBody):
         messages: list[Message] = list(self.messages)
         system, prefill = self.system, ""
         if messages and messages[0]["role"] == "system" and isinstance(first := messages[0]["content"], str):
-            # Few templates take two of them.
+            # Few templates accept two system messages.
             system = f"{system}\n\n{first}" if system else first
             del messages[0]
         if messages and messages[-1]["role"] == "assistant":
@@ -186,7 +186,7 @@ class PromptBody(ChatFieldsBody):
 
 
 class MessagesBody(PromptBody, AgentBody):
-    """The body of `/v1/messages`. `max_tokens` 0 reads the prompt and answers nothing. Most ways to draw tokens are
+    """The body of `/v1/messages`. `max_tokens` 0 prefills the prompt without an answer. Most sampling fields are
     vLLM's."""
 
     own_names = MappingProxyType({**{name: (name,) for name in NAMES}, "stop": ("stop_sequences",)})
@@ -198,7 +198,7 @@ class MessagesBody(PromptBody, AgentBody):
 
     @property
     def user(self) -> dict[str, Any]:
-        """What tells whose conversation it is."""
+        """The field that identifies the user or session."""
         return {} if self.metadata is None else {"user_id": self.metadata.user_id}
 
     @property
@@ -213,7 +213,7 @@ class CountBody(PromptBody):
 
 
 def _parts(message: Any) -> int:
-    """Returns the number of blocks in a message that has not been checked yet, those in results of tools included."""
+    """Returns the number of blocks in an unchecked message, including those in tool results."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return 0

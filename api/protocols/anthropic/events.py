@@ -1,5 +1,5 @@
-"""Anthropic's event stream: blocks of thinking, text and calls that open, grow and close one after the other. Only a
-call that is cut does not close: clients run what has closed."""
+"""Anthropic's event stream: blocks of thinking, text and calls that open, grow and close one after the other. A call
+that was cut is not closed, because clients run a call when it closes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class MessageEvents:
     """The server-sent events of one streamed message. JSON escapes keep them ASCII, so they contain no line separator.
 
     Args:
-        model: as the client called it.
-        max_tokens: as asked for.
-        edits: whether the client asked for edits of the context.
+        model: its name in the request.
+        max_tokens: the limit in the request.
+        edits: whether the client asked for context edits.
     """
 
     def __init__(self, model: str, max_tokens: int, *, edits: bool) -> None:
@@ -44,8 +44,8 @@ class MessageEvents:
         return _event("ping", {})
 
     def start(self, streams: Sequence[TextStream]) -> bytes:
-        """Begins the message. How much of its prompt was cached is known by now unless the prompt is still read; the
-        last event has it in any case."""
+        """Begins the message. It says how many of the prompt's tokens were cached, unless prefill has not ended; the
+        last event always says it."""
         stream = streams[0]
         usage = Usage(stream.prompt_tokens, 0, stream.cached_tokens)
         return _event("message_start", {"message": envelope(self._model, usage, edits=self._edits)}) + self.idle
@@ -88,7 +88,7 @@ class MessageEvents:
         return _event("error", {name: value for name, value in body.items() if name != "type"})
 
     def _switch(self, kind: str, empty: dict[str, Any]) -> bytes:
-        """Opens a block of that kind, unless one is open."""
+        """Opens a block of this kind, unless one is open."""
         if self._open == kind:
             return b""
         closed = self._close()

@@ -1,10 +1,10 @@
 """Anthropic's wire format on the way in: messages, blocks of content and tools.
 
-Blocks become the neutral messages: results of tools become messages of their own, and blocks of text lines of one text.
-`cache_control` and other hints beside a block's own fields change nothing, so that they may move from turn to turn.
-What is not understood is left out of all turns but the newest of the user's, so that no conversation ends by it.
-Errors name the place as a caller would write it, such as `messages[2].content[0].source.data`. Large inputs belong in a
-worker thread.
+Blocks become messages that are independent of the protocol: tool results become separate messages, and text blocks
+become lines of one text. `cache_control` and other hints are ignored, so they may move from turn to turn without
+changing the prompt. Unsupported content is an error in the user's newest message. In older messages it is left out, so
+that the conversation can go on. Errors name the place as a caller would write it, such as
+`messages[2].content[0].source.data`. Large inputs belong in a worker thread.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ...requests.request_body import arguments_text, label_of, string_of, wrong
 from .server_tools import RESULTS, USES, result_text, used_name
 
 BILLING = "x-anthropic-billing-header:"
-"""Claude Code's first system block begins so. It differs in every conversation and says nothing to a model, so it is
-left out; with it no two conversations would share a prefix."""
+"""The beginning of Claude Code's first system block. The block differs in every conversation and is useless to a model.
+It is left out, because with it no two conversations would share a prefix."""
 
 _ROLES = ("user", "assistant", "system")
 _TOOL_NAME_CHARACTERS_MAX = 128
 _PICTURE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _UNREAD = {"document": "only text documents are supported", "container_upload": "containers are not supported"}
 _ELSEWHERE = ("image", "tool_result")
-"""Blocks that the assistant cannot say."""
+"""Blocks that an assistant's message cannot have."""
 _ERROR_BEGINS = ("error", "<tool_use_error>")
 _SUMMARY = "Summary of the conversation so far:\n\n"
 
 
 def read_system(value: Any) -> str:
-    """Returns the system prompt of a string or of blocks of text, without Claude Code's billing header.
+    """Returns the system prompt from a string or text blocks, without Claude Code's billing header.
 
     Raises:
         InvalidRequest: it is neither; `param` is the place.
@@ -54,11 +54,11 @@ def read_system(value: Any) -> str:
 
 
 def read_messages(value: Any) -> MessageList:
-    """Checks and converts messages in Anthropic's form. Those of one role that follow each other are joined. A summary
-    of a compaction stands for all that was said before it.
+    """Checks and converts messages in Anthropic's form. Consecutive messages of one role are joined. The summary of a
+    compaction replaces everything before it.
 
     Raises:
-        InvalidRequest: a message is malformed or has what is not supported; `param` is the place.
+        InvalidRequest: a message is malformed or has unsupported content; `param` is the place.
     """
     if not isinstance(value, list):
         raise wrong("messages", "must be a list")
@@ -66,7 +66,7 @@ def read_messages(value: Any) -> MessageList:
         raise wrong("messages", "is empty")
     speakers = [_speaker(given) for given in value]
     newest = newest_said(speakers)
-    # The answer may have been begun.
+    # The last message may be the beginning of the answer.
     asked = newest_said(speakers[:-1]) if speakers[-1] == "assistant" else newest
     turns: list[_Turn] = []
     for index, given in enumerate(value):
@@ -85,8 +85,8 @@ def read_messages(value: Any) -> MessageList:
 
 
 def _speaker(given: Any) -> Any:
-    """Returns the role of a message, "tool" for the user's with results of tools: what stands beside them, such as a
-    file that was read, comes from the program and not from somebody who could leave it out."""
+    """Returns the role of a message; "tool" for a user message with tool results. What such a message has beside them,
+    such as a file that was read, comes from the agent program, so no person can leave it out."""
     if not isinstance(given, dict):
         return None
     content = given.get("content")
@@ -98,8 +98,9 @@ def _speaker(given: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of content and its place. In the `newest` message of the user's everything must be understood. What is
-    shown `earlier` than in the message that is answered is history."""
+    """A block of content and its place. `newest` says that it is in the user's newest message, in which unsupported
+    content is an error. `earlier` says that its media come before the message that is answered, so they may be left
+    out."""
 
     given: Any
     where: str
@@ -113,7 +114,7 @@ class _Block:
 
 @dataclass
 class _Turn:
-    """What one side says until the other answers."""
+    """Consecutive messages of one role."""
 
     role: str
     blocks: list[_Block] = field(default_factory=list)
@@ -135,12 +136,12 @@ def _blocks(given: Any, where: str, *, newest: bool, earlier: bool) -> tuple[str
 
 
 class _Reader:
-    """Converts turns in order; remembers the names of the tools that were called, which results do not repeat.
+    """Converts turns in order. Remembers the names of called tools, because results do not have them.
 
     Attributes:
-        left_out: types of blocks.
-        tools: definitions of tools among the blocks, with their places.
-        compacted: whether the turn that was read last begins with a summary of all before it.
+        left_out: the types of blocks that were left out.
+        tools: definitions of tools in blocks, with their places.
+        compacted: whether the latest turn begins with a summary of everything before it.
     """
 
     def __init__(self) -> None:
@@ -159,7 +160,7 @@ class _Reader:
                 results.append(self._result(block.given, block.where))
             elif not self._takes_tool(block):
                 said.append(block)
-        # Results answer the calls before them, so nothing may come between.
+        # Results must follow their calls directly.
         yield from results
         if said or not results:
             content = self._content(said, user=turn.role == "user")
@@ -168,7 +169,7 @@ class _Reader:
             )
 
     def _takes_tool(self, block: _Block) -> bool:
-        """Returns whether a block changes the tools. One that takes a tool away is left out."""
+        """Returns whether a block changes the tools. A block that removes a tool is left out."""
         if block.kind not in ("tool_addition", "tool_removal"):
             return False
         tool = block.given.get("tool")
@@ -177,12 +178,13 @@ class _Reader:
         if block.kind == "tool_addition" and tool.get("type") == "tool_definition":
             self.tools.append((tool.get("definition"), f"{block.where}.tool.definition"))
         elif not (block.kind == "tool_addition" and tool.get("type") == "tool_reference"):
-            # A tool that is only named is in `tools`, and all of these are shown.
+            # A tool that is only named is already in `tools`, which are all shown.
             self.left_out.add(block.kind)
         return True
 
     def _assistant(self, blocks: Sequence[_Block]) -> list[Message]:
-        """Returns an answer. Where servers' tools were called it is several messages, with their results between."""
+        """Returns an answer. If it called tools of servers, it becomes several messages, with the results between
+        them."""
         answered = {block.given.get("tool_use_id") for block in blocks if block.kind in RESULTS}
         messages: list[Message] = []
         open_uses = set[str]()
@@ -238,12 +240,13 @@ class _Reader:
         return message
 
     def _content(self, blocks: Sequence[_Block], *, user: bool = True) -> str | list[Any]:
-        """Returns the text of text blocks, a line for each; with pictures, the parts. The system's have none."""
+        """Returns the text of text blocks, a line for each; with pictures, a list of parts. System messages have no
+        pictures."""
         parts: list[Any] = []
         for block in blocks:
             kind, given, where = block.kind, block.given, block.where
             if kind == "image" and user:
-                # The newest message may have been joined to others of the user's.
+                # The newest message may have been joined to other user messages.
                 parts.append(replace(_picture(given, where), earlier=block.earlier))
                 continue
             text = _text(given, where) if kind == "text" else words_of(given, where)
@@ -265,7 +268,7 @@ class _Reader:
 
 @dataclass
 class _Spoken:
-    """What the assistant says in one message."""
+    """The content of one assistant's message."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
@@ -277,7 +280,7 @@ class _Spoken:
 
     @property
     def message(self) -> Message:
-        # An answer's blocks of text are what it said between its calls, so they have no separator.
+        # An answer's text blocks are the texts between its calls, so they are joined without a separator.
         message: Message = {"role": "assistant", "content": "".join(self.texts)}
         if thought := "\n".join(filter(None, self.thoughts)):
             message["reasoning_content"] = thought
@@ -287,7 +290,7 @@ class _Spoken:
 
 
 def _as_error(content: str | list[Any]) -> str | list[Any]:
-    """Returns a result that says that it is an error, which templates have no field for."""
+    """Returns a result whose text says that it is an error, because templates have no field for that."""
     if not isinstance(content, str):
         return [{"type": "text", "text": "Error:"}, *content]
     if content.lower().startswith(_ERROR_BEGINS):
@@ -336,9 +339,9 @@ class ToolSet:
     """The tools of a request.
 
     Attributes:
-        tools: those that the client runs and describes, as chat templates take them.
-        places: where each one's schema stands in the body.
-        left_out: types of the others, which Anthropic runs or describes, each once.
+        tools: the tools that the client runs and describes, as chat templates take them.
+        places: the place of each one's schema in the body.
+        left_out: the types of the other tools, which Anthropic runs or describes, each once.
     """
 
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -378,7 +381,7 @@ def with_tools(tools: ToolSet, more: Sequence[tuple[Any, str]]) -> ToolSet:
 
 
 def _tool(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """Only what describes the tool to a model is taken over: a hint that moves must not change the prompt."""
+    """Returns only the fields that describe the tool to a model, because hints that move must not change the prompt."""
     name, schema, strict = string_of(given, "name", where), given.get("input_schema"), given.get("strict")
     if not 0 < len(name) <= _TOOL_NAME_CHARACTERS_MAX:
         raise wrong(f"{where}.name", f"must have 1 to {_TOOL_NAME_CHARACTERS_MAX} characters")

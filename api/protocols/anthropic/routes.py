@@ -16,7 +16,7 @@ from .events import MessageEvents
 
 
 class MessageRoutes:
-    """Handlers for messages, and for counting the tokens of what would become one."""
+    """Handlers for messages, and for counting their prompt tokens."""
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
@@ -34,7 +34,7 @@ class MessageRoutes:
             agent=whose.agent,
             agent_continue=bool(body.agent_continue),
             options=body.options,
-            # Without any tokens to generate the prompt is read all the same, as when something is injected.
+            # With no tokens to generate the prompt is still prefilled, as for an injection.
             max_tokens_default=None if body.max_tokens else 0,
         )
         chat = self._answering.complete(request, chat, whose, any_model=True)

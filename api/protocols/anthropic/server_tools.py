@@ -1,7 +1,7 @@
-"""Anthropic's wire format on the way in: what tools of servers were asked and what they said, in words.
+"""Anthropic's wire format on the way in: calls and results of server tools, as text.
 
-Anthropic's own servers ran these (web search, code execution, MCP), and clients send it back with the rest of a
-conversation that began elsewhere. A model here cannot call them, but it is shown what it knew.
+Anthropic's servers run these tools (web search, code execution, MCP). If a conversation began there, clients send their
+calls and results with the rest of it. A model here cannot call them, but it is shown what they said.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ RESULTS = (
 )
 
 _SAID = ("text", "stdout", "stderr", "content", "error_message")
-"""Fields of results with text, in the order in which it is shown."""
+"""Fields of results that have text, in the order in which it is shown."""
 
 
 def used_name(block: Mapping[str, Any], where: str) -> str:
-    """Returns the name of the tool that a use is of, with its MCP server's if it has one.
+    """Returns the name of a called tool, with the name of its MCP server if it has one.
 
     Raises:
         InvalidRequest: it is malformed; `param` is the place.
@@ -41,7 +41,7 @@ def used_name(block: Mapping[str, Any], where: str) -> str:
 
 
 def result_text(block: Mapping[str, Any], where: str) -> str:
-    """Returns what the result of a server's tool says: its texts, titles and addresses, a line for each.
+    """Returns a server tool's result as text: its texts, titles and addresses, a line for each.
 
     Raises:
         InvalidRequest: it is malformed; `param` is the place.
@@ -68,7 +68,7 @@ def _lines(content: Any, where: str) -> list[str]:
     if isinstance(code := content.get("error_code"), str):
         return [f"Error: {code}"]
     if content.get("type") == "web_search_result":
-        # What the page says is encrypted for Anthropic.
+        # The page's content is encrypted for Anthropic.
         return [f"{string_of(content, 'title', where)} ({string_of(content, 'url', where)})"]
     if "tool_references" in content:
         return _lines(content["tool_references"], f"{where}.tool_references")

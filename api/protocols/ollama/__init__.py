@@ -1,1 +1,1 @@
-"""Ollama's API, on top of OpenAI's; and what a model's files say of it."""
+"""Ollama's API, on top of OpenAI's, and facts from a model's files."""

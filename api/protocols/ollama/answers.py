@@ -1,4 +1,4 @@
-"""Ollama's wire format on the way out: whole answers, and what they took."""
+"""Ollama's wire format on the way out: whole answers, with their token counts and durations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...tools.answer_pieces import ToolCall
 from ..openai.embedding_answers import numbers_json
 
 Part = Callable[[str, str, Sequence[ToolCall]], dict[str, Any]]
-"""Returns the fields of a text, reasoning and calls, as one of the two routes shows them."""
+"""Returns the fields for a text, reasoning and calls, as one of the two routes shows them."""
 
 
 def message_part(text: str, reasoning: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def message_part(text: str, reasoning: str = "", calls: Sequence[ToolCall] = ())
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning:
         message["thinking"] = reasoning
-    # One that is cut has no arguments that could be shown: clients would run it with others.
+    # A call that was cut is left out: its arguments are incomplete, and clients would run it.
     if whole := [(call, given) for call in calls if (given := call.given) is not None]:
         message["tool_calls"] = [_call_body(call, given) for call, given in whole]
     return {"message": message}
@@ -43,8 +43,7 @@ def answer_body(model: str, part: dict[str, Any], done: str = "") -> dict[str, A
     """Returns a part of an answer.
 
     Args:
-        model: as the client called it.
-        done: why the answer ended, "" if it goes on.
+        model: its name in the request. done: why the answer ended, "" if it goes on.
     """
     body = {"model": model, "created_at": date(time.time()), **part, "done": bool(done)}
     return {**body, "done_reason": done} if done else body
@@ -54,7 +53,7 @@ def whole_body(model: str, part: Part, answer: Answer, stream: TextStream, arriv
     """Returns a whole answer.
 
     Args:
-        stream: from which it came.
+        stream: the stream that the answer came from.
         arrived: when the request did, by `time.perf_counter`.
     """
     shown = part(answer.text, answer.reasoning, answer.tool_calls)
@@ -68,8 +67,8 @@ def done_reason(reason: str) -> str:
 
 
 def taken(usage: Usage, stream: TextStream, arrived: float) -> dict[str, int]:
-    """Returns what an answer took: tokens, and nanoseconds. Until its first word counts as the prompt's, waiting
-    included. Nothing is loaded for a request."""
+    """Returns an answer's token counts, and durations in nanoseconds. The time to the first token, waiting included, is
+    the prompt's. The load duration is 0, because models are already loaded."""
     now = time.perf_counter()
     began = now if stream.first_event_at is None else stream.first_event_at
     return {
@@ -84,7 +83,7 @@ def taken(usage: Usage, stream: TextStream, arrived: float) -> dict[str, int]:
 
 
 def embed_json(model: str, made: Embeddings | None, arrived: float) -> bytes:
-    """Returns the answer of `/api/embed`. Writing many takes a second: call it in a worker thread.
+    """Returns the answer of `/api/embed`. Formatting many embeddings takes a second: call it in a worker thread.
 
     Args:
         model: as the client called it.
@@ -115,7 +114,7 @@ def memory_field(remembered: Remembered | None) -> dict[str, Any]:
 
 
 def date(seconds: float) -> str:
-    """Returns Unix time as RFC 3339 writes it."""
+    """Formats Unix time as RFC 3339."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 

@@ -1,9 +1,9 @@
 """Ollama's wire format on the way in: the bodies of `/api/chat`, `/api/generate`, `/api/embed` and `/api/show`.
 
-Bodies are validated strictly: a number is a number, and a field that changes the answer is either obeyed or refused by
-name. What concerns Ollama's own runtime (`keep_alive`, most `options`) and what nobody knows is ignored; the latter is
-named. A prompt that is too long is never cut, whatever `truncate` and `shift` say; a text that is embedded is, unless
-`truncate` is false.
+Bodies are validated strictly: values are not converted between types, and a field that changes the answer is either
+used or refused by name. Fields for Ollama's own runtime (`keep_alive`, most `options`) are ignored. Unknown fields are
+ignored too, and named in a header. A prompt that is too long is never cut, whatever `truncate` and `shift` say; a text
+to embed is cut, unless `truncate` is false.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "str
 
 
 class OllamaBody(ChatFieldsBody, AgentBody):
-    """The fields that both generation routes take. None, written `null`, means the default. Most ways to draw tokens
-    stand in `options`; those beside it are vLLM's."""
+    """The fields of both generation routes. `null` means the default. Most sampling fields are in `options`; those
+    beside it are vLLM's."""
 
     own_names = MappingProxyType(
         {
@@ -113,7 +113,7 @@ class OllamaBody(ChatFieldsBody, AgentBody):
 
 
 class OllamaChatBody(OllamaBody):
-    """The body of `/api/chat`. Without messages the model is only loaded."""
+    """The body of `/api/chat`. Without messages it only asks to load the model."""
 
     messages: OllamaMessages = Field(default_factory=list)
     tools: OllamaTools | None = None
@@ -139,7 +139,7 @@ class OllamaChatBody(OllamaBody):
         return not self.messages
 
     def request(self, agent: str) -> ChatRequest:
-        """Returns the conversation. An assistant's message at its end is the beginning of the answer."""
+        """Returns the conversation. If its last message is the assistant's, that is the beginning of the answer."""
         messages, begun = list(self.messages), ""
         if messages[-1]["role"] == "assistant" and isinstance(messages[-1]["content"], str):
             begun = messages.pop()["content"]
@@ -147,7 +147,7 @@ class OllamaChatBody(OllamaBody):
 
 
 class OllamaGenerateBody(OllamaBody):
-    """The body of `/api/generate`. Without a prompt the model is only loaded."""
+    """The body of `/api/generate`. Without a prompt it only asks to load the model."""
 
     prompt: str | None = None
     suffix: str | None = None
@@ -198,7 +198,7 @@ class OllamaGenerateBody(OllamaBody):
 
 
 class OllamaEmbedBody(RequestBody):
-    """The body of `/api/embed`. Without a text the model is only loaded."""
+    """The body of `/api/embed`. Without a text it only asks to load the model."""
 
     model: ModelName
     input: Annotated[str | list[str] | None, WithJsonSchema(_TEXTS)] = None

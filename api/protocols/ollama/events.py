@@ -19,10 +19,10 @@ LINES = {"Content-Type": "application/x-ndjson"}
 
 class AnswerLines:
     """The lines of one streamed answer. JSON escapes keep them ASCII, so they contain no line separator. A call is in
-    one line, for its arguments are an object.
+    one line, because its arguments are an object.
 
     Args:
-        model: as the client called it.
+        model: its name in the request.
         part: how the route shows an answer.
         arrived: when the request did, by `time.perf_counter`.
     """
@@ -34,7 +34,7 @@ class AnswerLines:
 
     @property
     def idle(self) -> bytes:
-        # White space before the next object: clients parse line by line, and an empty line is no object.
+        # A space before the next object, not an empty line: clients parse every line as an object.
         return b" "
 
     def start(self, streams: Sequence[TextStream]) -> bytes:

@@ -38,7 +38,7 @@ def read_images(value: Any, where: str) -> list[PictureSource]:
     """Checks and converts the list of images at a place; None is an empty list.
 
     Raises:
-        InvalidRequest: it is no list of base64 texts.
+        InvalidRequest: it is not a list of base64 texts.
     """
     if value is None:
         return []
@@ -48,7 +48,7 @@ def read_images(value: Any, where: str) -> list[PictureSource]:
 
 
 def content_of(text: str, pictures: list[PictureSource]) -> str | list[Any]:
-    """Returns a message's content: its pictures come before its text, as Ollama shows them to a model."""
+    """Returns a message's content, with pictures before the text, as Ollama shows them to a model."""
     if not pictures:
         return text
     return [*pictures, {"type": "text", "text": text}] if text else list(pictures)
@@ -57,7 +57,7 @@ def content_of(text: str, pictures: list[PictureSource]) -> str | list[Any]:
 def _picture(given: Any, where: str) -> PictureSource:
     if not isinstance(given, str) or not given or given.startswith("data:"):
         raise wrong(where, "must be a picture's file in base64, without 'data:' before it")
-    # The file's bytes tell its format, whatever the type is called.
+    # The MIME type does not matter, because the file's bytes tell its format.
     return PictureSource(where, f"data:image/png;base64,{given}", url_where=where)
 
 
@@ -118,7 +118,7 @@ def _call(given: Any, where: str) -> MessageCall:
 
 
 def _typed(tools: Any) -> Any:
-    """Returns the tools with their type, of which Ollama has only one, so that clients leave it out."""
+    """Returns the tools with their type. Ollama has only one type, so clients leave it out."""
     if not isinstance(tools, list):
         return tools
     return [{"type": "function", **tool} if isinstance(tool, dict) else tool for tool in tools]

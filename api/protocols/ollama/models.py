@@ -1,4 +1,5 @@
-"""The served models as Ollama's clients see them. What a model's files do not say is left out, or an empty string."""
+"""The served models as Ollama's clients see them. Facts that a model's files do not give are left out or empty
+strings."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from ...text.model import TextModel
 from .answers import date
 
 VERSION = "0.34.4"
-"""The version of Ollama whose API this is. Clients look whether it is new enough for them."""
+"""The version of Ollama whose API this is. Clients check whether it is new enough for them."""
 
 NEVER = "9999-12-31T23:59:59Z"
-"""When a model is unloaded that nobody unloads."""
+"""The expiry time of every model: far in the future, because models stay loaded."""
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _SIZES = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
@@ -34,19 +35,19 @@ _INFO = {
     "attention.head_count_kv": "num_key_value_heads",
     "vocab_size": "vocab_size",
 }
-"""Fields of `model_info` below the architecture's name, and where a model's config has them."""
+"""Fields of `model_info` below the architecture's name, with their names in a model's config."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model's files say.
+    """Facts from a model's files.
 
     Attributes:
         architecture: the config's `model_type`, "" if unknown.
         config: the part of the config that describes the language model.
         size: bytes of the weights.
         parameters: how many weights there are; None if unknown.
-        quantization: how most of them are stored, "" if unknown.
+        quantization: the format of most weights, "" if unknown.
     """
 
     architecture: str = ""
@@ -61,7 +62,7 @@ def model_facts(folder: str, files_id: bytes) -> ModelFacts:
     """Reads the config and the headers of the weights. Takes milliseconds the first time.
 
     Args:
-        files_id: of the files, so that others in the same folder are read again.
+        files_id: of the files; if other files are in the same folder, they are read again.
     """
     try:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
@@ -83,7 +84,7 @@ def model_facts(folder: str, files_id: bytes) -> ModelFacts:
 
 
 def parameters_of(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> int | None:
-    """Counts the weights; those of mlx's quantized layers are packed, and have scales beside them."""
+    """Counts the weights. MLX's quantized layers have packed weights, and scales beside them."""
     total = 0
     for name, tensor in tensors.items():
         layer, _, last = name.rpartition(".")
@@ -160,7 +161,7 @@ def shown_body(model: ServedModel, facts: ModelFacts, text: TextModel) -> dict[s
         info |= {f"{kind}.{name}": facts.config[given] for name, given in _INFO.items() if given in facts.config}
     can = {
         "completion": True,
-        # A template without a place for tools does not keep a model from being told of them.
+        # Always: if the template has no place for tools, the prompt describes them in text.
         "tools": text.calls.known or bool(text.template.source),
         "vision": model.info.pictures,
         "thinking": text.template.has_thinking or text.template.is_harmony,

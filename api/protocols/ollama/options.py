@@ -1,4 +1,4 @@
-"""Ollama's `options`: each is done, tolerated because it changes no word here, or refused by name."""
+"""Ollama's `options`: each is used, ignored because it does not change the answer, or refused by name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ...requests.options import WHOLE, MinP, Penalty, RepetitionPenalty, Seed, S
 
 RANDOM_SEED = -1
 PENALIZED_TOKENS = 64
-"""Ollama's default of `repeat_last_n`. Clients that send it mean what those do that leave it out."""
+"""Ollama's default of `repeat_last_n`; it counts as not set, because clients send it without meaning it."""
 
 _UNDONE = MappingProxyType({"typical_p": 1, "tfs_z": 1, "mirostat": 0})
-"""What draws tokens in a way that is not done, with the value that switches it off."""
+"""Unsupported sampling options, with the value that switches each off."""
 
 
 def _number_or_switch(value: Any) -> Any:
@@ -29,8 +29,8 @@ Tolerated = Annotated[Any, PlainValidator(_number_or_switch), WithJsonSchema({"t
 
 
 class ModelOptions(BaseModel):
-    """The field `options`. None means the default, which is the model's own where its files have one. What nobody knows
-    is ignored, and named in the answer's headers."""
+    """The field `options`. None means the default, which is the model's own if its files have one. Unknown options are
+    ignored, and named in the answer's headers."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -46,12 +46,12 @@ class ModelOptions(BaseModel):
     seed: Seed | None = None
     stop: Stop | None = None
 
-    # Refused unless they are off.
+    # These are refused unless they are off.
     typical_p: Tolerated = None
     tfs_z: Tolerated = None
     mirostat: Tolerated = None
 
-    # How Ollama runs a model. The context here is the model's, and nothing in it is shifted.
+    # How Ollama runs a model. Ignored: the context here is the model's, and it is never shifted.
     num_ctx: Tolerated = None
     num_batch: Tolerated = None
     num_gpu: Tolerated = None
@@ -75,7 +75,7 @@ class ModelOptions(BaseModel):
         """Checks options against each other.
 
         Raises:
-            InvalidRequest: one would change the words in a way that is not done.
+            InvalidRequest: one would change the answer in an unsupported way.
         """
         for name, off in _UNDONE.items():
             if getattr(self, name) not in (None, off):
@@ -89,7 +89,7 @@ class ModelOptions(BaseModel):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The options that say something, under the names of all protocols."""
+        """The options that are set, under the names of `Options`."""
         penalties: dict[str, Any] = {
             "repetition_penalty": self.repeat_penalty,
             "presence_penalty": self.presence_penalty,

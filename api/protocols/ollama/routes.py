@@ -37,14 +37,14 @@ _NOT_IMPLEMENTED = 501
 
 
 class OllamaRoutes:
-    """Handlers for chats, texts, embeddings and models, as Ollama's clients ask for them."""
+    """Handlers for Ollama's routes: chats, texts, embeddings and models."""
 
     def __init__(self, answering: Answering, embedder: Embedder) -> None:
         self._answering = answering
         self._embedder = embedder
 
     def add_to(self, app: FastAPI) -> None:
-        """Adds the routes to `app`, and those that say what is not done."""
+        """Adds the routes to `app`, including those that only refuse."""
         add_route(app, "POST", f"{OLLAMA}/chat", self.chat, OllamaChatBody, answers=(JSON, NDJSON))
         add_route(app, "POST", f"{OLLAMA}/generate", self.generate, OllamaGenerateBody, answers=(JSON, NDJSON))
         add_route(app, "POST", f"{OLLAMA}/embed", self.embed, OllamaEmbedBody)
@@ -94,7 +94,8 @@ class OllamaRoutes:
     async def _embedded(
         self, request: Request, body: OllamaEmbedBody | OllamaEmbeddingsBody
     ) -> tuple[Embeddings | None, dict[str, str]]:
-        """Returns the embeddings that a body asks for, None if it only asks for the model; and the answer's headers."""
+        """Returns the embeddings that a body asks for, None if it only asks to load the model; and the answer's
+        headers."""
         if body.loads:
             await self._served(request, body.model)
             return None, {}
@@ -105,7 +106,7 @@ class OllamaRoutes:
         return made, self._answering.placed(work, [made])
 
     async def show(self, request: Request) -> Response:
-        """Shows what one model is and can do."""
+        """Shows one model and its capabilities."""
         body = await self._answering.bodies.read(request, OllamaShowBody)
         model = await self._served(request, body.wanted)
         facts = await asyncio.to_thread(model_facts, model.info.folder, model.info.files_id)
@@ -117,7 +118,7 @@ class OllamaRoutes:
         return await self._list(request, listed_body)
 
     async def running(self, request: Request) -> Response:
-        """Lists the same models as running: all are kept in memory."""
+        """Lists the same models as running, because all stay in memory."""
         return await self._list(request, running_body)
 
     async def version(self, request: Request) -> Response:
@@ -136,7 +137,7 @@ class OllamaRoutes:
         return await self._answering.served(request, await self._named(name))
 
     async def _named(self, name: str) -> str:
-        """Returns the name under which a model is served that Ollama's clients call `name`."""
+        """Returns the served name of the model that Ollama's clients call `name`."""
         names = await probe(self._answering.generator.backend.names())
         return name if name in names else name.removesuffix(":latest")
 

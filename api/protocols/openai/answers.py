@@ -26,12 +26,12 @@ _FINGERPRINT_DIGITS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerStyle:
-    """How a request wants its answer shown.
+    """How the request wants its answer shown.
 
     Attributes:
-        fingerprint: what computes it, as `system_fingerprint` names it.
-        functions: whether calls have the older form.
-        include_usage: whether a stream ends with its usage; with `continuous_usage` every chunk has it so far.
+        fingerprint: the value of `system_fingerprint`.
+        functions: whether calls have the older form (`functions.py`).
+        include_usage: whether a stream ends with its usage; with `continuous_usage` every chunk has the usage so far.
     """
 
     fingerprint: str = ""
@@ -41,7 +41,7 @@ class AnswerStyle:
 
 
 def system_fingerprint(model: ServedModel, version: str) -> str:
-    """Returns a short name of the model as it is computed here by a `version` of Satchel."""
+    """Returns a short hash of the model and the `version` of Satchel that computes it."""
     return f"fp_{hashlib.sha256(model.info.model_id + version.encode()).hexdigest()[:_FINGERPRINT_DIGITS]}"
 
 
@@ -60,7 +60,7 @@ def _tool_call_body(call: ToolCall) -> dict[str, Any]:
 
 
 def _token_ids(answer: Answer, *, prompt: bool) -> dict[str, Any]:
-    """Returns the ids of an answer's tokens, and of its prompt's, under vLLM's names; {} if not asked for."""
+    """Returns the token ids of an answer and its prompt, under vLLM's names; {} if not requested."""
     if answer.tokens is None:
         return {}
     return {"token_ids": answer.tokens} | ({"prompt_token_ids": answer.prompt} if prompt else {})
@@ -69,7 +69,7 @@ def _token_ids(answer: Answer, *, prompt: bool) -> dict[str, Any]:
 def _chat_choice(index: int, answer: Answer, style: AnswerStyle) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.reasoning:
-        # DeepSeek's name, and the one of OpenRouter and vLLM's newer versions.
+        # The first is DeepSeek's name, the second that of OpenRouter and newer versions of vLLM.
         message["reasoning_content"] = message["reasoning"] = answer.reasoning
     reason = answer.reason
     if answer.tool_calls and style.functions:
@@ -101,18 +101,18 @@ def chat_body(
 def completion_body(
     model: str, answers: list[Answer], style: AnswerStyle = AnswerStyle(), usage: Usage | None = None
 ) -> dict[str, Any]:
-    """Returns a `text_completion`; the choices of the first prompt come first. `usage` is given if there were further
-    answers."""
+    """Returns a `text_completion`; the choices of the first prompt come first. `usage` is given if more answers were
+    generated than are shown."""
     body = _body("cmpl", "text_completion", model, answers, _completion_choice, style)
     return body if usage is None else body | {"usage": usage_body(usage)}
 
 
 def best_answers(answers: Sequence[Answer], sequences: int, choices: int) -> list[Answer]:
-    """Returns the likeliest answers of every prompt: those with the largest mean logprob of a token.
+    """Returns the likeliest answers of every prompt: those with the largest mean logprob per token.
 
     Args:
         answers: with logprobs, `sequences` of the first prompt, then of the next.
-        choices: how many of each prompt's are returned, the likeliest first.
+        choices: how many are returned for each prompt, the likeliest first.
     """
 
     def mean(answer: Answer) -> float:
@@ -166,7 +166,7 @@ class _Chunks:
         self._style = style
         self._streams: Sequence[TextStream] = ()
         self._said = False
-        """Whether anything of an answer has been written, and not only that it begins."""
+        """Whether any part of the answer has been written, not only its first event."""
 
     def _usage_so_far(self) -> str:
         if not self._style.continuous_usage:
@@ -285,7 +285,7 @@ class CompletionChunks(_Chunks):
 
 
 def _field(name: str, tokens: list[int] | None) -> str:
-    """Returns a further field of a chunk, "" if it was not asked for."""
+    """Returns a further field of a chunk, "" if it was not requested."""
     return "" if tokens is None else f',"{name}":{json.dumps(tokens, separators=(",", ":"))}'
 
 
@@ -294,10 +294,11 @@ def _logprobs(body: Callable[[list[ShownToken]], dict[str, Any]], tokens: list[S
 
 
 def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
-    """Returns an entry of the list of models. `max_model_len` is the context in tokens, as vLLM names it, and
-    `context_length` as OpenRouter does, whose `architecture` has the modalities; `memory` is what its layers keep, `kv`
-    by which policy and why, and `embedding` how it embeds texts. `notes` say what of it is not served as asked, and
-    what its chat template forgets; `proving` what of it is still being found out, since when (Unix time).
+    """Returns an entry of the list of models. The context in tokens is `max_model_len`, as in vLLM, and
+    `context_length`, as in OpenRouter, whose `architecture` lists the modalities. `memory` says what its layers cache,
+    `kv` the KV policy and the reason for it, and `embedding` how it embeds texts. `notes` say what is not served as
+    configured, and what its chat template drops. `proving` says what its self-test still checks, and since when (Unix
+    time).
     """
     info = model.info
     seen = ["image", "video"] if info.pictures else []

@@ -1,7 +1,8 @@
 """OpenAI's wire format on the way in: request bodies.
 
-Bodies are validated strictly: a number is a number, and a field that changes the answer is either obeyed or refused by
-name. Neighbour protocols' names are read too (`generation.neighbours`); unknown fields are ignored, and named.
+Bodies are validated strictly: values are not converted between types, and a field that changes the answer is either
+used or refused by name. Other protocols' names are read too (`requests/field_aliases.py`); unknown fields are ignored,
+and named in a header.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ PromptBody = Annotated[
 ]
 
 
-# Only read to tell agents apart; a value of any form is fine.
+# Only read to identify agents, so a value of any form is accepted.
 Unchecked = Annotated[Any, WithJsonSchema({})]
 
 
 class GenerationBody(FormBody, AgentBody):
-    """The fields that both generation routes take. None, written `null`, means the default."""
+    """The fields of both generation routes. `null` means the default."""
 
     own_names = SAMPLING
     own_forms = (
@@ -82,7 +83,7 @@ class GenerationBody(FormBody, AgentBody):
     )
 
     undone: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields of the other routes that this one does not do, with their neutral values."""
+    """Fields of other routes that this one does not support, with their neutral values."""
 
     model: str | None = None
     stream: bool | None = None
@@ -98,7 +99,7 @@ class GenerationBody(FormBody, AgentBody):
     conversation: Unchecked = None
     prompt_cache_key: Unchecked = None
     metadata: Unchecked = None
-    # These are checked by `read_form`, which knows where in them something is wrong.
+    # `read_form` checks these, because it knows the place of an error in them.
     response_format: Json = None
     structured_outputs: Json = None
     guided_json: Json = None
@@ -181,7 +182,7 @@ class ChatBody(GenerationBody, ChatFieldsBody):
         self._check_beginning()
 
     def _check_beginning(self) -> None:
-        """Checks what says where the answer begins."""
+        """Checks the fields that say where the answer begins."""
         _ = self.thinking_said  # Raises if a switch is malformed.
         if not self.continue_final_message:
             if self.add_generation_prompt is False:
@@ -196,7 +197,7 @@ class ChatBody(GenerationBody, ChatFieldsBody):
 
     @property
     def has_functions(self) -> bool:
-        """Whether calls are answered in the older form."""
+        """Whether calls are returned in the older form (`functions.py`)."""
         return self.functions is not None
 
     @property
@@ -204,7 +205,7 @@ class ChatBody(GenerationBody, ChatFieldsBody):
         return tools_for_templates(self.tools or () if self.functions is None else tools_of(self.functions))
 
     def request(self, agent: str) -> ChatRequest:
-        # The newer name wins if both are given.
+        # If both are given, the newer name counts.
         newer = self.max_completion_tokens is not None
         use = read_tool_choice(self.tool_choice, parallel=self.parallel_tool_calls)
         begun = self.messages[-1]["content"] if self.continue_final_message else ""
@@ -251,7 +252,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def sequences(self) -> int:
-        """How many answers are generated for every prompt; the best `choices` of them are shown."""
+        """How many answers are generated for every prompt; the best `choices` of them are returned."""
         return max(self.choices, self.best_of or 0)
 
     def check(self) -> None:
@@ -281,7 +282,7 @@ class CompletionBody(GenerationBody):
                 logprobs=0 if self.logprobs is None and self.sequences > self.choices else self.logprobs,
             ),
             choices=self.sequences,
-            # With 0 the prompt is read and nothing is generated.
+            # With 0 the prompt is prefilled and nothing is generated.
             max_tokens_default=0 if self.max_tokens == 0 else max(COMPLETION_MAX_TOKENS, self.min_tokens or 0),
             max_tokens_field=self.named("max_tokens"),
             form=self.form,
@@ -314,7 +315,7 @@ class ForkBody(BaseModel):
 
 
 def refuse_many(messages: Any, values: int, limits: Endpoint) -> None:
-    """Checks the numbers of messages, parts and values before they are validated."""
+    """Checks how many messages, parts and values there are, before they are validated."""
     if not isinstance(messages, list):
         return
     parts, nested = 0, []
@@ -344,11 +345,11 @@ def tools_for_templates(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def continue_marked(read: Translated) -> None:
-    """Lets a last message be continued that says so itself: `partial` is Moonshot's and Alibaba's word for it, `prefix`
-    DeepSeek's and Mistral's. The marks of earlier messages are history.
+    """Continues the last message if it has a field that says so: `partial` (Moonshot, Alibaba) or `prefix` (DeepSeek,
+    Mistral). Such fields of earlier messages are ignored.
 
     Raises:
-        InvalidRequest: a mark is no boolean.
+        InvalidRequest: the field is not a boolean.
     """
     if (where := mark_of_last(read.fields.get("messages"), "messages")) is None:
         return
@@ -365,7 +366,7 @@ def check_continued(messages: Sequence[Message], generation_prompt: bool | None,
         where: the field that says so.
 
     Raises:
-        InvalidRequest: it is not the assistant's text, or the request says that a message begins after it.
+        InvalidRequest: it is not an assistant's text, or the request says that a new message begins after it.
     """
     if generation_prompt is not False:
         raise InvalidRequest(f"{where}: only possible with add_generation_prompt false", param=where)

@@ -34,15 +34,15 @@ def _entries(vectors: np.ndarray, *, base64_encoded: bool) -> Iterator[str]:
 
 
 def numbers_json(vector: np.ndarray) -> str:
-    """Returns float32 numbers as a JSON list; nine digits tell any two of them apart."""
+    """Returns float32 numbers as a JSON list. Nine digits are enough to restore every float32 exactly."""
     return f"[{','.join(format(number, '.9g') for number in vector.tolist())}]"
 
 
 def ranking_body(made: Ranking, documents: Sequence[str] | None) -> dict[str, Any]:
-    """Returns the answer of `/v1/rerank`. It has Jina's fields and Cohere's.
+    """Returns the answer of `/v1/rerank`, with Jina's and Cohere's fields.
 
     Args:
-        documents: their texts, if they are to be in the answer; None if not.
+        documents: their texts if the answer must have them, else None.
     """
     results: list[dict[str, Any]] = []
     for ranked in made.documents:

@@ -36,7 +36,7 @@ _UNDONE_RANKING = MappingProxyType(
 
 
 class VectorBody(RequestBody):
-    """The fields of both. None, written `null`, means the default."""
+    """The fields of embeddings and rankings. `null` means the default."""
 
     model: str | None = None
     user: str | None = None
@@ -106,7 +106,7 @@ class RankingBody(VectorBody):
 
     @classmethod
     def check_fields(cls, fields: dict[str, Any], values: int, limits: Endpoint) -> None:
-        # Other routes refuse this name.
+        # Only Cohere's route has this name; other routes refuse it.
         refuse_unsupported({name: value for name, value in fields.items() if name != "documents"}, _UNDONE_RANKING)
         _refuse_many(fields, "documents")
 
@@ -119,7 +119,7 @@ class RankingBody(VectorBody):
 
 
 def _refuse_many(fields: dict[str, Any], name: str) -> None:
-    """Refuses too many texts before each is validated; a long list of numbers is one text."""
+    """Refuses too many texts before each is validated; a list of numbers is one text."""
     given = fields.get(name)
     if isinstance(given, list) and len(given) > TEXTS_MAX and not isinstance(given[0], int):
         raise InvalidRequest(f"{name} has {len(given)} entries; at most {TEXTS_MAX} go into one request", param=name)

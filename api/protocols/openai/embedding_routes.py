@@ -45,7 +45,7 @@ class EmbeddingRoutes:
         work = self._answering.complete(request, body.request(), any_model=False)
         async with CancelOnDisconnect(request.receive):
             made = await self._embedder.rank(work)
-        # Cohere's clients have the documents; Jina's, and vLLM's, look for them in the answer.
+        # Cohere's clients need no documents in the answer; Jina's and vLLM's expect them.
         shows = body.return_documents if body.return_documents is not None else request.url.path != COHERE
         shown = ranking_body(made, body.texts if shows else None)
         return JSONResponse(shown, headers=self._answering.placed(work, [made]))

@@ -1,5 +1,5 @@
-"""OpenAI's older form of tools, `functions` and `function_call`: on the way in they become tools, of which an answer
-calls at most one, and its call goes out in the older form."""
+"""OpenAI's older form of tools, `functions` and `function_call`. On the way in they become tools, of which an answer
+calls at most one. On the way out the call gets the older form again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tools_of(functions: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def tool_use_of(choice: FunctionCall) -> ToolUse:
-    """Returns what `function_call` says."""
+    """Returns the `ToolUse` for a value of `function_call`."""
     if isinstance(choice, dict):
         return ToolUse(forced=True, names=[choice["name"]], parallel=False)
     return ToolUse(shown=choice != "none", parallel=False)
@@ -40,5 +40,5 @@ def called_body(call: ToolCall) -> dict[str, str]:
 
 
 def reason_of(reason: str) -> str:
-    """Returns why an answer ended, in the older form's words."""
+    """Returns why an answer ended, in the older form."""
     return "function_call" if reason == "tool_calls" else reason

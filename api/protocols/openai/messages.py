@@ -1,8 +1,8 @@
-"""OpenAI's wire format on the way in: messages and tools, also as clients of other servers write them.
+"""OpenAI's wire format on the way in: messages and tools, including variants that other servers' clients send.
 
-Errors name the place as a caller would write it, such as `messages[2].content[0].type`. Parts that are not understood
-are left out of all messages but the newest of the user's, so that no conversation ends by them. Large inputs belong in
-a worker thread.
+Errors name the place as a caller would write it, such as `messages[2].content[0].type`. Unsupported parts are an error
+in the user's newest message. In older messages they are left out, so that the conversation can go on. Large inputs
+belong in a worker thread.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _THOUGHTS = ("thinking", "reasoning", "reasoning_text", "reasoning_content", "re
 _THOUGHT_FIELDS = ("thinking", "reasoning", "text", "content")
 _PICTURE_OPTIONS = ("detail", "min_pixels", "max_pixels")
 _VIDEO_OPTIONS = ("fps", "max_frames", "min_pixels", "max_pixels")
-# `cache_control` is a hint for other servers and changes no answer; text parts may have it too.
+# `cache_control` is a hint for other servers that is ignored here; text parts may have it too.
 _BESIDE = ("type", "cache_control")
 _STRICT = ConfigDict(strict=True)
 
 
-# The parts are checked by hand, because pydantic would copy thousands of them.
+# Parts are checked without pydantic, which would copy thousands of them.
 MessageContent = str | list[Any]
 Label = Annotated[str, Field(max_length=1024)]
 
@@ -91,7 +91,7 @@ class ToolMessage(TypedDict):
 
 
 class FunctionMessage(TypedDict):
-    """What a function of the older form returned."""
+    """The result of a function, in the older form."""
 
     role: Literal["function"]
     name: Annotated[str, Field(min_length=1, max_length=128)]
@@ -111,7 +111,7 @@ class ToolFunction(TypedDict):
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class ToolBody(TypedDict):
-    """A tool. Other fields are kept, because templates print tools as they are given."""
+    """A tool. Other fields are kept, because templates print the whole tool."""
 
     type: Literal["function"]
     function: ToolFunction
@@ -149,7 +149,7 @@ def _refused(error: ValidationError) -> InvalidRequest:
         if not isinstance(given, dict):
             return wrong(where, "must be an object with role and content")
         return wrong(f"{where}.role", f"is {quoted(given.get('role'))}; known are {', '.join(_ROLES)}")
-    # The union adds the role to the place, and which kind of content was tried.
+    # pydantic adds the union's member to the place: the role, and the kind of content.
     steps = first["loc"][2:]
     if steps[0] == "content" and len(steps) > 1:
         return wrong(f"{where}.content", "must be a string or a list of parts")
@@ -163,13 +163,14 @@ Functions = Annotated[list[ToolFunction], _OBJECTS]
 
 
 def _in_newer_form(body: dict[str, Any], index: int) -> dict[str, Any]:
-    """Returns a message without nulls and other servers' names, and with a function of the older form as a tool."""
+    """Returns a message without nulls, with OpenAI's names instead of other servers', and with functions of the older
+    form as tools."""
     if None in body.values():
         body = {name: value for name, value in body.items() if value is not None}
     if body["role"] == "developer":
         body["role"] = "system"
     elif body["role"] == "function":
-        # Only one function is called at a time, so the call is that of the message before.
+        # A message calls at most one function, so this is the result of the call in the message before.
         body = {"content": "", **body, "role": "tool", "tool_call_id": f"function-{index - 1}"}
     elif body["role"] == "tool":
         body.setdefault("content", "")
@@ -184,13 +185,13 @@ def _in_newer_form(body: dict[str, Any], index: int) -> dict[str, Any]:
                 raise InvalidRequest(f"{where}: the message has tool_calls already", param=where)
             function = _called(called, f"messages[{index}].function_call")
             body["tool_calls"] = [{"id": f"function-{index}", "type": "function", "function": function}]
-        # A turn may be empty: of a model that ended at once, or of which only the reasoning was cut off.
+        # An answer may be empty: the model ended at once, or only reasoning was there and was dropped.
         body.setdefault("content", "")
     return body
 
 
 def _message(body: dict[str, Any], index: int, left_out: LeftOut | None) -> Any:
-    """Reads a message. Without `left_out` everything in it must be understood."""
+    """Reads a message. If `left_out` is None, unsupported content is an error."""
     if calls := body.get("tool_calls"):
         for place, call in enumerate(calls):
             call["type"] = "function"
@@ -200,7 +201,7 @@ def _message(body: dict[str, Any], index: int, left_out: LeftOut | None) -> Any:
     elif calls is not None:
         del body["tool_calls"]
     if not isinstance(content := body["content"], str):
-        # Nobody can say of the system's words that they are history.
+        # System messages apply to every turn, so unsupported content in them is always an error.
         lenient = None if body["role"] == "system" else left_out
         read = _Content(content, f"messages[{index}].content", lenient, thinks=body["role"] == "assistant")
         body["content"] = read.content
@@ -216,15 +217,15 @@ def _called(function: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 class _Content:
-    """The content of parts.
+    """The content of a message, read from parts.
 
     Args:
-        left_out: gets the types of those that are not understood; None refuses them.
-        thinks: whether parts may be thoughts.
+        left_out: gets the types of unsupported parts; None refuses them.
+        thinks: whether parts may be reasoning.
 
     Attributes:
         content: the text of text parts, joined without a separator; with media, the parts.
-        thoughts: texts.
+        thoughts: the texts of reasoning.
     """
 
     def __init__(self, parts: list[Any], where: str, left_out: LeftOut | None, *, thinks: bool) -> None:
@@ -246,7 +247,7 @@ class _Content:
             self.content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
 
     def _read(self, part: Any, where: str) -> PictureSource | VideoSource | str | None:
-        """Returns a medium, or what a part says in words; None for what is left out."""
+        """Returns a medium, or a part as text; None for a part that is left out."""
         if not isinstance(part, dict):
             raise wrong(where, "must be an object with a type")
         if (read := media_part(part, where) or words_of(part, where)) is not None:
@@ -263,10 +264,10 @@ class _Content:
 
 
 def _thought(part: dict[str, Any], where: str) -> list[str]:
-    """Returns what a part of an answer says that the model thought. Mistral's clients have it in parts of text."""
+    """Returns the reasoning in a part of an answer. Mistral's clients send it as text parts."""
     name = next((name for name in (part["type"], *_THOUGHT_FIELDS) if part.get(name) is not None), None)
     if name is None:
-        # Encrypted or empty.
+        # The reasoning is encrypted or empty.
         return []
     said, place = part[name], f"{where}.{name}"
     if isinstance(said, str):
@@ -295,7 +296,7 @@ class MediaOptions(BaseModel):
 
 
 def media_part(part: dict[str, Any], where: str) -> PictureSource | VideoSource | None:
-    """Returns the picture or video in a part of a message's content; None if its type is another one.
+    """Returns the picture or video in a part of a message's content; None if it is of another type.
 
     Raises:
         InvalidRequest: its form is wrong, or it has an unknown option; `param` is the place.
@@ -320,7 +321,7 @@ def _video(part: dict[str, Any], keys: tuple[str, ...], where: str) -> VideoSour
 
 
 def _frame(given: Any, where: str, options: MediaOptions) -> PictureSource:
-    """Reads a frame of a list: a URL, or a part as for a picture."""
+    """Reads a frame of a video: a URL, or a part as for a picture."""
     if not isinstance(given, dict):
         return PictureSource(where, _url(given, where), "auto", options.min_pixels, options.max_pixels, where)
     pixels = {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
@@ -340,7 +341,7 @@ def _named(
 ) -> tuple[Any, MediaOptions, str]:
     """Returns the value of the first of `keys` in the part, the part's options, and the place of the value.
 
-    OpenAI wraps a URL and its options into an object, which may also have the `ignored` keys. Other servers put both
+    OpenAI puts a URL and its options into an object, which may also have the `ignored` keys. Other servers put both
     beside the type.
     """
     key = next((key for key in keys if part.get(key) is not None), None)
@@ -362,7 +363,7 @@ def _named(
 
 
 def _check_known(given: dict[str, Any], keys: tuple[str, ...], options: tuple[str, ...], where: str) -> None:
-    """Raises for unknown keys. Clients write null for fields that they leave out."""
+    """Raises for unknown keys, except those with the value null, which clients write for unset fields."""
     for key, value in given.items():
         if value is not None and key not in keys and key not in options:
             raise wrong(f"{where}.{key}", f"is not supported; possible are {', '.join(options)}")

@@ -32,7 +32,7 @@ class OpenAIRoutes:
     """Handlers for chat completions and completions.
 
     Args:
-        version: Satchel's own, a part of the answers' `system_fingerprint`.
+        version: Satchel's version, which is part of the answers' `system_fingerprint`.
     """
 
     def __init__(self, answering: Answering, version: str) -> None:
@@ -88,7 +88,7 @@ class OpenAIRoutes:
         )
 
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, Identity]:
-        """Returns the body, and whose it is."""
+        """Returns the body, and its agent."""
         body = await self._answering.read(request, kind)
         whose = self._answering.whose(
             request,

@@ -21,7 +21,7 @@ from .unsupported import NEUTRAL, refuse_unsupported
 
 
 class TokenizeBody(ThinkingBody):
-    """A text, or messages as the model is shown them. None, written `null`, means the default."""
+    """A text, or messages that the template renders. `null` means the default."""
 
     own_names = MappingProxyType({"system": ("system",)})
     own_switches = ("chat_template_kwargs", "reasoning_effort")
@@ -61,7 +61,7 @@ class TokenizeBody(ThinkingBody):
         return self.add_generation_prompt is not False or bool(self.continue_final_message)
 
     def request(self) -> ChatRequest | CompletionRequest:
-        """Returns the request of which the tokens are the prompt."""
+        """Returns the request whose prompt is tokenized."""
         if self.messages is None:
             special = self.add_special_tokens is not False
             return CompletionRequest(prompt=self.prompt or "", model=self.model or "", special_tokens=special)
@@ -76,7 +76,7 @@ class TokenizeBody(ThinkingBody):
 
 
 class DetokenizeBody(RequestBody):
-    """Token ids whose text is wanted."""
+    """Token ids to turn into text."""
 
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE]]

@@ -1,4 +1,4 @@
-"""The routes between text and tokens, in vLLM's form. They generate nothing and queue nothing."""
+"""The routes that convert between text and tokens, in vLLM's form. They queue no sequence."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from ...requests.requests import ToolUse
 
 
 def read_tool_choice(choice: Any, *, parallel: bool | None = None) -> ToolUse:
-    """Returns what `tool_choice` says; `parallel` is what `parallel_tool_calls` does, None if it is not given: then an
-    answer that must call a tool has one call, for models that are made to call go on calling.
+    """Returns the `ToolUse` for a value of `tool_choice`. `parallel` is the value of `parallel_tool_calls`, None if not
+    given. Then an answer that must call a tool has one call, because models that are forced to call go on calling.
 
     Raises:
-        ValueError: it is none of OpenAI's forms.
+        ValueError: it has none of OpenAI's forms.
     """
     if choice in (None, "auto"):
         return ToolUse(parallel=parallel is not False)

@@ -1,5 +1,5 @@
-"""Fields of OpenAI's, vLLM's and llama.cpp's that would change the answer and are not done: refused by name, with what
-changes nothing."""
+"""Unsupported fields of OpenAI, vLLM and llama.cpp that would change the answer, each with its neutral values. Any
+other value is refused, and the error names the field."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0.0, 0),
     "dry_multiplier": (0.0, 0),
     "adapters": (),
-    # A template is a program, and runs only if it came with the model.
+    # A template is a program, so only the one that came with the model is run.
     "chat_template": (),
 }
 
@@ -46,7 +46,7 @@ def refuse_unsupported(fields: Mapping[str, Any], more: Mapping[str, tuple[Any, 
     """Checks a body's raw fields.
 
     Args:
-        more: further fields that its route does not do, with their neutral values.
+        more: further fields that the route does not support, with their neutral values.
 
     Raises:
         InvalidRequest: a field has a value that is not neutral; `param` is its name.

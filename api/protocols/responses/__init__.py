@@ -1,1 +1,1 @@
-"""OpenAI's Responses and Conversations, on top of its chat; responses that are kept."""
+"""OpenAI's Responses and Conversations APIs, on top of chats, and stored responses."""

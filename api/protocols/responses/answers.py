@@ -47,8 +47,8 @@ def thought_part(text: str) -> dict[str, Any]:
 
 
 def error_of(error: SatchelError) -> dict[str, str]:
-    """Returns the `error` of a response that failed. Clients know a few codes; by the one for too long a prompt they
-    compact, instead of trying again."""
+    """Returns the `error` of a failed response. Clients know a few codes; if the code says that the prompt is too long,
+    they compact instead of trying again."""
     if isinstance(error, ContextLengthExceeded):
         return {"code": error.code, "message": error.message}
     code = "rate_limit_exceeded" if isinstance(error, RateLimited) else "server_error"
@@ -60,13 +60,13 @@ class ResponseObject:
 
     Args:
         id: of the response.
-        body: what was asked.
-        model: that answers.
+        body: the request.
+        model: the model that answers.
         created_s: when it was created, as Unix time; None for now.
 
     Attributes:
         output: its items so far.
-        truncated_messages: how many messages were left out, because they did not fit.
+        truncated_messages: how many messages were left out of the prompt because they did not fit.
     """
 
     def __init__(self, id: str, body: ResponseBody, model: str, *, created_s: int | None = None) -> None:
@@ -79,7 +79,8 @@ class ResponseObject:
 
     @property
     def encrypts(self) -> bool:
-        """Whether reasoning has `encrypted_content`: where it is asked for, and where it must survive without us."""
+        """Whether reasoning has `encrypted_content`: if the request asks for it, or if the response is not stored
+        here."""
         return ENCRYPTED in self._body.includes or not self._body.kept
 
     def sealed(self, text: str) -> dict[str, str]:
@@ -93,7 +94,7 @@ class ResponseObject:
         error: SatchelError | None = None,
         remembered: Remembered | None = None,
     ) -> dict[str, Any]:
-        """Returns the whole object; `satchel` reports what is missing in its agent's memory, and in its prompt."""
+        """Returns the whole object; `satchel` reports what its agent's memory and its prompt lack."""
         body = self._body
         reasoning, text = body.reasoning, body.text
         shown: dict[str, Any] = {

@@ -1,7 +1,8 @@
-"""Responses that are made in the background: they go on whoever reads, and are read again from any of their events.
+"""Background responses: they go on if no client reads them, and can be read again from any of their events.
 
-They live in the endpoint's process, and end with it. Their ids say that they were made so (`chains.background_id`): a
-later process looks for the answer in the agent's transcript, and else says that the response failed.
+They run in the endpoint's process, and end with it. Their ids say that they are background responses
+(`chains.background_id`). So a later process can look for the answer in the agent's transcript, and otherwise report
+that the response failed.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ _CANCEL_WAIT_S = 10.0
 
 
 class BackgroundResponse:
-    """One response that is being made.
+    """One background response that is running.
 
     Args:
-        events: encodes it.
-        items: of its input, as in `KeptResponse`.
-        messages: all that was said before it; None if it is appended to a transcript.
+        events: encodes its events.
+        items: its input, as in `KeptResponse`.
+        messages: all messages before it; None if it is appended to a transcript.
         agent: as in `KeptResponse`.
         tools: as in `KeptResponse`.
 
     Attributes:
-        answer: as one message, once it is complete.
+        answer: the answer as one message, once it is complete.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class BackgroundResponse:
         log.add(events.queued())
 
     def begin(self, make: Coroutine[Any, Any, None], ended: Callable[[], None]) -> None:
-        """Starts making it; `ended` is called at last."""
+        """Starts it; `ended` is called after its end."""
 
         def done(task: asyncio.Task[None]) -> None:
             self.log.end()
@@ -64,7 +65,7 @@ class BackgroundResponse:
 
     @property
     def kept(self) -> KeptResponse:
-        """It as far as it has come."""
+        """The response so far."""
         whole = None if self._messages is None or self.answer is None else [*self._messages, self.answer]
         return KeptResponse(self.events.now, self._items, whole, self._agent, self.log, self._tools)
 
@@ -76,11 +77,11 @@ class BackgroundResponse:
 
 
 class BackgroundResponses:
-    """The responses of all tenants that are being made. For one event loop.
+    """The running background responses of all tenants. For one event loop.
 
     Args:
-        most: so many at a time.
-        bytes_max: of each one's events.
+        most: the most that may run at a time.
+        bytes_max: the limit on each one's events.
     """
 
     def __init__(self, most: int, bytes_max: int) -> None:
@@ -92,15 +93,15 @@ class BackgroundResponses:
         return self._running.get((tenant, id))
 
     def log(self, tenant: str, *, shares: bool) -> EventLog:
-        """Returns the log of a response that is about to begin.
+        """Returns the event log for a response that is about to begin.
 
         Args:
-            shares: whether there are other tenants. Then each has at most as many places as it leaves free, so one
-                alone has half of them, and there is always room for others (Choudhury and Hahne 1998).
+            shares: whether there are other tenants. Then a tenant may have at most as many places as are free: if it is
+                alone, half of them. So there is always room for others (Choudhury and Hahne 1998).
 
         Raises:
-            RateLimited: the tenant has as many as it may have beside the others.
-            QueueFull: there are as many as there may be.
+            RateLimited: the tenant has as many as the others leave it.
+            QueueFull: there are as many as the limit allows.
         """
         if (free := self._most - len(self._running)) <= 0:
             raise QueueFull(
@@ -124,11 +125,12 @@ class BackgroundResponses:
         make: Coroutine[Any, Any, None],
         ended: Callable[[KeptResponse], None],
     ) -> None:
-        """Starts making a response, which is among these until it has ended.
+        """Starts a response, and counts it until it has ended.
 
         Args:
-            make: adds its events to the log up to the last one, however it ends; when cancelled, it has to end soon.
-            ended: called with what is to be kept of it.
+            make: adds all its events to the log, including the last one, however it ends; if cancelled, it must end
+                soon.
+            ended: called with the response to store.
         """
 
         def gone() -> None:

@@ -1,8 +1,8 @@
 """The Responses API on the way in: the bodies of `/v1/responses` and `/v1/responses/input_tokens`.
 
-Bodies are validated strictly: a number is a number, and a field that changes the answer is either obeyed or refused by
-name. What concerns OpenAI's own service (`service_tier`, `prompt_cache_retention`, `context_management`) and what
-nobody knows is ignored, and named.
+Bodies are validated strictly: values are not converted between types, and a field that changes the answer is either
+used or refused by name. Fields for OpenAI's own service (`service_tier`, `prompt_cache_retention`,
+`context_management`) and unknown fields are ignored, and named in a header.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _STRICT = ConfigDict(strict=True, extra="ignore")
 
 
 class ReasoningBody(BaseModel):
-    """How long the model thinks, where its template knows that, and with `enabled` whether it does at all. No summaries
-    are made: `summary` changes nothing."""
+    """How much the model thinks, if its template supports that, and with `enabled` whether it thinks at all. `summary`
+    is ignored, because no summaries are made."""
 
     model_config = _STRICT
 
@@ -49,7 +49,7 @@ class ReasoningBody(BaseModel):
 
 
 class TextBody(BaseModel):
-    """The `format` of the answer. `verbosity` is for models that were trained to it."""
+    """The `format` of the answer. `verbosity` is for models that were trained for it."""
 
     model_config = _STRICT
 
@@ -58,7 +58,7 @@ class TextBody(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """`include_obfuscation` hides lengths from who listens to the network. Nothing is hidden here."""
+    """`include_obfuscation` would hide the lengths of events on the network; it is not supported here."""
 
     model_config = _STRICT
 
@@ -76,7 +76,7 @@ ConversationId = Annotated[str | None, BeforeValidator(_conversation)]
 
 
 class AskedBody(ChatFieldsBody):
-    """The fields of which a prompt is made. None, written `null`, means the default."""
+    """The fields from which a prompt is made. `null` means the default."""
 
     own_names: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType({"system": ("instructions",)})
     own_forms = ("text.format",)
@@ -113,7 +113,7 @@ class AskedBody(ChatFieldsBody):
             arguments = (item.get("arguments") for item in items if isinstance(item, dict))
             check_nested([each for each in arguments if isinstance(each, str)], values, limits)
         for name, value in fields.items():
-            # It is shown again, and JSON has no infinity.
+            # The response repeats it, and JSON has no infinity.
             if not _finite(value):
                 raise InvalidRequest(f"{name} has a number that is too large", param=name)
         if fields.get("prompt") is not None:
@@ -142,7 +142,7 @@ class AskedBody(ChatFieldsBody):
 
     @property
     def offered(self) -> OfferedTools:
-        """The tools, also those among the items of the input and of the responses before it.
+        """The tools, including those among the items of the input and of earlier responses.
 
         Raises:
             InvalidRequest: as `with_tools`.
@@ -153,24 +153,24 @@ class AskedBody(ChatFieldsBody):
 
     @property
     def item_tools(self) -> list[tuple[Any, str]]:
-        """The lists of tools among the items of the input and of the responses before it, each with its place."""
+        """The lists of tools among the items of the input and of earlier responses, each with its place."""
         return [*self._earlier_tools, *self.input.tools]
 
     def go_on_with(self, item_tools: Sequence[tuple[Any, str]]) -> None:
-        """Takes over the lists of tools among the items of the responses before."""
+        """Adds the lists of tools among the items of earlier responses."""
         self._earlier_tools, self._offered = list(item_tools), None
 
     @property
     def left_out(self) -> list[str]:
-        """What the model is not told of, because OpenAI's servers would run it or did, or nobody here knows it: tools,
-        items and parts by their types."""
+        """The types of tools, items and parts that the model does not get, because OpenAI's servers run them or they
+        are unknown."""
         return [*self.offered.left_out, *self.input.left_out]
 
     def messages(self, earlier: Sequence[Message], look_up: Callable[[str], dict[str, Any] | None]) -> list[Message]:
         """Returns the messages of the input, after `earlier` ones.
 
         Raises:
-            InvalidRequest: as `messages_of`, or nothing is said at all.
+            InvalidRequest: as `messages_of`, or there are no messages.
         """
         said = messages_of(self.input.parts, look_up, earlier)
         if not said and not earlier:
@@ -178,10 +178,10 @@ class AskedBody(ChatFieldsBody):
         return in_call_order([*earlier, *said])
 
     def parted(self, messages: list[Message]) -> tuple[list[Message], str]:
-        """Returns messages without the last one if the answer goes on with it, and its text.
+        """Returns messages without the last one, if the answer continues it, and its text.
 
         Raises:
-            InvalidRequest: it is not the assistant's text, or there is none before it.
+            InvalidRequest: it is not an assistant's text, or no message comes before it.
         """
         if not self.continue_final_message:
             return messages, ""
@@ -197,7 +197,7 @@ class AskedBody(ChatFieldsBody):
 
         Args:
             messages: from `messages`.
-            fields: further ones of a `ChatRequest`.
+            fields: further fields of a `ChatRequest`.
         """
         opening: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return ChatRequest(
@@ -217,7 +217,7 @@ class AskedBody(ChatFieldsBody):
 
 
 class ResponseBody(AskedBody, AgentBody):
-    """The body of `/v1/responses`. `agent_id` and `agent_continue` are Satchel's, and most ways to draw tokens are
+    """The body of `/v1/responses`. `agent_id` and `agent_continue` are Satchel's, and most sampling fields are
     vLLM's."""
 
     own_names = MappingProxyType(
@@ -253,7 +253,7 @@ class ResponseBody(AskedBody, AgentBody):
 
     @property
     def kept(self) -> bool:
-        """Whether the response can be gone on with by its id."""
+        """Whether the response is stored, so that its id can continue it."""
         return self.store is not False
 
     @property
@@ -285,7 +285,7 @@ def _finite(value: Any) -> bool:
 
 
 def _parts(item: Any) -> int:
-    """Returns the number of parts in an item that has not been checked yet."""
+    """Returns the number of parts in an unchecked item."""
     if not isinstance(item, dict):
         return 0
     given = (item.get(name) for name in ("content", "output", "summary"))

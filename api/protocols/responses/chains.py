@@ -1,8 +1,10 @@
-"""Responses that can be gone on with: kept in memory, and found again in their agent's transcript after a restart.
+"""Stored responses, which later requests can continue: kept in memory, and found in their agent's transcript after a
+restart.
 
-A chain of responses is a line of an agent's memory. The agent is the one that sent the first request; a chain that
-nobody's name is on is an agent of its own, `response:ROOT`. A response's id has that root, and how much of the
-transcript belongs to it, with a digest: enough to know the place again in a transcript that outlived this process.
+A chain of responses is a line of an agent's memory. It belongs to the agent that sent the first request. If that
+request named no agent, the chain is an agent of its own, `response:ROOT`. A response's id has that root, the number of
+messages before the answer, and their digest. That is enough to find its place in a transcript after this process has
+ended.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ _DELETED_MAX = 10_000
 
 @dataclass(frozen=True)
 class ResponseId:
-    """What a response's id says.
+    """The contents of a response's id.
 
     Attributes:
-        root: of its chain.
-        messages: how many were said before the answer, instructions not counted.
-        digest: of these messages.
+        root: the root of its chain.
+        messages: how many messages come before the answer, without instructions.
+        digest: the digest of these messages.
     """
 
     root: str
@@ -48,13 +50,13 @@ class ResponseId:
 
     @property
     def agent(self) -> str:
-        """The agent of a chain that nobody's name is on."""
+        """The agent of the chain, if its first request named none."""
         return f"response:{self.root}"
 
     def found_in(self, transcript: Sequence[Message]) -> list[Message] | None:
-        """Returns what was said up to the answer, without instructions; None if the transcript is another one, or has
-        pictures, which are only known there by their hashes."""
-        # The instructions, if the transcript has any, are those of its last turn.
+        """Returns the messages up to and including the answer, without instructions; None if the transcript does not
+        have them, or has pictures, of which it has only hashes."""
+        # If the transcript has instructions, they are those of its last turn.
         for skipped in (0, 1) if transcript and transcript[0]["role"] == "system" else (0,):
             said = list(transcript[skipped:][: self.messages + 1])
             if len(said) <= self.messages or said[-1]["role"] != "assistant" or _digest(said[:-1]) != self.digest:
@@ -64,7 +66,7 @@ class ResponseId:
 
 
 def only_text(messages: Sequence[Message]) -> bool:
-    """Returns whether messages have no pictures, nor what stands for them in transcripts."""
+    """Returns whether messages have no pictures, nor the references to pictures that transcripts have."""
     return all(isinstance(message["content"], str) for message in messages)
 
 
@@ -73,23 +75,23 @@ def new_response_id(messages: Sequence[Message], *, root: str = "") -> str:
     megabytes.
 
     Args:
-        root: of the chain that it goes on with, "" for a new one.
+        root: the root of the chain that it continues, "" for a new chain.
     """
     count = min(len(messages), _MESSAGES_MAX)
     return f"resp_{root or secrets.token_hex(8)}{count:06x}{_digest(messages)}{secrets.token_hex(_RANDOM_BYTES)}"
 
 
 def background_id(id: str, tenant: str, model: str) -> str:
-    """Returns a new response's id as one that is made in the background for a tenant, by a model. So its client can be
-    told that it was lost, by a process that knows nothing else of it. (One of another 17 million ids looks the same.)
+    """Marks a new response's id as that of a background response for a tenant, by a model. So a process that knows
+    nothing else of the response can tell its client that it was lost. (One of 17 million other ids looks the same by
+    chance.)
     """
     begin, name = id[:-_SIGN_DIGITS], base64.urlsafe_b64encode(model.encode()).decode().rstrip("=")
     return f"{begin}{_sign(begin, name, tenant)}_{name}"
 
 
 def background_model(id: str, tenant: str) -> str | None:
-    """Returns the model of a response that was made in the background for the tenant; None if the id says nothing of
-    the kind."""
+    """Returns the model of a background response of the tenant; None if the id is not that of one."""
     if (found := _ID.fullmatch(id)) is None or (name := found[6]) is None or found[5] != _sign(found[1], name, tenant):
         return None
     try:
@@ -103,14 +105,15 @@ def _sign(begin: str, name: str, tenant: str) -> str:
 
 
 def read_response_id(id: str) -> ResponseId | None:
-    """Returns what an id says; None if it is none of ours."""
+    """Parses an id; None if it was not made here."""
     if (found := _ID.fullmatch(id)) is None:
         return None
     return ResponseId(found[2], int(found[3], 16), found[4])
 
 
 def _digest(messages: Sequence[Message]) -> str:
-    """Of roles and texts. What the store or a client may write otherwise does not count: calls, names, pictures."""
+    """Returns the digest of roles and texts. It ignores what the store or a client may write differently: calls, names,
+    pictures."""
     hasher = hashlib.sha256()
     for message in messages:
         content = message["content"] if isinstance(message["content"], str) else None
@@ -120,17 +123,17 @@ def _digest(messages: Sequence[Message]) -> str:
 
 @dataclass(frozen=True)
 class KeptResponse:
-    """A response that can be gone on with.
+    """A response that later requests can continue.
 
     Attributes:
-        shown: as its client saw it.
-        items: its input, as the client wrote it.
-        messages: all that was said up to its answer, without instructions; None if it was appended to a transcript,
-            and only that has the rest.
-        agent: whose memory it is in, "" for nobody's.
+        shown: the response object that its client got.
+        items: its input, as the client sent it.
+        messages: all messages up to and including its answer, without instructions; None if it was appended to a
+            transcript, which has them.
+        agent: the agent whose memory it is in, "" for none.
         log: its events, if it was made in the background.
-        tools: lists of tools among the items of its chain, each with its place. A response that goes on with it may
-            call them.
+        tools: lists of tools among the items of its chain, each with its place. A response that continues it may call
+            them.
     """
 
     shown: dict[str, Any]
@@ -142,7 +145,7 @@ class KeptResponse:
 
     @property
     def nbytes(self) -> int:
-        """About how much it holds. Responses of a chain share messages, which count for each of them."""
+        """Roughly its size in bytes. Responses of a chain share messages, which count for each of them."""
         said = sum(_MESSAGE_BYTES + _size(message["content"]) for message in self.messages or ())
         tools = sum(_weight(given) for given, _ in self.tools)
         return _weight(self.shown) + _weight(self.items) + said + tools + (0 if self.log is None else self.log.nbytes)
@@ -156,7 +159,7 @@ def _size(content: str | list[Any]) -> int:
 
 
 def _weight(value: Any) -> int:
-    """About how many bytes JSON holds. Not recursive: bodies may be nested deeply."""
+    """Returns roughly how many bytes a JSON value takes. Not recursive, because bodies may be nested deeply."""
     total, left = 0, [value]
     while left:
         value = left.pop()
@@ -171,17 +174,17 @@ def _weight(value: Any) -> int:
 
 
 class ResponseChains:
-    """The responses of all tenants, the least recently used dropped first. For one event loop.
+    """The stored responses of all tenants; the least recently used are evicted first. For one event loop.
 
     Args:
-        bytes_max: of all together.
+        bytes_max: the limit on all of them together.
     """
 
     def __init__(self, bytes_max: int) -> None:
         self._kept: LRUCache[tuple[str, str], tuple[KeptResponse, int]] = LRUCache(
             bytes_max, getsizeof=lambda it: it[1]
         )
-        # Item ids, and the responses that have them. Those of dropped responses lead nowhere, and are few.
+        # The response of each item id. Ids of evicted responses stay, but they are few and lead nowhere.
         self._items: LRUCache[tuple[str, str], str] = LRUCache(_ITEMS_MAX)
         self._deleted: LRUCache[tuple[str, str], bool] = LRUCache(_DELETED_MAX)
 
@@ -190,7 +193,7 @@ class ResponseChains:
         return None if found is None else found[0]
 
     def keep(self, tenant: str, id: str, kept: KeptResponse) -> None:
-        """Keeps a response, unless it alone is more than all may be."""
+        """Stores a response, unless it alone is over the limit."""
         if (size := kept.nbytes) > self._kept.maxsize:
             return
         self._kept[tenant, id] = kept, size
@@ -199,14 +202,14 @@ class ResponseChains:
                 self._items[tenant, item_id] = id
 
     def item(self, tenant: str, id: str) -> dict[str, Any] | None:
-        """Returns an item of a kept response, its input's or its output's."""
+        """Returns an item of a stored response's input or output."""
         kept = self.get(tenant, self._items.get((tenant, id), ""))
         if kept is None:
             return None
         return next((item for item in [*kept.shown["output"], *kept.items] if item.get("id") == id), None)
 
     def delete(self, tenant: str, id: str) -> KeptResponse | None:
-        """Drops a response, which is not to be found again in any way. Returns it, None if it is not kept."""
+        """Deletes a response, so that it is not found in a transcript either. Returns it, None if it was not stored."""
         self._deleted[tenant, id] = True
         found = self._kept.pop((tenant, id), None)
         return None if found is None else found[0]
@@ -215,5 +218,5 @@ class ResponseChains:
         return (tenant, id) in self._deleted
 
     def others(self, tenant: str, agent: str) -> bool:
-        """Returns whether further responses of an agent are kept."""
+        """Returns whether further responses of an agent are stored."""
         return any(key[0] == tenant and kept.agent == agent for key, (kept, _) in self._kept.items())

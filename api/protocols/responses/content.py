@@ -1,4 +1,4 @@
-"""The Responses API on the way in: the parts of which an item's content consists."""
+"""The Responses API on the way in: the parts of an item's content."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _UNSUPPORTED = {
 def read_content(
     value: Any, where: str, left_out: LeftOut | None, *, pictures: bool = False, joint: str = "\n"
 ) -> str | list[Any]:
-    """Returns the text of parts of text, or with pictures the parts.
+    """Returns the text of text parts; with pictures, a list of parts.
 
     Args:
-        left_out: gets the types of parts that are not understood; None refuses them.
-        pictures: whether there may be some.
-        joint: what stands between two texts.
+        left_out: gets the types of unsupported parts; None refuses them.
+        pictures: whether pictures are allowed.
+        joint: the separator between two texts.
 
     Raises:
-        InvalidRequest: a part is malformed, or not understood; `param` is the place.
+        InvalidRequest: a part is malformed or unsupported; `param` is the place.
     """
     if isinstance(value, str):
         return value
@@ -79,7 +79,7 @@ def _picture(part: dict[str, Any], where: str) -> PictureSource:
     if part.get("file_id") is not None:
         raise InvalidRequest(f"{where}.file_id: files are not supported", param=f"{where}.file_id")
     given, place = part.get("image_url"), f"{where}.image_url"
-    # As in chat completions, which some clients mean.
+    # Some clients send the form of chat completions.
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str) or not url:
         raise wrong(place, "must be a URL")

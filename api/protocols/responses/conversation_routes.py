@@ -45,7 +45,7 @@ class ConversationRoutes:
         add_route(app, "GET", "/v1/conversations/{conversation_id}/items", self.items)
 
     async def create(self, request: Request) -> Response:
-        """Makes a conversation, and reads its first items if it has any."""
+        """Makes a conversation, and prefills its first items if it has any."""
         body = await self._answering.bodies.read(request, ConversationBody)
         caller: Caller = request.state.caller
         made = new_conversation(body.metadata)
@@ -89,7 +89,7 @@ class ConversationRoutes:
         order: Literal["asc", "desc"] = "desc",
         after: str = "",
     ) -> Response:
-        """Lists what was said in a conversation, the newest first."""
+        """Lists the items of a conversation, the newest first."""
         await self._found(request, conversation_id)
         caller: Caller = request.state.caller
         memory, transcript = self._answering.generator.memory, b"[]"
@@ -101,11 +101,11 @@ class ConversationRoutes:
         return JSONResponse(item_page(said, conversation_id, limit, order, after))
 
     async def _found(self, request: Request, id: str) -> dict[str, Any]:
-        """Returns a conversation that was made here, or in which something was said.
+        """Returns a conversation that this process made, or that has a transcript.
 
         Raises:
             ResponseNotFound: there is none.
-            Unavailable: that cannot be known now.
+            Unavailable: the store does not answer.
         """
         caller: Caller = request.state.caller
         if (known := self._known.get(caller.tenant, id)) is not None:

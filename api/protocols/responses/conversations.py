@@ -1,4 +1,4 @@
-"""Conversations of the Responses API: bodies in, objects out. What was said in one is an agent's transcript."""
+"""Conversations of the Responses API: bodies in, objects out. The items of a conversation are an agent's transcript."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ Items = Annotated[
 
 
 class ConversationBody(RequestBody):
-    """The body that makes a conversation, or changes its `metadata`. Only a new one takes `items`; `model` reads them,
-    the default one without a name."""
+    """The body that makes a conversation, or changes its `metadata`. Only a new conversation takes `items`; `model`
+    prefills them, by default the default model."""
 
     items: Items = Field(default_factory=InputItems)
     metadata: Notes | None = None
@@ -50,12 +50,12 @@ class ConversationBody(RequestBody):
 
     @property
     def left_out(self) -> list[str]:
-        """As in other bodies. A transcript has no tools: a request that goes on with it brings its own."""
+        """As in other bodies. Tools are left out too: a transcript has none, so each request brings its own."""
         return [*self.items.left_out, *(["additional_tools"] if self.items.tools else [])]
 
 
 def conversation_agent(id: str) -> str:
-    """Returns the agent whose transcript a conversation is."""
+    """Returns the agent whose transcript is the conversation."""
     return identify([], conversation=id).agent
 
 
@@ -68,7 +68,7 @@ def conversation_object(id: str, created: int, metadata: dict[str, str] | None =
 
 
 def transcript_items(messages: list[Message]) -> list[dict[str, Any]]:
-    """Returns a transcript as items. Of pictures it has only what stands for them, which is left out."""
+    """Returns a transcript as items. It has only references to pictures, which are left out."""
     items: list[dict[str, Any]] = []
     for message in messages:
         role, text = message["role"], _text(message["content"])
@@ -94,7 +94,7 @@ def _text(content: str | list[Any]) -> str:
 
 
 class KnownConversations:
-    """The conversations of all tenants that were made lately, with their metadata. For one event loop."""
+    """The recently made conversations of all tenants, with their metadata. For one event loop."""
 
     def __init__(self) -> None:
         self._known: LRUCache[tuple[str, str], dict[str, Any]] = LRUCache(_KNOWN_MAX)
@@ -106,5 +106,5 @@ class KnownConversations:
         self._known[tenant, conversation["id"]] = conversation
 
     def delete(self, tenant: str, id: str) -> bool:
-        """Returns whether it was known."""
+        """Deletes a conversation. Returns whether it was known."""
         return self._known.pop((tenant, id), None) is not None

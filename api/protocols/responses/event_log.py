@@ -1,4 +1,4 @@
-"""The events of a response that is made in the background, kept for whoever reads them again."""
+"""The events of a background response, kept so that clients can read them again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class EventLog:
     """The server-sent events of one response, by their numbers. For one event loop.
 
     Args:
-        bytes_max: of all together; beyond that the oldest are dropped.
-        first: number of the first one.
+        bytes_max: the limit on all events together; beyond it the oldest are dropped.
+        first: the number of the first event.
     """
 
     def __init__(self, bytes_max: int, first: int = 0) -> None:
@@ -29,7 +29,7 @@ class EventLog:
         self._more = asyncio.Event()
 
     def add(self, events: bytes) -> None:
-        """Adds whole events, any number of them."""
+        """Adds any number of complete events."""
         for event in events.split(_EVENT_END)[:-1]:
             self._events.append(event + _EVENT_END)
             self.nbytes += len(event) + len(_EVENT_END)
@@ -44,7 +44,7 @@ class EventLog:
 
     def check(self, after: int) -> None:
         """Raises:
-        InvalidRequest: the events behind number `after` cannot be read, because they do not exist or no longer.
+        InvalidRequest: the events behind number `after` do not exist yet, or were dropped.
         """
         name, known = "starting_after", self._first + len(self._events)
         if after >= known and after >= 0:
@@ -53,8 +53,8 @@ class EventLog:
             raise InvalidRequest(f"{name}: the events before number {self._first} are no longer kept", param=name)
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """Yields the events behind number `after` as they come, until the response ends, or its reader is so slow that
-        the next event is no longer kept."""
+        """Yields the events behind number `after` as they come, until the response ends, or the reader is so slow that
+        the next event was dropped."""
         at = after + 1
         while at >= self._first:
             more = self._more

@@ -32,17 +32,17 @@ from .tools import INPUT, TOOL_SEARCH, OfferedTools
 _LOST = "the answer is lost: the endpoint restarted before it was complete, or had stored it only in memory"
 
 Ended = Callable[[dict[str, Any], Message], None]
-"""Called with a response that has ended, and its answer as one message."""
+"""A function that is called with a response that has ended, and its answer as one message."""
 
 
 class ResponseEvents:
     """The server-sent events of one streamed response. JSON escapes keep them ASCII, so they contain no line separator.
 
     Args:
-        response: to fill.
-        tools: as the client knows them.
+        response: the response object, which is filled.
+        tools: the tools as the client knows them.
         ended: called before the last event is sent; not called if the answer fails.
-        number: of the first event.
+        number: the number of the first event.
     """
 
     def __init__(self, response: ResponseObject, tools: OfferedTools, ended: Ended, number: int = 0) -> None:
@@ -63,7 +63,7 @@ class ResponseEvents:
         return WAITING
 
     def queued(self) -> bytes:
-        """What comes first of a response that is made in the background."""
+        """Returns the first event of a background response."""
         self._created, response = True, self._response.shown(QUEUED)
         return self._event("response.created", response=response) + self._event("response.queued", response=response)
 
@@ -107,7 +107,7 @@ class ResponseEvents:
     def call_arguments(self, index: int, more: CallArguments) -> bytes:
         assert self._item is not None
         if self._item.kind in ("custom_tool_call", "tool_search_call"):
-            # What they are told is inside of JSON that is not whole yet.
+            # A tool's free text is inside a JSON object that is not complete yet.
             self._item.texts.append(more.text)
             return b""
         return self._delta("response.function_call_arguments.delta", more.text)
@@ -115,7 +115,7 @@ class ResponseEvents:
     def call_ended(self, index: int, call: ToolCall) -> bytes:
         self._calls.append(call)
         assert self._item is not None
-        # A model may write free text as it is.
+        # A model may write free text without the JSON around it.
         whole = call.given is not None or (self._item.kind == "custom_tool_call" and not call.cut)
         return self._close(COMPLETED if whole else INCOMPLETE)
 
@@ -123,7 +123,7 @@ class ResponseEvents:
         status = INCOMPLETE if finished.reason == "length" else COMPLETED
         sent = self._close(status)
         if status == COMPLETED and all(item["type"] == "reasoning" for item in self._response.output):
-            # Clients look for a message.
+            # An empty message, because clients expect one.
             sent += self._open_message() + self._close()
         self.last = self._response.shown(status, usage=finished.usage, remembered=remembered)
         self._ended(self.last, answer_message("".join(self._texts), "".join(self._thoughts), self._calls))
@@ -137,21 +137,21 @@ class ResponseEvents:
         return self._event("response.failed", response=self.last)
 
     def cancelled(self) -> bytes:
-        """The end of a response that its client cancelled. Of the events that clients know, it is most alike to one
-        that is incomplete."""
+        """Returns the last event of a response that its client cancelled. Clients know no event for that, so it is the
+        one of an incomplete response."""
         closed = self._close(INCOMPLETE)
         self.last = self._response.shown(CANCELLED)
         return closed + self._event("response.incomplete", response=self.last)
 
     def completed(self, number: int) -> tuple[dict[str, Any], bytes]:
-        """Ends the response with what it has. Returns it, and its last event, with this number."""
+        """Ends the response with the items so far. Returns it, and its last event, which gets this number."""
         self._close()
         self._number, self.last = number, self._response.shown(COMPLETED)
         return self.last, self._event("response.completed", response=self.last)
 
     @property
     def now(self) -> dict[str, Any]:
-        """The response as far as it has come."""
+        """The response so far."""
         return self.last or self._response.shown(IN_PROGRESS if self._begun else QUEUED)
 
     def _open_message(self) -> bytes:
@@ -199,7 +199,7 @@ class ResponseEvents:
 
     @property
     def _index(self) -> int:
-        """Of the open item."""
+        """The index of the open item."""
         return len(self._response.output)
 
     def _delta(self, kind: str, delta: str, **fields: Any) -> bytes:
@@ -221,7 +221,7 @@ class ResponseEvents:
 
 
 class _OpenItem:
-    """An item that grows: what was added, and what has come since."""
+    """An item that grows: as it was added, and the pieces since then."""
 
     def __init__(self, kind: str, body: dict[str, Any]) -> None:
         self.kind = kind
@@ -231,7 +231,7 @@ class _OpenItem:
 
 
 def whole(events: ResponseEvents, answer: Answer, stream: TextStream) -> dict[str, Any]:
-    """Returns the response of an answer that was not streamed, by way of the same events."""
+    """Returns the response for an answer that is not streamed, made by the same events."""
     events.start([stream])
     if answer.reasoning:
         events.reasoning(0, answer.reasoning)
@@ -244,13 +244,12 @@ def whole(events: ResponseEvents, answer: Answer, stream: TextStream) -> dict[st
 
 
 def recovered(id: str, model: str, answer: Message | None, number: int) -> tuple[dict[str, Any], bytes]:
-    """Returns a response in the background that the process which made it did not outlive, and its last event. Of what
-    was asked nothing else is known any more.
+    """Returns a background response of an earlier process, and its last event. Nothing else is known of its request.
 
     Args:
-        model: that was to answer.
-        answer: as its agent's transcript has it; None if it is not there, so that the response failed.
-        number: of the event.
+        model: the model of the request.
+        answer: the answer in its agent's transcript; None if it is not there, and the response failed.
+        number: the number of the event.
     """
     body = ResponseBody(background=True)
     response = ResponseObject(id, body, model, created_s=0)
@@ -269,7 +268,7 @@ def recovered(id: str, model: str, answer: Message | None, number: int) -> tuple
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """Returns the JSON object in a text, None if it is none."""
+    """Parses a JSON object, None if the text is not one."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError):
@@ -278,7 +277,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _free_text(arguments: str) -> str:
-    """Returns the input in the arguments of a function that stands for a tool with free text; the arguments themselves
-    if the model wrote them otherwise, or a limit has cut them off."""
+    """Returns the free text in the arguments of a function that stands for a tool with free text. If the arguments are
+    not of that form, or were cut, returns them as they are."""
     text = (_object(arguments) or {}).get(INPUT)
     return text if isinstance(text, str) else arguments

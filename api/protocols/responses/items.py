@@ -1,8 +1,8 @@
-"""The Responses API on the way in: items of input, and the neutral messages that they become.
+"""The Responses API on the way in: input items, and their conversion to messages that are independent of the protocol.
 
-An answer is several items: reasoning, text, calls. Those of one answer become one message again, as the model wrote it.
-Ids and states of items change nothing. Errors name the place as a caller would write it, such as
-`input[2].content[0].image_url`. Large inputs belong in a worker thread.
+An answer is several items: reasoning, text, calls. They become one message again, as the model wrote it. Ids and states
+of items are ignored. Errors name the place as a caller would write it, such as `input[2].content[0].image_url`. Large
+inputs belong in a worker thread.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from .tool_items import Parts, SpokenPart, read_tool_item
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TOOLS = ("additional_tools", "tool_search_output")
-"""Items with tools that the model may call from then on."""
+"""Items that add tools, which the model may call from then on."""
 _ASIDE = ("additional_tools", "item_reference", "configuration_update", "compaction_trigger", "ghost_snapshot")
-"""Items that are no part of what is said, so that the user's message before one is still the newest."""
+"""Items that are not messages: the user's message before one is still the newest."""
 
 
 @dataclass(frozen=True)
 class InputItems:
-    """The input of a request: as it was `given`, a list in any case; its `parts`, whole messages and parts of answers;
-    the types of what is `left_out`, each once; and lists of `tools` among the items, each with its place."""
+    """The input of a request: `given` is the list of items as sent; `parts` are whole messages and parts of answers;
+    `left_out` has the types of what was left out, each once; `tools` are lists of tools among the items, each with its
+    place."""
 
     given: list[dict[str, Any]] = field(default_factory=list)
-    # `Message | SpokenPart`, of which pydantic need not know.
+    # In fact `Message | SpokenPart`; `Any` keeps pydantic from checking it.
     parts: list[Any] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     tools: list[tuple[Any, str]] = field(default_factory=list)
@@ -42,10 +43,10 @@ class InputItems:
 
 def read_input(value: Any, name: str = "input") -> InputItems:
     """Checks and converts the input, a string or a list of items. `name` is the field that has it. Items of unknown
-    types are left out, and so are unknown parts of all but the user's newest message.
+    types are left out, and so are unknown parts, except in the user's newest message, where they are an error.
 
     Raises:
-        InvalidRequest: an item is malformed or has what is not supported; `param` is the place.
+        InvalidRequest: an item is malformed or has unsupported content; `param` is the place.
     """
     if value is None:
         return InputItems()
@@ -85,7 +86,7 @@ def _kind(item: Any, where: str) -> str:
 
 
 def _newest(items: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> int:
-    """Returns the index of the user's message that is to be answered, -1 if there is none."""
+    """Returns the index of the user message to be answered, -1 if there is none."""
     roles = [
         item.get("role") if kind == "message" else None if kind in _ASIDE else "assistant"
         for item, kind in zip(items, kinds, strict=True)
@@ -101,11 +102,11 @@ def messages_of(
     """Returns the messages of an input.
 
     Args:
-        look_up: returns the kept item with this id, None if there is none.
-        earlier: what was said before, which has the names of tools that results answer.
+        look_up: returns the stored item with this id, None if there is none.
+        earlier: the messages before, which have the names of the called tools.
 
     Raises:
-        InvalidRequest: it refers to an item that is not kept.
+        InvalidRequest: it refers to an item that is not stored.
     """
     writer = _Writer(earlier)
     for part in parts:
@@ -120,7 +121,7 @@ def messages_of(
 
 
 class _Writer:
-    """Joins the parts of an answer to a message; results get the names of their calls, which they do not repeat."""
+    """Joins the parts of an answer into a message, and gives results the names of their calls."""
 
     def __init__(self, earlier: Sequence[Message]) -> None:
         self.messages: list[Message] = []
@@ -140,7 +141,7 @@ class _Writer:
             self.messages.append(message)
             return
         turn = self._turn
-        # An answer begins with its reasoning.
+        # Reasoning begins a new answer.
         if turn is None or (part.kind == "thought" and self._last != "thought"):
             turn = self._turn = {"role": "assistant", "content": ""}
             self.messages.append(turn)
@@ -148,7 +149,7 @@ class _Writer:
         if part.kind == "thought":
             turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), part.text)))
         elif part.kind == "text":
-            # Texts between calls are one text of one answer; those side by side were two.
+            # Texts between calls belong to one text of an answer; adjacent texts are separate answers.
             joint = "\n\n" if self._last == "text" else ""
             turn["content"] = f"{turn['content']}{joint}{part.text}"
         elif part.call is not None:
@@ -158,7 +159,7 @@ class _Writer:
 
 
 def _message(item: Mapping[str, Any], where: str, left_out: LeftOut | None) -> Parts:
-    """Reads a message. Without `left_out` everything in it must be understood."""
+    """Reads a message. If `left_out` is None, unsupported content is an error."""
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise wrong(f"{where}.role", f"is {quoted(role)}; known are {', '.join(_ROLES)}")
@@ -167,12 +168,12 @@ def _message(item: Mapping[str, Any], where: str, left_out: LeftOut | None) -> P
         return [SpokenPart("text", where, read_text("" if given is None else given, place, left_out, joint=""))]
     if role == "user":
         return [{"role": "user", "content": read_content(given, place, left_out, pictures=True)}]
-    # Nobody can say of the system's words that they are history.
+    # System messages apply to every turn, so unsupported content in them is always an error.
     return [{"role": "system", "content": read_text(given, place, None)}]
 
 
 def _agent_message(item: Mapping[str, Any], where: str, left_out: LeftOut) -> Parts:
-    """What one of Codex's agents says to another one. To the model that reads it, it is said from outside."""
+    """Reads a message from one of Codex's agents to another. The model that reads it gets it as a user message."""
     given = item.get("content")
     text = read_text("" if given is None else given, f"{where}.content", left_out)
     names = [_optional(item, name, where) for name in ("author", "recipient")]
@@ -193,14 +194,14 @@ def _optional(item: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def _reasoning(item: Mapping[str, Any], where: str, left_out: LeftOut) -> Parts:
-    """What the model thought, if it is told; encrypted by others it is left out."""
+    """Reads reasoning, if it is readable. If another server encrypted it, it is left out."""
     sealed, text = item.get("encrypted_content"), ""
     if not isinstance(sealed, str | None):
         raise wrong(f"{where}.encrypted_content", "must be a string")
     if item.get("content") is not None:
         text = read_text(item["content"], f"{where}.content", left_out)
     if item.get("summary") is not None:
-        # Checked, and not used: a summary is not what the model wrote.
+        # Checked but not used, because a summary is not what the model wrote.
         read_text(item["summary"], f"{where}.summary", left_out)
     text = text or (opened(sealed) if sealed else "")
     return [SpokenPart("thought", where, text)] if text else []
@@ -220,7 +221,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], str, LeftOut], Parts]] = {
 
 Input = Annotated[
     InputItems,
-    # Alone it would be given pydantic's information as a name.
+    # Wrapped, because pydantic would pass its validation info as the parameter `name`.
     PlainValidator(lambda value: read_input(value)),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
 ]

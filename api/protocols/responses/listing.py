@@ -20,7 +20,7 @@ _PREFIXES = {
 
 
 def item_page(items: list[dict[str, Any]], response_id: str, limit: int, order: str, after: str) -> dict[str, Any]:
-    """Returns a page of items, as a list in OpenAI's form. Items that came without an id have one of their place.
+    """Returns a page of items, as a list in OpenAI's form. Items without an id get one made from their place.
 
     Raises:
         InvalidRequest: `limit` is out of range, or no item has the id `after`.

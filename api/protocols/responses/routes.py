@@ -63,8 +63,7 @@ _SYNCHRONOUS = "a response that is not in the background cannot be cancelled; cl
 
 @dataclass(frozen=True)
 class _Before:
-    """What a request goes on with: what was said, whose memory that is, the root of its chain, and the tools among its
-    items."""
+    """What a request continues: earlier messages, their agent, the root of the chain, and the tools among its items."""
 
     messages: list[Message]
     agent: str = ""
@@ -73,7 +72,7 @@ class _Before:
 
 
 class ResponseRoutes:
-    """Handlers for responses: made, gone on with, shown and deleted; and for counting the tokens of their input."""
+    """Handlers that make, continue, show and delete responses, and count the tokens of their input."""
 
     def __init__(self, answering: Answering, limits: Endpoint) -> None:
         self._answering = answering
@@ -149,8 +148,8 @@ class ResponseRoutes:
         id: str,
         messages: list[Message],
     ) -> Response:
-        """Starts a response in the background, and shows it as it is now, or its events as they come."""
-        # That there is no such model is an error at once.
+        """Starts a background response, and returns it as it is now, or its events as they come."""
+        # An unknown model is an error at once.
         model = await self._answering.served(request, chat.model)
         tenant = chat.caller.tenant
         log, id = self._background.log(tenant, shares=bool(chat.caller.key)), background_id(id, tenant, model.info.name)
@@ -168,7 +167,7 @@ class ResponseRoutes:
         return JSONResponse(events.now)
 
     async def _make(self, made: BackgroundResponse, chat: ChatRequest, body: ResponseBody, arrived: float) -> None:
-        """Makes a response in the background: its log gets all of its events, however it ends."""
+        """Makes a background response. Its log gets all of its events, however it ends."""
         add, events, request_id = made.log.add, made.events, chat.request_id
         try:
             streams = await self._answering.start(chat)
@@ -203,7 +202,7 @@ class ResponseRoutes:
             before = await self._transcript(whose, caller)
         messages = await asyncio.to_thread(body.messages, before.messages, self._look_up(caller))
         if before.messages and body.conversation is not None:
-            # A transcript begins with the instructions of its first turn.
+            # A transcript already begins with the instructions of its first turn.
             body.instructions = None
         messages, begun = body.parted(messages)
         chat = self._answering.complete(request, body.chat(messages, prefill=begun), any_model=False)
@@ -219,7 +218,7 @@ class ResponseRoutes:
         stream: bool = False,
         starting_after: int | None = Query(None, ge=0, le=2**31),
     ) -> Response:
-        """Shows a response as far as it has come; of one in the background also its events, from any of them on."""
+        """Shows a response so far, or the events of a background response, from any of them on."""
         after = -1 if starting_after is None else starting_after
         kept = await self._kept_or_lost(request, response_id, after)
         if not stream and starting_after is not None:
@@ -233,7 +232,7 @@ class ResponseRoutes:
         return FollowedStream(kept.log.follow(after), WAITING)
 
     async def delete(self, request: Request, response_id: str) -> Response:
-        """Deletes a response. With the last one of a chain that nobody's name is on, its memory is forgotten."""
+        """Deletes a response. If it is the last one of a chain without a named agent, the chain's memory is erased."""
         caller: Caller = request.state.caller
         found, said = await self._kept_or_lost(request, response_id), read_response_id(response_id)
         if (made := self._background.get(caller.tenant, response_id)) is not None:
@@ -246,7 +245,7 @@ class ResponseRoutes:
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request, response_id: str) -> Response:
-        """Cancels a response in the background, and shows it as it is then. One that has ended stays as it is."""
+        """Cancels a background response, and shows it as it is then. A response that has ended does not change."""
         caller: Caller = request.state.caller
         kept = await self._kept_or_lost(request, response_id)
         if kept.log is None:
@@ -264,22 +263,22 @@ class ResponseRoutes:
         order: Literal["asc", "desc"] = "desc",
         after: str = "",
     ) -> Response:
-        """Lists the items of a response's own input, the newest first."""
+        """Lists the items of a response's input, the newest first, without those of earlier responses."""
         kept = await self._kept_or_lost(request, response_id)
         return JSONResponse(item_page(kept.items, response_id, limit, order, after))
 
     def _kept(self, tenant: str, id: str) -> KeptResponse | None:
-        """Returns a response that is kept, or is being made."""
+        """Returns a response that is stored or running."""
         made = self._background.get(tenant, id)
         return self._chains.get(tenant, id) if made is None else made.kept
 
     async def _kept_or_lost(self, request: Request, id: str, after: int = -1) -> KeptResponse:
-        """Returns a response. One that an earlier process made in the background is in its agent's transcript, or
-        failed; of its events there is one, numbered as if it came behind the event `after`.
+        """Returns a response. A background response of an earlier process is either in its agent's transcript, or
+        counts as failed; it has only one event, with the number behind `after`.
 
         Raises:
             ResponseNotFound: there is none.
-            Unavailable: the transcript in which it may be cannot be had now.
+            Unavailable: the transcript in which it may be cannot be read now.
         """
         caller: Caller = request.state.caller
         if (kept := self._kept(caller.tenant, id)) is not None:
@@ -300,12 +299,12 @@ class ResponseRoutes:
         return lambda id: self._chains.item(caller.tenant, id)
 
     async def _before(self, body: AskedBody, caller: Caller, whose: Identity) -> _Before:
-        """Returns what the request goes on with.
+        """Returns what the request continues.
 
         Raises:
-            PreviousResponseNotFound: its response is not kept, or no longer.
-            InvalidRequest: its response belongs to a transcript, which is gone on with otherwise.
-            Unavailable: the transcript in which it may be cannot be had now.
+            PreviousResponseNotFound: its previous response is not stored, or no longer.
+            InvalidRequest: its previous response belongs to a transcript, which is continued in another way.
+            Unavailable: the transcript in which it may be cannot be read now.
         """
         if (id := body.previous_response_id) is None:
             return _Before([])
@@ -324,7 +323,7 @@ class ResponseRoutes:
         raise PreviousResponseNotFound(f"there is no response {quoted(id)} here", param="previous_response_id")
 
     async def _found(self, said: ResponseId, agent: str, caller: Caller) -> list[Message] | None:
-        """Returns what was said up to the answer of a response, if an agent's transcripts have it."""
+        """Returns the messages up to and including a response's answer, if one of the agent's transcripts has them."""
         if (memory := self._answering.generator.memory) is None:
             return None
         for transcript in await agent_transcripts(memory.store, agent_key(agent, caller.tenant)):
@@ -334,11 +333,11 @@ class ResponseRoutes:
         return None
 
     async def _transcript(self, whose: Identity, caller: Caller) -> _Before:
-        """Returns what was said in a conversation, for counting.
+        """Returns the messages of a conversation, for counting.
 
         Raises:
-            InvalidRequest: it has pictures, which are only known by their hashes.
-            Unavailable: it cannot be had now.
+            InvalidRequest: it has pictures, of which only hashes are stored.
+            Unavailable: it cannot be read now.
         """
         memory = self._answering.generator.memory
         try:
@@ -355,7 +354,8 @@ class ResponseRoutes:
 
 
 class _ResponseStream(EventStream):
-    """A streamed response. That its prompt is too long is an event too: clients that compact then look for it there."""
+    """A streamed response. If its prompt is too long, that is an event too, because clients that compact expect it
+    there."""
 
     def __init__(
         self,
@@ -372,7 +372,7 @@ class _ResponseStream(EventStream):
         try:
             await super().__call__(scope, receive, send)
         except ContextLengthExceeded as error:
-            # It is raised before anything is sent, because later errors become events by themselves.
+            # This error comes before anything is sent; later errors become events anyway.
             _log.debug("request %s is too long", scope["state"]["request_id"])
             await self._fail(_too_long(error, self._body), scope["state"]["request_id"], send)
 
@@ -384,12 +384,12 @@ class _ResponseStream(EventStream):
 
 
 def _behind(begun: str, answer: Message) -> Message:
-    """Returns an answer with the beginning that the request had, as one message."""
+    """Returns an answer, together with the beginning that the request had, as one message."""
     return {**answer, "content": f"{begun}{answer['content']}"} if begun else answer
 
 
 def _too_long(error: ContextLengthExceeded, body: ResponseBody) -> ContextLengthExceeded:
-    """Returns the error in the words of this protocol."""
+    """Returns the error with a message in the terms of this protocol."""
     message = error.message.replace("messages", "input", 1)
     if body.truncation == "auto":
         message += (

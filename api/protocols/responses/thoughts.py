@@ -1,7 +1,7 @@
-"""Reasoning as clients carry it from turn to turn: `encrypted_content`, which they send back unread.
+"""Reasoning in `encrypted_content`, which clients send back unread in the next turn.
 
-Here it is reasoning in base64 and no secret: whoever gets it may read the same in `content`. Clients that drop
-`content` before they send an item back, as Codex does, keep the model's memory of its thoughts by it.
+Here it is base64 and not encrypted: the client can read the same in `content`. Some clients, such as Codex, drop
+`content` before they send an item back; the model still gets its reasoning from this field.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The Responses API on the way in: items of calls and their results.
+"""The Responses API on the way in: items for calls and their results.
 
-Functions and tools with free text are the client's. Of the others some are run by the client too (shells, patches,
-searches for tools), some by OpenAI's servers, and clients send both back with the rest. Each becomes a call with its
-result, so that the model is shown what was done.
+The client runs functions and tools with free text. It also runs some built-in tools (shells, patches, searches for
+tools); OpenAI's servers run the others. Clients send the items of all of them. Each becomes a call with its result, so
+that the model is shown what was done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .tools import INPUT, TOOL_SEARCH, flat_name, names_in
 
 @dataclass(frozen=True)
 class SpokenPart:
-    """A part of an answer, or the id of an item that is kept here; `where` is its place."""
+    """A part of an answer, or the id of a stored item; `where` is its place."""
 
     kind: Literal["text", "thought", "call", "reference"]
     where: str
@@ -34,7 +34,7 @@ Parts = list[Message | SpokenPart]
 
 
 def read_tool_item(item: Mapping[str, Any], where: str, left_out: LeftOut) -> Parts | None:
-    """Returns the call and the result that an item is; None if it is none, or says nothing that a model could read.
+    """Returns an item as a call, a result or both; None if it is neither, or has nothing that a model could read.
 
     Raises:
         InvalidRequest: it is malformed; `param` is the place.
@@ -61,14 +61,14 @@ def _output(item: Mapping[str, Any], where: str, left_out: LeftOut) -> Parts:
 
 def _tool_search_call(item: Mapping[str, Any], where: str, left_out: LeftOut) -> Parts | None:
     if item.get("call_id") is None:
-        # OpenAI's servers searched.
+        # A search that OpenAI's servers ran has no `call_id`.
         return None
     arguments = arguments_text(item.get("arguments"), f"{where}.arguments", free=True)
     return [_call(label_of(item, "call_id", where), TOOL_SEARCH, arguments, where)]
 
 
 def _tool_search_output(item: Mapping[str, Any], where: str, left_out: LeftOut) -> Parts:
-    """The tools themselves are read with those of the request."""
+    """Returns the names of the found tools as a result. The tools themselves are read with those of the request."""
     if item.get("call_id") is None:
         return []
     names = names_in(item.get("tools"), f"{where}.tools")
@@ -81,7 +81,7 @@ def _shell_call(item: Mapping[str, Any], where: str, left_out: LeftOut) -> Parts
     action = item.get(field)
     if not isinstance(action, Mapping):
         raise wrong(f"{where}.{field}", "must be an object")
-    # Of a patch the type says what it does; of a command there is one type.
+    # A patch's type says what it does; commands have only one type.
     said = {key: value for key, value in action.items() if value is not None and (key, value) != ("type", "exec")}
     return [_call(_id(item, where), name, _json(said), where)]
 
@@ -98,7 +98,7 @@ def _shell_output(item: Mapping[str, Any], where: str, left_out: LeftOut) -> Par
 
 
 def _ran(part: Mapping[str, Any], where: str) -> str:
-    """Returns what a command of a shell wrote, and how it ended if not well."""
+    """Returns a shell command's output, and how it ended if it failed."""
     outcome = part.get("outcome")
     code = outcome.get("exit_code") if isinstance(outcome, Mapping) else None
     texts = [string_of(part, name, where) for name in ("stdout", "stderr") if part.get(name) is not None]
@@ -170,7 +170,7 @@ def _named(item: Mapping[str, Any], where: str) -> str:
 
 
 def _id(item: Mapping[str, Any], where: str) -> str:
-    """Of items that are tied to each other by `call_id`, or that have only an id."""
+    """Returns the `call_id`, which ties an item to another one, or else the item's id."""
     alone = item.get("call_id") is None and item.get("id") is not None
     return label_of(item, "id" if alone else "call_id", where)
 

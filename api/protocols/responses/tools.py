@@ -1,7 +1,7 @@
-"""The Responses API on the way in: tools, and which of them an answer calls.
+"""The Responses API on the way in: tools, and which of them an answer may or must call.
 
-A tool with free text as its input is shown to the model as a function with one argument, and one of a namespace under
-a name that has both. What the client is told has its own form and names again.
+The model is shown a tool with free text as a function with one argument, and a tool of a namespace under a name that
+has both names. The client gets calls in its own form and with its own names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOOL_SEARCH = "tool_search"
 """The function that stands for the client's search for further tools."""
 
 _DEFAULT_NAMESPACE = "functions"
-"""Tools are in this one if nobody says another, so their names stand alone."""
+"""The default namespace; names of its tools have no namespace in front."""
 
 _CHOSEN = ("function", "custom", TOOL_SEARCH)
 _NAME_CHARACTERS_MAX = 128
@@ -46,11 +46,11 @@ class OfferedTools:
     """The tools of a request.
 
     Attributes:
-        given: as the client wrote them.
-        tools: those that the client runs, as chat templates take them.
-        places: where each one's schema stands in the body.
-        known: how the client knows these, by the names that the model is shown.
-        left_out: types of the others, which OpenAI's servers run or explain, each once.
+        given: the tools as the client sent them.
+        tools: the tools that the client runs, as chat templates take them.
+        places: the place of each one's schema in the body.
+        known: how the client knows these tools, by the names that the model is shown.
+        left_out: the types of the other tools, which OpenAI's servers run or describe, each once.
     """
 
     given: list[Any] = field(default_factory=list)
@@ -60,7 +60,7 @@ class OfferedTools:
     left_out: list[str] = field(default_factory=list)
 
     def called(self, name: str) -> OfferedTool:
-        """Returns the tool that the model called; a function of that name if it invented one."""
+        """Returns the tool that the model called; if the model invented the name, a function of that name."""
         return self.known.get(name) or OfferedTool("function", name)
 
 
@@ -88,8 +88,8 @@ def read_tools(value: Any) -> OfferedTools:
 
 
 def with_tools(tools: OfferedTools, more: Sequence[tuple[Any, str]]) -> OfferedTools:
-    """Returns tools and lists of more, each with its place. Of two with the same name the later one counts: clients
-    send them again as they change.
+    """Returns tools together with further lists of tools, each with its place. If two have the same name, the later one
+    counts, because clients send a tool again when it changes.
 
     Raises:
         InvalidRequest: one is malformed; `param` is the place.
@@ -113,7 +113,7 @@ def names_in(value: Any, where: str) -> list[str]:
 
 
 class _Reader:
-    """Reads tools one by one. One that `replaces` takes the place of an earlier one of its name."""
+    """Reads tools one by one. With `replaces` a tool replaces an earlier one of the same name."""
 
     def __init__(self, offered: OfferedTools, *, replaces: bool = False) -> None:
         self._offered = offered
@@ -171,7 +171,7 @@ class _Reader:
 
 
 def _function(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Only what describes the tool to a model is taken over."""
+    """Returns a function as a tool, with only the fields that describe it to a model."""
     schema, strict = given.get("parameters"), given.get("strict")
     if schema is None:
         schema = {"type": "object", "properties": {}}
@@ -184,7 +184,8 @@ def _function(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _free_text(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A regular expression binds the text wherever calls are bound; a grammar in Lark is only told."""
+    """Returns a tool with free text as a tool. If calls are constrained, a regular expression constrains the text; a
+    Lark grammar is only described to the model."""
     form, place = given.get("format"), f"{where}.format"
     if form is None:
         form = {"type": "text"}
@@ -221,10 +222,10 @@ def _name(given: Mapping[str, Any], where: str) -> str:
 
 
 def read_choice(choice: Any, tools: OfferedTools, *, parallel: bool | None) -> ToolUse:
-    """Returns what `tool_choice` says; `parallel` is as in `read_tool_choice`.
+    """Returns the `ToolUse` for a value of `tool_choice`; `parallel` is as in `read_tool_choice`.
 
     Raises:
-        InvalidRequest: it is malformed, or forces what OpenAI's servers would run.
+        InvalidRequest: it is malformed, or forces a tool that OpenAI's servers would run.
     """
     if isinstance(choice, Mapping):
         choice = _functions(choice)
@@ -239,7 +240,8 @@ def read_choice(choice: Any, tools: OfferedTools, *, parallel: bool | None) -> T
 
 
 def _functions(choice: Mapping[str, Any]) -> Mapping[str, Any] | str:
-    """Returns a choice with every tool named as a function; of allowed tools those that are run here."""
+    """Returns a choice with every tool named as a function, and without allowed tools that OpenAI's servers would
+    run."""
     kind = choice.get("type")
     if kind in _CHOSEN:
         return {"type": "function", "name": _chosen_name(choice)}
@@ -254,7 +256,7 @@ def _functions(choice: Mapping[str, Any]) -> Mapping[str, Any] | str:
         return choice
     ours = [tool for tool in tools if isinstance(tool, Mapping) and tool.get("type") in _CHOSEN]
     if not ours and all(isinstance(tool, Mapping) and isinstance(tool.get("type"), str) for tool in tools):
-        # What is allowed is left out, so nothing is left to call.
+        # All allowed tools are left out, so no tool may be called.
         return "none"
     named = [{"type": "function", "name": _chosen_name(tool)} for tool in ours]
     return {"type": "allowed_tools", "mode": given.get("mode"), "tools": named}

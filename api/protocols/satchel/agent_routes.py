@@ -46,8 +46,8 @@ class GiveBody(BaseModel):
 
 
 class AgentRoutes:
-    """Handlers for agents, and for the KV that replicas keep for reuse. Agents are the caller's own; an administrator
-    names another tenant with `?tenant=NAME`."""
+    """Handlers for agents, and for the replicas' cached KV. A caller sees only its own agents; an administrator can
+    name another tenant with `?tenant=NAME`."""
 
     def __init__(
         self, generator: Generator, bodies: BodyReader, audit: Audit | None = None, keys: KeyRing | None = None
@@ -136,7 +136,8 @@ class AgentRoutes:
         return JSONResponse(await release_agent(self._memory.store, _key(request, agent_id)))
 
     async def move(self, request: Request, agent_id: str) -> Response:
-        """Moves an agent's primary to another node. A client that disconnects does not stop it. For administrators."""
+        """Moves an agent's primary to another node. The move continues if the client disconnects. For
+        administrators."""
         require_admin(request.state.caller)
         key = _key(request, agent_id)
         body = await self._bodies.read(request, MoveBody)
@@ -151,7 +152,7 @@ class AgentRoutes:
         return JSONResponse(done)
 
     async def pack(self, request: Request, agent_id: str) -> Response:
-        """Sends an agent as a file: words, KV and image embeddings."""
+        """Sends an agent as a file: transcripts, token ids, KV and image embeddings."""
         found = await packed(self._memory, _key(request, agent_id))
         name = f'attachment; filename="{agent_id}.satchel"'
         headers = {"Content-Length": str(found.nbytes), "Content-Disposition": name, "Cache-Control": "no-store"}
@@ -161,7 +162,7 @@ class AgentRoutes:
         return StreamingResponse(found.pieces(), headers=headers, media_type=BYTES)
 
     async def unpack(self, request: Request, agent_id: str, replace: bool = False) -> Response:
-        """Takes in an agent from such a file. Nothing of it counts before all of it was verified."""
+        """Unpacks an agent from such a file. Nothing in it is used before the whole file was verified."""
         caller: Caller = request.state.caller
         answer = await unpacked(
             self._memory,
@@ -181,14 +182,14 @@ class AgentRoutes:
         return JSONResponse({"id": agent_id, "object": "agent.deleted", "deleted": True})
 
     async def clear_cache(self, request: Request) -> Response:
-        """Drops the KV that all replicas keep for reuse. Agents' memory stays. For administrators."""
+        """Drops the cached KV of all replicas. Agents' memory stays. For administrators."""
         require_admin(request.state.caller)
         freed = await self._memory.store.clear()
         self._note(request, "cache cleared", bytes=freed)
         return JSONResponse({"object": "cache.deleted", "deleted": True, "bytes": freed})
 
     async def cache_stats(self, request: Request) -> Response:
-        """Shows what the replicas keep for reuse, and what that has saved. For administrators."""
+        """Shows the replicas' cached KV, and how many tokens it has saved. For administrators."""
         require_admin(request.state.caller)
         stats = [each for each in await self._generator.backend.stats() if each.answers]
         answer = {
@@ -225,13 +226,14 @@ def _key(request: Request, agent_id: str) -> str:
     """Returns the agent's key within the tenant.
 
     Raises:
-        InvalidRequest: not an agent id, or no tenant's name.
+        InvalidRequest: not an agent id, or not a tenant's name.
         NotAllowed: the tenant is not the caller's.
     """
     return agent_key(agent_id, tenant_of(request))
 
 
 def _disk_limits(request: Request) -> dict[str, int | None]:
-    """Returns the tenant's quota on a node's disk if its own key asks; the stores know another's from its requests."""
+    """Returns the tenant's quota on a node's disk if the caller is that tenant; for another tenant, the stores use the
+    quota of that tenant's last request."""
     caller: Caller = request.state.caller
     return caller.disk_limits if tenant_of(request) == caller.tenant else {}

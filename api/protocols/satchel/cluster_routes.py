@@ -50,7 +50,7 @@ class ClusterRoutes:
         """Shows nodes, replicas and at most `agents` of the caller's agents, or of `?tenant=NAME`, or `*` for all."""
         caller: Caller = request.state.caller
         require_admin(caller)
-        # Shielded: others may wait for the same view.
+        # Shielded, because other requests may wait for the same view.
         view = await asyncio.shield(self._view(tenant_of(request, every=True) if agents else None))
         shown = view["agents"][:agents]
         if len(shown) < len(view["agents"]):
@@ -61,7 +61,7 @@ class ClusterRoutes:
         """Returns the task of the current or a fresh view, else starts one."""
         begun_at, task = self._views.get(tenant, (0.0, None))
         if task is None or (task.done() and time.monotonic() - begun_at > FRESH_S):
-            # In a context of its own: Ray would cancel its calls with the first request.
+            # A new context: otherwise Ray would cancel these calls together with the first request.
             task = asyncio.create_task(self._look(tenant), context=contextvars.Context())
             self._views = {
                 name: view
@@ -91,7 +91,7 @@ class ClusterRoutes:
         return JSONResponse({"id": agent_id, "object": "agent.place", **found})
 
     async def remove_node(self, request: Request, name: str) -> Response:
-        """Removes a machine that has joined; one that is up leaves in order."""
+        """Removes a machine that has joined. If it is up, it hands its agents over and leaves."""
         caller: Caller = request.state.caller
         require_admin(caller)
         up = await self._backend.remove_node(name)

@@ -1,4 +1,4 @@
-"""The routes that say what is served and how it is: models, health and metrics."""
+"""The routes for models, health and metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StatusRoutes:
         add_route(app, "GET", "/metrics", self.show_metrics, answers=(TEXT,))
 
     async def greet(self, request: Request) -> Response:
-        """Says that something answers, by which Claude Code and programs for Ollama see that."""
+        """Answers that the server runs: Claude Code and programs for Ollama check this."""
         return PlainTextResponse("Satchel is running")
 
     async def list_models(self, request: Request) -> Response:
@@ -55,8 +55,8 @@ class StatusRoutes:
         return model_body(model, [*model.info.notes, *notes])
 
     async def health(self, request: Request) -> Response:
-        """Responds 200 if a replica of every served model answers, else 503. `disk_errors` gives by node why no KV is
-        kept on disk now; serving does not need it. Callers who are no administrators see only the status."""
+        """Responds 200 if a replica of every served model answers, else 503. `disk_errors` says, by node, why KV cannot
+        be written to disk now; serving does not need that. Callers who are not administrators see only the status."""
         caller: Caller = request.state.caller
         models, nodes = await asyncio.gather(probe(self._backend.health()), self._nodes())
         closed = disk_errors(nodes)
@@ -68,7 +68,8 @@ class StatusRoutes:
         return JSONResponse({"status": "unavailable", **more}, status_code=503, headers={"Retry-After": "1"})
 
     async def _nodes(self) -> list[NodeState]:
-        """Returns the nodes; none if they are not known in time, because health and metrics must not fail for them."""
+        """Returns the nodes; none if they are not known in time, because health and metrics must not fail because of
+        them."""
         try:
             return await asyncio.wait_for(self._backend.nodes(), _NODES_TIMEOUT_S)
         except (SatchelError, TimeoutError):

@@ -57,7 +57,7 @@ def test_a_node_asks_the_endpoint_of_its_head(joined: Home):
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_a_node_says_whose_it_is_if_the_endpoint_answers_on_the_head_alone(joined: Home, host: str):
     tell_nodes(ToldEndpoint(f"http://{host}:8000", "", "", "mac0"))
-    with pytest.raises(ClusterError, match=r"this machine is mac1, a node of the cluster at .* answers on mac0 alone"):
+    with pytest.raises(ClusterError, match=r"this machine is mac1, a node of the cluster at .* answers only on mac0"):
         find_endpoint(joined)
 
 
