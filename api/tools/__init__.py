@@ -1,1 +1,2 @@
-"""How models are told of tools and call them: a format of calls is recognised, binds answers, and is found in them."""
+"""How models are shown tools and call them: call formats are recognised, constrain answers, and are found in
+answers."""

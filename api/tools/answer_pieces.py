@@ -1,4 +1,4 @@
-"""The pieces that an answer consists of: text, reasoning, calls. Computation only."""
+"""The pieces of an answer: text, reasoning, calls. Computation only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Text that is not shown: markers, the calls between them, white space around them. Never empty."""
+    """Text that is not shown: markers, the calls between them, and white space around them. Never empty."""
 
     text: str
 
@@ -44,8 +44,8 @@ class CallArguments:
 class ToolCall:
     """One call. `index` counts the calls of an answer; `arguments` is JSON text.
 
-    A call that was `begun` came in pieces before. Its arguments may differ from them in white space, and where the
-    answer was `cut` in the call or the model's JSON is wrong, they are these pieces.
+    A call that was `begun` came in pieces before. Its arguments may differ from the pieces in white space. If the
+    answer was `cut` in the call, or the model's JSON is wrong, its arguments are exactly the pieces.
     """
 
     index: int
@@ -57,8 +57,8 @@ class ToolCall:
 
     @property
     def given(self) -> dict[str, Any] | None:
-        """The arguments as an object; None if they are none, because the answer was cut in the call or the model wrote
-        it wrongly. Nobody may run such a call."""
+        """The arguments as an object; None if they are not an object, because the answer was cut in the call or the
+        model's JSON is wrong. Such a call must not be run."""
         try:
             given = json.loads(self.arguments)
         except (ValueError, RecursionError):

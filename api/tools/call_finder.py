@@ -1,4 +1,4 @@
-"""How a model's calls are found in its answers: in its own form, and in those that models write beside it."""
+"""Finds a model's calls in its answers: in its own format, and in other formats that models write."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .model_calls import ModelCalls, marks_in
 from .model_text import Encoder
 
 _BEGINS = re.compile(r"\{|\[\{|<function|<invoke")
-"""What begins a call itself."""
+"""Matches a marker that is the beginning of the call itself."""
 
 
 class CallFinder:
     """Finds the calls of one request's answers.
 
     Args:
-        tools: those that the model is told of, as chat templates take them.
-        calls: how the model writes calls, and `known` what `calls.read` says of that.
+        tools: the tools that the model is shown, as chat templates take them.
+        calls: how the model writes calls; `known` is the format that `calls.read` returned.
         forced: whether an answer must call a tool.
-        calls_max: after so many calls an answer is over; None for no limit.
+        calls_max: after this many calls an answer is over; None for no limit.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CallFinder:
         self._calls_max = calls_max
         tools = [dict(tool) for tool in tools]
         own = known.parse(calls.marks, tools, forced=forced)
-        # What the model's template puts around its calls, but for what is between their parts.
+        # The markers that the model's template puts around calls, without those between the parts of a call.
         written = (own.start.strip(), own.end.strip(), *marks_in(tokenizer, known.parts))
         marks = tuple(mark for mark in dict.fromkeys(written) if mark not in ("", "[") and not _BEGINS.match(mark))
         self._loose = LooseReader(self._declared, marks, calls.by_name, known.quote)
@@ -62,13 +62,14 @@ class CallFinder:
         self._own_marks = OwnMarks(starts, bare, certain, hidden)
 
     def stage(self, harmony: HarmonySplitter | None = None) -> CallStage:
-        """Returns the stage of one answer, in which `harmony` finds what is in that format."""
+        """Returns the stage for one answer; `harmony` finds calls in that format."""
         limit = CallLimit(forced=self._forced, calls_max=self._calls_max)
         lenient = LenientCalls(self._loose, self._own_marks, forced=self._forced, enough=limit.ended_by)
         return CallStage(self._splitter() if harmony is None else harmony, lenient, limit)
 
     def _splitter(self) -> ToolCallSplitter | None:
-        """Returns what finds calls in the model's own form; None if that is not known, or read as any other."""
+        """Returns what finds calls in the model's own format; None if it is not known, or the lenient stage reads
+        it."""
         own = self._own
         if self._parse is None:
             return None
@@ -83,12 +84,14 @@ class CallFinder:
         )
 
     def in_thought(self) -> ThoughtCalls | None:
-        """Returns what finds a call in one answer's thought; None if the family has no marks before its calls."""
+        """Returns what finds a call in an answer's reasoning; None if the model family has no markers before its
+        calls."""
         starts = self._own_marks.starts
         return ThoughtCalls(self._loose, starts) if starts else None
 
     def _parser(self, own: Parse) -> Parse:
-        """Returns a parser of the text between the model's markers: its own, unless more can be read otherwise."""
+        """Returns a parser of the text between the model's markers: the model's own, with the lenient one if that reads
+        more."""
         declared = self._declared
 
         def parse(body: str) -> Calls:
@@ -100,7 +103,7 @@ class CallFinder:
             calls = reading.calls if reading.state is State.WHOLE else []
             if calls and (not self._sound(found) or _size(calls) > _size(found)):
                 return calls
-            # Some parsers make a call of any text.
+            # Some parsers turn any text into a call.
             if not found or any(name not in declared and given.startswith('{"raw": ') for name, given in found):
                 raise ValueError("no call")
             return found
@@ -108,7 +111,7 @@ class CallFinder:
         return parse
 
     def _sound(self, calls: Calls) -> bool:
-        """Whether all calls are of declared tools, with arguments that these take."""
+        """Returns whether all calls are of declared tools, with arguments that fit these tools."""
         declared = self._declared
         return bool(calls) and all(name in declared and declared.call(name, given) is not None for name, given in calls)
 

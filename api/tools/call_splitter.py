@@ -33,7 +33,7 @@ def call_parser(parse: Callable[[str, Any], Any], tools: list[dict[str, Any]]) -
 
 
 def first_of(one: Callable[[str, Any], Any], other: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """Returns a parser that runs `other` where `one` finds no calls."""
+    """Returns a parser that runs `other` if `one` finds no calls."""
 
     def parse(text: str, tools: Any) -> Any:
         try:
@@ -59,7 +59,7 @@ def _checked(call: Any) -> tuple[str, str]:
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two texts are the same JSON."""
+    """Returns whether two texts are the same JSON."""
     try:
         return json.loads(one) == json.loads(other)
     except (ValueError, RecursionError):
@@ -70,18 +70,18 @@ class ToolCallSplitter:
     """A stage of a `Pipeline` that splits an answer into text and tool calls, regardless of how the text is chunked.
 
     Text that is not a well-formed call passes unchanged, markers included. White space next to a call is dropped, so it
-    is held back until the following text is known. With a `reader` a call comes out in pieces, from where its name is
-    known, and stays a call whatever follows, without an end of its arguments where the model wrote none; and what
-    begins as a call that lasts until the answer ends, but is none, is text at once.
+    is held back until the following text is known. With a `reader` a call comes out in pieces as soon as its name is
+    known. Then it stays a call whatever follows; if the model does not end its arguments, they have no end. Text that
+    begins as a call without an end marker, but is not a call, comes out as text at once.
 
     Args:
         start: the marker before a call.
         end: the marker after it; "" if a call lasts until the answer ends.
         parse: see `Parse`.
-        calls_max: after so many calls the answer is over; None for no limit.
+        calls_max: after this many calls the answer is over; None for no limit.
         reader: makes a reader for each call; None if calls are read as a whole.
-        whole_calls: returns the calls that are whole in text that is cut.
-        forced: whether the answer must call a tool: then what remains of a call that is cut is no text.
+        whole_calls: returns the complete calls in text that was cut.
+        forced: whether the answer must call a tool. Then the rest of a call that was cut does not become text.
 
     Attributes:
         cut: whether the answer was cut: by a limit, a stop string or a stop token; to be set before `flush`.
@@ -123,12 +123,12 @@ class ToolCallSplitter:
 
     @property
     def in_call(self) -> bool:
-        """Whether the text so far ends inside a call. Behind a whole one without an end marker it does not."""
+        """Whether the text so far ends inside a call. After a complete call without an end marker it does not."""
         return self.inside and (bool(self._end) or self._reader is None or self._begun is not None)
 
     @property
     def full(self) -> bool:
-        """Whether there were `calls_max` calls. No more text comes out then."""
+        """Whether there were `calls_max` calls. Then no more text comes out."""
         enough = self._calls_max is not None and self._count >= self._calls_max
         return enough and self._begun is None and (self._is_call or not self.inside)
 
@@ -140,8 +140,8 @@ class ToolCallSplitter:
         return out
 
     def flush(self) -> list[Piece]:
-        """Returns the held pieces at the end of the answer. An unfinished call becomes text, unless it is one but for
-        its end."""
+        """Returns the held pieces at the end of the answer. An unfinished call becomes text, unless only its end is
+        missing."""
         out: list[Piece] = []
         while self.inside and not self.full:
             self._close_open(out)
@@ -164,14 +164,14 @@ class ToolCallSplitter:
         body, rest = self._buffer, ""
         if self._reader is not None:
             self._read(len(body), self._reader, out)
-        # The model itself has ended it within a value, or before there was anything.
+        # The model itself ended the answer within a value, or before the first argument.
         broken = self._reader is not None and self._reader.rest is None and (self._is_call or not self._reader.lost)
         if self._is_call and (self.cut or broken):
             self._skip_rest(body, out)
             self._end_begun(None, out, cut=self.cut)
             self.inside = self._is_call = False
         elif self._is_call or not (self.cut or broken):
-            # Where none is left, the end may stand in a string that has no end.
+            # If none is left, the end marker may be inside a string that has no end.
             at = body.find(self._end) if self._end and not self._is_call else -1
             if at >= 0:
                 body, rest = body[:at], body[at + len(self._end) :]
@@ -191,10 +191,10 @@ class ToolCallSplitter:
         self._space = ""
 
     def _find(self) -> int:
-        """Returns where the next marker is in the buffer, -1 if there is none."""
+        """Returns the index of the next marker in the buffer, -1 if there is none."""
         if not self.inside:
             at = self._buffer.find(self._start)
-            # What stands in a fence may be shown only.
+            # A call in a code fence may only be an example.
             while at >= 0 and self._fences.open_after(self._buffer[:at]):
                 at = self._buffer.find(self._start, at + 1)
             return at
@@ -233,7 +233,7 @@ class ToolCallSplitter:
         return True
 
     def _read(self, end: int, reader: Reader, out: list[Piece]) -> None:
-        """Emits what is known of calls that are still being written, of which the buffer has text up to `end`."""
+        """Emits what is known so far of unfinished calls, whose text the buffer has up to `end`."""
         new = self._buffer[self._told : end]
         said = reader.add(new)
         if self._is_call:
@@ -263,7 +263,7 @@ class ToolCallSplitter:
             out.append(Skipped(text[self._told :]))
 
     def _end_begun(self, arguments: str | None, out: list[Piece], *, cut: bool = False) -> None:
-        """Emits the call that came in pieces last, if it has not ended. None for its arguments are those that came."""
+        """Emits the last call that came in pieces, if it has not ended. `arguments` None means those that came."""
         if (begun := self._begun) is not None:
             written = "".join(self._arguments) if arguments is None else arguments
             out.append(ToolCall(begun.index, begun.id, begun.name, written, begun=True, cut=cut))
@@ -286,7 +286,7 @@ class ToolCallSplitter:
         self._tell(calls, body + end, out)
 
     def _tell(self, calls: list[tuple[str, str]], written: str, out: list[Piece]) -> None:
-        """Emits calls that did not come in pieces."""
+        """Emits complete calls that did not come in pieces."""
         out.append(Skipped(self._space + self._start + written))
         self._add_calls(calls, out)
         self._space = ""
@@ -298,8 +298,7 @@ class ToolCallSplitter:
             self._count += 1
 
     def _complete(self, calls: list[tuple[str, str]], out: list[Piece]) -> None:
-        """Ends the call that came in pieces last, with what is missing of its arguments; `calls` are what the parser
-        found."""
+        """Ends the last call that came in pieces, with the rest of its arguments; `calls` is what the parser found."""
         begun, written, whole = self._begun, "".join(self._arguments), None
         count = len(self._names)
         told = self._names == [name for name, _ in calls[:count]]
@@ -314,7 +313,7 @@ class ToolCallSplitter:
         elif rest is None:
             whole = written
         elif whole is None or not _same(whole, written + rest):
-            # What was said stays said.
+            # Pieces that were sent cannot be taken back.
             whole = written + rest
         if rest:
             out.append(CallArguments(begun.index, rest))

@@ -1,4 +1,5 @@
-"""The stage of a `Pipeline` that finds an answer's calls: as the model's template writes them, or else as models do."""
+"""The stage of a `Pipeline` that finds an answer's calls: in the form of the model's template, or else in other
+forms."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from .lenient.reading import Calls
 from .lenient.stage import LenientCalls
 
 _ALIKE_MAX = 3
-"""So many equal calls in a sequence end an answer."""
+"""After this many equal calls in succession an answer ends."""
 
 
 class OwnCalls(Protocol):
-    """Finds the calls that are in the model's own form; a stage.
+    """A stage that finds calls in the model's own format.
 
     Attributes:
         cut: whether the answer was cut: by a limit, a stop string or a stop token; set before `flush`.
@@ -41,9 +42,9 @@ class CallStage:
     """Finds calls, and ends an answer that repeats them.
 
     Args:
-        own: finds those in the model's own form; None if that is not known, or read as any other.
-        lenient: finds those in other forms, where there is none in the model's own.
-        limit: when the answer is over.
+        own: finds calls in the model's own format; None if that is not known, or the lenient stage reads it.
+        lenient: finds calls in other formats, if there is none in the model's own.
+        limit: decides when the answer is over.
     """
 
     def __init__(self, own: OwnCalls | None, lenient: LenientCalls, limit: CallLimit) -> None:
@@ -56,26 +57,26 @@ class CallStage:
 
     @property
     def inside(self) -> bool:
-        """Whether the text so far ends inside what may be a call."""
+        """Whether the text so far ends inside a possible call."""
         return (self._own is not None and self._own.inside) or (self._lenient is not None and self._lenient.holding)
 
     @property
     def in_call(self) -> bool:
-        """Whether the text so far ends inside a call in the model's own form."""
+        """Whether the text so far ends inside a call in the model's own format."""
         return self._own is not None and self._own.in_call
 
     @property
     def limited(self) -> bool:
-        """Whether whole calls ended the answer."""
+        """Whether complete calls ended the answer."""
         return self._limit.reached
 
     @property
     def full(self) -> bool:
-        """Whether the answer is over. No more text comes out then."""
+        """Whether the answer is over. Then no more text comes out."""
         return self._limit.reached or (self._own is not None and self._own.full)
 
     def end(self, *, cut: bool) -> None:
-        """Says before `flush` whether the answer was cut: by a limit, a stop string or a stop token."""
+        """Must be called before `flush`, with whether the answer was cut: by a limit, a stop string or a stop token."""
         for stage in (self._own, self._lenient):
             if stage is not None:
                 stage.cut = cut
@@ -91,13 +92,13 @@ class CallStage:
         return [*out, *self._limited(self._behind)]
 
     def _through(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Passes what the model's own form left as text through the lenient stage, until there is a call."""
+        """Passes text in which the first stage found no call through the lenient stage, until there is a call."""
         out: list[Piece] = []
         for piece in pieces:
             if self._lenient is None:
                 out += self._limited([piece])
             elif isinstance(piece, Skipped) and (self._lenient.holding or self._behind):
-                # What is held may still be a call: this is behind it.
+                # Text that is held may still be a call, so the other piece must wait behind it.
                 self._behind.append(piece)
             elif isinstance(piece, str) and not self._behind:
                 out += self._limited(self._lenient.add(piece))
@@ -110,7 +111,7 @@ class CallStage:
         return out
 
     def _limited(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Leaves out what comes after the answer's end, and the call that was one too many."""
+        """Drops everything after the answer's end, and the call that exceeds the limit."""
         out: list[Piece] = []
         for piece in pieces:
             if self._limit.reached:
@@ -129,10 +130,10 @@ class CallStage:
 
 
 class CallLimit:
-    """Says when an answer's calls are over.
+    """Decides when an answer's calls are over.
 
     Args:
-        forced: whether the answer must call a tool. Then its first repeated call is left out, and ends it.
+        forced: whether the answer must call a tool. Then its first repeated call is dropped, and ends the answer.
         calls_max: after so many calls the answer is over; None for no limit.
 
     Attributes:
@@ -146,25 +147,25 @@ class CallLimit:
         self.reached = False
 
     def may_repeat(self, name: str) -> bool:
-        """Whether a call of this name may be one too many."""
+        """Returns whether a call of this name may exceed the limit."""
         return self._forced and any(known == name for known, _ in self._known)
 
     def takes(self, name: str, arguments: str) -> bool:
-        """Counts a call. Returns False if it is left out."""
+        """Counts a call. Returns False if it is dropped."""
         call = (name, _canonical(arguments))
         if self._forced and call in self._known:
             self.reached = True
             return False
         self._known.append(call)
         if call[1] == arguments and not _is_json(arguments):
-            # It was cut, and so was the answer.
+            # The call was cut, because the answer was.
             return True
         alike = len(self._known) >= _ALIKE_MAX and len(set(self._known[-_ALIKE_MAX:])) == 1
         self.reached = alike or (self._calls_max is not None and len(self._known) >= self._calls_max)
         return True
 
     def ended_by(self, calls: Calls) -> bool:
-        """Whether these calls alone end an answer, whatever follows them."""
+        """Returns whether these calls end an answer, whatever follows them."""
         trial = CallLimit(forced=self._forced, calls_max=self._calls_max if self._forced else None)
         for name, arguments in calls:
             trial.takes(name, arguments)

@@ -1,4 +1,4 @@
-"""The rules of one grammar, in llguidance's Lark, with a model's marks in them. Computation only."""
+"""The rules of one grammar, in llguidance's Lark, with a model's markers in them. Computation only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from .model_text import Encoder
 
 ID = "\ue000"
-"""Stands for a call's id in what a model writes."""
+"""Stands for a call's id in a format's text."""
 
 TEXT = r"/(.|\n)*/"
 
@@ -18,9 +18,8 @@ _ANY_ID = "/[A-Za-z0-9]{1,9}/"
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 _LAYOUT: dict[str, Any] = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""JSON in one line, as `json.dumps` writes it and most models do. There is no choice of white space: a model that draws
-its tokens by chance repeats line breaks and spaces until its limit. Where nothing can be chosen, nothing is computed
-either."""
+"""JSON in one line, as `json.dumps` and most models write it. White space is fixed, because a model that samples freely
+may repeat line breaks and spaces up to its limit. Tokens without a choice also need no computation."""
 
 
 class GrammarRules:
@@ -28,7 +27,7 @@ class GrammarRules:
 
     Args:
         tokenizer: the model's.
-        special: whether a token is one that a grammar names by its number.
+        special: returns whether a grammar must name a token by its number.
     """
 
     def __init__(self, tokenizer: Encoder, special: Callable[[int], bool]) -> None:
@@ -42,16 +41,16 @@ class GrammarRules:
         return name.partition("[")[0]
 
     def written(self, text: str) -> str:
-        """Returns text with marks in it as a part of a rule: special tokens by their numbers, the rest as text, and any
-        id for ids."""
+        """Returns text with markers as a part of a rule: special tokens by their numbers, the rest as text, and any id
+        for `ID`."""
         return " ".join(self._parts(text))
 
     def until(self, name: str, marker: str) -> str:
-        """Returns any text up to and with a marker as a part of a rule, given the name of a rule for it."""
+        """Returns any text up to and including a marker as a part of a rule; `name` is the name of the rule for it."""
         first, *rest = self._parts(marker)
         if first.startswith("<["):
             return f"{self.rule(f'{name}_text', TEXT)} {' '.join([first, *rest])}"
-        # Lazy: it ends with the first occurrence.
+        # Lazy: it ends at the first occurrence.
         return " ".join([self.rule(f"{name}_text[lazy]", f"{TEXT} {first}"), *rest])
 
     def _parts(self, text: str) -> list[str]:
@@ -69,13 +68,13 @@ class GrammarRules:
             members = list(run)
             parts += [f"<[{token}]>" for token in members] if special else [quoted(self.tokenizer.decode(members))]
         if not any(part.startswith("<[") for part in parts):
-            # Not decoded again: some decoders drop a space.
+            # The text itself, not the decoded tokens, because some decoders drop a space.
             return [quoted(text)] if text else []
         return parts
 
 
 def quoted(text: str) -> str:
-    """Returns text as a terminal."""
+    """Returns text as a terminal of the grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 

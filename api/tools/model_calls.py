@@ -1,8 +1,8 @@
-"""How a model writes tool calls, read from what its chat template makes of two calls.
+"""How a model writes tool calls, recognised by its chat template's text for two calls.
 
-mlx-lm's parsers read calls; nothing in it writes them. A template does, for the calls of earlier turns, in the form
-that the model was trained on. Two calls with known names and arguments tell what stands before, between and after
-these.
+mlx-lm has parsers that read calls, but nothing that writes them. A template writes the calls of earlier turns, in the
+format that the model was trained on. If two calls have known names and arguments, the text shows what comes before,
+between and after these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .model_text import ChatTemplate, Encoder, Render
 from .shown_calls import IDS, calls_alone, conversation_with_calls, shown_calls
 
 FORMATS: tuple[type[CallFormat], ...] = (KeyedCalls, JsonCalls, TaggedCalls)
-"""The formats that the known calls tell, in the order in which they are tried."""
+"""The formats that can be recognised, in the order in which they are tried."""
 
 _SHOWN_BY_NAME = f'{{"{NAMES[0]}": {{'
 _MARK = re.compile(r"<[|｜]?[/A-Za-z_][^<>\s=\"']{0,40}>|\[/?[A-Z_]{3,20}\]|<\|[^|<>\s]{1,40}\|>|<[a-z_]{1,40}\|>")
@@ -36,16 +36,16 @@ _NO_MARK = ("arg_key", "arg_value", "parameter", "escape", "function=", '"')
 
 
 class ModelCalls:
-    """How one model writes tool calls, as far as its template or mlx-lm's parser for it tells.
+    """How one model writes tool calls, as far as its template or mlx-lm's parser for it shows.
 
     Args:
         wrapper: mlx-lm's `TokenizerWrapper`.
 
     Attributes:
-        known: whether anything is known of it.
-        marks: what tells calls from text; without a parser if nothing is known.
-        from_template: the format, if only the template tells it.
-        shown: what the template writes for two calls, or for one; "" if it shows none.
+        known: whether anything is known about that.
+        marks: how calls are told apart from text; without a parser if nothing is known.
+        from_template: the format, if only the template shows it.
+        shown: the template's text for two calls, or for one; "" if it shows none.
         by_name: whether the template writes a call as an object whose only key is the name.
     """
 
@@ -66,8 +66,8 @@ class ModelCalls:
         self.by_name = _SHOWN_BY_NAME in self.shown
 
     def _in_template(self, template: ChatTemplate) -> tuple[CallFormat, CallMarks] | None:
-        """Returns the format for whose calls mlx-lm has no parser, and how these are found; None if the template shows
-        no calls that could be told from text. Takes milliseconds."""
+        """Returns the format in the template if mlx-lm has no parser for it, and how its calls are found; None if the
+        template shows no calls that can be told apart from text. Takes milliseconds."""
         for count in (2, 1):
             for written, ids in shown_calls(template, self.marks.end, count):
                 for known in _formats_of(written, ids):
@@ -97,7 +97,7 @@ class ModelCalls:
         return UntoldCalls.read(self.shown, ())
 
     def _is_read(self, parser: Parser, tokenizer: Encoder, written: str) -> bool:
-        """Whether the model's parser finds both calls in it, or they are found as in other forms than it reads."""
+        """Returns whether the model's parser finds both calls, or they are found without it."""
         splitter = ToolCallSplitter(self.marks.start, self.marks.end, call_parser(parser, []))
         pieces = [*splitter.add(written), *splitter.flush()]
         calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCall)]
@@ -111,7 +111,7 @@ class ModelCalls:
     def channels(
         self, tools: Sequence[Mapping[str, Any]], *, answering: bool = False, calls_max: int | None = None
     ) -> HarmonySplitter | None:
-        """As `CallFormat.channels`, of the model's format."""
+        """As `CallFormat.channels`, for the model's format."""
         known = self.from_template
         return None if known is None else known.channels(tools, answering=answering, calls_max=calls_max)
 
@@ -124,7 +124,7 @@ def _formats_of(written: str, ids: Sequence[str]) -> Iterator[CallFormat]:
 
 
 def marks_in(tokenizer: Encoder, written: str) -> tuple[str, ...]:
-    """Returns the marks around calls that are `written`: special tokens, tags, words in brackets."""
+    """Returns the markers in a text with calls: special tokens, tags, words in brackets."""
     hidden = tokenizer.hidden_tokens - tokenizer.end_tokens
     special = [tokenizer.decode([token]) for token in tokenizer.encode(written) if token in hidden] if written else []
     found = dict.fromkeys(mark.strip() for mark in (*special, *_MARK.findall(written)))

@@ -1,4 +1,4 @@
-"""What is needed here of a model's text side."""
+"""The parts of a model's text side that this package needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reads calls while they are written, and what it says. Computation only."""
+"""The interface of readers, which read calls while they are written. Computation only."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Where calls are read: one with this name begins."""
+    """A call with this name begins."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Where calls are read: the one that began last is complete."""
+    """The call that began last is complete."""
 
 
 Said = Begun | Ended | str
-"""What is found in the text of calls; a string is more of the arguments, as JSON."""
+"""What a reader returns; a string is more of the arguments, as JSON."""
 
 
 class Reader(Protocol):
-    """Follows the text of one or several calls, from their marker on.
+    """Reads the text of one or several calls, from their marker on.
 
     Attributes:
-        lost: whether it is not written as the model's template writes calls. Then it is parsed as a whole at its end,
-            or no call at all.
-        rest: what makes the arguments that it said whole, if the call ends here though it should not; None if nothing
-            does, because a value has no end or is missing.
+        lost: whether the text is not in the form of the model's template. Then it is parsed as a whole at its end, or
+            is not a call.
+        rest: the text that completes the arguments if the call ends here too early; None if that is impossible, because
+            a value has no end or is missing.
     """
 
     lost: bool
@@ -39,13 +39,13 @@ class Reader(Protocol):
     def rest(self) -> str | None: ...
 
     def add(self, text: str) -> list[Said]:
-        """Takes more of the text, and returns what it says."""
+        """Takes more of the text, and returns what is found in it."""
         ...
 
 
 class StepReader:
-    """What readers of calls share: a buffer, and steps that each take what they can from it and return False if they
-    need more; see `Reader`.
+    """The base of readers: a buffer, and steps. Each step takes what it can from the buffer, and returns False if it
+    needs more text; see `Reader`.
 
     Args:
         first: the step to begin with.

@@ -1,4 +1,4 @@
-"""The schemas in a JSON schema, and what of one can be followed. Computation only."""
+"""The schemas inside a JSON schema, and which of their parts are supported in grammars. Computation only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEPTH_MAX = 64
 
 
 def parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the schemas in a schema, with their places in it."""
+    """Yields the schemas inside a schema, with their places in it."""
     if not isinstance(schema, Mapping):
         return
     for key in NAMED:
@@ -30,11 +30,11 @@ def parts(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 def followable(schema: Any, follows: Callable[[Mapping[str, Any]], bool]) -> Any:
-    """Returns a schema without what cannot be followed: patterns with look-around and the like, schemas elsewhere, and
-    keywords that are null, as many programs write those that are not set. All else stays as it is.
+    """Returns a schema without its unsupported parts: patterns with look-around and the like, references to other
+    documents, and keywords that are null, which many programs write for unset ones. Everything else stays as it is.
 
     Args:
-        follows: whether a schema of one keyword can be followed.
+        follows: returns whether a schema with one keyword is supported.
     """
     return _Followed(follows, local=isinstance(schema, Mapping) and "$id" in schema).schema(schema, 0)
 
@@ -50,7 +50,7 @@ class _Followed:
 
     def schema(self, schema: Any, depth: int) -> Any:
         if isinstance(schema, list):
-            # Of items, in older versions.
+            # The schemas of items, in older versions.
             return [self.schema(part, depth + 1) for part in schema if part is not None]
         if not isinstance(schema, Mapping) or depth > _DEPTH_MAX:
             return schema
@@ -59,7 +59,7 @@ class _Followed:
             if value is None and not (key == "const" and _may_be_null(schema)):
                 continue
             if key == "type" and isinstance(value, list):
-                # In YAML the name of this type is read as none.
+                # YAML reads the name of this type as null.
                 kept[key] = ["null" if kind is None else kind for kind in value]
             elif key in NAMED and isinstance(value, Mapping):
                 named = {name: self.schema({} if part is None else part, depth + 1) for name, part in value.items()}
@@ -76,7 +76,7 @@ class _Followed:
         return {key: each} if self._follows({key: dict.fromkeys(each, True)}) else {}
 
     def _lost(self, key: str, value: Any) -> bool:
-        """Whether a keyword is right, but cannot be followed here."""
+        """Returns whether a keyword is valid but not supported here."""
         if key == "$ref":
             return isinstance(value, str) and "://" in value and not self._local
         return key == "pattern" and isinstance(value, str) and not self._follows({key: value})

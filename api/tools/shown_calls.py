@@ -1,4 +1,4 @@
-"""What a chat template writes for known calls: the example from which a model's format of calls is told."""
+"""A chat template's text for known calls: the example by which a model's call format is recognised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .formats.call_format import ARGUMENTS, NAMES, CallMarks, common_length
 from .formats.keyed_calls import PYTHONIC, KeyedCalls
 from .model_text import ChatTemplate, Render
 
-# Mistral's templates take ids of nine letters and digits only. Kimi's have the name in the id.
+# Mistral's templates accept only ids of nine letters and digits. Kimi's ids have the name in them.
 IDS = (("firstId01", "secondI02"), ("functions.first_known:0", "functions.second_known:1"))
 
 _ASKED = {"role": "user", "content": "?"}
@@ -18,7 +18,7 @@ _SAID = "Something said."
 
 
 def conversation_with_calls(render: Render, ids: Sequence[str]) -> str:
-    """Returns a conversation that ends with as many of the known calls as there are ids.
+    """Returns a rendered conversation that ends with the known calls, one for each id.
 
     Raises:
         InvalidRequest: the template refuses it.
@@ -32,7 +32,7 @@ def conversation_with_calls(render: Render, ids: Sequence[str]) -> str:
 
 
 def shown_calls(template: ChatTemplate, end: str, count: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What the template writes for one or two calls where an answer begins, with their ids.
+    """Yields the template's text for one or two calls at the beginning of an answer, with their ids.
 
     Args:
         end: the model's marker after calls, "" for none.
@@ -52,7 +52,7 @@ def shown_calls(template: ChatTemplate, end: str, count: int) -> Iterator[tuple[
 
 def _answer_begin(template: ChatTemplate, rendered: str, prompt: str) -> int | None:
     """Returns where the assistant's message begins in a conversation; None if it is not found. A prompt may have more
-    than that, as `<think>`."""
+    text there, such as `<think>`."""
     try:
         said = [_ASKED, {"role": "assistant", "content": _SAID}]
         plain = template.render(said, None, {}, generation_prompt=False)
@@ -68,7 +68,7 @@ def _answer_begin(template: ChatTemplate, rendered: str, prompt: str) -> int | N
 
 
 def calls_alone(written: str, end: str, turn_ends: list[str]) -> str:
-    """Cuts what follows calls: after their end marker, or at the end of the turn."""
+    """Cuts the text after calls: after their end marker, or at the end of the turn."""
     if end:
         return written[: written.rfind(end) + len(end)]
     ends = [at for each in turn_ends if each and (at := written.find(each)) >= 0]
@@ -76,8 +76,8 @@ def calls_alone(written: str, end: str, turn_ends: list[str]) -> str:
 
 
 def unshown_format(template: ChatTemplate, marks: CallMarks) -> KeyedCalls | None:
-    """Returns how a model writes calls whose template leaves those of earlier turns out, while its markers say what it
-    was trained to: lists of Python's calls (LFM2). None for all others.
+    """Returns the format of a model whose template leaves out the calls of earlier turns, but whose markers show that
+    it was trained to write lists of Python calls (LFM2). None for all other models.
 
     Args:
         marks: mlx-lm's for the model's calls.

@@ -1,5 +1,5 @@
-"""What a chat template does with tools, their calls and their results, found by rendering short conversations; and
-what is said in words where it has no place for them.
+"""What a chat template does with tools, calls and results, found by rendering short conversations; and the texts that
+describe them if the template has no place for them.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class TemplateTools:
 
     Attributes:
         shows_tools, shows_calls, shows_results: whether it shows them.
-        takes_system: whether it takes a message of the system.
-        arguments_as_text: whether it takes a call's arguments as text only.
-        example: how the model is told to write a call.
+        takes_system: whether it accepts a system message.
+        arguments_as_text: whether it accepts a call's arguments only as text.
+        example: the example call that the model is shown.
     """
 
     shows_tools: bool = True
@@ -65,7 +65,7 @@ class TemplateTools:
             return [dict(message) for message in messages]
         names: dict[Any, str] = {}
         shown: Messages = []
-        # Whether the last one has a result in words, with which the user's next words are one message.
+        # Whether the last message has a result as text; then the user's next text is joined to it.
         told = False
         for message in messages:
             said = dict(message)
@@ -103,7 +103,7 @@ class TemplateTools:
         return message
 
     def with_tools(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Messages:
-        """Returns messages that tell of tools, for a template that has no place for them."""
+        """Returns messages that describe tools, for a template that has no place for them."""
         listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
         told = _TOLD.format(tools=listed, example=self.example)
         said: Messages = [dict(message) for message in messages]
@@ -124,14 +124,14 @@ def tools_of(template: ChatTemplate, known: CallFormat | None) -> TemplateTools:
     """Returns what a chat template does with tools. Takes milliseconds. Never raises.
 
     Args:
-        known: how the model writes calls, if its template has told.
+        known: the model's call format, if its template shows it.
     """
     if template.is_harmony or not template.source():
         return TemplateTools()
     try:
         return _found(template, known)
     except Exception:
-        # A template is a foreign program, and no reason not to serve the model.
+        # A template is a foreign program; its failure is no reason not to serve the model.
         logger.warning("the chat template of %r could not be tried with tools", template.name, exc_info=True)
         return TemplateTools()
 

@@ -1,1 +1,2 @@
-"""The formats in which models write calls, each one class: recognised, bound, parsed, written. Computation only."""
+"""The formats in which models write calls, one class each: recognised, constrained, parsed, written. Computation
+only."""

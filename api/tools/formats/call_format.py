@@ -1,4 +1,4 @@
-"""What every format of calls can do, and the two known calls by which a model's format is recognised."""
+"""The base of call formats, and the two known calls by which a model's format is recognised."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Parser = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class CallMarks:
-    """What tells a model's calls from text.
+    """How a model's calls are told apart from text.
 
     Attributes:
         start, end: the markers around calls, "" for none.
-        parser: reads what stands between them; None if nothing does.
+        parser: parses the text between the markers; None without one.
     """
 
     start: str
@@ -34,19 +34,18 @@ class CallMarks:
 
     @classmethod
     def of(cls, wrapper: Any) -> CallMarks:
-        """Returns those that mlx-lm knows of the model with this `TokenizerWrapper`."""
+        """Returns what mlx-lm knows about the model with this `TokenizerWrapper`."""
         return cls(wrapper.tool_call_start or "", wrapper.tool_call_end or "", wrapper.tool_parser)
 
 
 @dataclass(frozen=True)
 class Parsing:
-    """How calls in a model's own form are found in its answers.
+    """How calls in a model's own format are found in its answers.
 
     Attributes:
-        start, end: the markers around a call; without an `end` it lasts until the answer ends.
-        parser: reads the whole text between them; None if nothing does, or the format finds calls by a stage of its
-            own.
-        reader: makes what reads a call while it is written; None if calls are read as a whole.
+        start, end: the markers around a call; without an `end` the call lasts until the answer ends.
+        parser: parses the whole text between the markers; None without one, or if the format has its own stage.
+        reader: makes a reader that reads a call while it is written; None if calls are read as a whole.
         bare: begins a call that has no marker; "" if calls have one.
     """
 
@@ -69,8 +68,9 @@ class ConstrainedTool:
 
 @dataclass(frozen=True)
 class ConstrainedCalls:
-    """Which tools an answer may call: at least one if `forced`, else free text may stand before the calls or instead of
-    them. With `parallel` there may be several calls. `chosen` says that the caller named these tools among others."""
+    """Which tools an answer may call. If `forced`, it must call at least one; else free text may come before the calls
+    or instead of them. With `parallel` there may be several calls. `chosen` says that the caller selected these tools
+    among others."""
 
     tools: Sequence[ConstrainedTool]
     forced: bool
@@ -82,9 +82,9 @@ class CallFormat(ABC):
     """A way in which models write calls of tools.
 
     Attributes:
-        binds: whether an answer that may call tools, but need not, can be bound to it.
-        quote: the format's own around texts, which nothing escapes; "" for that of JSON.
-        parses: whether it is read as it was recognised, whatever mlx-lm's parser for the model makes of it.
+        binds: whether an answer that may but need not call tools can be constrained to this format.
+        quote: the format's own quotation mark, which has no escape; "" for JSON's.
+        parses: whether calls are parsed by this format, instead of mlx-lm's parser for the model.
     """
 
     binds: ClassVar[bool] = True
@@ -94,21 +94,21 @@ class CallFormat(ABC):
     @classmethod
     @abstractmethod
     def read(cls, written: str, ids: Sequence[str]) -> CallFormat | None:
-        """Returns the format if the known calls, as many as there are ids, are `written` in it; else None."""
+        """Returns the format if `written` has the known calls, one for each id, in this format; else None."""
 
     def found_alone(self, written: str, end: str) -> CallMarks | None:
-        """Returns how calls of this format are found if mlx-lm has no parser for the model; None if they could not be
-        told from text.
+        """Returns how calls of this format are found if mlx-lm has no parser for the model; None if they cannot be told
+        apart from text.
 
         Args:
-            written: the known calls.
+            written: the known calls in this format.
             end: the model's marker after calls, "" for none.
         """
         return None
 
     @property
     def parts(self) -> str:
-        """What is written around names, keys and values, one a line; "" if that is not known."""
+        """The texts around names, keys and values, one per line; "" if not known."""
         return ""
 
     @abstractmethod
@@ -116,50 +116,51 @@ class CallFormat(ABC):
         """Adds the rules of calls to a grammar, and returns their symbol.
 
         Args:
-            lead: whether free text may stand before them, or instead of them.
-            begins: whether the answer begins with its first message, where answers are messages.
+            lead: whether free text may come before the calls, or instead of them.
+            begins: if answers are messages, whether the answer begins with the first one.
 
         Raises:
-            InvalidRequest: answers cannot be bound so.
+            InvalidRequest: answers cannot be constrained in this way.
         """
 
     @abstractmethod
     def parse(self, marks: CallMarks, tools: Sequence[Mapping[str, Any]], *, forced: bool = False) -> Parsing:
-        """Returns how calls are found in an answer.
+        """Returns how calls in this format are found in an answer.
 
         Args:
-            tools: those that may be called, as chat templates take them.
+            tools: the tools that may be called, as chat templates take them.
             forced: whether the answer must call one.
         """
 
     def channels(
         self, tools: Sequence[Mapping[str, Any]], *, answering: bool, calls_max: int | None
     ) -> HarmonySplitter | None:
-        """Returns a stage that splits an answer into reasoning, content and calls; None if calls stand in the content.
+        """Returns a stage that splits an answer into reasoning, content and calls; None if calls are in the content.
 
         Args:
-            tools: those that may be called.
+            tools: the tools that may be called.
             answering: whether the prompt has begun a message to the user.
-            calls_max: after so many calls the answer is over; None for no limit.
+            calls_max: after this many calls the answer is over; None for no limit.
         """
         return None
 
     def example(self, name: str, arguments: str) -> str | None:
-        """Returns a call with these arguments, which are JSON; None if it needs more, or has them otherwise."""
+        """Returns a call with these arguments (JSON); None if the format needs more than that, or does not write
+        JSON."""
         return None
 
     def write(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Returns messages with their calls as the model's template takes them."""
+        """Returns messages with their calls in the form that the model's template takes."""
         return [dict(message) for message in messages]
 
 
 class WrittenFormat(CallFormat):
-    """A format that consists of texts between names and arguments; its dataclass has them.
+    """A format made of texts between names and arguments, which are its dataclass's fields.
 
     Attributes:
-        head: before the first call's name; it begins with the model's marker.
-        between: from the end of one call to the next one's name; empty if there is one call at most.
-        tail: after the last call.
+        head: the text before the first call's name; it begins with the model's marker.
+        between: the text from the end of one call to the next one's name; empty if there is at most one call.
+        tail: the text after the last call.
     """
 
     head: str
@@ -191,7 +192,8 @@ def names_of(tools: Iterable[Mapping[str, Any]]) -> frozenset[str]:
 
 
 def pieces_around(written: str, words: Iterable[str]) -> list[str] | None:
-    """Returns what is before, between and after words that follow each other in a text; None if they do not."""
+    """Returns the pieces of a text before, between and after `words`; None if the text does not have them in this
+    order."""
     pieces: list[str] = []
     for word in words:
         before, found, written = written.partition(word)
@@ -202,7 +204,7 @@ def pieces_around(written: str, words: Iterable[str]) -> list[str] | None:
 
 
 def common_length(one: str, other: str) -> int:
-    """Returns the length of the beginning that two texts share."""
+    """Returns the length of the common prefix of two texts."""
     length = 0
     while length < min(len(one), len(other)) and one[length] == other[length]:
         length += 1

@@ -25,9 +25,9 @@ CALL_FORMS = (
     (" to=functions.", f"{CHANNEL}commentary json{MESSAGE}"),
     (f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}"),
 )
-"""What stands before and after a call's name: as templates write calls of earlier turns, and as models do."""
+"""The texts before and after a call's name: as templates write calls of earlier turns, and as models write them."""
 
 
 def is_harmony(template: str, vocabulary: Mapping[str, int]) -> bool:
-    """Whether a model with this chat template and these tokens answers in the format."""
+    """Returns whether a model with this chat template and these tokens answers in the format."""
     return CHANNEL in template and MESSAGE in template and all(marker in vocabulary for marker in MARKERS)

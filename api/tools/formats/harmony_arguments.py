@@ -12,11 +12,11 @@ _NAMING, _GIVING = ("name", "tool_name"), ("arguments", "parameters")
 
 
 class HarmonyArguments:
-    """Takes a message to a tool, and returns its arguments as JSON. Models may write the call's name there again, with
-    the arguments beside it. What is no object stays what it is.
+    """Takes a message to a tool piece by piece, and returns its arguments as JSON. Models may repeat the call's name
+    there, with the arguments beside it. A message that is not an object stays as it is.
 
     Args:
-        name: of the tool.
+        name: the tool's name.
 
     Attributes:
         whole: the arguments as JSON text, once they have ended.
@@ -32,7 +32,7 @@ class HarmonyArguments:
         self.whole = "{}"
 
     def add(self, text: str) -> str:
-        """Returns what more of the arguments is known."""
+        """Returns the further part of the arguments that is known now."""
         self._text += text
         if self._streams is None and self._text.strip() and not self._text.lstrip().startswith("{"):
             self._streams = True
@@ -40,7 +40,7 @@ class HarmonyArguments:
             if not (self._value.over or self._value.failed):
                 self._value.add(text)
             if self._streams is None and self._value.keys:
-                # An object with such a first key may be the whole call.
+                # An object that begins with such a key may be the whole call.
                 first, own = self._value.keys[0][1], self._declared.properties(self._name)
                 self._streams = first not in (*_NAMING, *_GIVING) or first in own
             return self._tell(self._value.fresh()) if self._streams else ""
@@ -50,7 +50,7 @@ class HarmonyArguments:
         """Returns the rest of the arguments.
 
         Args:
-            cut: whether the message has no end, because the answer was cut: then neither have they.
+            cut: whether the message has no end because the answer was cut. Then the arguments have no end either.
         """
         if self._streams:
             if self._text.lstrip().startswith("{"):
@@ -67,7 +67,7 @@ class HarmonyArguments:
         return self._tell(self.whole)
 
     def _rest(self, *, cut: bool) -> str:
-        """Returns what closes an object whose brackets alone are missing."""
+        """Returns the closing brackets of an object, if only they are missing."""
         return "" if cut or self._value.failed else self._value.rest or ""
 
     def _tell(self, said: str) -> str:
@@ -76,7 +76,8 @@ class HarmonyArguments:
 
 
 def _inner(written: str, declared: DeclaredTools, name: str) -> dict[str, Any] | None:
-    """Returns the arguments of an object that is the call; those that it is if it is none; None if it is no object."""
+    """Returns the arguments. If the object is a whole call, these are the call's; else the object itself; None if the
+    text is not an object."""
     try:
         value = json.loads(written)
     except (ValueError, RecursionError):

@@ -13,11 +13,11 @@ from .harmony_splitter import HarmonySplitter
 
 
 class HarmonyCalls(CallFormat):
-    """Calls that are messages to tools. An answer has one at most. `HarmonySplitter` finds it."""
+    """Calls that are messages to tools. An answer has at most one. `HarmonySplitter` finds it."""
 
     @classmethod
     def read(cls, written: str, ids: Sequence[str]) -> None:
-        """Returns None: marks of the template tell the format, not the calls that it shows; see `is_harmony`."""
+        """Returns None: the format is recognised by the template's markers (`is_harmony`), not by calls."""
 
     def bind(self, rules: GrammarRules, calls: ConstrainedCalls, *, lead: bool, begins: bool) -> str:
         each: list[str] = []
@@ -31,7 +31,7 @@ class HarmonyCalls(CallFormat):
         call = rules.rule("call", " | ".join(each))
         said = rules.rule("said", TEXT)
         if not begins:
-            # The prompt has begun a message to the user.
+            # The prompt has already begun a message to the user.
             call = f"{said} {rules.written(NEXT)} {call}"
         return rules.rule("calls", f"{call} | {final(rules, said) if begins else said}" if lead else call)
 
@@ -44,8 +44,8 @@ class HarmonyCalls(CallFormat):
         return HarmonySplitter(tools, answering=answering, calls_max=calls_max)
 
     def write(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Returns messages as templates of the format take them: reasoning is `thinking`, and a message has one call,
-        with its result after it."""
+        """Returns messages as templates of this format take them: reasoning is in `thinking`, and a message has one
+        call, with its result after it."""
         told: list[dict[str, Any]] = []
         moved: set[int] = set()
         for place, message in enumerate(messages):
@@ -56,7 +56,7 @@ class HarmonyCalls(CallFormat):
                 said["thinking"] = reasoning
             calls = said.get("tool_calls") or ()
             if calls and said.get("thinking") and said.get("content"):
-                # Templates refuse both beside a call.
+                # Templates refuse a call beside both of these.
                 said["thinking"], said["content"] = f"{said['thinking']}\n\n{said['content']}", ""
             if len(calls) < 2:
                 told.append(said)
@@ -72,7 +72,7 @@ class HarmonyCalls(CallFormat):
 
 
 def _results(messages: Sequence[Mapping[str, Any]], place: int) -> dict[str | None, int]:
-    """Returns the places of the tools' messages that follow a message, by their calls' ids."""
+    """Returns the places of the tool messages that follow a message, by their calls' ids."""
     following = takewhile(lambda at: messages[at]["role"] == "tool", range(place + 1, len(messages)))
     return {messages[at].get("tool_call_id"): at for at in following}
 

@@ -37,9 +37,9 @@ class HarmonySplitter:
     is chunked. Calls come out in pieces. An answer without headers is content.
 
     Args:
-        tools: that may be called, as chat templates take them; a message to anybody else is content.
+        tools: the tools that may be called, as chat templates take them; a message to any other recipient is content.
         answering: whether the prompt has begun a message to the user.
-        calls_max: after so many calls the answer is over; None for no limit.
+        calls_max: after this many calls the answer is over; None for no limit.
 
     Attributes:
         cut: whether the answer was cut: by a limit, a stop string or a stop token; to be set before `flush`.
@@ -71,7 +71,7 @@ class HarmonySplitter:
 
     @property
     def full(self) -> bool:
-        """Whether the answer is over: a call has been sent, or there were `calls_max`. No more text comes out then."""
+        """Whether the answer is over: a call has ended, or there were `calls_max`. Then no more text comes out."""
         return self._over or (self._calls_max is not None and self._count >= self._calls_max and self._call is None)
 
     def add(self, text: str) -> list[Piece]:
@@ -90,7 +90,7 @@ class HarmonySplitter:
                 out.append(Skipped(self._buffer) if begun else self._buffer)
         elif not self.full:
             self._say(self._buffer, out)
-            # A call's last token ends the answer, and may be no text.
+            # A call's last token ends the answer, and may not appear as text.
             self._close(out, closed=False)
         self._buffer = ""
         return out
@@ -112,7 +112,7 @@ class HarmonySplitter:
         self._kind = _Kind.HEADER
         if marker in (END, CALL):
             self._skip(len(marker), out)
-        # Also where the model's files do not name it among the tokens that end an answer.
+        # Even if the model's files do not list it among the tokens that end an answer.
         self._over = marker == CALL
         return True
 
@@ -161,8 +161,8 @@ class HarmonySplitter:
             self._call = None
 
     def _tell(self, call: CallBegun, arguments: str, out: list[Piece]) -> None:
-        """Emits more of a call's arguments, if there are any. A call begins with the first: without any it would be
-        taken for one that needs none."""
+        """Emits more of a call's arguments, if there are any. The call begins with its first argument text, because a
+        call without any would look like one that needs no arguments."""
         if arguments:
             if not self._told:
                 out.append(call)

@@ -1,4 +1,4 @@
-"""Calls whose arguments are JSON: alone, in lists, between tags. Computation only."""
+"""Calls whose arguments are JSON: single, in lists, between tags. Computation only."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class JsonCalls(WrittenFormat):
 
         head name middle arguments (between name middle arguments)* tail
 
-    `head` begins with the model's marker. An `ID` in a piece stands for a call's id. `between` is empty if there is one
-    call at most.
+    `head` begins with the model's marker. An `ID` in a piece stands for a call's id. `between` is empty if there is at
+    most one call.
     """
 
     head: str
@@ -56,7 +56,7 @@ class JsonCalls(WrittenFormat):
         between = written[ends[0] : spans[1][0]] if len(ids) > 1 else ""
         pieces = [written[: spans[0][0]], middles[0], middles[-1], between, written[ends[-1] :]]
         for index, id in enumerate(ids):
-            # In Kimi's ids a number follows the name.
+            # Kimi's ids are a name followed by a number.
             pieces = [piece.replace(id, ID).replace(f":{index}<", f":{ID}<") for piece in pieces]
         head, middle, second, between, tail = pieces
         return cls(head, middle, between, tail) if middle == second else None
@@ -84,7 +84,7 @@ class JsonCalls(WrittenFormat):
         return [self._bind_call(rules, index, tool) for index, tool in enumerate(tools)]
 
     def _bind_call(self, rules: GrammarRules, index: int, tool: ConstrainedTool) -> str:
-        # Before a quotation mark the name is in a JSON string.
+        # If a quotation mark follows, the name is in a JSON string.
         name = quoted(tool.name)[1:-1] if self.head.endswith('"') else tool.name
         schema = json_body(schema_of_arguments(tool.parameters), strict=tool.strict)
         arguments = rules.rule(f"arguments_{index}", schema)
@@ -93,7 +93,7 @@ class JsonCalls(WrittenFormat):
     def parse(self, marks: CallMarks, tools: Sequence[Mapping[str, Any]], *, forced: bool = False) -> Parsing:
         start, end = marks.start, marks.end
         one_each = bool(end) and self.head.startswith(start) and start in self.between and end in self.between
-        # With ids before the arguments, or several calls between two markers, calls are read as a whole.
+        # If ids come before the arguments, or several calls are between two markers, calls are read as a whole.
         if marks.parser is None or not one_each or ID in self.head or ID in self.middle:
             return Parsing(start, end, marks.parser)
         reader = partial(JsonReader, self.head[len(start) :], self.middle, names_of(tools))
@@ -104,17 +104,18 @@ class JsonCalls(WrittenFormat):
         return None if ID in self.head + self.middle + self.tail else written
 
     def _parser(self, lead: str | None) -> Parser:
-        """Returns a parser of what follows the beginning of calls.
+        """Returns a parser for the text after the beginning of calls.
 
         Args:
-            lead: what of that beginning belongs to the JSON of the calls; None if only their arguments are JSON.
+            lead: the part of that beginning that belongs to the JSON of the calls; None if only their arguments are
+                JSON.
         """
 
         def parse(body: str, tools: Any = None) -> list[dict[str, Any]]:
             """Returns the calls, each with its `name` and its `arguments`.
 
             Raises:
-                ValueError: there is none, or one of a tool that is not among the `tools`.
+                ValueError: there is no call, or one of a tool that is not among `tools`.
             """
             found = list(self._written(body) if lead is None else self._in_json(lead + body))
             names = names_of(tools or ())
@@ -153,15 +154,15 @@ class JsonCalls(WrittenFormat):
 
 
 IN_JSON, IN_JSON_START = JsonCalls('{"name": "', '", "arguments": ', "", "}"), '{"name"'
-"""How a model writes a call that it must make, if nothing is known of how it writes calls; and how that begins."""
+"""The format of forced calls if the model's own format is not known, and how such a call begins."""
 
 
 class JsonReader:
-    """A `readers.Reader` of one call whose arguments are JSON, or almost: what it says is JSON.
+    """A `readers.Reader` of one call whose arguments are JSON or almost JSON; it returns JSON.
 
     Args:
-        lead, middle: what stands before and after the name.
-        names: of the tools that may be called.
+        lead, middle: the texts before and after the name.
+        names: the names of the tools that may be called.
     """
 
     def __init__(self, lead: str, middle: str, names: Collection[str]) -> None:
@@ -196,7 +197,8 @@ class JsonReader:
         return said
 
     def _begin(self) -> tuple[str, str]:
-        """Finds the name in the buffer. Returns it, and the text from the arguments on; "" if it is not there yet."""
+        """Finds the name in the buffer. Returns the name ("" if it is not complete yet), and the text from the
+        arguments on."""
         buffer, lead = self._buffer, self._lead
         if not buffer.startswith(lead):
             self.lost = not lead.startswith(buffer)

@@ -1,4 +1,4 @@
-"""Calls whose arguments have keys but are no JSON, such as Python's and Gemma's. Computation only."""
+"""Calls whose arguments have keys but are not JSON, such as Python's and Gemma's. Computation only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .keyed_rules import KeyedRules
 
 @dataclass(frozen=True)
 class KeyedCalls(KeyedLayout, WrittenFormat):
-    """The format of a model that lays out its calls so."""
+    """The call format of a model with such a layout."""
 
     parses = True
 
@@ -37,13 +37,13 @@ class KeyedCalls(KeyedLayout, WrittenFormat):
         return Parsing(marks.start, marks.end, parser, partial(KeyedReader, self, marks.start, names_of(tools)))
 
     def parser(self, start: str) -> Parser:
-        """Returns a parser as mlx-lm has them, of the text behind the marker `start`."""
+        """Returns a parser like mlx-lm's, for the text behind the marker `start`."""
 
         def parse(text: str, tools: Any = None) -> list[dict[str, Any]]:
             """Returns the calls in a text, each with its `name` and its `arguments`.
 
             Raises:
-                ValueError: it has none, or one that is wrong.
+                ValueError: it has no call, or a malformed one.
             """
             reader = KeyedReader(self, start, names_of(tools or ()))
             calls: list[tuple[str, list[str]]] = []
@@ -62,7 +62,7 @@ class KeyedCalls(KeyedLayout, WrittenFormat):
         return parse
 
     def write(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Returns messages with their calls in their contents, as Python's."""
+        """Returns messages with their calls as Python in their contents."""
         shown: list[dict[str, Any]] = []
         for message in messages:
             calls, content = message.get("tool_calls") or (), message.get("content") or ""

@@ -1,4 +1,4 @@
-"""How calls are laid out whose arguments have keys but are no JSON, told from two known calls. Computation only."""
+"""The layout of calls whose arguments have keys but are not JSON, recognised by two known calls. Computation only."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _PAIRS = {"(": ")", "{": "}"}
 
 @dataclass(frozen=True)
 class KeyedLayout:
-    """How calls are laid out whose arguments have keys, but are no JSON, such as Python's and Gemma's::
+    """The layout of calls whose arguments have keys but are not JSON, such as Python's and Gemma's::
 
         head name opening [key assign value (comma key assign value)*] closing (between name …)* tail
 
     Attributes:
-        quote: around a text, which nothing escapes if it is more than one character.
+        quote: the quotation mark around a text; if it has more than one character, the text has no escapes.
     """
 
     head: str
@@ -67,7 +67,7 @@ class KeyedLayout:
             opening,
             keyed["assign"],
             comma_said,
-            # Without quotation marks a text would be anything.
+            # Without quotation marks, a text could not be told apart from other values.
             quote or '"',
             closing.removeprefix(quote),
             passage[len(closing) :] if count > 1 else "",

@@ -1,11 +1,12 @@
-"""Reads calls whose arguments have keys but are no JSON, such as Python's and Gemma's, as JSON. Computation only.
+"""Reads calls whose arguments have keys but are not JSON, such as Python's and Gemma's, and returns JSON. Computation
+only.
 
 ::
 
     [name(key="text", other=[1, 2], more=True), second(key=None)]
     call:name{key:<escape>text<escape>,other:[1,2],more:true}
 
-What is written comes out as it comes in, but for what may go on: the end of a delimiter, an escape, a number.
+Text comes out as it comes in, except where the following text matters: at a delimiter, an escape, a number.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _KEY_ENDS = re.compile(r"[:=]")
 
 
 class KeyedReader(StepReader):
-    """A reader of calls in one place, one after the other; see `readers.Reader`.
+    """A reader of consecutive calls; see `readers.Reader`.
 
     Args:
-        start: the marker before them, which is not part of the text.
-        names: of the tools that may be called.
+        start: the marker before the calls, which is not part of the text.
+        names: the names of the tools that may be called.
     """
 
     def __init__(self, known: KeyedLayout, start: str, names: Collection[str]) -> None:
@@ -68,7 +69,7 @@ class KeyedReader(StepReader):
         return False
 
     def _read_key(self) -> bool:
-        """Takes a key and what follows it; or the end of what has keys."""
+        """Takes a key and the text between it and its value; or the end of a call or object."""
         if not self._ready():
             return False
         if self._buffer.startswith(self._open[-1]):
@@ -97,7 +98,7 @@ class KeyedReader(StepReader):
         return True
 
     def _read_value(self) -> bool:
-        """Takes a value, or the begin of one that goes on."""
+        """Takes a value, or the beginning of a longer one."""
         if not self._ready():
             return False
         buffer = self._buffer
@@ -135,7 +136,7 @@ class KeyedReader(StepReader):
         return True
 
     def _read_raw(self) -> bool:
-        """Takes text up to its delimiter, which nothing escapes."""
+        """Takes text without escapes up to its delimiter."""
         at = self._buffer.find(self._quote)
         text = self._buffer[: at if at >= 0 else len(self._buffer) - longest_held(self._buffer, (self._quote,))]
         self._take(len(text))
@@ -147,7 +148,7 @@ class KeyedReader(StepReader):
         return self._go_on()
 
     def _read_escaped(self) -> bool:
-        """Takes a string of Python's, which is almost one of JSON's."""
+        """Takes a Python string, which is almost a JSON string."""
         text: list[str] = []
         at, buffer = 0, self._buffer
         while at < len(buffer) and buffer[at] != self._quote:
@@ -198,7 +199,7 @@ class KeyedReader(StepReader):
         return True
 
     def _read_next(self) -> bool:
-        """Takes what is between two calls in one place. What follows the last one says nothing."""
+        """Takes the text between two calls. The text after the last call is ignored."""
         if not self._ready():
             return False
         if self._known.listed and self._buffer.startswith(","):
@@ -218,23 +219,23 @@ class KeyedReader(StepReader):
 
 
 def _inside(text: str) -> str:
-    """Text as it is inside a string of JSON."""
+    """Returns text escaped for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _unescaped(letter: str, code: str) -> str:
-    """What an escape of Python's or JSON's stands for, as it is inside a string of JSON."""
+    """Returns the meaning of a Python or JSON escape, escaped for the inside of a JSON string."""
     if letter not in _CODES:
         return _inside(_ESCAPES.get(letter, letter if letter in "\\\"'/" else f"\\{letter}"))
     try:
-        # Pairs of surrogates stay what they are.
+        # Surrogate pairs stay escapes.
         return f"\\u{int(code, 16):04x}" if letter != "U" else _inside(chr(int(code, 16)))
     except (ValueError, OverflowError):
         return _inside(f"\\{letter}{code}")
 
 
 def _bare(word: str) -> str:
-    """A value without quotation marks, as JSON: what is none is text."""
+    """Returns a value without quotation marks as JSON; if it is not a value, as a text."""
     word = word.strip()
     if word in _WORDS:
         return _WORDS[word]

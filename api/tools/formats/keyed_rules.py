@@ -1,4 +1,4 @@
-"""JSON schemas as rules of a grammar for arguments that have keys but are no JSON. Computation only."""
+"""JSON schemas as rules of a grammar for arguments that have keys but are not JSON. Computation only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FOLLOWED = {
 
 
 class KeyedRules:
-    """Writes the rules of calls in a format with keys."""
+    """Writes the grammar rules of calls in a format with keys."""
 
     def __init__(self, known: KeyedLayout, rules: GrammarRules) -> None:
         self._known = known
@@ -40,7 +40,7 @@ class KeyedRules:
         """Returns the symbol of a call of a tool.
 
         Raises:
-            InvalidRequest: `strict` asks for a keyword that cannot be followed in this format.
+            InvalidRequest: `strict` is set and a keyword of the schema is not supported in this format.
         """
         self._root, self._where, self._strict = schema_of_arguments(tool.parameters), tool.where, tool.strict
         self._named = {}
@@ -71,7 +71,7 @@ class KeyedRules:
         ]
         rest, begins = "", list[str]()
         for pair, must in reversed(pairs):
-            # What may come first: this one, with what may follow it, if all before it may be missing.
+            # This pair may come first, with what may follow it, if all pairs before it may be missing.
             if must:
                 begins = []
             begins.insert(0, f"{pair} {rest}")
@@ -90,7 +90,7 @@ class KeyedRules:
         reference = schema.get("$ref")
         if isinstance(reference, str):
             if reference not in self._named:
-                # Before its body is written, which may refer to it.
+                # Registered before its body is written, because the body may refer to it.
                 self._count += 1
                 symbol = self._named[reference] = f"value_{self._count}"
                 self._rules.rule(symbol, self._value(named(schema, self._root), depth + 1))

@@ -1,4 +1,4 @@
-"""Reads calls whose arguments are text between tags, as Qwen3-Coder and GLM write them, as JSON. Computation only.
+"""Calls whose arguments are text between tags, as Qwen3-Coder and GLM write them, read as JSON. Computation only.
 
 ::
 
@@ -8,8 +8,8 @@
     </parameter>
     </function>
 
-An argument that the tool's schema says is text comes out as it comes in. Others come out when they are complete, as
-the model's parser reads them.
+An argument that is text according to the tool's schema comes out as it comes in. Other arguments come out when they are
+complete, as the model's parser reads them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ _OPENING_TAG = re.compile(r"<[^<>]*>?$")
 _KEY = re.compile(r"[^\s<>\"']+")
 
 _KEPT = ['a <b> &amp; "c" \\n\t{1}', "3", "", "true"]
-"""Texts that a parser is to leave as they are."""
+"""Texts that a parser must leave as they are."""
 
 
 @dataclass(frozen=True)
 class _Habits:
-    """What a parser does with text: whether it takes white space off its ends, and `null`, in any case, for nothing."""
+    """What a parser does with a text: whether it strips white space, and whether it reads `null`, in any case of
+    letters, as None."""
 
     strips: bool
     nulls: bool
@@ -61,7 +62,7 @@ class TaggedCalls(WrittenFormat):
         head name opening (before key after value end)* closing (between name …)*
 
     Attributes:
-        between: from the end of one call's `closing` to the next one's name.
+        between: the text from the end of one call's `closing` to the next one's name.
     """
 
     head: str
@@ -118,8 +119,8 @@ class TaggedCalls(WrittenFormat):
     def _reader(
         self, start: str, end: str, parser: Parser, tools: Sequence[Mapping[str, Any]]
     ) -> Callable[[], TaggedReader] | None:
-        """Returns what makes a reader for each call of an answer; None if calls are read as a whole: several between
-        two markers, or by a parser that makes something else of text."""
+        """Returns what makes a reader for each call of an answer. None if calls are read as a whole, because several
+        are between two markers, or the parser changes text."""
         if not (end and self.head.startswith(start) and self.closing.endswith(end) and start in self.between):
             return None
         lead, closing = self.head.removeprefix(start), self.closing.removesuffix(end)
@@ -136,13 +137,12 @@ class TaggedCalls(WrittenFormat):
 
 
 class TaggedReader(StepReader):
-    """A reader of one call; see `readers.Reader`. What it says is the beginning of the call's arguments as JSON,
-    without the last bracket.
+    """A reader of one call; see `readers.Reader`. It returns the call's arguments as JSON, without the last bracket.
 
     Args:
         start, end: the model's markers around a call, which are not part of the text.
         properties: the schemas of each tool's arguments, by its name.
-        parse_value: reads the value of a tool's argument. Raises what the model's parser raises.
+        parse_value: parses the value of a tool's argument. Raises what the model's parser raises.
     """
 
     def __init__(
@@ -155,12 +155,12 @@ class TaggedReader(StepReader):
         habits: _Habits,
     ) -> None:
         super().__init__(self._read_begin)
-        # A name alone may be the begin of one, or of a call with arguments.
+        # A bare name may be the beginning of a longer name, or of a call with arguments.
         self.rest = None
         self._known = known
         self._lead = known.head.removeprefix(start)
         self._closing = known.closing.removesuffix(end).strip()
-        # What ends a value whose own end is missing: the call's end, or the next key.
+        # A value whose own end is missing ends at the call's end, or at the next key.
         others = (_CLOSING_TAG.search(self._closing), _OPENING_TAG.search(known.before))
         self._others = tuple(f"\n{found[0]}" for found in others if found is not None)
         self._begins = {f"{name}{known.opening}{known.before}": name for name in properties}
@@ -172,7 +172,7 @@ class TaggedReader(StepReader):
         self._keys: list[str] = []
 
     def _read_begin(self) -> bool:
-        """Takes all up to the first argument's key. A call without arguments is not begun."""
+        """Takes everything up to the first argument's key. A call without arguments is not emitted as begun."""
         for begin, name in self._begins.items():
             if self._buffer.startswith(f"{self._lead}{begin}"):
                 self._take(len(self._lead) + len(begin))
@@ -214,7 +214,7 @@ class TaggedReader(StepReader):
         return self._end_value(at)
 
     def _begin_text(self) -> bool:
-        """Waits until it is known whether a text is one."""
+        """Waits until it is known whether a value is text."""
         at, text = self._up_to_end()
         begun = text.lstrip() if self._habits.strips else text
         if at < 0 and (not begun or (self._habits.nulls and "null".startswith(begun.lower()))):
@@ -239,7 +239,7 @@ class TaggedReader(StepReader):
         return self._end_value(at)
 
     def _read_next(self) -> bool:
-        """Takes what is before the next key. The end of the call says nothing."""
+        """Takes the text before the next key. The end of the call is ignored."""
         before = self._known.before
         if self._buffer.startswith(before):
             self._take(len(before))
@@ -259,11 +259,11 @@ class TaggedReader(StepReader):
         return f"{', ' if len(self._keys) > 1 else ''}{json.dumps(self._keys[-1], ensure_ascii=False)}: "
 
     def _up_to_end(self, searched: int = 0) -> tuple[int, str]:
-        """Returns where the value ends, -1 if that is not known yet, and what of its text there is. A value that ends
-        otherwise than the template ends it is not followed further.
+        """Returns where the value ends, -1 if that is not known yet, and its text so far. If the value does not end as
+        in the template, the call is read as a whole.
 
         Args:
-            searched: how many characters have been looked at before.
+            searched: how many characters were already searched.
         """
         end, buffer = self._known.end, self._buffer
         tag = end.lstrip() or end
@@ -272,7 +272,7 @@ class TaggedReader(StepReader):
             place for other in self._others if (place := buffer.find(other, 0, found if found >= 0 else None)) >= 0
         ]
         if others:
-            # The value's end is missing, or the value shows a call.
+            # The value's end is missing, or the value itself contains a call.
             self.lost = True
             return -1, buffer[: min(others)]
         if found < 0:
@@ -301,7 +301,7 @@ def _constrained_value(
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
         value = rules.rule(f"{name}_json", json_body({**shared, **schema}, strict=strict))
         return f"{value} {rules.written(end)}"
-    # Text, or what may be text: it has no quotation marks here, so it cannot be told from other values.
+    # A value that is or may be text: without quotation marks it cannot be told apart from other values.
     return rules.until(name, end)
 
 
@@ -312,7 +312,7 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _habits_of(parse: Callable[[str, str, str, Any], Any]) -> _Habits | None:
-    """Returns what a parser does with an argument that is text; None if that is something else."""
+    """Returns what a parser does with an argument that is text; None if it changes the text in another way."""
     schema = {"type": "object", "properties": {"key": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "name", "parameters": schema}}]
     try:

@@ -1,4 +1,4 @@
-"""Calls whose form a model's template does not tell. Computation only."""
+"""Calls whose format cannot be recognised by a model's template. Computation only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .json_calls import IN_JSON, IN_JSON_START
 
 @dataclass(frozen=True)
 class UntoldCalls(CallFormat):
-    """Calls as mlx-lm's parser for the model reads them, if it has one; those that an answer must make are JSON.
+    """Calls as mlx-lm's parser for the model reads them, if there is one. Forced calls are JSON.
 
     Attributes:
-        shown: what the template writes for the known calls, "" if it shows none.
+        shown: the template's text for the known calls, "" if it shows none.
     """
 
     shown: str = ""

@@ -1,1 +1,2 @@
-"""Tool calls as models write them, beside their template's own form: found, mended and checked. Computation only."""
+"""Tool calls that models write in other formats than their template's: found, repaired and checked. Computation
+only."""

@@ -1,5 +1,5 @@
-"""Reads calls whose arguments are text between tags, as Qwen3-Coder, MiniMax and GLM write them, with tags that are
-missing or of another family. Computation only."""
+"""Reads calls whose arguments are text between tags, as Qwen3-Coder, MiniMax and GLM write them, even if tags are
+missing or of another model family. Computation only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True)
 class _Tags:
-    """The tags of one call: of its arguments' keys, of a value's end, and of its own end."""
+    """The tags of one call: for the arguments' keys, for a value's end, and for the call's end."""
 
     key: re.Pattern[str]
     end: str
@@ -38,10 +38,10 @@ class _Tags:
 
 
 def read_block(text: str, at: int, declared: DeclaredTools, *, final: bool, name: str = "") -> tuple[Calls, int]:
-    """Reads one call from `at` on: with its opening tag, or from the first argument on if its `name` is known.
+    """Reads one call from `at` on. It begins with its opening tag, or, if its `name` is given, with the first argument.
 
     Raises:
-        NoCall, Unfinished: there is none, or not yet.
+        NoCall, Unfinished: there is no call, or not yet.
     """
     if name:
         first = _ARGUMENT_KEY.match(text, at)
@@ -93,14 +93,14 @@ def read_block(text: str, at: int, declared: DeclaredTools, *, final: bool, name
 
 
 def _ends_here(text: str, at: int, tags: _Tags) -> bool:
-    """Whether a call whose closing tag is missing ends here: with another one, or its outer tag."""
+    """Returns whether a call without a closing tag ends here: at another call, or at its outer tag."""
     return not tags.closing.startswith("</tool_call") and text.startswith(
         ("</", "<function", "<invoke", "<tool_call"), at
     )
 
 
 def _json(text: str, at: int, *, final: bool) -> tuple[dict[str, Any], int]:
-    """Reads arguments that are an object, or an object that has them."""
+    """Reads arguments that are an object, or that are in an object."""
     value = LooseValue()
     end = value.add(text, at)
     mended = value.rest if value.over or (final and not value.failed) or (value.failed and text[end] == "<") else None
@@ -113,10 +113,10 @@ def _json(text: str, at: int, *, final: bool) -> tuple[dict[str, Any], int]:
 
 
 def _value(text: str, at: int, tags: _Tags, *, final: bool) -> tuple[str, int]:
-    """Returns the text of a value without a line break at its ends, and where what follows it begins."""
+    """Returns the text of a value without a line break at each end, and the index behind the value."""
     end = text.find(tags.end, at)
     stop = end if end >= 0 else len(text)
-    # Where the value's own end is missing, the next argument or the call's end follow.
+    # If the value's own end is missing, the next argument or the call's end follows.
     inner = _first_end(text, at, stop, tags)
     if inner is not None:
         return _bare(text[at:inner]), inner
@@ -128,7 +128,7 @@ def _value(text: str, at: int, tags: _Tags, *, final: bool) -> tuple[str, int]:
 
 
 def _first_end(text: str, at: int, stop: int, tags: _Tags) -> int | None:
-    """Returns where a value ends that has no end of its own; None if it has one."""
+    """Returns where a value ends if its closing tag is missing; None if it has one."""
     if stop < len(text):
         between = text[at:stop]
         keys = (found for found in tags.key.finditer(between) if found["key"].strip() in tags.known)
@@ -141,7 +141,7 @@ def _first_end(text: str, at: int, stop: int, tags: _Tags) -> int | None:
 
 
 def _closing_line(value: str, tags: _Tags) -> int | None:
-    """Returns where a line with the call's closing tag is, behind which the call is over or another one begins."""
+    """Returns where a line has the call's closing tag, if the text ends or another call begins behind it."""
     found = re.search(rf"(?<=\n){re.escape(tags.closing)}\s*(?=</|<function|<invoke|<tool_call|$)", value)
     return None if found is None else found.start()
 

@@ -1,4 +1,4 @@
-"""The tools that may be called: their names as models write them, and arguments that their schemas take. Computation
+"""The tools that may be called: matches names as models write them, and checks arguments against schemas. Computation
 only."""
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class DeclaredTools:
         return name in self._schemas
 
     def name(self, written: str, *, with_json: bool = False) -> str | None:
-        """Returns the declared name that a model means; None if there is none.
+        """Returns the declared name that the model means by a written one; None if there is none.
 
         Args:
-            with_json: whether `json` may stand behind it, as in Harmony's headers.
+            with_json: whether `json` may follow the name, as in Harmony's headers.
         """
         written = written.strip()
         if written in self._schemas:
@@ -59,7 +59,7 @@ class DeclaredTools:
         return next((each for each in tried if each in self._schemas), None)
 
     def begins(self, written: str) -> bool:
-        """Whether a declared name may begin so, if more follows."""
+        """Returns whether a declared name may begin in this way, if more follows."""
         return any(name.startswith(written) for name in self._schemas) or any(
             prefix.startswith(written) or written.startswith(prefix) for prefix in _PREFIXES
         )
@@ -82,7 +82,7 @@ class DeclaredTools:
         return value if isinstance(value, dict | list) else text
 
     def arguments(self, name: str, given: Any) -> dict[str, Any] | None:
-        """Returns a call's arguments, repaired; None if the tool's schema does not take them."""
+        """Returns a call's arguments, repaired; None if they do not fit the tool's schema."""
         schema = self._schemas[name]
         if isinstance(given, str) and given.strip():
             try:
@@ -108,7 +108,7 @@ class DeclaredTools:
         return repaired
 
     def call(self, written: str, given: Any) -> tuple[str, str] | None:
-        """Returns a call's name and its arguments as JSON; None if it is none of a declared tool."""
+        """Returns a call's name and its arguments as JSON; None if it is not a valid call of a declared tool."""
         name = self.name(written)
         arguments = None if name is None else self.arguments(name, given)
         if name is None or arguments is None:
@@ -120,7 +120,7 @@ class DeclaredTools:
 
 
 def _converted(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
-    """Returns what text says where a schema wants another type; the text if it says no such thing."""
+    """Converts text to the type that a schema wants; returns the text itself if that is not possible."""
     try:
         said = loads(text.strip())
     except ValueError:

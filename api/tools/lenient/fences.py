@@ -1,5 +1,4 @@
-"""Where markers in an answer are no markers: in a fence that shows them, in an argument that has them. Computation
-only."""
+"""Finds places where a marker in an answer does not count: in a code fence, or inside an argument. Computation only."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ _BEFORE_STRING = "{[,:(="
 
 
 class FenceLines:
-    """Counts the lines that open and close fences, in text that arrives in pieces."""
+    """Counts the lines that open and close code fences, in text that arrives in pieces."""
 
     def __init__(self) -> None:
         self._open = False
@@ -23,7 +22,7 @@ class FenceLines:
         self._open, self._line, self._counted = self._after(text)
 
     def open_after(self, text: str) -> bool:
-        """Whether a fence is open if this text follows."""
+        """Returns whether a fence is open after this further text."""
         return self._after(text)[0]
 
     def _after(self, text: str) -> tuple[bool, str, bool]:
@@ -31,7 +30,7 @@ class FenceLines:
         for index, part in enumerate(text.split("\n")):
             if index:
                 line, counted = "", False
-            # The beginning of a line is enough.
+            # The beginning of a line is enough to recognise a fence.
             line = (line + part).lstrip(" \t")[:3]
             if line == "```" and not counted:
                 opened, counted = not opened, True
@@ -39,7 +38,8 @@ class FenceLines:
 
 
 def inside_value(body: str) -> bool:
-    """Whether the text of a call ends inside a string, or in an argument between tags, where its end is no end."""
+    """Returns whether the text of a call ends inside a string, or in an argument between tags, so that an end marker
+    does not end the call."""
     if tags := _VALUE_TAGS.findall(body):
         return not tags[-1].startswith("</") and _CALL_CLOSED.search(body) is None
     quote, escaped, before, at = "", False, "", 0

@@ -1,4 +1,4 @@
-"""Reads calls of tools from text that is nothing else, in any of the forms that models write. Computation only.
+"""Reads tool calls from text that has nothing else, in any of the forms that models write. Computation only.
 
 ::
 
@@ -7,7 +7,7 @@
     f(key="value")                                    one or several, in a list
     f[ARGS]{"key": "value"}                           a name, marks, and the arguments
 
-All readers tell apart text that is no call, whatever follows (`NoCall`), and text that may become one (`Unfinished`).
+All readers raise `NoCall` if the text is not a call, whatever follows, and `Unfinished` if it may become one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ MARKS = (
     *("</TOOLCALL>", "<minimax:tool_call>", "</minimax:tool_call>", "</function>", "</parameter>", "</invoke>"),
     *("<|tool_call|>", "<|tool_calls|>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call_start|>", "<|tool_call_end|>"),
 )
-"""What families put around their calls; any of it may stand around any call."""
+"""The markers that model families put around calls; any of them may be around any call."""
 
 FENCES = ("", "json", "tool_call", "tool_code", "xml")
-"""What may stand behind the opening of a fence whose content is a call."""
+"""The language names of fences whose content is a call."""
 
 _PYTHON_FENCES = ("tool_call", "tool_code")
 _FENCE = re.compile(r"```([\w+-]*)[ \t]*(?:\n|$|(?=[{\[<]))")
@@ -66,7 +66,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Reading:
-    """Calls that were read, where in the text they end, and what follows."""
+    """Calls that were read, where they end in the text, and what follows."""
 
     calls: Calls
     end: int
@@ -79,9 +79,9 @@ class LooseReader:
 
     Args:
         declared: the tools.
-        marks: the family's own.
-        keyed_by_name: whether the family writes a call as an object whose only key is the name.
-        quote: the family's own around texts, which nothing escapes.
+        marks: the model family's own markers.
+        keyed_by_name: whether the model family writes a call as an object whose only key is the name.
+        quote: the model family's own quotation mark, which has no escape.
     """
 
     declared: DeclaredTools
@@ -98,9 +98,9 @@ class LooseReader:
         """Reads calls from `at` on, as many as there are.
 
         Args:
-            final: whether the text ends there; else more may come.
-            bare: whether a call may be a name and its arguments with no mark before it.
-            fenced: whether a fence is open before.
+            final: whether the text is complete; else more may come.
+            bare: whether a call may be a name and its arguments without a marker before them.
+            fenced: whether a fence is already open.
         """
         calls: Calls = []
         end, marked = at, bare
@@ -110,7 +110,7 @@ class LooseReader:
                 at, passed, fenced = self._skip(text, at, fenced=fenced, final=final)
                 marked = marked or passed
                 if at == len(text) and calls and opened and fenced:
-                    # The end of a fence that was open before.
+                    # The end of a fence that was already open.
                     return Reading(calls, end, State.OTHER if final else State.MORE)
                 if at == len(text):
                     return Reading(calls, at if calls else end, State.WHOLE if calls else State.MORE)
@@ -121,13 +121,13 @@ class LooseReader:
                 return Reading(calls, end, State.OTHER)
             calls += found
             end = at = self._surplus(text, at)
-            # Their closing marks are theirs, whatever follows.
+            # Closing markers belong to the calls, whatever follows.
             with suppress(Unfinished):
                 end, _, _ = self._skip(text, at, fenced=fenced, final=True)
 
     def _skip(self, text: str, at: int, *, fenced: bool, final: bool) -> tuple[int, bool, bool]:
-        """Passes white space, separators, marks and fences. Returns where they end, whether there were any but the
-        first two, and whether a fence is open there."""
+        """Skips white space, separators, markers and fences. Returns where they end, whether there were markers or
+        fences, and whether a fence is open there."""
         passed = False
         while at < len(text):
             if (found := _SEPARATORS.match(text, at)) is not None:
@@ -149,7 +149,7 @@ class LooseReader:
         return at, passed, fenced
 
     def _past_id(self, text: str, at: int, *, final: bool) -> int:
-        """Passes a call's id, which stands between two marks and is no tool's name."""
+        """Skips a call's id, which is between two markers and is not a tool's name."""
         found = _CALL_ID.match(text, at)
         if found is None or self.declared.name(found[0]) is not None or found[0] == "function":
             return at
@@ -164,7 +164,7 @@ class LooseReader:
 
     @staticmethod
     def _surplus(text: str, at: int) -> int:
-        """Passes brackets that are too many."""
+        """Skips surplus brackets."""
         for _ in range(BRACKETS_MAX):
             place = _SPACE.match(text, at)
             after = at if place is None else place.end()
@@ -174,7 +174,7 @@ class LooseReader:
         return at
 
     def _unit(self, text: str, at: int, *, final: bool, marked: bool) -> tuple[Calls, int]:
-        """Reads one call, or one list of them."""
+        """Reads one call, or one list of calls."""
         if text[at] == "{":
             return self._object(text, at, final=final)
         for opening in _LISTS:
@@ -211,7 +211,7 @@ class LooseReader:
             raise NoCall from None
 
     def _check_shape(self, value: LooseValue) -> None:
-        """Raises `NoCall` for a key or a name that no call has."""
+        """Raises `NoCall` if the object has a key or a name that no call has."""
         outer = ""
         for depth, key in value.keys:
             outer = key if depth == 1 else outer
@@ -225,7 +225,7 @@ class LooseReader:
                 raise NoCall
 
     def _calls_of(self, value: Any) -> Calls:
-        """Returns the calls that an object of a list of them says."""
+        """Returns the calls in an object or in a list of objects."""
         if isinstance(value, list):
             return [call for each in value for call in self._calls_of(each)]
         if not isinstance(value, dict):
@@ -251,7 +251,7 @@ class LooseReader:
     # Lists.
 
     def _list(self, text: str, at: int, *, final: bool) -> tuple[Calls, int]:
-        """Reads the elements of a list, of objects or of Python's calls."""
+        """Reads the elements of a list: objects, or calls as Python writes them."""
         calls: Calls = []
         while True:
             at = _after_space(text, at)
@@ -289,10 +289,10 @@ class LooseReader:
     # Names and their arguments.
 
     def _named(self, text: str, at: int, *, final: bool, marked: bool, called: bool = False) -> tuple[Calls, int]:
-        """Reads a name and its arguments, as Python or as JSON.
+        """Reads a name and its arguments, written as Python or as JSON.
 
         Args:
-            marked: whether the name may stand for itself.
+            marked: whether the name may stand alone, because there is a marker before it.
             called: whether its arguments must be in round brackets.
         """
         for lead in ("call:", "function"):
@@ -337,14 +337,14 @@ class LooseReader:
         return next((mark for mark in self._all if text.startswith(mark, at)), "")
 
     def _joint(self, text: str, at: int, *, final: bool) -> tuple[int, bool, bool]:
-        """Passes what may stand between a name and its arguments. Returns where it ends, whether there were marks, and
+        """Skips what may be between a name and its arguments. Returns where that ends, whether there were markers, and
         whether a fence is open there."""
         joined = fenced = False
         while at < len(text):
             at = _after_space(text, at)
             if mark := self._mark_at(text, at):
                 at, joined = at + len(mark), True
-                # An id stands between two marks.
+                # An id is between two markers.
                 found = _CALL_ID.match(text, at)
                 if found is not None and self._mark_at(text, found.end()):
                     at = found.end()
@@ -369,7 +369,7 @@ class LooseReader:
         return self._checked(name, json.loads(value.written + (value.rest or ""))), end
 
     def _pairs(self, text: str, at: int, name: str, closing: str, *, final: bool) -> tuple[Calls, int]:
-        """Reads keys and values up to `closing`, as Python's keyword arguments."""
+        """Reads keys and values up to `closing`, written as Python's keyword arguments."""
         given: dict[str, Any] = {}
         while True:
             at = _after_space(text, at)

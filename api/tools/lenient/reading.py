@@ -1,17 +1,17 @@
-"""What the readers of calls share. Computation only."""
+"""Types and functions that the readers of calls share. Computation only."""
 
 from __future__ import annotations
 
 Calls = list[tuple[str, str]]
-"""Names, and arguments as JSON."""
+"""Calls as names and arguments, the arguments as JSON."""
 
 
 class NoCall(Exception):
-    """Text is no call, whatever follows."""
+    """The text is not a call, whatever follows."""
 
 
 class Unfinished(Exception):
-    """Text may become a call if more follows. `calls` are those of a list that are whole."""
+    """The text may become a call if more follows. `calls` are the complete calls of an unfinished list."""
 
     def __init__(self, calls: Calls | None = None) -> None:
         super().__init__()
@@ -19,10 +19,10 @@ class Unfinished(Exception):
 
 
 def begins_with(text: str, at: int, opening: str, *, final: bool) -> bool:
-    """Whether `opening` stands at `at`.
+    """Returns whether the text has `opening` at `at`.
 
     Raises:
-        Unfinished: only a part of it does, because the text ends.
+        Unfinished: the text ends within it.
     """
     if text.startswith(opening, at):
         return True

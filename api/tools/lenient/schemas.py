@@ -1,4 +1,4 @@
-"""What a value must be for a JSON schema, as far as that can be told at a glance. Computation only."""
+"""A rough check of values against JSON schemas: types and enumerations only. Computation only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def named(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema that a `$ref` into `root` names, or the schema itself; {} if it is none."""
+    """Returns the schema that a `$ref` into `root` names, or the schema itself; {} if that is not a schema."""
     for _ in range(_REFERENCES_MAX):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
@@ -32,8 +32,8 @@ def named(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def fits(value: Any, schema: Any, root: Mapping[str, Any], depth: int = 0) -> bool:
-    """Whether a value has the type, and is one of the values, that a schema wants. Other keywords, and schemas that
-    cannot be followed, take anything."""
+    """Returns whether a value has the type, and is one of the values, that a schema allows. Other keywords, and
+    unsupported schemas, allow anything."""
     if depth > _DEPTH_MAX or not isinstance(schema, Mapping):
         return schema is not False
     schema = named(schema, root) if "$ref" in schema else schema

@@ -1,7 +1,8 @@
-"""Finds calls in an answer's text where models put them, besides the form of their own template. Computation only.
+"""Finds calls in an answer's text that are not in the form of the model's template. Computation only.
 
-Calls are the end of an answer: the whole of it, its last fence, its last paragraph, or what begins with a tag at a
-line's start. Text that may become such a call is held back; so what comes out does not depend on how it is chunked.
+Calls must be at the end of an answer: the whole answer, its last code fence, its last paragraph, or text that begins
+with a tag at the start of a line. Text that may become such a call is held back. So the output does not depend on how
+the text is chunked.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .loose_reader import FENCES, MARKS, LooseReader, Reading, State
 from .reading import Calls
 
 HELD_CHARACTERS_MAX = 64 * 1024
-"""So much text is held back at most; what is longer is no call."""
+"""The most text that is held back; longer text is not a call."""
 
 _OPENINGS = (
     *("<function=", "<function name=", "<invoke name="),
@@ -27,18 +28,19 @@ _BLANK = re.compile(r"(?:^|\n)[ \t]*\n[ \t]*$")
 _BLANK_CHARACTERS = 64
 
 TRIED_ALWAYS_CHARACTERS, GROWTH = 1024, 1.25
-"""Held text that is longer is read again only once it has grown so much."""
+"""Longer held text is read again only after it has grown by this much."""
 
 
 @dataclass(frozen=True)
 class OwnMarks:
-    """What a family puts before its calls.
+    """The markers that a model family puts before its calls.
 
     Attributes:
-        starts: marks that begin a call wherever they stand.
-        bare: the beginning of a call that has no mark; "" if the family has one.
-        certain: whether what begins with the first of `starts`, or the answer with `bare`, is a call whatever follows.
-        hidden: marks that are not shown where they stand in text.
+        starts: markers that begin a call at any place.
+        bare: the beginning of a call without a marker; "" if the family has one.
+        certain: whether text that begins with the first of `starts`, or an answer that begins with `bare`, is a call
+            whatever follows.
+        hidden: markers that are removed from text.
     """
 
     starts: Sequence[str] = ()
@@ -51,11 +53,11 @@ class LenientCalls:
     """A stage that splits text into text and calls.
 
     Args:
-        enough: whether calls end the answer, whatever follows.
+        enough: returns whether calls end the answer, whatever follows.
 
     Attributes:
         cut: whether the answer was cut: by a limit, a stop string or a stop token; to be set before `flush`.
-        forced: whether the answer must call a tool: then what may have become a call, but is cut, is no text.
+        forced: whether the answer must call a tool. Then a possible call that was cut does not become text.
     """
 
     def __init__(
@@ -95,21 +97,21 @@ class LenientCalls:
         return out
 
     def flush(self) -> list[Piece]:
-        """Returns what is held at the end of the answer."""
+        """Returns the held pieces at the end of the answer."""
         out: list[Piece] = []
         self._scan(out, final=True)
         self._say(len(self._buffer), out)
         return out
 
     def release(self) -> list[Piece]:
-        """Returns all that is held as text, because something else follows. What comes then is another text."""
+        """Returns all held text, because something else follows. The text after that is a new one."""
         out: list[Piece] = []
         self._say(len(self._buffer), out)
         self._at, self._tried, self._before = 0, 0, "\n\n"
         return out
 
     def _scan(self, out: list[Piece], *, final: bool) -> None:
-        """Passes what is no call, up to where one may begin."""
+        """Emits text that is not a call, up to where one may begin."""
         while not self._closed and self._at < len(self._buffer):
             if self._new_line(self._at):
                 held = self._line(out, final=final)
@@ -120,18 +122,18 @@ class LenientCalls:
         if self._closed:
             self._at = len(self._buffer)
         if not final:
-            # White space before a call is its own.
+            # White space before a call belongs to the call.
             self._say(len(self._buffer[: self._at].rstrip()), out)
 
     def _new_line(self, at: int) -> bool:
         return self._buffer[at - 1] == "\n" if at else not self._begun or self._before.endswith("\n")
 
     def _begun_at(self, at: int) -> bool:
-        """Whether the answer has text before this place."""
+        """Returns whether the answer has text before this place."""
         return self._begun or bool(self._buffer[:at].strip())
 
     def _line(self, out: list[Piece], *, final: bool) -> bool:
-        """Looks at the beginning of a line. Returns whether it must wait for more text."""
+        """Checks the beginning of a line for a call. Returns whether it must wait for more text."""
         indent = _INDENT.match(self._buffer, self._at)
         at = self._at if indent is None else indent.end()
         if at == len(self._buffer):
@@ -163,7 +165,7 @@ class LenientCalls:
         return not self._closed and self._next_place(self._at + marked, final=final)
 
     def _next_place(self, after: int, *, final: bool) -> bool:
-        """Goes on to the next line, or to a mark of the family's before it."""
+        """Moves on to the next line, or to a marker of the model family before it."""
         buffer = self._buffer
         line = buffer.find("\n", after)
         stop = len(buffer) if line < 0 else line + 1
@@ -181,7 +183,7 @@ class LenientCalls:
         return False
 
     def _opening(self, at: int, *, final: bool) -> str:
-        """Returns what kind of call may begin at a line's start; "" for none."""
+        """Returns the kind of call that may begin at the start of a line; "" for none."""
         rest = self._buffer[at : at + 64]
 
         def begins(openings: Sequence[str]) -> bool:
@@ -199,7 +201,7 @@ class LenientCalls:
         return "text" if paragraph else ""
 
     def _try(self, at: int, kind: str, out: list[Piece], *, final: bool) -> bool:
-        """Reads what may be a call. Returns whether it may become one."""
+        """Reads a possible call. Returns whether it may still become one."""
         size = len(self._buffer) - at
         if not final and size < self._tried:
             return True
@@ -245,7 +247,7 @@ class LenientCalls:
         out += [ToolCall(index, new_call_id(), *call) for index, call in enumerate(reading.calls)]
 
     def _say(self, end: int, out: list[Piece]) -> None:
-        """Emits the first characters as text, without the family's marks in it."""
+        """Emits the first characters as text, without the model family's markers."""
         text = self._buffer[:end]
         if self._after_call and text:
             shown = text.lstrip()

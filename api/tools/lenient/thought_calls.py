@@ -1,4 +1,4 @@
-"""Calls at the end of a thought that nobody closed. Computation only."""
+"""Calls at the end of a reasoning block that was not closed. Computation only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .stage import GROWTH, HELD_CHARACTERS_MAX, TRIED_ALWAYS_CHARACTERS
 
 
 class ThoughtCalls:
-    """Finds a call in the family's own marks in one answer's thought.
+    """Finds a call with the model family's own markers in one answer's reasoning.
 
     Args:
-        starts: the marks that begin a call.
+        starts: the markers that begin a call.
     """
 
     def __init__(self, loose: LooseReader, starts: Sequence[str]) -> None:
@@ -21,11 +21,11 @@ class ThoughtCalls:
         self._tried = 0
 
     def find(self, text: str, at: int) -> int:
-        """Returns where a call may begin, -1 if nowhere."""
+        """Returns where a call may begin, -1 if there is none."""
         return min((found for start in self.starts if (found := text.find(start, at)) >= 0), default=-1)
 
     def may_be(self, text: str) -> bool:
-        """Whether text that begins with a mark may become a call."""
+        """Returns whether text that begins with a marker may become a call."""
         if len(text) < self._tried:
             return True
         possible = len(text) <= HELD_CHARACTERS_MAX and self._read(text, final=False) is not State.OTHER
@@ -33,7 +33,7 @@ class ThoughtCalls:
         return possible
 
     def is_call(self, text: str) -> bool:
-        """Whether text that begins with a mark is a call."""
+        """Returns whether text that begins with a marker is a call."""
         return len(text) <= HELD_CHARACTERS_MAX and self._read(text, final=True) is State.WHOLE
 
     def _read(self, text: str, *, final: bool) -> State:

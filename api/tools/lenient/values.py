@@ -1,7 +1,7 @@
 """Reads one JSON value as models write it, and writes it as JSON. Computation only.
 
-Read beside JSON: Python's literals and single quotes, a trailing comma, raw control characters in strings, one level of
-`{{…}}`, and at most two brackets that are missing or too many.
+Besides JSON it accepts Python's literals and single quotes, a trailing comma, raw control characters in strings, one
+level of `{{…}}`, and at most two missing or surplus brackets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 BRACKETS_MAX = 2
-"""So many brackets may be missing or too many."""
+"""The most brackets that may be missing or surplus."""
 
 DEPTH_MAX = 64
 
@@ -47,13 +47,13 @@ class LooseValue:
     """Follows a value character by character.
 
     Args:
-        words: whether a word that is no value of JSON or Python is read as text.
+        words: whether a word that is not a JSON or Python value is read as text.
 
     Attributes:
-        written: the value so far as JSON, which another value's text may continue. A comma comes with what follows it.
-        failed: whether it is no value, whatever follows.
-        keys: the keys so far, each with its depth; those of the outermost object have 1.
-        texts: the depth, key and value of each string that is complete and the value of a key.
+        written: the value so far as JSON. A comma is written only when the next element begins.
+        failed: whether it is not a value, whatever follows.
+        keys: the keys so far, each with its depth; the outermost object's depth is 1.
+        texts: the depth, key and value of each complete string that is the value of a key.
     """
 
     def __init__(self, *, words: bool = False) -> None:
@@ -90,8 +90,8 @@ class LooseValue:
 
     @property
     def rest(self) -> str | None:
-        """What makes `written` whole JSON if the value ends here; None if nothing does, or too many brackets are
-        missing."""
+        """The text that completes `written` to JSON if the value ends here; None if that is impossible, or too many
+        brackets are missing."""
         last = "".join(self._token) if self._state is _State.WORD else ""
         said = self._word(last) if last else ""
         if self.over:
@@ -103,7 +103,7 @@ class LooseValue:
         return said + "".join(map(_CLOSING.__getitem__, reversed(self._open)))
 
     def add(self, text: str, at: int = 0) -> int:
-        """Takes `text` from `at` on. Returns where the value ends in it, or where it fails; else its length."""
+        """Takes `text` from `at` on. Returns the index where the value ends or fails; else the text's length."""
         for index in range(at, len(text)):
             if self.failed or self._state is _State.OVER:
                 return index
@@ -200,7 +200,7 @@ class LooseValue:
             if self._repaired > BRACKETS_MAX:
                 return self._fail()
             if not any(_CLOSING[opened] == character for opened in self._open):
-                # One too many.
+                # A surplus bracket.
                 self._state = _State.NEXT
                 return True
             self._end(_CLOSING[self._open[-1]])
@@ -299,10 +299,10 @@ class LooseValue:
 
 
 def loads(text: str) -> Any:
-    """Returns the value that is the whole of `text`.
+    """Parses a text that is one value.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not.
     """
     value = LooseValue()
     end = value.add(text)
