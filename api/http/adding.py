@@ -1,4 +1,4 @@
-"""Adding a route to the application, and what the application's description (`/openapi.json`) says of it."""
+"""Adds a route to the application and to its description (`/openapi.json`)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def add_route(
     answers: tuple[str, ...] = (JSON,),
     shown: bool = True,
 ) -> None:
-    """Adds a route to `app`. One of GET takes HEAD too.
+    """Adds a route to `app`. A route for GET accepts HEAD too.
 
     Args:
         handler: a coroutine function that FastAPI calls.
-        body: the class of the request's body, which the description shows; the handler reads it.
-        takes: the media type of a body that is a file; "" for none.
+        body: the class of the request's body, for the description; the handler reads the body itself.
+        takes: the media type if the body is a file; "" for none.
         answers: the media types of its answers.
         shown: whether the route is in the description.
     """
@@ -58,7 +58,7 @@ def add_route(
 
 
 def describe_bodies(app: FastAPI) -> None:
-    """Lets the description of `app` have the classes within its routes' bodies where bodies refer to them."""
+    """Puts the classes that routes' bodies refer to into the description of `app`."""
     without = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -77,5 +77,5 @@ def describe_bodies(app: FastAPI) -> None:
 
 @cache
 def _schema_of(body: type[BaseModel]) -> dict[str, Any]:
-    """Takes long, and is the same for every application."""
+    """Returns the JSON schema of a body. Cached, because it takes long and is the same for every application."""
     return body.model_json_schema(ref_template=_COMPONENTS)

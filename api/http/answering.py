@@ -1,5 +1,4 @@
-"""What the routes of all protocols do alike: whose request it is, starting its sequences, and what its response
-says."""
+"""What the routes of all protocols share: the request's agent, starting its sequences, and the response's headers."""
 
 from __future__ import annotations
 
@@ -32,12 +31,11 @@ T = TypeVar("T")
 Body = TypeVar("Body", bound=AgentBody)
 
 Work = TypeVar("Work", bound=Asked)
-"""What a body asks of a model."""
+"""A request to a model, made from a body."""
 
 
 class Placed(Protocol):
-    """An answer, or a part of it: the model that gave it, its replica there and that one's node, and why it went
-    there."""
+    """An answer, or a part of one: the model, replica and node that gave it, and why it was routed there."""
 
     @property
     def model(self) -> ServedModel: ...
@@ -50,10 +48,10 @@ class Placed(Protocol):
 
 
 class Answering:
-    """Starts requests, waits for whole answers, and observes them.
+    """Starts requests, waits for whole answers, and records their latency.
 
     Args:
-        bodies: reads the requests' bodies.
+        bodies: the reader of the requests' bodies.
     """
 
     def __init__(self, generator: Generator, config: Config, metrics: Metrics, bodies: BodyReader) -> None:
@@ -63,10 +61,10 @@ class Answering:
         self._metrics = metrics
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """Returns the body, with what the header `X-Agent-Continue` asks for.
+        """Returns the body, changed by the header `X-Agent-Continue`.
 
         Raises:
-            InvalidRequest: the header says neither yes nor no, or contradicts the body; else as `BodyReader.read`.
+            InvalidRequest: the header is neither 0 nor 1, or contradicts the body; or as `BodyReader.read`.
             RequestTooLarge, Unavailable, SlowBody, ClientDisconnect: as `BodyReader.read`.
         """
         goes_on = _continues(request)
@@ -82,25 +80,26 @@ class Answering:
         """Returns the agent of a request.
 
         Args:
-            fields: further ones of `identify`.
+            fields: further arguments of `identify`.
 
         Raises:
-            InvalidRequest: the caller names an agent wrongly.
+            InvalidRequest: the caller's name for the agent is not valid.
         """
         headers = [(name.lower(), value) for name, value in request.headers.items()]
         identity = identify(headers, agent_id=agent_id, **fields)
-        # A salt is for requests without an agent. One that the caller did not name must not fail them.
+        # `cache_salt` is only allowed without an agent. An agent that the caller did not name must not make it an
+        # error.
         return NOBODY if cache_salt and not identity.named else identity
 
     def complete(self, request: Request, work: Work, whose: Identity = NOBODY, *, any_model: bool) -> Work:
-        """Returns the request with what is not in its body.
+        """Returns the request, completed with what is not in its body.
 
         Args:
-            whose: who sent it.
-            any_model: whether its protocol's clients send names of models that are not served.
+            whose: the request's agent.
+            any_model: whether clients of its protocol send names of models that are not served.
         """
         caller: Caller = request.state.caller
-        # A response that goes on with another is of the other's agent, whose program is known already.
+        # A response that continues another one belongs to that one's agent, whose program is already known.
         own = work.agent == whose.agent
         return replace(
             work,
@@ -114,10 +113,10 @@ class Answering:
         )
 
     def takes_any(self, *, any_model: bool) -> bool:
-        """Returns whether a model answers to names of models that are not served.
+        """Returns whether names of models that are not served are accepted.
 
         Args:
-            any_model: what clients of the protocol expect, where `endpoint.unknown_model` does not say.
+            any_model: what clients of the protocol expect, if `endpoint.unknown_model` is not set.
         """
         return any_model if self._unknown_model is None else self._unknown_model == "default"
 
@@ -153,7 +152,7 @@ class Answering:
 
         Raises:
             SatchelError: it was refused or failed.
-            ClientDisconnect: the client went away; nothing runs on.
+            ClientDisconnect: the client disconnected; all sequences were aborted.
         """
         async with CancelOnDisconnect(request.receive):
             streams = await self.start(work)
@@ -162,7 +161,7 @@ class Answering:
         return streams, answers
 
     def headers(self, work: ChatRequest | CompletionRequest, streams: Sequence[TextStream]) -> dict[str, str]:
-        """Returns `placed`, and headers with the agent and what is missing in its memory, as far as known."""
+        """Returns the headers of `placed`, and headers with the agent and what its memory lacks, as far as known."""
         memory = [stream.remembered.header for stream in streams if stream.remembered and stream.remembered.header]
         truncated = [str(stream.truncated_messages) for stream in streams[:1] if stream.truncated_messages]
         headers = {
@@ -174,8 +173,8 @@ class Answering:
 
     @staticmethod
     def placed(work: Asked, answers: Sequence[Placed]) -> dict[str, str]:
-        """Returns headers with nodes, replicas and reasons of the parts of an answer, each value once. A model that was
-        not asked for is named too."""
+        """Returns headers with the nodes, replicas and routing reasons of an answer's parts, each value once. If
+        another model than the requested one answers, it is named too."""
         served = answers[0].model.info.name
         headers = {
             "x-satchel-node": dict.fromkeys(answer.node for answer in answers if answer.node),
@@ -198,7 +197,7 @@ def _joined(headers: Mapping[str, Iterable[str]]) -> dict[str, str]:
 
 
 async def probe(answer: Awaitable[T]) -> T:
-    """Returns what the cluster answers to a question that costs it little.
+    """Returns the cluster's answer to a cheap call.
 
     Raises:
         Unavailable: it does not answer in time.
@@ -213,7 +212,7 @@ def _continues(request: Request) -> bool:
     """Returns whether the header asks to append to the agent's transcript.
 
     Raises:
-        InvalidRequest: it says neither yes nor no.
+        InvalidRequest: it is neither 0 nor 1.
     """
     given = request.headers.get("x-agent-continue", "0").lower()
     if given not in ("0", "1", "false", "true"):

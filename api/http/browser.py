@@ -1,8 +1,8 @@
-"""Keeps web pages out. A browser sends requests for any page that its user opens, also to this machine.
+"""Protects against web pages: a browser sends the requests of any page that its user opens, also to this machine.
 
-A page of another origin is refused by its `Origin` or `Sec-Fetch-Site`. A page whose own name was made to point here
+A page of another origin is refused by its `Origin` or `Sec-Fetch-Site`. A page whose host name was made to point here
 (DNS rebinding) is refused by its `Host`. Bodies must be declared as JSON, which a page cannot send without a CORS
-preflight; one that is declared as nothing is taken from programs only, which browsers show not to be.
+preflight. A body without a content type is accepted only if no header shows that a browser sent it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE")
 class Hosts:
     """The names and addresses that the endpoint answers to.
 
-    These are `endpoint.hosts` and what it listens on. For a loopback address that means `localhost` and every loopback
-    address. For all addresses of the machine it means its own name and every IP address, which no page can have as its
-    name.
+    These are `endpoint.hosts` and the address on which it listens. If that is a loopback address, `localhost` and every
+    loopback address are included. If it listens on all addresses, the machine's name and every IP address are included:
+    a page's host name is never an IP address.
 
     Args:
         certified: returns the names of the endpoint's certificate, which may be replaced.
@@ -89,7 +89,7 @@ class BrowserGuard:
 
     def _refusal(self, scope: Scope, headers: Headers) -> SatchelError | None:
         method = scope["method"]
-        # HTTP/1.0 has no Host, and no browser speaks it.
+        # HTTP/1.0 has no Host header, and browsers do not use it.
         for host in (given := headers.getlist("host")):
             authority = _AUTHORITY.fullmatch(host.lower())
             if authority is None or authority[1].rstrip(".") not in self._hosts:
@@ -105,8 +105,7 @@ class BrowserGuard:
             return NotAllowed("pages of other sites may not use this endpoint (endpoint.origins)")
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "").lower()
-        # A browser asks before it sends bytes, and satchels are nothing else; no route takes methods that are not known
-        # here.
+        # Satchels are plain bytes, for which a browser sends a preflight; unknown methods have no route.
         if (kind == "application/octet-stream" and _SATCHEL.search(scope["path"])) or method not in _METHODS:
             return None
         if has_body and not _JSON.fullmatch(kind) and (kind or any(name in headers for name in _OF_BROWSERS)):
@@ -128,7 +127,7 @@ class BrowserGuard:
 
 
 def _authority(host: str, default_port: int) -> tuple[str, int] | None:
-    """Returns name and port of a Host header; without a port it has that of the page's scheme."""
+    """Returns the name and port of a Host header; without a port, the default of the scheme."""
     found = _AUTHORITY.fullmatch(host)
     return (found[1].strip("[]"), int(found[2] or default_port)) if found else None
 

@@ -1,4 +1,4 @@
-"""Bodies that clients compress: `Content-Encoding`, as RFC 9110, section 8.4, has it."""
+"""Compressed bodies: `Content-Encoding`, RFC 9110, section 8.4."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def codings_of(request: Request) -> list[str]:
     """Returns the codings of a request's body, in the order in which they were applied.
 
     Raises:
-        UnsupportedMediaType: one of them is unknown here.
+        UnsupportedMediaType: one of them is not supported.
     """
     named = ",".join(request.headers.getlist("content-encoding")).lower().split(",")
     codings = [name for coding in named if (name := coding.strip()) not in ("", "identity")]
@@ -27,11 +27,11 @@ def codings_of(request: Request) -> list[str]:
 
 
 def decoded(body: bytes | bytearray, codings: list[str], bytes_max: int) -> bytes | bytearray:
-    """Returns a body without its codings.
+    """Returns a body decoded.
 
     Raises:
-        InvalidRequest: it is not what a coding says, or its end is missing.
-        RequestTooLarge: it is larger than `bytes_max`, after any of them.
+        InvalidRequest: it is not in the declared coding, or its end is missing.
+        RequestTooLarge: it is larger than `bytes_max` after one of the codings is removed.
     """
     for name in reversed(codings):
         try:
@@ -42,18 +42,18 @@ def decoded(body: bytes | bytearray, codings: list[str], bytes_max: int) -> byte
 
 
 def _gunzip(body: bytes | bytearray, bytes_max: int) -> bytearray:
-    """A file of gzip may have several members, one after the other."""
+    """Decodes gzip, which may have several members, one after the other."""
     whole, rest = bytearray(), bytes(body)
     while rest:
         member, rest = _inflate(rest, _GZIP, bytes_max - len(whole))
         whole += member
-        # Some writers fill blocks up.
+        # Some writers pad the last block with zeros.
         rest = rest.lstrip(b"\0")
     return whole
 
 
 def _undeflate(body: bytes | bytearray, bytes_max: int) -> bytes:
-    """The standard means zlib's format, but some clients send its bare content."""
+    """Decodes deflate. The standard means zlib's format, but some clients send raw deflate."""
     try:
         return _inflate(bytes(body), _ZLIB, bytes_max)[0]
     except zlib.error:
@@ -61,7 +61,7 @@ def _undeflate(body: bytes | bytearray, bytes_max: int) -> bytes:
 
 
 def _inflate(data: bytes, window: int, bytes_max: int) -> tuple[bytes, bytes]:
-    """Returns what was compressed, and what follows it."""
+    """Returns the decompressed data, and the bytes that follow it."""
     inflater = zlib.decompressobj(window)
     found = inflater.decompress(data, bytes_max + 1)
     if len(found) > bytes_max:

@@ -1,4 +1,4 @@
-"""Error responses in the shape of the protocol that a route speaks, wherever on the way the error is raised."""
+"""Error responses in the shape of the route's protocol, wherever the error is raised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...cluster.errors import ContextLengthExceeded, ModelNotFound, SatchelError
 MESSAGES = "/v1/messages"
 OLLAMA = "/api"
 OVERLOADED, _NO_ROOM = 529, 507
-"""The first is Anthropic's status for 503, which its clients take for a reason to come back."""
+"""Anthropic's status for 503; its clients retry after it."""
 
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error",
@@ -36,12 +36,12 @@ def _object(**fields: Any) -> dict[str, Any]:
 
 
 class ErrorShape(Protocol):
-    """How a protocol says that something is wrong.
+    """A protocol's form of errors.
 
     Attributes:
         request_id_header: the header in which its clients look for the request's id, besides `x-request-id`; "" if
             there is none.
-        schema: of the body, in JSON Schema.
+        schema: the JSON schema of the body.
     """
 
     request_id_header: str
@@ -83,7 +83,7 @@ class AnthropicErrors:
         kind = _ANTHROPIC_KINDS.get(shown, "invalid_request_error" if shown < 500 else "api_error")
         message = error.message
         if isinstance(error, ContextLengthExceeded) and error.tokens is not None:
-            # By these words clients know that they must compact.
+            # Clients recognise by this text that they must compact.
             message = f"prompt is too long: {error.tokens} tokens > {error.tokens_max} maximum"
         return shown, {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
@@ -96,7 +96,7 @@ class OllamaErrors:
         self, error: SatchelError, request_id: str, *, status: int | None = None, code: str | None = None
     ) -> tuple[int, dict[str, Any]]:
         message = error.message
-        # Ollama's words where its clients look for them.
+        # Ollama's clients look for this text.
         if isinstance(error, ModelNotFound) and error.model:
             message = f"model {quoted(error.model)} not found"
         elif isinstance(error, ContextLengthExceeded) and error.tokens is not None:
@@ -127,7 +127,7 @@ def error_response(
     """Returns the response to a request that failed.
 
     Args:
-        status, code: instead of the error's own, for errors of HTTP that are none of Satchel's.
+        status, code: replace the error's own, for HTTP errors that do not come from Satchel.
         headers: further ones.
     """
     more = dict(headers or {})

@@ -1,4 +1,4 @@
-"""An answer as server-sent events, in whatever protocol: the last generator that it passes, and the pings meanwhile."""
+"""An answer as server-sent events in any protocol: the last generator that it passes, and pings while it is silent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEADERS_WAIT_S = 5.0
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 PING_S = 10.0
-"""After so long without an event something is sent that says nothing: proxies and clients give up silent streams."""
+"""Seconds without an event after which a ping is sent, because proxies and clients give up silent streams."""
 
 
 class Encoder(Protocol):
@@ -39,7 +39,7 @@ class Encoder(Protocol):
 
     @property
     def idle(self) -> bytes:
-        """What is sent while nothing comes, which clients ignore."""
+        """The ping, which clients ignore."""
         ...
 
     def start(self, streams: Sequence[TextStream]) -> bytes: ...
@@ -49,11 +49,11 @@ class Encoder(Protocol):
     def reasoning(self, index: int, text: str) -> bytes: ...
 
     def tool_call(self, index: int, call: ToolCall) -> bytes:
-        """A call that comes whole."""
+        """Encodes a complete call."""
         ...
 
     def call_begun(self, index: int, call: CallBegun) -> bytes:
-        """A call whose arguments follow; nothing else comes before its `call_ended`."""
+        """Begins a call whose arguments follow; no other event comes before its `call_ended`."""
         ...
 
     def call_arguments(self, index: int, more: CallArguments) -> bytes: ...
@@ -77,7 +77,7 @@ class EventStream(Response):
 
     Args:
         encoder: makes the encoder, once the sequences have been accepted.
-        headers: further ones, or others than those of server-sent events.
+        headers: further headers, which may replace those of server-sent events.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class EventStream(Response):
         encoder: Callable[[Sequence[TextStream]], Encoder],
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        # Not Response's own initializer: that one sets a Content-Length.
+        # Response's own initializer is not called, because it sets a Content-Length.
         self.status_code = 200
         self.background = None
         self.init_headers({**_HEADERS, **(headers or {})})
@@ -126,18 +126,18 @@ class EventStream(Response):
                         await send_chunk(chunk)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             finally:
-                # The generator cannot be closed while a task is inside it.
+                # The generator cannot be closed while a task is running in it.
                 if not first.done():
                     first.cancel()
                     await asyncio.wait({first})
 
 
 class FollowedStream(Response):
-    """Server-sent events that are made whether or not somebody reads them.
+    """Server-sent events that are produced whether or not a client reads them.
 
     Args:
-        chunks: whole events; closed when the client goes away.
-        ping: sent while nothing comes.
+        chunks: whole events; closed if the client disconnects.
+        ping: sent while there is no event.
     """
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], ping: bytes) -> None:
@@ -204,7 +204,7 @@ async def encoded(
 
 @asynccontextmanager
 async def _pinging(send: Send, ping: bytes) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
-    """Yields what sends a chunk of the body, and sends `ping` by itself after `PING_S` without one."""
+    """Yields a function that sends a chunk of the body. Sends `ping` after `PING_S` without a chunk."""
     loop = asyncio.get_running_loop()
     sent_at = loop.time()
 
@@ -222,11 +222,11 @@ async def _pinging(send: Send, ping: bytes) -> AsyncIterator[Callable[[bytes], A
             else:
                 await send_chunk(ping)
 
-    # A task beside the stream costs nothing per token, where a time limit on each wait for an event would.
+    # A separate task costs nothing per token; a timeout on each wait for an event would.
     pings = asyncio.create_task(ping_when_idle())
     try:
         yield send_chunk
     finally:
         pings.cancel()
-        # If a ping could not be sent, neither can the next chunk, and that one says so.
+        # If a ping cannot be sent, the next chunk cannot be sent either, and raises the error.
         await asyncio.gather(pings, return_exceptions=True)

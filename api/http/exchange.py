@@ -45,21 +45,21 @@ _log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 _HEADER_CHARACTERS_MAX = 1024
 _IGNORED = b"x-satchel-ignored"
-"""Names the fields of a body that changed nothing."""
+"""The header that names ignored fields of a body."""
 _LEFT_OUT = LEFT_OUT.encode("ascii")
 STALL_S = 60.0
 BODY_GRACE_S = 10.0
 BODY_RATE = 16 * 2**10
-"""Bytes per second: less than a poor mobile connection."""
+"""The least bytes per second: less than a poor mobile connection has."""
 
 Refused = Callable[[str], None]
 """Called with the reason if a request is refused for lack of capacity."""
 
 _LARGE_BYTES = 256 * 2**10
-"""A larger body takes more than a few milliseconds to parse."""
+"""A larger body takes more than a few milliseconds to parse, so a thread parses it."""
 
 _SAVED_BYTES = 2**20
-"""Of a body that is written to the disk, so many at a time."""
+"""How many bytes of a body that goes to disk are written at a time."""
 
 _LENGTH_DIGITS_MAX = 18
 _NO_NUMBER = "Content-Length is not a number"
@@ -74,14 +74,14 @@ def header_text(text: str) -> str:
 
 
 class _Stalled(Exception):
-    """The client reads nothing."""
+    """The client does not read its response."""
 
 
 class RequestContext:
     """Outermost middleware: gives every request an id and every response `x-request-id`, counts it, and turns an
-    unexpected exception into a 500 that shows only the id. What was ignored in a body is named in `x-satchel-ignored`
-    and what was left out in `x-satchel-left-out`, whatever becomes of the request. A client that reads nothing for
-    `STALL_S` counts as disconnected.
+    unexpected exception into a 500 that shows only the id. `x-satchel-ignored` names what was ignored in a body and
+    `x-satchel-left-out` what was left out, even if the request fails. A client that reads nothing for `STALL_S` counts
+    as disconnected.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -133,7 +133,7 @@ class RequestContext:
 
 
 def _given_request_id(scope: Scope) -> str | None:
-    """Returns the caller's request id, None without a valid one."""
+    """Returns the caller's request id, None if there is no valid one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             given = value.decode("latin-1")
@@ -149,7 +149,7 @@ async def _on_satchel_error(request: Request, error: Exception) -> Response:
 
 
 def log_failure(log: logging.Logger, what: str, error: SatchelError, *, told: bool = True) -> None:
-    """Logs a failure in one line, with a traceback only for status 500. Logs nothing if the client was `told` by a
+    """Logs a failure in one line, with a traceback only for status 500. Logs nothing if the client was `told` with a
     status below 500."""
     if error.status >= 500 or not told:
         log.warning("%s: %s", what, error.message, exc_info=error if error.status == 500 else None)
@@ -200,8 +200,8 @@ def add_error_handlers(app: FastAPI) -> None:
 class BodyReader:
     """Reads requests' bodies, within the limits of the config's `endpoint`.
 
-    A body slower than `BODY_RATE` is refused. If all together are too large, the largest of those older than
-    `BODY_GRACE_S` is refused, so that endless bodies do not keep others out.
+    A body slower than `BODY_RATE` is refused. If all bodies together are too large, the largest of those older than
+    `BODY_GRACE_S` is refused, so that endless bodies do not block others.
     """
 
     def __init__(self, config: Config, refused: Refused = lambda why: None) -> None:
@@ -237,11 +237,12 @@ class BodyReader:
             return body
 
     async def save(self, request: Request, take: Callable[[bytes], Awaitable[object]]) -> None:
-        """Gives a body that is not held in memory to `take`, piece by piece. While that waits, nothing more is read.
+        """Passes a body to `take` piece by piece, without holding it in memory. While `take` waits, nothing more is
+        read.
 
         Raises:
             UnsupportedMediaType: it has a content encoding.
-            SlowBody: it comes too slowly.
+            SlowBody: it arrives too slowly.
             ClientDisconnect: the client disconnected first.
         """
         if codings_of(request):
@@ -267,7 +268,7 @@ class BodyReader:
                 return
 
     def announced(self, request: Request) -> int:
-        """Returns how many bytes a request's body has by its headers, 0 if they do not say.
+        """Returns the length of a request's body in bytes according to its headers, 0 if unknown.
 
         Raises:
             InvalidRequest: Content-Length is not a number.
@@ -320,7 +321,7 @@ class BodyReader:
         largest = max(late, key=lambda it: len(it.body), default=newest)
         if largest is newest:
             raise self._too_large_together()
-        # Its bytes are freed in the next turn of the loop.
+        # Its bytes are freed in the next iteration of the event loop.
         largest.makes_room = True
         largest.limit.reschedule(0.0)
 
@@ -354,8 +355,8 @@ class _Arriving:
         return self._loop.time() - self._began
 
     def take(self, chunk: bytes) -> None:
-        """Adds a chunk and extends the deadline, at most to `BODY_GRACE_S` from now: a pause of that length is allowed,
-        a trickle is not."""
+        """Adds a chunk and extends the deadline, at most to `BODY_GRACE_S` from now. So a pause of that length is
+        allowed, but a constant trickle is not."""
         self.body += chunk
         until = self.limit.when()
         if until is not None and not self.makes_room:
@@ -398,7 +399,7 @@ class CancelOnDisconnect:
         if not self._watcher.done():
             self._watcher.cancel()
         elif not self._watcher.cancelled() and (failure := self._watcher.exception()) is not None:
-            # Under Ray Serve a cancelled request's channel ends this way, so it is only logged.
+            # Under Ray Serve a cancelled request's channel ends in this way, so it is only logged.
             _log.debug("watching for the client's disconnection ended", exc_info=failure)
         if not self._gone:
             return

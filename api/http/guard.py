@@ -1,4 +1,4 @@
-"""Authenticates callers: every request but `/health` and `HEAD /` needs a key, once keys were made or if other machines
+"""Authenticates callers. Every request except `/health` and `HEAD /` needs a key, if keys were made or other machines
 can reach the endpoint. Pure ASGI."""
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..requests.callers import Caller, Meter
 from .error_shapes import error_response
 
 CHECKS_MAX = 32
-"""Unknown keys that may wait for their check at a time; known ones do not wait."""
+"""The most unknown keys that may wait for their check at a time; known keys do not wait."""
 
 HEALTH = "/health"
 GREETING = "/"
-"""It answers everybody, and says nothing of the server."""
+"""This path answers without a key, and reveals nothing about the server."""
 
 EVERY = "*"
-"""All tenants, where `?tenant=` names one."""
+"""The value of `?tenant=` for all tenants."""
 
 _SECRET_MAX = 256
 
@@ -135,8 +135,8 @@ def tenant_of(request: Request, *, every: bool = False) -> str:
         every: whether `*` means all tenants; "" is returned for it.
 
     Raises:
-        NotAllowed: it is another's, and the caller's key is no administrator's.
-        InvalidRequest: it is no tenant's name.
+        NotAllowed: it is another tenant, and the caller is not an administrator. InvalidRequest: it is not a tenant's
+            name.
     """
     caller: Caller = request.state.caller
     named = request.query_params.get("tenant")
@@ -151,7 +151,7 @@ def tenant_of(request: Request, *, every: bool = False) -> str:
 
 
 def check_owner(keys: KeyRing | None, name: str) -> None:
-    """Checks that somebody can have agents under a name: a key, or whoever runs the server.
+    """Checks that a name can own agents: it must be a key's name, or the name of the server's owner.
 
     Raises:
         InvalidRequest: there is no such key.
@@ -161,10 +161,10 @@ def check_owner(keys: KeyRing | None, name: str) -> None:
 
 
 def require_admin(caller: Caller) -> None:
-    """Refuses callers who are no administrators.
+    """Refuses callers who are not administrators.
 
     Raises:
-        NotAllowed: the caller's key is no administrator's.
+        NotAllowed: the caller's key is not an administrator's.
     """
     if not caller.admin:
         raise NotAllowed("this needs a key made with --admin")

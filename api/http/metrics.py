@@ -22,7 +22,8 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 
 
 
 class _Replicas(Collector):
-    """One reading of the replicas. Totals of a replica that did not answer are left out: 0 would look like a reset."""
+    """One reading of the replicas. Totals of a replica that did not answer are left out, because 0 would look like a
+    reset."""
 
     def __init__(self, stats: Sequence[ReplicaStats], failovers: int) -> None:
         self._stats = stats
@@ -155,7 +156,7 @@ class Metrics:
         """Renders all metrics in Prometheus' text format.
 
         Args:
-            failovers: how many sequences continued after their replica was lost, since this process started.
+            failovers: how many sequences have failed over since this process started.
         """
         replicas = CollectorRegistry()
         replicas.register(_Replicas(stats, failovers))

@@ -1,8 +1,8 @@
-"""Paths as clients write them: with `/v1`, without or with one too many, with slashes before it and at the end. So a
-client's base URL may have `/v1` or a slash at its end, whatever the client puts behind it.
+"""Normalizes the paths that clients send: with `/v1`, without it or with it twice, and with extra slashes. So a
+client's base URL may end with `/v1` or a slash, whatever the client appends to it.
 
-A path is put right before anything else looks at it, so that keys, error shapes, metrics and routes see one form. A
-redirect would lose the body of clients that do not follow one with a POST.
+A path is normalized before anything else reads it, so that keys, error shapes, metrics and routes see one form. There
+is no redirect, because some clients do not repeat a POST's body after one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _VERSION = "v1"
 
 
 class Paths:
-    """Middleware: gives every request the path under which its route is known.
+    """Middleware: replaces every request's path by the path of its route.
 
     Args:
         heads: the first parts of the routes below `/v1`, such as `chat`.

@@ -24,14 +24,14 @@ POLL_S = 0.1
 LISTEN_S = 10.0
 KEEP_ALIVE_S = 60
 SEND_BUFFER_BYTES = 128 * 2**10
-"""The system's send buffer of a connection. With a round trip of 10 ms, so much is sent every 10 ms."""
+"""The size of a connection's send buffer in the system. With a round trip of 10 ms, this much is sent every 10 ms."""
 
 
 class HttpServer:
     """An application served on one address. Make it, `start` it, `close` it.
 
     Args:
-        certificate: for HTTPS; None is HTTP.
+        certificate: for HTTPS; None means HTTP.
         refused: called with the reason if a request is refused for lack of capacity.
     """
 
@@ -53,7 +53,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            # The application has no websockets, and an upgrade would leave this protocol and its limits.
+            # The application has no websockets, and an upgraded connection would escape this protocol's limits.
             ws="none",
         )
         self._server = uvicorn.Server(settings)
@@ -81,7 +81,7 @@ class HttpServer:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why it has ended without being closed; None while it serves."""
+        """The error with which the server ended without being closed; None while it serves."""
         if self._server.should_exit or self._task is None:
             return None
         if not self._task.done():
@@ -103,19 +103,20 @@ def _error(status: int, message: str) -> str:
 
 
 async def _listener(host: str, port: int) -> socket.socket:
-    """Returns a bound socket; waits while a dying predecessor still holds the address."""
+    """Returns a bound socket; waits while a predecessor that is ending still has the address."""
     ends = time.monotonic() + LISTEN_S
     while True:
-        # As `check_port_free` reads the address.
+        # The address is resolved as in `check_port_free`.
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it. Without it a token may wait 40 ms for the client to acknowledge the one before.
+        # Connections inherit this option. Without it a token may wait 40 ms until the client acknowledges the one
+        # before.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Else megabytes of an unread answer could wait in the system's buffer, beyond our own limits.
+        # Otherwise megabytes of an unread answer could wait in the system's buffer, outside of the endpoint's limits.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         if sys.platform == "linux":
-            # Else a client that reads nothing would keep its connection and its send buffer for ever.
+            # Otherwise a client that reads nothing would keep its connection and its send buffer for ever.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALL_S))
         try:
             listener.bind(address)

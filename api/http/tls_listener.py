@@ -22,15 +22,15 @@ from .exchange import Refused
 _log = logging.getLogger(__name__)
 
 HANDSHAKES_MAX = 256
-"""Unfinished handshakes at a time, up to 256 KiB each. If there are more, the oldest of the address that has most is
-closed."""
+"""The most unfinished handshakes at a time, each up to 256 KiB. If there are more, the address with the most of them
+loses its oldest one."""
 
 HANDSHAKE_S = 10.0
 CLOSE_S = 10.0
 """How long a client may take to read the rest of its last answer and to close TLS."""
 
 LOOK_S = 5.0
-"""Interval of checks whether the certificate has been replaced."""
+"""Seconds between checks whether the certificate was replaced."""
 
 BACKLOG = 2048
 PAUSE_S = 0.1
@@ -44,7 +44,7 @@ class TlsListener:
 
     Args:
         listener: a bound socket; `close` closes it.
-        make: makes the protocol of a connection, which starts after the handshake.
+        make: makes a connection's protocol, which starts after the handshake.
         refused: called with the reason if a connection is refused for lack of capacity.
     """
 
@@ -69,7 +69,7 @@ class TlsListener:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why it has ended without being closed; None while it listens."""
+        """The error with which the listener ended without being closed; None while it listens."""
         return self._accepting.exception() if self._accepting.done() and not self._accepting.cancelled() else None
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class TlsListener:
                     )
         except (OSError, TimeoutError) as error:
             _log.debug("no handshake: %s", error)
-            # A socket that the loop owns by now is closed by the loop once it sees the end.
+            # If the event loop already owns the socket, the loop closes it once it sees the end.
             _hang_up(sock)
         finally:
             if owned:

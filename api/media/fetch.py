@@ -1,7 +1,7 @@
 """Loads the pictures and videos of messages, from callers' URLs to the pixels that models are shown.
 
-The config's `media` limits everything: sizes, times, how much is decoded at a time, how much is held. Errors that a
-caller causes are an `InvalidRequest` that names the part of the message.
+The config's `media` has the limits: sizes, times, how much is decoded at a time, how much is held. If the caller caused
+an error, it is an `InvalidRequest` that names the part of the message.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CACHE_PART = 4
 
 
 class Workshop:
-    """Threads that decode, with a limit on the pixels that are decoded at a time. First come, first served."""
+    """Threads that decode, with a limit on the pixels that are decoded at a time. Calls run in the order of arrival."""
 
     def __init__(self, threads: int, pixels_max: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
@@ -48,9 +48,9 @@ class Workshop:
         self._given_back = asyncio.Event()
 
     async def run(self, pixels: int, function: Callable[..., T], *arguments: object) -> T:
-        """Calls `function` in a thread as soon as there is room for so many pixels. Raises what it raises.
+        """Calls `function` in a thread as soon as there is room for this many pixels. Raises what it raises.
 
-        The caller may be cancelled. A call that has begun goes on, and its room is taken until it ends.
+        If the caller is cancelled, a call that has begun goes on, and occupies its room until it ends.
         """
         pixels = min(pixels, self._pixels_max)
         async with self._turn:
@@ -74,7 +74,7 @@ class Workshop:
 
 
 class PictureShelf:
-    """The decoded pictures in memory, held by requests or cached for later ones. Cached ones are evicted for room."""
+    """The decoded pictures in memory: held by requests, or cached for later ones and evicted if there is no room."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -89,10 +89,11 @@ class PictureShelf:
 
     @asynccontextmanager
     async def room(self, wanted_bytes: int) -> AsyncIterator[None]:
-        """Reserves room for pictures that the block creates and holds. Waits for others' reservations to end.
+        """Reserves room for pictures that the `async with` block creates and holds. Waits for other reservations to
+        end.
 
         Raises:
-            Unavailable: requests hold too much.
+            Unavailable: requests hold too many pictures.
         """
         while (needed := self._held_bytes() + wanted_bytes) + self._reserved_bytes > self._bytes_max:
             if self._kept:
@@ -136,7 +137,7 @@ class PictureLoader:
     def __init__(self, limits: Media) -> None:
         self._limits = limits
         self._fetcher = Fetcher(limits)
-        # Limits on contents in memory, by (video, remote). Pictures do not wait for videos, which take long.
+        # Limits on files in memory, by (video, remote). Pictures do not wait for videos, which take long.
         self._turns = {
             (False, True): asyncio.Semaphore(_FETCHES_MAX),
             (False, False): asyncio.Semaphore(_READS_MAX),
@@ -153,8 +154,8 @@ class PictureLoader:
         """Loads every source, in order: one picture for a picture, the frames for a video. The first error ends all.
 
         Args:
-            spared: of which sources what a caller can cause is no error: nothing is shown for them then. Empty for
-                none.
+            spared: the sources for which an error that the caller caused is not raised: they give no pictures. Empty
+                for none.
 
         Raises:
             InvalidRequest, Unavailable: as `load`; or there are more than `pictures_max` sources.

@@ -12,7 +12,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _SPACES = b" \t\r\n"
 _PIECE_CHARACTERS = 2**16
-"""Characters that are decoded before other threads may run."""
+"""How many characters are decoded before other threads may run."""
 
 
 class Unreadable(Exception):
@@ -69,7 +69,7 @@ def read_file(url: str, roots: Sequence[str], bytes_max: int) -> bytes:
     Links are resolved first, so a link that leads out of a root is outside.
 
     Raises:
-        Unreadable: it is outside of all roots, absent, no regular file, or has more than `bytes_max`.
+        Unreadable: it is outside of all roots, absent, not a regular file, or has more than `bytes_max`.
     """
     if not roots:
         raise Unreadable("names a file of this machine, and media.file_roots names no folder for such")

@@ -40,7 +40,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""By EXIF orientation."""
+"""Transformations by EXIF orientation."""
 
 
 class Undecodable(Exception):
@@ -90,7 +90,7 @@ def measure(data: bytes, shown: Shown, pixels_max: int) -> int:
     """Returns how many pixels decoding this file takes: its own, or those that it is enlarged to.
 
     Raises:
-        Undecodable: it is no picture, or takes more than `pixels_max`.
+        Undecodable: it is not a picture, or takes more than `pixels_max`.
     """
     with opened(data, pixels_max) as image:
         width, height = shown.size(*image.size)
@@ -100,10 +100,10 @@ def measure(data: bytes, shown: Shown, pixels_max: int) -> int:
 
 
 def decode(data: bytes, shown: Shown, pixels_max: int) -> Picture:
-    """Returns the first picture in a file: upright, on white, in its shown size.
+    """Returns the first picture in a file: upright, on a white background, in its shown size.
 
     Raises:
-        Undecodable: it is no picture, has more than `pixels_max` pixels, or is damaged.
+        Undecodable: it is not a picture, has more than `pixels_max` pixels, or is damaged.
     """
     with opened(data, pixels_max) as image:
         scans = sum(1 for _ in _SCAN.finditer(data)) if image.format in ("JPEG", "MPO") else 1
@@ -115,10 +115,10 @@ def decode(data: bytes, shown: Shown, pixels_max: int) -> Picture:
 
 @contextmanager
 def opened(data: bytes, pixels_max: int) -> Iterator[Image.Image]:
-    """Reads and checks the file's header. Pillow's errors in the block become `Undecodable` too.
+    """Reads and checks the file's header. Pillow's errors in the `with` block become `Undecodable` too.
 
     Raises:
-        Undecodable: it is no picture, too large or damaged.
+        Undecodable: it is not a picture, is too large or is damaged.
     """
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
@@ -214,7 +214,7 @@ def _transparent(image: Image.Image, depth: int) -> int | bytes | tuple[int, ...
 
 
 def _from_16_bits(image: Image.Image, transparent: int | bytes | tuple[int, ...] | None) -> Image.Image:
-    """Returns grey of 16 bits, `(height, width) uint16`, by its upper byte, as Pillow does for colours."""
+    """Converts 16-bit grey, `(height, width) uint16`, to 8 bits by its upper byte, as Pillow does for colours."""
     values = np.asarray(image)
     grey = (values >> 8).astype(np.uint8)
     if isinstance(transparent, int):

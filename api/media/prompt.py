@@ -1,8 +1,8 @@
 """Pictures in a prompt: from the template's placeholders to the processor's text, and to media token ids.
 
-A rendered conversation has the template's placeholder where a picture stands. It is replaced by the processor's text
-for a picture of that size, which is tokenized with the rest; then each token that stands for a picture becomes a word
-of its key (`protocol.media_ids`), so that prompts with other pictures are other prompts.
+A rendered conversation has the template's placeholder for each picture. The processor's text for a picture of that size
+replaces it and is tokenized with the rest. Then each token that stands for the picture is replaced by bits of the
+picture's key (`protocol.media_ids`), so that prompts with different pictures have different tokens.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ _REFERENCE = re.compile(rf"{REFERENCE}([0-9a-f]{{64}})/(\d{{1,9}})x(\d{{1,9}})(?
 
 @dataclass(frozen=True)
 class Medium:
-    """A picture, or the frames of a video, of a message."""
+    """A picture of a message, or the frames of a video."""
 
     frames: Sequence[Picture]
     video: bool = False
 
     @property
     def part(self) -> dict[str, str]:
-        """Its content part for the chat template."""
+        """Returns its content part for the chat template."""
         return {"type": "video" if self.video else "image"}
 
     def shown(self, processor: PictureProcessor) -> list[Medium]:
-        """Returns what the model is shown: single pictures for a video's frames if it does not support videos."""
+        """Returns what the model is shown: itself, or the frames as single pictures if the model does not support
+        videos."""
         if self.video and not processor.video_placeholder:
             return [Medium([frame]) for frame in self.frames]
         return [self]
@@ -147,7 +148,7 @@ def with_media_tokens(
 
 
 class Resized:
-    """A cache of pictures in the sizes that encoders need: a video is shown again at every turn. Thread-safe."""
+    """A cache of pictures in the sizes that encoders need, because a video is sent again at every turn. Thread-safe."""
 
     def __init__(self, bytes_max: int) -> None:
         self._kept: LRUCache[tuple[bytes, tuple[int, int]], bytes] = LRUCache(bytes_max, getsizeof=len)

@@ -1,4 +1,4 @@
-"""Pictures and videos of messages, free of the protocol, and as models are shown them. Pure."""
+"""Pictures and videos of messages: as sources, independent of the protocol, and as models are shown them. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class PictureSource:
         detail: `auto`, `low` or `high`.
         pixels_min, pixels_max: the picture's own limits.
         url_where: the position of its URL, such as `messages[2].content[0].image_url.url`, for errors.
-        earlier: whether it is history, though it is in the user's newest message here: some protocols join messages.
+        earlier: whether it belongs to an earlier message, though it is in the user's newest one here, because some
+            protocols join messages.
     """
 
     where: str
@@ -69,7 +70,7 @@ class VideoSource:
 
 
 def detail_of(word: str | None) -> str:
-    """Returns a picture's detail. A word that nobody knows leaves it to the model."""
+    """Returns a picture's detail; for an unknown word, the default."""
     return _DETAILS.get(word or "", "auto")
 
 

@@ -1,7 +1,7 @@
 """Decodes some frames of a video. Blocking: for worker threads.
 
-Pillow reads animated pictures. OpenCV's FFmpeg reads films in a process of its own (`video_worker.py`), so a crash or
-hang only fails one request.
+Pillow reads animated pictures. OpenCV's FFmpeg reads video files in a separate process (`video_worker.py`), so that a
+crash or hang fails only one request.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class FrameSampling:
 
     Attributes:
         fps: frames per second of the video.
-        frames_max: frames in all, evenly spaced.
+        frames_max: the most frames, evenly spaced.
         pixels_max: of a frame in the file, and of all frames held while reading.
-        timeout_s: for decoding.
+        timeout_s: the time limit for decoding.
         shown_max, shown_min: pixels of a shown frame, if the caller asks for that.
     """
 
@@ -67,7 +67,7 @@ class FrameSampling:
 
 
 class FrameSampler:
-    """Evenly spaced frames of a stream of unknown length. Holds at most `2 * frames_max`."""
+    """Samples evenly spaced frames from a stream of unknown length. Holds at most `2 * frames_max`."""
 
     def __init__(self, sampling: FrameSampling) -> None:
         self._step_s = 1 / sampling.fps
@@ -110,7 +110,7 @@ def decode_video(data: bytes, sampling: FrameSampling) -> list[Picture]:
     """Returns frames of a video, in order, each with its time.
 
     Raises:
-        Undecodable: it is no video, is damaged or too large, or takes longer than `timeout_s`.
+        Undecodable: it is not a video, is damaged or too large, or takes longer than `timeout_s`.
     """
     try:
         return _film(data, sampling) if container(data) else _animation(data, sampling)
@@ -119,9 +119,9 @@ def decode_video(data: bytes, sampling: FrameSampling) -> list[Picture]:
 
 
 def container(data: bytes) -> str:
-    """Returns FFmpeg's name of the demuxer for a film, by its first bytes; "" if it is none.
+    """Returns FFmpeg's name of the demuxer for a video file, by its first bytes; "" if it is not one.
 
-    FFmpeg may not choose by itself, because it also reads playlists and session descriptions, which name other files
+    FFmpeg must not choose the demuxer, because it also reads playlists and session descriptions, which name other files
     and hosts.
     """
     if data[4:8] == b"ftyp":
@@ -169,7 +169,7 @@ def _frame_times(image: Image.Image, pixels_max: int) -> Iterator[float]:
         check_size(*image.size, pixels_max)
         image.load()
         if index == 0 and image.info.get("default_image"):
-            # An animated PNG may have a fallback picture, which is no frame.
+            # An animated PNG may have a fallback picture, which is not a frame.
             continue
         yield seconds
         seconds += (image.info.get("duration") or 0) / 1000 or _USUAL_FRAME_S
@@ -180,7 +180,7 @@ def _worker(sampling: FrameSampling) -> list[str]:
 
 
 def _film(data: bytes, sampling: FrameSampling) -> list[Picture]:
-    # No other variables, because this process's environment may contain keys.
+    # No other variables are passed, because this process's environment may contain keys.
     environment = {name: value for name, value in snapshot().items() if name in _LIBRARY_PATHS}
     environment |= {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -195,7 +195,7 @@ def _film(data: bytes, sampling: FrameSampling) -> list[Picture]:
             stderr=subprocess.DEVNULL,
             env=environment,
             cwd="/",
-            # Normally the worker keeps the time limit itself.
+            # Normally the worker itself enforces the time limit.
             timeout=sampling.timeout_s + _WORKER_START_S,
         )
         answer = msgpack.unpackb(run.stdout)

@@ -1,8 +1,8 @@
-"""Reads one film from standard input, in a process of its own, and writes some of its frames to standard output.
+"""Reads one video file from standard input, in a separate process, and writes some of its frames to standard output.
 
-FFmpeg trusts a file's metadata, and has had many bugs. Here it has a memory limit, no other file, only the one demuxer
-for the file's format, no network if the system allows that (Linux with namespaces, macOS), and no other requests in its
-process.
+FFmpeg trusts a file's metadata, and has had many bugs. Here it has a memory limit, no access to other files, only the
+demuxer for the file's format, no network if the system supports that (Linux with namespaces, macOS), and no other
+requests in its process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _THREADS = 2
 _DAMAGED = "is a video that cannot be read, or is damaged"
 _FRAMES_A_SECOND = 25.0
 _HEAD_BYTES = 16
-"""A file's last bytes that are not parsed. As many may be missing, because some tools count a header twice."""
+"""How many of a file's last bytes are not parsed. As many may be missing, because some tools count a header twice."""
 _FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 _MATROSKA = b"\x1a\x45\xdf\xa3"
 _HOLDS_FRAMES = frozenset(
@@ -44,7 +44,7 @@ _HOLDS_FRAMES = frozenset(
 
 
 def read_film(data: bytes, sampling: FrameSampling) -> list[Picture]:
-    """Returns sampled frames of a film.
+    """Returns sampled frames of a video file.
 
     Raises:
         Undecodable: it cannot be read, is cut off, is too large, or takes too long.
@@ -76,7 +76,7 @@ def read_film(data: bytes, sampling: FrameSampling) -> list[Picture]:
 
 
 def _check_whole(data: bytes, deadline: Deadline) -> None:
-    """Checks that a file is not cut off, because FFmpeg reads such a file without an error.
+    """Checks that a file is complete, because FFmpeg reads a truncated file without an error.
 
     Looks for a part that extends past the end: a container's frame count and duration are often only estimates. Misses
     a cut between two parts of a file without a total size (fragmented MP4, live WebM), and an AVI without sizes.
@@ -134,7 +134,7 @@ def _picture(retrieved: tuple[bool, Any], sampling: FrameSampling, seconds: floa
 
 
 def _leave_network() -> None:
-    """Moves this process into an empty network namespace, on Linux."""
+    """On Linux, moves this process into an empty network namespace."""
     if sys.platform == "linux":
         c = ctypes.CDLL(None, use_errno=True)
         # Without root, that needs a user namespace too. If the system allows neither, the network stays.

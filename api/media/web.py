@@ -76,7 +76,7 @@ def is_public(address: Address) -> bool:
 
 @cache
 def _authorities() -> ssl.SSLContext:
-    """Those that a server's certificate may be of. Reading them takes long."""
+    """Returns a context with the trusted certificate authorities. Reading them takes long."""
     return httpx.create_ssl_context(trust_env=False)
 
 
@@ -86,13 +86,13 @@ class Fetcher:
     def __init__(self, limits: Media) -> None:
         self._limits = limits
         self._allowed = _Allowed.of(limits.allowed_hosts)
-        # Own threads, because a DNS look-up may take half a minute and cannot be cancelled.
+        # Its own threads, because a DNS look-up may take half a minute and cannot be cancelled.
         self._look_ups = ThreadPoolExecutor(_LOOK_UPS_MAX, thread_name_prefix="look-up")
         # No keep-alive: the pool identifies connections by address, but one address may serve many hosts.
         self._client = httpx.AsyncClient(
             headers=_HEADERS,
             limits=httpx.Limits(max_keepalive_connections=0),
-            # `fetch` limits the whole of it.
+            # `fetch` limits the total time.
             timeout=None,
             trust_env=False,
             verify=_authorities(),
@@ -159,7 +159,7 @@ class Fetcher:
         if announced.isdecimal() and int(announced) > self._limits.source_bytes_max:
             raise too_large
         content = bytearray()
-        # Raw, because decompressed content could have any size.
+        # Raw bytes, because decompressed content could have any size.
         async for chunk in response.aiter_raw():
             content += chunk
             if len(content) > self._limits.source_bytes_max:

@@ -1,2 +1,2 @@
-"""Between text and token ids: tokenizer, continuation, callers' texts. Conversations are rendered in `templates`, and
-answers are read in `answers`."""
+"""Conversion between text and token ids: tokenizer, continuation, callers' texts. `templates` renders conversations,
+and `answers` reads answers."""

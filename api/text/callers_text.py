@@ -1,8 +1,10 @@
-"""What a caller says in a conversation, guarded before the template renders it: messages, tools, variables.
+"""Guards what a caller says before the template renders it: messages, tools, variables. A lone surrogate is put into
+each marker (control token's text) in them, so that it stays text (`control_tokens.py`).
 
-All of it is text, whoever says it, with two exceptions among an assistant's words, which are the model's own. A closed
-block of reasoning at the beginning of a message is one: clients that know of no reasoning send it so. And where this
-endpoint or the agent's memory knows that the model wrote a mark of an answer as a token, it is that token again.
+Everything that a caller says is text, with two exceptions in assistants' messages, which the model wrote. First, a
+closed block of reasoning at the beginning of a message keeps its markers as tokens, because clients without support for
+reasoning send it in this way. Second, if this endpoint or the agent's memory knows that the model wrote a marker of an
+answer as a token, it is that token again.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from .spelling import IndexedLine, StoredBranch
 from .tokenizer import Tokenizer
 
 _PLACES_TRIED = 16
-"""In how many places of an agent's memory a text is looked at."""
+"""At how many places of an agent's memory a text is compared."""
 
 
 @dataclass(frozen=True)
 class AnswerLearner:
-    """Remembers one answer, if its content shows control tokens.
+    """Remembers one answer, if its content has the text of control tokens.
 
     Args:
-        scope: to whom it is given.
-        prefill: its beginning, which was in the prompt.
+        scope: the callers who get the answer.
+        prefill: the beginning of the answer, which was in the prompt.
         special_tokens: whether special tokens become text.
     """
 
@@ -40,15 +42,15 @@ class AnswerLearner:
     special_tokens: bool
 
     def wants(self, content: str) -> bool:
-        """Returns whether the content names a control token, be it in text or as a token."""
+        """Returns whether the content has a control token's text, written as text or as a token."""
         return BREAK in self.tokenizer.controls.guarded(content)
 
     def learn(self, tokens: Sequence[int], content: str) -> None:
-        """Remembers which of the control tokens that the content names are among `tokens`."""
+        """Remembers which of the content's markers are control tokens in `tokens`, and which are text."""
         tokenizer = self.tokenizer
         hidden = tokenizer.end_tokens if self.special_tokens else tokenizer.hidden_tokens - tokenizer.call_tokens
         written = self._guarded([token for token in tokens if token not in hidden])
-        # Reasoning is before the content, and may quote it.
+        # Reasoning comes before the content, and may quote it.
         at = unbroken(written).rfind(content)
         if at >= 0:
             breaks = [place - at for place in breaks_of(written) if at <= place <= at + len(content)]
@@ -56,7 +58,7 @@ class AnswerLearner:
             tokenizer.controls.given.learn(self.scope, beginning + with_breaks(content, breaks))
 
     def _guarded(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens with the marks broken that they do not write as tokens."""
+        """Returns the text of tokens, with a break in each marker that was not written as a control token."""
         controls, shown = self.tokenizer.controls, self.tokenizer.detokenizer()
         written = [(token in controls.ids, shown.add(token)) for token in tokens]
         written.append((False, shown.flush()))
@@ -66,12 +68,12 @@ class AnswerLearner:
 
 @dataclass(frozen=True)
 class CallersText:
-    """Guards what one request says.
+    """Guards the texts of one request: markers in them stay text (see above).
 
     Args:
-        scope: to whom answers were given that it may send back.
-        lines: what the agent's memory holds.
-        as_tokens: whether marks may be control tokens after all, so that nothing is guarded.
+        scope: the callers who got the answers that the request may send back.
+        lines: the lines of the agent's memory.
+        as_tokens: whether markers may become control tokens, so that nothing is guarded.
     """
 
     tokenizer: Tokenizer
@@ -84,7 +86,7 @@ class CallersText:
         return self.tokenizer.controls
 
     def text(self, text: str) -> str:
-        """Returns a text guarded.
+        """Returns a text with its markers broken.
 
         Raises:
             InvalidRequest: it has an unpaired surrogate.
@@ -92,7 +94,7 @@ class CallersText:
         return refuse_breaks(text) if self.as_tokens else self._controls.guarded(text)
 
     def value(self, value: Any) -> Any:
-        """Returns a value of JSON with all its texts and keys guarded.
+        """Returns a JSON value with the markers in all its texts and keys broken.
 
         Raises:
             InvalidRequest: a text has an unpaired surrogate.
@@ -100,7 +102,7 @@ class CallersText:
         return value if self.as_tokens else self._controls.guarded_value(value)
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Returns messages as templates take them, guarded.
+        """Returns messages as templates take them, with their markers broken, except the two exceptions above.
 
         Raises:
             InvalidRequest: a text has an unpaired surrogate.
@@ -120,7 +122,7 @@ class CallersText:
         ]
 
     def beginning(self, text: str) -> str:
-        """Returns the beginning of an answer, guarded. It may be inside a block of reasoning.
+        """Returns the beginning of an answer with its markers broken. It may be inside a block of reasoning.
 
         Raises:
             InvalidRequest: it has an unpaired surrogate.
@@ -152,8 +154,8 @@ class CallersText:
         return with_breaks(text, sorted(places))
 
     def _thought(self, text: str, *, opens: bool) -> tuple[set[int], int]:
-        """Returns the breaks in the marks of the block of reasoning that a text begins with, and where that ends; 0 if
-        it does not."""
+        """Returns the breaks in the markers of the block of reasoning with which a text begins, and where the block
+        ends; 0 if there is none."""
         start, end = self.tokenizer.markers.think_start, self.tokenizer.markers.think_end
         begin = len(text) - len(text.lstrip())
         if not start or not text.startswith(start, begin):
@@ -164,7 +166,7 @@ class CallersText:
         return _inside(begin, start) | _inside(closed, end), closed + len(end)
 
     def _remembered(self, text: str) -> set[int]:
-        """Returns the breaks in those marks of calls and reasoning that the agent's memory has as tokens in the same
+        """Returns the breaks in those markers of calls and reasoning that the agent's memory has as tokens in the same
         text."""
         said = text.strip()
         data, begin = said.encode("utf-8", "surrogatepass"), text.find(said)
@@ -183,7 +185,8 @@ class CallersText:
 
     @cached_property
     def _own_marks(self) -> list[tuple[IndexedLine, list[int], list[int]]]:
-        """The lines that have marks of calls and reasoning as tokens, with the bytes at which these begin and end."""
+        """Returns the lines that have markers of calls and reasoning as tokens, with the bytes at which these begin and
+        end."""
         own = list(self.tokenizer.call_tokens | self.tokenizer.think_tokens)
         marked: list[tuple[IndexedLine, list[int], list[int]]] = []
         for line in self.lines:

@@ -42,13 +42,13 @@ PICTURES_CHANGED = "pictures changed"
 # The least common share of a line's text for a partial match.
 _PARTIAL_MIN = 0.8
 _WORD_TOKENS = 16
-# How far past the common part words are compared: the text after a word may decide where it ends.
+# How far behind the common part words are compared, because the text after a word may decide where it ends.
 _AHEAD_BYTES = 4096
 # How far before the end of a long common part the comparison of words begins.
 _BEHIND_BYTES = 16_384
 _WORD_BEGINS = (re.compile(rb"[a-z]\n(?=[A-Za-z])"), re.compile(rb"[a-z](?= [a-z])"))
-# If so much is common after the last added token, the encoding begins at a line or a word so far before the end of it,
-# and only if the ids of the next bytes are the line's.
+# If the common part after the last added token has `_LONG_BYTES`, encoding begins at a line or word `_OVERLAP_BYTES`
+# before its end, if the ids of the next `_PROVEN_BYTES` are the line's.
 _LONG_BYTES = 32_768
 _OVERLAP_BYTES = 8192
 _PROVEN_BYTES = 4096
@@ -62,7 +62,7 @@ _CUT_CONTEXT_BYTES = 64
 
 
 class Match(Enum):
-    """How a new text continues a line. For information: it does not limit what is kept."""
+    """How a new text continues a line. It is only reported, and does not limit what is kept."""
 
     EXACT = "exact"
     EXTEND = "extend"
@@ -118,7 +118,7 @@ def continue_text(text: str, lines: Sequence[StoredBranch], spelling: Spelling) 
     ranked.sort(key=lambda entry: entry[:3], reverse=True)
     best: tuple[tuple[int, int, int], IndexedLine, _Seam] | None = None
     for kept_max, common, place, line in ranked:
-        # No later line can keep more, so most lines are never indexed.
+        # No later line can keep more tokens, so most lines are never indexed.
         if best is not None and (kept_max, common, place) < best[0]:
             break
         indexed = spelling.index(line)
@@ -171,7 +171,7 @@ class _NewText:
 
     Attributes:
         data: the text in UTF-8, without its breaks.
-        breaks: `(breaks,) int64`: the bytes before which it has them, in order.
+        breaks: `(breaks,) int64`: the bytes before which the text has breaks (`control_tokens.py`), in order.
     """
 
     def __init__(self, text: str, spelling: Spelling) -> None:
@@ -190,11 +190,11 @@ class _NewText:
         return _at_character(self.data, common_length(self.data, data))
 
     def agreed(self, line: IndexedLine, common: int) -> int:
-        """Returns where the first `common` bytes, which are equal, begin to have other tokens: a control token where
-        the line has its text, or the text where it has the token; `common` if nowhere.
+        """Returns where the first `common` bytes, which are equal, begin to have different tokens: one side has a
+        control token and the other only its text. Returns `common` if there is no such place.
 
-        A mark of a call or of reasoning that a model wrote letter by letter stays so, though the template would write
-        the token.
+        If a model wrote a marker of a call or of reasoning as ordinary text, it stays text, though the template would
+        write the token.
         """
         if len(self.breaks):
             # The first control token that ends behind each break.
@@ -234,8 +234,8 @@ class _NewText:
         return self._before_added(line, within, seam)
 
     def _late(self, line: IndexedLine, common: int, start: int) -> int | None:
-        """Returns a byte after `start` from which on the text is encoded as it is in the whole; None if there is none,
-        or too little to gain.
+        """Returns a byte after `start` from which the rest of the text gets the same tokens as in the whole text; None
+        if there is none, or too little to gain.
 
         Words do not depend on what is before them, and merges stay inside words. So if two encodings have a long
         stretch of tokens in common, they are the same from there on.
@@ -266,7 +266,7 @@ class _NewText:
             token = int(line.tokens[place])
             end = int(line.ends[place + 1])
             start = end - len(self._spelling.content(token))
-            # Other added tokens may overlap its text, and a longer one may begin there.
+            # Other added tokens may overlap its text, and a longer one may begin at the same place.
             if self._spelling.added_at(self.data, start, after_space=True) != token:
                 continue
             if self._spelling.backend is not None or self._cut_holds(start, end):
@@ -323,7 +323,7 @@ class _NewText:
         `seam`."""
         for kept in range(within, max(seam.kept, within - _BORDERS_TRIED), -1):
             at = int(line.ends[kept])
-            # The line's text goes on here, so its tokens before the border may depend on what follows.
+            # The line's text goes on here, so its tokens before the border may depend on the following text.
             if at < len(line.data) and not self._spelling.joins_by_merges:
                 break
             token = self._spelling.added_at(self.data, at, after_space=False)
@@ -342,7 +342,7 @@ class _NewText:
 
     @staticmethod
     def _is_put_in(line: IndexedLine, kept: int) -> bool:
-        """Returns whether the line's tokens after its last added one may be only a space that the tokenizer inserts.
+        """Returns whether the line's tokens after its last added token may be only a space that the tokenizer inserts.
 
         An inserted space belongs to the text after it. It must not stay if the new text has none there.
         """

@@ -1,10 +1,11 @@
-"""Which of a tokenizer's tokens are control tokens, and how a text says that it names one and means none.
+"""A tokenizer's control tokens, and how a text can contain a control token's text without becoming the token.
 
-A control token is an added token that is structure: roles, pictures, calls of tools, thoughts. Tokenizers find one
-wherever a text spells it, so a caller's text that mentions `<|im_end|>` would end its message. Therefore each mark that
-a caller wrote is broken before the template renders it: behind its first character stands `BREAK`, a lone surrogate,
-which no valid text has. It passes through templates as a letter would, their searches for a mark do not find a broken
-one, and no control token is found across it (`guarded_encoding`). A text with breaks is called guarded.
+A control token is an added token that is structure: of roles, pictures, tool calls, reasoning. Its text is called a
+mark or marker. Tokenizers turn every marker in a text into the token, so a caller's text with `<|im_end|>` would end
+its message. Therefore each marker that a caller wrote is broken before the template renders it: `BREAK`, a lone
+surrogate, which no valid text has, is put behind its first character. Templates pass it on like a letter, their
+searches for a marker do not find a broken one, and the encoder finds no control token across it (`guarded_encoding`). A
+text with breaks is called guarded.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ from cachetools import LRUCache
 from ...cluster.errors import InvalidRequest
 
 BREAK = "\udbff"
-"""Nothing stands here, and no control token reaches across."""
+"""The break: it stands for no character, and no control token extends across it."""
 
 ESCAPED_BREAK = "\\udbff"
-"""As JSON in ASCII has it."""
+"""The break as an ASCII JSON escape."""
 
 _END = "\0"
-"""Stands behind each of several texts."""
+"""A separator behind each of several texts."""
 
 _SPACES = " \t\r\n\u2581"
 _BRACKETED = re.compile(r"[<\[({◁【［＜].+[>\])}▷】］＞]", re.DOTALL)
 
-# Some tokenizers have a token for each of these, which is a word of the text like any other.
+# Some tokenizers have an added token for each of these, but it is ordinary text.
 _HTML = re.compile(
     r"</?(?:a|b|blockquote|body|br|caption|center|code|dd|div|dl|dt|em|font|footer|form|h[1-6]|head|header|hr|html|i"
     r"|iframe|img|input|label|li|main|nav|ol|option|p|pre|s|section|select|small|span|strong|sub|sup|table|tbody|td"
     r"|tfoot|th|thead|tr|u|ul)>"
 )
 
-# Words that users write to switch reasoning on or off, for which templates look in their texts.
+# Words with which users switch reasoning on or off; templates search their texts for them.
 _SWITCH = re.compile(r"/[a-z_]+")
 
 
 _ANSWERS_MAX = 4096
 _PLACES_EACH = 64
-"""Places of marks for which there is room in an answer of the usual kind."""
+"""The number of markers for which an ordinary answer has room."""
 
 
 def unbroken(text: str) -> str:
@@ -57,7 +58,8 @@ def unbroken(text: str) -> str:
 
 
 def breaks_of(text: str) -> list[int]:
-    """Returns the characters of the unbroken text before which a guarded one has its breaks, in order."""
+    """Returns the indexes, in the text without breaks, of the characters before which a guarded text has breaks, in
+    order."""
     places: list[int] = []
     at = 0
     for piece in text.split(BREAK)[:-1]:
@@ -76,7 +78,7 @@ def refuse_breaks(text: str) -> str:
     """Returns a text that a caller wrote.
 
     Raises:
-        InvalidRequest: it has the surrogate that stands for a break, and so is not valid Unicode.
+        InvalidRequest: it has the surrogate that is used as a break, so it is not valid Unicode.
     """
     if BREAK in text:
         raise InvalidRequest(f"text with an unpaired surrogate at character {text.index(BREAK)}")
@@ -85,11 +87,11 @@ def refuse_breaks(text: str) -> str:
 
 @dataclass(frozen=True)
 class Markers:
-    """The texts around what a model thinks, and around its calls of tools; "" for what it does not have.
+    """The texts around a model's reasoning, and around its tool calls; "" for those that it does not have.
 
     Attributes:
-        calls: what its template writes for calls.
-        pictures: what stands for a picture or a film.
+        calls: the markers that its template writes around calls.
+        pictures: the placeholders of a picture or video.
     """
 
     think_start: str = ""
@@ -101,24 +103,24 @@ class Markers:
 
 
 class GivenAnswers:
-    """The answers that a model gave lately whose content names control tokens. Thread-safe."""
+    """A model's recent answers whose content has the text of control tokens. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Few of them have as many marks, and a long one takes the room of several.
+        # Few answers have this many markers, and a long answer takes the room of several.
         self._breaks: LRUCache[bytes, list[int]] = LRUCache(
             _ANSWERS_MAX * _PLACES_EACH, getsizeof=lambda places: max(len(places), _PLACES_EACH)
         )
 
     def learn(self, scope: str, said: str) -> None:
-        """Remembers an answer's guarded content, which was given to `scope`."""
+        """Remembers an answer's content for the callers of `scope`. It has breaks in the markers that are text."""
         said = said.strip()
-        # One that is larger than all the room is not kept.
+        # An answer that is larger than the whole cache is not kept.
         with self._lock, suppress(ValueError):
             self._breaks[_digest(scope, unbroken(said))] = breaks_of(said)
 
     def guarded(self, scope: str, text: str) -> str | None:
-        """Returns an assistant's text as it was given, None if it is not known."""
+        """Returns an assistant's text with breaks in the markers that are text, None if the answer is not known."""
         stripped = text.strip()
         with self._lock:
             breaks = self._breaks.get(_digest(scope, stripped))
@@ -136,17 +138,18 @@ class ControlTokens:
     """The control tokens of one model. Thread-safe.
 
     Args:
-        added: the `AddedToken` of each added token's id.
-        special: those that are control tokens in any case.
-        own: those with which the model marks calls and reasoning.
+        added: each added token's `AddedToken`, by its id.
+        special: the tokens that are always control tokens.
+        own: the tokens with which the model marks calls and reasoning.
         template: the chat template, "" if it is not known.
-        normalizer: what the tokenizer does to a text first, if anything.
+        normalizer: the tokenizer's normalization of a text, None for none.
 
     Attributes:
         ids: the control tokens.
-        marks: what is broken in a caller's text: their texts, and marks of pictures and thoughts that are no tokens.
-        own_marks: in UTF-8, the texts of those with which a model marks calls and reasoning in its own answers.
-        given: the answers that were given lately and name control tokens.
+        marks: the texts that are broken in a caller's text: those of the control tokens, and markers of pictures and
+            reasoning that are not tokens.
+        own_marks: in UTF-8, the texts of the tokens with which a model marks calls and reasoning in its own answers.
+        given: recent answers with the text of control tokens.
     """
 
     def __init__(
@@ -167,7 +170,7 @@ class ControlTokens:
             if _is_control(content, token in special or content in marked, template)
         }
         if ids:
-            # A longer one with another inside is no word either.
+            # A longer one that contains a control token's text is not ordinary text either.
             any_mark = re.compile(_any_of(contents[token] for token in ids))
             ids |= {token for token, content in contents.items() if any_mark.search(content)}
         self.ids = frozenset(ids)
@@ -178,7 +181,7 @@ class ControlTokens:
         texts |= {mark for mark in (markers.think_start, markers.think_end) if not mark.strip().isalnum()}
         self.marks = frozenset(mark for mark in texts if len(mark) > 1)
         self._added, self._normalizer, self._template = added, normalizer, template
-        # A mark, or the beginning of one at the end of a text.
+        # Finds a marker, or the beginning of one at the end of a text.
         self._suspect = re.compile(_any_of(self.marks, rf"\s*{_END}")) if self.marks else None
         self._first = re.compile(rf"(?=(?:{_any_of(self.marks)}))(.)", re.DOTALL) if self.marks else None
         self._begun = frozenset(mark[:size] for mark in self.marks for size in range(1, len(mark)))
@@ -192,13 +195,13 @@ class ControlTokens:
 
     @cached_property
     def _continued(self) -> re.Pattern[str] | None:
-        """Finds the beginnings of texts that go on as marks do of which the template writes the beginning before it
-        writes something else; None for most templates."""
+        """Finds texts that begin with the rest of a marker whose beginning the template writes before them; None for
+        most templates."""
         rests: set[str] = set()
         for written in _constants(self._template):
             for size in range(1, min(self._longest, len(written) + 1)):
                 if (begun := written[-size:]) in self._begun:
-                    # A mark that is the beginning of another is whole: nothing of it is to follow.
+                    # A marker that is the beginning of another one is complete, so no rest needs to follow.
                     rests |= {mark[size:] for mark in self.marks if mark.startswith(begun) and mark != begun}
         # Templates may strip a text.
         cut = rf"\s*{_END}"
@@ -206,13 +209,13 @@ class ControlTokens:
 
     @cached_property
     def _rewriting(self) -> list[Callable[[str], str]]:
-        """What the template does to texts that may make a mark of something else."""
+        """The changes that the template makes to texts and that may turn other text into a marker."""
         return list(_rewriting(self._template))
 
     @cached_property
     def _folded(self) -> re.Pattern[str] | None:
-        """Finds marks in normalized texts, or the beginning of one at the end, where the tokenizer looks for them in
-        these, so that they may be spelled in another way; None for most tokenizers."""
+        """Finds markers, or the beginning of one at the end, in normalized texts, if the tokenizer searches normalized
+        texts for them, so that they may be spelled differently; None for most tokenizers."""
         normalizer = self._normalizer
         if normalizer is None:
             return None
@@ -221,7 +224,8 @@ class ControlTokens:
         return re.compile(_any_of(marks - {""}, rf"[\s{_SPACES[-1]}]*{_END}")) if marks - {""} else None
 
     def guarded(self, text: str) -> str:
-        """Returns what a caller wrote with its marks broken, also one that only begins at its end: text may follow.
+        """Returns a caller's text with its markers broken, including one that only begins at its end, because text may
+        follow.
 
         Raises:
             InvalidRequest: it has an unpaired surrogate.
@@ -239,8 +243,8 @@ class ControlTokens:
         return _all_broken(text) if self._is_rewritten(f"{_END}{shown}{_END}") else shown
 
     def _is_suspect(self, texts: list[str]) -> bool:
-        """Returns whether one of the texts may have a mark, or a part of one at its beginning or end. Many short texts
-        take no longer than a long one.
+        """Returns whether one of the texts may have a marker, or a part of one at its beginning or end. Many short
+        texts take no longer than a long one.
 
         Raises:
             InvalidRequest: one has an unpaired surrogate.
@@ -257,11 +261,12 @@ class ControlTokens:
         return any(pattern is not None and pattern.search(joined) for pattern in (self._suspect, self._continued))
 
     def _is_rewritten(self, joined: str) -> bool:
-        """Returns whether the template may make a mark of something else in the texts."""
+        """Returns whether the template may turn something in the texts into a marker."""
         return any(self._may_spell(rewritten(joined)) for rewritten in self._rewriting)
 
     def _begun_at_end(self, text: str) -> set[int]:
-        """Returns the characters behind the first ones of marks of which the text ends with the beginning."""
+        """Returns the indexes for breaks in markers that only begin at the end of the text: behind the first character
+        of each."""
         found: set[int] = set()
         # Templates may strip a text.
         stripped = text.rstrip()
@@ -276,26 +281,26 @@ class ControlTokens:
         return found
 
     def _spells_folded(self, text: str) -> bool:
-        """Returns whether the tokenizer finds a mark in the normalized text, or may find one that begins at its end or
-        ends at its beginning."""
+        """Returns whether the tokenizer finds a marker in the normalized text, or may find one that begins at its end
+        or ends at its beginning."""
         if self._folded is None or self._normalizer is None:
             return False
         try:
             shown = self._normalizer.normalize_str(text)
         except UnicodeEncodeError:
-            # No valid Unicode: it is refused where it is encoded.
+            # Not valid Unicode; encoding refuses it.
             return False
         return self._folded.search(f"{shown}{_END}") is not None or self._continues(shown.lstrip(_SPACES[-1]))
 
     def _continues(self, text: str) -> bool:
-        """Returns whether a text goes on as a mark does that the template begins."""
+        """Returns whether a text continues a marker that the template begins."""
         if self._continued is None:
             return False
         size = len(text) - len(text.lstrip()) + self._longest
         return self._continued.match(f"{_END}{text[:size]}{_END}") is not None
 
     def guarded_value(self, value: Any) -> Any:
-        """Returns a value of JSON with all its texts and keys guarded; the value itself if nothing is to be broken.
+        """Returns a JSON value with the markers in all its texts and keys broken; the value itself if there are none.
 
         Raises:
             InvalidRequest: a text has an unpaired surrogate, or the value is nested too deeply.
@@ -317,8 +322,8 @@ class ControlTokens:
         return value
 
     def spelled(self, data: bytes, start: int = 0) -> Iterator[tuple[int, int]]:
-        """Returns the first and the last byte, exclusive, of each place where `data`, text in UTF-8, spells a control
-        token from byte `start` on, whatever its tokens are."""
+        """Yields the first byte and the end (exclusive) of each place from byte `start` on where `data`, text in UTF-8,
+        has a control token's text, whatever its tokens are."""
         if (pattern := self._token_marks_in_bytes) is not None:
             for match in pattern.finditer(data, start):
                 yield match.span()
@@ -335,7 +340,7 @@ def _is_control(content: str, special: bool, template: str) -> bool:
 
 
 def _gather(value: Any, texts: list[str]) -> None:
-    """Appends the texts and keys in a value of JSON to `texts`."""
+    """Appends the texts and keys in a JSON value to `texts`."""
     if isinstance(value, str):
         texts.append(value)
     elif isinstance(value, dict):
@@ -348,7 +353,7 @@ def _gather(value: Any, texts: list[str]) -> None:
 
 
 def _any_of(words: Iterable[str], cut: str = "") -> str:
-    """Returns a pattern for the longest of the words that begins at a place. It is a tree of their characters, so that
+    """Returns a pattern that matches the longest of the words at a place. It is a tree of their characters, so that
     thousands of words take no longer than a few.
 
     Args:
@@ -364,7 +369,7 @@ def _any_of(words: Iterable[str], cut: str = "") -> str:
 
 
 def _pattern(node: dict[str, Any], cut: str) -> str:
-    """Returns the pattern of what may follow the characters up to a node."""
+    """Returns the pattern for the characters that may follow a node of that tree."""
     branches = [re.escape(character) + _pattern(rest, cut) for character, rest in sorted(node.items()) if character]
     if not branches:
         return ""
@@ -377,13 +382,14 @@ def _pattern(node: dict[str, Any], cut: str) -> str:
 
 
 def _all_broken(text: str) -> str:
-    """Returns a text with breaks around all its characters but the white space around it, which templates may strip."""
+    """Returns a text with breaks around all its characters, except the white space around the text, which templates may
+    strip."""
     core = text.strip()
     return text.replace(core, f"{BREAK}{BREAK.join(core)}{BREAK}", 1) if core else text
 
 
 def _lexed(template: str) -> list[tuple[str, str]]:
-    """Returns the kinds and texts of a chat template's tokens, without white space; none if it is no template."""
+    """Returns the kinds and texts of a chat template's tokens, without white space; none if it is not a template."""
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
@@ -393,7 +399,7 @@ def _lexed(template: str) -> list[tuple[str, str]]:
 
 
 def _constants(template: str) -> Iterator[str]:
-    """Returns the texts that a chat template itself writes."""
+    """Yields the texts that a chat template itself writes."""
     for kind, value in _lexed(template):
         if kind == "data":
             yield value
@@ -402,7 +408,7 @@ def _constants(template: str) -> Iterator[str]:
 
 
 def _rewriting(template: str) -> Iterator[Callable[[str], str]]:
-    """Returns what a chat template does to texts with filters and methods that change letters."""
+    """Yields the changes that a chat template makes to texts with filters and methods that change letters."""
     tokens = _lexed(template)
     names = {value for kind, value in tokens if kind == "name"}
     for name in sorted(names & {"lower", "upper", "capitalize", "title"}):
@@ -422,5 +428,5 @@ def _replaced(text: str, *, old: str, new: str) -> str:
 
 
 def _literal(written: str) -> str:
-    """Returns the text of a string in a template."""
+    """Returns the text of a string literal in a template."""
     return written[1:-1].encode("ascii", "backslashreplace").decode("unicode-escape")

@@ -1,4 +1,4 @@
-"""An answer's tokens as text, one at a time. A few microseconds per token."""
+"""Turns an answer's tokens into text, one at a time. A few microseconds per token."""
 
 from __future__ import annotations
 

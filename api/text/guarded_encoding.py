@@ -1,8 +1,9 @@
-"""Encodes guarded texts: control tokens are found in what the template wrote, and never across a break.
+"""Encodes guarded texts, in which a break (a lone surrogate) keeps callers' markers text: control tokens are found only
+in what the template wrote, never across a break.
 
-The tokenizer itself says where the control tokens are, in the text with something else in the place of each break.
-Stretches between them that have a break are encoded again by a tokenizer of the same model which knows no control
-tokens. So the tokens of a caller's text are those of its spelling, and all others are what they would have been.
+First, each break is replaced by another character, and the tokenizer finds the control tokens. Then the stretches
+between them that have a break are encoded again, without breaks, by a tokenizer of the same model without control
+tokens. So a caller's text is encoded by its characters, and all other tokens are unchanged.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from typing import Any
 from .control_tokens import BREAK, breaks_of
 
 _FILLERS = "\U0010fffd\U00010137"
-"""One of them stands for a break where control tokens are found: the first one that the normalizer does not drop.
-Nothing else depends on it: no text has it in the middle of a mark."""
+"""Characters that can replace a break while control tokens are searched: the first one that the normalizer does not
+drop is used. The choice does not matter, because no marker contains them."""
 
 _PRIVATE_LAST = 0x10FFFC
 
 
 @dataclass
 class GuardedIds:
-    """Token ids, and for each the number of the pre-tokenizer's word that it belongs to."""
+    """Token ids, each with the number of the pre-tokenizer's word that it belongs to."""
 
     ids: list[int] = field(default_factory=list)
     words: list[int] = field(default_factory=list)
 
     def add(self, ids: list[int], words: list[int | None]) -> None:
-        """Appends a stretch, whose words are numbered from anywhere on."""
+        """Appends a stretch, whose words may be numbered from any number on."""
         last, number = object(), self.words[-1] if self.words else -1
         for word in words:
             if word != last or word is None:
@@ -39,7 +40,7 @@ class GuardedIds:
 
 
 class GuardedEncoder:
-    """Encodes the guarded texts of one model. Thread-safe.
+    """Encodes the guarded texts (texts with breaks) of one model. Thread-safe.
 
     Args:
         backend: the `tokenizers.Tokenizer`.
@@ -55,11 +56,12 @@ class GuardedEncoder:
         self._filler = kept[0] if kept else _FILLERS[-1]
 
     def encode(self, text: str, *, special_tokens: bool = False) -> GuardedIds:
-        """Returns the tokens of a guarded text of valid Unicode. `special_tokens` as in `Tokenizer.encode`."""
+        """Returns the tokens of a guarded text that is valid Unicode but for its breaks. `special_tokens` as in
+        `Tokenizer.encode`."""
         filled = text.replace(BREAK, self._filler)
         whole = self._backend.encode_batch([filled], add_special_tokens=special_tokens)[0]
         ids, offsets, words = whole.ids, whole.offsets, whole.word_ids
-        # What the tokenizer puts around a text.
+        # The tokens that the tokenizer puts around a text.
         head = _run(whole.special_tokens_mask)
         tail = max(head, len(ids) - _run(whole.special_tokens_mask[::-1]))
         breaks = [at + index for index, at in enumerate(breaks_of(text))]
@@ -85,12 +87,13 @@ class GuardedEncoder:
         return out
 
     def _is_spelled(self, text: str, token: int, start: int, end: int) -> bool:
-        """Whether a control token stands for its own text, and not for a character that the tokenizer does not know."""
+        """Returns whether a control token stands for its own text, and not for a character that the tokenizer does not
+        know."""
         entry = self._added[token]
         return entry.normalized or entry.content in text[start:end]
 
     def _without_control(self, piece: str, *, first: bool) -> tuple[list[int], list[int | None]]:
-        """Returns the tokens of a text in which nothing is a control token, and their words.
+        """Returns the tokens of a text without control tokens, and their words.
 
         Args:
             first: whether the text is the beginning of the whole.
@@ -104,16 +107,16 @@ class GuardedEncoder:
 
 
 def _run(mask: list[int]) -> int:
-    """Returns how many items the mask begins with."""
+    """Returns how many set items the mask begins with."""
     return next((at for at, item in enumerate(mask) if not item), len(mask))
 
 
 class _PlainTokenizer:
-    """The model's tokenizer without its control tokens. It shares the vocabulary, so it costs nothing.
+    """The model's tokenizer without its control tokens. It shares the vocabulary, so it takes no memory.
 
     Args:
-        lead: a character that no text has which is encoded here. A text that does not begin the whole is encoded behind
-            it, because some tokenizers put a space before the first one.
+        lead: a character that no text has which is encoded here. A text that is not at the beginning of the whole is
+            encoded behind it, because some tokenizers put a space before the first character.
     """
 
     def __init__(self, source: Any, added: Mapping[int, Any], control: frozenset[int], lead: str) -> None:
@@ -133,7 +136,7 @@ class _PlainTokenizer:
         for special, add in ((True, self._tokenizer.add_special_tokens), (False, self._tokenizer.add_tokens)):
             add([entry for entry in others.values() if entry.special is special])
         self._tokenizer.add_tokens([AddedToken(lead, normalized=False)])
-        # Those that the vocabulary does not have are numbered anew.
+        # Added tokens that the vocabulary does not have get new numbers.
         self._own: dict[int, int] = {}
         for token, entry in others.items():
             if (number := self._tokenizer.token_to_id(entry.content)) is not None and number != token:
@@ -153,14 +156,15 @@ class _PlainTokenizer:
         whose: list[int | None] = []
         for token, word, (start, end) in zip(ids, words, offsets, strict=True):
             shown = text[max(0, start - len(behind)) : end - len(behind)]
-            # The vocabulary may have a control token as a word. A character that it does not have is another matter.
+            # The vocabulary may have a control token as an ordinary entry too. The token for unknown characters is not
+            # meant.
             parts = self._split(token) if token in self._control and self._contents[token] in shown else [token]
             out += parts
             whose += [word] * len(parts)
         return out, whose
 
     def _split(self, token: int) -> list[int]:
-        """Returns tokens that spell a control token."""
+        """Returns ordinary tokens for a control token's text."""
         return [
             part.id
             for character in self._contents[token]

@@ -1,8 +1,8 @@
 """Parses JSON of any size without holding the interpreter lock for long: first measured, then parsed in small pieces.
 
 A parser in C holds the interpreter lock until it ends. Here it gets one piece at a time, so the event loop waits for
-milliseconds at most. A text's cost is its number of values and their nesting, and both are checked before anything is
-allocated for them. Pure; large texts belong in a worker thread.
+milliseconds at most. A text's cost depends on its number of values and their nesting. Both are checked before anything
+is allocated for them. Pure; large texts belong in a worker thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from pydantic_core import from_json
 
 DEPTH_MAX = 200
-"""The nesting that the parser accepts in one piece, and so in the whole."""
+"""The deepest nesting that the parser accepts in one piece, and so in the whole text."""
 
 _SCAN_BYTES = 256 * 2**10
 _PIECE_BYTES = 2**20
@@ -45,7 +45,7 @@ class TooDeep(Exception):
 
 @dataclass(frozen=True)
 class Outline:
-    """The structure of a JSON text: its marks, which are brackets, commas and colons outside of strings.
+    """The structure of a JSON text: its marks. A mark is a bracket, comma or colon outside of strings.
 
     Attributes:
         at: `(marks,) int64`: their byte offsets.

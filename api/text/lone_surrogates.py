@@ -1,6 +1,6 @@
-"""Halves of surrogate pairs that stand alone. JSON can write them as escapes, but they are no characters: no encoding
-and no tokenizer takes them, and guarded text has them as its own marks. Pure; large texts belong in a worker
-thread."""
+"""Lone surrogates: halves of surrogate pairs without the other half. JSON can write them as escapes, but they are not
+characters: no encoding and no tokenizer accepts them, and guarded text uses one as its break. Pure; large texts belong
+in a worker thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import codecs
 import re
 from itertools import islice
 
-# Escapes one by one, so that an escaped backslash does not begin one; the group is a half that stands alone.
+# Matches escapes one by one, so that an escaped backslash does not begin one; the group is a lone surrogate.
 _ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
@@ -16,26 +16,26 @@ _ESCAPE_BYTES = re.compile(_ESCAPE.pattern.encode("ascii"), re.DOTALL)
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _LONE = re.compile("[\ud800-\udfff]")
 _ESCAPES_MAX = 1_000_000
-"""So many are looked at for what is wrong with a body."""
+"""How many escapes are checked to explain what is wrong with a body."""
 _REPLACEMENT = "\\ufffd"
 
 
 def with_whole_characters(written: str) -> str:
-    """Returns JSON with the replacement character for every half that stands alone."""
+    """Returns JSON with the replacement character for every lone surrogate."""
     if _HALF.search(written) is None:
         return written
     return _ESCAPE.sub(lambda escape: _REPLACEMENT if escape[1] else escape[0], written)
 
 
 def of_characters(text: str) -> str:
-    """Returns a text with the replacement character for every half that stands alone."""
+    """Returns a text with the replacement character for every lone surrogate."""
     if text.isascii() or _LONE.search(text) is None:
         return text
     return _LONE.sub("\ufffd", text)
 
 
 def not_characters(data: bytes | bytearray) -> str:
-    """Returns in a sentence why JSON that cannot be parsed is not made of characters; "" if it is."""
+    """Returns a sentence that says why JSON that cannot be parsed is not valid Unicode; "" if it is valid."""
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "the body is UTF-16; JSON is sent as UTF-8"
     alone = "which is no character: clients must not cut a character in two"

@@ -40,9 +40,9 @@ class TextModel:
 
     Args:
         wrapper: mlx-lm's `TokenizerWrapper`.
-        sampling: the model's own sampling defaults by field.
-        pictures: the model's image processor, None if it takes no images.
-        script: what the model says instead of what it would, None for nothing.
+        sampling: the sampling defaults of the model's generation config, by field.
+        pictures: the model's image processor, None if it does not support images.
+        script: a script that replaces the model's own answers, None for none.
 
     Attributes:
         tokenizer: encodes and decodes, and knows the control tokens.
@@ -80,7 +80,7 @@ class TextModel:
 
     @cached_property
     def recent(self) -> RecentTexts:
-        """Encodes prompts, of which it remembers those that were encoded lately."""
+        """Encodes prompts, and caches the recent ones."""
         return RecentTexts(self.spelling)
 
     @cached_property
@@ -89,7 +89,7 @@ class TextModel:
         return self.calls.read(self.tokenizer, self.template.render)
 
     def plain(self, tokens: Sequence[int]) -> Sequence[int]:
-        """`tokens` with the model's own in the place of words (see `protocol.media_ids`)."""
+        """Returns `tokens` with the model's own tokens in place of media token ids (see `protocol.media_ids`)."""
         if self.pictures is None or not any(map(is_media_token, tokens)):
             return tokens
         return array("I", [self.pictures.token_of(token) if is_media_token(token) else token for token in tokens])
@@ -112,12 +112,12 @@ def load_text_model(folder: str | Path, *, name: str = "", trusted: bool = False
         try:
             wrapper = _wrapper(read, {"trust_remote_code": trusted} | _template_elsewhere(path))
         except ModelLoadError:
-            # It needs code that nobody trusts.
+            # The tokenizer needs code that is not trusted.
             raise
         except (Exception, SystemExit) as error:
-            # Libraries raise anything, and some end the process.
+            # Libraries may raise anything, and some end the process.
             raise ModelLoadError(f"the tokenizer of {name!r} does not load: {first_sentence(error)}") from error
-    # transformers makes an empty one of a tokenizer_config.json alone.
+    # transformers makes an empty tokenizer if there is only a tokenizer_config.json.
     if len(wrapper.get_vocab().keys() - {entry.content for entry in wrapper.added_tokens_decoder.values()}) < 2:
         raise ModelLoadError(
             f"the tokenizer of {name!r} has no vocabulary: its folder lacks tokenizer.json or the like"
@@ -136,15 +136,15 @@ def _wrapper(path: Path, options: dict[str, Any]) -> Any:
     try:
         return tokenizer_utils.load(path, options, eos_token_ids=ends)
     except StrictDataclassError as error:
-        # The model's settings are not what transformers' own code for it wants. It is not that code which computes, and
-        # a tokenizer has settings of its own.
+        # The model's config does not suit transformers' own code for the model. That code does not compute here, and a
+        # tokenizer has its own settings.
         logger.info("the config of %s is not what transformers wants: %s", path.name, first_sentence(error))
         options = options | {"config": PreTrainedConfig.from_pretrained(path)}
         return tokenizer_utils.load(path, options, eos_token_ids=ends)
 
 
 def _template_elsewhere(path: Path) -> dict[str, str]:
-    """The chat template of the file that older processors have, if the tokenizer's own files have none."""
+    """Returns the chat template in the file of older processors, if the tokenizer's own files have none."""
     try:
         own = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
         if own or (path / "chat_template.jinja").is_file():

@@ -1,4 +1,4 @@
-"""How a model that scores pairs is shown a query and a document.
+"""How a model that scores pairs gets a query and a document.
 
 Either its chat template has places for both, as messages of the roles `query` and `document`; or it is a
 Qwen3-Reranker, whose model card gives the form (Zhang et al., "Qwen3 Embedding", 2025). The score is the difference of
@@ -43,10 +43,10 @@ def pair_form(tokenizer: Tokenizer, template: Template, sentences: SentenceModul
     """Returns how a model scores pairs; None if it does not.
 
     Args:
-        names: what the model is called.
+        names: the model's names.
 
     Raises:
-        InvalidRequest: it does, but is not known to be shown a query and a document.
+        InvalidRequest: it does, but it is not known how it gets a query and a document.
     """
     answers = tuple(token for token in map(tokenizer.token_of, _ANSWERS) if token is not None)
     named = _RERANKER.search(names) is not None
@@ -67,7 +67,8 @@ def pair_form(tokenizer: Tokenizer, template: Template, sentences: SentenceModul
 
 
 def _has_places(template: Template) -> bool:
-    """Whether the chat template shows messages of both roles. Most templates show any role, so it must name them."""
+    """Returns whether the chat template shows messages of both roles. It must name them, because most templates show
+    any role."""
     if not all(role.search(template.source) for role in _ROLES):
         return False
     try:

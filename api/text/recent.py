@@ -1,7 +1,7 @@
-"""The prompts that were encoded lately: one that goes on from another is encoded from there on only.
+"""A cache of recently encoded prompts: if a prompt continues a cached one, only the rest is encoded.
 
-Agents send the whole conversation with every turn. Encoding 30,000 tokens takes 20 ms and more, longer than all else
-that the endpoint does for a turn. The ids are those of encoding the whole text.
+Agents send the whole conversation with every turn. Encoding 30,000 tokens takes 20 ms and more, longer than everything
+else that the endpoint does for a turn. The ids are the same as if the whole text was encoded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .control_tokens import unbroken
 from .spelling import IndexedLine, Spelling, StoredBranch
 
 _LEAST_CHARACTERS = 8192
-"""A shorter text is encoded faster than it is looked up."""
+"""Shorter texts are not looked up, because encoding them is faster."""
 
 _BYTES_MAX = 64 * 2**20
 
@@ -29,15 +29,15 @@ class _Recent:
     @property
     def nbytes(self) -> int:
         line = self.line
-        # Python keeps a character in up to four bytes.
+        # Python stores a character in up to four bytes.
         return len(line.data) + 4 * len(line.text) + 12 * len(line.tokens)
 
 
 class RecentTexts:
-    """Encodes prompts, and remembers the last ones. Thread-safe.
+    """Encodes prompts, and caches the last ones. Thread-safe.
 
     Args:
-        bytes_max: of what is remembered; the least recently used goes first.
+        bytes_max: the size of the cache; the least recently used prompt is evicted first.
     """
 
     def __init__(self, spelling: Spelling, bytes_max: int = _BYTES_MAX) -> None:
@@ -47,8 +47,8 @@ class RecentTexts:
         self._known: list[_Recent] = []
 
     def encode(self, text: str, scope: str, *, special_tokens: bool = False) -> list[int]:
-        """Returns the ids of `text`, which may be guarded, as `Tokenizer.encode` does. How long it takes shows only to
-        the `scope` whether a text began alike.
+        """Returns the ids of `text` as `Tokenizer.encode` does; it may be guarded (have breaks, see `control_tokens`).
+        A prompt is reused only within its `scope`, so that the time reveals nothing to other callers.
 
         Raises:
             InvalidRequest: `text` is not valid Unicode.
@@ -72,7 +72,7 @@ class RecentTexts:
         else:
             line = self._spelling.extended(before.line, found.kept_tokens, unbroken(text), found.tokens)
         line = replace(line, tokens=np.array(found.tokens, np.uint32))
-        # A conversation that went on, or was changed near its end, is not sent as it was again.
+        # The prompt that this one continues, or changes near its end, will not be sent again.
         self._remember(_Recent(scope, line), None if found.match is Match.DIVERGE else before)
         return found.tokens
 

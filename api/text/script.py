@@ -1,7 +1,7 @@
-"""Replies that are told beforehand: a model with a `script.json` beside its weights says what that file says.
+"""Scripted replies: a model with a `script.json` beside its weights answers with the texts in that file.
 
-It is for trying agent programs, and for tests of what carries them: the model runs as any other does, token by token,
-with its KV kept, moved and found again; only what it says is bound to the script by a grammar.
+It is for trying agent programs, and for tests of the system below them. The model runs like any other, token by token,
+with its KV cached, moved and reused; only its answers are constrained to the script by a grammar.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GROUP = re.compile(r"\\(\d)")
 
 @dataclass(frozen=True)
 class ScriptedReply:
-    """What is said: a text, and calls of tools, (name, arguments) each. `otherwise` is whether no rule fits."""
+    """A reply: a text, and tool calls as (name, arguments). `otherwise` is whether no rule fits."""
 
     text: str
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
@@ -31,9 +31,9 @@ class ScriptedReply:
 
 @dataclass(frozen=True)
 class _Rule:
-    """`after` is whose turn is answered, `user` or `tool`; `pattern` is searched in what it says. `calls` are arguments
-    by the name of a tool: the first that the request has is called, or `together` all that it has, with those
-    arguments that it has. `\\1` in a text is the pattern's first group."""
+    """A rule. `after` is the role that is answered, `user` or `tool`; `pattern` is searched in its text. `calls` are
+    arguments by the name of a tool: the first of these tools that the request has is called, or with `together` all of
+    them, with the arguments that the tool has. `\\1` in a text is the pattern's first group."""
 
     after: str
     pattern: re.Pattern[str]
@@ -43,7 +43,7 @@ class _Rule:
 
 
 class Script:
-    """The rules of a script, of which the first that fits is followed, and what is said otherwise."""
+    """A script's rules, of which the first that fits counts, and the reply if none fits."""
 
     def __init__(self, rules: Sequence[_Rule], otherwise: str) -> None:
         self._rules, self._otherwise = rules, otherwise
@@ -77,7 +77,7 @@ class Script:
             raise ModelLoadError(f"{folder / FILE} is no script: {type(error).__name__} {error}") from error
 
     def reply(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> ScriptedReply:
-        """Returns what is said next.
+        """Returns the next reply.
 
         Args:
             messages, tools: as chat templates take them.
@@ -101,7 +101,7 @@ class Script:
 
 
 def _last_turn(messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Returns who spoke since the last answer, and what: the results of tools, or if there are none the user's text."""
+    """Returns the role and text since the last answer: the results of tools, or if there are none, the user's text."""
     turn: list[Mapping[str, Any]] = []
     for message in reversed(messages):
         if message["role"] == "assistant":
@@ -123,7 +123,7 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _filled(value: Any, found: re.Match[str]) -> Any:
-    """Returns a value of JSON with the groups of a match in its texts."""
+    """Returns a JSON value with the groups of a match put into its texts."""
     if isinstance(value, str):
         return _GROUP.sub(lambda group: found[int(group[1])] or "", value)
     if isinstance(value, list):
@@ -134,7 +134,7 @@ def _filled(value: Any, found: re.Match[str]) -> Any:
 
 
 def token_grammar(tokens: Sequence[int]) -> str:
-    """Returns the grammar, in llguidance's Lark, of exactly these tokens."""
+    """Returns the grammar, in llguidance's Lark, that allows exactly these tokens."""
     return f"start: {' '.join(f'<[{token}]>' for token in tokens)}" if tokens else 'start: ""'
 
 

@@ -1,4 +1,4 @@
-"""Which bytes a line's tokens stand for, and which tokens always split a text: the basis of `continuation`.
+"""The bytes of a line's tokens, and the tokens that always split a text: the basis of `continuation`.
 
 Lines are compared with a new text in UTF-8 bytes, not in characters: a token border may lie inside a character, and
 different invalid bytes all become the same character (U+FFFD).
@@ -24,13 +24,13 @@ NO_TEXT = "bytes that are no text"
 
 _Items = TypeVar("_Items", bytes, list[int])
 
-# How SentencePiece writes a space.
+# SentencePiece's form of a space.
 _META_SPACE = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _TOKENS_MAX = 2**32
 _LEADS_TRIED = 16
 _ENDS_TRIED = 8
-# A piece that equals no text: this byte never occurs in UTF-8.
+# A piece that cannot equal any text, because this byte never occurs in UTF-8.
 _NOTHING = b"\xff"
 
 
@@ -39,7 +39,7 @@ class StoredBranch:
     """A conversation as an agent's memory holds it.
 
     Args:
-        text: of `tokens`: the rendered prompt and the answer, special tokens spelled out.
+        text: the text of `tokens`: the rendered prompt and the answer, with special tokens spelled out.
         tokens: the exact ids, sampled ones included.
     """
 
@@ -56,8 +56,8 @@ class IndexedLine(StoredBranch):
         ends: `(aligned tokens + 1,) int64`: the first k tokens end at byte `ends[k]` of `data`. Inside a stretch that
             is only aligned as a whole, it is the end of that stretch.
         added: `(added tokens,) int64`: the indexes of added tokens among the aligned ones.
-        controls: `(n, 2) int64`: the first and the last byte, exclusive, of each added token among the aligned ones.
-        plain: `(n, 2) int64`: the same of each place where other tokens spell a control token.
+        controls: `(n, 2) int64`: the first byte and the end (exclusive) of each added token among the aligned ones.
+        plain: `(n, 2) int64`: the same for each place where ordinary tokens spell a control token's text.
         fault: why the remaining tokens are not aligned; "" if all are.
         fault_at: the byte of `data` where they begin to differ.
     """
@@ -139,7 +139,7 @@ class Spelling:
         return IndexedLine(line.text, line.tokens, data, ends, added, controls, plain, fault, fault_at)
 
     def extended(self, line: IndexedLine, kept: int, text: str, tokens: list[int]) -> IndexedLine:
-        """Returns the line of `text` and `tokens` with offsets, where `line` has the first `kept` tokens."""
+        """Returns the line of `text` and `tokens` with offsets. Its first `kept` tokens are those of `line`."""
         data, at = text.encode(), int(line.ends[kept])
         rest = tokens[kept:]
         pieces = list(map(self._pieces.__getitem__, rest)) if self._concatenates else []
@@ -150,7 +150,7 @@ class Spelling:
         known = line.added[: int(np.searchsorted(line.added, kept))]
         ends, added = np.concatenate((line.ends[: kept + 1], ends)), np.concatenate((known, added))
         controls = np.concatenate((line.controls[: len(known)], self._spans(tokens, ends, added[len(known) :])))
-        # One that spells a mark may have begun before.
+        # Text that spells a marker may have begun before.
         plain = line.plain[line.plain[:, 1] <= at]
         since = max(0, at - max(self._lengths, default=0), int(plain[-1, 1]) if len(plain) else 0)
         plain = np.concatenate((plain, self._spelled_plain(data, controls, since)))
@@ -167,12 +167,12 @@ class Spelling:
         return np.stack((begins, behind), 1)
 
     def _spelled_plain(self, data: bytes, controls: np.ndarray, since: int) -> np.ndarray:
-        """Returns `(n, 2) int64`: the places from byte `since` on that spell a control token and are none."""
+        """Returns `(n, 2) int64`: the places from byte `since` on that spell a control token but are ordinary text."""
         spans = np.array(list(self.tokenizer.controls.spelled(data, since)), np.int64).reshape(-1, 2)
-        # The first added token that ends behind each begins.
+        # For each place, the first added token that ends behind its beginning.
         at = np.searchsorted(controls[:, 1], spans[:, 0], side="right")
         begins = np.append(controls[:, 0], len(data) + 1)[at]
-        # One that begins within has only its end in common with it.
+        # If that token begins within the place, they only overlap at its end.
         return spans[begins > spans[:, 0]]
 
     def sizes(self, tokens: Sequence[int]) -> np.ndarray:
@@ -186,8 +186,8 @@ class Spelling:
         return b"".join(map(self._pieces.__getitem__, tokens))
 
     def word_borders(self, text: str) -> np.ndarray:
-        """Returns `(words,) int64`: the bytes at which the pre-tokenizer's words of a text end, which may be guarded.
-        Byte-level only."""
+        """Returns `(words,) int64`: the bytes at which the pre-tokenizer's words end in a text, which may be guarded
+        (have breaks). Byte-level only."""
         assert self.backend is not None
         if BREAK in text:
             encoding = self.tokenizer.encode_guarded(text)
@@ -206,7 +206,7 @@ class Spelling:
         """Returns the added token that always splits a text at byte `at`, if there is one.
 
         Args:
-            after_space: whether a token may be returned that would also take in white space before `at`.
+            after_space: whether a token may be returned that would also include white space before `at`.
         """
         for length in self._lengths:
             token = self._by_content.get(data[at : at + length])
@@ -264,7 +264,7 @@ class Spelling:
         if not isinstance(model, models.BPE) or model.ignore_merges or model.dropout:
             return False
         splits = _state(self.backend.pre_tokenizer) if self.backend is not None else None
-        # Patterns may look ahead, so that later text moves the end of a word. These only look at spaces.
+        # Other patterns may look ahead, so that later text moves the end of a word. These look ahead only at spaces.
         return splits is None or splits["type"] == "Metaspace" or "String" in splits.get("pattern", ())
 
     def _align(
@@ -338,7 +338,7 @@ class Spelling:
             return None
         stops = [len(data)]
         if place < len(line.tokens):
-            # The text may name the token too, where it stands for itself.
+            # The text may also have the token's own text there.
             stops = list(islice(_ends_of(self.content(line.tokens[place]), data, at), _ENDS_TRIED))
         for stop in stops:
             text = before + data[at:stop].decode("utf-8", "replace")
@@ -347,7 +347,7 @@ class Spelling:
         return None
 
     def _past_spaces(self, line: StoredBranch, place: int, data: bytes, at: int) -> int:
-        """Returns `at`, or the end of the white space that the added token at index `place` takes in."""
+        """Returns `at`, or the end of the white space that the added token at index `place` includes."""
         if place < len(line.tokens) and self._added[line.tokens[place]].rstrip:
             return _behind_spaces(data, at)
         return at
@@ -413,7 +413,7 @@ def _begins_inside(inner: str, outer: str) -> bool:
 
 
 def _ends_of(content: bytes, data: bytes, at: int) -> Iterator[int]:
-    """Returns where `data` has `content` from byte `at` on, by the byte behind it."""
+    """Yields the end of each occurrence of `content` in `data` from byte `at` on."""
     while (at := data.find(content, at)) >= 0:
         at += len(content)
         yield at

@@ -1,5 +1,5 @@
-"""Between text and token ids: a model's tokenizer, with its control tokens. Encoding may take milliseconds to seconds
-and belongs in a worker thread."""
+"""A model's tokenizer, with its control tokens. Encoding may take milliseconds to seconds and belongs in a worker
+thread."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class Tokenizer:
     Args:
         wrapper: mlx-lm's `TokenizerWrapper`.
         name: the model's.
-        markers: the texts around what it thinks, and around its calls.
-        template: its chat templates, "" if they are not known.
-        in_harmony: whether it answers in OpenAI's Harmony format.
+        markers: the texts around the model's reasoning, and around its calls.
+        template: the model's chat templates, "" if they are not known.
+        in_harmony: whether the model answers in OpenAI's Harmony format.
 
     Attributes:
         hidden_tokens: special and end-of-sequence tokens, which never become text.
         call_tokens, think_tokens, harmony_tokens: markers of tool calls and reasoning, and of the Harmony format,
             hidden or not.
-        infill_marks: the tokens of prompts for what comes between two texts; None if there are none.
+        infill_marks: the fill-in-the-middle tokens; None if there are none.
         byte_level: whether a token's bytes do not depend on its neighbours.
         backend: the `tokenizers.Tokenizer`; None if the tokenizer is written in Python.
         added_tokens: the `AddedToken` of each added token's id.
@@ -84,7 +84,7 @@ class Tokenizer:
         if in_harmony:
             self.harmony_tokens = frozenset(vocabulary[marker] for marker in harmony.MARKERS) - self.end_tokens
         elif self.markers.calls:
-            # All that the template writes around calls may be a part of one.
+            # Everything that the template writes around calls may be part of a call's marker.
             written = frozenset(self.encode(self.markers.calls)) & self.hidden_tokens
             self.call_tokens |= written - self.end_tokens - self.think_tokens - frozenset(self.begin_tokens)
 
@@ -97,8 +97,8 @@ class Tokenizer:
         return ControlTokens(self.added_tokens, special, own, self.markers, self._template, normalizer)
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Returns the token ids of `text`, which may be guarded (see `control_tokens`). `special_tokens` adds those
-        that the tokenizer puts around a text.
+        """Returns the token ids of `text`, which may be guarded (have breaks, see `control_tokens`). `special_tokens`
+        adds those that the tokenizer puts around a text.
 
         Raises:
             InvalidRequest: `text` is not valid Unicode.
@@ -116,10 +116,11 @@ class Tokenizer:
         return self.backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
 
     def encode_guarded(self, text: str, *, special_tokens: bool = False) -> GuardedIds:
-        """As `encode`, for a guarded text of valid Unicode, with the words of the tokens."""
+        """As `encode`, for a guarded text that is valid Unicode but for its breaks; also returns the words of the
+        tokens."""
         if self._guarded_encoder is not None:
             return self._guarded_encoder.encode(text, special_tokens=special_tokens)
-        # Of a tokenizer written in Python nothing is known: what is between two breaks is encoded alone.
+        # Nothing is known about a tokenizer written in Python, so the texts between breaks are encoded separately.
         out = GuardedIds()
         begin, end = (self.begin_tokens, self.closing_tokens) if special_tokens else ([], [])
         for ids in (begin, *(self.encode(piece) for piece in text.split(BREAK) if piece), end):
@@ -139,7 +140,8 @@ class Tokenizer:
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]] | None:
-        """The special tokens that the tokenizer puts before and after a text; None if it does something else to it."""
+        """The special tokens that the tokenizer puts before and after a text; None if it changes the text in another
+        way."""
         whole, bare = self.encode("a", special_tokens=True), self.encode("a")
         for at in range(len(whole) - len(bare) + 1):
             if whole[at : at + len(bare)] == bare:
@@ -152,12 +154,12 @@ class Tokenizer:
         return self.around[1] if self.around else []
 
     def token_of(self, word: str) -> int | None:
-        """Returns the token that a word is, None if it has several."""
+        """Returns the token of a word, None if the word has several."""
         tokens = self.encode(word)
         return tokens[0] if len(tokens) == 1 else None
 
     def word_tokens(self, words: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of words, each as it begins a text and as it follows a space."""
+        """Returns the token ids of words, each at the beginning of a text and behind a space."""
         spelled = (self.encode(form) for word in words for form in (word, f" {word.lstrip()}"))
         return [list(tokens) for tokens in dict.fromkeys(map(tuple, spelled)) if tokens]
 
@@ -183,7 +185,7 @@ class Tokenizer:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def written(self, tokens: Sequence[int]) -> list[str]:
-        """Returns how the tokenizer's vocabulary writes each token, "" for those that it does not have."""
+        """Returns each token's text in the tokenizer's vocabulary, "" for tokens that it does not have."""
         return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(list(tokens))]
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
@@ -211,7 +213,7 @@ class Tokenizer:
         piece = self._pieces.get(token)
         if piece is None:
             assert self.backend is not None
-            # Models may pad their vocabulary with ids that the tokenizer does not have; they have no text.
+            # Models may pad their vocabulary with ids that the tokenizer does not have; these have no text.
             written = self.backend.id_to_token(token) or ""
             try:
                 piece = bytes([self._bytes[character] for character in written])
@@ -224,7 +226,7 @@ class Tokenizer:
         """Returns the tokenizer as `tokenizers` writes it.
 
         Raises:
-            InvalidRequest: Python code wraps it, so that others cannot follow it.
+            InvalidRequest: Python code wraps it, so it cannot be described in that form.
         """
         if self.backend is None:
             raise InvalidRequest(

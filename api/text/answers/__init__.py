@@ -1,1 +1,2 @@
-"""How a model writes: characters, reasoning, stops, tool calls, logprobs, grammars that bind it. Computation only."""
+"""A model's answers: characters, reasoning, stops, tool calls, logprobs, and grammars that constrain them. Computation
+only."""

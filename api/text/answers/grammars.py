@@ -1,7 +1,7 @@
-"""Writes the grammars that bound answers, in llguidance's Lark.
+"""Writes the grammars that constrain answers, in llguidance's Lark.
 
-An answer is reasoning, if the model thinks first, and then a form that the caller wants, or tool calls as the model
-writes them, or free text in which calls may begin. Computation only; compiling is `model_files.grammars`.
+An answer is reasoning, if the model thinks first, and then one of: the form that the caller wants, tool calls in the
+model's format, or free text in which calls may begin. Computation only; `model_files.grammars` compiles.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Thought(Enum):
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What an answer's content must be.
+    """The form that an answer's content must have.
 
     Attributes:
-        kind: of `value`: a JSON schema, a regular expression, a list of strings, or a grammar in Lark or GBNF.
+        kind: the kind of `value`: a JSON schema, a regular expression, a list of strings, or a grammar in Lark or GBNF.
         where: its place in the request's body, for errors.
-        strict: whether a schema's keywords that cannot be followed are errors; else they are ignored.
+        strict: whether unsupported keywords of a schema are errors; else they are ignored.
     """
 
     kind: Literal["json", "regex", "choice", "grammar"]
@@ -49,8 +49,8 @@ class AnswerForm:
 
 @dataclass(frozen=True)
 class Writing:
-    """How a model writes what is not text: which tokens are `special` (a grammar names them by number), and how its
-    `calls` look."""
+    """How a model writes what is not text: which tokens are `special` (a grammar names them by number), and the format
+    of its `calls`."""
 
     tokenizer: Tokenizer
     template: Template
@@ -59,11 +59,11 @@ class Writing:
 
 
 def answer_grammar(writing: Writing, thought: Thought, form: AnswerForm | None, calls: ConstrainedCalls | None) -> str:
-    """Returns the grammar of an answer with this form or these calls (with both either will do, unless the calls are
-    forced). It may not compile.
+    """Returns the grammar of an answer with this form or these calls. If both are given, the answer may be either,
+    unless the calls are forced. The grammar may not compile.
 
     Raises:
-        InvalidRequest: how the model writes tool calls is not known, or a form is not written rightly.
+        InvalidRequest: the model's call format is not known, or a form is malformed.
     """
     writer = _Writer(writing)
     bodies: list[str] = []
@@ -82,10 +82,10 @@ def answer_grammar(writing: Writing, thought: Thought, form: AnswerForm | None, 
 
 
 def form_grammar(form: AnswerForm) -> str:
-    """Returns the grammar of one form alone, to find out whether it is to blame for an error.
+    """Returns the grammar of one form alone, to find out whether it causes an error.
 
     Raises:
-        InvalidRequest: it is not written rightly.
+        InvalidRequest: it is malformed.
     """
     if form.kind == "grammar":
         return _lark(form)
@@ -96,25 +96,25 @@ def _form_body(form: AnswerForm) -> str:
     if form.kind == "json":
         return json_body(form.value, strict=form.strict)
     if form.kind == "choice":
-        # One terminal: of a rule with so many alternatives llguidance follows fewer than 2,000.
+        # One terminal, because llguidance supports fewer than 2,000 alternatives in a rule.
         return f"CHOICE\nCHOICE: {' | '.join(quoted(choice) for choice in form.value)}"
     from llguidance import regex_to_lark
 
-    # Python's \d, \w and \s know Unicode, and so do llguidance's.
+    # Python's \d, \w and \s match Unicode, and so do llguidance's.
     return f"/{regex_to_lark(form.value, '')}/"
 
 
 def _lark(form: AnswerForm) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
-    # Its converter from GBNF takes time by the square of the numbers of rules and of empty lines in a sequence.
+    # llguidance's converter from GBNF takes quadratic time in the number of rules, and of successive empty lines.
     if form.value.count("::=") > _GBNF_RULES_MAX:
         raise InvalidRequest(f"{form.where}: GBNF of more than {_GBNF_RULES_MAX} rules", param=form.where)
     lines = "\n".join(line for line in form.value.splitlines() if line.strip())
     try:
         return any_to_lark(lines)
     except Exception as error:
-        # It is llguidance's parser in Python, and raises whatever a grammar brings about.
+        # llguidance's parser in Python may raise anything for a malformed grammar.
         reason = str(error) or type(error).__name__
         raise InvalidRequest(f"{form.where}: neither Lark nor GBNF: {reason[:300]}", param=form.where) from None
 
@@ -127,7 +127,7 @@ class _Writer(GrammarRules):
         self._template = writing.template
 
     def lark(self, thought: Thought, bodies: Sequence[str]) -> str:
-        """Returns the grammar of a thought and one of several bodies."""
+        """Returns the grammar of reasoning followed by one of several bodies."""
         parts = [self._thought(thought), f"( {' | '.join(bodies)} )" if len(bodies) > 1 else bodies[0]]
         rules = [f"start: {' '.join(filter(None, parts))}", *self.rules]
         return "\n".join(rules) + "\n"
@@ -144,7 +144,7 @@ class _Writer(GrammarRules):
         return f"{self.rule('thought', f'{self.written(self._template.think_start)} {inside}')}?"
 
     def form(self, form: AnswerForm, grammars: list[dict[str, str]]) -> str:
-        """Returns a form's symbol. A caller's grammar has rules of its own, so it is added to `grammars`."""
+        """Returns a form's symbol. A caller's grammar has its own rules, so it is added to `grammars`."""
         if form.kind == "grammar":
             grammars.append({"name": "form", "lark_grammar": _lark(form)})
             return "@form"

@@ -5,8 +5,8 @@
     characters -> ReasoningSplitter -> StopMatcher -> CallStage -> pieces
     characters -> HarmonySplitter -> StopMatcher -> pieces
 
-A stage takes text as it arrives and emits pieces. Strings are the answer's content, which the next stage takes; other
-pieces pass through. A stage may hold text back until it knows what it is, but it neither reorders nor loses any: the
+A stage takes text as it arrives and emits pieces. Strings are the answer's content and go to the next stage; other
+pieces pass through. A stage may hold text back until it knows what it is, but it neither reorders nor loses text: the
 strings, `ReasoningDelta` and `Skipped` that it emits concatenate to its input, up to a stop string. So pieces can be
 mapped back to tokens by counting characters.
 """
@@ -21,7 +21,7 @@ from ...tools.answer_pieces import Piece
 
 class Stage(Protocol):
     def add(self, text: str) -> Sequence[Piece]:
-        """Takes more text, never empty, and returns the pieces that are decided. No piece is an empty string."""
+        """Takes more text, never empty, and returns the pieces that are certain. No piece is an empty string."""
         ...
 
     def flush(self) -> Sequence[Piece]:
@@ -30,7 +30,7 @@ class Stage(Protocol):
 
 
 class Pipeline:
-    """A sequence of stages."""
+    """Stages that run one after the other."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages

@@ -22,12 +22,12 @@ class ReasoningSplitter:
     the answer's end. White space before the block is dropped, and so are line breaks just inside the markers and after
     the block, because templates drop them too when they print an earlier answer.
 
-    A call that the block ends with, behind which there is no answer, is content.
+    If the block ends with a call and no answer follows, the call is content.
 
     Args:
         start, end: the markers.
         inside: whether the prompt has opened the block.
-        calls: finds such a call; None if there are none.
+        calls: finds such a call; None if there can be none.
     """
 
     def __init__(self, start: str, end: str, *, inside: bool, calls: ThoughtCalls | None = None) -> None:
@@ -95,7 +95,7 @@ class ReasoningSplitter:
             self._skip_to(at - thought + len(self._end), out)
 
     def _holds_call(self, out: list[Piece]) -> bool:
-        """Whether the block so far ends with what may be a call."""
+        """Returns whether the block so far ends with a possible call."""
         if self._calls is None:
             return False
         while (at := self._calls.find(self._buffer, self._searched)) >= 0:
@@ -107,7 +107,7 @@ class ReasoningSplitter:
         return False
 
     def _split(self, at: int) -> tuple[str, str]:
-        """Returns what is from `at` on to the end of the block, and what is behind that."""
+        """Returns the text from `at` to the end of the block, and the text behind that."""
         end = self._buffer.find(self._end)
         if end < 0:
             return self._buffer[at:], ""

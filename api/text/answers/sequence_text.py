@@ -37,22 +37,22 @@ TextEvent = TextDelta | ReasoningDelta | CallBegun | CallArguments | ToolCall
 class SequenceText:
     """One sequence's text, which turns its tokens into events. No events follow once it is `stopped`.
 
-    An answer that a stop string or token ends within a call is without that call: its events would have to be taken
-    back. So where there are such, a call's events come when it is whole. One that a limit cuts has as much of its
-    arguments as there is.
+    If a stop string or token ends an answer within a call, the call is not part of the answer, and events that were
+    sent for it could not be taken back. So if the request has stop strings or tokens, a call's events come only when it
+    is complete. A call that is cut by a limit has its arguments so far.
 
     Args:
         reasoning, stops, calls: the stages of the text's pipeline; None and () for none.
-        harmony: does the work of `reasoning`, for models of that format; `calls` has it in it then, if there are any.
+        harmony: replaces `reasoning` for models of that format; if `calls` is given, it contains this stage.
         stop_tokens: tokens that end the sequence without being text, besides the model's own end tokens.
         keeps_stop: whether the stop string or token that ends the sequence stays in its text.
-        special_tokens: whether special tokens become text, other than the end tokens.
+        special_tokens: whether special tokens except end tokens become text.
         logprobs: whether events carry logprobs; `add` needs them then.
         prelude: text that comes before that of the tokens, such as the prompt's.
 
     Attributes:
         follows_tokens: whether events carry `logprobs`.
-        tokens, reasoning_tokens: how many there were.
+        tokens, reasoning_tokens: how many there were so far.
         called: whether there were calls, and the answer did not end within one.
     """
 
@@ -96,13 +96,13 @@ class SequenceText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found, or there were as many calls as may be."""
+        """Whether a stop string was found, or the limit on calls was reached."""
         found = self._stops is not None and self._stops.matched
         return found or any(stage is not None and stage.full for stage in (self._splitter, self._harmony))
 
     @property
     def called_enough(self) -> bool:
-        """Whether whole calls ended the answer."""
+        """Whether complete calls ended the answer."""
         return self._splitter is not None and self._splitter.limited
 
     @property
@@ -111,7 +111,7 @@ class SequenceText:
         return None if self._stops is None else self._stops.found
 
     def add(self, tokens: list[int], logprobs: list[TokenLogprobs] | None = None) -> list[TextEvent]:
-        """Returns the events of further tokens.
+        """Takes further tokens, and returns their events.
 
         Raises:
             GenerationFailed: logprobs are missing.
@@ -136,7 +136,7 @@ class SequenceText:
         return [*self._begin(), *self._events(pieces)]
 
     def _begin(self) -> list[TextEvent]:
-        """Returns the prelude, once."""
+        """Returns the event of the prelude at the first call."""
         said, self._prelude = self._prelude, ""
         return [TextDelta(said, None if self._ledger is None else [])] if said else []
 

@@ -10,9 +10,9 @@ from ...tools.answer_pieces import longest_held
 class StopMatcher:
     """Cuts text that arrives in pieces at the first stop string; a stage of a `Pipeline`.
 
-    The match that ends first wins, and of those that end together the longest. So the result does not depend on the
-    pieces. Text that may be the beginning of a stop string is held back. After a match, `matched` is true, `found` the
-    stop string, and no more text comes out.
+    The match that ends first wins; if several end at the same place, the longest one. So the result does not depend on
+    the pieces. Text that may be the beginning of a stop string is held back. After a match, `matched` is true, `found`
+    the stop string, and no more text comes out.
 
     Args:
         keeps: whether the stop string that is found stays in the text.
@@ -26,7 +26,7 @@ class StopMatcher:
         self.found: str | None = None
 
     def add(self, text: str) -> list[str]:
-        """Returns the text that can go out."""
+        """Returns the text that cannot be part of a stop string any more."""
         if self.matched:
             return []
         buffer = self._held + text

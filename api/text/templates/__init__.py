@@ -1,1 +1,1 @@
-"""Chat templates: what they write, what they forget, and what they have no place for. Computation only."""
+"""Chat templates: what they write, what they drop, and what they have no place for. Computation only."""

@@ -1,4 +1,4 @@
-"""A model's chat template as its author wrote it: the text that it makes of a conversation, or why it makes none."""
+"""A model's chat template as its author wrote it: renders a conversation, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class BareTemplate:
     Args:
         wrapper: mlx-lm's `TokenizerWrapper`.
         name: the model's.
-        writes: writes calls of earlier turns, if the template leaves them out.
+        writes: the format in which calls of earlier turns are written, if the template leaves them out.
 
     Attributes:
-        think_start, think_end: the marks of reasoning; "" if the model has none.
+        think_start, think_end: the markers of reasoning; "" if the model has none.
         turn_ends: the texts of the tokens that end an answer.
         is_harmony: whether the model answers in OpenAI's Harmony format.
-        writes: the format that writes the calls of earlier turns for the template; None if it takes them as they are.
+        writes: the format that writes the calls of earlier turns for the template; None if the template writes them.
     """
 
     def __init__(self, wrapper: Any, name: str = "", writes: CallFormat | None = None) -> None:
@@ -63,7 +63,7 @@ class BareTemplate:
         try:
             return self._tokenizer.get_chat_template(tools=tools or None)
         except ValueError:
-            # It has several, and none for conversations like this one.
+            # There are several templates, but none for conversations like this one.
             return ""
 
     @property
@@ -80,7 +80,7 @@ class BareTemplate:
         generation_prompt: bool = True,
         at: datetime | None = None,
     ) -> str:
-        """As `Template.render`, for what the template itself has a place for."""
+        """As `Template.render`, but only with what the template itself has a place for."""
         if not self._wrapper.has_chat_template:
             raise InvalidRequest(f"the model {self.name!r} has no chat template; use /v1/completions", param="model")
         if self.writes is not None:
@@ -100,24 +100,24 @@ class BareTemplate:
             reason = str(error) or type(error).__name__
             raise InvalidRequest(f"the model's chat template refused: {unbroken(reason)}", param="messages") from error
         if ESCAPED_BREAK in rendered and ("ensure_ascii" in self.sources or not self.sources.strip()):
-            # It may have written breaks as JSON in ASCII does. Where Python code renders it, nobody knows.
+            # The template may have written breaks as ASCII JSON escapes; if Python code renders it, that is not known.
             return re.sub(r"(?<!\\)((?:\\\\)*)\\udbff", rf"\1{BREAK}", rendered)
         return rendered
 
     def _applied(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, extra: Any) -> str:
-        """Raises whatever a template does: it is a program of the model's author."""
+        """Renders the conversation. May raise anything, because a template is a program of the model's author."""
         apply = self._wrapper.apply_chat_template
         try:
             return apply(messages, tools=tools or None, tokenize=False, **extra)
         except Exception as error:
             if "'functions' is undefined" in str(error):
-                # The name of the tools in old templates, which take them as text.
+                # Old templates call the tools `functions`, and take them as text.
                 listed = json.dumps([tool["function"] for tool in tools or ()], ensure_ascii=False)
                 old = {"functions": listed, "datetime": f"{datetime.now():%b %d %Y}"}
                 return apply(messages, tools=tools or None, tokenize=False, **old, **extra)
             if tools:
                 raise
-            # Some templates go through the tools without asking whether there are any.
+            # Some templates iterate over the tools without checking whether there are any.
             return apply(messages, tools=[], tokenize=False, **extra)
 
 

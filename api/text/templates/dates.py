@@ -1,7 +1,7 @@
-"""The date that a chat template shows, which can be another day's than today.
+"""The date that a chat template shows, which can be set to another day than today.
 
-transformers lets templates call `strftime_now(format)` for the present time, and passes no functions of a caller's to
-them. So a macro of that name is put before the template: it looks up what each of the template's formats gives.
+transformers lets templates call `strftime_now(format)` for the present time, and does not pass a caller's functions to
+them. So a macro of that name is put before the template: it looks up the text for each of the template's formats.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DatedTemplate:
     formats: tuple[str, ...]
 
     def variables(self, at: datetime) -> dict[str, dict[str, str]]:
-        """Returns what `text` must be rendered with, beside its own variables, to show the date of `at`."""
+        """Returns the additional variables with which `text` shows the date of `at`."""
         return {"satchel_dates": {format: at.strftime(format) for format in self.formats}}
 
 
@@ -37,7 +37,7 @@ def shows_date(template: str) -> bool:
 
 @lru_cache(maxsize=64)
 def dated(template: str) -> DatedTemplate | None:
-    """Returns the template so that its date can be chosen; None if it shows none, or in formats that it computes."""
+    """Returns the template with a date that can be chosen; None if it shows no date, or computes its formats."""
     formats = [first or second for first, second in _FORMATS.findall(template)]
     if not formats or len(formats) < len(_CALLS.findall(template)):
         return None

@@ -1,7 +1,9 @@
-"""What a chat template forgets of a conversation, found by rendering a short one: milliseconds, at a model's load.
+"""What a chat template drops or changes in a growing conversation, found by rendering a short one. Takes milliseconds
+when a model is loaded.
 
-An agent's KV is found again as far as its next prompt begins as the last one did. A template may render the same
-messages in another way once others follow: without reasoning, with the system's message elsewhere, with a new date.
+An agent's KV is reused as far as its next prompt begins with the same tokens as the last one. But a template may render
+the same messages in another way once others follow: without reasoning, with the system message elsewhere, with a new
+date.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ Messages = list[dict[str, Any]]
 
 _DAY = datetime(2024, 3, 8, 9, 30)
 
-# Words that no template has.
+# Texts that no template contains.
 _SYSTEM, _ASKED, _THOUGHT, _RESULT, _SAID = "Salmagundi.", "Quixotry?", "Zyzzyva.", "Lagniappe.", "Brouhaha."
 _ASKED_NEXT, _ASKED_LAST = "Vellichor?", "Sonder?"
 
@@ -41,23 +43,23 @@ _SWITCHES: dict[str, bool] = {
     "preserve_thinking": True,
     "truncate_history_thinking": False,
 }
-"""Variables with which published templates keep the reasoning of earlier turns."""
+"""Variables with which published templates show the reasoning of earlier turns."""
 
 
 @dataclass(frozen=True)
 class TemplateHabits:
-    """What a template forgets.
+    """What a template drops or changes in a growing conversation.
 
     Attributes:
-        drops_thinking: reasoning of the turns before the last user message.
-        drops_steps: reasoning even of the steps of one turn, between its calls of tools.
+        drops_thinking: it drops the reasoning of turns before the last user message.
+        drops_steps: it drops even the reasoning of the steps of one turn, between its tool calls.
         moves: what it shows only before the last user message: `system message`, `tools`.
         rewrites: it changes a user message in another way once the next one follows.
-        unstable: it changes what was said from the beginning on with every turn.
+        unstable: it changes the conversation from its beginning with every turn.
         dated: it shows the date.
-        passing_end: the end of a prompt that later prompts do not have there, as `<think>`: what the template adds for
-            the next answer alone.
-        switch: variables of the template, as JSON, with which it drops no thinking; "" if none is known.
+        passing_end: the end of a prompt that the template adds only for the next answer, such as `<think>`; later
+            prompts do not have it there.
+        switch: variables of the template, as JSON, with which it does not drop reasoning; "" if none is known.
     """
 
     drops_thinking: bool = False
@@ -71,7 +73,7 @@ class TemplateHabits:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about what is read again and why; none for a template that forgets nothing."""
+        """Sentences that say what is prefilled again and why; none for a template that drops nothing."""
         notes: list[str] = []
         if self.unstable:
             notes.append("the template changes what was said before: each turn reads the conversation again")
@@ -98,35 +100,35 @@ class TemplateHabits:
 def habits_of(
     render: Callable[..., str], template: str, template_kwargs: Mapping[str, Any], *, thinks: bool
 ) -> TemplateHabits:
-    """Returns what a template forgets with these variables, as far as it renders the trial's conversations.
+    """Returns what a template drops with these variables, as far as it renders the sample conversation.
 
     Args:
         render: as `Template.render`.
-        template: itself.
-        thinks: whether the model has marks of reasoning.
+        template: its source.
+        thinks: whether the model has markers of reasoning.
 
     Raises:
         Exception: whatever a template does.
     """
     dated = shows_date(template)
-    habits = _SelfTest(render, template_kwargs).habits(thinks=thinks, dated=dated)
+    habits = _SampleConversation(render, template_kwargs).habits(thinks=thinks, dated=dated)
     if habits.drops_thinking:
         for name, value in _SWITCHES.items():
             if name in template and name not in template_kwargs:
-                kept = _SelfTest(render, {**template_kwargs, name: value}).habits(thinks=thinks, dated=dated)
+                kept = _SampleConversation(render, {**template_kwargs, name: value}).habits(thinks=thinks, dated=dated)
                 if not kept.drops_thinking:
                     return replace(habits, switch=json.dumps({name: value}))
     return habits
 
 
-class _SelfTest:
-    """A short conversation, rendered as its turns come."""
+class _SampleConversation:
+    """A short conversation that is rendered after each of its turns."""
 
     def __init__(self, render: Callable[..., str], template_kwargs: Mapping[str, Any]) -> None:
         self._template, self._kwargs = render, template_kwargs
         system: Messages = [{"role": "system", "content": _SYSTEM}]
         user = {"role": "user", "content": _ASKED}
-        # Some templates know no messages of the system.
+        # Some templates do not support system messages.
         self._opening = [*system, user] if self._render([*system, user]) else [user]
         self._answer = {"role": "assistant", "content": _SAID, "reasoning_content": _THOUGHT}
         self._next = {"role": "user", "content": _ASKED_NEXT}
@@ -139,7 +141,7 @@ class _SelfTest:
         third = self._render([*self._opening, self._answer, self._next, self._answer, last])
         answered = self._render([*self._opening, self._answer], generation_prompt=False)
         thinks = thinks or _THOUGHT in answered or _THOUGHT in second
-        # The first turn again before the second one: not even what lies behind a turn stays.
+        # Compares the first turn in later prompts: if it changes, nothing behind it can be reused either.
         unstable = bool(third) and _common(second, third) < _end_of(second, _ASKED)
         step, after = self._with_tools()
         thinks = thinks or (bool(step) and _THOUGHT in step[1])

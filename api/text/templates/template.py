@@ -1,4 +1,4 @@
-"""A model's chat template as it is used here: what it has no place for is said in words."""
+"""A model's chat template as it is used here: what it has no place for is written as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .habits import TemplateHabits, habits_of
 logger = logging.getLogger(__name__)
 
 _HABITS_MAX = 64
-"""Sets of variables for which a template's habits are remembered."""
+"""For how many sets of variables a template's habits are cached."""
 
 
 class Template:
@@ -42,7 +42,8 @@ class Template:
         generation_prompt: bool = True,
         at: datetime | None = None,
     ) -> str:
-        """Returns the prompt text of a conversation, guarded as far as what is given is (see `control_tokens`).
+        """Returns the prompt text of a conversation. It has the breaks that the given texts have (see
+        `control_tokens`).
 
         Args:
             template_kwargs: variables for the template, such as `enable_thinking`.
@@ -60,8 +61,8 @@ class Template:
         return self.bare.render(messages, tools, template_kwargs, generation_prompt=generation_prompt, at=at)
 
     def habits(self, template_kwargs: Mapping[str, Any] | None = None) -> TemplateHabits:
-        """Returns what the chat template forgets of a conversation, which takes milliseconds at the first call with
-        these variables. Never raises."""
+        """Returns what the chat template drops in a growing conversation. The first call with these variables takes
+        milliseconds. Never raises."""
         variables = template_kwargs or {}
         key = json.dumps(variables, sort_keys=True, default=str)
         if (known := self._habits.get(key)) is None:
@@ -70,7 +71,7 @@ class Template:
             try:
                 known = habits_of(self.render, self.source, variables, thinks=self.has_thinking)
             except Exception:
-                # A template is a foreign program, and no reason not to serve the model.
+                # A template is a foreign program; its failure is no reason not to serve the model.
                 logger.warning("the chat template of %r could not be tried", self.bare.name, exc_info=True)
                 known = TemplateHabits()
             self._habits[key] = known
@@ -84,7 +85,8 @@ class Template:
         return at >= 0 and not prompt[at + len(self.think_start) :].strip()
 
     def may_think(self, prompt: str) -> bool:
-        """Returns whether an answer to `prompt` may begin with reasoning: it does not end with a closed block."""
+        """Returns whether an answer to `prompt` may begin with reasoning, because `prompt` does not end with a closed
+        block."""
         return self.is_harmony or (self.has_thinking and not prompt.rstrip().endswith(self.think_end))
 
     def prefilled(self, prompt: str, beginning: str) -> str:

@@ -1,7 +1,7 @@
-"""The variable by which a chat template switches thinking, which is another one in each family.
+"""The variable with which a chat template switches thinking; each model family has its own.
 
-Callers say `enable_thinking`, or the name that they know from another model. What the template knows is set too, so
-that a switch reaches it under any of these names.
+Callers send `enable_thinking`, or a name that they know from another model. The template's own variable is set too, so
+that the switch works under any of these names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 _SWITCHES = ("enable_thinking", "thinking", "enable_reasoning", "reasoning", "think", "thinking_enabled")
 _EFFORT = "reasoning_effort"
 _MODES = {"thinking_mode": ("enabled", "disabled")}
-"""Variables that are words, with those for on and off."""
+"""Variables whose values are words, with the words for on and off."""
 
 
 def with_thinking(template: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def with_thinking(template: str, given: Mapping[str, Any]) -> dict[str, Any]:
             if name in variables and name not in given and _quotes(template, word := on if said else off):
                 more[name] = word
         if not more and not said and _EFFORT in variables and _quotes(template, "none"):
-            # Its effort is its switch.
+            # This template's effort is its switch.
             more[_EFFORT] = "none"
     return {**given, **more}
 
@@ -43,10 +43,10 @@ def _quotes(template: str, word: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _variables(template: str) -> frozenset[str]:
-    """Returns the variables that a template reads and does not set; none if it is no template."""
+    """Returns the variables that a template reads and does not set; none if it is not a template."""
     from jinja2 import Environment, TemplateError, meta
 
-    # transformers' own mark of what the assistant says, and loops that end early.
+    # Removes transformers' own tags around assistants' texts, and allows loops that end early.
     bare = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     bare = bare.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])

@@ -46,7 +46,7 @@ class Parsing:
         start, end: the markers around a call; without an `end` the call lasts until the answer ends.
         parser: parses the whole text between the markers; None without one, or if the format has its own stage.
         reader: makes a reader that reads a call while it is written; None if calls are read as a whole.
-        bare: begins a call that has no marker; "" if calls have one.
+        bare: the beginning of calls that have no marker; "" if calls have one.
     """
 
     start: str = ""
