@@ -64,7 +64,7 @@ def backend(folders: dict[str, Path], text: TextModel) -> FakeBackend:
 
 @pytest.fixture(params=["added", "special"])
 def thinker(request: pytest.FixtureRequest, backend: FakeBackend, thinking_folders: dict[str, Path]) -> FakeBackend:
-    """The backend with a default model that knows reasoning, its markers plain or special tokens."""
+    """The backend with a default model with reasoning, whose markers are plain text or special tokens."""
     folder = thinking_folders[request.param]
     backend.text = load_text_model(folder)
     backend.served[0] = served_model(folder=folder, context_tokens=CONTEXT_TOKENS)

@@ -1,4 +1,4 @@
-"""Turns that are appended to the stored transcript: one after the other, each on top of the ones before."""
+"""Turns that are appended to the stored transcript run one after the other, and each continues the one before."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_turns_that_continue_run_one_after_the_other(endpoint, backend):
     answers = await asyncio.gather(*(endpoint.go_on(f"number {index}") for index in range(5)))
     assert answers == ["Hello there"] * 5
     transcript = await endpoint.transcript()
-    # In whatever order they came.
+    # In any order.
     assert sorted(message["content"] for message in transcript[::2]) == [f"number {index}" for index in range(5)]
     lengths = [len(request["prompt"]) for request in backend.requests]
     assert lengths == sorted(lengths), "each has read the ones before"

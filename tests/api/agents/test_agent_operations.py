@@ -1,4 +1,4 @@
-"""What can be done with an agent's memory: put in, copied, released, erased, listed; and with the replicas' cache."""
+"""Operations on an agent's memory (inject, fork, release, forget, list) and on the replicas' cache."""
 
 from __future__ import annotations
 

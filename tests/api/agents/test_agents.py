@@ -1,4 +1,4 @@
-"""An agent's turns: the ids of what it remembers are sent again, and no turn takes another one's place."""
+"""An agent's turns: the stored token ids are sent again, and no turn overwrites another one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ async def endpoint(backend, config) -> AsyncIterator[Remembering]:
 
 
 async def test_the_next_turn_sends_the_ids_that_were_drawn(endpoint, backend):
-    """The trap: tokenized anew, the same text gives other ids, and everything behind would be computed again."""
+    """If the same text was tokenized again, it would give other ids, and everything behind them would be computed
+    again."""
     drawn = endpoint.draw("the quick brown fox")
     await endpoint.say("Hi")
     first = endpoint.prompt
@@ -149,7 +150,7 @@ async def test_tool_calls_are_remembered_and_continued(endpoint, backend):
 
 
 async def test_a_template_that_leaves_reasoning_out_still_continues_the_conversation(thinker, config):
-    """The text of the history differs from what was drawn, and it is the same conversation all the same."""
+    """The text of the history differs from the sampled tokens, but it is the same conversation."""
     endpoint = Remembering(thinker, config)
     encode = thinker.text.tokenizer.encode
     drawn = encode("<think>\nhm\n</think>\n\nyes") + encode("<|im_end|>")

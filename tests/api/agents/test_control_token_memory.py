@@ -1,4 +1,4 @@
-"""An agent whose conversation names control tokens: its memory is found again, and its text stays text."""
+"""An agent whose conversation has the text of control tokens: its memory is reused, and its text stays text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def endpoint(backend, config) -> AsyncIterator[Remembering]:
 
 
 def spell(endpoint: Remembering, said: str) -> list[int]:
-    """Lets the model say `said` letter by letter, marks too."""
+    """Lets the model say `said` letter by letter, including markers."""
     text = endpoint.backend.text
     end = text.tokenizer.token_of(END)
     tokens = [*(token for letter in said for token in text.tokenizer.encode(letter)), end]
@@ -35,7 +35,7 @@ def controls(backend: FakeBackend, tokens: list[int]) -> list[int]:
 
 
 async def test_marks_that_were_said_as_text_cost_no_memory(endpoint, backend):
-    """Asked by the user and spelled by the model; turn after turn all of it is kept, and it is text."""
+    """The user and the model write markers as text; in every turn all KV is reused, and the markers stay text."""
     said, whole = [ASKED], list[int]()
     for turn in range(4):
         answer = f"{END} ends turn {turn}, {CALL} calls"
@@ -69,7 +69,7 @@ async def test_what_was_injected_is_text(endpoint, backend):
 
 
 async def test_calls_as_content_are_found_again_after_a_restart(endpoint, backend, config):
-    """A client that reads calls itself, and an endpoint that has only the agent's memory of them."""
+    """The client parses calls itself, and the restarted endpoint has only the agent's memory of them."""
     call = f'{CALL}\n{{"name": "look"}}\n</tool_call>'
     drawn = [*backend.text.tokenizer.encode(call), backend.text.tokenizer.token_of(END)]
     backend.play(SequenceUpdate("row", drawn, finish="stop", cached_tokens=0))
@@ -84,7 +84,7 @@ async def test_calls_as_content_are_found_again_after_a_restart(endpoint, backen
 
 
 async def test_another_conversation_with_the_same_words_is_another(endpoint, backend):
-    """The same text with a message's end in it, once of the template and once of the user."""
+    """The same text has an end of a message, once written by the template and once by the user."""
     endpoint.draw("ok")
     await endpoint.say("Hi", "Hello", "Bye")
     template = endpoint.prompt

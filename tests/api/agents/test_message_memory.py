@@ -1,4 +1,5 @@
-"""A coding agent's session on a real engine: every turn repeats all that was said, and only its new words are read."""
+"""A coding agent's session on a real engine: every turn sends the whole conversation, and only new tokens are
+prefilled."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RULES = "Say what you know. " * 60
 
 
 class Session:
-    """One session of a program that writes as Claude Code does."""
+    """One session of a program that sends requests as Claude Code does."""
 
     def __init__(self, messages: Messages, id: str) -> None:
         self.messages = messages
@@ -30,7 +31,7 @@ class Session:
         self.thread: list[dict[str, Any]] = []
 
     def fields(self) -> dict[str, Any]:
-        """Everything anew, with the hints at the ends."""
+        """The whole conversation, with cache hints at its ends."""
         billing = f"x-anthropic-billing-header: cc_version=2.1.{self.id}; cc_entrypoint=cli; cch=0{self.id};"
         *before, last = self.thread
         blocks = last["content"] if isinstance(last["content"], list) else [{"type": "text", "text": last["content"]}]
@@ -102,7 +103,7 @@ async def test_a_session_reads_only_what_is_new(messages: Messages):
     second = await session.ask("What is the code of ada?", stream=True)
     assert share(second) > 0.9
     assert "1815" in second["content"][0]["text"]
-    # A tool loop: what was called, and what came of it.
+    # A tool loop: calls and their results.
     session.thread.append({"role": "user", "content": "Read the note."})
     call = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": {"path": "note.txt"}}
     session.thread.append({"role": "assistant", "content": [call]})
@@ -134,7 +135,7 @@ async def test_a_subagents_program_and_parent_are_known_and_stay_in_copies(messa
         ("claude-code:1:a1", "claude-code", "claude-code:1", branch),
         ("copy", "claude-code", "claude-code:1", branch),
     ]
-    # Another line of the parent does not change on which it was.
+    # If the parent continues on another branch, `parent_branch` does not change.
     other = {**body, "messages": [{"role": "user", "content": "Another matter"}]}
     for headers in ({}, {"X-Claude-Code-Agent-Id": "a1"}):
         headers = {"X-Claude-Code-Session-Id": "1", **headers}
@@ -153,7 +154,7 @@ async def test_counting_agrees_with_the_usage(messages: Messages):
 
 
 async def test_a_session_with_pictures_that_the_model_cannot_see_reads_only_what_is_new(messages: Messages):
-    """One that a tool showed, and one of the user's that was refused and is sent again with the next words."""
+    """One picture comes from a tool; one is the user's, was refused, and is sent again with the user's next text."""
     session = Session(messages, "9")
     await session.ask("Remember: the code of ada is 1815.")
     use = {"type": "tool_use", "id": "t1", "name": "read", "input": {"path": "/tmp/a.png"}}

@@ -1,5 +1,5 @@
-"""Codex's sessions and chains of responses on a real engine: every turn reads only what is new, and a chain outlives
-the process that kept it."""
+"""Codex's sessions and chains of responses on a real engine: every turn prefills only new tokens, and a chain outlives
+the process that stored it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Engine:
         self.backend = EngineBackend(self.config, self.store)
 
     def endpoint(self) -> Responses:
-        """A new one, which knows nothing but what the stores keep."""
+        """Returns a new endpoint, which knows only what the stores have."""
         generator = Generator(self.backend, self.config, memory=AgentMemory(self.store.asked))
         transport = httpx.ASGITransport(create_app(self.backend, self.config, generator=generator))
         return Responses(httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120))
@@ -60,7 +60,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
 
 
 class Codex:
-    """A session of a program that writes as Codex does: nothing is stored, and every request repeats all items."""
+    """A session of a program that sends requests as Codex does: nothing is stored, and every request has all items."""
 
     def __init__(self, asking: Responses, thread: str) -> None:
         self.asking = asking

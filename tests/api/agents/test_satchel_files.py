@@ -1,4 +1,4 @@
-"""A satchel's file is written whole or not at all, also where files have one name only, and replaces nothing."""
+"""A satchel's file is written as a whole or not at all, even without hard links, and replaces no file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from satchel.cluster.errors import InvalidRequest, SatchelError
 
 @pytest.fixture(params=[None, errno.EPERM, errno.ENOTSUP])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """On a file system with hard links, and on ones that answer otherwise."""
+    """A folder on a file system with hard links, and on ones that refuse them with different errors."""
 
     def refuse(*names: object) -> None:
         raise OSError(request.param, os.strerror(request.param))

@@ -1,5 +1,5 @@
-"""What an agent's memory keeps of how messages were shown: calls as the model wrote them, the schema of an answer. So
-the next prompt begins as the last one and its answer did, though the client sends neither."""
+"""An agent's memory keeps how messages were shown to the model: calls as the model wrote them, the schema of an answer.
+So the next prompt begins with the last prompt and answer, though the client sends neither in that form."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_call_that_is_sent_back_is_found_as_the_model_wrote_it(endpoint:
     before = [*endpoint.prompt, *endpoint.draw("Take a coat.")]
     await endpoint.post({"messages": more, "tools": [TOOL]})
     assert endpoint.prompt[: len(before)] == before
-    # The transcript has the call as a call all the same.
+    # The transcript still has the call as a call.
     transcript = await endpoint.transcript()
     assert json.loads(transcript[1]["tool_calls"][0]["function"]["arguments"]) == {"city": "Köln"}
 

@@ -1,4 +1,5 @@
-"""Agents whose model's template shows a date or drops thinking: what of their prompts stays the same is known."""
+"""Agents whose model's template shows a date or drops reasoning: the endpoint knows which part of a prompt stays the
+same."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def day(after: int) -> str:
 async def test_a_conversation_keeps_the_date_of_its_first_turn_for_days(
     endpoint: Remembering, backend, monkeypatch: pytest.MonkeyPatch, kept: int, shown: list[int]
 ):
-    """So a new day does not change what comes after the date. Other conversations of the agent show the day's own."""
+    """So a new day does not change the tokens after the date. Other conversations of the agent show the present
+    date."""
     endpoint.generator.config = replace(endpoint.generator.config, date_days=kept)
     said: list[str] = ["Hi"]
     for turn, after in enumerate((0, 1, 8, 15)):
@@ -59,7 +61,8 @@ async def test_a_conversation_keeps_the_date_of_its_first_turn_for_days(
 
 @pytest.mark.parametrize("endpoint", ["drops thinking"], indirect=True)
 async def test_the_replica_is_told_where_later_prompts_go_on(endpoint: Remembering, backend):
-    """Of agents, and that it is worth the disk where a user speaks, not a tool."""
+    """Only for agents. It says too whether the state is worth writing to disk: after a user message, not after a
+    tool's."""
     tokenizer = backend.text.tokenizer
     call = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     steps = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -86,7 +89,8 @@ async def test_models_are_listed_with_what_their_templates_forget(endpoint: Reme
 
 @pytest.mark.parametrize("endpoint", ["keeps thinking if asked"], indirect=True)
 async def test_a_model_may_have_variables_of_its_own_for_its_template(endpoint: Remembering, backend):
-    """They are for programs that send none, and a request may say otherwise. The note names the one that helps."""
+    """They are defaults for programs that send none; a request may override them. The model's note names the one that
+    helps."""
     told = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "ok", "reasoning_content": "Hm."}]
     body = {"messages": [*told, {"role": "user", "content": "And now?"}]}
 
@@ -107,7 +111,7 @@ async def test_a_model_may_have_variables_of_its_own_for_its_template(endpoint: 
 
 
 async def test_after_thinking_is_dropped_recurrent_layers_go_on_where_the_answer_began(tmp_path: Path):
-    """Through the whole server, with a real engine: only what follows the user's message is read again."""
+    """Through the whole server, with a real engine: only the tokens after the user's message are prefilled again."""
     folder = write_model(tmp_path / "hybrid", "qwen3_next")
     (folder / "chat_template.jinja").write_text(TEMPLATES["drops thinking"][0])
     config = parse_config({"models": [{"name": "hybrid", "source": str(folder)}]})

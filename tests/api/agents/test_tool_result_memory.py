@@ -1,5 +1,5 @@
-"""An agent's memory has results of tools in the order of their calls, so that it is found again whatever order they
-come in; and an answer that was begun by the caller is one message of it."""
+"""An agent's memory has tool results in the order of their calls, so that it is reused whatever order they come in. An
+answer that the caller began is one message in it."""
 
 from __future__ import annotations
 

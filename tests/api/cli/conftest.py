@@ -44,7 +44,7 @@ class Served:
         return result.output
 
     async def refuses(self, *arguments: str) -> str:
-        """The sentence that `main` would print."""
+        """Returns the sentence that `main` would print."""
         result = await self.run(*arguments)
         assert result.exit_code == 1 and isinstance(result.exception, SatchelError), result.output
         assert result.output == ""

@@ -1,4 +1,4 @@
-"""`satchel agents`, `satchel explain` and `satchel status` at a real server: what is asked is done, and said."""
+"""`satchel agents`, `satchel explain` and `satchel status` with a real server: what they do and print."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_models_are_listed_with_what_their_templates_forget(served: Served
 
 
 async def test_models_and_doctor_say_how_kv_is_kept_and_why(served: Served, backend) -> None:
-    """Of a model that does not say it, as one that was loaded by an earlier version, nothing is said."""
+    """If a model's entry has no KV policy, as one that an earlier version loaded, nothing is printed for it."""
     why = "KL 0.0021 of at most 0.01 over 256 places"
     backend.served[0] = served_model(backend.served[0], kv="q4", kv_why=why)
     found = {model["id"]: model["kv"] for model in json.loads(await served.says("models", "--json"))}
@@ -62,7 +62,7 @@ async def test_an_agent_is_shown_with_its_home(served: Served) -> None:
 
 @pytest.mark.parametrize(("shown", "said"), [([7], "1 picture,"), ([7, 8, 7], "2 pictures,")])
 async def test_of_an_agents_pictures_the_number_is_shown(served: Served, shown: list[int], said: str) -> None:
-    """Each counts once, however often the transcript names it."""
+    """Each picture counts once, however often it is in the transcript."""
     parts = [{"type": "image_url", "image_url": {"url": f"picture:{number:064x}/8x6"}} for number in shown]
     transcript = json.dumps([{"role": "user", "content": parts}]).encode()
     await served.store.commit("default/eve", Commit(b"1" * 32, Content(bytes(4), "x", transcript), 1, 0))

@@ -1,4 +1,4 @@
-"""`satchel chat` at a real server: what an agent remembers, and what cannot be sent."""
+"""`satchel chat` with a real server: what an agent remembers, and what cannot be sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .conftest import Served
 
 
 async def heard(served: Served, agent: str) -> list[str]:
-    """What was said on the branch that goes on, whoever said it."""
+    """Returns the texts of all messages on the branch that continues."""
     transcript = json.loads(await served.store.transcript(f"default/{agent}"))
     return [message["content"] for message in transcript if message["role"] == "user"]
 

@@ -1,4 +1,4 @@
-"""Which endpoint the command line asks on a machine that has joined another's cluster."""
+"""Which endpoint the command line uses on a machine that has joined a cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def head() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def joined(tmp_path: Path, head: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Home:
-    """A node's home; what the control store keeps is kept here."""
+    """A node's home; this test stands in for the control store."""
     home, mark = Home(tmp_path), ProcessMark.of(os.getpid())
     assert mark is not None
     prepare_home(home)

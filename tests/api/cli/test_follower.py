@@ -1,4 +1,4 @@
-"""What a node hears of its cluster while it runs, from a real door."""
+"""What a running node learns about its cluster from a real join server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class World:
         self.follower = Follower(self.home, JoinOrder(invitation, MAC1), RAY)
 
     def open(self, ray: str) -> None:
-        """The head's server starts, at the port that it had."""
+        """Starts the head's server at its former port."""
         port = int(self.doors[-1].address.rpartition(":")[2]) if self.doors else 0
         door = Door(self.head, Node(name="mac0"), port, versions())
         config = {"models": [{"name": "m", "source": "s"}], "nodes": [{"name": "mac0"}]}
@@ -91,7 +91,7 @@ def test_another_ray_behind_the_door_is_a_cluster_that_was_started_again(world: 
 
 
 def test_a_cut_is_no_end(world: World, monkeypatch: pytest.MonkeyPatch):
-    """Nobody says that nobody is there."""
+    """A network partition gives no answer, not even a refused connection."""
     world.doors[0].close()
     monkeypatch.setattr(cli_join, "knock", lambda door: "silent")
     for _ in range(2 * REFUSALS_MAX):
@@ -100,14 +100,14 @@ def test_a_cut_is_no_end(world: World, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_once_it_has_ended_nothing_is_stored_any_more(world: World):
-    """The machine has left, and what it knew is erased."""
+    """The machine has left, and its takeover state is erased."""
     world.follower.end()
     world.follower.ask()
     assert kept_estate(world.home) is None and not world.follower.silent
 
 
 def test_what_is_secret_is_erased_where_a_removed_machine_hears_of_it(world: World):
-    """It keeps what it needs to hear that again, and to be invited."""
+    """It keeps what it needs to learn that again, and to be invited again."""
     world.follower.ask()
     assert world.home.estate_file.exists()
     remove(world.head, "mac1")
@@ -118,7 +118,7 @@ def test_what_is_secret_is_erased_where_a_removed_machine_hears_of_it(world: Wor
         node = subprocess.Popen(node_command(world.home), stdin=subprocess.PIPE, stdout=file)
     try:
         assert node.stdin is not None
-        # It stays open: else the node would leave.
+        # Kept open, because otherwise the node would leave.
         node.stdin.write(JoinOrder(way.way_back, MAC1).to_line())
         node.stdin.flush()
         assert node.wait(timeout=60) == REMOVED and "was removed from the cluster" in said.read_text()

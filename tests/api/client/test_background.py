@@ -17,7 +17,7 @@ PIECES_MAX = 8
 
 
 async def test_a_handle_that_does_not_read_ends_its_turn():
-    """What was kept can still be read; then the reader hears why there is no more."""
+    """The pieces so far can still be read; then the reader gets the error."""
     ended = asyncio.Event()
 
     async def turn() -> AsyncGenerator[str, None]:
@@ -68,7 +68,7 @@ def test_closing_ends_everybody_who_waits():
 
 @pytest.mark.parametrize("kind", [Agent, Cluster])
 def test_every_method_has_a_form_without_an_event_loop(kind: type):
-    """It takes the same and says the same of itself."""
+    """It has the same parameters and the same docstring."""
     public = {name: method for name, method in vars(kind).items() if callable(method) and not name.startswith("_")}
     awaited = {name for name, method in public.items() if inspect.iscoroutinefunction(method)}
     assert awaited and awaited <= {name.removesuffix("_sync") for name in public if name.endswith("_sync")}

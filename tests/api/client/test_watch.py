@@ -1,4 +1,4 @@
-"""Whether handles notice that their server is gone: real ports and processes, and silence that is made up here."""
+"""Handles notice that their server is gone: real ports and processes, and simulated silence."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_process_that_has_died_is_an_end_though_its_port_is_open(store: 
 
 
 async def test_silence_is_a_loss_until_something_answers(store: socket.socket, monkeypatch: pytest.MonkeyPatch):
-    """Neither time alone is one, as of a machine that slept, nor are many looks in a moment."""
+    """Time alone is no loss, because the machine may have slept; neither are many checks within a moment."""
     watch = ServerWatch(address(store))
     seconds = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: seconds)
@@ -79,7 +79,7 @@ async def test_silence_is_a_loss_until_something_answers(store: socket.socket, m
 
 
 def test_whoever_waits_hears_at_once_that_the_server_has_ended(store: socket.socket):
-    """Also if what they wait for cannot be cancelled; and whoever asks later."""
+    """Even if the awaited work cannot be cancelled. Later calls raise the same error."""
     loop = BackgroundLoop(ServerWatch(address(store)))
     release, heard = threading.Event(), []
 
@@ -113,7 +113,7 @@ def test_whoever_waits_hears_at_once_that_the_server_has_ended(store: socket.soc
 def test_an_error_of_a_lost_server_is_that_it_does_not_run(
     store: socket.socket, monkeypatch: pytest.MonkeyPatch, awaited: bool
 ):
-    """Calls to its actors may fail before the next look. While it runs, what they raise stays."""
+    """Calls to its actors may fail before the next check. While the server runs, their own errors are raised."""
     monkeypatch.setattr(module, "LOOK_S", 1000.0)
     loop = BackgroundLoop(ServerWatch(address(store)))
 

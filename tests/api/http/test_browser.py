@@ -1,4 +1,4 @@
-"""What a web page can do to the endpoint of the machine that shows it: nothing, unless the config says so."""
+"""A web page cannot use the endpoint of the machine that shows it, unless the config allows it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_a_method_that_no_route_takes_is_said_to_be_wrong_whatever_comes_w
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 async def test_what_a_page_loads_without_an_origin_is_refused(local: httpx.AsyncClient, site: str):
-    """As a picture or a script; a link that the user follows is not."""
+    """Pictures and scripts are refused; a link that the user follows is not."""
     loads = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors"}
     check_refused(await local.get("/v1/models", headers=loads), 403, "not_allowed", "other sites")
     follows = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate"}
@@ -106,7 +106,7 @@ async def test_what_a_page_loads_without_an_origin_is_refused(local: httpx.Async
 
 @pytest.mark.parametrize("kind", ["text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "application/jsonx"])
 async def test_a_body_says_that_it_is_json(local: httpx.AsyncClient, backend: Any, kind: str):
-    """What does not, a page can send without asking first."""
+    """A page can send other bodies without a preflight."""
     answer = await local.post("/v1/chat/completions", content=b'{"messages": []}', headers={"Content-Type": kind})
     check_refused(answer, 415, "unsupported_media_type", "application/json")
     assert not backend.requests

@@ -1,4 +1,4 @@
-"""Compressed bodies are decoded within the limits, or refused by what they are."""
+"""Compressed bodies are decoded within the limits, or refused with a fitting error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the client goes, its sequence stops: streamed or not, before the first token or after, on a real server."""
+"""If the client disconnects, its sequence stops: streamed or not, before or after the first token, on a real server."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_a_client_that_goes_while_the_request_is_queued_cancels_queueing(s
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_cancelled_handler_stops_its_sequence(backend, config, stream):
-    """As Ray Serve does it: the coroutine is cancelled from outside, and no disconnection is ever received."""
+    """As under Ray Serve: the coroutine is cancelled from outside, and no disconnect message is received."""
     app = create_app(backend, config)
     backend.play(asyncio.Event())
     data = json.dumps({**BODY, "stream": stream}).encode()
@@ -195,7 +195,7 @@ async def test_loading_survives_the_request_that_began_it_and_is_tried_again_aft
 
 
 async def test_headers_of_a_stream_do_not_wait_for_ever(server, backend, monkeypatch):
-    """A long prefill: the client learns at once that it was accepted, and a failure after that is an event."""
+    """During a long prefill the client gets the headers soon; a later failure is an event."""
     monkeypatch.setattr("satchel.api.http.event_stream.HEADERS_WAIT_S", 0.05)
     computed = asyncio.Event()
     backend.play(computed, SequenceUpdate("r", backend.text.tokenizer.encode("Hello"), finish="stop", cached_tokens=0))
@@ -272,7 +272,7 @@ async def test_watching_ends_quietly_when_the_block_ends_first():
 
 
 async def test_a_client_that_takes_nothing_is_taken_for_gone(backend, config, monkeypatch):
-    """The socket is full and stays so: the request ends, and its sequence leaves."""
+    """The socket stays full: the request ends, and its sequence leaves the batch."""
     monkeypatch.setattr(http, "STALL_S", 0.05)
     backend.say("a long answer " * 50)
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True}).encode()

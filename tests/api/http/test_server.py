@@ -1,4 +1,4 @@
-"""What the HTTP server refuses before there is a request, and how it ends."""
+"""What the HTTP server refuses before it has a request, and how it closes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_a_head_without_end_is_refused(server: str, endless: bytes, said: 
 
 @pytest.mark.parametrize(("endless", "said"), ENDLESS, ids=["trailers", "one trailer"])
 async def test_trailers_without_end_are_refused(server: str, endless: bytes, said: str):
-    """What comes after the last chunk of a body is bounded like a head."""
+    """The bytes after the last chunk of a body are limited like headers."""
     reader, writer = await send(server, CHUNKED + b"2\r\n{}\r\n0\r\nX: ")
     status = 0
     async with asyncio.timeout(10):
@@ -105,7 +105,7 @@ async def test_trailers_are_no_headers(server: str, backend):
 
 
 async def test_a_few_requests_may_wait_on_one_connection(server: str, backend):
-    """And are answered in order; who sends more without reading is hung up on."""
+    """They are answered in order; a client that sends more without reading is disconnected."""
     go = asyncio.Event()
     backend.play(go, SequenceUpdate("r", [5], "stop", 0))
     first = json.dumps(BODY).encode()
@@ -128,7 +128,7 @@ async def test_a_few_requests_may_wait_on_one_connection(server: str, backend):
 
 
 async def test_connections_that_ask_nothing_make_room(backend, config):
-    """The one that has waited longest; where all are at work, the newcomer is asked to come again."""
+    """The connection that was idle longest is closed; if all are busy, the new one is refused and may retry."""
     go = asyncio.Event()
     backend.play(go, SequenceUpdate("r", [5], "stop", 0))
     port = free_port()
@@ -160,7 +160,7 @@ async def test_connections_that_ask_nothing_make_room(backend, config):
 
 
 async def test_a_body_that_trickles_is_not_waited_for(server: str, monkeypatch: pytest.MonkeyPatch):
-    """A pause is, and a byte now and then buys nothing."""
+    """A pause is allowed, but single bytes now and then do not extend the deadline."""
     monkeypatch.setattr(http, "BODY_GRACE_S", 0.6)
     body = json.dumps(BODY).encode()
     reader, writer = await send(server, ASKS % len(body), body[:10])
@@ -180,7 +180,7 @@ async def test_a_body_that_trickles_is_not_waited_for(server: str, monkeypatch: 
 
 
 async def test_unfinished_bodies_keep_nobody_out(server: str, monkeypatch: pytest.MonkeyPatch):
-    """The largest of those that have taken long makes room for who comes with a whole one."""
+    """The largest of the slow bodies is refused to make room for a complete one."""
     monkeypatch.setattr(http, "BODY_GRACE_S", 1.0)
     part = b'{"user": "' + b"x" * (2**20 - 60_000)
     senders = [await send(server, ASKS % 2**20, part) for _ in range(2)]
@@ -228,7 +228,7 @@ async def test_empty_lines_before_a_request_are_passed_over(server: str, caplog:
 
 
 async def test_there_are_no_web_sockets(server: str):
-    """They would leave the protocol whose limits are held here."""
+    """An upgraded connection would escape this protocol's limits."""
     upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n"
     reader, writer = await send(server, b"GET /health HTTP/1.1\r\nHost: satchel\r\n" + upgrade + b"\r\n")
     async with asyncio.timeout(10):
@@ -252,7 +252,7 @@ async def test_a_head_that_does_not_end_is_hung_up_on(server: str, monkeypatch: 
 
 
 async def test_bodies_are_bounded_together_and_room_comes_back(server: str):
-    """Three bodies of a mebibyte less a little, of which two fit; the third is asked to come again."""
+    """Of three bodies of almost a mebibyte two fit; the third is refused and may retry."""
     part = b'{"user": "' + b"x" * (2**20 - 4096)
     senders = [await send(server, ASKS % 2**20, part) for _ in range(2)]
     await asyncio.sleep(0.2)
@@ -268,7 +268,7 @@ async def test_bodies_are_bounded_together_and_room_comes_back(server: str):
 
 
 async def test_a_closing_server_lets_a_client_read_the_rest(backend, config):
-    """Nothing new is taken, and what was being answered is answered to the end."""
+    """New connections are refused, and running answers are finished."""
     last = asyncio.Event()
     encode = backend.text.tokenizer.encode
     backend.play(

@@ -1,5 +1,5 @@
-"""Two keys, one with little memory and disk: over its limits it computes again and is refused, and the other one's
-memory and agents are as if it were alone."""
+"""Two keys, one with little memory and disk. Over its limits its KV is computed again and its turns are refused; the
+other key's memory and agents are not affected."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class World:
         return answer
 
     async def cached(self, name: str, agent: str, text: str = LONG) -> tuple[int, int]:
-        """Tokens of the prompt, and how many of them were known."""
+        """Returns the prompt's tokens, and how many of them were cached."""
         answer = await self.ask(name, agent, text)
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
@@ -107,12 +107,12 @@ async def test_one_key_over_its_limits_and_another_one_that_notices_nothing(worl
         assert cached <= 2 * BLOCK_TOKENS
         assert 0 < world.on_disk("ann") + world.words("ann") <= 2 * block and world.on_disk("bob") == his
     assert (await world.cached("bob", "b"))[1] == tokens - 1
-    # Also what only the disk has.
+    # Even KV that is only on disk.
     his = world.on_disk("bob")
     await world.backend.on_thread(world.backend.engine.prefixes.clear)
     await world.ask("ann", "a0", LONG + "More.")
     assert (await world.cached("bob", "b"))[1] == tokens - 1 and world.on_disk("bob") == his
-    # Words over the limit. A key that was made anew has another one from its next request on.
+    # Transcripts over the limit. A key that was made again has its new limit from its next request on.
     world.key("ann", disk_bytes_max=world.words("ann") - 1)
     bobs = world.words("bob")
     for method, path, body in (
@@ -138,7 +138,7 @@ async def test_one_key_over_its_limits_and_another_one_that_notices_nothing(worl
 
 
 async def test_a_turn_that_others_overtook_is_answered_and_says_that_it_is_not_kept(backend, config, tmp_path: Path):
-    """As the store refuses it; what is put into an agent's memory is an error then."""
+    """The store refuses the turn; an injection is an error then."""
     home = Home(tmp_path / "home")
     prepare_home(home)
     endpoint = Tenants(backend, config, home)
@@ -163,7 +163,7 @@ async def test_a_turn_that_others_overtook_is_answered_and_says_that_it_is_not_k
 
 
 async def test_one_key_leaves_places_in_the_background_for_others(backend, config, tmp_path: Path):
-    """As many as it takes itself: of seven Ann has four, then Bob two, and the last one is anybody else's."""
+    """Each key may have as many as it leaves free: of seven Ann gets four, then Bob two; the last one is for others."""
     home = Home(tmp_path / "home")
     prepare_home(home)
     limited = replace(config, endpoint=replace(config.endpoint, background_responses_max=7))

@@ -1,4 +1,4 @@
-"""Two keys, two tenants: neither sees, changes or slows what the other has, by any route."""
+"""Two keys, two tenants: by no route can one see, change or slow down what the other has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.worlds.api.remembering import LocalStore, Remembering
 
 
 class Tenants(Remembering):
-    """An endpoint with keys; `as_` says whose the next requests are."""
+    """An endpoint with keys; `as_` sets the key of the next requests."""
 
     def __init__(self, backend: Any, config: Any, home: Home) -> None:
         store = LocalStore(config, home.root / "kv")
@@ -152,7 +152,7 @@ async def test_an_administrator_reaches_the_agents_of_every_tenant(endpoint: Ten
 
 
 async def test_an_agent_is_given_to_another_tenant(endpoint: Tenants):
-    """As one from before the first key is, which belongs to the owner."""
+    """For example an agent from before the first key, which belongs to the owner."""
     write_owner_key(endpoint.home)
     endpoint.secrets["owner"] = owner_key(endpoint.home)
     endpoint.as_("owner")
@@ -211,7 +211,7 @@ async def test_an_agent_is_not_given_away_during_a_turn(endpoint: Tenants, conti
 
 
 async def test_a_turn_of_another_process_ends_before_its_agent_is_given(endpoint: Tenants):
-    """And one that begins meanwhile is refused: its words would be lost."""
+    """A turn that begins meanwhile is refused, because it would be lost."""
     endpoint.as_("ann")
     await endpoint.say("The code is 4711", agent="a")
     await endpoint.store.begin("ann/a", "elsewhere", b"", {})
@@ -333,7 +333,7 @@ async def test_two_tenants_have_agents_of_one_name_and_see_only_their_own(endpoi
     for after in ("", "a", "coder", "ann/mine"):
         answer = await endpoint.call("bob", "GET", f"/v1/agents?after={after}")
         assert "mine" not in answer.text or answer.status_code == 400
-    # What one forgets or forks under a name that the other has too is one's own.
+    # If both tenants have an agent of the same name, forget and fork affect only the caller's own.
     assert (await endpoint.call("bob", "POST", "/v1/agents/coder/fork", {"as": "mine"})).status_code == 200
     assert (await endpoint.call("bob", "DELETE", "/v1/agents/coder")).status_code == 200
     ids = [each["id"] for each in (await endpoint.call("ann", "GET", "/v1/agents")).json()["data"]]

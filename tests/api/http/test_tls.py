@@ -1,4 +1,4 @@
-"""HTTPS: who may speak it and how, what strangers may cost, and certificates that are replaced. On both event loops."""
+"""HTTPS: handshakes, limits on unknown clients, and certificates that are replaced. On both event loops."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_polic
 
 @pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
 def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
-    """Ray's processes have uvloop where there is one."""
+    """Ray's processes use uvloop if it is installed."""
     return request.param()
 
 
@@ -68,7 +68,7 @@ class Served:
         return await asyncio.open_connection("127.0.0.1", self.port, **options)
 
     async def greeted(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection whose handshake has ended and that has been answered once."""
+        """Returns a connection after its handshake and one answer."""
         reader, writer = await self.connect(ssl=self.trusts, server_hostname="localhost")
         writer.write(GET)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
@@ -109,7 +109,7 @@ async def served(
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
-    """What still comes before the other side ends the connection."""
+    """Returns the bytes that still come before the other side closes the connection."""
     async with asyncio.timeout(10):
         try:
             return await reader.read()
@@ -141,7 +141,7 @@ async def test_who_does_not_know_the_authority_does_not_talk(
 
 
 async def test_the_own_command_line_trusts_that_certificate_alone(served: Served, tmp_path: Path):
-    """For whatever name; and no other of the same authority, nor what stands behind it in the file."""
+    """For any name. It trusts no other certificate of the same authority, nor those behind it in the file."""
     own = served.home.shown_certificate_file
     async with httpx.AsyncClient(verify=client_context(str(own))) as client:
         assert (await client.get(f"https://127.0.0.1:{served.port}/health")).status_code == 200
@@ -214,7 +214,7 @@ async def test_what_is_neither_is_hung_up_on(served: Served, said: bytes, caplog
 
 @pytest.mark.parametrize("said", [b"", b"\x16", b"\x16\x03\x01\x02\x00\x01\x00"], ids=["nothing", "a byte", "a part"])
 async def test_connections_without_a_handshake_keep_nobody_out_and_are_few(served: Served, said: bytes):
-    """The oldest goes; a client that comes in between is answered, and so are those that were there before."""
+    """The oldest one is closed; new clients are answered, and so are earlier ones."""
     there = await served.greeted()
     silent = []
     for _ in range(5 * PLACES):
@@ -243,7 +243,7 @@ async def test_a_handshake_that_does_not_end_is_ended(served: Served, said: byte
 
 
 async def test_one_address_does_not_take_the_places_of_others(served: Served):
-    """Who has most of them loses one."""
+    """The address with the most connections loses one."""
     other = socket.socket()
     other.setblocking(False)
     other.bind(("127.0.0.2", 0))
@@ -260,7 +260,7 @@ async def test_one_address_does_not_take_the_places_of_others(served: Served):
 
 
 async def test_connections_that_agreed_and_ask_nothing_make_room(served: Served):
-    """And those that were answered for the last time and do not agree to the end."""
+    """So do connections that had their last answer and do not close TLS."""
     idle = [await served.greeted() for _ in range(2)]
     raw, stays = [], b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     for _ in range(5):
@@ -313,7 +313,7 @@ async def test_a_stopping_server_does_not_wait_until_idle_clients_agree(
 
 
 async def test_an_answer_that_is_not_read_is_not_piled_up(served: Served):
-    """As without TLS: 64 KiB wait here at most, and what the system takes."""
+    """As without TLS: at most 64 KiB wait here, besides the system's buffer."""
     _, writer = await served.greeted()
     (protocol,) = served.server._server.server_state.connections
     assert protocol.transport.get_write_buffer_limits()[1] == 64 * 2**10
@@ -321,7 +321,7 @@ async def test_an_answer_that_is_not_read_is_not_piled_up(served: Served):
 
 
 async def test_a_lack_of_descriptors_passes(served: Served):
-    """Nobody is let in meanwhile, and the server goes on."""
+    """No connection is accepted meanwhile, and the server goes on."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     first, second = socket.socket(), socket.socket()
     loop = asyncio.get_running_loop()
@@ -348,7 +348,7 @@ async def test_a_lack_of_descriptors_passes(served: Served):
 
 
 async def test_a_renewed_certificate_is_shown_to_new_connections(served: Served, tmp_path: Path):
-    """Old ones go on. One that is broken changes nothing."""
+    """Old connections go on. A broken certificate file changes nothing."""
     there = await served.greeted()
     renewed = served.root.intermediate().issue(["localhost", "chat.example.org"])
     renewed.write(tmp_path)

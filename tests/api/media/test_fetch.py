@@ -1,4 +1,4 @@
-"""From where pictures are taken, within which limits, and what is kept of them."""
+"""Where pictures may be fetched from, within which limits, and what is cached."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def said(body: bytes, status: str = "200 OK", *headers: str) -> Answer:
 
 
 class Site:
-    """A web server on loopback that says exactly what a test wants, and remembers what it was asked."""
+    """A web server on loopback that answers exactly what a test wants, and records its requests."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
@@ -99,7 +99,7 @@ def a_png(seed: int = 1, width: int = 8, height: int = 6) -> bytes:
 
 
 def named(monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]]) -> list[str]:
-    """Makes these the names that there are; returns what was looked up."""
+    """Makes these the only host names; returns the list of look-ups."""
     asked: list[str] = []
 
     def look_up(host: str, port: int) -> list[str]:
@@ -112,7 +112,7 @@ def named(monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]]) -> l
 
 async def test_one_picture_however_it_is_sent(site: Site, tmp_path: Path) -> None:
     data = a_png()
-    # What a server says of its content is not believed.
+    # The server's content type is not trusted.
     site.answers["/cat"] = said(data, "200 OK", "Content-Type: text/html")
     (tmp_path / "a cat.png").write_bytes(packed(few_colours(8, 6, 1), "BMP"))
     wrapped = inline(data).replace("+", "-").replace("/9", "_9").rstrip("=") + "\r\n"
@@ -209,7 +209,7 @@ async def test_hosts_are_allowed_by_name_address_and_network(
     site.answers["/cat"] = said(a_png())
     async with loading(allowed_hosts=parse_media({"allowed_hosts": [allowed]}).allowed_hosts) as loader:
         await loader.load(PictureSource(HERE, site.url("/cat", "pictures.test")))
-    # Looked up once: what the name stands for a moment later is of no account.
+    # Looked up once: a later change of the name's address has no effect.
     assert asked == ["pictures.test"]
     assert f"\r\nHost: pictures.test:{site.port}\r\n" in site.heads[0]
 
@@ -278,7 +278,7 @@ async def test_what_comes_is_limited(site: Site) -> None:
         for path in ("/announced", "/endless"):
             assert "more than 5000 bytes (media.source_bytes_max)" in await refusal(loader, site.url(path))
         await loader.load(PictureSource(HERE, site.url("/exact")))
-    # The connection was closed, not read to an end that it does not have.
+    # The connection was closed; the endless body was not read.
     async with asyncio.timeout(10):
         await site.left.wait()
 
@@ -392,7 +392,7 @@ async def test_the_same_content_is_decoded_once(site: Site, monkeypatch: pytest.
         assert len(decoded) == 1 and first is again is fetched
         smaller = await loader.load(PictureSource(HERE, inline(a_png()), "auto", None, 12))
         assert len(decoded) == 2 and smaller.width < first.width
-        # What a URL names may be another thing by now.
+        # The content at a URL may have changed.
         site.answers["/cat"] = said(a_png(seed=2))
         assert (await loader.load(PictureSource(HERE, site.url("/cat")))).hash != fetched.hash
 
@@ -406,7 +406,7 @@ async def test_what_requests_hold_is_limited() -> None:
         held.pop()
         gc.collect()
         held.append(await loader.load(pictures[3]))
-        # What is kept for later requests makes room.
+        # Cached pictures are evicted to make room.
         held.clear()
         gc.collect()
         for source in pictures:
@@ -428,7 +428,7 @@ async def test_what_is_being_decoded_is_counted_too(monkeypatch: pytest.MonkeyPa
         pictures = [PictureSource(HERE, inline(a_png(seed, 100, 100))) for seed in range(6)]
         loaded = await asyncio.gather(*map(loader.load, pictures), return_exceptions=True)
         assert sorted(type(each).__name__ for each in loaded) == ["Picture"] * 3 + ["Unavailable"] * 3
-        # What is only being made may turn out small, and is waited for.
+        # A picture that is still being decoded may turn out small, so it is waited for.
         loaded.clear()
         gc.collect()
         small = [PictureSource(HERE, picture.url, "auto", None, 100) for picture in pictures]

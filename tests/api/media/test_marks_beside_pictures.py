@@ -1,5 +1,5 @@
-"""Texts that name the marks of pictures, beside pictures: in every family the pictures are where the template shows
-them, and nowhere else."""
+"""Callers' texts with the markers of pictures, beside real pictures: in every model family pictures are only where the
+template puts them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prepared(model: TextModel, said: str, past: Past | None = None, more: bool =
 
 
 def structure(model: TextModel, chat: Chat) -> tuple[list[int], list[int], int]:
-    """Control tokens, tokens of pictures, and how many pictures there are."""
+    """Returns control tokens, tokens of pictures, and the number of pictures."""
     tokens = model.plain(chat.prompt)
     return (
         [token for token in tokens if token in model.tokenizer.controls.ids],

@@ -1,4 +1,4 @@
-"""Pictures in Anthropic's messages and in results of tools: the replica is asked what it is asked in OpenAI's form."""
+"""Pictures in Anthropic's messages and in tool results: the replica gets the same request as in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_what_is_no_picture_is_named(messages: Messages, backend: FakeBack
 
 
 async def test_what_cannot_be_read_is_left_out_of_results_and_history(messages: Messages, backend: FakeBackend):
-    """An agent that reads a damaged file goes on; whoever shows one is told."""
+    """An agent that reads a damaged file goes on; a user who sends one gets an error."""
     call = {"type": "tool_use", "id": "t", "name": "read", "input": {}}
     elsewhere = {"type": "image", "source": {"type": "url", "url": "x"}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [image(png()), image("AAAA"), elsewhere]}
@@ -135,7 +135,7 @@ async def test_what_cannot_be_read_is_left_out_of_results_and_history(messages: 
 
 
 async def test_a_pictures_detail_is_the_same_in_chats_and_responses(messages: Messages, backend: FakeBackend):
-    """`low` shows a smaller one; any other word is taken, also one that nobody knows."""
+    """`low` shows a smaller picture; any other word is accepted, even an unknown one."""
     written = BytesIO()
     Image.new("RGB", (900, 600), "red").save(written, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"

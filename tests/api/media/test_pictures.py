@@ -1,4 +1,4 @@
-"""Pictures in requests: what the replica is asked for, and what is the same picture."""
+"""Pictures in requests: what the replica gets, and which pictures count as the same."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def ask(client: httpx.AsyncClient, content: Any, **fields: Any) -> httpx.R
 
 
 def sent(backend: FakeBackend) -> tuple[list[int], list[MediaSpan]]:
-    """The last prompt and its media."""
+    """Returns the last prompt and its media."""
     return backend.requests[-1]["prompt"], list(backend.requests[-1]["media"])
 
 
@@ -147,7 +147,7 @@ async def test_the_order_of_pictures_matters(client: httpx.AsyncClient, backend:
 async def test_a_text_cannot_stand_for_a_picture(
     client: httpx.AsyncClient, backend: FakeBackend, seeing: TextModel, text: str
 ) -> None:
-    """It names the mark, and pictures beside it are where they were."""
+    """The text has the marker of a picture; pictures beside it keep their places."""
     for content, same in (
         (text, "x"),
         (shown(picture(), text), shown(picture(), "x")),
@@ -296,11 +296,11 @@ async def test_frames_of_a_video_are_encoded_two_by_two(
     assert [(len(one.pixels), one.video) for one in media] == [(2, True)] * 3
     text = seeing.tokenizer.decode(seeing.plain(prompt))
     assert "<0.2 seconds>" in text and "<1.2 seconds>" in text
-    # A clip that begins with the same frames has the same words there.
+    # A clip that begins with the same frames has the same media token ids there.
     part["video"] = part["video"][:4]
     assert (await ask(client, [part])).status_code == 200
     assert [one.key for one in sent(backend)[1]] == [one.key for one in media[:2]]
-    # So has one that begins later, where its pairs are the same; from an odd frame on they are others.
+    # So has a clip that begins later, if its pairs of frames are the same; if it begins at an odd frame they differ.
     for first, known in ((2, [one.key for one in media[1:]]), (1, [])):
         part["video"] = [url_of(frame) for frame in frames[first:]]
         assert (await ask(client, [part])).status_code == 200
@@ -318,7 +318,7 @@ async def test_a_model_that_is_not_proven_with_videos_is_shown_their_frames(
     assert [(one.pixels, one.video) for one in sent(backend)[1]] == [
         ([one.tobytes()], False) for one in (picture(), *frames)
     ]
-    # A text that names its mark is a text.
+    # A text with the marker stays text.
     assert seeing.pictures is not None
     mark = seeing.pictures.video_placeholder
     assert (await ask(client, [*shown(picture()), {"type": "text", "text": mark}])).status_code == 200
@@ -328,7 +328,7 @@ async def test_a_model_that_is_not_proven_with_videos_is_shown_their_frames(
 
 
 def listed(image: Image.Image) -> dict[str, Any]:
-    """What an agent that was shown it says of it."""
+    """Returns the entry of a picture in an agent's info."""
     return {"hash": picture_hash(*image.size, image.tobytes()).hex(), "width": image.width, "height": image.height}
 
 
@@ -360,7 +360,7 @@ def test_what_was_resized_is_kept_up_to_a_limit():
     resized = Resized(2 * len(wanted[0]))
     first = [resized.pixels(one, size) for one in given]
     assert first == wanted
-    # The last two are the same objects, the first had to go.
+    # The last two are the same objects; the first was evicted.
     again = [resized.pixels(one, size) for one in reversed(given)][::-1]
     assert again == wanted
     assert [one is other for one, other in zip(first, again, strict=True)] == [False, True, True]

@@ -1,4 +1,4 @@
-"""What files become: the same pixels however they are packed, and one kind of error."""
+"""Decoded files: the same pixels in every format, and one kind of error."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_the_hash_is_of_what_is_shown() -> None:
 
 
 def giant(form: str) -> bytes:
-    """A file that says of itself that it has 10,000 x 10,000 pixels."""
+    """Returns a file whose header claims 10,000 x 10,000 pixels."""
     side = 10_000
     if form == "PNG":
         return png(side, side, 8, 2, b"\0" * 100)
@@ -283,7 +283,7 @@ def test_a_jpeg_of_very_many_scans_is_refused() -> None:
 
 
 def test_what_stands_behind_a_jpeg_has_no_scans() -> None:
-    """Phones put a film there."""
+    """Phones put a video there."""
     chance = random.Random(11)
     film = b"".join(b"\xff\xda" + chance.randbytes(6) for _ in range(3000))
     assert pixels_of(packed(Image.new("RGB", (900, 900)), "JPEG", progressive=True) + film).shape == (900, 900, 3)

@@ -1,5 +1,5 @@
-"""Pictures and videos for a model that sees none: left out of tools' results and of history, with words in their place,
-refused in the user's newest message, in every protocol; so that a session goes on, and its prompts as they began."""
+"""Unsupported ("unseen") media, in every protocol: in tool results and earlier messages a text replaces them; in the
+user's newest message they are refused. So a session can go on, and its prompts begin with the same tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Protocol:
         self.route = route
 
     def user(self, said: str, *, picture: bool = False, last: bool = False) -> list[dict[str, Any]]:
-        """Asks, with a picture before or behind the words."""
+        """Returns a question, with a picture before or behind the text."""
         if self.route == "api/chat":
             return [{"role": "user", "content": said, **({"images": [DATA]} if picture else {})}]
         parts = [text(said, "input_text" if self.route == "responses" else "text")]
@@ -60,7 +60,7 @@ class Protocol:
         return [{"role": "assistant", "content": said}]
 
     def shown(self) -> list[dict[str, Any]]:
-        """A call, and a result with a picture."""
+        """Returns a call, and a result with a picture."""
         if self.route == "messages":
             use = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
             content = [text("Here:"), PARTS["messages"]]
@@ -123,7 +123,7 @@ async def test_a_picture_of_a_tool_is_left_out_and_the_session_goes_on(
 async def test_a_picture_in_the_newest_message_is_refused_and_left_out_later(
     protocol: Protocol, backend: FakeBackend, stream: bool
 ):
-    """The user goes on behind it, with or without an answer between."""
+    """The user continues behind it, with or without an answer between."""
     first = protocol.user("Hi")
     await protocol.post(first)
     opening = without_answer(backend.prompt)
@@ -150,7 +150,7 @@ async def test_a_picture_in_the_newest_message_is_refused_and_left_out_later(
 async def test_a_refused_message_that_comes_again_with_more_in_it_is_history(
     client: httpx.AsyncClient, backend: FakeBackend, route: str, last: bool
 ):
-    """Claude Code sends what was refused and what the user says next as one message."""
+    """Claude Code sends the refused content and the user's next text as one message."""
     protocol = Protocol(client, route)
     thread = [*protocol.user("Hi"), *protocol.answer("Hello")]
     (asked,) = protocol.user("What is this?", picture=True, last=last)

@@ -73,7 +73,7 @@ def test_frames_are_in_order_and_never_too_many(times: list[float], fps: float, 
     taken = [frame.seconds for frame in sampler.frames()]
     assert taken[0] == 0.0 and taken == sorted(taken)
     assert 1 <= len(taken) <= frames_max
-    # No more of a second than was asked for.
+    # No more frames per second than requested.
     assert len(taken) <= seconds[-1] * fps + 1 + 1e-3
 
 
@@ -120,7 +120,7 @@ def test_frames_share_the_pixels_that_there_may_be() -> None:
 
 def test_hostile_animations_are_refused() -> None:
     gif = animated("GIF", 4, 100)
-    # A later frame that is larger than the whole picture makes the whole larger.
+    # A later frame that is larger than the canvas enlarges the canvas.
     second = gif.index(b"\x2c", gif.index(b"\x2c") + 1)
     grown = gif[: second + 5] + struct.pack("<HH", 3000, 3000) + gif[second + 9 :]
     still = packed(grey(1), "TIFF")
@@ -140,7 +140,8 @@ def test_hostile_animations_are_refused() -> None:
 
 
 def written(path: Path, codec: str, count: int) -> bytes:
-    """A film of `count` frames, ten a second, each lighter than the one before, with noise below that takes room."""
+    """Returns a video of `count` frames, ten per second, each lighter than the one before, with noise so that it is
+    large."""
     import cv2
 
     noise = np.random.default_rng(0)
@@ -179,7 +180,7 @@ def test_a_film_that_is_damaged_too_large_or_too_slow_is_refused(film: bytes, mo
     ]:
         with pytest.raises(Undecodable, match=reason):
             decode_video(data, sampling)
-    # A worker that hangs, or dies without an answer, is one refused request.
+    # If the worker hangs or dies without an answer, only its request is refused.
     for command in ("import time; time.sleep(600)", "import os; os.abort()"):
         monkeypatch.setattr(video_decode, "_worker", lambda sampling, command=command: ["-c", command])
         with pytest.raises(Undecodable, match="too much time or memory"):
@@ -195,7 +196,7 @@ SESSION = b"v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\ns=x\r\nc=IN IP4 127.0.0.1\r\nt=0 
 def test_what_only_begins_like_a_film_is_read_as_nothing_else(
     monkeypatch: pytest.MonkeyPatch, head: bytes, names_a_host: bytes
 ) -> None:
-    """FFmpeg took it for the description of a session, and opened ports for the host that it names. Also where the
+    """FFmpeg read such a file as a session description, and opened ports for the host in it. It must not, even if the
     worker cannot leave the network."""
     stays = (
         "from satchel.api.media import video_worker; video_worker._leave_network = lambda: None; video_worker.main()"
@@ -217,7 +218,7 @@ def test_what_only_begins_like_a_film_is_read_as_nothing_else(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sandbox-exec keeps it from the network, or nothing does")
 def test_the_worker_reaches_nobody(tmp_path: Path) -> None:
-    """Not even this machine. And it knows nothing of the environment of who asks."""
+    """Not even this machine. It also does not have its parent's environment."""
     program = """
 import socket
 from satchel.api.media.video_worker import _leave_network
@@ -241,7 +242,7 @@ CUT_OFF = r"is a video that is cut off: \d+ bytes of at least \d+"
 
 
 def unsized(film: bytes, *kinds: bytes) -> bytes:
-    """A Matroska file whose parts of these kinds do not say how long they are, as when it is written live."""
+    """Returns a Matroska file whose elements of these kinds have unknown size, as in a live recording."""
     for kind in kinds:
         at = film.index(kind) + len(kind)
         length = 9 - film[at].bit_length()
@@ -265,7 +266,7 @@ def test_a_film_that_is_cut_off_is_refused_and_a_whole_one_is_not(tmp_path: Path
     for count in (1, 3, 30):
         data = written(tmp_path / f"{count}.{form}", codec, count)
         assert len(decode_video(data, limited(fps=10.0))) == count
-        # What follows a whole film does no harm, and a head that was counted twice neither.
+        # Bytes after a complete file do no harm, and neither does a header that was counted twice.
         for same in (data + bytes(100), data[:-8] if form == "avi" else data):
             _check_whole(same, Deadline(60.0))
         for share in (0.5, 0.8, 0.95):
@@ -306,7 +307,7 @@ async def test_a_list_of_frames_is_a_video(tmp_path: Path) -> None:
         frames = await loader.load_video(VideoSource("here", None, parts, fps=4.0))
         assert numbers(frames) == [0, 1, 2, 4]
         assert [frame.seconds for frame in frames] == [0.0, 0.25, 0.5, 1.0]
-        # Four of them have at most `pixels_max` together.
+        # Four of these frames have at most `pixels_max` together.
         assert {(frame.width, frame.height) for frame in frames} == {(128, 64)}
         frames = await loader.load_video(VideoSource("here", None, parts, frames_max=1))
         assert numbers(frames) == [0] and (frames[0].width, frames[0].height) == (160, 80)

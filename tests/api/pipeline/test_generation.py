@@ -1,4 +1,4 @@
-"""The options of a request, as the Python handles give them."""
+"""A request's options, as Python handles pass them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_every_option_reaches_the_replica():
 
 
 def test_a_token_id_written_twice_counts_once():
-    """JSON keeps "5" once; a caller of the handles may say 5 and "5"."""
+    """JSON has the key "5" once; a Python caller may pass 5 and "5"."""
     assert make_options(logit_bias={"5": 1, 5: 2}).logit_bias == ((5, 2.0),)
 
 

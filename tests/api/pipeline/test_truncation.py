@@ -1,4 +1,4 @@
-"""`truncation: auto`: what is left out of a conversation that does not fit."""
+"""`truncation: auto`: which messages are left out of a conversation that does not fit."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_is_said_last_is_not_left_out(text):
 
 
 class AsksFirst(Template):
-    """A template that wants a user's message at the beginning."""
+    """A template that requires a user message at the beginning."""
 
     def render(self, messages: Any, *args: Any, **how: Any) -> str:
         if next(message["role"] for message in messages if message["role"] != "system") != "user":

@@ -32,11 +32,11 @@ def closed_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
-def table(monkeypatch: pytest.MonkeyPatch, *sequences: tuple[str, int, bool]) -> None:
+def table(monkeypatch: pytest.MonkeyPatch, *rows: tuple[str, int, bool]) -> None:
     """Ray's nodes: whose resource, the port, and whether Ray takes it for alive."""
     nodes = [
         RayNode(f"{port}", HOST, port, frozenset({f"satchel-node-{name}", "CPU"}))
-        for name, port, lives in sequences
+        for name, port, lives in rows
         if lives
     ]
     monkeypatch.setattr(locator.control_store, "ray_nodes", lambda: nodes)

@@ -1,5 +1,5 @@
-"""What a home has before it leads a cluster in the place of the lost head. That the cluster then runs is in
-`tests/system/test_members.py`."""
+"""The state of a home before it becomes the head in place of a lost one. `tests/system/test_members.py` tests that the
+cluster then runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HEAD = "127.0.0.2"
 
 
 class World:
-    """A head with two machines, one of which is to lead."""
+    """A head with two machines, one of which is promoted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.head, self.home = folder, Home(folder / "head"), Home(folder / "own")
@@ -55,7 +55,7 @@ class World:
         self.said: list[str] = []
 
     def tell(self, **more: Any) -> None:
-        """The head tells what it has, and is lost."""
+        """The head hands over its takeover state, and is lost."""
         config = parse_config({"models": [{"name": "m", "source": "s"}], **more})
         keep_estate(self.home, estate_of(self.head, config)().to_text())
         self.door.close()
@@ -131,13 +131,14 @@ def test_the_machines_that_the_head_knew_may_come_and_those_that_it_removed_may_
     assert world.home.former_authorities_file.read_text() == before
     Door(world.home, Node(name="mac1", address=OWN), 0, versions()).close()
     assert world.home.authority_file.read_text() != before
-    # Once more, as after a failure in between.
+    # Again, as after a failure in between.
     world.promote()
     assert world.home.former_authorities_file.read_text() == before
 
 
 def test_a_machine_that_was_away_while_another_one_led_is_known_to_the_next(world: World):
-    """Its certificate is of the first authority. So the first head sees who leads after two promotions, too."""
+    """Its certificate is from the first authority. So the first head finds the present head even after two
+    promotions."""
     world.tell(nodes=NODES[:1])
     config = world.promote()
     next_home, own = Home(world.folder / "next"), Node(name="mac4", address="127.0.0.5")
@@ -170,7 +171,7 @@ def test_a_head_that_answers_is_not_replaced(world: World):
 
 
 def test_a_machine_that_was_promoted_before_is_not_replaced(world: World):
-    """It has the door of the lost head at its own address."""
+    """It has the lost head's join port at its own address."""
     world.tell(nodes=NODES[:1])
     taken = pytest.raises(ClusterError, match=r"the head at 127.0.0.4:\d+ answers")
     with closing(socket.create_server(("127.0.0.4", world.port))), taken:
@@ -195,7 +196,7 @@ def test_who_cannot_lead_is_told_why(world: World, tmp_path: Path):
 
 
 def test_a_config_that_goes_by_way_of_the_door_stays_what_it_was(tmp_path: Path):
-    """Whatever is in it."""
+    """For any content of the config."""
     for path in sorted((Path(__file__).parents[3] / "configs").glob("*.yaml")):
         config = load_config(path)
         told = estate_of(Home(tmp_path), config)()
@@ -204,7 +205,7 @@ def test_a_config_that_goes_by_way_of_the_door_stays_what_it_was(tmp_path: Path)
 
 
 def test_a_private_file_is_never_left_half_written(world: World, monkeypatch: pytest.MonkeyPatch):
-    """The config comes last: without it nothing is served."""
+    """The config is written last, because without it nothing is served."""
     world.tell(nodes=NODES[:1])
     written: list[str] = []
 
@@ -228,7 +229,7 @@ def test_a_node_that_the_lost_head_had_started_is_ended_and_a_head_is_not(world:
             "10.0.0.1:1", "h", "satchel", "0", None, mark.pid, mark.created_s, "/tmp/x", 0, "mac1", joined=joined
         )
         write_private_json(world.home.cluster_file, asdict(record))
-        # Else it stays as a process that has ended and that nobody has asked about.
+        # Otherwise it would stay a zombie process.
         threading.Thread(target=process.wait, daemon=True).start()
         if joined:
             world.promote()

@@ -1,4 +1,4 @@
-"""How a machine stays in its cluster, with small programs in place of its node: it comes back by itself."""
+"""A machine rejoins its cluster by itself; small programs stand in for its node."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ stay.stay(order.invitation, order.node, Home(folder / "home"))
 
 
 class World:
-    """One machine; `script` is what its node does, each time that it is started."""
+    """One machine; `script` is the program that its node runs at each start."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.home = folder, Home(folder / "home")
@@ -101,13 +101,13 @@ class World:
         return self.process
 
     def order(self, number: int) -> JoinOrder:
-        """What the node was told at one of its starts."""
+        """Returns the order that the node got at one of its starts."""
         path = self.folder / f"order{number}"
         wait_until(lambda: path.exists() and path.read_bytes().endswith(b"\n"))
         return JoinOrder.from_line(path.read_bytes())
 
     def heard(self) -> str:
-        """All that it said, once it has ended."""
+        """Returns its whole output, after it has ended."""
         assert self.process is not None
         said, wrong = self.process.communicate(timeout=30)
         return said + wrong
@@ -124,7 +124,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 def door() -> Iterator[str]:
-    """Where somebody listens."""
+    """An address at which a server listens."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
@@ -160,7 +160,7 @@ def test_a_machine_that_has_lost_its_cluster_joins_again_until_it_leaves(world: 
 
 
 def test_a_cluster_that_is_led_elsewhere_is_found_by_those_who_may_lead_it(world: World, door: str):
-    """At the same port, and known by the key that the lost head told."""
+    """At the same port, and recognised by the key in the lost head's takeover state."""
     port = door.rpartition(":")[2]
     remember(world.home, Invitation(f"127.0.0.2:{port}", "f" * 43), MAC1)
     others = {name: Member(name, "127.0.0.1", name[0] * 43) for name in ("mac1", "other")}
@@ -175,7 +175,7 @@ def test_a_disk_that_is_full_for_a_while_does_not_end_it(world: World, door: str
     world.start("lose stay", way)
     world.order(0)
     world.home.node_log_file.unlink()
-    # What is written in its place fails.
+    # Writing to its path fails.
     world.home.node_log_file.mkdir()
     assert world.process is not None and world.process.stdout is not None
     while "mac1 is not back yet: cannot write" not in (line := world.process.stdout.readline()):
