@@ -1,4 +1,4 @@
-"""What is changed of uvicorn fits the installed version; tests of the server say what else would be noticed."""
+"""The patches of uvicorn fit the installed version; tests of the server cover the rest."""
 
 from __future__ import annotations
 

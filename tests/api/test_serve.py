@@ -1,4 +1,4 @@
-"""What a Ray cluster must not run besides Satchel, and what becomes of a call to the endpoint."""
+"""A Ray cluster must not run other Serve applications, and calls to the endpoint."""
 
 from __future__ import annotations
 

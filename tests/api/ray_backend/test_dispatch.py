@@ -1,4 +1,4 @@
-"""A sequence's way from replica to replica, with links made up here: nothing is said twice, nothing is lost."""
+"""A sequence's way from replica to replica, with fake connections: no token comes twice, and none is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Lost(ValueError):
 
 
 class FakeLink:
-    """One replica. `script` is what it does with each submission, in turn: "take", a refusal, or an exception."""
+    """One replica. `script` has its reaction to each submission, in order: "take", a refusal, or an exception."""
 
     def __init__(self, backend: FakeBackend, name: str, *script: Any) -> None:
         self.backend, self.replica, self.script = backend, name, list(script)
@@ -61,7 +61,7 @@ class FakeLink:
         if isinstance(step, SatchelError):
             return encode_error(step)
         if step == "die":
-            # The stream notices first, as it often does.
+            # The stream of frames often notices the loss first.
             self.lose()
             raise Lost
         if step == "end":
@@ -98,14 +98,14 @@ class FakeBackend:
         self.away = 0
         self.left: list[SequenceLeft] = []
         self.ended: set[str] = set()
-        """Nodes of which nothing is left."""
+        """Nodes on which no process is left."""
         self.failovers = 0
         self.beside: list[str] = []
         self.ids: list[bytes] = []
-        """The model ids that are told, and those that replicas have."""
+        """The model ids that the router knows, and those that replicas have."""
         self.computing: dict[str, bytes] = {}
         self.proven: dict[str, bytes] = {}
-        """The ids that replicas have got since they told theirs."""
+        """The ids that replicas got after the router learned theirs."""
         self.asked: list[list[GenerateRequest]] = []
         self.tasks: set[asyncio.Task[Any]] = set()
         endpoint = {"unread_tokens_max": UNREAD_MAX}
@@ -163,7 +163,7 @@ async def said(sequence: RayGeneration) -> list[int]:
 
 
 async def test_a_replica_lost_while_it_was_asked_is_counted_once():
-    """Stream and call both report the loss; the sequence runs in one place and says everything once."""
+    """The stream and the call both report the loss; the sequence runs at one replica and sends every token once."""
     backend = FakeBackend(a=["die"], b=[], c=[])
     sequence = generation(backend)
     await sequence.start()
@@ -176,7 +176,7 @@ async def test_a_replica_lost_while_it_was_asked_is_counted_once():
 
 
 async def test_the_router_hears_what_a_sequence_took():
-    """At its end, and where its client goes before."""
+    """At its end, or if its client disconnects before."""
     backend = FakeBackend(a=[])
     for ends in (True, False):
         sequence = generation(backend)
@@ -192,7 +192,7 @@ async def test_the_router_hears_what_a_sequence_took():
 
 
 async def lose_first_and_finish_on_second(backend: FakeBackend) -> None:
-    """Replica a is lost, and b says the rest of the sequence."""
+    """Replica a is lost, and b generates the rest of the sequence."""
     await asyncio.sleep(0.05)
     backend.links["a"].lose()
     while not backend.links["b"].taken:
@@ -259,7 +259,7 @@ async def test_an_abort_reaches_the_replica_once_and_a_finished_sequence_needs_n
 
 
 async def test_a_reader_that_does_not_read_loses_its_sequence():
-    """The replica is told at once, what waited is dropped, and the reader hears why when it comes back."""
+    """The sequence is aborted at once, unread tokens are dropped, and the reader gets the error when it reads again."""
     backend = FakeBackend(a=[])
     sequence = generation(backend)
     await sequence.start()
@@ -277,7 +277,8 @@ async def test_a_reader_that_does_not_read_loses_its_sequence():
 
 
 async def test_much_at_once_makes_no_slow_reader():
-    """A stalled event loop hands over what came meanwhile in one piece, and an answer that is over holds no place."""
+    """A stalled event loop delivers all tokens since then at once. An answer that is complete occupies no place in the
+    batch."""
     backend = FakeBackend(a=[])
     sequence = generation(backend)
     await sequence.start()
@@ -310,7 +311,8 @@ async def test_a_sequence_that_cannot_go_on_is_no_failover():
 
 
 async def test_pixels_are_sent_to_a_replica_once():
-    """And again to one that has forgotten them, or to another one; nobody counts that as a replica's loss."""
+    """They are sent again to a replica that has dropped them, or to another one; that does not count as a lost
+    replica."""
     backend = FakeBackend(a=["take", "take", PictureLost("lost"), "take", "die"], b=[])
     link = backend.links["a"]
     for media in ([shown(b"x")], [shown(b"x"), shown(b"y", b"RGB")], [shown(b"x"), shown(b"y", b"RGB")]):
@@ -326,7 +328,7 @@ async def test_pixels_are_sent_to_a_replica_once():
 
 
 async def test_a_sequence_that_ends_for_want_of_a_picture_goes_on_with_it():
-    """A replica may forget a picture after it has taken the sequence, which may have said something by then."""
+    """A replica may drop a picture after it has accepted the sequence, which may have generated tokens by then."""
     backend = FakeBackend(a=[], b=[])
     link = backend.links["a"]
     await generation(backend, media=[shown(b"x")]).start()
@@ -349,7 +351,7 @@ async def test_a_sequence_that_ends_for_want_of_a_picture_goes_on_with_it():
 
 
 async def test_a_picture_that_nobody_has_is_said_to_be_lost():
-    """Neither a refusal nor an end of the sequence is tried again where there are no pixels to send."""
+    """Without pixels to send, neither a refusal nor a failed sequence is retried."""
     backend = FakeBackend(a=[PictureLost("lost")], b=[])
     with pytest.raises(PictureLost):
         await generation(backend, media=[shown(b"x", b"")]).start()
@@ -371,7 +373,7 @@ def test_of_very_many_pictures_the_latest_are_remembered():
 
 
 def test_merged_updates_keep_every_tokens_logprobs():
-    """An update without tokens has none, whichever comes first."""
+    """An update without tokens has no logprobs, whichever comes first."""
     entries = [(-0.5, [(7, -0.5)]), (-1.0, [(8, -1.0)]), (-2.0, [(9, -2.0)])]
     first = SequenceUpdate("r", [], cached_tokens=5)
     merged = first
@@ -387,7 +389,8 @@ PROMPT = list(range(600))
 
 
 def unequal(**scripts: list[Any]) -> tuple[FakeBackend, RayGeneration]:
-    """Replicas `a` and `b` of one model that compute differently, and a sequence made for the id of `a`."""
+    """Returns replicas `a` and `b` of one model that compute differently, and a sequence made for the model id of
+    `a`."""
     backend = FakeBackend(**{"a": [], "b": [], **scripts})
     backend.computing, backend.ids = {"a": CPU, "b": GPU}, [CPU, GPU]
     root = root_id(CPU, "tenant:t")
@@ -408,7 +411,7 @@ async def test_the_router_is_told_what_blocks_are_called_under_every_id():
 
 
 async def test_a_replica_gets_the_names_of_its_own_id():
-    """Else it would keep its KV under the names of a model that computes otherwise."""
+    """Otherwise it would store its KV under the block ids of a model that computes differently."""
     backend, sequence = unequal(a=[QueueFull("full")])
     await sequence.start()
     (taken,) = backend.links["b"].taken
@@ -432,7 +435,8 @@ async def test_a_sequence_that_goes_on_elsewhere_takes_the_names_of_that_place()
 
 
 async def test_a_replica_that_has_got_another_id_gets_the_sequence_with_its_names_at_once():
-    """As where it was proven since the router heard of it. Without another id it has refused."""
+    """For example because its self-test has ended since the router learned its id. If it has no other id, the refusal
+    stays."""
     backend, sequence = unequal(a=[ComputesOtherwise("otherwise")])
     backend.proven["a"] = GPU
     await sequence.start()
@@ -445,7 +449,7 @@ async def test_a_replica_that_has_got_another_id_gets_the_sequence_with_its_name
 
 
 async def test_a_sequence_that_waited_while_its_replica_was_proven_is_asked_for_again():
-    """With what it has said so far; any other error is its end."""
+    """It is submitted again with its tokens so far; any other error ends it."""
     backend, sequence = unequal()
     await sequence.start()
     backend.computing["a"] = GPU
@@ -467,7 +471,7 @@ async def test_a_sequence_that_waited_while_its_replica_was_proven_is_asked_for_
 
 
 async def leave_first_and_finish_on_second(backend: FakeBackend, *last: int) -> None:
-    """Replica a's node leaves, and b says the rest of the sequence."""
+    """Replica a's node leaves, and b generates the rest of the sequence."""
     await asyncio.sleep(0.05)
     backend.links["a"].say(*last, finish="error", error=ReplicaLeaves("the node is leaving"))
     while not backend.links["b"].taken:
@@ -477,7 +481,7 @@ async def leave_first_and_finish_on_second(backend: FakeBackend, *last: int) -> 
 
 @pytest.mark.parametrize("last", [(), (8,)])
 async def test_a_sequence_whose_replica_leaves_goes_on_elsewhere_with_all_that_it_said(last: tuple[int, ...]):
-    """Its latest tokens may come in one frame with the news."""
+    """Its latest tokens may come in one frame with the error."""
     backend = FakeBackend(a=[], b=[])
     sequence = generation(backend)
     await sequence.start()
@@ -494,7 +498,7 @@ async def test_a_sequence_whose_replica_leaves_goes_on_elsewhere_with_all_that_i
 
 
 async def test_nodes_that_leave_one_after_the_other_do_not_exhaust_a_sequence():
-    """A loss without progress may be the sequence's own fault, a node that leaves is not."""
+    """The sequence itself may cause a loss without progress, but not the leaving of a node."""
     names = [f"r{number}" for number in range(ATTEMPTS + 3)]
     scripts: dict[str, list[Any]] = {name: [] for name in names}
     backend = FakeBackend(SOON, **scripts)
@@ -506,7 +510,7 @@ async def test_nodes_that_leave_one_after_the_other_do_not_exhaust_a_sequence():
             link = backend.links[name]
             while not link.taken:
                 await asyncio.sleep(0.01)
-            # Nobody is sent there any more.
+            # No request is sent there any more.
             del backend.links[name]
             link.say(finish="error", error=ReplicaLeaves("the node is leaving"))
         last = backend.links[names[-1]]

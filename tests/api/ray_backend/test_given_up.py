@@ -1,4 +1,4 @@
-"""A sequence whose replicas' processes end before it says anything is tried once more, and never on all replicas."""
+"""A sequence whose replicas' processes end before its first token is tried once more, but never on all replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.api.ray_backend.test_dispatch import REQUEST, FakeBackend, FakeLink, 
 
 @pytest.fixture(autouse=True)
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is written down."""
+    """The recorded incidents."""
     told: list[str] = []
     monkeypatch.setattr(sequences, "note_incident_aside", lambda home, kind, text: told.append(f"{kind}: {text}"))
     return told
@@ -29,7 +29,7 @@ def sequence_of(backend: FakeBackend, name: str = "r") -> RayGeneration:
 
 
 def end(backend: FakeBackend, name: str, *, died: bool = True) -> None:
-    """The replica's process ends and is started again; or only the link breaks."""
+    """The replica's process ends and restarts; or only the connection breaks."""
     link = backend.links[name]
     new = backend.links[name] = FakeLink(backend, name, *link.script)
     new.taken = link.taken
@@ -75,7 +75,7 @@ async def test_one_that_ends_whoever_is_asked_is_given_up_too():
 
 
 async def test_a_sequence_that_gets_on_outlives_any_number_of_replicas(noted: list[str]):
-    """As where replicas are killed again and again while a long answer is written."""
+    """For example if replicas are killed again and again during a long answer."""
     backend = FakeBackend(a=[], b=[])
     sequence = sequence_of(backend)
     await sequence.start()
@@ -124,7 +124,7 @@ async def test_a_whole_node_that_ends_is_no_death():
 
 
 async def test_suspects_are_tried_one_at_a_time_so_that_no_other_is_given_up_with_the_one():
-    """Three sequences wait at a replica that one of them ends."""
+    """Three sequences wait at a replica that one of them crashes."""
     backend = FakeBackend(a=[], b=[])
     names = ["guilty", "x", "y"]
     those = {name: sequence_of(backend, name) for name in names}

@@ -1,4 +1,4 @@
-"""Agents of a node that leaves: all of them are moved, a few at a time, and none holds the others up for ever."""
+"""Agents of a node that leaves: all are moved, a few at a time, and none blocks the others for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the endpoint looks for agents' memory, over a router and stores that are played here."""
+"""Where the endpoint looks for agents' memory, with a fake router and fake stores."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ class Method:
 
 
 class Actors:
-    """Handles by name. A `silent` node does not answer, and the router says so. Nothing runs on one that has `ended`:
-    the router learns that from those who `lost` it, and Ray `tells` or not. A `restarting` one has no store now."""
+    """Handles by name. A `silent` node does not answer, and the router knows it. No process runs on an `ended` node:
+    callers report it to the router (`lost`), and Ray reports it only if it `tells`. A `restarting` node has no store
+    now."""
 
     def __init__(self, nodes: str = "abc") -> None:
         self.names = list(nodes)
@@ -139,7 +140,7 @@ class StoreHandle:
             return encode_error(error)
 
     def _result(self, method: str, asked: list[Any]) -> Any:
-        """What names the node where it can."""
+        """Returns an answer that names the node, if the method's answer can."""
         actors, node = self._actors, self._node
         if method == "agents":
             found = sorted({*actors.homes} | {*actors.copies})
@@ -174,7 +175,7 @@ class StoreHandle:
 
 
 def head_at(node: str, agent: str) -> Head:
-    """A branch whose model is called as the node that answers."""
+    """Returns a branch whose model has the name of the node that answers."""
     return Head(agent, 1, 1, node.encode(), b"", 1, False, 1, 1, 1, 0.0, 0.0)
 
 
@@ -330,7 +331,7 @@ async def test_the_list_of_nodes_outlives_the_router(actors):
     assert await found.alive() == ["a", "b", "c"]
 
 
-# The store over it.
+# The store that uses the locator.
 
 
 async def test_an_agent_that_has_moved_is_followed(actors):
@@ -370,8 +371,8 @@ async def test_a_home_that_dies_is_replaced_while_it_is_asked(actors):
 
 
 async def test_a_turn_that_a_node_does_not_begin_in_time_is_ended_there(actors):
-    """The message may arrive after a cut, when the agent is back at that node; for a whole lease it would be busy with
-    a turn of nobody."""
+    """The message may arrive after a network partition, when the agent is back at that node. Then the agent would be
+    busy for a whole lease with a turn that no client waits for."""
     actors.homes[X], actors.copies[X] = ("a", 1), ["c"]
     store = RayStore(homes(), TIMING)
     await recalled(store, X)
@@ -385,7 +386,7 @@ async def test_a_turn_that_a_node_does_not_begin_in_time_is_ended_there(actors):
 
 @pytest.mark.parametrize("tells", [False, True])
 async def test_a_node_that_was_killed_is_replaced_at_once(actors, tells):
-    """Though the router has not missed its reports yet, and Ray may not say so either: it is told, once."""
+    """Though the router has not missed its reports yet, and Ray may not report it either. The router is told once."""
     agents = [f"t/{number}" for number in range(20)]
     for agent in agents:
         actors.homes[agent], actors.copies[agent] = ("a", 1), ["c"]
@@ -470,7 +471,7 @@ async def test_a_move_is_asked_of_the_home_and_the_router_told_at_once(actors):
 
 
 async def test_a_lone_store_that_reports_no_more_is_not_waited_for(actors, monkeypatch: pytest.MonkeyPatch):
-    """Its process is stopped, or its disk hangs. The first one waits a while, as for a slow disk; others do not."""
+    """Its process is stopped, or its disk hangs. The first caller waits a while, as for a slow disk; others do not."""
     monkeypatch.setattr(agent_locator, "SILENT_READS", 5)
     actors.names = ["local"]
     actors.silent.add("local")
@@ -491,7 +492,7 @@ async def test_a_lone_store_that_reports_no_more_is_not_waited_for(actors, monke
 
 
 class SilentReplica:
-    """It is asked, and never answers."""
+    """A replica that never answers."""
 
     def __init__(self) -> None:
         self.asked_s: list[float] = []
@@ -510,7 +511,8 @@ class SilentReplica:
 
 
 async def test_a_replica_on_a_lost_node_is_not_waited_for_as_long_as_another(actors, monkeypatch: pytest.MonkeyPatch):
-    """An agent is deleted soon while a node is away. It is asked all the same: its store alone may be gone."""
+    """Deleting an agent is fast while a node is away. The replica is still asked, because perhaps only the node's store
+    is gone."""
     replicas = {"x-0": SilentReplica(), "x-1": SilentReplica()}
     entry = ServedEntry(0, CONFIG.models[0], dict(zip(replicas, "ab", strict=True)))
     monkeypatch.setattr(ray_store.registry, "entries", lambda: (entry,))

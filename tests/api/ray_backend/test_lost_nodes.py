@@ -1,4 +1,4 @@
-"""Whether a node has ended: real ports, and a table of Ray's nodes that is made up here."""
+"""Whether a node has ended: real ports, and a fake table of Ray's nodes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def open_port() -> Iterator[int]:
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """Taken and not listened at, so that nobody else gets it."""
+    """A port that is bound but refuses connections, so that no other program gets it."""
     with closing(socket.socket()) as taken:
         taken.bind((HOST, 0))
         yield taken.getsockname()[1]
 
 
 def table(monkeypatch: pytest.MonkeyPatch, *rows: tuple[str, int, bool]) -> None:
-    """Ray's nodes: whose resource, the port, and whether Ray takes it for alive."""
+    """Fakes Ray's nodes: each with its resource, its port, and whether Ray counts it as alive."""
     nodes = [
         RayNode(f"{port}", HOST, port, frozenset({f"satchel-node-{name}", "CPU"}))
         for name, port, lives in rows
@@ -43,7 +43,7 @@ def table(monkeypatch: pytest.MonkeyPatch, *rows: tuple[str, int, bool]) -> None
 
 
 async def test_a_port_that_is_closed_is_a_process_that_has_ended(monkeypatch, open_port, closed_port):
-    """Ray may take a killed node for alive for a while; one that has come back listens elsewhere."""
+    """Ray may count a killed node as alive for a while; a node that came back listens at another port."""
     table(monkeypatch, ("mac0", open_port, True), ("mac1", closed_port, True))
     assert (await has_ended("mac0", USUAL), await has_ended("mac1", USUAL)) == (False, True)
     table(monkeypatch, ("mac1", closed_port, True), ("mac1", open_port, True))
@@ -53,7 +53,7 @@ async def test_a_port_that_is_closed_is_a_process_that_has_ended(monkeypatch, op
 
 
 async def test_silence_is_no_end(monkeypatch, open_port):
-    """Of the machine, nor of Ray's table."""
+    """Neither if the machine is silent, nor if Ray's table does not answer."""
     monkeypatch.setattr(locator, "CONNECT_S", 0.05)
     table(monkeypatch, ("mac1", open_port, True))
 

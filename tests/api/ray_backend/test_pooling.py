@@ -1,4 +1,4 @@
-"""A request for vectors is asked again where its replica is lost, refuses or ends, and never for ever."""
+"""A request for vectors is sent again if its replica is lost, refuses or ends, but not for ever."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ ANSWER = PooledTexts(1, b"12345678")
 
 
 class Replica(worlds.FakeLink):
-    """Does what its script says at each request: answers, refuses, "end"s its process, "wait"s for ever, or "break"s
-    the link."""
+    """Follows its script at each request: answers, refuses, "end"s its process, "wait"s for ever, or "break"s the
+    connection."""
 
     def __init__(self, backend: Any, name: str, *script: Any) -> None:
         super().__init__(backend, name, *script)
@@ -43,7 +43,7 @@ class Replica(worlds.FakeLink):
         self.open()
 
     def open(self) -> None:
-        """Opens the link anew, as after it was lost."""
+        """Opens a new connection, as after a loss."""
         self.broken = asyncio.Event()
         self.client = ReplicaClient(self.replica, USUAL, Direct(lambda: SimpleNamespace(pool=self._pool)))
 

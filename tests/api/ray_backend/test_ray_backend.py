@@ -1,4 +1,4 @@
-"""What the backend asks of router, replicas and control store about the cluster, with actors made up here."""
+"""What the backend asks the router, replicas and control store about the cluster, with fake actors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Actor:
 
 
 class World:
-    """Actors by name; whoever asks for another one is told that there is none."""
+    """Actors by name; a look-up of any other name finds none."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.actors: dict[str, Actor] = {}
@@ -84,7 +84,7 @@ class World:
         self.restart(route=lambda request: Decision("m-1", "why", **decided))
 
     def restart(self, **methods: Callable[..., Any]) -> None:
-        """Another router, which the backend finds."""
+        """Starts another router, which the backend finds."""
         self.actors[ROUTER] = Actor(**methods)
         self.backend.routing.router = RouterClient(self.backend.config.timing)
 
@@ -102,7 +102,7 @@ async def test_the_node_is_the_decisions_else_the_registrys(world: World) -> Non
 
 
 async def test_the_ids_that_replicas_have_are_learnt_from_decisions(world: World) -> None:
-    """So the endpoint need not ask every replica, and whoever answers first decides nothing."""
+    """So the endpoint need not ask every replica, and it does not matter which one answers first."""
     assert world.backend.routing.model_ids("m") == ()
     asked: list[RouteRequest] = []
 
@@ -179,7 +179,7 @@ async def test_a_router_that_hangs_is_an_error_in_time(world: World) -> None:
 
 
 async def test_a_link_that_breaks_has_its_node_looked_at(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all of the node has ended, nobody waits for another part of it."""
+    """If the whole node has ended, no call waits for another process on it."""
     checked: asyncio.Queue[str] = asyncio.Queue()
     monkeypatch.setattr(world.backend.routing._locator, "check", checked.put)
 
@@ -199,7 +199,7 @@ async def test_a_link_that_breaks_has_its_node_looked_at(world: World, monkeypat
 async def test_a_replica_whose_process_ends_is_told_from_one_that_is_cut_off(
     world: World, error: Exception, died: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sequence that is lost with a process may be why."""
+    """A sequence that is lost with a process may have crashed it."""
 
     async def check(node: str) -> bool:
         return True
@@ -218,7 +218,7 @@ async def test_a_replica_whose_process_ends_is_told_from_one_that_is_cut_off(
 
 
 class Removals(World):
-    """A cluster whose mac2 has joined by hand, and what was done to forget a node."""
+    """A cluster whose mac2 has joined by an invitation, and a record of removals."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Home) -> None:
         super().__init__(monkeypatch)
@@ -261,7 +261,7 @@ async def test_a_node_that_is_up_is_told_at_the_door_and_leaves_by_itself(
     world.reports(up=True)
     assert await world.backend.remove_node("mac2") is True
     assert not world.forgotten and not world.lost and members(world.home).removed
-    # It was killed at that very moment.
+    # It was killed at this moment.
     world.reports(up=False)
     assert await world.backend.remove_node("mac2") is False
     assert world.forgotten == ["mac2"]

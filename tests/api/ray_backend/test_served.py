@@ -1,4 +1,4 @@
-"""What is served, with a registry and replicas made up here: nobody waits for a replica that does not answer."""
+"""The served models, with a fake registry and fake replicas: no request waits for a replica that does not answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIMING = Timing(registry_s=3600.0)
 
 
 class World:
-    """A registry and replicas. A replica answers with what is in `answers`, at once, or hangs while it is not there."""
+    """A registry and replicas. A replica answers at once with its entry in `answers`, or hangs while it has none."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entries: tuple[ServedEntry, ...] | Exception = (entry(1, A), entry(2, B))
@@ -141,7 +141,7 @@ async def test_without_the_control_store_what_was_read_last_counts(world: World)
 
 
 async def test_a_model_that_is_being_proven_is_asked_again_until_it_is(world: World):
-    """Nobody waits for that: what is known serves meanwhile."""
+    """No request waits for that: the known description is used meanwhile."""
     world.load("a-0", "a", proving="how it keeps its KV")
     world.load("b-0", "b")
     world.load("b-1", "b")

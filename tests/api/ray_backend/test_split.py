@@ -1,5 +1,5 @@
-"""A sequence that one replica prefills and another decodes, with replicas made up here: whatever becomes of the
-prefill, the sequence is answered, and nothing of it is left anywhere."""
+"""A sequence that one replica prefills and another decodes, with fake replicas: whatever happens to the prefill, the
+sequence is answered, and nothing of it is left at a replica."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOON = Timing(retry_s=0.01, pull_s=0.05)
 
 
 class Replica:
-    """One replica. `answer` is what it does with a submission: "take", "end", or a refusal."""
+    """One replica. `answer` is its reaction to a submission: "take", "end", or a refusal."""
 
     def __init__(self, backend: Backend, name: str, answer: Any) -> None:
         self.backend, self.replica, self.answer = backend, name, answer
@@ -84,7 +84,7 @@ class Replica:
 
 
 class Backend:
-    """Has `studio` prefill for `air`, once; after that `air` alone."""
+    """Routes first to `studio` for prefill and `air` for decode, then only to `air`."""
 
     def __init__(self, studio: Any = "take", air: Any = "take") -> None:
         self.links = {"studio": Replica(self, "studio", studio), "air": Replica(self, "air", air)}
@@ -129,7 +129,7 @@ class Backend:
 
 @asynccontextmanager
 async def split_sequence(backend: Backend) -> AsyncIterator[tuple[RayGeneration, asyncio.Task[None], Replica, Replica]]:
-    """A sequence while it is being placed; afterwards nobody has it any more."""
+    """Yields a sequence while it is being placed; at the end no replica has it any more."""
     sequence = RayGeneration(backend, REQUEST)  # type: ignore[arg-type]
     starting = asyncio.create_task(sequence.start())
     studio, air = backend.links.values()
@@ -168,7 +168,7 @@ async def test_one_prefills_all_but_the_last_token_and_the_other_waits_for_it():
 
 
 async def let_go(air: Replica) -> None:
-    """It is told so until it is there, as it may not have the sequence yet."""
+    """Checks that the call is repeated until the sequence is there, because the replica may not have it yet."""
     while len(air.let_go) < 2:
         await asyncio.sleep(0.005)
     assert set(air.let_go) == {"r"}
@@ -211,7 +211,7 @@ async def test_without_a_prefill_the_sequence_is_computed_where_it_was_to_be_dec
 
 
 async def test_a_prefill_ends_once_the_sequence_goes_on_without_it():
-    """Its deadline was over, say."""
+    """For example because its deadline was over."""
     async with split_sequence(Backend()) as (sequence, _, studio, air):
         air.say("r", 7, cached=0)
         await asyncio.sleep(0)
@@ -230,7 +230,7 @@ async def test_who_leaves_meanwhile_leaves_both():
 
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_refusal_where_it_was_to_be_decoded_ends_the_prefill(late):
-    """At once, or after it has waited: then it is asked elsewhere, and split no more."""
+    """At once, or after it has waited. Then another replica is asked, without a split."""
     async with split_sequence(Backend(air="take" if late else QueueFull("full"))) as (sequence, starting, studio, air):
         if not late:
             with pytest.raises(QueueFull):

@@ -1,5 +1,5 @@
-"""A prompt that one node prefills and another decodes, with all that lies between but Ray: the words are those of one
-node alone, to the bit, whatever happens on the way."""
+"""A prompt that one node prefills and another decodes, with everything between them except Ray: the answer is that of a
+single node, to the bit, whatever happens on the way."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cached(updates: list[SequenceUpdate]) -> int | None:
 
 
 async def alone(nodes: SplitNodes, prompt: list[int], tokens: int = 12) -> list[SequenceUpdate]:
-    """By the decoding node, without anything that another agent's sequence has left."""
+    """Generates on the decoding node alone, without KV of another agent's sequence."""
     before, nodes.decision = nodes.decision, nodes.alone("air")
     updates = await nodes.answer("alone", prompt, tokens)
     await nodes.written("air")
@@ -55,7 +55,7 @@ def splits(nodes: SplitNodes) -> tuple[int, int]:
 async def test_the_words_are_those_of_one_node_and_the_decoding_one_computes_nothing(
     tmp_path, loaded, monkeypatch, tokens
 ):
-    """With an open tail, with none, with a full one, and with nothing but a tail."""
+    """With an open tail, without one, with a full one, and with only a tail."""
     prompt = prompt_of(loaded, tokens)
     async with split_nodes(tmp_path, loaded, monkeypatch) as nodes:
         reference = await alone(nodes, prompt)
@@ -87,7 +87,7 @@ async def test_of_layers_with_windows_or_states_the_words_are_equal_too(tmp_path
 
 
 async def begun(nodes: SplitNodes, prompt: list[int], blocks: int) -> asyncio.Task[list[SequenceUpdate]]:
-    """Returns a sequence that waits, of which so many blocks have come and no more will for now."""
+    """Returns a waiting sequence of which this many blocks have come; no more come for now."""
     before = nodes.entries_on("air")
     nodes.pause_s["studio"] = 0.15
     task = asyncio.create_task(nodes.answer("alice", prompt))
@@ -99,7 +99,7 @@ async def begun(nodes: SplitNodes, prompt: list[int], blocks: int) -> asyncio.Ta
 
 @pytest.mark.parametrize("dies", ["replica", "store"])
 async def test_the_prefilling_node_dies_in_the_middle(tmp_path, loaded, monkeypatch, dies):
-    """What has come is used, and the rest is computed."""
+    """The KV that has come is used, and the rest is computed."""
     prompt = prompt_of(loaded, 2000)
     async with split_nodes(tmp_path, loaded, monkeypatch) as nodes:
         reference = await alone(nodes, prompt)
@@ -117,7 +117,7 @@ async def test_the_prefilling_node_dies_in_the_middle(tmp_path, loaded, monkeypa
 async def test_a_prefill_that_stands_still_is_waited_for_no_longer_than_the_decision_says(
     tmp_path, loaded, monkeypatch
 ):
-    """And other sequences of the decoding node go on meanwhile."""
+    """Other sequences of the decoding node go on meanwhile."""
     prompt = prompt_of(loaded, 600)
     async with split_nodes(tmp_path, loaded, monkeypatch) as nodes:
         reference = await alone(nodes, prompt)
@@ -151,7 +151,7 @@ async def test_the_next_turn_is_remembered_where_it_was_decoded(tmp_path, loaded
 
 
 async def test_splits_of_many_agents_at_once_say_what_each_says_alone(tmp_path, loaded, monkeypatch):
-    """More than a store pulls at a time."""
+    """More splits than a store pulls at a time."""
     prompts = {f"agent{number}": prompt_of(loaded, 500 + 37 * number, number) for number in range(6)}
     async with split_nodes(tmp_path, loaded, monkeypatch) as nodes:
         together = await asyncio.gather(*(nodes.answer(name, prompt) for name, prompt in prompts.items()))

@@ -1,4 +1,5 @@
-"""Replicas of one model on nodes that compute differently: words are the agent's anywhere, KV belongs to its own id."""
+"""Replicas of one model on nodes that compute differently: an agent's transcripts and token ids are used everywhere, KV
+only under its own model id."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ async def stands(endpoint: Remembering, *replicas: list[bytes]) -> list[Any]:
 
 
 async def test_a_conversation_goes_on_where_another_id_computes_it(endpoint, backend):
-    """It is one branch with the very ids that were drawn; what is kept of it in KV is under the id of its last turn."""
+    """It is one branch with exactly the sampled token ids; its KV is stored under the model id of its last turn."""
     backend.computes_as = CPU
     drawn = endpoint.draw("the quick")
     await endpoint.say(LONG)
@@ -68,7 +69,7 @@ async def test_a_conversation_goes_on_where_another_id_computes_it(endpoint, bac
 
 @pytest.mark.parametrize("answers_first", [CPU, GPU])
 async def test_whose_agents_are_whose_is_not_decided_by_who_answers_first(backend, config, answers_first):
-    """An endpoint that starts again, and hears of the model from another replica first, knows the same agents."""
+    """A restarted endpoint that learns of the model from another replica first knows the same agents."""
     store = LocalStore(config)
     for model_id, said in ((CPU, ["Hi"]), (answers_first, ["Hi", "Hello there", "And?"])):
         backend.served = [served_model(backend.served[0], model_id=model_id, files_id=FILES)]
@@ -94,7 +95,7 @@ async def test_a_continuing_turn_and_an_injection_are_kept_under_the_id_that_com
 
 
 async def test_other_files_are_another_model_and_other_words(endpoint, backend, config):
-    """Where token ids may mean something else, none are taken over."""
+    """No token ids are taken over, because they may mean something else."""
     await endpoint.say("Hi")
     backend.served = [served_model(backend.served[0], files_id=b"o" * 32)]
     await endpoint.say("Hi", "Hello there", "And?")
@@ -102,7 +103,7 @@ async def test_other_files_are_another_model_and_other_words(endpoint, backend, 
 
 
 async def test_a_branch_stands_on_what_every_replica_of_its_words_may_have(endpoint, backend):
-    """So forgetting and releasing reach all of it; ids of other models are none of its."""
+    """So forget and release reach all of its KV, but none of other models."""
     backend.computes_as = CPU
     await endpoint.say(LONG)
     found = await stands(endpoint, [FILES, CPU], [FILES, GPU], [FILES, GPU], [b"o" * 32, b"x" * 32])
@@ -114,7 +115,7 @@ async def test_a_branch_stands_on_what_every_replica_of_its_words_may_have(endpo
 
 
 class Replica(ReplicaClient):
-    """One that says this of itself."""
+    """A replica with this description."""
 
     def __init__(self, said: ModelInfo | None) -> None:
         super().__init__("m", USUAL, Direct(lambda: SimpleNamespace(info=lambda _: answer_of(said))))
@@ -150,7 +151,7 @@ async def test_the_store_over_ray_asks_for_the_ids_of_all_replicas(monkeypatch):
 
 
 async def test_words_and_ids_survive_the_disk_and_old_sequences_are_read(tmp_path, config):
-    """A branch from before files had ids belongs to its model id, as it did."""
+    """A branch from before files had ids still belongs to its model id."""
     for files, words in ((b"", CPU), (FILES, FILES)):
         folder, agent = tmp_path / words.hex()[:4], "default/ann"
         store = LocalStore(config, folder)
@@ -165,7 +166,7 @@ async def test_words_and_ids_survive_the_disk_and_old_sequences_are_read(tmp_pat
         assert again.actor.services.memory.database.damaged_total == 0
 
 
-# What is said of it.
+# What the status says.
 
 COMPUTING = {"device": "cpu", "dtype": "float32", "mlx": "1"}
 
@@ -196,7 +197,7 @@ def test_replicas_with_other_files_are_refused_with_their_names():
 
 
 async def test_a_node_that_joins_is_compared_with_those_that_were_there(monkeypatch):
-    """By whatever name its replica comes first; one that has not loaded yet is no measure."""
+    """Whatever the order of the replicas' names; a replica that has not loaded yet is not compared."""
     found = {"a": Replica(info("a", device="metal")), "b": Replica(info("b")), "c": Replica(None)}
     monkeypatch.setattr(start.registry, "entries", lambda: ("qwen",))
     monkeypatch.setattr(start, "find_replicas", lambda entries, timing: found)

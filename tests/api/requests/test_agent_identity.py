@@ -1,4 +1,4 @@
-"""Whose memory a request goes on with: the agent that is named, or what programs send by themselves, in this order."""
+"""The agent of a request: the named one, or one found from what programs send anyway, in this order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def of(headers: dict[str, str] | None = None, **fields: Any) -> Identity:
             *({}, {"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": SESSION})}}),
             *(f"claude-code:{SESSION}", "claude-code", ""),
         ),
-        # Codex: the key and the session are the root's, for subagents too.
+        # Codex: subagents send the key and the session of their root.
         ({"thread-id": "t1", "session-id": "t1"}, {"prompt_cache_key": "t1"}, "codex:t1", "codex", ""),
         (
             {"thread-id": "t2", "session-id": "t1", "x-codex-parent-thread-id": "t1", "x-openai-subagent": "review"},
@@ -162,7 +162,7 @@ def test_qwen_codes_subagents_work_for_who_begins_alike():
 
 
 def test_qwen_codes_first_message_may_have_the_task_too():
-    """As since 0.24, where it also tells of tools and skills, to a subagent of fewer."""
+    """Since 0.24 it also lists tools and skills; a subagent gets fewer of them."""
 
     def asked(system: str, *texts: str) -> Identity:
         parts = [{"type": "text", "text": text} for text in texts]

@@ -1,4 +1,4 @@
-"""What one key may take, by a clock that the tests move."""
+"""The limits of one key, with a clock that the tests move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raw fields under neighbours' names become a body's own, and what is not obeyed is named."""
+"""Raw fields under other protocols' names become a body's own, and ignored fields are named."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_limit_of_tokens_is_the_same_under_every_name(kind: Any, name: str):
     fields: dict[str, Any] = {outer: {inner: 7}} if inner else {outer: 7}
     body = read(kind, **fields)
     if kind is MessagesBody and name != "max_tokens":
-        # Its own is required.
+        # The protocol's own name is required.
         assert (options_of(body).max_tokens, body.ignored) == (99, [name])
     else:
         assert (options_of(body).max_tokens, body.ignored) == (7, [])

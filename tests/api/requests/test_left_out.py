@@ -1,4 +1,4 @@
-"""The names of what a model is not told of, and the header that has them."""
+"""The names of what a model does not get, and the header that has them."""
 
 from __future__ import annotations
 

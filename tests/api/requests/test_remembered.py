@@ -1,4 +1,4 @@
-"""An answer that was computed is delivered, and says what its agent's memory lacks: in a header and a field, or in the
+"""A computed answer is always delivered, and says what its agent's memory lacks: in a header and a field, or in the
 last chunk. A metric counts it."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ async def endpoints(backend, config) -> AsyncIterator[Remembering]:
 
 
 def fill(endpoint: Remembering, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the disk be full for words."""
+    """Lets the disk be full for transcripts."""
 
     def transaction() -> Any:
         raise MemoryFull("database or disk is full")

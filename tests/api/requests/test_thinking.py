@@ -1,4 +1,4 @@
-"""Every usual switch of thinking says the same to a template, whichever protocol it comes in."""
+"""Every usual switch of thinking has the same effect on a template, in every protocol."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def read(kind: Any, fields: dict[str, Any]) -> Any:
 
 
 def kwargs_of(kind: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """What the template of a request with these fields is given."""
+    """Returns the template's variables for a request with these fields."""
     body = read(kind, fields)
     if kind in (ChatBody, OllamaChatBody):
         request = body.request("")

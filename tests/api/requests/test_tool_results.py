@@ -1,4 +1,4 @@
-"""Results of tools stand behind their calls, in the order of the calls, whatever order they come in."""
+"""Tool results are put behind their calls, in the order of the calls, whatever order they come in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ASK = {"role": "user", "content": "Fetch both."}
 
 
 def calls(*ids: str | None, names: str = "") -> Any:
-    """A message that calls a tool for every id; None is a call without one."""
+    """Returns a message with a call for every id; None is a call without an id."""
     made = [
         {"type": "function", "function": {"name": names[place] if names else "f", "arguments": "{}"}}
         | ({} if id is None else {"id": id})
@@ -30,7 +30,7 @@ def result(id: str | None, said: str, name: str = "") -> Any:
 
 
 def said(messages: list[Any]) -> list[str]:
-    """What the results say, or who speaks else."""
+    """Returns the results' texts, or the roles of other messages."""
     return [str(each["content"] if each["role"] == "tool" else each["role"]) for each in in_call_order(messages)]
 
 
@@ -40,19 +40,19 @@ def said(messages: list[Any]) -> list[str]:
         ([calls("1", "2"), result("1", "a"), result("2", "b")], ["assistant", "a", "b"]),
         ([calls("1", "2"), result("2", "b"), result("1", "a")], ["assistant", "a", "b"]),
         ([calls("1", "2", "3"), result("3", "c"), result("1", "a")], ["assistant", "a", "c"]),
-        # Without ids the order is all there is, and with names these.
+        # Without ids the order decides, or the names if there are any.
         ([calls(None, None), result(None, "a"), result(None, "b")], ["assistant", "a", "b"]),
         ([calls(None, None, names="fg"), result(None, "b", "g"), result(None, "a", "f")], ["assistant", "a", "b"]),
         ([calls("1", "2", names="fg"), result(None, "b", "g"), result("1", "a")], ["assistant", "a", "b"]),
-        # An id that no call has is one that somebody changed: it is the call's that is left.
+        # An id that no call has was changed by someone: the result belongs to the remaining call.
         ([calls("1", "2"), result("x", "b"), result("1", "a")], ["assistant", "a", "b"]),
         ([calls("1"), result("1", "a"), result("x", "?")], ["assistant", "a", "?"]),
         # The same id twice: both results stay together.
         ([calls("1", "2"), result("2", "b"), result("1", "a"), result("1", "A")], ["assistant", "a", "A", "b"]),
-        # Others spoke between.
+        # Other messages between.
         ([calls("1", "2"), result("2", "b"), ASK, result("1", "a")], ["assistant", "a", "b", "user"]),
         ([result("1", "a"), ASK, calls("1")], ["user", "assistant", "a"]),
-        # A result of nothing.
+        # A result without a call.
         ([ASK, result("1", "a"), calls("2"), result("2", "b")], ["user", "a", "assistant", "b"]),
     ],
 )

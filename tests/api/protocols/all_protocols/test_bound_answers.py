@@ -1,6 +1,6 @@
-"""Answers that are bound to a form or to tools, through the application and a real engine.
+"""Constrained answers (a response format or tools), through the application and a real engine.
 
-The shipped model writes no JSON by itself, so what is right here is the grammar's doing.
+The shipped model does not write JSON by itself, so correct answers here come from the grammar.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ async def test_a_required_call_is_made(world: World):
 
 
 async def test_required_calls_may_be_several_or_one(world: World):
-    """`ignore_eos` goes on as long as there may be more calls; unless they are asked for, there is one."""
+    """`ignore_eos` generates calls as long as more are allowed; without `parallel_tool_calls` there is one."""
     how = {"tools": TOOLS, "tool_choice": "required", "ignore_eos": True, "max_tokens": 200}
     (many,) = await world.choices(**how, parallel_tool_calls=True)
     assert len(many["message"]["tool_calls"]) > 1
@@ -222,7 +222,7 @@ async def test_a_form_does_not_hinder_forced_calls(world: World):
 
 
 async def test_free_text_stays_free_where_tools_are_strict(world: World):
-    """The same words as without, since the model calls nothing."""
+    """The answer is the same as without tools, because the model calls none."""
     fields = {"messages": [{"role": "user", "content": "Remember: the code of ada is 1815."}]}
     plain = await world.content(**fields, tools=TOOLS)
     assert await world.content(**fields, tools=[tool("weather", strict=True)]) == await world.content(
@@ -261,7 +261,7 @@ async def test_streamed_calls_are_those_of_the_whole_answer(world: World):
 
 
 async def test_a_call_that_is_cut_is_a_call_that_is_cut(world: World):
-    """As OpenAI has it: what there is of the arguments, and `length`."""
+    """As at OpenAI: the arguments so far, and `length`."""
     fields = {"tools": TOOLS, "tool_choice": NAMED, "temperature": 1, "seed": 3, "max_tokens": 14}
     (whole,) = await world.choices(**fields)
     assert whole["finish_reason"] == "length" and whole["message"]["content"] == ""
@@ -279,7 +279,7 @@ class Trip(pydantic.BaseModel):
 
 
 async def test_the_official_client_parses_what_it_asked_for(world: World):
-    """A class for the answer, and one for a tool's arguments, streamed too."""
+    """A class for the answer, and one for a tool's arguments, also streamed."""
     same: Any = world.client
     client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=same)
     ask = {"model": "satchel/recall", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 150}
@@ -410,7 +410,7 @@ async def test_unknown_keywords_are_errors_only_where_strict_asks_for_it(world: 
     assert error["param"] == "response_format.json_schema.schema.properties.a" and "not" in error["message"]
 
 
-# As pydantic writes a Decimal, and a program that writes all that it knows.
+# Pydantic's schema of a Decimal, and a program that writes every keyword.
 AMOUNT = {"type": "string", "maxLength": 6, "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}
 KIND = {"type": "string", "enum": ["short", "long"], "pattern": None, "minLength": None, "format": None, "$ref": None}
 ODD = {**SCHEMA, "properties": {"kind": KIND, "amount": {"anyOf": [{"type": "boolean"}, AMOUNT]}}}
@@ -419,7 +419,7 @@ PLAIN = {**ODD, "properties": {"kind": {"enum": ["short", "long"]}, "amount": {"
 
 
 async def test_what_cannot_be_followed_of_a_schema_is_ignored_and_all_else_obeyed(world: World):
-    """In every protocol that binds an answer, and in calls; not where `strict` asks for all of it."""
+    """In every protocol with a response format, and in calls; with `strict` it is an error."""
     how = {"temperature": 1, "seed": 5}
     form = {"type": "json_schema", "json_schema": {"name": "pay", "schema": ODD}}
     said = [await world.content(**how, response_format=form), await world.content(**how, guided_json=ODD)]
@@ -452,7 +452,7 @@ async def test_forms_are_compiled_once(world: World, monkeypatch: pytest.MonkeyP
     jsonschema_rs.validate(SCHEMA, json.loads(await world.content(response_format=FORM)))
 
 
-# The same by Anthropic's messages.
+# The same with Anthropic's messages.
 
 MESSAGE_TOOLS = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS]
 

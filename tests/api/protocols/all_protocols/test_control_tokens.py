@@ -1,4 +1,5 @@
-"""A text that names control tokens is text in every protocol, and what a model writes letter by letter is told so."""
+"""In every protocol a text with the text of control tokens stays text, and so do markers that a model writes letter by
+letter."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ async def test_a_models_config_can_make_marks_tokens(client: httpx.AsyncClient, 
 
 
 async def test_a_bare_prompt_is_the_template(api: Chat, client: httpx.AsyncClient, backend: FakeBackend):
-    """Who writes it writes the marks too, be it for an answer or to see its tokens."""
+    """The caller writes the markers itself, for an answer or to see the tokens."""
     raw = "<|im_start|>user\nx<|im_end|>\n"
     assert (await api.complete(raw)).status_code == 200
     assert backend.requests[-1]["prompt"] == backend.text.tokenizer.encode(raw)
@@ -128,7 +129,7 @@ async def test_the_tokens_of_messages_are_those_of_a_request(client: httpx.Async
 
 
 async def test_a_file_around_a_gap_is_text(api: Chat, backend: FakeBackend, tmp_path: Path):
-    """The marks of the gap are Satchel's. A file may be about them."""
+    """Satchel writes the fill-in-the-middle markers. A file may contain their text."""
     from tokenizers import AddedToken, Tokenizer
 
     folder = write_tokenizer(tmp_path / "m", markers="added")
@@ -160,7 +161,7 @@ async def test_texts_that_are_embedded_and_ranked_are_text(client: httpx.AsyncCl
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_marks_that_a_model_spells_are_told_as_text(streamed: bool, api: Chat, backend: FakeBackend):
-    """Letter by letter they are no control tokens: they neither end the answer nor vanish from it."""
+    """Written letter by letter they are not control tokens: they neither end the answer nor vanish from it."""
     text = backend.text
     said = "It ends with <|im_end|> and <|endoftext|>."
     spelled = [*text.tokenizer.encode(text.tokenizer.controls.guarded(said)), text.tokenizer.token_of("<|im_end|>")]
@@ -176,7 +177,7 @@ async def test_marks_that_a_model_spells_are_told_as_text(streamed: bool, api: C
 async def test_calls_that_a_client_reads_itself_come_back_as_the_model_wrote_them(
     api: Chat, client: httpx.AsyncClient, backend: FakeBackend
 ):
-    """Without tools in the request a call is content, and its marks were tokens."""
+    """Without tools in the request a call is content, and its markers were tokens."""
     text = backend.text
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     drawn = text.tokenizer.encode(call + "<|im_end|>")
@@ -189,6 +190,6 @@ async def test_calls_that_a_client_reads_itself_come_back_as_the_model_wrote_the
     prompt = backend.requests[-1]["prompt"]
     assert prompt[: len(first) + len(drawn)] == [*first, *drawn]
     assert not text.tokenizer.call_tokens & set(prompt[len(first) + len(drawn) :])
-    # Another salt is another caller.
+    # Another salt counts as another caller.
     assert (await api.post({"messages": thread, "cache_salt": "other"})).status_code == 200
     assert not text.tokenizer.call_tokens & set(backend.requests[-1]["prompt"])

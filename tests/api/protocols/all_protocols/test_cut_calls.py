@@ -1,5 +1,5 @@
-"""A call within which an answer ends is not told as a whole one, in any protocol, whole or streamed: not by why the
-answer ended, and not by an input that the model did not write."""
+"""If an answer ends within a call, no protocol reports a complete call, streamed or not: neither by the finish reason
+nor by arguments that the model did not write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PART = CALL[: CALL.index("abc")]
 
 
 async def streamed_chat(client: httpx.AsyncClient, **fields: Any) -> tuple[list[str], str]:
-    """The arguments of the calls, and why the answer ended."""
+    """Returns the arguments of the calls, and why the answer ended."""
     chunks = [each for chunk in await Chat(client).stream(**fields) if chunk != "[DONE]" for each in chunk["choices"]]
     written: dict[int, str] = {}
     for chunk in chunks:
@@ -41,7 +41,7 @@ async def chats(client: httpx.AsyncClient, **fields: Any) -> list[tuple[list[str
 
 
 async def messages(client: httpx.AsyncClient, **fields: Any) -> list[tuple[list[Any], str, str | None]]:
-    """The inputs of the calls whose blocks have closed, why the answer ended, and the stop string."""
+    """Returns the inputs of the calls whose blocks were closed, why the answer ended, and the stop string."""
     whole = await Messages(client).say(tools=[READ], **fields)
     inputs = [block["input"] for block in whole["content"] if block["type"] == "tool_use"]
     events = await Messages(client).stream(tools=[READ], **fields)
@@ -60,7 +60,7 @@ async def messages(client: httpx.AsyncClient, **fields: Any) -> list[tuple[list[
 
 
 async def responses(client: httpx.AsyncClient, **fields: Any) -> list[tuple[list[tuple[str, str]], str]]:
-    """The calls' arguments and status, and the response's."""
+    """Returns the calls' arguments and status, and the response's status."""
     streamed = await Responses(client).stream(tools=[FLAT], **fields)
     shown = [await Responses(client).say(tools=[FLAT], **fields), streamed[-1]["response"]]
     done = [event["item"] for event in streamed if event["type"] == "response.output_item.done"]
@@ -95,7 +95,7 @@ async def test_a_stop_string_within_a_call_leaves_it_out(client: httpx.AsyncClie
 
 @pytest.mark.parametrize("stop", ["</tool_call>", "}\n</tool_call>", "Then"])
 async def test_a_stop_string_behind_a_call_leaves_it_whole(client: httpx.AsyncClient, backend: FakeBackend, stop: str):
-    """As far as its arguments have come to their end; where a stop string may come, in one piece."""
+    """The call is complete if its arguments are. If the request has stop strings, it comes in one piece."""
     backend.say(f"{CALL}\nThen")
     for arguments, reason in await chats(client, stop=[stop, "never"]):
         assert ([json.loads(each) for each in arguments], reason) == ([PATH], "tool_calls")
@@ -124,7 +124,7 @@ async def test_a_stop_token_within_a_call_leaves_it_out(client: httpx.AsyncClien
 
 @pytest.mark.parametrize("end", [CALL.index("abc"), CALL.index("{", 20) + 1, CALL.index("}"), CALL.index('"/tmp') - 2])
 async def test_a_limit_within_a_call(client: httpx.AsyncClient, backend: FakeBackend, end: int):
-    """As OpenAI has it there is what there is of the arguments; a block of Anthropic's that does not close."""
+    """As at OpenAI, there are the arguments so far. Anthropic's block is not closed."""
     backend.say(CALL[:end], finish="length")
     said = CALL[CALL.index("{", 20) : end]
     assert await chats(client) == [([said], "length")] * 2
@@ -135,7 +135,7 @@ async def test_a_limit_within_a_call(client: httpx.AsyncClient, backend: FakeBac
 
 @pytest.mark.parametrize("end", [CALL.index("abc"), CALL.index("{", 20) + 1, CALL.index('"/tmp') - 2])
 async def test_a_call_that_the_model_itself_does_not_end(client: httpx.AsyncClient, backend: FakeBackend, end: int):
-    """No end is made up for a value: a file would be written by half."""
+    """A value's missing end is not made up, because then half a file might be written."""
     backend.say(CALL[:end])
     said = CALL[CALL.index("{", 20) : end]
     assert await chats(client) == [([said], "stop")] * 2

@@ -1,5 +1,5 @@
-"""What clients write a little otherwise than it should be, in every protocol: numbers with a point, a mark before the
-body, halves of characters."""
+"""Small deviations that clients send, in every protocol: numbers with a decimal point, a byte order mark, lone
+surrogates."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_a_mark_before_the_body_says_nothing(client, path):
 
 
 def said(path: str, answer: httpx.Response) -> str:
-    """The message of an error in the protocol's own shape."""
+    """Returns an error's message from the protocol's own shape."""
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     return error if path.startswith("/api") else error["message"]
@@ -104,7 +104,8 @@ TOOL = {"name": "weather", "parameters": {"type": "object"}}
 
 
 async def test_a_call_in_which_the_model_cut_a_character_ends_no_conversation(client, backend):
-    """The client sends back what it got; arguments are text in a text, so no parser sees the half before."""
+    """The client sends back what it got. Arguments are JSON inside a string, so the first parser does not see the lone
+    surrogate."""
     backend.say(CALL)
     body: dict[str, Any] = {"messages": CHAT, "tools": [{"type": "function", "function": TOOL}]}
     message = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]

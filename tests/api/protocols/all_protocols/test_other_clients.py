@@ -1,4 +1,4 @@
-"""Requests as clients of other servers write them: each is obeyed, or says what it was not obeyed in."""
+"""Requests as clients of other servers send them: each field is used, or named as ignored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def post(client: httpx.AsyncClient, route: str, status: Any = 200, /, **fi
 
 
 def text_of(answer: httpx.Response) -> str:
-    """The answer's text, in whatever protocol."""
+    """Returns the answer's text, in any protocol."""
     body = answer.json()
     if "choices" in body:
         choice = body["choices"][0]
@@ -187,7 +187,7 @@ async def test_an_empty_turn_of_the_assistants_is_an_empty_text(client, backend,
 
 
 def called(route: str, ids: list[str], order: list[str], said: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a request: calls with these ids, and what they returned, in this order."""
+    """Returns fields of a request: calls with these ids, and their results in this order."""
     if route == "/v1/messages":
         calls = [{"type": "tool_use", "id": id, "name": "f", "input": {}} for id in ids]
         results = [{"type": "tool_result", "tool_use_id": id, "content": said[id]} for id in order]

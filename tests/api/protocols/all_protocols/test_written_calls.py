@@ -1,5 +1,5 @@
-"""Calls as models write them beside their template's form, in every protocol, whole and streamed, and where a call is
-forced."""
+"""Calls that models write in other forms than their template's, in every protocol, whole and streamed, and with forced
+calls."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_without_tools_or_with_none_chosen_it_is_text(api: Chat, backend: 
 
 
 async def test_what_is_told_of_a_call_is_json(api: Chat, backend: FakeBackend):
-    """Whole and in pieces, though the model's own JSON is wrong."""
+    """Whole and in pieces, even if the model's own JSON is wrong."""
     for wrong in (
         '{"name": "weather", "arguments": {"city": "Köln",}}',
         '{"name": "weather", "arguments": {"city": "Kö\tln"}}',
@@ -124,7 +124,7 @@ async def test_what_is_told_of_a_call_is_json(api: Chat, backend: FakeBackend):
 async def test_a_call_that_is_cut_is_none_where_arguments_must_be_whole(
     client: httpx.AsyncClient, backend: FakeBackend
 ):
-    """Ollama's clients run what they are told, so they are told of the whole calls only."""
+    """Ollama's clients run every call that they get, so they get only complete calls."""
     backend.say(f"{TAGGED}\n<tool_call>\n{CALL[:45]}", finish="length")
     body = {"model": "satchel/tiny", "messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]}
     for stream in (False, True):
@@ -143,7 +143,7 @@ PLAIN = (
 
 
 async def test_a_template_without_a_place_for_tools_tells_of_them(api: Chat, backend: FakeBackend, tmp_path: Path):
-    """It takes turns of user and assistant only, so tools, calls and results are said in these."""
+    """It accepts only user and assistant messages, so tools, calls and results are described in these."""
     backbone = load_text_model(write_family(tmp_path / "family", "llama")).tokenizer.backend
     folder = write_folder(tmp_path / "plain", backbone, PLAIN)  # type: ignore[arg-type]
     backend.text = load_text_model(folder)

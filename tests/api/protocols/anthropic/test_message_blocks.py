@@ -1,5 +1,5 @@
-"""`/v1/messages`: blocks of conversations that began elsewhere. What is understood is shown to the model in words, what
-is not is left out and named, and only the user's newest message must be understood."""
+"""`/v1/messages`: blocks of conversations that began at another server. Supported ones are shown to the model as text,
+others are left out and named in a header. Unsupported blocks are an error only in the user's newest message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def messages(client: httpx.AsyncClient) -> Messages:
 
 
 def called(*results: Any) -> list[dict[str, Any]]:
-    """A conversation in which a tool was called, with the blocks of its result."""
+    """Returns a conversation with a tool call, and the blocks of its result."""
     use = {"type": "tool_use", "id": "t", "name": "ToolSearch", "input": {"q": "g"}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": list(results)}
     return [*HELLO, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
@@ -34,7 +34,7 @@ def answered(*blocks: Any) -> list[dict[str, Any]]:
 
 
 async def shown(messages: Messages, backend: Any, thread: list[dict[str, Any]], left_out: str = "") -> str:
-    """Returns what the model is shown behind the first message, the same whole and streamed."""
+    """Returns the text that the model is shown behind the first message; it is the same whole and streamed."""
     prompts: list[str] = []
     for stream in (False, True):
         response = await messages.post(thread, tools=[SEARCH, GREP], stream=stream)
@@ -97,13 +97,13 @@ async def test_a_document_that_cannot_be_read_is_refused_once_and_ends_no_conver
     thread = [{"role": "user", "content": [block, {"type": "text", "text": "What is it?"}]}]
     response = await messages.post(thread)
     assert response.status_code == 400 and "only text documents" in response.json()["error"]["message"]
-    # The client asks again, with what it said before.
+    # The client asks again, with the earlier messages.
     assert (await messages.post([*thread, AND_NOW])).headers["x-satchel-left-out"] == "document"
     assert "user\n[The file a.pdf cannot be shown here.]\nWhat is it?\nAnd now?<" in backend.prompt
     assert (await shown(messages, backend, called(block), "document")).endswith(
         "tool\n[The file a.pdf cannot be shown here.]<|im_end|>\n"
     )
-    # A program that reads a file for the model puts it beside the result.
+    # An agent program that reads a file for the model puts it beside the result.
     read = called({"type": "text", "text": "Read."})
     read[-1]["content"].append(block)
     assert (await shown(messages, backend, read, "document")).endswith(
@@ -122,10 +122,10 @@ async def test_what_servers_tools_did_is_shown_as_calls_and_results(messages, ba
         "<|im_end|>\n<|im_start|>tool\nT (https://x)<|im_end|>\n<|im_start|>assistant\nHere.<|im_end|>\n"
         "<|im_start|>user\nAnd now?<|im_end|>\n"
     )
-    # One that was cut off has no result, so nobody can go on with it.
+    # A call that was cut off has no result, so the model cannot continue from it.
     cut = await shown(messages, backend, answered(before, use), "server_tool_use")
     assert cut.startswith("<|im_start|>assistant\nLet me see.<|im_end|>\n")
-    # And a result without its call says nothing.
+    # A result without its call is useless.
     await shown(messages, backend, answered(before, result), "web_search_tool_result")
 
 
@@ -192,7 +192,7 @@ async def test_a_summary_stands_for_all_before_it(messages, backend):
         "<|im_start|>user\nSummary of the conversation so far:\n\nThey met.<|im_end|>\n"
         "<|im_start|>assistant\nSo?<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
     )
-    # One that failed says nothing.
+    # A failed one has no text.
     failed = {"type": "compaction", "content": None, "encrypted_content": "e"}
     assert "Hello" not in await shown(messages, backend, answered(failed, {"type": "text", "text": "a"}), "compaction")
     assert "user\nHi<" in backend.prompt

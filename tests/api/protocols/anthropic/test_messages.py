@@ -1,4 +1,4 @@
-"""`/v1/messages`: what Anthropic's clients see, event by event, and what the replica is asked."""
+"""`/v1/messages`: what Anthropic's clients see, event by event, and what the replica gets."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ async def test_without_a_tool_choice_call_text_is_content(messages, backend):
 
 
 async def test_hints_for_the_cache_change_no_prompt(messages, backend):
-    """They move from turn to turn, and a text that has one is written as a block."""
+    """They move from turn to turn, and a text with a hint is sent as a block."""
     hint = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     text = {"type": "text", "text": "Hi", **hint}
     await messages.say(HELLO, system="Be brief.", tools=[WEATHER])
@@ -312,7 +312,7 @@ STRICT = """\
 
 
 async def test_the_system_may_speak_in_between(messages, backend, tmp_path):
-    """Claude Code says so what agents there are, and not every template takes it."""
+    """Claude Code lists agents in such messages, and not every template accepts them."""
     said = [
         {"role": "system", "content": [{"type": "text", "text": "First."}]},
         *HELLO,
@@ -452,7 +452,7 @@ async def test_routes_of_both_protocols_know_an_agent_by_what_its_program_sends(
         response = await endpoint.client.post(f"/v1/{path}", json=fields)
         assert response.status_code == 200, response.text
         assert response.headers["x-satchel-agent"].startswith("cache-key:sha256.")
-    # A salt is for requests without an agent, and nobody asked for one.
+    # A salt is only for requests without an agent, and this request names none.
     salted = await endpoint.client.post("/v1/chat/completions", json={**body, "cache_salt": "pepper"})
     assert salted.status_code == 200 and "x-satchel-agent" not in salted.headers
     await endpoint.client.aclose()

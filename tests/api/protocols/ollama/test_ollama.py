@@ -1,4 +1,4 @@
-"""Ollama's API: what its clients see, line by line, what the replica is asked, and what is refused."""
+"""Ollama's API: what its clients see, line by line, what the replica gets, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ollama's own client, unmodified, against the application: with the scripted model on a real engine, and with one that
-sees."""
+"""Ollama's own client, unmodified, against the application: with the scripted model on a real engine, and with a vision
+model."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_a_tool_is_called_and_its_result_answered_from_memory(client: olla
     second = await client.chat(MODEL, said, tools=[read])
     client._client.event_hooks = {}
     assert second.message.content == "It says: a heron sleeps"
-    # The client drops fields that are newer than it.
+    # The client drops fields that it does not know yet.
     assert answers[0]["prompt_eval_cached_count"] >= 0.9 * answers[0]["prompt_eval_count"]
 
 

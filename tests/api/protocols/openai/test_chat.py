@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and its stream: what a client sees, and what the replica is asked."""
+"""`/v1/chat/completions` and its stream: what a client sees, and what the replica gets."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SILENT = {
 
 @pytest.mark.parametrize("path", SILENT)
 async def test_a_stream_is_not_silent_while_its_prompt_is_read(api, backend, monkeypatch, path: str):
-    """And what comes meanwhile is nothing to those who read its events or its lines."""
+    """The pings during prefill are ignored by clients that read events or lines."""
     for name in ("PING_S", "HEADERS_WAIT_S"):
         monkeypatch.setattr(f"satchel.api.http.event_stream.{name}", 0.03)
     body, waiting = SILENT[path]
@@ -203,7 +203,7 @@ async def test_generation_responses_say_where_and_why(api, backend):
 
 @pytest.mark.parametrize("markers", ["satchel/tiny", "other"])
 async def test_tool_calls(api, backend, markers):
-    """Whether the markers are tokens of their own or plain text."""
+    """With markers that are special tokens, and with markers that are plain text."""
     tokens = api_tokens(backend, markers)
     backend.play(*[SequenceUpdate("r", [t], cached_tokens=0) for t in tokens], SequenceUpdate("r", [], finish="stop"))
     body = (await api.chat(tools=[WEATHER], model=markers)).json()

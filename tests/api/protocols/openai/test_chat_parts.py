@@ -1,5 +1,5 @@
-"""`/v1/chat/completions`: parts of content as clients of other servers send them back. What is understood is shown to
-the model, what is not is left out of all but the user's newest message, and named."""
+"""`/v1/chat/completions`: parts of content that clients of other servers send back. Supported ones are shown to the
+model, others are left out and named; in the user's newest message they are an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def answered(*parts: Any, **fields: Any) -> list[dict[str, Any]]:
 
 
 async def shown(api: Any, backend: Any, messages: list[dict[str, Any]], left_out: str = "") -> str:
-    """Returns the prompt, the same whole, streamed and tokenized."""
+    """Returns the prompt; it is the same whole, streamed and tokenized."""
     prompts: list[str] = []
     for stream in (False, True):
         response = await api.post({"messages": messages, "stream": stream})
@@ -53,7 +53,7 @@ async def test_thoughts_among_the_parts_are_the_messages_reasoning(api, thinker,
     assert "hm, well" in thinker.prompt
     expected = thinker.prompt
     assert await shown(api, thinker, answered(thinking, text("a"))) == expected
-    # The field of its own counts.
+    # The separate field counts.
     assert await shown(api, thinker, answered({**thinking}, text("a"), reasoning_content="hm, well")) == expected
 
 
@@ -122,7 +122,7 @@ async def test_a_file_that_cannot_be_read_is_refused_once_and_ends_no_conversati
     asked = {"role": "user", "content": [part, text("What is it?")]}
     response = await api.post({"messages": [asked]})
     assert response.status_code == 400 and why in response.json()["error"]["message"]
-    # The client asks again, with what it said before.
+    # The client asks again, with the earlier messages.
     prompt = await shown(api, backend, [asked, AND_NOW], part["type"])
     assert "cannot be shown here.]What is it?" in prompt
     tool = {"role": "tool", "content": [part], "tool_call_id": "t"}

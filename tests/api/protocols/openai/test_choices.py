@@ -41,7 +41,7 @@ async def test_sequences_of_a_prompt_share_its_seed_and_are_told_apart_by_choice
 
 
 async def test_the_first_sequence_is_accepted_before_the_others_start_beside_it(api, backend):
-    """So the replica that computes the prompt is known, and the others go where its blocks will be."""
+    """So it is known which replica computes the prompt, and the others go there and share its blocks."""
     accept, accepted = backend.generate, []
 
     async def generate(model, sequence, **how):
@@ -58,8 +58,7 @@ async def test_the_first_sequence_is_accepted_before_the_others_start_beside_it(
 
 
 async def test_n_and_several_prompts_make_a_table_prompt_by_prompt(api, backend):
-    """Sequences start in another order than they are answered in, so what they say is told by their prompt and
-    choice."""
+    """Sequences start in another order than their answers have, so they are identified by prompt and choice."""
     accept = backend.generate
 
     async def generate(model, sequence, **how):
@@ -178,7 +177,7 @@ async def test_the_limit_on_time_reaches_the_replica_and_is_at_most_the_configur
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_ends_after_its_own_timeout(api, backend, stream):
-    """In mid-stream as an event; the sequence is taken out."""
+    """In mid-stream it is an event; the sequence is removed from the batch."""
     await api.chat("so that the tokenizer is loaded")
     backend.play(SequenceUpdate("r", backend.text.tokenizer.encode("Hello"), cached_tokens=0), asyncio.Event())
     response = await api.chat(timeout_s=0.3, stream=stream)

@@ -1,4 +1,4 @@
-"""Embeddings and rankings: what clients see, what a replica is asked, and what is refused."""
+"""Embeddings and rankings: what clients see, what a replica gets, and what is refused."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ async def test_what_changes_nothing_is_taken(post, backend: FakeBackend):
 
 
 async def test_a_model_whose_embedding_is_still_tried_is_to_be_asked_again(post, backend: FakeBackend):
-    """It may embed: nobody knows yet."""
+    """Whether it supports embeddings is not known before its self-test ends."""
     tried = EmbeddingInfo(refusal="its hidden states were not looked for")
     backend.served[1] = served_model(backend.served[1], embedding=tried, proving="how it is computed")
     error = (await post(status=503, input="a", model="other"))["error"]

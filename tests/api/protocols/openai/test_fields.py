@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's beside those that every client sends: each does what it says."""
+"""Less common fields of OpenAI and vLLM: each works as documented."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def test_no_tokens_are_only_the_prompt(api, backend):
 
 
 async def test_the_best_answers_are_the_likeliest(api, backend):
-    # The fake replica's logprobs fall with the tokens' ids.
+    # The fake replica's logprobs decrease with the tokens' ids.
     texts = sorted(["a", "b", "c", "d"], key=lambda text: backend.text.tokenizer.encode(text)[0])
     backend.say(*(texts[at] for at in (2, 0, 3, 1)), *(texts[at] for at in (3, 2, 1, 0)), "x")
     body = (await api.complete(["one", "two"], n=2, best_of=4)).json()

@@ -1,4 +1,4 @@
-"""OpenAI's older form of tools: functions go in as tools, and one call comes out in the older form."""
+"""OpenAI's older form of tools: functions become tools, and one call is returned in the older form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's messages become the messages that the rest takes."""
+"""OpenAI's messages are converted to the internal messages."""
 
 from __future__ import annotations
 

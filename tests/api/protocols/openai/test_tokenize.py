@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: what a model reads, without an answer."""
+"""`/tokenize` and `/detokenize`: a prompt's tokens, without an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses that are made in the background: polled, followed from any event, cancelled, and limited."""
+"""Background responses: polled, followed from any event, cancelled, and limited."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def asking(client: httpx.AsyncClient) -> Responses:
 
 @pytest.fixture
 def go(backend) -> asyncio.Event:
-    """Lets the answer go on behind its first word."""
+    """An event that lets the answer continue behind its first word."""
     go, sequence = asyncio.Event(), backend.sequence("Hello there, Ada")
     backend.play(sequence[0], go, *sequence[1:])
     return go
@@ -53,13 +53,13 @@ async def events(asking: Responses, id: str, **query: Any) -> list[dict[str, Any
 
 
 async def first_word(asking: Responses, id: str) -> None:
-    """Returns when the first piece of text is among the events."""
+    """Waits until the events have the first piece of text."""
     for _ in range(500):
         after = {"stream": "true", "starting_after": 5}
         following = asyncio.create_task(asking.client.get(f"/v1/responses/{id}", params=after))
         done, _ = await asyncio.wait({following}, timeout=0.1)
         if not done:
-            # There is an event with this number: it waits for the next one.
+            # There is an event with this number, so it waits for the next one.
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
             return

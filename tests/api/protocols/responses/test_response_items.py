@@ -1,5 +1,5 @@
-"""`/v1/responses`: items as Codex and other clients send them back. Tools among them can be called, calls of whatever
-kind are shown to the model with their results, and what is not understood is left out and named."""
+"""`/v1/responses`: items that Codex and other clients send back. Tools among them can be called, all kinds of calls are
+shown to the model with their results, and unsupported items are left out and named."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def asking(client: httpx.AsyncClient) -> Responses:
 
 
 async def shown(asking: Responses, backend: Any, items: list[Any], left_out: str = "") -> str:
-    """Returns what the model is shown behind the first message, the same whole, streamed, counted and in the
-    background."""
+    """Returns the text that the model is shown behind the first message; it is the same whole, streamed, counted and in
+    the background."""
     prompts: list[str] = []
     for how in ({}, {"stream": True}, {"background": True}):
         answer = await asking.post(items, **how)
@@ -91,7 +91,7 @@ async def test_tools_among_the_items_can_be_called(asking, backend, tools, writt
         (called,) = answer["output"]
         assert {name: called[name] for name in item} == item and called["status"] == "completed" and called["call_id"]
     first = backend.prompt
-    # What the client sends back is the call that the model wrote, so its memory is found again.
+    # The client sends back the call as the model wrote it, so its memory is reused.
     result = {"type": "function_call_output", "call_id": called["call_id"], "output": "ok"}
     await asking.say([*asked, called, result])
     assert backend.prompt.startswith(f"{first}{written}<|im_end|>\n<|im_start|>tool\nok")
@@ -116,7 +116,7 @@ async def test_tools_that_a_search_found_can_be_called(asking, backend):
     answer = await asking.say([HI, search, found], tools=[SEARCH])
     assert [(item["name"], item["namespace"]) for item in answer["output"]] == [("read", "mcp__git")]
     assert "<|im_start|>tool\nTools found: mcp__git__read<|im_end|>" in backend.prompt
-    # Of a search that OpenAI's servers made, only the tools are known.
+    # A search that OpenAI's servers made adds only its tools.
     hosted = [{**search, "call_id": None}, {**found, "call_id": None}]
     answer = await asking.post([HI, *hosted, AND_NOW])
     assert answer.headers["x-satchel-left-out"] == "tool_search_call"
@@ -285,7 +285,7 @@ async def test_parts_that_are_not_understood_end_no_conversation(asking, backend
     wave, text = {"type": "brain_wave"}, {"type": "input_text", "text": "a"}
     asked = {"role": "user", "content": [pdf, text]}
     assert "files" in (await asking.refused([HI, asked]))["message"]
-    # The client asks again, with what it said before.
+    # The client asks again, with the earlier messages.
     seen = await shown(asking, backend, [HI, asked, AND_NOW], "input_file")
     assert "[The file a.pdf cannot be shown here.]\na<" in seen
     for item in (
@@ -297,7 +297,7 @@ async def test_parts_that_are_not_understood_end_no_conversation(asking, backend
         await shown(asking, backend, [HI, item, AND_NOW], "brain_wave")
     for role in ("user", "developer"):
         await asking.refused([HI, {"role": role, "content": [wave]}])
-    # What follows a message and says nothing does not make it history.
+    # An item without text behind a message does not make it an earlier one.
     await asking.refused([HI, {"role": "user", "content": [wave]}, more(READ), {"type": "compaction_trigger"}])
 
 

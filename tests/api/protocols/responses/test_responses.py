@@ -1,5 +1,5 @@
-"""`/v1/responses`: what OpenAI's clients see, event by event and by the official client's types, and what the replica
-is asked."""
+"""`/v1/responses`: what OpenAI's clients see, event by event and in the official client's types, and what the replica
+gets."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ async def test_reasoning_is_an_item_and_goes_back(asking, thinker):
     assert (thought["type"], thought["summary"]) == ("reasoning", [])
     assert thought["content"] == [{"type": "reasoning_text", "text": "Hm, well."}]
     assert events[-1]["response"]["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
-    # As Codex sends it back: without its content.
+    # Codex sends it back without its content.
     thought = {"type": "reasoning", "summary": [], "encrypted_content": thought["encrypted_content"]}
     theirs = {
         "type": "reasoning",

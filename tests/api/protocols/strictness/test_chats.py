@@ -163,7 +163,7 @@ async def test_options_of_a_stream_must_be_booleans(api, option):
 
 
 async def test_options_of_a_stream_need_one(api):
-    """As OpenAI's servers and vLLM's say too."""
+    """As at OpenAI and in vLLM."""
     for stream in (None, False):
         check(await api.chat(stream=stream, stream_options={"include_usage": True}), 400, "stream_options")
         check(await api.complete("x", stream=stream, stream_options={"include_usage": False}), 400, "stream_options")
@@ -338,7 +338,7 @@ async def test_surrogate_pairs_are_one_character(api, backend):
 
 async def test_a_prompt_longer_than_the_context_says_the_numbers(api):
     error = check(await api.chat("word " * 2000), 400, "messages", "context_length_exceeded")
-    # Clients look for these words, and compact.
+    # Clients look for this text, and compact.
     said = (
         r"This model's maximum context length is 1000 tokens\. However, your messages resulted in (at least )?\d+ tok"
     )
@@ -416,7 +416,7 @@ def nested(depth: int) -> list[Any]:
 
 @pytest.fixture
 def narrow(backend, config) -> httpx.AsyncClient:
-    """An endpoint with small limits on what a body may have."""
+    """An endpoint with small limits on bodies."""
     limits = replace(config.endpoint, body_values_max=VALUES, messages_max=6, parts_max=8)
     app = create_app(backend, replace(config, endpoint=limits))
     json_only = {"Content-Type": "application/json"}
@@ -430,7 +430,7 @@ def called(arguments: str) -> dict[str, Any]:
 VALUES = 400
 PART = {"type": "text", "text": "Hi"}
 CHAT = "/v1/chat/completions"
-# How many values a body has, beside those that fill it: brackets opened, colons and commas.
+# The body's values besides those that fill it: opening brackets, colons and commas.
 BARE = len(re.findall(r"[{\[:,]", json.dumps({**BODY, "x": []})))
 
 

@@ -1,4 +1,4 @@
-"""A grammar takes what a model's template writes for right calls, and nothing for wrong ones."""
+"""A grammar accepts a model's template's text for valid calls, and refuses that for invalid ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 
 
 def written(text: TextModel, calls: list[tuple[str, Any]]) -> str:
-    """What the template writes for them in an assistant's turn."""
+    """Returns the template's text for the calls in an assistant's message."""
     said = [
         {"id": f"functions.{name}:{index}" if text.name == "kimi" else "abcdefgh1", "type": "function",
          "function": {"name": name, "arguments": arguments}}
@@ -62,7 +62,7 @@ def written(text: TextModel, calls: list[tuple[str, Any]]) -> str:
 
 
 def takes(text: TextModel, grammar: str, answer: str) -> bool:
-    """Whether the grammar takes the answer, and it may end there."""
+    """Returns whether the grammar accepts the answer, and allows it to end there."""
     matcher = GrammarCompiler(text.tokenizer.json(), text.tokenizer.end_tokens).matcher(grammar)
     tokens = text.tokenizer.encode(answer)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()

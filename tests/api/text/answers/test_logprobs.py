@@ -1,4 +1,4 @@
-"""Logprob laws: the tokens that come out are the text that is shown, byte for byte, wherever it is cut."""
+"""Laws of logprobs: the returned tokens are the shown text, byte for byte, wherever it is cut."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def logprobs_of(tokens: range) -> list[TokenLogprobs]:
 
 
 def run(sequence: SequenceText, updates: list[range]) -> list[TextEvent]:
-    """All events of the sequence; after each it has shown at least the bytes of the tokens that it gave."""
+    """Returns all events of the sequence; after each, at least the bytes of the returned tokens are shown."""
     events: list[TextEvent] = []
     text, given = b"", b""
     for tokens in [*updates, None]:
@@ -94,7 +94,8 @@ def content(events: list[TextEvent]) -> str:
 
 
 def expected(text: str, pieces: list[bytes], how: dict[str, Any]) -> list[tuple[int, bytes, int]]:
-    """By definition: token, bytes and offset of every token of which a byte is shown, from the whole text in one go."""
+    """The definition: token, bytes and offset of every token with a shown byte, computed from the whole text at
+    once."""
     matcher = StopMatcher(how["stops"])
     pipeline = Pipeline([stage for stage in (how["reasoning"], matcher, how["calls"]) if stage is not None])
     mask: list[bool] = []
@@ -137,7 +138,7 @@ def grouped(count: int, edges: list[int]) -> list[range]:
 @pytest.mark.parametrize("updates", ["one by one", "together"])
 @pytest.mark.parametrize("text", ["aé日c", "日<tool>", "<think>é", "xSTOPy", "é😀"])
 def test_every_split_of_a_text_into_tokens(text: str, updates: str):
-    """All of them, between any two bytes."""
+    """Every split, between any two bytes."""
     data = text.encode()
     for marks in product([False, True], repeat=len(data) - 1):
         pieces = cut(data, [i + 1 for i, mark in enumerate(marks) if mark])
@@ -175,7 +176,7 @@ def test_any_text_cut_anywhere(text, cuts, groups, thinking, stop, tools):
 @thorough
 @given(pieces=st.lists(st.binary(max_size=4), max_size=12), groups=edges)
 def test_bytes_that_are_no_text_are_the_replacement_characters_that_are_shown(pieces: list[bytes], groups: list[int]):
-    """`run` holds the law; here for any bytes at all, with half characters and tokens without a byte."""
+    """`run` checks the law; here for any bytes, with half characters and tokens without a byte."""
     events = run(Bytes(pieces).sequence(), grouped(len(pieces), groups))
     assert content(events) == b"".join(pieces).decode("utf-8", "replace")
 
@@ -185,7 +186,7 @@ def test_bytes_that_are_no_text_are_the_replacement_characters_that_are_shown(pi
 def test_any_tokens_of_real_tokenizers(
     data: st.DataObject, groups: list[int], text: TextModel, sentencepiece: TextModel
 ):
-    """Both kinds of detokenizer, special tokens among the tokens; those never come out."""
+    """With both kinds of detokenizer, and special tokens among the tokens, which never come out."""
     model = data.draw(st.sampled_from([text, sentencepiece]))
     size = 262 if model is sentencepiece else 400
     tokens = data.draw(st.lists(st.integers(0, size), max_size=30))
@@ -344,7 +345,7 @@ async def test_a_replica_that_leaves_logprobs_out_is_an_error_and_not_a_wrong_an
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_token_that_the_caller_stops_at_is_no_text(api, backend, stream):
-    """It is counted, as end tokens are, and has no entry."""
+    """Like an end token it is counted and has no entry."""
     *tokens, last = backend.text.tokenizer.encode("Hello world!")
     backend.play(SequenceUpdate("r", [*tokens, last], "stop", cached_tokens=0))
     if stream:
@@ -360,7 +361,8 @@ async def test_a_token_that_the_caller_stops_at_is_no_text(api, backend, stream)
 
 
 def test_a_broken_character_is_one_sign_however_many_tokens_it_has():
-    """Of a sign that stands for bytes of several tokens each has its part, so the next token keeps its own text."""
+    """If a replacement character stands for bytes of several tokens, each has its part, so the next token keeps its own
+    text."""
     for broken in ([b"\xf0", b"\x9f", b"\x98"], [b"\xe6", b"\x97"], [b"\xf0\x9f", b"\x98"], [b"\xff"]):
         pieces = [*broken, b"a", b"b"]
         events = run(Bytes(pieces).sequence(**stages(thinking=False, stops=[], tools=False)), [range(len(pieces))])
@@ -372,6 +374,6 @@ def test_a_broken_character_is_one_sign_however_many_tokens_it_has():
 
 
 def test_of_tokens_with_one_spelling_the_likeliest_is_told():
-    """A table by text has room for one of them, and the drawn token is among the others already."""
+    """A table by text has room for one of them, and the sampled token is already among the others."""
     token = ShownToken(b"a", -3.0, [(b"a", -0.5), (b"b", -1.0), (b"a", -3.0)], 0)
     assert completion_logprobs([token])["top_logprobs"] == [{"a": -0.5, "b": -1.0}]

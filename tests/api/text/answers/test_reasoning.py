@@ -1,4 +1,4 @@
-"""Reasoning laws: what is thought and what is said are told apart wherever the text is cut, and nothing gets lost."""
+"""Laws of reasoning: reasoning and content are separated wherever the text is cut, and nothing gets lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def both(pieces: list[Piece]) -> tuple[str, str]:
 
 
 def definition(text: str, *, inside: bool) -> tuple[str, str]:
-    """Reasoning and content of a whole text, as templates that print an earlier answer tell them apart."""
+    """The definition: reasoning and content of a whole text, as templates separate them when they print an earlier
+    answer."""
     if not inside:
         if not text.lstrip().startswith(START):
             return "", text
@@ -128,7 +129,7 @@ async def test_a_prompt_may_have_opened_the_block(api, thinker):
     assert thinker.prompt.endswith("<think>\n")
     message = body["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hmm.", "Hello")
-    # The same words after a prompt that has closed it are content, and so is what a user says of markers.
+    # After a prompt that has closed the block the same text is content, and so are markers in a user's text.
     for fields in ({"chat_template_kwargs": {"enable_thinking": False}}, {"content": "what is <think>"}):
         thinker.say("Hmm. Hello")
         message = (await api.chat(**fields)).json()["choices"][0]["message"]
@@ -173,7 +174,7 @@ async def test_tool_calls_follow_reasoning(api, thinker, stream):
 
 
 async def test_markers_inside_an_answer_are_text(api, thinker):
-    """Where they are special tokens they stay hidden, as all special tokens are."""
+    """If they are special tokens they stay hidden, as all special tokens."""
     thinker.say("Write <think>x</think> so.")
     shown = (await api.chat()).json()["choices"][0]["message"]["content"]
     special = bool(thinker.text.tokenizer.think_tokens & thinker.text.tokenizer.hidden_tokens)

@@ -1,4 +1,4 @@
-"""What a chat template forgets of a conversation is found when it is loaded, and shown; its date can be chosen."""
+"""What a chat template drops in a growing conversation is found at load and shown; its date can be chosen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_a_template_forgets_is_found_in_milliseconds(tmp_path: Path, name: 
 
 
 def test_what_a_prompt_ends_with_for_its_answer_alone_is_not_lasting(tmp_path: Path):
-    """And neither is the name of the role before it, whose last line break another text may change."""
+    """Neither is the name of the role before it, whose last line break may become part of another token."""
     text = load(tmp_path, TEMPLATES["drops thinking"][0])
     rendered = text.template.render([{"role": "user", "content": "Hi"}])
     prompt = text.tokenizer.encode(rendered)
@@ -44,7 +44,8 @@ def test_what_a_prompt_ends_with_for_its_answer_alone_is_not_lasting(tmp_path: P
 
 @pytest.mark.parametrize("format", ["'%d %b %Y'", '"%Y-%m-%d"', "format"])
 def test_the_date_that_a_template_shows_can_be_chosen(tmp_path: Path, format: str):
-    """With functions of its own between, and its first line as it was; but for a format that the template computes."""
+    """Other functions between are kept, and its first line stays; only a format that the template computes is not
+    possible."""
     whole = (
         "\n{%- set format = '%Y' %}{%- macro day() %}{% if strftime_now is defined %}It is "
         + "{{ strftime_now(" + format + ") }}.{% endif %}{% endmacro %}{{ day() }}{{ messages[0].content }}"
