@@ -49,7 +49,7 @@ LONG = (
     "execution/test_families.py",
     "simulations/test_cluster_simulation.py",
     "execution/test_compiled_step.py",
-    "protocols/all_protocols/test_bound_answers.py",
+    "protocols/all_protocols/test_constrained_answers.py",
     "benchmarks/test_memory.py",
     "media/test_video.py",
     "zoo/test_zoo.py",

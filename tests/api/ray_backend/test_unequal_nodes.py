@@ -150,7 +150,7 @@ async def test_the_store_over_ray_asks_for_the_ids_of_all_replicas(monkeypatch):
     assert told == [("blocks", ["t/ann", ids])]
 
 
-async def test_words_and_ids_survive_the_disk_and_old_sequences_are_read(tmp_path, config):
+async def test_token_ids_survive_the_disk_and_branches_of_earlier_versions_are_read(tmp_path, config):
     """A branch from before files had ids still belongs to its model id."""
     for files, words in ((b"", CPU), (FILES, FILES)):
         folder, agent = tmp_path / words.hex()[:4], "default/ann"

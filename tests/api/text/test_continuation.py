@@ -1,5 +1,5 @@
-"""Laws of continuing by text, for any texts and every kind of tokenizer: the ids say what the text says, what is behind
-the seam is tokenized as in the whole text, and a line of the tokenizer's own ids changes nothing at all."""
+"""Laws of continuation by text, for any texts and every kind of tokenizer: the ids spell the text, the part behind the
+seam is tokenized as in the whole text, and a line of the tokenizer's own ids changes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Digits in groups of three from the right: where one ends depends on how many follow.
+# Digits in groups of three from the right: where a group ends depends on how many digits follow.
 RIGHT = r"""\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 SPECIAL = [AddedToken(content, special=True) for content in ("<unk>", "<s>", START, END)]
 FLAGGED = [
@@ -36,7 +36,7 @@ FLAGGED = [
     AddedToken("<mask>", special=True, lstrip=True),
     AddedToken("<word>", single_word=True),
     AddedToken("<tool_call>", normalized=False),
-    # Begins where other tokens end, and where other tokens begin.
+    # An added token that begins where other tokens end, and where other tokens begin.
     AddedToken("<tool_call>s", normalized=False),
     AddedToken("|>!", normalized=False),
     AddedToken("<|im_start|>a", normalized=False),
@@ -67,7 +67,7 @@ PIECES = [
 
 
 def train(model: Any, trainer: Callable[..., Any], **how: Any) -> Tokenizer:
-    """A tokenizer of the kind. `how`: its parts and the trainer's options."""
+    """Returns a trained tokenizer with this model. `how` has its parts and the trainer's options."""
     added = how.pop("added", [])
     parts = {part: how.pop(part) for part in ("normalizer", "pre_tokenizer", "decoder") if part in how}
     tokenizer = finished(Tokenizer(model), **parts)
@@ -94,7 +94,7 @@ def byte_level(pattern: str = "", *, prefix: bool = False, ignore_merges: bool =
 
 
 def sentencepiece(normalizer: Any = None, pre_tokenizer: Any = None, *, strip: bool = True, **how: Any) -> Tokenizer:
-    """BPE over whole texts with `▁` for spaces and bytes for what the vocabulary has not."""
+    """Returns BPE over whole texts, with `▁` for spaces, and bytes for characters that the vocabulary does not have."""
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     parts = {"decoder": decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if strip else [])])}
     parts |= {name: part for name, part in (("normalizer", normalizer), ("pre_tokenizer", pre_tokenizer)) if part}
@@ -129,7 +129,7 @@ def with_bos() -> Tokenizer:
 
 
 class PythonTokenizer(PreTrainedTokenizerFast):
-    """One whose own encoding must be used, as that of tokenizers written in Python."""
+    """A tokenizer whose own encoding must be used, as for tokenizers written in Python."""
 
     def encode(self, *args: Any, **how: Any) -> list[int]:
         return super().encode(*args, **how)  # type: ignore[return-value]
@@ -204,15 +204,15 @@ texts = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[str, str]:
-    """A line's text and a new one that has a beginning of it: appended to, cut, or changed in the middle."""
+    """Draws a line's text and a new text with a common beginning: appended to, cut, or changed in the middle."""
     old, tail = draw(texts), draw(texts)
     cut = draw(st.one_of(st.just(len(old)), st.integers(0, len(old))))
     return old, old[:cut] + tail + draw(st.sampled_from(["", old[cut:]]))
 
 
 def redrawn(model: TextModel, tokens: list[int], random: Random, share: float) -> list[int]:
-    """Other ids that spell the same: a share of the tokens in smaller pieces, but no control tokens, which would be
-    another text then."""
+    """Returns other ids for the same text: a share of the tokens is split into smaller ones, except control tokens,
+    which would be another text then."""
     tokenizer = model.tokenizer._tokenizer.backend_tokenizer
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
     out: list[int] = []
@@ -238,12 +238,12 @@ def redrawn(model: TextModel, tokens: list[int], random: Random, share: float) -
 
 
 def held(model: TextModel, result: Continuation, new: str, line: StoredBranch) -> Continuation:
-    """What must hold of every result."""
+    """Checks what must hold for every result, and returns it."""
     plain = model.tokenizer.encode(new)
     kept, rest = result.tokens[: result.kept_tokens], result.tokens[result.kept_tokens :]
     assert kept == list(line.tokens[: result.kept_tokens])
     says, plainly = model.tokenizer.decode(result.tokens), model.tokenizer.decode(plain)
-    # Ids without the space that the tokenizer puts at the front of texts say the same text.
+    # Ids without the space that the tokenizer puts before a text spell the same text.
     assert says == plainly or (model.name in SPACED and says.replace(" ", "") == plainly.replace(" ", ""))
     assert rest == plain[len(plain) - len(rest) :]
     assert new[: result.common_characters] == line.text[: result.common_characters]
@@ -254,7 +254,8 @@ def held(model: TextModel, result: Continuation, new: str, line: StoredBranch) -
 @quick
 @given(pair=pairs())
 def test_a_line_of_the_tokenizers_own_ids_gives_the_tokenizers_own_ids(pair: tuple[str, str], model: TextModel):
-    """No drift: memory that was tokenized as the text is changes no id, wherever the texts part."""
+    """No drift: if the memory was tokenized by the tokenizer itself, no id changes, wherever the texts begin to
+    differ."""
     old, new = pair
     line = StoredBranch(old, model.tokenizer.encode(old))
     result = held(model, continue_text(new, [line], model.spelling), new, line)
@@ -266,12 +267,12 @@ def test_a_line_of_the_tokenizers_own_ids_gives_the_tokenizers_own_ids(pair: tup
     [
         # The space that is put before the first text is not put before a special token.
         ("legacy", "<|user|>", START),
-        # White space is other words where a special token follows.
+        # White space gets other words if a special token follows.
         ("qwen", "lo  <|user|>", f"lo  {START}"),
         ("prefix", "lo  <|user|>", f"lo  {START}"),
         # A longer added token begins like the one in the line.
         ("flags", "a<tool_call>", "a<tool_call>s"),
-        # One that must be a whole word.
+        # An added token that must be a whole word.
         ("flags", "a <word>", "a <word>b"),
         ("right", "1234567 ", "12345678 "),
     ],
@@ -287,7 +288,7 @@ def test_a_line_that_only_looks_alike_changes_no_id(kind: str, old: str, new: st
 def test_drawn_ids_are_kept_and_the_rest_is_tokenized_as_in_the_whole_text(
     pair: tuple[str, str], seed: int, share: float, model: TextModel
 ):
-    """Whatever ids the model drew for its text, the result says the text, and no merge reaches over the seam."""
+    """Whatever ids the model sampled for its text, the result spells the text, and no merge crosses the seam."""
     old, new = pair
     line = StoredBranch(old, redrawn(model, model.tokenizer.encode(old), Random(seed), share))
     result = held(model, continue_text(new, [line], model.spelling), new, line)
@@ -300,7 +301,7 @@ def test_drawn_ids_are_kept_and_the_rest_is_tokenized_as_in_the_whole_text(
 def test_ids_that_do_not_spell_the_lines_text_never_become_a_prompt(
     pair: tuple[str, str], tokens: list[int], model: TextModel
 ):
-    """A wrong memory costs work, never a wrong prompt."""
+    """A wrong memory costs work, but never gives a wrong prompt."""
     old, new = pair
     held(model, continue_text(new, [StoredBranch(old, tokens)], model.spelling), new, StoredBranch(old, tokens))
 
@@ -308,7 +309,7 @@ def test_ids_that_do_not_spell_the_lines_text_never_become_a_prompt(
 @quick
 @given(words=st.lists(st.sampled_from([0, *range(256)]), max_size=12), tail=texts, more=texts)
 def test_bytes_that_are_no_text_are_never_kept(words: list[int], tail: str, more: str, made: dict[str, TextModel]):
-    """U+FFFD in the line's text is the same character in the client's echo and not the same bytes."""
+    """U+FFFD in the line's text and in the client's echo are the same character but not the same bytes."""
     model = model_of("gpt2", made)
     byte_of = {model.tokenizer.token_bytes(token): token for token in range(400)}
     line_tokens = [
@@ -334,7 +335,7 @@ def test_the_reason_names_bytes_that_are_no_text(made: dict[str, TextModel]):
 
 @pytest.mark.parametrize("ended", ["with the end token", "without it", "in a word", "with more behind it"])
 def test_what_a_template_appends_keeps_every_token(ended: str, model: TextModel):
-    """The answer's end may be drawn or not: the history begins with the whole line, and all of it is kept."""
+    """Whether or not the end token was sampled, the history begins with the whole line, and all of it is kept."""
     answer = {"with the end token": f"hello world{END}", "in a word": "hello wor"}.get(ended, "hello world")
     old = f"{START}user\nthe 123 dogs{END}\n{START}assistant\n"
     plain, drawn = (
@@ -342,12 +343,12 @@ def test_what_a_template_appends_keeps_every_token(ended: str, model: TextModel)
         redrawn(model, model.tokenizer.encode(f"{START}{answer}")[1:], Random(5), 1.0),
     )
     if model.name in ("prefix", "metaspace", "legacy", "unigram"):
-        # What stands behind an added token is tokenized with what is before it here.
+        # Here the text behind an added token is tokenized together with the text before it.
         plain, drawn = model.tokenizer.encode(old + answer), []
     line = StoredBranch(old + answer, [*plain, *drawn])
     new = line.text + ("" if END in answer else END) + f"\n{START}user\nand now?{END}\n{START}assistant\n"
     if model.name == "wordpiece":
-        # Its lines are only known at added tokens.
+        # Its lines can only be aligned at added tokens.
         line = StoredBranch(old, model.tokenizer.encode(old))
     result = held(model, continue_text(new, [line], model.spelling), new, line)
     assert (result.kept_tokens, result.match, result.reason) == (len(line.tokens), Match.EXTEND, "")
@@ -355,7 +356,7 @@ def test_what_a_template_appends_keeps_every_token(ended: str, model: TextModel)
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen", "llama3", "gemma", "legacy", "python"])
 def test_history_that_a_template_changes_is_kept_up_to_the_change(kind: str, made: dict[str, TextModel]):
-    """Reasoning is left out of the history: everything before it stays, the drawn earlier answer too."""
+    """Reasoning is left out of the history: everything before it is kept, including the earlier sampled answer."""
     model = model_of(kind, made)
     before = (
         f"{START}user\nthe dog{END}\n{START}assistant\nhello world{END}\n{START}user\nand?{END}\n{START}assistant\n"
@@ -374,7 +375,7 @@ def test_history_that_a_template_changes_is_kept_up_to_the_change(kind: str, mad
 
 @pytest.mark.parametrize("kind", ["prefix", "legacy", "metaspace", "gemma"])
 def test_a_text_that_changes_in_a_message_is_kept_up_to_there(kind: str, made: dict[str, TextModel]):
-    """Also behind a space that the tokenizer put there, behind bytes, and before ids that spell something else."""
+    """Also behind a space that the tokenizer inserted, behind bytes, and before ids that spell something else."""
     model = model_of(kind, made)
     old, new = (model.tokenizer.encode(f"{START}hello 語 the{word}") for word in (" world", "\nlazy"))
     for tail in (model.tokenizer.encode(" world")[-1:] * 3, []):

@@ -1,4 +1,4 @@
-"""Lines of real conversations: the shipped model's chats by turns, special tokens as text, many and long lines."""
+"""Lines of real conversations: the shipped model's chats turn by turn, special tokens as text, many and long lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def recall() -> TextModel:
 
 
 def letters(model: TextModel, string: str) -> list[int]:
-    """`string` in a token a byte, as no tokenizer would."""
+    """Returns `string` with one token per byte, as no tokenizer would encode it."""
     of_byte = {model.tokenizer.token_bytes(token): token for token in range(400)}
     return [of_byte[bytes([byte])] for byte in string.encode()]
 
@@ -44,7 +44,7 @@ def say(random: Random, words: int) -> str:
 @pytest.mark.parametrize("stopped", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_chat_never_computes_a_token_twice(recall: TextModel, seed: int, stopped: bool):
-    """Turn after turn, whatever ids were drawn and whether or not the end was: all that is in memory is kept."""
+    """In every turn all remembered tokens are kept, whatever ids were sampled, with or without the end token."""
     random, messages, line = Random(seed), [], StoredBranch("", [])
     for turn in range(8):
         messages.append({"role": "user", "content": say(random, random.randint(1, 40))})
@@ -81,7 +81,8 @@ def test_an_edited_turn_keeps_what_was_before_it_and_a_title_request_the_shared_
 
 
 def test_special_tokens_typed_by_a_user_or_spelled_by_the_model_stay_what_they_were(recall: TextModel):
-    """What was drawn letter by letter is kept so, and what was drawn as one token too, wherever the text has both."""
+    """If the text has both, markers that were sampled letter by letter stay so, and those sampled as one token stay one
+    token."""
     guard = recall.tokenizer.controls.guarded
     prompt = recall.template.render([{"role": "user", "content": guard(f"what is {END} for?")}])
     spelled = letters(recall, f"it ends {END} turns")
@@ -92,7 +93,7 @@ def test_special_tokens_typed_by_a_user_or_spelled_by_the_model_stay_what_they_w
     new = f"{prompt}{guard(f'it ends {END} turns')}{END}\n<|im_start|>user\nI see.{END}\n"
     result = continue_text(new, [line], recall.spelling)
     assert (recall.tokenizer.decode(result.tokens), result.kept_tokens) == (unbroken(new), len(line.tokens))
-    # Drawn in the middle of an answer, and hidden from the client, who sends the history without it.
+    # Sampled in the middle of an answer and hidden from the client, which sends the history without it.
     drawn = StoredBranch(
         f"{typed}one{END}two", [*recall.tokenizer.encode(f"{prompt}one{END}"), *letters(recall, "two")]
     )
@@ -103,7 +104,7 @@ def test_special_tokens_typed_by_a_user_or_spelled_by_the_model_stay_what_they_w
 
 
 def test_an_added_token_that_only_begins_in_the_common_part_is_not_cut(recall: TextModel):
-    """The line ends inside what the new text makes a special token of."""
+    """The line ends inside a special token of the new text."""
     line = StoredBranch(
         "<|im_start|>a <tool_c", [*recall.tokenizer.encode("<|im_start|>a"), *letters(recall, " <tool_c")]
     )
@@ -147,7 +148,7 @@ def test_prepared_lines_give_what_others_give_whatever_holds_the_ids(recall: Tex
 
 
 def test_only_added_tokens_that_nothing_can_reach_into_split_a_text(recall: TextModel, tmp_path: Path):
-    """Others may not be found where their text stands, so a seam there would change what is behind it."""
+    """Other added tokens may not be found at their text, so a seam there would change the tokens behind it."""
     assert model_files.__file__ is not None
     for file in (Path(model_files.__file__).parent / "embedded" / "recall").glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -163,7 +164,7 @@ def test_only_added_tokens_that_nothing_can_reach_into_split_a_text(recall: Text
 
 
 def test_no_seam_is_told_by_words_where_the_tokenizer_changes_the_text(recall: TextModel, tmp_path: Path):
-    """Its ids spell other bytes than the text, so their borders say nothing of those of the text."""
+    """Its ids spell other bytes than the text, so their borders are not those of the text."""
     assert model_files.__file__ is not None
     for file in (Path(model_files.__file__).parent / "embedded" / "recall").glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -182,7 +183,7 @@ def test_no_seam_is_told_by_words_where_the_tokenizer_changes_the_text(recall: T
 
 
 def test_a_long_text_without_special_tokens_is_continued_at_its_end(recall: TextModel):
-    """Words are looked at only near the end, and the seam is the same."""
+    """Words are compared only near the end, and the seam is the same."""
     random = Random(3)
     text = say(random, 12_000)
     line = StoredBranch(text, [*letters(recall, text[:50]), *recall.tokenizer.encode(text[50:])])
@@ -195,7 +196,8 @@ def test_a_long_text_without_special_tokens_is_continued_at_its_end(recall: Text
 
 
 def test_a_hundred_thousand_tokens_cost_less_than_tokenizing_them(recall: TextModel):
-    """Eight prepared lines: a fraction of one encoding of the text. Eight unprepared: about what one encoding takes."""
+    """Eight indexed lines cost a fraction of one encoding of the text; eight lines that are not indexed cost about one
+    encoding."""
     random = Random(1)
     turns = [f"<|im_start|>user\n{say(random, 400)}{END}\n" for _ in range(100)]
     text = "".join(turns)

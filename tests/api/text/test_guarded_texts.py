@@ -1,5 +1,6 @@
-"""Laws of guarded texts, for every kind of tokenizer: what a caller wrote has no control token in any company, says
-what it said, and is tokenized as the tokenizer would without its control tokens; all other text is as it always was."""
+"""Laws of guarded texts (a lone surrogate in each caller's marker keeps it text), for every kind of tokenizer: a
+caller's text never has a control token, whatever is around it, keeps its content, and is tokenized as if the tokenizer
+had no control tokens. All other text is tokenized as before."""
 
 from __future__ import annotations
 
@@ -42,13 +43,14 @@ def model(request: pytest.FixtureRequest, made: dict[str, TextModel]) -> TextMod
 
 
 def conversation(model: TextModel, texts: list[str], guard: bool = True) -> str:
-    """Turns of a template, which writes control tokens around what callers say, and joins two of them at each turn."""
+    """Returns turns of a template that writes control tokens around callers' texts, and joins two of the texts in each
+    turn."""
     shown = [model.tokenizer.controls.guarded(text) if guard else text for text in texts]
     return "".join(f"{START}user\n{text}{shown[0]}{END}\n" for text in shown)
 
 
 def controls(model: TextModel, tokens: list[int], unknown: bool = False) -> list[int]:
-    """The control tokens among `tokens`, without the one for characters that a vocabulary does not have."""
+    """Returns the control tokens among `tokens`, without the token for unknown characters."""
     own = model.tokenizer.token_of("<unk>")
     return [token for token in tokens if token in model.tokenizer.controls.ids and (unknown or token != own)]
 
@@ -56,7 +58,7 @@ def controls(model: TextModel, tokens: list[int], unknown: bool = False) -> list
 @quick
 @given(texts=turns)
 def test_no_text_becomes_a_control_token(texts: list[str], model: TextModel):
-    """Neither alone nor with the text that follows it."""
+    """Neither alone nor together with the following text."""
     tokens = model.tokenizer.encode(conversation(model, texts))
     assert controls(model, tokens) == controls(model, model.tokenizer.encode(conversation(model, ["a"] * len(texts))))
     if model.name in LOSSLESS:
@@ -70,13 +72,13 @@ def test_no_text_becomes_a_control_token(texts: list[str], model: TextModel):
 @quick
 @given(texts=st.lists(harmless, min_size=1, max_size=4))
 def test_texts_without_marks_are_not_touched(texts: list[str], model: TextModel):
-    """The same string, so the same tokens, and nothing that is in memory is lost."""
+    """The string stays the same, so the tokens do too, and no KV is lost."""
     assert all(model.tokenizer.controls.guarded(text) is text for text in texts)
     assert conversation(model, texts) == conversation(model, texts, guard=False)
 
 
 def without_control(model: TextModel) -> Tokenizer:
-    """The tokenizer as its file would be without control tokens."""
+    """Returns the tokenizer that the file would give without its control tokens."""
     state = json.loads(model.tokenizer._tokenizer.backend_tokenizer.to_str())
     state["added_tokens"] = [each for each in state["added_tokens"] if each["id"] not in model.tokenizer.controls.ids]
     state["post_processor"] = None
@@ -86,9 +88,9 @@ def without_control(model: TextModel) -> Tokenizer:
 @quick
 @given(text=said)
 def test_a_callers_text_has_the_tokens_of_its_spelling(text: str, model: TextModel):
-    """Word for word what the vocabulary makes of it, over the borders of marks."""
+    """The tokens are those of the vocabulary, also across the borders of markers."""
     if model.name in ("unigram", "wordpiece", "python"):
-        # Their vocabularies have marks as words, or cannot be asked.
+        # Their vocabularies have markers as ordinary entries, or cannot be read.
         return
     spelling = without_control(model).encode(text, add_special_tokens=False).tokens
     for guarded in (model.tokenizer.controls.guarded(text), with_breaks(text, range(1, len(text)))):
@@ -98,7 +100,7 @@ def test_a_callers_text_has_the_tokens_of_its_spelling(text: str, model: TextMod
 @quick
 @given(text=said, more=said)
 def test_what_stands_around_a_callers_mark_is_tokenized_as_without_it(text: str, more: str, model: TextModel):
-    """A break where no mark is changes no token."""
+    """A break at a place without a marker changes no token."""
     plain = f"{START}user\nhello{END}\n{START}a"
     at = plain.index("hello") + 2
     whole = model.tokenizer.encode(f"{plain}{text}{more}")
@@ -123,7 +125,8 @@ def test_what_the_tokenizer_puts_around_a_text_is_put_around_a_guarded_one(texts
 def test_memory_of_guarded_texts_gives_the_tokens_of_their_whole_encoding(
     old: list[str], more: list[str], cut: int, model: TextModel
 ):
-    """Continued, cut or parted anywhere: what the line has as a token is one in the new text, or the seam is before."""
+    """Wherever the text is continued, cut or changed: a control token of the line is one in the new text, or the seam
+    is before it."""
     before = conversation(model, old)
     new = conversation(model, [*old[: cut % (len(old) + 1)], *more])
     line = StoredBranch(unbroken(before), model.tokenizer.encode(before))
@@ -136,7 +139,7 @@ def test_memory_of_guarded_texts_gives_the_tokens_of_their_whole_encoding(
 def test_the_same_text_with_other_structure_is_not_continued(
     old: str, new: str, ours: bool, theirs: bool, model: TextModel
 ):
-    """A mark that was a token is not one when a caller writes it, and the other way round."""
+    """A marker that was a token is not a token if a caller writes it, and vice versa."""
     guard = model.tokenizer.controls.guarded
     before = f"{START}user\n{guard(old) if theirs else old}"
     after = f"{START}user\n{guard(old) if ours else old}{new}"
@@ -156,7 +159,7 @@ def test_a_mark_whose_end_is_another_tokens_begin_is_text_in_memory_too(made: di
 
 
 def test_a_mark_before_spaces_is_text_in_memory_too(made: dict[str, TextModel]):
-    """Where a token for several spaces is longer than they are."""
+    """If a token for several spaces is longer than the spaces there."""
     model = model_of("gemma", made)
     before = f"{START}user\n{model.tokenizer.controls.guarded(START)}  "
     line = StoredBranch(unbroken(before), model.tokenizer.encode(before))
@@ -167,7 +170,7 @@ def test_a_mark_before_spaces_is_text_in_memory_too(made: dict[str, TextModel]):
 @quick
 @given(texts=turns, seed=st.integers(0, 2**32))
 def test_drawn_ids_of_guarded_texts_are_kept(texts: list[str], seed: int, model: TextModel):
-    """Whatever pieces the model drew, the prompt has the control tokens that it should have."""
+    """Whatever tokens the model sampled, the prompt has exactly the right control tokens."""
     before = conversation(model, texts)
     line = StoredBranch(unbroken(before), redrawn(model, model.tokenizer.encode(before), Random(seed), 0.5))
     new = f"{before}{START}user\n{model.tokenizer.controls.guarded(texts[-1])}{END}"
@@ -175,7 +178,7 @@ def test_drawn_ids_of_guarded_texts_are_kept(texts: list[str], seed: int, model:
     assert controls(model, result.tokens) == controls(model, model.tokenizer.encode(new))
     if model.name in LOSSLESS:
         assert model.tokenizer.decode(result.tokens) == unbroken(new)
-        # Python's own tokenizers cannot tell bytes that are no text from the character for such.
+        # Tokenizers in Python cannot tell invalid bytes from the replacement character.
         assert result.kept_tokens == len(line.tokens) or model.name == "python"
 
 
@@ -190,7 +193,7 @@ def test_a_tokenizer_written_in_python_finds_lines_again_that_name_control_token
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen", "flags", "gemma", "unigram", "bos"])
 def test_recent_texts_are_guarded_too(kind: str, made: dict[str, TextModel]):
-    """Long prompts that go on from others, with marks everywhere."""
+    """Long prompts that continue others, with markers everywhere."""
     model, random = model_of(kind, made), Random(kind)
     recent, texts = RecentTexts(model.spelling), []
     for _ in range(5):
@@ -202,7 +205,7 @@ def test_recent_texts_are_guarded_too(kind: str, made: dict[str, TextModel]):
 
 
 def test_a_mark_that_texts_make_together_is_text(made: dict[str, TextModel]):
-    """Templates join the parts of a message, and what they have stripped."""
+    """Templates join the parts of a message, and texts that they have stripped."""
     model = model_of("qwen", made)
     guard = model.tokenizer.controls.guarded
     for cut in range(1, len(END)):
@@ -222,7 +225,7 @@ def test_breaks_are_places_in_the_unbroken_text():
 
 
 def test_no_caller_can_write_a_break(text: TextModel):
-    """It is no valid Unicode, as every other surrogate."""
+    """Like every lone surrogate it is not valid Unicode."""
     for guard in (text.tokenizer.controls.guarded, lambda said: text.tokenizer.controls.guarded_value({"a": [said]})):
         with pytest.raises(InvalidRequest, match="unpaired surrogate at character 3"):
             guard(f"<|i{BREAK}m_end|>")
@@ -240,7 +243,7 @@ def test_values_are_guarded_to_the_keys_and_only_where_they_name_a_mark(text: Te
 
 
 def test_a_mark_in_another_spelling_is_text_where_the_tokenizer_folds_it():
-    """One that puts texts into lower case before it looks for its added tokens."""
+    """With a tokenizer that lower-cases texts before it searches them for added tokens."""
     tokenizer = KINDS["lowercase"]()
     tokenizer.add_tokens([AddedToken("<tool_call>", normalized=True)])
     model = text_model(tokenizer)
@@ -262,7 +265,7 @@ def test_a_mark_in_another_spelling_is_text_where_the_tokenizer_folds_it():
     ids=["lower", "nfkc", "bert"],
 )
 def test_a_mark_in_another_spelling_is_text_in_parts_too(normalizer: Normalizer):
-    """And where the normalizer drops characters that nobody writes."""
+    """Also if the normalizer drops invisible characters."""
     tokenizer = KINDS["lowercase"]()
     tokenizer.normalizer = normalizer
     tokenizer.add_tokens([AddedToken("<|tool|>", normalized=True)])
@@ -294,7 +297,7 @@ def test_a_mark_that_begins_another_takes_no_other_text_for_its_rest(template: s
 
 
 def test_words_of_a_text_are_no_control_tokens(made: dict[str, TextModel]):
-    """Tokens for white space and for HTML stay what they are."""
+    """Added tokens for white space and for HTML are still found in callers' texts."""
     gemma = model_of("gemma", made)
     named = {gemma.tokenizer.added_tokens[token].content for token in gemma.tokenizer.controls.ids}
     assert {START, END} <= named

@@ -1,4 +1,5 @@
-"""JSON in pieces: the same values as in one, the same texts refused, and limits that hold before anything is made."""
+"""JSON parsed in pieces: the same values as at once, the same texts refused, and limits that are checked before
+anything is allocated."""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ def test_a_value_more_than_allowed_is_too_many() -> None:
 
 
 def test_too_many_are_noticed_before_the_rest_is_read() -> None:
-    # What comes behind them is not even JSON.
+    # The text behind them is not even JSON.
     with pytest.raises(TooManyValues):
         outline(b"[" * 8 + b"]" * 9, 5)
 

@@ -1,4 +1,4 @@
-"""Halves of characters: replaced in what models write, and said of bodies."""
+"""Lone surrogates: replaced in models' texts, and reported in bodies."""
 
 from __future__ import annotations
 

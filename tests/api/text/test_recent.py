@@ -1,4 +1,4 @@
-"""Prompts that go on from earlier ones have the ids of their whole encoding, and only what is new is encoded."""
+"""Prompts that continue earlier ones have the same ids as if encoded whole, and only the new text is encoded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Counted:
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen", "right", "whole", "flags", "lowercase", "bos", "gemma", "unigram"])
 def test_texts_that_go_on_have_the_ids_of_their_whole_encoding(kind: str, made: dict[str, TextModel]):
-    """Appended to, cut, changed near the end and in the middle; with added tokens and without any for long."""
+    """Appended to, cut, changed near the end and in the middle; with added tokens, and with long stretches without
+    any."""
     model, random = model_of(kind, made), Random(kind)
     recent = RecentTexts(model.spelling)
     text = say(random, 60_000)
@@ -68,7 +69,7 @@ def test_only_what_is_new_is_encoded(
     for _ in range(3):
         text += (f"{END}{START}" if marked else "") + say(random, 300)
         model.recent.encode(text, "a")
-    # Where no special token is near, the encoding begins up to 16 KB before what is new.
+    # If no special token is near, the encoding begins up to 16 KB before the new text.
     assert counted.characters < 20_000 * (1 if marked else 3) + 10_000
 
 

@@ -1,4 +1,4 @@
-"""A script says what is told beforehand, and calls the tool that the caller has."""
+"""A script gives the replies in its file, and calls the tool that the caller has."""
 
 from __future__ import annotations
 

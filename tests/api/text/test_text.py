@@ -1,4 +1,4 @@
-"""Text laws: what comes out does not depend on how it was cut into pieces."""
+"""Laws of text: the output does not depend on how the text was cut into pieces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def every_token(text: TextModel) -> int:
 @quick
 @given(data=st.data())
 def test_pieces_concatenate_to_the_one_shot_decoding_for_any_tokens(data: st.DataObject, text: TextModel):
-    """Any token sequence at all: invalid bytes, half characters and special tokens included."""
+    """For any tokens, including invalid bytes, half characters and special tokens."""
     tokens = data.draw(st.lists(st.integers(0, every_token(text) - 1), max_size=40))
     assert "".join(pieces(text.tokenizer.detokenizer(), tokens)) == text.tokenizer.decode(tokens)
 
@@ -44,7 +44,7 @@ def test_pieces_concatenate_to_the_one_shot_decoding_for_any_tokens(data: st.Dat
 @quick
 @given(string=st.text(max_size=40))
 def test_valid_text_never_shows_a_replacement_character(string: str, text: TextModel):
-    """Characters of several bytes are split over tokens, and no piece has a half of one."""
+    """Characters of several bytes are split over tokens, and no piece has a part of one."""
     string = string.replace("\ufffd", "")
     shown = pieces(text.tokenizer.detokenizer(), text.tokenizer.encode(string))
     assert "".join(shown) == string
@@ -74,7 +74,7 @@ def test_the_window_detokenizer_equals_one_shot_decoding_of_valid_text(words: li
 
 
 def spell(text: TextModel, word: str) -> list[int]:
-    """The tokens of a word of the SentencePiece-like vocabulary; what it has not is spelled in bytes."""
+    """Returns the tokens of a word in the SentencePiece-like vocabulary; unknown characters become bytes."""
     assert text.tokenizer.backend is not None
     whole = text.tokenizer.backend.token_to_id({"Hello": "▁Hello", "world": "▁world", " ": "▁"}.get(word, word))
     return [whole] if whole is not None else [byte_token(text, byte) for byte in word.encode()]
@@ -125,7 +125,7 @@ def test_stop_strings_are_found_across_any_cut_and_never_leak(text: str, stops: 
     matcher, shown = StopMatcher(stops), ""
     for start, end in pairwise(edges):
         shown += "".join(matcher.add(text[start:end]))
-        # Nothing goes out that a later match would have to take back.
+        # No text comes out that a later match would have to take back.
         assert (text if expected is None else expected).startswith(shown)
     assert matcher.matched == (expected is not None)
     assert shown + "".join(matcher.flush()) == (text if expected is None else expected)
@@ -268,7 +268,7 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(kind: str, tmp_path: Path
 
 
 def test_a_config_that_transformers_does_not_want_is_no_fault_of_a_tokenizer(tmp_path: Path):
-    """It is not transformers that computes; its checks of a model's settings are stricter than those who do."""
+    """transformers does not compute the model; its checks of a config are stricter than those of mlx-lm."""
     folder = write_tokenizer(tmp_path, markers="none")
     plain = load_text_model(folder)
     part = {"model_type": "gemma3n_text", "activation_sparsity_pattern": [1, 0]}
@@ -291,7 +291,7 @@ def test_whatever_a_library_raises_is_said(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_old_tokenizer_of_one_file_is_enough(tmp_path: Path):
-    """And neither PyTorch nor a converted file is needed."""
+    """Neither PyTorch nor a converted file is needed."""
     folder, file = write_tokenizer(tmp_path, markers="none"), BytesIO()
     (folder / "tokenizer.json").unlink()
     lines = iter(["hello world the quick brown fox jumps over the lazy dog"] * 9)

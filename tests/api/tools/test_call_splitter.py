@@ -1,4 +1,4 @@
-"""Tool-call laws: splitting does not depend on the pieces, and nothing that is not a call gets lost."""
+"""Laws of tool calls: the result does not depend on the pieces, and no text that is not a call gets lost."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def read(pieces: list[str], calls_max: int | None = None, *, cut: bool = False) 
 
 
 def told(out: list[Piece]) -> tuple[str, list[tuple[int, str, str, bool]], dict[int, str]]:
-    """The text, the whole calls, and the arguments that came in pieces."""
+    """Returns the text, the complete calls, and the arguments that came in pieces."""
     begun: dict[int, CallBegun] = {}
     arguments: dict[int, str] = {}
     for item in out:
@@ -196,8 +196,8 @@ def test_what_is_not_written_as_the_template_does_is_read_as_a_whole():
 
 
 def test_a_call_that_has_begun_stays_a_call():
-    """Cut, its arguments are what there is of them. Where the model ends too early, brackets may be missing; nothing
-    else is made up."""
+    """If it is cut, it has its arguments so far. If the model ends too early, missing brackets are added, but nothing
+    else."""
     assert told(read(list(LONG[:45]), cut=True))[1] == [(0, "f", LONG[39:44], True)]
     assert told(read(list(WRONG)))[1] == [(0, "f", '{"x": "nothing"}', True)]
     whole = {"x": {"a": '}"{'}, "y": [1, {}]}

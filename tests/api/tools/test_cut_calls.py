@@ -1,5 +1,5 @@
-"""Calls within which an answer ends: by a limit, a stop string or token, or the model itself. Wherever that is and
-however a family writes calls, what is told as a whole call is one that was written."""
+"""Answers that end within a call: by a limit, a stop string or token, or the model itself. At every place and in every
+call format, only calls that were completely written are reported as complete."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def written(text: TextModel) -> str:
-    """What the template writes for the calls, as many as it may at once."""
+    """Returns the template's text for the calls, as many as it supports at once."""
     if text.template.is_harmony:
         name, given = CALLS[0]
         return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(given)}<|call|>"
@@ -53,11 +53,11 @@ def written(text: TextModel) -> str:
 
 
 class Told:
-    """What came of an answer.
+    """The result of an answer.
 
     Args:
         cut: whether a limit ended it.
-        sequence: how `SequenceText` is made.
+        sequence: the arguments of `SequenceText`.
     """
 
     def __init__(self, text: TextModel, answer: str, *, cut: bool = False, **sequence: Any) -> None:
@@ -95,7 +95,7 @@ def test_what_a_limit_cuts_is_no_whole_call(text: TextModel):
 
 
 def test_no_value_is_made_up_where_the_model_itself_ends(text: TextModel):
-    """Brackets may be: a call may have fewer arguments then, but no other ones."""
+    """Only brackets are added: a call may then have fewer arguments, but no different ones."""
     answer = written(text)
     for end in range(0, len(answer), 3):
         told = Told(text, answer[:end])

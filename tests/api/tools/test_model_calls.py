@@ -1,4 +1,5 @@
-"""How a model writes calls is read from its template; where mlx-lm has no parser for it, so are the calls."""
+"""A model's call format is recognised by its template; if mlx-lm has no parser for it, the format parses the calls
+itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a JSON schema cannot be followed is ignored where nobody asks for it strictly, and nothing else is."""
+"""Unsupported parts of a JSON schema are ignored without `strict`, and nothing else is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What chat templates do with tools, and what is said in words where they have no place for them."""
+"""What chat templates do with tools, and the texts that describe tools if a template has no place for them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_template_is_tried(name: str, tmp_path: Path):
     found = text.template.tools
     assert found is not None
     assert {**vars(found), "example": ""} == {**vars(expected), "example": ""}
-    # Whatever it does, the model is told all of it.
+    # Whatever the template does, the model is shown everything.
     assert "weather" in text.template.render([ASKED], [TOOL])
     shown = text.template.render(CALLED, [TOOL])
     assert '"city": "Köln"' in shown.replace("\\", "") and "It rains." in shown
@@ -109,7 +109,7 @@ def test_results_of_several_calls_are_one_message_of_the_users():
 
 
 def test_messages_of_the_users_are_joined_with_results_alone():
-    """A conversation without tools is rendered as it was before a template was tried with them."""
+    """A conversation without tools is rendered as if the template was never tested with tools."""
     way = TemplateTools(shows_results=False)
     twice = [ASKED, {"role": "user", "content": "Are you there?"}]
     assert way.shown(twice) == twice

@@ -1,4 +1,4 @@
-"""What the endpoint says of a cluster of several nodes, and moving agents between them."""
+"""What the endpoint shows of a cluster with several nodes, and moving agents between them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def look(endpoint: Remembering, **params: str) -> dict:
 
 
 def error(response: httpx.Response) -> tuple[int, str, str | None]:
-    """Status, code and param of an error in OpenAI's shape."""
+    """Returns status, code and param of an error in OpenAI's shape."""
     (body,) = response.json().values()
     assert set(body) == {"message", "type", "param", "code"} and body["message"]
     return response.status_code, body["code"], body["param"]
@@ -249,7 +249,7 @@ async def test_a_control_store_that_is_silent_is_an_error_in_time(endpoint, back
 
 
 class Ticking:
-    """A replica's total, by a clock that is set here."""
+    """A replica's total, with a clock that the tests set."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -444,7 +444,7 @@ async def test_an_agent_of_which_nobody_has_told_is_moved_all_the_same(endpoint)
 
 
 async def test_an_agent_follows_to_where_it_is_answered_behind_its_turn(endpoint, backend):
-    """Where the router says so, and one move at a time."""
+    """It moves if the router advises it, one move at a time."""
     await endpoint.say("Hi")
     backend.move_to = "mac1"
     store = homes(endpoint)
@@ -488,7 +488,7 @@ async def test_few_agents_follow_at_one_time(endpoint, backend):
 
 
 async def settled(endpoint: Remembering) -> None:
-    """Everything behind the requests has ended."""
+    """Waits until all background work of the requests has ended."""
     while tasks := list(endpoint.memory._tasks):
         await asyncio.wait(tasks)
 

@@ -1,4 +1,4 @@
-"""Requests to `/v1/messages`, and what a client makes of its events."""
+"""Requests to `/v1/messages`, and the message that a client builds from its events."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def events_of(body: str) -> list[dict[str, Any]]:
 
 
 def gathered(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client makes of a stream; checks the order in which blocks open, grow and close."""
+    """Returns the message that a client builds from a stream; checks the order in which blocks open, grow and close."""
     assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
     message: dict[str, Any] = events[0]["message"]

@@ -1,4 +1,4 @@
-"""A backend that computes: a replica's engine on a thread of its own, with its side of the disk, and no Ray."""
+"""A backend that computes: a replica's engine on its own thread, with its part of the disk tier, without Ray."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class EngineBackend:
 
     def _run(self, ready: Future[Engine]) -> None:
         source = str(models.EMBEDDED / self.config.models[0].source.removeprefix("embedded:"))
-        # The fast numerics are tried while a model is loaded, which takes longer than the rest of it.
+        # With fast numerics the self-test at load takes longer than the rest of the load.
         how: dict[str, Any] = {"numerics": "reproducible", "progress": lambda what, fraction: None}
         loaded = models.load(source, context_tokens_max=None, **how)
         self.disk = DiskTier(loaded.spec, loaded.model_id, carried("local", self._carry, self._loop))
@@ -98,12 +98,12 @@ class EngineBackend:
         await asyncio.to_thread(self._thread.join, 30)
 
     async def at_rest(self) -> None:
-        """Wait until all that sequences left is on the disk, or never will be."""
+        """Waits until the KV that sequences left is on disk, or never will be."""
         while self.engine.active or self.disk.waiting_bytes or self.engine.memory._writers:
             await asyncio.sleep(0.01)
 
     async def on_thread(self, work: Any) -> Any:
-        """What `work` returns, called on the engine's thread."""
+        """Calls `work` on the engine's thread, and returns its result."""
         done: Future[Any] = Future()
         self.engine.call(lambda: done.set_result(work()))
         return await asyncio.wrap_future(done)

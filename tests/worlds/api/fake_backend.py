@@ -69,7 +69,7 @@ class FakeGeneration:
 
 
 class FakeBackend:
-    """Records what it is asked and plays one script a sequence, the last one again and again."""
+    """Records its calls and plays one script for each sequence; the last script is repeated."""
 
     def __init__(self, text: TextModel, served: list[ServedModel]) -> None:
         self.text = text
@@ -85,12 +85,12 @@ class FakeBackend:
         self.placed: dict[str, str] = {}
         self.move_to = ""
         self.computes_as = b""
-        """The model id where sequences run; that of the served model where it is empty."""
+        """The model id of the replica where sequences run; if empty, that of the served model."""
         self.processes: dict[str, int] = {}
         self.decisions: dict[str, dict[str, Any]] = {}
         self.pooled: list[PoolingRequest] = []
         self.pooling: asyncio.Event | None = None
-        """What requests for vectors wait for; None for nothing."""
+        """The event that requests for vectors wait for; None for none."""
         self.failovers = 0
         self.asked = 0
         self.say("Hello there")
@@ -109,7 +109,7 @@ class FakeBackend:
 
     @staticmethod
     def logprobs_of(token: int, top: int) -> TokenLogprobs:
-        """What the replica says of a token where the request asks; different for different tokens."""
+        """Returns a token's logprobs if the request asks for them; different for different tokens."""
         drawn = -0.25 - token / 1024
         return drawn, [(token + i, drawn - i) for i in range(top)]
 
@@ -137,7 +137,7 @@ class FakeBackend:
         return generation
 
     async def pool(self, model: ServedModel, request: PoolingRequest) -> Vectors:
-        """Vectors of the texts' tokens, so that equal texts have equal ones."""
+        """Returns vectors made from the texts' tokens, so that equal texts have equal vectors."""
         self.pooled.append(request)
         if self.refusal is not None:
             raise self.refusal
@@ -187,7 +187,7 @@ class FakeBackend:
 
 
 def events_of(body: str) -> list[Any]:
-    """The data of every server-sent event; `[DONE]` stays a string."""
+    """Returns the data of every server-sent event; `[DONE]` stays a string."""
     assert body.endswith("\n\n")
     out: list[Any] = []
     for event in body.removesuffix("\n\n").split("\n\n"):

@@ -1,4 +1,4 @@
-"""A store whose agents have homes, for tests of moving them: `LocalStore` with places made up here."""
+"""A store whose agents have homes, for tests of moves: `LocalStore` with fake places."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .remembering import LocalStore
 
 
 class HomesStore(LocalStore):
-    """Of `untold` agents nobody says where they are; what is asked of `stuck_agents` never comes; `busy` ones stay."""
+    """The places of `untold` agents are unknown; calls for `stuck_agents` never return; `busy` agents cannot move."""
 
     def __init__(self, *arguments: Any, nodes: tuple[str, ...] = ("mac0", "mac1")) -> None:
         super().__init__(*arguments)
@@ -26,7 +26,7 @@ class HomesStore(LocalStore):
         self.moves: list[tuple[str, str]] = []
         self.placings = 0
         self.going = asyncio.Event()
-        """Moves wait for it."""
+        """An event that moves wait for."""
         self.going.set()
 
     async def where(self, agent: str) -> AgentPlace:

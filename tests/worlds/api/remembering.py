@@ -25,7 +25,7 @@ from ..kv_store.lone_store import LoneStore
 
 
 class LocalStore:
-    """`agents.Store` over the actor's own class. `down` methods are not answered, `stuck` ones never.
+    """`agents.Store` over the actor's own class. Calls of `down` methods fail, calls of `stuck` ones never return.
 
     Attributes:
         asked: the same, called as the store's client is.
@@ -46,7 +46,7 @@ class LocalStore:
         return partial(self.ask, method)
 
     async def ask(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """What the store's client answers to a call of that method."""
+        """Returns the answer of the store's client to a call of this method."""
         self.calls.append(method)
         if method in self.down:
             raise Unavailable("the store does not answer")
@@ -85,7 +85,7 @@ class LocalStore:
 
 
 class Remembering:
-    """An endpoint that remembers, and shorthand for what clients do with it."""
+    """An endpoint with agents' memory, and shorthand for what clients do with it."""
 
     def __init__(self, backend: Any, config: Config, store: LocalStore | None = None, **access: Any) -> None:
         self.backend = backend
@@ -96,7 +96,7 @@ class Remembering:
         self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     def draw(self, text: str, *, end: str = "<|im_end|>", finish: str = "stop") -> list[int]:
-        """Let the model say `text` in single characters' tokens, as no tokenizer would write it."""
+        """Lets the model answer `text` with one token per character, as no tokenizer would encode it."""
         encode = self.backend.text.tokenizer.encode
         tokens = [token for character in text for token in encode(character)] + encode(end)
         self.backend.play(SequenceUpdate("row", tokens, finish=finish, cached_tokens=0))
@@ -108,7 +108,7 @@ class Remembering:
         )
 
     async def say(self, *messages: Any, agent: str = "ann", **fields: Any) -> str:
-        """A turn; strings are what user and assistant say in turns. Returns the answer."""
+        """Runs a turn and returns the answer. Strings are alternating user and assistant messages."""
         response = await self.post({"messages": spoken(*messages), **fields}, agent)
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["message"]["content"]

@@ -16,8 +16,8 @@ _OWN = {field.name for field in fields(ServedModel)}
 
 
 def served_model(like: ServedModel = _TINY, /, folder: Path | str | None = None, **said: Any) -> ServedModel:
-    """A model of which no more than `said` matters: fields of `ServedModel` or of its `info`; the others as `like`
-    has them."""
+    """Returns a model with the fields `said`, of `ServedModel` or of its `info`; the other fields are those of
+    `like`."""
     if folder is not None:
         said["folder"] = str(folder)
     own = {name: said.pop(name) for name in _OWN & said.keys()}

@@ -1,4 +1,5 @@
-"""The Harmony format: reasoning, content and calls are told apart wherever the text is cut, and answers are bound."""
+"""The Harmony format: reasoning, content and calls are separated wherever the text is cut, and answers are
+constrained."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def split(pieces: list[str], **how: Any) -> list[Piece]:
 
 
 def told(pieces: list[Piece]) -> tuple[str, str, list[tuple[str, str]], str]:
-    """Reasoning, content, calls, and the calls' arguments as they came."""
+    """Returns reasoning, content, calls, and the calls' arguments as they came in pieces."""
     thought = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningDelta))
     calls = [(piece.name, piece.arguments) for piece in pieces if isinstance(piece, ToolCall)]
     came = "".join(piece.text for piece in pieces if isinstance(piece, CallArguments))

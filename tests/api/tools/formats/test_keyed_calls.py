@@ -1,4 +1,4 @@
-"""Calls in Python's and Gemma's form: read while they are written, and bound by tools' schemas."""
+"""Calls in Python's and Gemma's form: read while they are written, and constrained by tools' schemas."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def format_of(text: TextModel) -> KeyedCalls:
 
 
 def said(text: TextModel, *calls: str) -> str:
-    """Calls in the model's form, which are written here as Python's."""
+    """Returns calls, given in Python's form, in the model's form."""
     known = format_of(text)
     if known.pythonic:
         return f"{known.head}{known.between.join(calls)}{known.tail}"

@@ -59,7 +59,7 @@ def split(text: TextModel, pieces: list[str], most: int | None = None, *, cut: b
 
 
 def told(pieces: list[Piece]) -> tuple[str, list[tuple[str, str, bool]], list[str]]:
-    """The text, the whole calls, and their arguments as they came in pieces."""
+    """Returns the text, the complete calls, and their arguments as they came in pieces."""
     calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
     parts = [
         "".join(piece.text for piece in pieces if isinstance(piece, CallArguments) and piece.index == call.index)
@@ -104,7 +104,7 @@ def test_calls_come_in_pieces_however_the_text_is_cut(text: TextModel, size: int
 
 
 def test_text_is_what_the_models_parser_makes_of_it(text: TextModel):
-    """White space around it, and what may be nothing."""
+    """White space around it, and text that may mean null."""
     for value in ("", "null", "NULL", "nul", "nullx", " null", "  x ", "\n\nx\n", "true", "3"):
         answer = written(text, ("write", {"path": value, "count": 1}))
         _, ((name, arguments, begun),), (part,) = told(split(text, list(answer)))
@@ -121,8 +121,8 @@ FRAGMENTS = [*"\n> =", "write", "path", "3", "null", *(f"<{tag}>" for tag in TAG
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_what_is_written_otherwise_is_a_call_all_the_same(text: TextModel, data: st.DataObject):
-    """Calls of which something is changed, so that not every value can be what the model's parser makes of them: all
-    its calls are found, but for those that stand in a value without an end, and cuts change nothing."""
+    """Calls with random changes, whose values may differ from those of the model's parser. All calls that the parser
+    finds are found, except those inside a value without an end, and cuts change nothing."""
     arguments = data.draw(st.dictionaries(st.sampled_from(list(PROPERTIES)), st.sampled_from(["", "x", "3", "a\nb "])))
     answer = written(text, (data.draw(st.sampled_from([*NAMES, "other"])), arguments)) * data.draw(st.integers(1, 2))
     for _ in range(data.draw(st.integers(0, 3))):
@@ -135,7 +135,7 @@ def test_what_is_written_otherwise_is_a_call_all_the_same(text: TextModel, data:
     whole = ToolCallSplitter(
         text.calls.marks.start, text.calls.marks.end, call_parser(text.calls.marks.parser or (lambda *_: None), TOOLS)
     )
-    # GLM's parser makes a call of "unknown" of any text.
+    # GLM's parser turns any text into a call of "unknown".
     expected = [name for name, _, _ in told([*whole.add(answer), *whole.flush()])[1] if name != "unknown"]
     _, calls, parts = told(outs[0])
     names = iter(name for name, _, _ in calls)

@@ -1,4 +1,4 @@
-"""Which tool a model means, and which arguments it takes."""
+"""Which tool a model means, and which arguments the tool accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls in the forms in which models write them. Of what is a call every beginning may become one."""
+"""Calls in the forms that models write. Every beginning of a call counts as a possible call."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Texts that call nothing: Python's library and documentation, and JSON. No tools, however permissive, make calls of
-them, and they come out as they are."""
+"""Texts without calls: Python's library and documentation, and JSON. Even with the most permissive tools no calls are
+found in them, and they come out unchanged."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def documents() -> list[str]:
 
 
 def excerpt(text: str, rng: random.Random) -> str:
-    """A part of a document that begins and ends with a paragraph, or anywhere, perhaps in a fence."""
+    """Returns a part of a document, by paragraphs or cut anywhere, perhaps in a code fence."""
     paragraphs = text.split("\n\n")
     first = rng.randrange(len(paragraphs))
     part = "\n\n".join(paragraphs[first : first + rng.randint(1, 6)])
@@ -72,7 +72,7 @@ def value(rng: random.Random, depth: int = 0) -> Any:
         return rng.choice([1, 2.5, None, True, "open", "a b", [], {}])
     if drawn < 0.8:
         keys = rng.sample([*NAMES, "name", "type", "id", "arguments", "parameters", "function"], rng.randint(0, 4))
-        # An object of a tool's name and arguments is what a call is.
+        # An object with a tool's name and arguments is a call.
         return {key: value(rng, depth + 1) for key in [*keys, "kind"]}
     return [value(rng, depth + 1) for _ in range(rng.randint(0, 3))]
 

@@ -1,4 +1,4 @@
-"""Where calls may stand in an answer. However a text is cut, it is told the same."""
+"""Where calls may be in an answer. The result does not depend on how the text is cut."""
 
 from __future__ import annotations
 

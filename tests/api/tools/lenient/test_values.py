@@ -1,4 +1,4 @@
-"""One JSON value as models write it: what is mended, and what is none."""
+"""One JSON value as models write it: what is repaired, and what is not a value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VALUES = st.recursive(
 def test_json_is_what_it_is(value: Any, indent: int | None, ascii: bool):
     written = json.dumps(value, indent=indent, ensure_ascii=ascii)
     assert loads(written) == value
-    # Written again it is the same text, but for what JSON leaves open.
+    # Written again it is the same text, except where JSON allows several forms.
     loose = LooseValue()
     assert loose.add(written) == len(written)
     assert json.loads(loose.written + (loose.rest or "")) == value
@@ -78,7 +78,7 @@ def test_what_is_no_value(written: str):
 @settings(max_examples=200, deadline=None)
 @given(value=st.dictionaries(st.text(max_size=4), VALUES, max_size=3), data=st.data())
 def test_a_part_is_closed_only_where_brackets_alone_are_missing(value: Any, data: st.DataObject):
-    """No end of a text is made up, no value and no key."""
+    """No end of a string, no value and no key is made up."""
     written = json.dumps(value, ensure_ascii=False)
     part = written[: data.draw(st.integers(1, len(written)))]
     loose = LooseValue(words=True)
