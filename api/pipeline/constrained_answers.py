@@ -109,7 +109,7 @@ class ModelGrammars:
             return ""
         compiler, writing = self._ready()
         unforced = calls is not None and not (calls.forced or calls.chosen)
-        if unforced and form is None and not writing.calls.binds:
+        if unforced and form is None and not writing.calls.constrains:
             # Only `strict` asks for constrained calls: without it the model calls tools as well as it can.
             return ""
         form, calls = _followable(form, calls)

@@ -287,12 +287,12 @@ class Generator:
         chat = await asyncio.to_thread(prepare_chat, text, model, request, past, media, reply=reply)
         if turn is not None and self.memory is not None:
             self.memory.count(chat.continuation, turn.lines)
-        bound = constrained_calls(request)
+        constrained = constrained_calls(request)
         grammar = ""
         if text.script is not None:
-            grammar = await asyncio.to_thread(scripted_grammar, text.script, chat, bound)
+            grammar = await asyncio.to_thread(scripted_grammar, text.script, chat, constrained)
         if not grammar:
-            grammar = await self._grammar(text, chat.thought, request.form, bound)
+            grammar = await self._grammar(text, chat.thought, request.form, constrained)
         finder = await self._call_finder(text, chat.tools, request.tool_use)
         _check_limits(request, grammar)
         return replace(chat, grammar=grammar, calls=finder, truncated_messages=truncated_messages)

@@ -74,7 +74,7 @@ def answer_grammar(writing: Writing, thought: Thought, form: AnswerForm | None, 
         bodies.append(final(writer, symbol) if begins else symbol)
     if calls is not None:
         lead = form is None and not calls.forced
-        bodies.append(writing.calls.bind(writer, calls, lead=lead, begins=begins))
+        bodies.append(writing.calls.constrain(writer, calls, lead=lead, begins=begins))
     lark = writer.lark(thought, bodies)
     if not grammars:
         return lark

@@ -82,12 +82,12 @@ class CallFormat(ABC):
     """A way in which models write calls of tools.
 
     Attributes:
-        binds: whether an answer that may but need not call tools can be constrained to this format.
+        constrains: whether an answer that may but need not call tools can be constrained to this format.
         quote: the format's own quotation mark, which has no escape; "" for JSON's.
         parses: whether calls are parsed by this format, instead of mlx-lm's parser for the model.
     """
 
-    binds: ClassVar[bool] = True
+    constrains: ClassVar[bool] = True
     parses: ClassVar[bool] = False
     quote: str = ""
 
@@ -112,7 +112,7 @@ class CallFormat(ABC):
         return ""
 
     @abstractmethod
-    def bind(self, rules: GrammarRules, calls: ConstrainedCalls, *, lead: bool, begins: bool) -> str:
+    def constrain(self, rules: GrammarRules, calls: ConstrainedCalls, *, lead: bool, begins: bool) -> str:
         """Adds the rules of calls to a grammar, and returns their symbol.
 
         Args:
@@ -172,11 +172,11 @@ class WrittenFormat(CallFormat):
         return "\n".join(vars(self).values()).replace(ID, "")
 
     @abstractmethod
-    def _bind_each(self, rules: GrammarRules, tools: Sequence[ConstrainedTool]) -> list[str]:
+    def _constrain_each(self, rules: GrammarRules, tools: Sequence[ConstrainedTool]) -> list[str]:
         """Adds the rules of each tool's call, from its name on, and returns their symbols."""
 
-    def bind(self, rules: GrammarRules, calls: ConstrainedCalls, *, lead: bool, begins: bool) -> str:
-        each, tail = self._bind_each(rules, calls.tools), rules.written(self.tail)
+    def constrain(self, rules: GrammarRules, calls: ConstrainedCalls, *, lead: bool, begins: bool) -> str:
+        each, tail = self._constrain_each(rules, calls.tools), rules.written(self.tail)
         call = rules.rule("call", " | ".join(each))
         between = rules.written(self.between)
         more = f"({between} {call})*" if calls.parallel and between else ""

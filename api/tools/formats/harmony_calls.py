@@ -19,7 +19,7 @@ class HarmonyCalls(CallFormat):
     def read(cls, written: str, ids: Sequence[str]) -> None:
         """Returns None: the format is recognised by the template's markers (`is_harmony`), not by calls."""
 
-    def bind(self, rules: GrammarRules, calls: ConstrainedCalls, *, lead: bool, begins: bool) -> str:
+    def constrain(self, rules: GrammarRules, calls: ConstrainedCalls, *, lead: bool, begins: bool) -> str:
         each: list[str] = []
         for index, tool in enumerate(calls.tools):
             schema = json_body(schema_of_arguments(tool.parameters), strict=tool.strict)

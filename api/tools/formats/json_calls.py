@@ -80,7 +80,7 @@ class JsonCalls(WrittenFormat):
             return None
         return CallMarks(start, end, parser) if calls else None
 
-    def _bind_each(self, rules: GrammarRules, tools: Sequence[ConstrainedTool]) -> list[str]:
+    def _constrain_each(self, rules: GrammarRules, tools: Sequence[ConstrainedTool]) -> list[str]:
         return [self._bind_call(rules, index, tool) for index, tool in enumerate(tools)]
 
     def _bind_call(self, rules: GrammarRules, index: int, tool: ConstrainedTool) -> str:

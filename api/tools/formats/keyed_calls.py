@@ -26,7 +26,7 @@ class KeyedCalls(KeyedLayout, WrittenFormat):
     def found_alone(self, written: str, end: str) -> CallMarks:
         return CallMarks(self.head, end, self.parser(self.head))
 
-    def _bind_each(self, rules: GrammarRules, tools: Sequence[ConstrainedTool]) -> list[str]:
+    def _constrain_each(self, rules: GrammarRules, tools: Sequence[ConstrainedTool]) -> list[str]:
         keyed = KeyedRules(self, rules)
         return [keyed.call(index, tool) for index, tool in enumerate(tools)]
 

@@ -89,7 +89,7 @@ class TaggedCalls(WrittenFormat):
         opening = opened[: len(opened) - len(before)]
         return cls(head, opening, before, after, end, tail[len(end) :], passage[len(tail) :])
 
-    def _bind_each(self, rules: GrammarRules, tools: Sequence[ConstrainedTool]) -> list[str]:
+    def _constrain_each(self, rules: GrammarRules, tools: Sequence[ConstrainedTool]) -> list[str]:
         return [self._bind_call(rules, index, tool) for index, tool in enumerate(tools)]
 
     def _bind_call(self, rules: GrammarRules, index: int, tool: ConstrainedTool) -> str:

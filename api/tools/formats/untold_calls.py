@@ -21,7 +21,7 @@ class UntoldCalls(CallFormat):
     """
 
     shown: str = ""
-    binds = False
+    constrains = False
 
     @classmethod
     def read(cls, written: str, ids: Sequence[str]) -> UntoldCalls:
@@ -31,9 +31,9 @@ class UntoldCalls(CallFormat):
     def parts(self) -> str:
         return self.shown
 
-    def bind(self, rules: GrammarRules, calls: ConstrainedCalls, *, lead: bool, begins: bool) -> str:
+    def constrain(self, rules: GrammarRules, calls: ConstrainedCalls, *, lead: bool, begins: bool) -> str:
         if calls.forced:
-            return IN_JSON.bind(rules, calls, lead=lead, begins=begins)
+            return IN_JSON.constrain(rules, calls, lead=lead, begins=begins)
         raise InvalidRequest(
             f"tool_choice: how the model {rules.tokenizer.name!r} writes tool calls is not known, so calls can "
             "be forced, but not constrained while it may also answer with text",

@@ -77,15 +77,15 @@ def split(text: TextModel, answer: str) -> tuple[str, list[tuple[str, Any]]]:
 @pytest.mark.parametrize("family", RECOGNISED)
 def test_a_format_is_told_by_what_the_template_writes(tmp_path: Path, family: str):
     text = load_text_model(write_family(tmp_path, family), name=family)
-    assert text.call_format == RECOGNISED[family] and text.call_format.binds
+    assert text.call_format == RECOGNISED[family] and text.call_format.constrains
     assert text.template.bare.writes is None, "the template takes calls as they are"
 
 
 def test_a_format_that_the_template_does_not_tell(tmp_path: Path):
     text = load_text_model(write_family(tmp_path, "odd"), name="odd")
-    assert text.call_format == UntoldCalls(text.calls.shown) and not text.call_format.binds
+    assert text.call_format == UntoldCalls(text.calls.shown) and not text.call_format.constrains
     harmony = load_text_model(write_harmony(tmp_path / "harmony"), name="harmony")
-    assert isinstance(harmony.call_format, HarmonyCalls) and harmony.call_format.binds
+    assert isinstance(harmony.call_format, HarmonyCalls) and harmony.call_format.constrains
     assert harmony.calls.channels(TOOLS) is not None and text.calls.channels(TOOLS) is None
 
 

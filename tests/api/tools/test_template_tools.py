@@ -83,7 +83,7 @@ def test_a_template_is_tried(name: str, tmp_path: Path):
 
 def test_a_call_is_read_from_a_template_whose_prompts_end_in_a_thought(tmp_path: Path):
     text = model(tmp_path, TEMPLATES["all of it, but not without tools"][0])
-    assert text.call_format.binds and "<args>" in text.calls.shown and "<think>" not in text.calls.shown
+    assert text.call_format.constrains and "<args>" in text.calls.shown and "<think>" not in text.calls.shown
 
 
 def test_tools_are_told_in_the_system_message_or_the_first_one():
