@@ -35,7 +35,7 @@ _PARTS = (9, 1, 14)
 """Of a text that the model reads in parts, and as a whole."""
 
 
-class Meanwhile:
+class PlainMode:
     """Used on the engine's thread.
 
     Args:

@@ -30,7 +30,7 @@ from .loading.warm_up import WarmUp
 from .loop.engine import Engine
 from .memory.disk_tier import DiskTier
 from .memory.replica_memory import ReplicaMemory
-from .plain_mode import Meanwhile
+from .plain_mode import PlainMode
 from .reports import EngineReports
 from .selftest.self_test import Proven, prove
 
@@ -98,8 +98,8 @@ class Serving:
                 def begin(plain: LoadedModel) -> Engine:
                     return self._begin(Proven(plain, together=False), memory, memory.settle(plain))
 
-                meanwhile = Meanwhile(self._model.plain_after_s, begin, lambda: os._exit(1))
-                proven = self._prove(memory.make_way, meanwhile)
+                plain_mode = PlainMode(self._model.plain_after_s, begin, lambda: os._exit(1))
+                proven = self._prove(memory.make_way, plain_mode)
                 memory_bytes = memory.settle(proven.loaded)
         except SatchelError as error:
             self._refuse(error)
@@ -116,7 +116,7 @@ class Serving:
         further = WarmUp(loaded, self._scheduling.prefill_chunk_tokens) if on_cuda() else None
         self._run(self._begin(proven, memory, memory_bytes, further, plainly=False))
 
-    def _prove(self, claim: Callable[[int], None], meanwhile: Meanwhile) -> Proven:
+    def _prove(self, claim: Callable[[int], None], plain_mode: PlainMode) -> Proven:
         """Loads the model and tries it. Raises `SatchelError`."""
         model, home, progress = self._model, default_home(), self._shell.note_progress
         loaded = models.load(
@@ -134,10 +134,10 @@ class Serving:
             claim=claim,
             # What a device has not met yet it meets while nobody asks for anything.
             warm=False,
-            served=meanwhile.offer if self._may_be_plain else lambda plain, known: None,
-            pieces=meanwhile.pieces,
+            served=plain_mode.offer if self._may_be_plain else lambda plain, known: None,
+            pieces=plain_mode.pieces,
         )
-        return prove(loaded, model, progress, home.trials_file, meanwhile.pieces)
+        return prove(loaded, model, progress, home.trials_file, plain_mode.pieces)
 
     @property
     def _may_be_plain(self) -> bool:

@@ -129,7 +129,7 @@ def _scores(own: mx.array, other: mx.array, follow: np.ndarray) -> Scores:
     probability = mx.exp(own)
     # A token masked out in both distributions (-inf) would give NaN.
     terms = mx.where(probability > 0, probability * (own - other), 0.0).sum(axis=-1)
-    # Without this, a sequence of NaN alone would have no terms: it is no distribution, and its sum is not 1.
+    # Without this, a row of only NaN would have no terms: it is no distribution, and its sum is not 1.
     sums = mx.exp(other).sum(axis=-1) + probability.sum(axis=-1)
     kl = np.maximum(np.where(np.isfinite(as_numpy(sums)), as_numpy(terms), np.nan), 0.0).astype(np.float32)
     taken = mx.array(np.maximum(follow, 0))[:, None]

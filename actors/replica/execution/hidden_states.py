@@ -1,7 +1,7 @@
 """The part of a model that gives hidden states: what comes after the final norm, before the output layer.
 
 It is not told by the names of families. Every module with a list of layers is tried as that part, and so is the model
-with nothing in its output layer's place; every module with a sequence for each token of the vocabulary is tried as the
+with nothing in its output layer's place; every module with a row for each token of the vocabulary is tried as the
 output layer. If the one's output through the other agrees with the model's own logits, these are the two.
 """
 

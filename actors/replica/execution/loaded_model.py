@@ -35,7 +35,7 @@ class LoadedModel:
         kv_why: why KV is kept as it is.
         pool: has the sealed blocks of all its sequences; None if nothing is sealed.
         way: how decode steps read them.
-        apart: whether they compute sequence by sequence.
+        unbatched: whether they compute sequence by sequence.
         vision: encodes pictures; None for a model of text.
         blind: why one that could see does not; empty for others.
         stills: why one is shown videos as single pictures that could take more; empty for others.

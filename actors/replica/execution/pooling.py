@@ -18,10 +18,10 @@ from .executor import CLEAR_EVERY_TOKENS, padded_tokens
 from .hidden_states import HiddenStates
 
 HEAD_ROWS = 8
-"""Of how many texts at a time logits are made: a sequence of them may have 250,000."""
+"""For how many texts at a time logits are computed: a row of them may have 250,000."""
 
 LENGTH_MIN = 1e-12
-"""A shorter vector is not made longer."""
+"""A shorter vector is divided by this instead of its length."""
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,10 @@ class TextPooler:
         """Returns the scores `(texts, 1)` of last hidden states."""
         yes = mx.array([text.score[0] for text in texts])
         no = mx.array([text.score[-1] for text in texts])
-        logits, sequences = self._hidden.head(last).astype(mx.float32), mx.arange(len(texts))
-        # One token alone is no difference.
-        unbatched = mx.array([float(len(text.score) > 1) for text in texts])
-        return as_numpy((logits[sequences, yes] - unbatched * logits[sequences, no])[:, None])
+        logits, texts_at = self._hidden.head(last).astype(mx.float32), mx.arange(len(texts))
+        # With one token the score is its logit, with two their difference.
+        two = mx.array([float(len(text.score) > 1) for text in texts])
+        return as_numpy((logits[texts_at, yes] - two * logits[texts_at, no])[:, None])
 
     def _note(self, tokens: int) -> None:
         self._since_clear += tokens

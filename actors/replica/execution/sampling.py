@@ -3,12 +3,10 @@
 Noise is a pure function of (seed, choice, position), so a sequence's tokens never depend on its batch mates, on
 preemption, or on the replica it runs on. Sampling uses the Gumbel-max trick: argmax(logits / temperature + noise) is a
 draw from the softmax (Gumbel 1954; Maddison et al. 2014). Every operation works along the vocabulary, sequence by
-sequence, and a sequence gets
-only the operations it asks for: its result is bit for bit the one it would have alone.
+sequence, and a sequence gets only the operations it asks for: its result is bit for bit the one it would have alone.
 
 Sampling never waits for the device: a draw can be launched before the one before it has been read. (The masks of
-    sequences
-with a grammar are made of what was read; see `grammar.py`.)
+sequences with a grammar need the token before; see `grammar.py`.)
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by one would overflow float32."""
 
 SUMMED = 256
-"""How many exponentials of logits are added up in a sequence."""
+"""How many exponentials of logits are added up in one part of a row."""
 
 WIDTHS = (32, 1024)
 """How many of a sequence's largest logits are sorted: the first of these that is enough for the sequence, else all."""
@@ -88,7 +86,7 @@ class Draw:
         tokens are in the order of their ids."""
         sequences: list[TokenLogprobs | None] = [None] * self.tokens.shape[0]
         if self.chosen is None:
-            return sequences
+            return values
         assert self.top_tokens is not None and self.top_logprobs is not None
         chosen, tokens, values = as_numpy(self.chosen), as_numpy(self.top_tokens), as_numpy(self.top_logprobs)
         for index, (sequence, width, wanted) in enumerate(self.asking):
@@ -187,21 +185,20 @@ def _pick(array: mx.array, indices: list[int]) -> mx.array:
 
 
 def _log_sum(logits: mx.array) -> mx.array:
-    """Returns the logarithm of the sum of exponentials, `(sequences, 1)`. In parts, for a CPU adds up one number after
-    the
-    other: over 150,000 the sum of float32 is off by up to a thousandth."""
+    """Returns the logarithm of the sum of exponentials, `(sequences, 1)`. In parts, because a CPU adds up one number
+    after the other: over 150,000 numbers the sum of float32 is off by up to a thousandth."""
     sequences, width = logits.shape
     padded = mx.pad(logits, [(0, 0), (0, -width % SUMMED)], constant_values=-mx.inf)
     parts = mx.logsumexp(padded.reshape(sequences, -1, SUMMED), axis=-1)
     return mx.logsumexp(parts, axis=-1, keepdims=True)
 
 
-def _put(array: mx.array, indices: list[int], sequences: mx.array) -> mx.array:
-    """Returns `array` `(sequences, ...)` with `sequences` `(indices, ...)` of its dtype at ascending `indices`."""
+def _put(array: mx.array, indices: list[int], values: mx.array) -> mx.array:
+    """Returns `array` `(sequences, ...)` with `values` `(indices, ...)` of its dtype at ascending `indices`."""
     if len(indices) == array.shape[0]:
-        return sequences
+        return values
     changed = mx.array(array)
-    changed[mx.array(indices)] = sequences
+    changed[mx.array(indices)] = values
     return changed
 
 
@@ -432,7 +429,7 @@ class BatchSampler:
         return sequence.banned if sequence.position < sequence.sampling.min_tokens else ()
 
     def _count(self, prompt: Sequence[int], generated: Sequence[int]) -> np.ndarray:
-        """Returns a sequence of `_counts`, `(vocabulary,) int32`."""
+        """Returns a row of `_counts`, `(vocabulary,) int32`."""
         size = self._vocabulary
         both = np.asarray(prompt, dtype=np.int64), np.asarray(generated, dtype=np.int64)
         inside = [tokens[(tokens >= 0) & (tokens < size)] for tokens in both]

@@ -16,8 +16,9 @@ from .vision import SequencePart, SequencePictures
 
 @dataclass
 class Together:
-    """Caches of sequences that were prefilled in one batch; never changed afterwards. `sequences` maps sequence ids to
-    batch sequences, without sequences that left or have own caches. `size` is the number of batch sequences."""
+    """Caches of sequences that were prefilled in one batch; never changed afterwards. `sequences` maps a sequence's id
+    to its number in the batch; sequences that left or have their own caches are missing. `size` is how many the batch
+    has."""
 
     caches: list[Any]
     sequences: dict[str, int]

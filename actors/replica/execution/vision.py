@@ -104,7 +104,7 @@ class SequencePictures:
         embeddings: the known ones, by the index of the span.
         positions: `(axes, tokens)` integers of the prompt up to the last picture's end; None if the model just counts.
         shift: what to add to a later token's index in the sequence to get its position.
-        both_ways: [start, stop) of tokens that attend to each other, earlier and later ones.
+        bidirectional: [start, stop) of tokens that attend to each other, earlier and later ones.
         unbroken: [start, stop) of tokens that must be computed in one chunk.
     """
 
@@ -258,12 +258,12 @@ class Vision:
     Args:
         model: as mlx-vlm loads it.
         together: whether small pictures may be encoded together.
-        findings, pieces: as for `find_both_ways`.
+        findings, pieces: as for `find_bidirectional`.
 
     Attributes:
         together_tokens: how many tokens those may have; 0 on a CPU, which gains only 3% from it.
-        apart: kinds, pictures (False) or video frames (True), that the model cannot encode together.
-        both_ways: whether the tokens of a picture attend to each other.
+        unbatched: kinds, pictures (False) or video frames (True), that the model cannot encode together.
+        bidirectional: whether the tokens of a picture attend to each other.
 
     Raises:
         ValueError: prompts with pictures cannot be computed from left to right.
@@ -437,7 +437,7 @@ class Vision:
     def set_positions(
         self, pictures: SequencePictures, tokens: Sequence[int], grids: Sequence[tuple[Sequence[int], bool]]
     ) -> None:
-        """Sets `positions`, `shift` and `both_ways` of a sequence's pictures.
+        """Sets `positions`, `shift` and `bidirectional` of a sequence's pictures.
 
         Args:
             tokens: the whole prompt.

@@ -29,8 +29,8 @@ _WRITE_RECORDS = """
   if (GROUP == 0 && THREAD == 0) done[0] = 0;
 """
 
-# Template: T, DK, DV, PV, VG, KV, KB as in `decode_kernel.py`. A group of threads has one block of a row's KV head, or
-# 256 tokens that are not sealed; `sizes` are the numbers of both. Keys lie transposed, so they pass through shared
+# Template: T, DK, DV, PV, VG, KV, KB as in `decode_kernel.py`. A group of threads has one block of a sequence's KV head,
+# or 256 tokens that are not sealed; `sizes` are the numbers of both. Keys lie transposed, so they pass through shared
 # memory.
 _UNSEAL = """
   constexpr int KW = 8 * KB, KS = 256 / KG, PAD = KS + 1, PW = PV / 8, TILE = 64;
@@ -90,7 +90,7 @@ _UNSEAL = """
 
 @cache
 def empty_slot(kv_heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, policy: SealPolicy) -> Sealed:
-    """Returns a slot of zeros as a whole pool, for rows none of which has a sealed block."""
+    """Returns a slot of zeros as a whole pool, for sequences none of which has a sealed block."""
     shape = (1, kv_heads, BLOCK_TOKENS)
     empty = seal(mx.zeros((*shape, key_dim), dtype), mx.zeros((*shape, value_dim), dtype), policy)
     mx.eval(empty)
@@ -187,19 +187,19 @@ def _sizes(blocks: int, tokens: int) -> mx.array:
 def unseal(
     pool: Sealed, table: mx.array, keys: mx.array, values: mx.array, policy: SealPolicy, order: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Dequantizes rows' blocks, and puts what is not sealed behind them.
+    """Dequantizes sequences' blocks, and puts what is not sealed behind them.
 
     Args:
-        table: (rows, blocks) uint32, slots.
-        keys, values: (rows, kv_heads, tokens, dim), what is not sealed.
+        table: (sequences, blocks) uint32, slots.
+        keys, values: (sequences, kv_heads, tokens, dim), what is not sealed.
         order: (1,) uint32, the kernel runs after what makes it.
 
     Returns:
-        Keys and values, (rows, kv_heads, 256 * blocks + tokens, dim), in the dtype of `keys`.
+        Keys and values, (sequences, kv_heads, 256 * blocks + tokens, dim), in the dtype of `keys`.
     """
-    rows, kv_heads, tokens, key_dim = keys.shape
+    sequences, kv_heads, tokens, key_dim = keys.shape
     value_dim, blocks = values.shape[3], table.shape[1]
-    groups = rows * kv_heads * (blocks + -(-tokens // BLOCK_TOKENS))
+    groups = sequences * kv_heads * (blocks + -(-tokens // BLOCK_TOKENS))
     length = blocks * BLOCK_TOKENS + tokens
     inputs = (*pool._fields, "slots", "sizes", "open_keys", "open_values", "order")
     made = kernel("unseal", inputs, ("keys", "values"), _UNSEAL)(
@@ -211,7 +211,7 @@ def unseal(
         ],
         grid=(groups * 256, 1, 1),
         threadgroup=(256, 1, 1),
-        output_shapes=[(rows, kv_heads, length, key_dim), (rows, kv_heads, length, value_dim)],
+        output_shapes=[(sequences, kv_heads, length, key_dim), (sequences, kv_heads, length, value_dim)],
         output_dtypes=[keys.dtype] * 2,
     )
     return made[0], made[1]

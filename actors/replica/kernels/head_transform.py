@@ -98,7 +98,7 @@ class Rotation:
         return rotation
 
     def __call__(self, x: mx.array, positions: mx.array) -> mx.array:
-        """Rotates (rows, heads, 1, dim), in float32, by (rows,) positions."""
+        """Rotates (sequences, heads, 1, dim), in float32, by (sequences,) positions."""
         x, half = x.astype(mx.float32), self.dims // 2
         angles = (positions[:, None] * self.scale * self.frequencies)[:, None, None]
         turned, rest = x[..., : self.dims], x[..., self.dims :]
@@ -132,7 +132,7 @@ class HeadTransform:
         return numbers + [0.0] * max(0, 8 - len(numbers))
 
     def of_queries(self, x: mx.array, positions: mx.array) -> mx.array:
-        """The model's own modules on (rows, heads, 1, dim) queries of tokens at (rows,) positions."""
+        """The model's own modules on (sequences, heads, 1, dim) queries of tokens at (sequences,) positions."""
         return self._apply(self.query_norm, x, positions)
 
     def of_keys(self, x: mx.array, positions: mx.array) -> mx.array:

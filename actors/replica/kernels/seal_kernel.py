@@ -12,7 +12,7 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from .gpu_kernels import kernel
 
 PARTS = 8
-"""Groups of threads for a block of a row's KV head: the first half of them has keys, the other values."""
+"""Groups of threads for a block of a sequence's KV head: the first half of them has keys, the other values."""
 
 # Template: T, P (type of scales), DK, DV, PV (padded value channels), KG and VG (numbers in a group), KB and VB (bits
 # of a code), HALF (whether scales are float16). A thread has a group of keys, or eight values of a token, whose group
@@ -97,7 +97,7 @@ def seal(
     """Seals whole blocks.
 
     Args:
-        keys, values: (rows, kv_heads, 256 * blocks, dim).
+        keys, values: (sequences, kv_heads, 256 * blocks, dim).
         bits, groups: of keys and of values, which have 4 bits.
         padded: value channels, with padding.
         scale: dtype of scales.
@@ -105,9 +105,9 @@ def seal(
     Returns:
         The fields of `sealing.Quantized`.
     """
-    rows, kv_heads, tokens, key_dim = keys.shape
+    sequences, kv_heads, tokens, key_dim = keys.shape
     value_dim, blocks = values.shape[3], tokens // BLOCK_TOKENS
-    heads = rows, kv_heads
+    heads = sequences, kv_heads
     return kernel("seal", ("keys", "values", "sizes"), _FIELDS, _BODY)(
         inputs=[keys, values, mx.array([tokens], mx.int32)],
         template=[
@@ -115,7 +115,7 @@ def seal(
             *(("KG", groups[0]), ("VG", groups[1]), ("KB", bits[0]), ("VB", bits[1])),
             *(("HALF", scale == mx.float16), ("PARTS", PARTS)),
         ],
-        grid=(rows * kv_heads * blocks * PARTS * 256, 1, 1),
+        grid=(sequences * kv_heads * blocks * PARTS * 256, 1, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[
             (*heads, key_dim, tokens * bits[0] // 32),

@@ -11,17 +11,17 @@ The first token of each block is kept as computed and is in no group of keys. A 
 attend to that look for nothing, with keys and values unlike all others'. With 4-bit keys in groups of 32 an element
 takes 4.8 bits.
 
-Shapes, for `rows` rows of `blocks` blocks and T = 256 * blocks tokens; keys and values are in the model's dtype, codes
+Shapes, for `sequences` sequences of `blocks` blocks and T = 256 * blocks tokens; keys and values are in the model's dtype, codes
 are uint32, a stream of bits from the lowest on, and `padded` is `value_dim` rounded up to a multiple of 32:
 
-    keys      (rows, kv_heads, T, key_dim)         codes    (rows, kv_heads, key_dim, T * bits / 32)
-                                                   scales   (rows, kv_heads, key_dim, T / group); biases alike
-                                                   exact    (rows, kv_heads, key_dim, blocks)
-                                                   plain    (rows, kv_heads, key_dim, T)
-    values    (rows, kv_heads, T, value_dim)       codes    (rows, kv_heads, T, padded * bits / 32)
-                                                   scales   (rows, kv_heads, T, padded / group); biases alike
-                                                   exact    (rows, kv_heads, blocks, value_dim)
-                                                   plain    (rows, kv_heads, T, value_dim)
+    keys      (sequences, kv_heads, T, key_dim)    codes    (sequences, kv_heads, key_dim, T * bits / 32)
+                                                   scales   (sequences, kv_heads, key_dim, T / group); biases alike
+                                                   exact    (sequences, kv_heads, key_dim, blocks)
+                                                   plain    (sequences, kv_heads, key_dim, T)
+    values    (sequences, kv_heads, T, value_dim)  codes    (sequences, kv_heads, T, padded * bits / 32)
+                                                   scales   (sequences, kv_heads, T, padded / group); biases alike
+                                                   exact    (sequences, kv_heads, blocks, value_dim)
+                                                   plain    (sequences, kv_heads, T, value_dim)
 
 The codes of exact tokens mean nothing, and those of their values are zero.
 """
@@ -217,17 +217,17 @@ def _rounded(numbers: mx.array, dtype: mx.Dtype) -> mx.array:
 def _packed(codes: mx.array, bits: int) -> mx.array:
     """Returns codes (..., n) uint32 as a stream of bits, (..., n * bits / 32) uint32."""
     if 32 % bits == 0:
-        unbatched = codes.reshape(*codes.shape[:-1], -1, 32 // bits)
-        return (unbatched << mx.arange(0, 32, bits, dtype=mx.uint32)).sum(axis=-1)
+        grouped = codes.reshape(*codes.shape[:-1], -1, 32 // bits)
+        return (grouped << mx.arange(0, 32, bits, dtype=mx.uint32)).sum(axis=-1)
     # Four codes of six bits are three bytes.
-    unbatched = codes.reshape(*codes.shape[:-1], -1, 4)
-    words = (unbatched << mx.arange(0, 24, bits, dtype=mx.uint32)).sum(axis=-1)[..., None]
+    fours = codes.reshape(*codes.shape[:-1], -1, 4)
+    words = (fours << mx.arange(0, 24, bits, dtype=mx.uint32)).sum(axis=-1)[..., None]
     octets = (words >> mx.arange(0, 24, 8, dtype=mx.uint32)) & 255
     return octets.astype(mx.uint8).flatten(-2).view(mx.uint32)
 
 
 def unseal(sealed: Sealed, policy: SealPolicy, value_dim: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Returns the keys and values as plain arrays, `(rows, kv_heads, T, dim)` in `dtype`."""
+    """Returns the keys and values as plain arrays, `(sequences, kv_heads, T, dim)` in `dtype`."""
     if isinstance(sealed, Plain):
         return sealed.block_keys.swapaxes(2, 3), sealed.block_values
     keys = mx.dequantize(

@@ -6,8 +6,7 @@ state that stands for all tokens so far; a copy of it is a *snapshot*. Full and 
 in the pool, and the open one in full precision; in models that cannot be sealed the model's own caches have everything.
 
 Shapes: keys of one layer are `(sequences, kv_heads, tokens, key_dim)`, values `(sequences, kv_heads, tokens,
-    value_dim)`, in the
-model's dtype; a sequence's own caches and slabs have one sequence. `sealing.py` gives the shapes of sealed blocks.
+value_dim)`, in the model's dtype; in a sequence's own caches and in slabs the first axis is 1. `sealing.py` gives the shapes of sealed blocks.
 """
 
 from __future__ import annotations
@@ -232,7 +231,8 @@ class PooledBlock:
 
 
 LayerKV = Sealed | tuple[mx.array, mx.array]
-"""KV of a layer in a slab: a sealed block, or `(keys, values)`. KV of several layers has one sequence per layer."""
+"""KV of a layer in a slab: a sealed block, or `(keys, values)`. KV of several layers has a row per layer on the first
+axis."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,8 @@ class Slab:
         layers: KV of every layer; None for a recurrent one. Window layers lack the first `window_from` tokens, and are
             None if those are all.
         tokens: number of tokens.
-        states: a snapshot of the recurrent layers' arrays after the last token, or None. Each has one sequence; the
-            other axes and the dtype are the model's.
+        states: a snapshot of the recurrent layers' arrays after the last token, or None. The first axis of each is
+            1; the other axes and the dtype are the model's.
     """
 
     layers: list[LayerKV | None]
@@ -264,12 +264,12 @@ class Slab:
         """Makes a slab of a model with `count` layers.
 
         Args:
-            entries: KV by the layers that share an array, one sequence per layer.
+            entries: KV by the layers that share an array, with a row per layer on the first axis.
         """
         layers: list[LayerKV | None] = [None] * count
         for together, entry in entries.items():
             for place, index in enumerate(together):
-                layers[index] = _sequence_of(entry, place) if len(together) > 1 else entry
+                layers[index] = _row_of(entry, place) if len(together) > 1 else entry
         return cls(layers, tokens, window_from, states)
 
     @property
@@ -282,9 +282,9 @@ class Slab:
         return kv + [array for state in self.states or () for array in state]
 
 
-def _sequence_of(entry: LayerKV, sequence: int) -> LayerKV:
-    """Returns a sequence of KV, whose arrays have sequences on the first axis, as a view with one sequence."""
-    arrays = [array[sequence : sequence + 1] for array in entry]
+def _row_of(entry: LayerKV, row: int) -> LayerKV:
+    """Returns one row of the first axis of KV's arrays, as a view with a first axis of 1."""
+    arrays = [array[row : row + 1] for array in entry]
     return entry._make(arrays) if isinstance(entry, Sealed) else (arrays[0], arrays[1])
 
 

@@ -32,8 +32,8 @@ class PagedBatch:
         tables: of every sequence, one a group of the pool.
 
     Attributes:
-        both_ways: of every sequence [start, stop) of tokens of the next chunk that attend to each other; empty for
-            none.
+        bidirectional: for every sequence, [start, stop) of the tokens of its next chunk that attend to each other;
+            empty for none.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PagedBatch:
         return self._blanks[group].number
 
     def set_bidirectional(self, runs: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Sets `both_ways` for the next call of the model."""
+        """Sets `bidirectional` for the next call of the model."""
         wanted = [*runs] if any(runs) else []
         if wanted or self.bidirectional:
             self.bidirectional = wanted

@@ -83,7 +83,7 @@ def mask_of(
     Args:
         count: queries of every sequence, of which those after its `new` are padding.
         window: how many of the last tokens a query attends to; 0 for all.
-        both_ways: of every sequence the tokens that attend to each other, whatever the window; empty for none.
+        bidirectional: of every sequence the tokens that attend to each other, whatever the window; empty for none.
     """
     alike = len(set(lengths)) == 1 and len(set(first)) == 1
     behind = window and first[0] * BLOCK_TOKENS <= lengths[0] - window

@@ -95,7 +95,7 @@ def load(
         adapter: a folder or Hub id of a LoRA or DoRA adapter as mlx-lm writes them.
         weights: see `prepare_weights`.
         kv: how KV is kept, one of `POLICIES`; `auto` chooses, see `kv_choice`.
-        numerics: `fast` lets a decode step read sealed blocks in the pool, and a kernel multiply few sequences;
+        numerics: `fast` lets a decode step read sealed blocks in the pool, and a kernel multiply few rows;
             `reproducible` lets it compute as prefill does, bit for bit, and encodes pictures one by one.
         digests: a file for the digests of the model's files.
         trials: a file for what is found of the model by running it: what is there is not looked for again.

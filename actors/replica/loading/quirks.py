@@ -17,8 +17,8 @@ from ..kv.caches import ModelCacheSpec, merge, new_caches, new_pool
 from ..kv.paged_cache import PagedKVCache, Reads
 
 _MASK = "create_attention_mask"
-_ROWS = (4, 2, 3)
-"""Tokens of rows that are tried in company."""
+_LENGTHS = (4, 2, 3)
+"""Tokens of sequences that are tried in company."""
 
 _AS_THEY_ARE, _BY_GROUP = "as they are", "by group"
 _WHAT, _VERSION = "masks", 1
@@ -118,22 +118,22 @@ def fit_masks(module: Any, model: Any, findings: Findings = NOWHERE, pieces: Pie
     elif _try_batched(model, pieces).holds:
         findings.note(_WHAT, _VERSION, _AS_THEY_ARE)
     else:
-        # In one piece: a row that is served meanwhile has masks as they are, or as they will be.
+        # In one piece: a sequence that is served meanwhile has masks as they are, or as they will be.
         right = _try_batched(model, change=change).holds
         findings.note(_WHAT, _VERSION, _BY_GROUP if right else _AS_THEY_ARE)
 
 
 def positions_leak(model: Any, far: int, pieces: Pieces = IN_ONE_PIECE) -> bool:
-    """Whether a row computes otherwise if another one of its batch is `far` tokens further on in its text. Some models
-    take the first row's position for all; rows that are short enough compute the same all the same."""
+    """Whether a sequence computes otherwise if another one of its batch is `far` tokens further on in its text. Some models
+    take the first sequence's position for all; sequences that are short enough compute the same all the same."""
 
     def others(more: int) -> list[mx.array]:
-        rows = _begun_rows(model, pieces)
-        batch = merge(rows)
+        sequences = _begun_sequences(model, pieces)
+        batch = merge(sequences)
         for cache in batch:
             if isinstance(offset := getattr(cache, "offset", None), mx.array):
-                cache.offset = offset + mx.array([more] + [0] * (len(rows) - 1))
-        return list(model(mx.array([[1]] * len(rows), mx.uint32), cache=batch)[1:, -1])
+                cache.offset = offset + mx.array([more] + [0] * (len(sequences) - 1))
+        return list(model(mx.array([[1]] * len(sequences), mx.uint32), cache=batch)[1:, -1])
 
     return bool(try_change(lambda: others(0), lambda: others(far), unless_equal("positions leak")).reason)
 
@@ -146,17 +146,17 @@ def _by_group(plain: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
-def _begun_rows(model: Any, pieces: Pieces = IN_ONE_PIECE) -> list[list[Any]]:
-    """Returns the model's own caches of rows of different lengths."""
-    rows = [make_prompt_cache(model) for _ in _ROWS]
-    for caches, count in zip(rows, _ROWS, strict=True):
+def _begun_sequences(model: Any, pieces: Pieces = IN_ONE_PIECE) -> list[list[Any]]:
+    """Returns the model's own caches of sequences of different lengths."""
+    sequences = [make_prompt_cache(model) for _ in _LENGTHS]
+    for caches, count in zip(sequences, _LENGTHS, strict=True):
         mx.eval(model(mx.array([list(range(count))], mx.uint32), cache=caches))
         pieces.pause()
-    return rows
+    return sequences
 
 
 def _try_batched(model: Any, pieces: Pieces = IN_ONE_PIECE, change: Change = NO_CHANGE) -> Verdict:
-    """Tries whether a step of rows together computes what each computes alone, with the model's own caches.
+    """Tries whether a step of sequences together computes what each computes alone, with the model's own caches.
 
     Args:
         change: is made before they are together.
@@ -164,15 +164,15 @@ def _try_batched(model: Any, pieces: Pieces = IN_ONE_PIECE, change: Change = NO_
     batch: list[Any] = []
 
     def alone() -> list[mx.array]:
-        rows, logits = _begun_rows(model, pieces), []
-        batch.extend(merge(rows))
-        for caches in rows:
+        sequences, logits = _begun_sequences(model, pieces), []
+        batch.extend(merge(sequences))
+        for caches in sequences:
             logits.append(model(mx.array([[1]], mx.uint32), cache=caches)[0, -1])
             mx.eval(logits[-1])
             pieces.pause()
         return logits
 
     def together() -> list[mx.array]:
-        return list(model(mx.array([[1]] * len(_ROWS), mx.uint32), cache=batch)[:, -1])
+        return list(model(mx.array([[1]] * len(_LENGTHS), mx.uint32), cache=batch)[:, -1])
 
     return try_change(alone, together, unless_equal("sequences compute something else when batched"), change)

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Consumer:
-    """One reader of frames. `updates` has what it has not taken yet, bounded by its sequences' `max_tokens`; `frames`
-    counts the frames that it was given; `seen` is the time of its last call."""
+    """One reader of frames. `updates` are those that it has not fetched yet, bounded by its sequences' `max_tokens`;
+    `frames` counts the frames that it was given; `seen` is the time of its last call."""
 
     seen: float
     updates: dict[str, SequenceUpdate] = field(default_factory=dict)
@@ -37,8 +37,9 @@ class Consumers:
     """The consumers of one replica.
 
     Args:
-        abort: takes sequences out, by request id.
-        timing: `report_s` without news make an empty frame, as Ray takes 14 s to notice that a machine is gone.
+        abort: aborts sequences, by request id.
+        timing: after `report_s` without updates an empty frame is sent, because Ray takes 14 s to notice that a
+            machine is gone.
     """
 
     def __init__(self, abort: Callable[[list[str]], Awaitable[None]], timing: Timing) -> None:
@@ -60,11 +61,11 @@ class Consumers:
         """Waits for updates of the consumer's sequences, and renews its lease.
 
         Args:
-            number: how many frames it has had. 0 registers it.
+            number: how many frames it has received. 0 registers it.
 
         Returns:
-            None if it is not known here (any more), or a frame was lost on the way: its sequences are not to be
-            trusted. Nothing new within `report_s` is an empty list.
+            None if the consumer is unknown here, or no longer known, or if a frame was lost on the way: then its
+            sequences cannot be trusted. An empty list if nothing is new within `report_s`.
         """
         state = self._consumer(consumer) if number == 0 else self._consumers.get(consumer)
         if state is None:

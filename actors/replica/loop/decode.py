@@ -54,7 +54,7 @@ class DecodeLoop:
         delivery.counters.steps += 1
         for drawn in ready:
             if drawn.sequence_id in delivered:
-                # Further ones of this sequence come with the same step.
+                # The same step may return another token of this sequence.
                 delivered.remove(drawn.sequence_id)
             elif drawn.sequence_id in delivery.sequences:
                 delivery.tell_next(drawn)
@@ -70,9 +70,8 @@ class DecodeLoop:
         return delivered
 
     def send_back(self, request_id: str) -> None:
-        """Takes a preempted sequence out of the batch and keeps its KV. Its last token is delivered first, so that the
-        sequence
-        continues exactly where its KV ends: recurrent layers cannot continue elsewhere."""
+        """Takes a preempted sequence out of the batch and caches its KV. Its last token is delivered first, so that the
+        sequence continues exactly where its KV ends: recurrent layers cannot continue from any other place."""
         delivery = self._delivery
         sequence = delivery.sequences[request_id]
         drawn = self._executor.drawn(request_id)

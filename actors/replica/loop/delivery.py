@@ -1,7 +1,7 @@
-"""Delivers sequences' tokens: updates by consumer, handed out together once a step.
+"""Delivers sequences' tokens: updates by consumer, sent together once a step.
 
-The end of a sequence is its last update, so sequences end here: their KV is kept, and everything that they hold is
-released.
+The last update of a sequence says that it ended. So sequences end here: their KV is cached, and everything else that
+they hold is released.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Delivery:
 
     Attributes:
         sequences: sequences that were accepted and have not ended, by request id.
-        told: tokens that were told, and sequences that were completed.
+        told: tokens that were delivered, and sequences that were completed.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class Delivery:
         self._leave(request_id, SequenceUpdate(request_id, [], finish, error=error.to_wire() if error else None))
 
     def _keep(self, sequence: Sequence, *, ended: bool) -> None:
-        """Keeps a sequence's KV. If the device has failed, the sequence ends all the same, and `check` says so: what it
-        was told is right, and others that end with it must not be forgotten."""
+        """Caches a sequence's KV. If the device has failed, the sequence ends anyway, and `check` raises the error
+        later: the tokens that were delivered are right, and other sequences that end in this step must end too."""
         if self._failed is None:
             try:
                 self._keeping.keep(sequence, ended=ended)
@@ -172,17 +172,17 @@ class Delivery:
                 self._failed = error
 
     def check(self) -> None:
-        """To be called before anything else is read from the device.
+        """Call this before anything else is read from the device.
 
         Raises:
-            DeviceFailed: it failed while sequences ended.
+            DeviceFailed: the device failed while sequences ended.
         """
         if self._failed is not None:
             error, self._failed = self._failed, None
             raise error
 
     def fail(self, request_id: str, why: str) -> None:
-        """Ends a sequence with an error, and drops its KV, which is useless."""
+        """Ends a sequence with an error and drops its KV, which cannot be used."""
         self._scheduler.finish(request_id)
         self._leave(request_id, SequenceUpdate(request_id, [], "error", error=GenerationFailed(why).to_wire()))
 

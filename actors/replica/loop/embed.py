@@ -1,8 +1,7 @@
 """The embedding loop: texts that become vectors, in steps that take turns with prefill.
 
-A step that embeds does not prefill, so sequences that decode wait no longer for either than for prefill alone. The
-budget of both is the same, and what embedding takes is measured with prefill: both run tokens through the model and
-make no logits of them.
+A step either embeds or prefills, so decoding sequences wait no longer than for prefill alone. Both have the same
+budget, and their speed is measured together: both run tokens through the model and compute no logits.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from .delivery import Counters
 logger = logging.getLogger(__name__)
 
 LONG_TEXT_PART = 4
-"""The caches of a long text take at most this part of a replica's memory (a quarter): sequences keep the rest."""
+"""The caches of a long text take at most this part of a replica's memory (a quarter); the rest is for sequences."""
 
 Reply = Callable[[PooledTexts | SatchelError], None]
 
 
 @dataclass
 class _Embedding:
-    """A request on its way: the vectors of its texts as far as they are known, by their indexes."""
+    """A request in progress. It has the vectors that are computed so far, by the indexes of their texts."""
 
     request: PoolingRequest
     reply: Reply
@@ -51,7 +50,7 @@ class _Embedding:
 
     def text(self, index: int) -> PoolingText:
         tokens, skipped = self.request.texts[index], self.request.skipped
-        # At least one token counts.
+        # At least one token must count.
         most = len(tokens) - 1
         return PoolingText(tokens, min(skipped[index], most) if skipped else 0, tuple(self.request.score))
 
@@ -93,7 +92,7 @@ class EmbedLoop:
 
     @property
     def held_bytes(self) -> int:
-        """What the caches of the long text take once all of it is computed."""
+        """Bytes that the caches of the long text take once all of it is computed."""
         hidden, long = self._loaded.hidden, self._long
         return hidden.cache_bytes(len(long.text.tokens)) if long and isinstance(hidden, HiddenStates) else 0
 
@@ -163,8 +162,8 @@ class EmbedLoop:
             self._long = None
 
     def begin_anew(self) -> None:
-        """Computes again what was on the device when it failed. At first the culprit is unknown, and requests of that
-        batch are computed alone; one at which the device fails again ends."""
+        """Computes again what was on the device when it failed. Which request caused the failure is unknown, so the
+        requests of that batch are computed one by one. If the device fails again at one of them, that one ends."""
         lost = {pick.job.request_id for pick in self._picks}
         self._picks, self._long = [], None
         self.queue.begin_anew()
@@ -181,7 +180,7 @@ class EmbedLoop:
         """Computes one batch or chunk. Returns False if there was nothing to do.
 
         Args:
-            decoding: whether sequences decode meanwhile.
+            decoding: whether there are decoding sequences, which wait for this step.
         """
         for request_id in self.queue.expired(time.monotonic()):
             self.end(request_id, DeadlineExceeded("the request's deadline has passed"))
@@ -189,7 +188,7 @@ class EmbedLoop:
             return False
         picks = self.queue.next_batch(self._pace.budget(decoding))
         if self._on_gpu:
-            # A power of two, for few different shapes: devices compile kernels for every new one.
+            # A power of two, so that there are few different shapes: devices compile kernels for every new one.
             picks = picks[: 1 << (len(picks).bit_length() - 1)]
         first = picks[0].job
         if first.request_id in self._suspects:

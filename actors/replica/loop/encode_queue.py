@@ -1,12 +1,11 @@
 """Encodes sequences' pictures before the sequences reach the scheduler.
 
-Encoding a picture takes as long as many decode steps, so it runs beside them, on a thread and a stream of its own. On a
-GPU pictures of one layout are encoded together, because one alone does not use the device. The next picture is of one
-of the most urgent sequences, of these of the tenant and flow that was given least (`fairness.py`), and of these of the
-sequence
-that has had least encoder time: many pictures of one sequence do not delay the only one of another (fair queueing,
-    Demers et
-al. 1989). A picture that was encoded for another sequence costs nothing.
+Encoding a picture takes as long as many decode steps, so it runs in parallel with them, on its own thread and stream.
+On a GPU pictures of the same layout are encoded together, because one alone does not use the whole device.
+
+The next picture is chosen by its sequence: first by priority, then by the tenant and flow that have been given least
+(`fairness.py`), then by least encoder time so far. So many pictures of one sequence do not delay the only picture of
+another (fair queueing, Demers et al. 1989). If a picture was already encoded for another sequence, it costs nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 LOST = "a picture of this conversation is not in memory any more: send it again"
 SLOWER_WEIGHT = 0.3
-"""Weight of a slower measurement in the smoothed encoding time: the first picture of a shape compiles kernels."""
+"""Weight of a slower measurement in the smoothed encoding time. It is low, because the first picture of a shape is slow:
+kernels are compiled for it."""
 
 
 def _id(request: GenerateRequest, index: int) -> bytes:
@@ -60,8 +60,8 @@ _Job = tuple[Future[_Made], Callable[[], _Made]]
 
 @dataclass
 class _PicturedSequence:
-    """A sequence that waits for its pictures. `missing` has the `features_id` of each by its index; `had_s` is the
-    encoder time that it was given, seconds, starting at the current share for sequences that come later."""
+    """A sequence that waits for its pictures. `missing` has the `features_id` of each by its index. `had_s` is the
+    encoder time that it was given, in seconds; a sequence that comes later starts at the current share, not at 0."""
 
     sequence: Sequence
     scheduled: ScheduledSequence
@@ -93,9 +93,9 @@ class PictureQueue:
     """The sequences that wait for their pictures, and the cache of image embeddings. For the engine's thread.
 
     Args:
-        vision: None for a model that takes no pictures.
+        vision: None if the model does not support pictures.
         bytes_max: bytes for image embeddings that no sequence needs any more.
-        disk: stores those of agents; None if nothing is written.
+        disk: stores agents' image embeddings; None if nothing is written.
         wake: called on another thread when a picture has been encoded.
 
     Attributes:
@@ -111,10 +111,10 @@ class PictureQueue:
         self._jobs: SimpleQueue[_Job] | None = None
         self._encoding: _Encoding | None = None
         self._waiting: dict[str, _PicturedSequence] = {}
-        # The encoder time of a sequence that was always waiting.
+        # Seconds of encoder time that a sequence would have had if it had always been waiting.
         self._share_s = 0.0
         self._shares = FairShares()
-        # By sequence the image embeddings that it needs until it is prefilled.
+        # Per sequence, the image embeddings that it needs until it is prefilled.
         self._holding: dict[str, dict[int, ImageEmbeddings]] = {}
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ class PictureQueue:
             restored: image embeddings that were read back, by the pictures' indexes.
 
         Returns:
-            Whether it need not wait: all pictures' embeddings are there or not needed.
+            Whether it can start at once: every picture's embeddings are there or not needed.
 
         Raises:
             PictureLost: a picture must be encoded, but neither this sequence nor a waiting one has its pixels.
@@ -169,7 +169,7 @@ class PictureQueue:
             if picture not in self.embeddings and self._with_pixels(picture) is None:
                 raise PictureLost(LOST)
         self._holding[sequence.id] = pictures.embeddings
-        # The other pictures' KV is known, which is all that is needed of them.
+        # The other pictures need no embeddings, because their KV is cached.
         self.embeddings.hits += len(media) - len(missing)
         for index in restored.keys() & set(missing):
             self._reuse(sequence, index, restored[index])
@@ -188,12 +188,12 @@ class PictureQueue:
                     yield waiting.sequence, index
 
     def _with_pixels(self, picture: bytes) -> _Picture | None:
-        """Returns one of those sequences that has the pixels, or None."""
+        """Returns a sequence that waits for the picture and has its pixels, or None."""
         lacking = self._lacking(picture)
         return next((one for one in lacking if one[0].request.media[one[1]].pixels), None)
 
     def step(self, attempt: Callable[[str, Callable[[], None]], None]) -> Iterator[ScheduledSequence]:
-        """Takes encoded pictures and begins the next one. Yields the sequences that have all they need.
+        """Collects encoded pictures and begins the next one. Yields the sequences that have all embeddings they need.
 
         Args:
             attempt: runs an action for a request; if it raises, the request ends.
@@ -213,8 +213,8 @@ class PictureQueue:
                 yield waiting.scheduled
 
     def _by_turn(self) -> list[_PicturedSequence]:
-        """Returns the waiting sequences, the next one first. If sequences hold too much already, the order is by
-        arrival, so that the first sequence soon has its last picture."""
+        """Returns the waiting sequences, the next one first. If sequences hold too much memory already, the order is
+        that of arrival, so that the first sequence soon gets its last picture."""
         if self._is_crowded():
             return sorted(self._waiting.values(), key=lambda one: -one.scheduled.priority)
 
@@ -224,7 +224,8 @@ class PictureQueue:
         return sorted(self._waiting.values(), key=turn)
 
     def _is_full(self) -> bool:
-        """Whether to wait until sequences that have all their embeddings are prefilled: they hold too much memory."""
+        """Whether embeddings hold so much memory that encoding must wait until sequences that have all theirs are
+        prefilled."""
         ready = any(embeddings and name not in self._waiting for name, embeddings in self._holding.items())
         return ready and self._is_crowded()
 
@@ -245,15 +246,17 @@ class PictureQueue:
         job = self._work(pictures)
         if self._jobs is None:
             self._jobs = SimpleQueue()
-            # A daemon, because joining it at the interpreter's end would abort: MLX's compiled code calls Python again.
+            # A daemon: if the interpreter joined it at exit, the process would abort, because MLX's compiled code calls
+            # back into Python.
             threading.Thread(target=_encode_forever, args=(self._jobs,), name="encoder", daemon=True).start()
         self._encoding = _Encoding(pictures, made)
         made.add_done_callback(lambda _: self._wake())
         self._jobs.put((made, job))
 
     def _batch_with(self, sequence: Sequence, index: int) -> list[_Picture]:
-        """Returns the picture and others to encode with it: of its layout, for sequences of equal priority, its own
-        sequence's first. Their number is a power of two, because devices compile kernels for every new one."""
+        """Returns the picture and others to encode with it. They have the same layout, and their sequences the same
+        priority; pictures of the same sequence come first. Their number is a power of two, because devices compile
+        kernels for every new batch size."""
         assert self._vision is not None
         first, own = sequence.request.media[index], self._waiting.get(sequence.id)
         most = 1 if first.video in self._vision.unbatched else self._vision.together_tokens // len(first.tokens)
@@ -274,7 +277,7 @@ class PictureQueue:
     def _finish(self, encoding: _Encoding, attempt: Callable[[str, Callable[[], None]], None]) -> None:
         (sequence, index), error = encoding.pictures[0], encoding.made.exception()
         if error is None:
-            # Also if a sequence is gone: others may ask for the same picture.
+            # Even if a sequence is gone: others may need the same picture.
             self._all_encoded(encoding)
             # The cache may be too small to keep them for other sequences that wait.
             for (of, at), embeddings in zip(encoding.pictures, encoding.made.result()[0], strict=True):
@@ -331,7 +334,7 @@ class PictureQueue:
                 continue
             loaded: dict[int, ImageEmbeddings] = {}
             if not sequence.request.media[index].pixels and self._disk is not None:
-                # Not read back before, because its KV was expected to be known.
+                # It was not read back earlier, because its KV was expected to be cached.
                 loaded = self._disk.load(sequence.request, [index])
             if index in loaded:
                 self._reuse(sequence, index, loaded[index])
@@ -344,7 +347,7 @@ class PictureQueue:
         try:
             (embeddings,), seconds = self._work([(sequence, index)])()
         except RuntimeError:
-            # What else of it failed must not be told to others.
+            # The failure of this encoding must not reach other sequences.
             with suppress(RuntimeError):
                 mx.synchronize()
             raise

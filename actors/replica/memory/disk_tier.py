@@ -170,12 +170,12 @@ def read_slabs(
     reader, layout_of = EntryReader(root, key, where), cache(partial(Layout, spec))
     slabs: list[Slab | None] = [None] * len(where)
     for run in reader.runs():
-        for sequence, index in enumerate(run.indexes):
+        for place, index in enumerate(run.indexes):
             location = where[index]
             try:
                 layout = layout_of(run.layout.parts)
                 slabs[index] = layout.slab(
-                    run.data[sequence], len(location.tokens) // TOKEN_BYTES, location.window_from
+                    run.data[place], len(location.tokens) // TOKEN_BYTES, location.window_from
                 )
             except ValueError as error:
                 failures.append(Failure(location, str(error), False))
@@ -217,7 +217,7 @@ def read_blocks(
     try:
         for run in reader.runs():
             # Those that follow the blocks before without a gap.
-            count = sum(index == read + sequence for sequence, index in enumerate(run.indexes))
+            count = sum(index == read + place for place, index in enumerate(run.indexes))
             windows = [where[index].window_from for index in run.indexes[:count]]
             if count:
                 records = layout_of(run.layout.parts).records(run.data[:count], windows, len(where) - read, buffers)

@@ -1,8 +1,8 @@
 """KV as named numpy arrays, as the disk takes it, and back: whole blocks from their records straight into the pool.
 
 A part's name is its layer and kind: `3.key_codes` and the other fields of a sealed block, or `3.keys` and `3.values` of
-an open one, or `3.state.0` of a recurrent layer. Shapes are those of the slab's arrays, with a first axis of one
-sequence. Dtypes are equal too, but bfloat16, which numpy lacks, is stored as uint16.
+an open one, or `3.state.0` of a recurrent layer. Shapes are those of the slab's arrays, with a first axis of
+1. Dtypes are equal too, but bfloat16, which numpy lacks, is stored as uint16.
 """
 
 from __future__ import annotations
@@ -136,12 +136,12 @@ class Layout:
             states = [
                 [
                     [
-                        mx.array(sequence[field.start : field.stop]).view(field.dtype).reshape(field.shape)
+                        mx.array(record[field.start : field.stop]).view(field.dtype).reshape(field.shape)
                         for field in state
                     ]
                     for state in self._states
                 ]
-                for sequence in data
+                for record in data
             ]
         mx.eval(states)
         return Records(data if buffers is None else buffers.moved(data), layers, windows, states, coming)
@@ -162,7 +162,7 @@ class DeviceBuffers:
         return buffer
 
     def moved(self, data: np.ndarray) -> mx.array:
-        """Returns a copy of a buffer's first sequences in the GPU's own memory, evaluated."""
+        """Returns a copy of a buffer's first records in the GPU's own memory, evaluated."""
         array = self._arrays.get(data.ctypes.data)
         whole = mx.array(data) if array is None else array[: len(data)]
         # All pages move to the card at once: fields that are read one by one move them in thousands of pieces.

@@ -60,7 +60,7 @@ class Verdict:
         kv: how KV is kept instead: `fp16` in sealed blocks as computed, `own` in the model's caches; "" as asked for.
         usual_way: whether decode steps may read sealed KV in the way that was found at load.
         together: whether sequences may run at the same time.
-        apart: whether steps compute sequence by sequence.
+        unbatched: whether steps compute sequence by sequence.
         reuses: whether KV may be used again.
         blind: why it takes no pictures, although it could; empty if it does, and of a model of text.
         stills: why it is shown a video's frames as single pictures; empty if it is shown videos, or takes none.

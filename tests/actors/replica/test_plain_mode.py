@@ -22,7 +22,7 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.pieces import IN_ONE_PIECE, Pieces
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
-from satchel.actors.replica.plain_mode import Meanwhile, fault
+from satchel.actors.replica.plain_mode import PlainMode, fault
 from satchel.actors.replica.selftest import self_test
 from satchel.actors.replica.selftest.forced_sequences import ForcedSequence, Scene
 from satchel.actors.replica.selftest.self_test import Proven, Verdict, prove
@@ -101,7 +101,7 @@ def test_sequences_between_all_pieces_of_a_proof_are_right_and_do_not_disturb_it
         engines.append(engine_of(plain, told))
         return engines[0]
 
-    between = Meanwhile(0.0, begin, lambda: pytest.fail("the engine failed"))
+    between = PlainMode(0.0, begin, lambda: pytest.fail("the engine failed"))
     serve = between.pieces._serve
 
     def come() -> None:
@@ -246,7 +246,7 @@ def test_a_model_that_is_wrong_by_itself_is_not_served_before_it_is_tried(
     assert fault(plain) == ""
     wrong = replace(plain, model=Faulty(plain.model, spoil))
     assert fault(wrong)
-    between = Meanwhile(0.0, lambda _: pytest.fail("it is served"), lambda: None)
+    between = PlainMode(0.0, lambda _: pytest.fail("it is served"), lambda: None)
     between.offer(wrong)
     between.pieces.pause()
     between.pieces.pause()
@@ -254,7 +254,7 @@ def test_a_model_that_is_wrong_by_itself_is_not_served_before_it_is_tried(
 
 
 def test_a_model_that_is_proven_soon_is_not_served_before(folder: Path) -> None:
-    between = Meanwhile(60.0, lambda _: pytest.fail("it is served"), lambda: None)
+    between = PlainMode(60.0, lambda _: pytest.fail("it is served"), lambda: None)
     load(folder, between.pieces, served=between.offer)
 
 
@@ -264,7 +264,7 @@ def test_a_model_that_an_earlier_start_knows_is_not_served_plainly_at_once(
     """Without a time in the config; once it has taken too long it is."""
     trials, told = tmp_path / "trials.json", list[bool]()
 
-    def served(between: Meanwhile) -> Callable[[LoadedModel, bool], None]:
+    def served(between: PlainMode) -> Callable[[LoadedModel, bool], None]:
         def offer(plain: LoadedModel, known: bool) -> None:
             told.append(known)
             between.offer(plain, known)
@@ -273,7 +273,7 @@ def test_a_model_that_an_earlier_start_knows_is_not_served_plainly_at_once(
 
     for known, after_s, serves in ((False, 2.0, True), (True, 60.0, False), (True, 0.0, True)):
         monkeypatch.setattr(plain_mode, "KNOWN_S", after_s)
-        between = Meanwhile(None, lambda plain: engine_of(plain, Told()), lambda: None)
+        between = PlainMode(None, lambda plain: engine_of(plain, Told()), lambda: None)
         load(folder, between.pieces, served=served(between), trials=trials)
         assert (between.engine is not None) == serves
         assert told.pop() == known
@@ -285,7 +285,7 @@ def test_no_room_for_a_plain_sequence_is_no_fault_of_what_is_proven(folder: Path
     def begin(plain: LoadedModel) -> Engine:
         raise ModelLoadError("not enough for one sequence")
 
-    between = Meanwhile(0.0, begin, lambda: None)
+    between = PlainMode(0.0, begin, lambda: None)
     loaded = load(folder, between.pieces, served=between.offer)
     assert between.engine is None and loaded.way.reason == ""
 
@@ -299,7 +299,7 @@ def test_an_engine_that_fails_ends_the_process_and_not_the_proof(folder: Path) -
 
         return SimpleNamespace(serve=serve)  # type: ignore[return-value]
 
-    between = Meanwhile(0.0, begin, lambda: ended.append(1))
+    between = PlainMode(0.0, begin, lambda: ended.append(1))
     between.offer(plain_of(folder))
     between.pieces.pause()
     assert ended
