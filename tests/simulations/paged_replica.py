@@ -11,7 +11,8 @@ from itertools import count
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids
 from satchel.actors.replica.kv.prefix import PrefixCache, PrefixKV
 from satchel.actors.replica.memory.budget import Held, MemoryBudget, Sequences
-from satchel.actors.replica.scheduling.scheduler import Limits, ScheduledSequence, Scheduler
+from satchel.actors.replica.scheduling.limits import Limits
+from satchel.actors.replica.scheduling.scheduler import ScheduledSequence, Scheduler
 
 ROOT = bytes(32)
 TOKEN_BYTES, OPEN_TOKEN_BYTES = 4, 16

@@ -86,7 +86,7 @@ class Draw:
         tokens are in the order of their ids."""
         sequences: list[TokenLogprobs | None] = [None] * self.tokens.shape[0]
         if self.chosen is None:
-            return values
+            return sequences
         assert self.top_tokens is not None and self.top_logprobs is not None
         chosen, tokens, values = as_numpy(self.chosen), as_numpy(self.top_tokens), as_numpy(self.top_logprobs)
         for index, (sequence, width, wanted) in enumerate(self.asking):

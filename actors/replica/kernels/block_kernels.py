@@ -29,9 +29,9 @@ _WRITE_RECORDS = """
   if (GROUP == 0 && THREAD == 0) done[0] = 0;
 """
 
-# Template: T, DK, DV, PV, VG, KV, KB as in `decode_kernel.py`. A group of threads has one block of a sequence's KV head,
-# or 256 tokens that are not sealed; `sizes` are the numbers of both. Keys lie transposed, so they pass through shared
-# memory.
+# Template: T, DK, DV, PV, VG, KV, KB as in `decode_kernel.py`. A group of threads has one block of a sequence's KV
+# head, or 256 tokens that are not sealed; `sizes` are the numbers of both. Keys lie transposed, so they pass through
+# shared memory.
 _UNSEAL = """
   constexpr int KW = 8 * KB, KS = 256 / KG, PAD = KS + 1, PW = PV / 8, TILE = 64;
   SHARED unsigned int codes_s[TILE * (KW + 1)];

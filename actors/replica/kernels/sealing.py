@@ -11,8 +11,9 @@ The first token of each block is kept as computed and is in no group of keys. A 
 attend to that look for nothing, with keys and values unlike all others'. With 4-bit keys in groups of 32 an element
 takes 4.8 bits.
 
-Shapes, for `sequences` sequences of `blocks` blocks and T = 256 * blocks tokens; keys and values are in the model's dtype, codes
-are uint32, a stream of bits from the lowest on, and `padded` is `value_dim` rounded up to a multiple of 32:
+Shapes, for `sequences` sequences of `blocks` blocks and T = 256 * blocks tokens; keys and values are in the model's
+dtype, codes are uint32, a stream of bits from the lowest on, and `padded` is `value_dim` rounded up to a multiple of
+32:
 
     keys      (sequences, kv_heads, T, key_dim)    codes    (sequences, kv_heads, key_dim, T * bits / 32)
                                                    scales   (sequences, kv_heads, key_dim, T / group); biases alike

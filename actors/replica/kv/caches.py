@@ -6,7 +6,8 @@ state that stands for all tokens so far; a copy of it is a *snapshot*. Full and 
 in the pool, and the open one in full precision; in models that cannot be sealed the model's own caches have everything.
 
 Shapes: keys of one layer are `(sequences, kv_heads, tokens, key_dim)`, values `(sequences, kv_heads, tokens,
-value_dim)`, in the model's dtype; in a sequence's own caches and in slabs the first axis is 1. `sealing.py` gives the shapes of sealed blocks.
+value_dim)`, in the model's dtype; in a sequence's own caches and in slabs the first axis is 1. `sealing.py` gives the
+shapes of sealed blocks.
 """
 
 from __future__ import annotations

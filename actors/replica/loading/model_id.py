@@ -17,8 +17,8 @@ mlx-lm takes the one that the folder lists last, so then the order is included t
     weights     quantized ones multiplied as stored, dequantized or both, and joined or not: another order of additions
     kv          policy and format of sealed blocks, which later tokens attend to
     numerics    with `fast` a decode step may multiply codes directly, CUDA may multiply few rows by a kernel if
-                that is faster, and a GPU may encode pictures together. A `reproducible` replica promises bits, so it takes nothing that a
-                fast one wrote
+                that is faster, and a GPU may encode pictures together. A `reproducible` replica promises bits, so it
+                takes nothing that a fast one wrote
     device      CPU, Metal or CUDA. On a CPU equal tokens give equal bits, which a GPU's would not be; how much two
                 kinds of GPU differ is not measured. Chips of one kind are equal within the tolerance stated for GPUs,
                 so KV moves from Mac to Mac; `reproducible` includes the chip, as another one adds in another order

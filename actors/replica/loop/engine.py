@@ -51,7 +51,7 @@ from .recovery import Recovery
 T = TypeVar("T")
 
 QUIET_S = 1.0
-"""The warm-up goes on after so long without a request: one that comes meanwhile waits for a piece of it."""
+"""The warm-up continues after this long without a request. A request that comes during it waits for one step of it."""
 
 
 class Engine:
@@ -60,12 +60,12 @@ class Engine:
     Args:
         loaded: the model; its arrays belong to the calling thread.
         outbox: where tokens go, once a step.
-        memory_bytes_max: memory for all that it holds besides the model, and besides what a step needs for a moment.
-        disk: where what agents' sequences leave is written; None for nowhere.
-        timing: for how long a sequence waits to be read back.
-        warm_up: what is run while nobody asks for anything; None for nothing.
-        tell: called with what the device has failed at.
-        follows: the engine whose place it takes, with its callers; see `hand_over`.
+        memory_bytes_max: memory for all that it holds, without the model and the temporary memory of a step.
+        disk: writes the KV of agents' sequences; None if nothing is written.
+        timing: how long a sequence waits until its KV is read back.
+        warm_up: runs while there are no requests; None for nothing.
+        tell: called with a device error's text.
+        follows: the engine that this one replaces, with its callers; see `hand_over`.
         trust_remote_code: whether code in the model's folder may run, where its tokenizer is read.
     """
 
@@ -206,7 +206,7 @@ class Engine:
         self._inbox.put(RunOnEngine(action))
 
     def _called(self, action: Callable[[], T]) -> Future[T]:
-        """Does as `call`, for what `action` returns or raises."""
+        """As `call`; the future gets what `action` returns or raises."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -215,7 +215,7 @@ class Engine:
             except Exception as error:
                 done.set_exception(error)
             except DeviceFailed:
-                # The sequence that it was for begins anew.
+                # The sequence for which it was read is computed anew.
                 done.set_exception(NotWaiting())
                 raise
 
@@ -224,7 +224,7 @@ class Engine:
 
     @property
     def failed_checks(self) -> int:
-        """How often a check found inconsistent tables and cleared the kept KV."""
+        """How often a check found inconsistent tables and cleared the cached KV."""
         return self._idle.failures
 
     def changes(self, *, whole: bool) -> tuple[list[bytes], list[bytes]]:
@@ -255,11 +255,11 @@ class Engine:
         return [*self.delivery.sequences, *self.embed.queue.request_ids]
 
     def drain(self) -> None:
-        """Refuses new requests from now on; accepted ones go on."""
+        """Refuses new requests from now on; accepted ones continue."""
         self._intake.close(Draining("the replica is shutting down"))
 
     def refuse(self, why: SatchelError) -> None:
-        """Refuses all requests from now on, and ends those that wait."""
+        """Refuses all requests from now on, and ends the accepted ones."""
         self._intake.close(why)
         self._end_waiting(why)
 
@@ -286,9 +286,8 @@ class Engine:
                 self.wait()
 
     def serve(self) -> None:
-        """Serves whoever waits, until no sequence is computed any more. Returns at once if nobody waits, and after a
-        sequence if
-        others wait: then the caller does a piece of its own."""
+        """Serves waiting requests until no sequence holds a place. Returns at once if no request waits. If others wait
+        when a sequence has ended, it also returns, so that the caller can do a piece of its own work first."""
         while not self._stopped.is_set() and (self.delivery.sequences or self.embed.queue or not self._inbox.empty):
             if not self.step() and self.delivery.sequences:
                 self.wait()
@@ -296,8 +295,8 @@ class Engine:
                 return
 
     def hand_over(self) -> None:
-        """Ends what waits here, to be asked again of the engine that takes this one's place. No sequence may be
-        computed. Commands that come from now on are that engine's."""
+        """Ends all requests that wait here; their callers ask the engine that replaces this one. No sequence may hold a
+        place. Commands that come from now on go to that engine."""
         self._end_waiting(ComputesOtherwise("the request was made for a model that computes otherwise"))
 
     def _end_waiting(self, why: SatchelError) -> None:
@@ -320,7 +319,8 @@ class Engine:
             return True
 
     def wait(self) -> None:
-        """Waits for a command, and does it; only briefly if there are sequences, whose deadlines may pass.
+        """Waits for a command and handles it. Waits only briefly if there are sequences, because their deadlines may
+        pass.
 
         Raises:
             DeviceFailed: as `step`.
@@ -332,7 +332,7 @@ class Engine:
 
     @property
     def _done(self) -> int:
-        """How much was told that had been read from the device."""
+        """A count that grows with every result that was read from the device and delivered."""
         return self.delivery.told + self.counters.embedded_tokens
 
     def _step(self) -> bool:
@@ -351,7 +351,7 @@ class Engine:
             if delivery.sequences[request_id].emitted:
                 delivery.end(request_id, "length", ended=True)
             else:
-                # Memory has become less since it was accepted.
+                # There is less memory now than when it was accepted.
                 most = self.scheduler.limits.prompt_tokens_max
                 delivery.end(request_id, "error", ContextLengthExceeded(f"memory holds {most} tokens on this machine"))
         delivery.check()
@@ -364,7 +364,7 @@ class Engine:
         decoded = self.decode.step()
         delivery.flush()
         if self.keeping.added:
-            # For what is kept of sequences, and for the copies of what goes to the disk, which the next step makes.
+            # Room for the KV that sequences left in memory, and for the copies for the disk, which the next step makes.
             self.keeping.added = False
             self.room.fit()
         if self._done > done:
@@ -372,7 +372,7 @@ class Engine:
         return bool(computed or decoded or moved or plan.expired or plan.cut or plan.preempted)
 
     def _prefill_or_embed(self) -> bool:
-        """Does one of the two, in turn if there is work for both. Returns False if there was nothing to do."""
+        """Prefills or embeds; takes turns if there is work for both. Returns False if there was nothing to do."""
         prefilled = not (self._embeds_next and self.embed.queue) and self.prefill.step()
         self._embeds_next = prefilled
         return prefilled or self.embed.step(decoding=bool(self.scheduler.decoding()))
@@ -391,7 +391,7 @@ class Engine:
             self._handle(command)
 
     def _warm_further(self, warm_up: WarmUp) -> None:
-        """Runs a step of the warm-up, which ends if it fails: it only saves time."""
+        """Runs a step of the warm-up. If it fails, the warm-up ends: it only saves time."""
         self._warm_up = None
         with on_device():
             self._warm_up = warm_up if warm_up.step() else None

@@ -81,8 +81,8 @@ Command = Submit | Pool | ReadBack | Abort | RunOnEngine
 
 
 class Inbox:
-    """The engine's queue of commands, with one reader. It needs no limit: the scheduler's queue refuses requests when
-    they are taken, so only commands of one step wait here."""
+    """The engine's queue of commands, with one reader. It needs no limit: only the commands of one step wait here. The
+    scheduler's own queue has the limit, which is checked when a request is taken from here."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -145,7 +145,7 @@ class Intake:
         return self._closed
 
     def accept(self, submitted: Submit) -> SatchelError | None:
-        """Makes a sequence for the request, which is queued or waits for its pictures.
+        """Makes a sequence of the request. It is queued, or waits for its pictures.
 
         Returns:
             The refusal; None if the sequence is accepted.
@@ -224,11 +224,11 @@ class Intake:
 
 
 class IdleCheck:
-    """A check of all tables, once per idle period. Wrong tables would give wrong answers, while empty ones only cost
-    work, so after a failed check everything is cleared.
+    """A check of all tables, once per idle period. Wrong tables would give wrong answers, but empty ones only cost
+    time. So everything is cleared if a check fails.
 
     Args:
-        busy: asked every few thousand entries; the check stops if a command waits.
+        busy: whether a command waits; asked every few thousand entries, and then the check stops.
 
     Attributes:
         failures: how often a check failed.
@@ -250,7 +250,7 @@ class IdleCheck:
         self._idle_since_s, self._counted = None, False
 
     def idle_s(self, now_s: float) -> float:
-        """Returns for how long there has been no work, as far as `rest` was called."""
+        """Returns for how long there has been no work. The time starts at the first call of `rest`."""
         return 0.0 if self._idle_since_s is None else now_s - self._idle_since_s
 
     def rest(self, now_s: float) -> None:
@@ -271,7 +271,7 @@ class IdleCheck:
                 if self._busy():
                     break
         except Exception:
-            # In a broken table anything may fail.
+            # If a table is broken, any exception may be raised.
             logger.exception("the replica's tables are wrong; it clears the KV that it keeps in memory")
             self.failures += 1
             self._memory.reset()

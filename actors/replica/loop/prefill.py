@@ -24,7 +24,7 @@ class PrefillLoop:
     """The prefill part of a step. Used on the engine's thread.
 
     Args:
-        make_room: does `MemoryRoom.fit` for a sequence that was admitted.
+        make_room: calls `MemoryRoom.fit` for a sequence that was admitted.
 
     Attributes:
         pace: limits what a step may prefill, and measures it.
@@ -73,11 +73,11 @@ class PrefillLoop:
     # Admission.
 
     def _admit(self, request_id: str) -> None:
-        """Opens a sequence that got a place, or begins to read its KV back first."""
+        """Opens an admitted sequence, or first begins to read its KV back."""
         sequence = self._delivery.sequences[request_id]
         hot = self._memory.peek(sequence)
         if self._restores.asks(sequence, hot, plain=self._memory.prefixes.is_plain):
-            # Other sequences must not evict them meanwhile.
+            # Other sequences must not evict these blocks while it waits.
             self._memory.pin(sequence, hot)
             self._scheduler.await_restore(request_id, hot)
             self._restores.begin(sequence, hot, self.pace.tokens_per_s)
@@ -85,7 +85,7 @@ class PrefillLoop:
             self._open(request_id)
 
     def open_restored(self, reading: Reading, restored: Restored | None) -> None:
-        """Opens a sequence after its KV was read back (or nothing was), if it still waits for that."""
+        """Opens a sequence after the attempt to read its KV back, if it still waits for that."""
         if self._restores.end(reading):
             request_id = reading.prompt.request_id
             self._delivery.attempt(request_id, self._open, request_id, restored)
@@ -102,7 +102,7 @@ class PrefillLoop:
         if restored is not None:
             self._keeping.put_back(sequence, restored)
         hit = self._memory.find(sequence, scheduled.prompt)
-        assert not isinstance(hit.tail, PooledBlock), "a tail is no whole block"
+        assert not isinstance(hit.tail, PooledBlock), "a tail is not a whole block"
         self._executor.open(request_id, hit.blocks, hit.tail, hit.tail_tokens, sequence.pictures)
         reused = hit.tokens
         if sequence.cached is None:
@@ -132,7 +132,7 @@ class PrefillLoop:
     def _compute(self, chunks: list[PrefillChunk]) -> None:
         sequences = self._delivery.sequences
         parts = [(chunk.request_id, sequences[chunk.request_id].given(chunk.start, chunk.stop)) for chunk in chunks]
-        # What is known of the sequences before they are computed must not hold up their first tokens.
+        # Updates that are ready now must not wait for this prefill.
         self._delivery.flush()
         started = time.perf_counter()
         try:

@@ -1,9 +1,9 @@
-"""Begins anew after the device has failed: what it touched ends or is computed again, and nothing of it is kept.
+"""Recovers after the device has failed: nothing that it may have touched is kept, and sequences are computed again.
 
-Which of the computations in flight failed is not known (`device/device_errors.py`). So all sequences leave the device,
-and all KV that is kept in memory, noted for the disk or in the pool, and all image embeddings are dropped. What is on
-disk was waited for before it was written. Sequences go back to the queue with the tokens that were delivered, which
-were read after a wait too; one that was suspected before ends (`Scheduler.batch_failed`).
+It is not known which of the computations in flight failed (`device/device_errors.py`). So all sequences leave the
+device. All KV in memory, in the pool and on its way to the disk is dropped, and all image embeddings too. KV on disk is
+sound: it was written only after a wait for the device. Sequences go back to the queue with their delivered tokens,
+which were also read after such a wait. A sequence that was a suspect before ends (`Scheduler.batch_failed`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from .encode_queue import PictureQueue
 logger = logging.getLogger(__name__)
 
 FAILURES_MAX = 3
-"""So often in a sequence the device may fail before the process ends: another one may do better, or another node."""
+"""After this many failures in a row the process ends: another process may do better, or another node."""
 
 ERRORS_MAX = 16
-"""More than can be in flight: a step, a prefill, and copies of sequences that end."""
+"""More errors than computations can be in flight: a step, a prefill, and copies of sequences that end."""
 
 
 def _settled() -> bool:
-    """Waits until all that was launched has ended, with errors of its own. Returns False if there is no end of them."""
+    """Waits until all that was launched has ended, and logs its errors. Returns False if the errors do not end."""
     for _ in range(ERRORS_MAX):
         try:
             mx.synchronize()
         except RuntimeError as error:
-            logger.warning("the device failed at what was launched before, too: %s", error)
+            logger.warning("work that was launched earlier failed too: %s", error)
         else:
             return True
     return False
@@ -49,7 +49,7 @@ class Recovery:
     """Used on the engine's thread.
 
     Args:
-        tell: called with what the device has failed at.
+        tell: called with the error's text.
     """
 
     def __init__(
@@ -76,25 +76,23 @@ class Recovery:
         self._failures = 0
 
     def note_sound(self) -> None:
-        """Notes that something was told that had been read from the device."""
+        """Notes that a result was read from the device, so it works: failures are counted from 0 again."""
         self._failures = 0
 
     def begin_anew(self, error: DeviceFailed) -> None:
         """Drops what the device may have touched.
 
         Raises:
-            DeviceFailed: it has failed `FAILURES_MAX` times with nothing done in between.
+            DeviceFailed: it has failed `FAILURES_MAX` times without a result in between.
         """
         self._failures += 1
         self._delivery.counters.device_failures += 1
         self._tell(f"the device failed ({error})")
         if self._failures >= FAILURES_MAX or not _settled():
             raise error
-        logger.error(
-            "the device failed: all that it holds is dropped, and sequences are computed again", exc_info=error
-        )
+        logger.error("the device failed: all KV in memory is dropped, and sequences are computed again", exc_info=error)
         with suppress(DeviceFailed):
-            # What sequences met that ended meanwhile is dropped too.
+            # An error that was met while sequences ended is about the same failure.
             self._delivery.check()
         self._executor.reset()
         self._memory.reset()

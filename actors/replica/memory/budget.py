@@ -1,12 +1,13 @@
-"""How a machine's memory is divided: among its replicas, and in one of them among sequences and what is kept. Pure.
+"""How a machine's memory is divided: among its replicas, and within a replica among sequences and caches. Pure.
 
-A replica's memory is the device's, less the models' weights and what a prefill needs for a moment, divided by the
-number of replicas. It holds, in this order of right: the sequences that have a place; what others hold for a while, as
-KV on its way to the disk, pictures of sequences in the queue and a text that is embedded in chunks; image embeddings;
-and in all the rest kept prefixes, of which the least recently used are evicted when one of the others needs room. So it
-is between two steps. Within one, what a sequence leaves behind is there beside the sequence: its open block, and copies
-for the disk only once there is room for them. If the disk is slow, what is being written is held twice, by
-`unwritten_bytes_max`.
+The memory of the device, less the models' weights and the temporary memory of a prefill, is divided evenly among the
+replicas. A replica's part goes, in this order of priority, to: the sequences that have a place; what is held for a
+while (KV on its way to the disk, pictures of queued sequences, a text that is embedded in chunks); image embeddings;
+cached prefixes, which get all the rest. If one of the others needs room, the least recently used prefixes are evicted.
+
+This holds between two steps. During a step, KV that a sequence leaves exists beside the sequence: its open block, and
+copies for the disk, which are made only if there is room. If the disk is slow, KV that is being written is held twice,
+up to `unwritten_bytes_max`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ PICTURES_PART = 8
 """Image embeddings that nobody needs take at most this part of the memory (an eighth)."""
 
 SLACK_PART = 32
-"""The part of the memory that is used only for a moment, so that the block pool, which copies itself to change its
-size, does not do so at every token. It does not grow either by less than this part of itself."""
+"""The part of the memory that is left as slack. The block pool copies itself to change its size, and with slack it does
+not have to at every token. It also grows by at least this part of itself."""
 
 OPEN_PART = 8
-"""At most this part is reserved for open blocks of sequences that are not there yet."""
+"""At most this part of the memory is reserved for open blocks of future sequences."""
 
 FREE_PART = 32
-"""The part of the device's memory that is left free for others."""
+"""The part of the device's memory that is left free for other programs."""
 
 HIDDEN_VECTORS, INTERMEDIATE_VECTORS = 12, 4
-"""How many vectors of hidden size and of the feed-forward layers a token of a prefill has alive at a time, at most."""
+"""How many vectors of hidden size, and of the feed-forward layers' size, a prefilled token has in memory at a time, at
+most."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,17 @@ def bearable_bytes(share: int, used: int, free: int, total: int) -> int:
 def workspace_bytes(
     *, tokens: int, context: int, hidden: int, intermediate: int, itemsize: int, layer: int, mask: int = 1
 ) -> int:
-    """Estimates what a prefill needs for a moment, beyond weights and KV: vectors of its tokens, their mask, and one
-    layer's history, dequantized and then joined with them. Attention is taken to be fused; where it is not, as on
-    CPUs, a measurement shows more.
+    """Estimates the temporary memory of a prefill, beyond weights and KV, in bytes: its tokens' vectors, their mask,
+    and one layer's history, which is dequantized and then concatenated with the new tokens. Attention is assumed to be
+    fused; if it is not, as on CPUs, a measurement shows more.
 
     Args:
-        tokens: of one call.
+        tokens: tokens of one call.
         context: tokens of the longest sequence.
         hidden, intermediate: sizes of the model's layers.
         itemsize: bytes of a number.
         layer: bytes of a token's KV in the largest layer, in full precision.
-        mask: bytes of a query and a key in masks.
+        mask: bytes that a pair of a query and a key takes in masks.
     """
     vectors = tokens * (HIDDEN_VECTORS * hidden + INTERMEDIATE_VECTORS * intermediate) * itemsize
     return vectors + mask * tokens * context + 2 * context * layer
@@ -79,10 +81,10 @@ class Held:
     """What a replica's memory holds now, in bytes.
 
     Attributes:
-        pool: the block pool's arrays; `slots` of that in slots that somebody holds.
-        kept: kept prefixes outside of the pool.
-        loose: kept prefixes that nobody needs, in the pool or not.
-        pictures: image embeddings that sequences need; `seen` others.
+        pool: the block pool's arrays; `slots` is the part of them in slots that are held.
+        kept: cached prefixes outside of the pool.
+        loose: cached prefixes that are not pinned, in the pool or not.
+        pictures: image embeddings that sequences need; `seen`: all others.
         unwritten: copies of KV on their way to the disk.
         text: caches of a long text that is embedded.
     """
@@ -133,7 +135,7 @@ class MemoryBudget:
 
     @property
     def usable(self) -> int:
-        """Without the slack."""
+        """All of it without the slack, in bytes."""
         return self.bytes_max - self.bytes_max // SLACK_PART
 
     def used(self, sequences: Sequences, held: Held) -> int:
@@ -142,23 +144,23 @@ class MemoryBudget:
         return own + held.pool + held.outside
 
     def others(self, sequences: Sequences, held: Held) -> int:
-        """Returns what is held that neither counts as a sequence's nor can be evicted."""
+        """Returns the bytes that are not counted for sequences and cannot be evicted."""
         fixed = held.kept - held.loose
         if self.paged:
-            # Whatever the scheduler counted, what it did not expect of the slots is here.
+            # Slots that are held beyond what the scheduler counts for sequences are counted here.
             fixed += held.slots + sequences.count * self.sequence_bytes - sequences.held * self.token_bytes
         return max(0, fixed) + held.pictures + held.unwritten + held.text
 
     def sequences_tokens(self, sequences: Sequences, held: Held) -> int:
-        """Returns what sequences may cost now, in tokens."""
+        """Returns how much sequences may cost now, in tokens."""
         return max(0, self.usable - self.others(sequences, held)) // self.token_bytes
 
     def pictures_bytes(self, sequences: Sequences, held: Held) -> int:
-        """Returns what image embeddings may take that no sequence needs."""
+        """Returns how many bytes image embeddings that no sequence needs may take."""
         return min(self.bytes_max // PICTURES_PART, self._rest(sequences, held))
 
     def kept_bytes(self, sequences: Sequences, held: Held) -> int:
-        """Returns what kept prefixes may take that nobody needs."""
+        """Returns how many bytes unpinned cached prefixes may take."""
         more = self.pool_bytes(sequences, held) - held.pool
         too_little = more if 0 < more < held.pool // SLACK_PART else 0
         return max(0, self._rest(sequences, held) - held.seen - too_little)
@@ -168,15 +170,15 @@ class MemoryBudget:
         return max(0, self.usable - self.others(sequences, held) - sequences.cost * self.token_bytes - spare)
 
     def _open_bytes(self, sequences: Sequences) -> int:
-        """Returns what is reserved for sequences outside of the pool: it should not have to shrink for every further
-        sequence."""
+        """Returns the bytes that are reserved for sequences outside of the pool, so that the pool need not shrink for
+        every new sequence."""
         return max(
             sequences.count * self.sequence_bytes,
             min(self.sequences_max * self.sequence_bytes, self.bytes_max // OPEN_PART),
         )
 
     def pool_bytes(self, sequences: Sequences, held: Held) -> int:
-        """Returns what the block pool may grow to."""
+        """Returns the size to which the block pool may grow, in bytes."""
         return self.usable - held.outside - self._open_bytes(sequences)
 
     def pool_is_too_large(self, sequences: Sequences, held: Held) -> bool:

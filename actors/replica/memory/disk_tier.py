@@ -1,7 +1,7 @@
 """A replica's disk tier: writes sequences' KV in the background, and reads it back before other sequences begin.
 
-The store of the node says where things are; bytes go past it, straight to the files and from them.
-Both ways have limits, and neither is ever waited for by a step: memory only saves work, so whatever fails here is
+The node's store knows where entries are. The bytes do not pass through it: they go straight to the files and from them.
+Writing and reading have limits, and no step ever waits for them. KV on disk only saves work: whatever fails here is
 computed again.
 """
 
@@ -41,11 +41,11 @@ from .slab_codec import DeviceBuffers, Layout
 logger = logging.getLogger(__name__)
 
 STALLED_S = 30.0
-"""After so long without anything written the disk is not waited for: what is more than may wait is dropped."""
+"""If nothing was written for this long, the disk counts as stalled: KV beyond the limit is dropped, not waited for."""
 
 TRIES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""How long after each failure a job is tried again, where the store does not answer or the disk is full: it may be
-starting anew, and makes room."""
+"""Pauses after which a job is retried if the store does not answer or the disk is full: a store restarts, and makes
+room on its disk."""
 
 SAVED_MAX = 65_536
 """How many written block ids are remembered. A forgotten one is written twice, and the second copy is dropped."""
@@ -54,21 +54,22 @@ TAILS_MAX = 2
 """How many tails after the last block are read back."""
 
 TAILS_ASKED = 16
-"""How many tails are asked for with recurrent layers, which can use only tails that the prompt has entirely."""
+"""How many tails the store is asked for if there are recurrent layers: these can use a tail only if the prompt has all
+of it."""
 
 RATE_WEIGHT = 0.3
 """Weight of a new measurement in the smoothed read rate."""
 
 ADOPT_S = 10.0
-"""How long blocks that were read back wait for the pool, which takes them between two steps."""
+"""How long a reader waits until the pool has taken its blocks, which happens between two steps."""
 
 ADOPTS_AHEAD = 3
-"""How many runs of blocks wait for the pool at the same time: steps may take longer than reading one."""
+"""How many runs of blocks may wait for the pool at the same time: a step may take longer than reading a run."""
 
 GPU_RUN_BYTES_MAX = 32 * 2**20
 GPU_THREADS = 4
-"""A GPU takes a run with one kernel a layer, so runs are larger. CUDA moves the pages of memory that both use, which
-slows down whoever writes there, so that more threads read."""
+"""A GPU copies a run with one kernel per layer, so runs are larger. CUDA moves the pages of memory that host and GPU
+share, which slows down the threads that write there, so more threads read."""
 
 Adopt = Callable[[Records], Future[list[PooledBlock]]]
 """Puts blocks into the pool, on the thread that may."""
@@ -76,7 +77,7 @@ Adopt = Callable[[Records], Future[list[PooledBlock]]]
 
 @dataclass(frozen=True)
 class Written:
-    """Named arrays other than KV that are to be written, found again by `tokens` after `parent`."""
+    """Named arrays other than KV that are to be written. They are found again by `tokens` after `parent`."""
 
     parent: bytes
     tokens: Sequence[int]
@@ -95,8 +96,8 @@ class Prompt:
 
     @property
     def wanted(self) -> Sequence[bytes]:
-        """Ids of the blocks to look for. A block that ends with the last token is excluded: a sealed block cannot be
-        cut, so a tail is read for it."""
+        """Ids of the blocks to look for. If a block ends with the prompt's last token, it is excluded: a sealed block
+        cannot be cut, so a tail is read instead."""
         return self.ids[: (len(self.tokens) - 1) // BLOCK_TOKENS]
 
     @classmethod
@@ -174,9 +175,7 @@ def read_slabs(
             location = where[index]
             try:
                 layout = layout_of(run.layout.parts)
-                slabs[index] = layout.slab(
-                    run.data[place], len(location.tokens) // TOKEN_BYTES, location.window_from
-                )
+                slabs[index] = layout.slab(run.data[place], len(location.tokens) // TOKEN_BYTES, location.window_from)
             except ValueError as error:
                 failures.append(Failure(location, str(error), False))
         reader.give_back(run)
@@ -187,14 +186,14 @@ def read_slabs(
 def read_blocks(
     spec: ModelCacheSpec, root: Path, key: bytes, where: Sequence[Location], failures: list[Failure], adopt: Adopt
 ) -> list[PooledBlock]:
-    """Reads consecutive blocks back, up to the first that fails, and has each run of them put into the pool while the
-    next ones are read. Appends to `failures`. Arguments and errors as for `read_slabs`.
+    """Reads consecutive blocks back, up to the first that fails. Each run of them is put into the pool while the next
+    ones are read. Appends to `failures`. Arguments and errors as for `read_slabs`.
 
     Args:
         adopt: puts blocks into the pool, on the thread that may.
 
     Raises:
-        Unavailable: that takes longer than `ADOPT_S`.
+        Unavailable: putting blocks into the pool takes longer than `ADOPT_S`.
     """
     buffers = DeviceBuffers() if on_gpu() else None
     if buffers is None:
@@ -216,7 +215,7 @@ def read_blocks(
 
     try:
         for run in reader.runs():
-            # Those that follow the blocks before without a gap.
+            # How many blocks follow the earlier ones without a gap.
             count = sum(index == read + place for place, index in enumerate(run.indexes))
             windows = [where[index].window_from for index in run.indexes[:count]]
             if count:
@@ -271,7 +270,7 @@ class DiskTier:
         self._queue: queue.SimpleQueue[WriteJob] = queue.SimpleQueue()
         self._waiting = 0
         self._waiting_max = unwritten_bytes_max
-        # When something was last written, or accepted while nothing waited.
+        # When a job was last written, or accepted while none waited.
         self._moved_at = time.monotonic()
         self._given_up = False
         # Guards the counts; only held briefly.
@@ -298,8 +297,8 @@ class DiskTier:
         return self._waiting + nbytes <= self._waiting_max
 
     def accepts(self, job: WriteJob) -> bool:
-        """Accepts a job, or returns False; if accepted, `write` must follow. Jobs are accepted even beyond the limit,
-        because the sequence's own caches are freed for them, but not if the disk has stalled."""
+        """Accepts a job, or returns False. If it is accepted, `write` must follow. Jobs are accepted even beyond the
+        limit, because the sequence frees its own caches, but not if the disk has stalled."""
         with self._lock:
             if self._stalled and not self.has_room(job.nbytes):
                 self.counters.unwritten_turns += 1
@@ -312,7 +311,7 @@ class DiskTier:
             return True
 
     def withdraw(self, job: WriteJob) -> None:
-        """Takes an accepted job back whose KV is gone."""
+        """Withdraws an accepted job because its KV is gone."""
         with self._lock:
             self._waiting -= job.nbytes
             self.counters.unwritten_turns += 1
@@ -356,7 +355,7 @@ class DiskTier:
         return max(hot_tokens, whole + max((tail.tokens for tail in found.tails), default=0))
 
     def pull(self, request: GenerateRequest) -> None:
-        """Pulls KV from another node to this one's disk; whatever does not come is computed."""
+        """Pulls KV from another node to this node's disk. KV that does not arrive is computed."""
         whole = request.pull_tokens // BLOCK_TOKENS
         rest = request.prompt[whole * BLOCK_TOKENS : (whole + 1) * BLOCK_TOKENS]
         try:
@@ -365,14 +364,14 @@ class DiskTier:
             logger.warning("request %s: pulling KV failed: %s", request.request_id, error.message)
 
     async def follow(self, request: GenerateRequest, wait_s: float, waits: Callable[[], bool]) -> bool:
-        """Pulls KV from a node that makes it now, as it is made.
+        """Pulls KV from a node while that node computes it.
 
         Args:
-            wait_s: for how long at the most.
-            waits: whether the sequence still waits for it.
+            wait_s: how long at most.
+            waits: whether the sequence still waits for the KV.
 
         Returns:
-            Whether all of it came; what did not is computed.
+            Whether all of it arrived; the rest is computed.
         """
         whole = request.pull_tokens // BLOCK_TOKENS
         wanted = self._wanted(request, request.prompt[whole * BLOCK_TOKENS : request.pull_tokens])
@@ -393,10 +392,10 @@ class DiskTier:
         )
 
     def _find(self, prompt: Prompt, hot_tokens: int) -> FoundKV | None:
-        """What the store finds, with the tails that are of use."""
+        """Returns what the store finds, with the tails that can be used."""
         hot = hot_tokens // BLOCK_TOKENS
         parent = prompt.ids[hot - 1] if hot else prompt.root
-        # All tokens after the hot blocks, because the disk's blocks may end before the prompt's last one.
+        # All tokens after the hot blocks, because the blocks on disk may end before the prompt's last block.
         rest = pack_tokens(prompt.tokens[hot * BLOCK_TOKENS : -1])
         most = TAILS_ASKED if self._spec.recurrent else TAILS_MAX
         found = self._store.disk_find(self._model, prompt.wanted[hot:], parent, rest, most).wait()
@@ -439,8 +438,8 @@ class DiskTier:
         return Restored(hot, blocks, tails) if blocks or tails else None
 
     def read(self, parent: bytes, tokens: Sequence[int], owner: str) -> dict[str, mx.array] | None:
-        """Returns the arrays of something `Written`, by name, evaluated, in the shapes and dtypes they were written
-        with; None if it is not there or cannot be read."""
+        """Returns the evaluated arrays of something `Written`, by name, in the shapes and dtypes in which they were
+        written; None if they are not there or cannot be read."""
         try:
             session = self._opened()
             if session is None:
@@ -562,14 +561,15 @@ class DiskTier:
             if len(there) < len(entries) and any(most is not None for most in job.limits.values()):
                 # The tenant's limit is reached, and later blocks would never be found.
                 break
-        # Once for the whole chain, which may be long; what has gone from the disk is written again after a later turn.
+        # One call for the whole chain, which may be long. Blocks that the disk has lost are written again after a later
+        # turn.
         self._forget_saved(self._store.disk_touch(self._model, job.chain, job.owner).wait() or [])
 
     def _entries(self, job: WriteJob) -> Iterator[Entry]:
         owners = (job.owner,)
         # After a failed attempt some blocks may be on disk already.
         for item in [item for item in job.unsaved if item.id is None or item.id not in self.saved]:
-            assert isinstance(item.kept.value, Slab), "blocks in the pool are copied before they are handed over"
+            assert isinstance(item.kept.value, Slab), "blocks in the pool must be copied before they are handed over"
             parts: dict[str, np.ndarray] = slab_codec.to_parts(self._spec, item.kept.value)
             more: dict[str, Any] = {"window_from": item.kept.window_from, "snapshot": item.kept.snapshot}
             if item.id is None:

@@ -24,7 +24,7 @@ class EmbeddingCache:
         self.bytes_max = bytes_max
         self.hits = self.encodes = 0
         self.changes = Changes()
-        # It would evict by itself, but not say what, and its size cannot be changed.
+        # With a size it would evict by itself, but it would not say what, and its size cannot be changed.
         self._embeddings: LRUCache[bytes, ImageEmbeddings] = LRUCache(sys.maxsize, getsizeof=lambda one: one.nbytes)
 
     def __contains__(self, entry: bytes) -> bool:

@@ -1,6 +1,6 @@
-"""Image embeddings on disk, stored like the open tails of conversations, after a parent of their own.
+"""Image embeddings on disk, stored like the open tails of conversations, but after a parent id of their own.
 
-So everything that holds for KV on disk holds for them too: digests, owners, limits, and pulls between nodes.
+So everything that exists for KV on disk exists for them too: digests, owners, limits, and pulls between nodes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class EmbeddingTier:
         self._disk = disk
 
     def offer(self, request: GenerateRequest, media: MediaSpan, embeddings: ImageEmbeddings) -> None:
-        """Queues an agent's image embeddings to be written; if they are on disk already, only notes that the agent uses
-        them."""
+        """Queues an agent's image embeddings to be written. If they are on disk already, this only notes that the agent
+        uses them."""
         if not request.agent or not request.reusable:
             return
         name = name_at(request.prompt, media.start, len(media.tokens))

@@ -13,22 +13,21 @@ from ...protocol.store_messages import Fetched, PullKV
 logger = logging.getLogger(__name__)
 
 FOLLOW_S = 0.5
-"""A pull ends after so long without a new block. Then it is looked whether the sequence still waits, and the next
-begins."""
+"""A pull ends after this long without a new block. If the sequence still waits then, the next pull begins."""
 
 
 async def follow(
     pull: Callable[[PullKV], Awaitable[Fetched]], wanted: PullKV, wait_s: float, waits: Callable[[], bool]
 ) -> bool:
-    """Pulls what is wanted as it is made. What does not come is computed.
+    """Pulls the wanted KV while it is computed. KV that does not arrive is computed here.
 
     Args:
-        pull: asks this node's store.
-        wait_s: how long at the most.
-        waits: whether the sequence still waits for it.
+        pull: asks this node's store to pull.
+        wait_s: how long at most.
+        waits: whether the sequence still waits for the KV.
 
     Returns:
-        Whether all of it came.
+        Whether all of it arrived.
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + wait_s

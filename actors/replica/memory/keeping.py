@@ -1,9 +1,9 @@
-"""Keeps the KV of sequences in memory, and writes the KV of agents' sequences to disk.
+"""Caches the KV of sequences in memory, and writes the KV of agents' sequences to disk.
 
-A sequence's whole blocks go to disk while it is still being prefilled, as soon as they fill a few files, or at once if
-another node waits for them; the rest goes when the sequence ends, however it ends. The copies are computed with the
-next step and handed to the writer after it. They are pinned in memory until they are on disk, so that the next turn
-finds them in one place or the other.
+A sequence's whole blocks go to disk while it is still being prefilled: as soon as they fill a few files, or at once if
+another node waits for them. The rest goes when the sequence ends, for any reason. The copies for the disk are computed
+with the next step and handed to the writer after it. The KV is pinned in memory until it is on disk, so that the next
+turn finds it in one place or the other.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .sequence_memory import Restored, Sequence, SequenceMemory, Unsaved
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 * 2**20
-"""Unsaved bytes of a running sequence from which on they are written."""
+"""A running sequence's blocks are written once this many bytes of it are unsaved."""
 
 
 @dataclass(frozen=True)
 class _SavedOrComing:
-    """The ids that are on disk or on their way there."""
+    """The ids of entries that are on disk or on their way there."""
 
     saved: dict[bytes, None]
     coming: set[bytes]
@@ -35,15 +35,15 @@ class _SavedOrComing:
 
 
 class Keeping:
-    """Keeps sequences' KV, on the engine's thread. Kept KV only saves work, so no failure here fails a request.
+    """Caches sequences' KV. Used on the engine's thread. Cached KV only saves work, so no failure here fails a request.
 
     Args:
         disk: stores the KV of agents' sequences; None if nothing is written.
         later: runs an action on the engine's thread; may be called from any thread.
 
     Attributes:
-        added: whether something of a sequence may have been kept since this was last set to False: in memory, or on its
-            way to the disk, where its bytes count before they are copied.
+        added: whether KV of a sequence may have been cached since this was last set to False, in memory or on its way
+            to the disk, where its bytes count before they are copied.
     """
 
     def __init__(
@@ -74,31 +74,31 @@ class Keeping:
         self._try(self._memory.put_back, sequence, restored)
 
     def after_chunk(self, sequence: Sequence, computed: int) -> None:
-        """Keeps and writes whole blocks of a sequence in prefill, which has KV of `computed` tokens now."""
+        """Caches and writes the whole blocks of a sequence in prefill, which has KV of `computed` tokens now."""
         if sequence.request.reusable:
             self._try(self._memory.keep_blocks, sequence, computed)
             self._try(self._write_blocks, sequence)
 
     def at_pause(self, sequence: Sequence, computed: int) -> None:
-        """Keeps the state where later prompts leave this one, as `SequenceMemory.pause` says."""
+        """Caches the state at the token where later prompts diverge from this one, as `SequenceMemory.pause` says."""
         self._try(self._memory.keep_prompt_end, sequence, computed)
 
     def after_prompt(self, sequence: Sequence, computed: int) -> None:
-        """Keeps the prompt's end once its last chunk is computed: for other choices, or for the agent's next turn."""
+        """Caches the prompt's end once its last chunk is computed: for other choices, or for the agent's next turn."""
         if sequence.request.choices > 1:
             self._try(self._memory.keep_tail, sequence, computed)
         elif sequence.request.agent and sequence.request.reusable and sequence.prompt_end is None:
             self._try(self._memory.keep_prompt_end, sequence, computed)
 
     def before_step(self, decoding: Iterable[Sequence]) -> None:
-        """Keeps the prompt tails of sequences whose next decode step fills, and so seals, the block of the prompt's
-        end."""
+        """Caches the prompt's tail of each sequence whose next decode step fills, and so seals, the block in which the
+        prompt ends."""
         for sequence in decoding:
             if self._memory.fills_prompt(sequence):
                 self._try(self._memory.keep_prompt_tail, sequence)
 
     def keep(self, sequence: Sequence, *, ended: bool = False, returns: bool = False) -> None:
-        """Keeps all KV of a sequence that is about to leave, if it has any and somebody can reuse it.
+        """Caches all KV of a sequence that is about to leave, if it has any and it can be reused.
 
         Args:
             ended: whether its answer is complete, not aborted.
@@ -118,8 +118,8 @@ class Keeping:
     # On the way to the disk.
 
     def _write_blocks(self, sequence: Sequence) -> None:
-        """Writes the blocks of a running sequence if they are worth it; if the disk cannot keep up, they stay in the
-        sequence."""
+        """Writes the blocks of a running sequence if there are enough of them. If the disk cannot keep up, they stay in
+        the sequence."""
         disk = self._disk_of(sequence)
         if disk is None:
             return
@@ -131,7 +131,7 @@ class Keeping:
             self._offer(disk, sequence, [], self._memory.unsaved_blocks(sequence, known))
 
     def _write_all(self, sequence: Sequence, ended: bool) -> None:
-        """Writes the KV of a sequence that is about to leave and is kept already; `ended` as for
+        """Writes the KV of a sequence that is about to leave and whose KV is cached already; `ended` as for
         `SequenceMemory.unsaved`."""
         disk = self._disk_of(sequence)
         if disk is not None:
@@ -146,7 +146,7 @@ class Keeping:
             with on_device():
                 job.unsaved = [self._memory.copied(item) for item in job.unsaved]
                 self._disk.write(job)
-            # Not before: a job that is not handed over is withdrawn if the device has failed.
+            # Only now: if the device fails before, the job is withdrawn.
             del self._noted[0]
 
     def reset(self) -> None:

@@ -1,8 +1,8 @@
 """A replica's part of its node's memory.
 
-The replicas of a node are processes that know of each other by claims: each has a file in the node's home that says
-what its model needs, and holds a lock on it (flock) for as long as it lives. Every replica reads all claims again and
-again, so a model that is loaded or ends changes the parts of the others within seconds.
+The replicas of a node are processes that know of each other by claims. A claim is a file in the node's home that says
+what a model needs; its replica holds a lock on it (flock) for as long as it lives. Every replica reads all claims
+periodically, so if a model is loaded or ends, the parts of the others change within seconds.
 """
 
 from __future__ import annotations
@@ -35,31 +35,32 @@ from .room import limits_of
 logger = logging.getLogger(__name__)
 
 PARTS, LEAST_PART = {"cpu": 1 / 2, "metal": 9 / 10, "cuda": 15 / 16}, 1 / 16
-"""What a node's replicas use by kind of device: of a machine's memory on a CPU, of Metal's recommended working set, and
-of a card's free memory on CUDA, where the rest is for kernels and graphs. From 95% of Metal's working set on MLX gives
-the buffers that it keeps for later back with every allocation, so some must be left for them below that. The second is
-what a replica has of either at the least where the config names no figure."""
+"""The share that a node's replicas use, by kind of device: of a machine's memory on a CPU, of Metal's recommended
+working set, and of a card's free memory on CUDA, where the rest is for kernels and graphs. Above 95% of Metal's working
+set MLX releases its cached buffers at every allocation, so the share is lower than that. The second is the least that a
+replica gets of either if the config names no figure."""
 
 POLL_S = 1.0
 
 YIELD_S = 10.0
-"""How long a model that is loaded waits for the other replicas to make room for its weights."""
+"""How long loading waits for the other replicas to make room for the weights."""
 
 CLAIM_BYTES = 256
 POOL_ARRAY_PART = 2 / 3
-"""A layer's largest array has no more than this of its blocks: 8-bit codes of keys beside 4-bit ones of values."""
+"""The largest array of a layer has at most this share of the layer's bytes: 8-bit codes of keys beside 4-bit codes of
+values."""
 
 
 @dataclass(frozen=True)
 class _Noted(MemoryClaim):
-    """A claim as it is written down, with what the device could give when the replica began."""
+    """A claim as its file has it, with what the device could give when the replica started."""
 
     device: int = 0
 
 
 class ReplicaMemory:
-    """The node's memory as one replica sees it. For one thread at a time, and `watch` beside it. As a context it is
-    given up if that fails.
+    """The node's memory as one replica sees it. For one thread at a time, with `watch` on another. As a context manager
+    it withdraws its claim if an error leaves the context.
 
     Args:
         folder: where all replicas of the node write their claims.
@@ -76,7 +77,7 @@ class ReplicaMemory:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path = folder / f"{replica}-{os.getpid()}.claim"
         self._own = _Noted(0, 0, max([_device_now(), *(other.device for other in self._others())]))
-        # It gets its name once it is locked: what is not locked is removed by others.
+        # The file gets its name once it is locked: other replicas remove claims that are not locked.
         started = self._path.with_suffix(".new")
         self._file = os.open(started, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -99,10 +100,10 @@ class ReplicaMemory:
             time.sleep(POLL_S / 4)
 
     def settle(self, loaded: LoadedModel) -> int:
-        """Notes what a model needs that has been loaded. Returns this replica's part for KV and pictures.
+        """Notes what a loaded model needs. Returns this replica's part for KV and pictures, in bytes.
 
         Raises:
-            ModelLoadError: that is not enough for a single sequence.
+            ModelLoadError: the part is too small for a single sequence.
         """
         weights = max(0, mx.get_active_memory() - (loaded.pool.nbytes if loaded.pool is not None else 0))
         self.note(weights)
@@ -125,12 +126,12 @@ class ReplicaMemory:
             self.withdraw()
 
     def withdraw(self) -> None:
-        """Claims nothing any more."""
+        """Removes the claim."""
         self._withdrawn = True
         os.close(self._file)
 
     def share_bytes(self) -> int:
-        """Returns this replica's part for KV and pictures."""
+        """Returns this replica's part for KV and pictures, in bytes."""
         claims = [self._own, *self._others()]
         if self._set_bytes is not None:
             return share_bytes(self._set_bytes, claims)
@@ -141,11 +142,11 @@ class ReplicaMemory:
         return None if self._sequences_bytes is None else self._sequences_bytes // (1 + len(self._others()))
 
     def watch(self, workspace_bytes: Callable[[], int], resize: Callable[[int, int, int], None]) -> None:
-        """Tells the engine its memory every second, until it is withdrawn.
+        """Tells the engine its memory every second, until the claim is withdrawn.
 
         Args:
-            workspace_bytes: returns what a step of the engine needs for a moment.
-            resize: takes the replica's part of the memory, what is free on the device, and of how much, in bytes.
+            workspace_bytes: returns the temporary memory of an engine's step.
+            resize: called with the replica's part of the memory, and the device's free and whole memory, in bytes.
         """
         while not self._withdrawn:
             time.sleep(POLL_S)
@@ -161,7 +162,7 @@ class ReplicaMemory:
         os.pwrite(self._file, json.dumps(asdict(self._own)).encode().ljust(CLAIM_BYTES), 0)
 
     def _others(self) -> list[_Noted]:
-        """Returns the claims of the other replicas that live."""
+        """Returns the claims of the other live replicas."""
         found = []
         for path in self._folder.glob("*.claim"):
             if path != self._path and (claim := _read_claim(path)) is not None:
@@ -185,7 +186,7 @@ def _read_claim(path: Path) -> _Noted | None:
 
 
 def _device_now() -> int:
-    """Returns what the device can give the replicas of a node, if none of them runs yet."""
+    """Returns the bytes that the device can give the replicas of a node, if none of them runs yet."""
     kind, whole = device_kind(), psutil.virtual_memory().total
     if kind == "metal":
         whole = int(mx.device_info().get("max_recommended_working_set_size", device_bytes()))
@@ -195,12 +196,12 @@ def _device_now() -> int:
 
 
 def usable_bytes(kind: str, whole: int) -> int:
-    """Returns what replicas use of a device's bytes; `kind` as `device_kind` returns it."""
+    """Returns how many of a device's bytes replicas use; `kind` as `device_kind` returns it."""
     return int(whole * PARTS[kind])
 
 
 def _workspace_of(loaded: LoadedModel, chunk_tokens: int, memory_bytes: int) -> int:
-    """Returns what a model's prefill needs for a moment, and its block pool while it grows, with so much memory."""
+    """Returns the temporary memory of a model's prefill and of its growing block pool, given `memory_bytes`."""
     config = read_json(loaded.folder / "config.json")
     config = {**config, **(config.get("text_config") or {})}
     spec, hidden = loaded.spec, int(config.get("hidden_size") or 0)
@@ -213,7 +214,7 @@ def _workspace_of(loaded: LoadedModel, chunk_tokens: int, memory_bytes: int) -> 
         intermediate=max(experts, int(config.get("intermediate_size") or 4 * hidden)),
         itemsize=4 if loaded.dtype == "float32" else 2,
         layer=max(layer.open_bytes // BLOCK_TOKENS or layer.token_bytes for layer in spec.layers),
-        # Truth values, and the same as numbers of 16 bits.
+        # A mask of booleans, and on CUDA the same mask as 16-bit numbers.
         mask=3 if on_cuda() else 1,
     )
     return prefill + int(memory_bytes * POOL_ARRAY_PART * max(layers) / max(1, sum(layers)))

@@ -1,7 +1,7 @@
 """Reads the KV of admitted sequences back from disk before they begin.
 
-A sequence is read back when it is admitted, not when it arrives. So its KV counts as a running sequence's, and queued
-sequences hold none.
+A sequence's KV is read back when it is admitted, not when it arrives. So the KV counts as a running sequence's, and
+queued sequences hold none.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ READS_MAX = 2
 """How many prompts are read back at a time. Each may be as large as the context, and more would only share the disk."""
 
 READ_WAIT_S_MIN = 5.0
-"""So long an admitted sequence waits for its KV in any case, and else for twice as long as computing would take."""
+"""An admitted sequence waits at least this long for its KV; if twice the time of computing it is longer, that long."""
 
 TRIES_S = (0.5, 1.0, 1.0)
-"""How long after each failure a store is asked again that is starting anew: it fails at once."""
+"""Pauses after which a store that fails at once, because it is restarting, is asked again."""
 
 AT_ONCE_S = 1.0
 
 PAUSE_S = 10.0
-"""How long a store is not asked that hangs: sequences would wait for it one after the other."""
+"""A store that hangs is not asked for this long: otherwise sequences would wait for it one after the other."""
 
 
 class NotWaiting(Exception):
@@ -43,7 +43,7 @@ class NotWaiting(Exception):
 
 @dataclass(frozen=True)
 class Reading:
-    """A sequence that is being read back since `since` (seconds, monotonic clock), and waits `wait_s` for it."""
+    """A sequence whose KV is being read back since `since` (seconds, monotonic clock). It waits `wait_s` seconds."""
 
     prompt: Prompt
     hot_tokens: int
@@ -60,9 +60,9 @@ class Restores:
     Args:
         disk: None if nothing is read back.
         deliver: called on a reader's thread with what was read, or None.
-        adopt: called on a reader's thread for blocks as they come, so that little of a long prompt is held twice.
-        wait_s_max: how long a sequence waits at the most, its turn to read included; its prompt is computed then. The
-            store keeps the files for no longer: `timing.block_lease_s`.
+        adopt: called on a reader's thread with blocks as they are read, so that little of a long prompt is held twice.
+        wait_s_max: how long a sequence waits at most, including the wait for a reader; then its prompt is computed. The
+            store keeps the files no longer than that: `timing.block_lease_s`.
     """
 
     def __init__(self, disk: DiskTier | None, deliver: Deliver, adopt: Adopt, wait_s_max: float) -> None:
@@ -82,7 +82,7 @@ class Restores:
         return len(self._reading)
 
     def asks(self, sequence: Sequence, hot: int, *, plain: bool) -> bool:
-        """Whether the disk may have more of a sequence than the `hot` tokens that memory has.
+        """Whether the disk may have KV of a sequence beyond the `hot` tokens that memory has.
 
         Args:
             plain: whether every prefix of a kept entry can be reused.
@@ -92,8 +92,8 @@ class Restores:
             return False
         if not request.reusable or self._hangs():
             return False
-        # All that an agent remembers is hot, or there is none, and asking the disk for the few new tokens takes longer
-        # than computing them.
+        # If all that the agent remembers is hot, or if there is no agent, only few tokens are new: asking the disk
+        # would take longer than computing them.
         remembered = request.remembered_tokens if request.agent else hot
         return not (plain and 0 < remembered <= hot and tokens - hot < BLOCK_TOKENS)
 
@@ -112,7 +112,7 @@ class Restores:
             tokens_per_s: the prefill rate; 0 if unknown.
         """
         request = sequence.request
-        # Copies, because the sequence may leave and its tokens change.
+        # Copies, because the sequence may leave, and its tokens may change.
         prompt = Prompt(request.request_id, request.agent, request.root_id, list(sequence.ids), list(sequence.tokens))
         compute_s = (len(prompt.tokens) - hot) / tokens_per_s if tokens_per_s else self.wait_s_max
         reading = Reading(prompt, hot, time.monotonic(), max(READ_WAIT_S_MIN, 2 * compute_s))
@@ -120,7 +120,7 @@ class Restores:
         self._jobs.put(reading)
 
     def end(self, reading: Reading) -> bool:
-        """Ends a reading. Returns False if the sequence does not wait for it any more."""
+        """Ends a reading. Returns False if the sequence no longer waits for it."""
         if self._reading.get(reading.prompt.request_id) is not reading:
             return False
         del self._reading[reading.prompt.request_id]

@@ -1,5 +1,5 @@
-"""Keeps what a replica holds within its memory: how much sequences may cost, prefixes and image embeddings may take,
-and the block pool may grow. `memory/budget.py` has the rules."""
+"""Keeps a replica within its memory: limits what sequences may cost, what cached prefixes and image embeddings may
+take, and how far the block pool may grow. `memory/budget.py` has the rules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Protocol
 from ....cluster.config import Scheduling
 from ..execution.executor import BatchExecutor
 from ..execution.loaded_model import LoadedModel
-from ..scheduling.scheduler import Limits, Scheduler
+from ..scheduling.limits import Limits
+from ..scheduling.scheduler import Scheduler
 from .budget import Held, MemoryBudget, Sequences, bearable_bytes
 from .embedding_cache import EmbeddingCache
 from .sequence_memory import SequenceMemory
@@ -20,7 +21,7 @@ IDLE_S = 30.0
 """How long half of the pool's slots must be free before it gives them back."""
 
 MUCH_BYTES = 64 * 2**20
-"""A pool of fewer bytes keeps free slots."""
+"""A pool of fewer bytes keeps its free slots."""
 
 
 def limits_of(loaded: LoadedModel, scheduling: Scheduling, memory_bytes_max: int) -> Limits:
@@ -37,7 +38,7 @@ def limits_of(loaded: LoadedModel, scheduling: Scheduling, memory_bytes_max: int
         kv_tokens_max=sequences_bytes // spec.bytes_per_token,
         sequence_tokens=-(-spec.bytes_per_sequence // spec.bytes_per_token),
         paged=paged,
-        # Of other layers a sequence may find less than another one holds.
+        # With other layers a sequence may be able to reuse less than another one holds.
         shares=paged and not spec.recurrent and not spec.rule.window,
     )
 
@@ -46,14 +47,14 @@ class Pictures(Protocol):
     """Pictures that wait and those that were encoded.
 
     Attributes:
-        embeddings: what the encoder made of pictures.
+        embeddings: the cache of image embeddings.
     """
 
     embeddings: EmbeddingCache
 
     @property
     def held_bytes(self) -> int:
-        """What pictures of waiting and running sequences take, in bytes."""
+        """Bytes of the image embeddings of waiting and running sequences."""
         ...
 
 
@@ -61,9 +62,9 @@ class MemoryRoom:
     """The memory of an engine. Used on its thread.
 
     Args:
-        bytes_max: what the replica may hold besides its weights and what a step needs for a moment.
-        unwritten_bytes: returns what waits to be written to the disk.
-        text_bytes: returns what a text that is embedded takes.
+        bytes_max: what the replica may hold besides its weights and a step's temporary memory.
+        unwritten_bytes: returns how many bytes wait to be written to the disk.
+        text_bytes: returns how many bytes a long text that is embedded takes.
 
     Attributes:
         usage: figures of the last step, as `ReplicaStats` has them; for any thread.
@@ -98,7 +99,7 @@ class MemoryRoom:
         memory.room = self._kept_bytes
 
     def held(self) -> Held:
-        """What memory holds now."""
+        """What the replica's memory holds now."""
         pool, prefixes = self._loaded.pool, self._memory.prefixes
         return Held(
             pool=pool.nbytes if pool is not None else 0,
@@ -112,7 +113,7 @@ class MemoryRoom:
         )
 
     def sequences(self) -> Sequences:
-        """What the scheduler counts, and sequences that the next step takes out."""
+        """What the scheduler counts, with the sequences that the next step removes."""
         scheduler = self._scheduler
         return Sequences(scheduler.running + self._executor.leaving, scheduler.cost_tokens, scheduler.held_tokens)
 
@@ -120,8 +121,8 @@ class MemoryRoom:
         return self.budget.kept_bytes(self.sequences(), self.held())
 
     def fit(self) -> None:
-        """Makes room before a step: evicts what has no room any more beside the sequences, and bounds what they may
-        cost."""
+        """Makes room before a step: evicts cached KV and embeddings for which there is no room beside the sequences,
+        and limits what sequences may cost."""
         self._memory.fit()
         sequences, held = self.sequences(), self.held()
         most = self._scheduling.vision_bytes_max
@@ -147,11 +148,12 @@ class MemoryRoom:
         }
 
     def resize(self, share_bytes: int, free_bytes: int, device_bytes: int) -> None:
-        """Changes the memory, and gives back what has been free for long. Call it every second or so.
+        """Changes the limit of the memory, and gives back slots that have been free for long. Call it about once a
+        second.
 
         Args:
-            share_bytes: the replica's part of the node's memory. It decides what is refused; if other programs need
-                memory, the replica uses less.
+            share_bytes: the replica's part of the node's memory. It decides which requests are refused. If other
+                programs need memory, the replica uses less than its part.
             free_bytes: what is free on the device now, of `device_bytes`.
         """
         if share_bytes != self._share_bytes:

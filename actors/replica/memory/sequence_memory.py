@@ -1,4 +1,4 @@
-"""Keeps sequences' KV in memory: copies it from the executor into the prefix cache, and finds it again."""
+"""Sequences' KV in memory: copies it from the executor into the prefix cache, and finds it again."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Sequence:
 
     Attributes:
         tokens: the prompt and the generated tokens.
-        ids: block ids of the first tokens.
+        ids: ids of the whole blocks of `tokens`.
         emitted: how many tokens were generated here.
         kept: how many of `ids` have been offered to the prefix cache.
         cached: how many tokens the first admission reused; None before it.
-        tail: the open tail that was kept last.
+        tail: the open tail that was cached last.
         prompt_tail: the prompt's open tail, if the answer filled its block.
-        prompt_end: the prompt's open tail with a snapshot of recurrent layers, up to where later prompts leave it.
-        snapshots: blocks with a snapshot that are not on their way to disk yet; a state cannot be cut again.
-        grammar: what the answer follows; None for nothing.
+        prompt_end: the prompt's open tail with a snapshot of recurrent layers, up to where later prompts diverge.
+        snapshots: blocks with a snapshot that are not on their way to disk yet; a state cannot be cut out later.
+        grammar: what constrains the answer; None for nothing.
     """
 
     request: GenerateRequest
@@ -58,7 +58,8 @@ class Sequence:
         return self.request.request_id
 
     def given(self, start: int = 0, stop: int | None = None) -> list[int]:
-        """Returns tokens [start, stop) as the model gets them: pictures' own token ids instead of media token ids."""
+        """Returns tokens [start, stop) as the model gets them: with pictures' own token ids instead of media token
+        ids."""
         tokens = self.tokens[start:stop]
         for media in self.request.media:
             first, last = max(media.start - start, 0), min(media.start + len(media.tokens) - start, len(tokens))
@@ -67,7 +68,7 @@ class Sequence:
         return tokens
 
     def forget(self) -> None:
-        """Forgets all KV that was cut of it."""
+        """Forgets all KV that was cut out of its caches."""
         self.kept = 0
         self.tail = self.prompt_tail = self.prompt_end = None
         self.snapshots.clear()
@@ -95,7 +96,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class Unsaved:
-    """KV that is to be written: a block, or if `id` is None the open tail after `parent`."""
+    """KV that is to be written: a block, or the open tail after `parent` if `id` is None."""
 
     id: bytes | None
     parent: bytes
@@ -104,14 +105,14 @@ class Unsaved:
 
 
 class SequenceMemory:
-    """The KV that sequences reuse and leave in memory. Keeps nothing for a model whose KV cannot be cut.
+    """The KV that sequences reuse and leave in memory. Caches nothing if the model's KV cannot be cut.
 
     Args:
         bytes_max: bytes for KV that is not pinned; None for as many as there is room for.
-        writes: whether kept KV goes to disk.
+        writes: whether cached KV goes to disk.
 
     Attributes:
-        room: returns how many bytes kept KV may have now, apart from pinned KV.
+        room: returns how many bytes cached KV may have now, not counting pinned KV.
     """
 
     def __init__(
@@ -122,20 +123,20 @@ class SequenceMemory:
         self.prefixes: PrefixCache[Piece] = PrefixCache(self._bytes_max, spec.rule)
         self._spec = spec
         self._executor = executor
-        # A placed sequence and the cache hold the same slots, so evicting them would free nothing. Of other layers kept
-        # blocks have more than the sequence: windows that it has left behind, snapshots.
+        # A placed sequence and the cache hold the same slots, so evicting them would free nothing. With other kinds of
+        # layers, cached blocks have more than the sequence: windows that it has left behind, and snapshots.
         self._pins_sequences = spec.policy is not None and self.prefixes.is_plain
         self._block_bytes = spec.bytes_per_token * BLOCK_TOKENS
         self._writes = writes
-        # Holders of KV that is not on disk yet.
+        # Pin holders of KV that is not on disk yet.
         self._writers: set[str] = set()
 
     def _keeps(self, sequence: Sequence) -> bool:
-        """Whether any KV of the sequence is kept."""
+        """Whether any KV of the sequence may be cached."""
         return self._spec.reusable and (self._has_room(sequence) or self._on_disk(sequence))
 
     def _has_room(self, sequence: Sequence) -> bool:
-        # With room for less than a block nothing would be found, and new entries would evict old ones.
+        # With room for less than one block nothing could be reused, and new entries would evict old ones.
         own = sequence.request.memory_bytes_max
         return min(self._bytes_max, self._bytes_max if own is None else own) >= self._block_bytes
 
@@ -156,15 +157,15 @@ class SequenceMemory:
         self.prefixes.pin(sequence.id, sequence.request.root_id, sequence.ids[: tokens // BLOCK_TOKENS], [])
 
     def leave(self, sequence: Sequence) -> None:
-        """Unpins what is pinned for a sequence that was preempted or ended."""
+        """Unpins the KV of a sequence that was preempted or ended."""
         self._unpin(sequence.id, _as_sequence(sequence))
 
     def fit(self) -> None:
-        """Evicts the least recently used KV that nobody needs until the rest has room beside the sequences."""
+        """Evicts the least recently used unpinned KV until the rest has room beside the sequences."""
         self.prefixes.resize(max(0, min(self._bytes_max, self.room())))
 
     def _unpin(self, *holders: str) -> None:
-        # What was pinned keeps the room that it had.
+        # KV that was pinned may stay within the usual limit.
         self.prefixes.resize(self._bytes_max)
         for holder in holders:
             self.prefixes.unpin(holder)
@@ -184,7 +185,7 @@ class SequenceMemory:
         return self.prefixes.peek(root, sequence.ids, sequence.tokens)
 
     def find(self, sequence: Sequence, tokens_max: int) -> Hit[Piece]:
-        """What is known of the first `tokens_max` tokens."""
+        """Returns the reusable KV of the sequence's first `tokens_max` tokens."""
         if not self._spec.reusable:
             return Hit()
         try:
@@ -200,9 +201,9 @@ class SequenceMemory:
         return hit
 
     def put_back(self, sequence: Sequence, restored: Restored) -> None:
-        """Keeps KV that was read back, pinned until `find`, regardless of its size."""
+        """Caches KV that was read back, whatever its size; it is pinned until `find`."""
         root = sequence.request.root_id
-        # The chain before the tails, even if memory had every block.
+        # The chain of blocks before the tails, even if memory had all of them.
         chain = sequence.ids[: restored.first + len(restored.blocks)]
         self.prefixes.pin(sequence.id, root, chain, [tokens for tokens, _ in restored.tails])
         blocks = [(restored.first + index, *found) for index, found in enumerate(restored.blocks)]
@@ -212,7 +213,7 @@ class SequenceMemory:
             self.prefixes.put_tail(root, chain, tokens, kept, tenant)
 
     def copied(self, item: Unsaved) -> Unsaved:
-        """The same with KV that the disk can take, which is being computed."""
+        """Returns the item with a copy of its KV for the disk, not evaluated yet."""
         return replace(item, kept=replace(item.kept, value=self._executor.copied(item.kept.value)))
 
     def recount(self) -> Iterator[None]:
@@ -246,7 +247,7 @@ class SequenceMemory:
             else:
                 self.prefixes.pin(writer, item.parent, [], [item.tokens])
                 self.prefixes.put_tail(item.parent, [], item.tokens, item.kept, tenant)
-        # The loop used the chain's end last, but without its begin nothing is found.
+        # The loop marked the chain's end as the latest, but without the chain's begin nothing is found.
         self.prefixes.touch(sequence.ids)
 
     def release(self, writer: str) -> None:
@@ -265,14 +266,14 @@ class SequenceMemory:
         return blocks * self._block_bytes
 
     def drop_snapshots(self, sequence: Sequence, saved: Container[bytes]) -> None:
-        """Drops snapshots of blocks that are in `saved`, as those of a sequence that was not read back in time."""
+        """Drops snapshots of blocks that are in `saved`, as a sequence has if its KV was not read back in time."""
         for block in [block for block in sequence.snapshots if block in saved]:
             del sequence.snapshots[block]
 
     def unsaved_blocks(self, sequence: Sequence, saved: Container[bytes]) -> list[Unsaved]:
         """Returns the sequence's whole blocks that are not in `saved`, in order, up to the tenant's disk limit.
 
-        Blocks that the prefix cache has evicted are cut out of the sequence's caches again.
+        If the prefix cache has evicted a block, it is cut out of the sequence's caches again.
         """
         if not self._keeps(sequence):
             return []
@@ -301,8 +302,8 @@ class SequenceMemory:
 
         Args:
             ended: False for an aborted sequence. Its client has seen less of the answer than was generated, so the next
-                turn cannot use the snapshot at the answer's end, but the one at the prompt's end. So it is written
-                then, and for a request that says so (`lasting_saved`).
+                turn cannot use the snapshot at the answer's end, only the one at the prompt's end. The latter is
+                written for aborted sequences, and if the request asks for it (`lasting_saved`).
         """
         items = self.unsaved_blocks(sequence, saved)
         if self._written(sequence) < self._whole(sequence):
@@ -329,7 +330,8 @@ class SequenceMemory:
         return self._executor.length(sequence.id) // BLOCK_TOKENS
 
     def _written(self, sequence: Sequence) -> int:
-        """Returns how many of them go to disk: at most as many as fit the tenant's limit alone."""
+        """Returns how many of these blocks go to disk: at most as many as fit the tenant's limit if it had no
+        others."""
         whole, most = self._whole(sequence), sequence.request.disk_bytes_max
         return whole if most is None else min(whole, most // max(1, self._block_bytes))
 
@@ -375,7 +377,7 @@ class SequenceMemory:
         """Keeps the open tail of the sequence's caches, which hold `computed` tokens."""
         whole = computed // BLOCK_TOKENS
         start = whole * BLOCK_TOKENS
-        # One of an earlier place would have another parent.
+        # The former tail may have another parent.
         sequence.tail = None
         if not self._keeps(sequence) or start == computed:
             return
@@ -385,15 +387,15 @@ class SequenceMemory:
         self.prefixes.put_tail(sequence.request.root_id, chain, *sequence.tail, sequence.request.tenant)
 
     def pause(self, request: GenerateRequest) -> int:
-        """Returns after how many tokens of the prompt prefill has to stop for `keep_prompt_end`, because a later prompt
-        lacks the rest; 0 for the prompt's end."""
+        """Returns the number of prompt tokens after which prefill must stop for `keep_prompt_end`, because later
+        prompts do not have the rest; 0 for the prompt's end."""
         if not self._spec.recurrent or not request.agent or not request.reusable:
             return 0
         return request.lasting_tokens if request.lasting_tokens < len(request.prompt) - 1 else 0
 
     def keep_prompt_end(self, sequence: Sequence, computed: int) -> None:
-        """Keeps the prompt's tail with a snapshot, for a next turn without the whole answer: the state of recurrent
-        layers cannot be cut back. The sequence's caches must hold exactly so much of it, `computed` tokens."""
+        """Caches the prompt's tail with a snapshot, for a next turn that does not have the whole answer: the state of
+        recurrent layers cannot be cut back. The sequence's caches must hold exactly its first `computed` tokens."""
         if not self._spec.recurrent:
             return
         self.keep_tail(sequence, computed)
@@ -406,14 +408,15 @@ class SequenceMemory:
         """Whether the sequence's next step fills the block in which its prompt ends. Cheap, as it is asked before every
         step."""
         prompt = len(sequence.request.prompt) - 1
-        # A sequence that has just joined has one token more than KV; `keep_prompt_tail` checks exactly.
+        # A sequence that has just joined has one token without KV; `keep_prompt_tail` checks exactly.
         more = len(sequence.tokens) - (prompt // BLOCK_TOKENS + 1) * BLOCK_TOKENS
         return -1 <= more <= 0 < prompt % BLOCK_TOKENS and self._keeps(sequence) and sequence.request.reusable
 
     def keep_prompt_tail(self, sequence: Sequence) -> None:
-        """Keeps the prompt's tail in full precision before its block is sealed; see `fills_prompt`.
+        """Caches the prompt's tail in full precision before its block is sealed; see `fills_prompt`.
 
-        A sealed block cannot be cut, so without this the same prompt would compute up to 255 tokens again.
+        A sealed block cannot be cut, so without this a request with the same prompt would compute up to 255 tokens
+        again.
         """
         prompt, computed = len(sequence.request.prompt) - 1, self._executor.length(sequence.id)
         whole, rule = prompt // BLOCK_TOKENS, self._spec.rule
@@ -428,7 +431,7 @@ class SequenceMemory:
             (slab,) = self._executor.cut(sequence.id, [(start, prompt)])
             kept = kept_of(slab)
             if not covers(rule, [(kept, len(tokens))], 1, len(tokens)):
-                # It lacks tokens of a window layer.
+                # It lacks tokens that a window layer needs.
                 return
             self.prefixes.put_tail(root, chain, tokens, kept, sequence.request.tenant)
         sequence.prompt_tail = Unsaved(None, parent, tokens, kept)
@@ -444,7 +447,7 @@ class SequenceMemory:
 
 
 def kept_of(slab: Piece) -> PrefixKV[Piece]:
-    """A piece as the prefix cache takes it."""
+    """Returns a slab or block as the prefix cache takes it."""
     snapshot = slab.states is not None
     if isinstance(slab, Slab):
         return PrefixKV(slab, slab.nbytes, slab.window_from, snapshot)
@@ -454,5 +457,5 @@ def kept_of(slab: Piece) -> PrefixKV[Piece]:
 
 
 def _as_sequence(sequence: Sequence) -> str:
-    """The holder of what a placed sequence has; under its id alone it holds what it waits for."""
+    """Returns the pin holder of the KV that a placed sequence has. KV for which it waits is pinned under its id."""
     return f"sequence {sequence.id}"

@@ -1,4 +1,4 @@
-"""KV as named numpy arrays, as the disk takes it, and back: whole blocks from their records straight into the pool.
+"""Converts KV to named numpy arrays for the disk, and back. Whole blocks go from their records straight into the pool.
 
 A part's name is its layer and kind: `3.key_codes` and the other fields of a sealed block, or `3.keys` and `3.values` of
 an open one, or `3.state.0` of a recurrent layer. Shapes are those of the slab's arrays, with a first axis of
@@ -20,7 +20,7 @@ from ..kv.pool import Field, LayerFields
 _PAIR = ("keys", "values")
 
 _NOTHING = "nothing"
-"""The part of a block between two snapshots of a model whose layers are all recurrent: an entry must have one."""
+"""The one part of a block between two snapshots if all layers of a model are recurrent: an entry must have a part."""
 
 _DTYPES = {
     np.dtype(np.uint8): mx.uint8,
@@ -39,7 +39,7 @@ _DTYPES = {
 def to_parts(spec: ModelCacheSpec, slab: Slab) -> dict[str, np.ndarray]:
     """Returns the slab's arrays by name, without copying. They must be evaluated already.
 
-    States come last: they may have any size, and a GPU reads the KV of blocks where their records have it.
+    States come last: they may have any size, and a GPU needs the KV at the same place in every record.
     """
     parts: dict[str, np.ndarray] = {}
     last: dict[str, np.ndarray] = {}
@@ -72,7 +72,7 @@ class Layout:
             fields[part.name] = Field(start, stop, _DTYPES[DTYPES[part.dtype]], part.shape)
             start = stop
         fields.pop(_NOTHING, None)
-        # A GPU reads numbers at multiples of their sizes alone.
+        # A GPU can only read numbers at multiples of their sizes.
         self._aligned = all(field.start % field.dtype.size == 0 for field in fields.values())
         self.layers: list[tuple[type[Sealed] | None, list[Field]] | None] = []
         self._states: list[list[Field]] = []
@@ -121,7 +121,7 @@ class Layout:
             data: may be overwritten afterwards if there are `buffers`.
             windows: each block's `window_from`.
             coming: as in `Records`.
-            buffers: those that were read into, for a GPU.
+            buffers: the buffers that have `data`, for a GPU.
 
         Raises:
             ValueError: a layer is not sealed.
@@ -148,7 +148,7 @@ class Layout:
 
 
 class DeviceBuffers:
-    """Memory of MLX's that files are read into, from where a GPU takes it. Thread-safe."""
+    """MLX's own memory, into which files are read and from which a GPU copies. Thread-safe."""
 
     def __init__(self) -> None:
         self._arrays: dict[int, mx.array] = {}
@@ -165,7 +165,7 @@ class DeviceBuffers:
         """Returns a copy of a buffer's first records in the GPU's own memory, evaluated."""
         array = self._arrays.get(data.ctypes.data)
         whole = mx.array(data) if array is None else array[: len(data)]
-        # All pages move to the card at once: fields that are read one by one move them in thousands of pieces.
+        # This moves all pages to the card at once; reading fields one by one would move them in thousands of pieces.
         moved = whole + mx.array(0, mx.uint8)
         mx.eval(moved)
         return moved

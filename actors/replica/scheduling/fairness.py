@@ -1,13 +1,12 @@
 """Fair shares: tenants share a replica evenly, and a tenant's flows share what it gets. Pure: no clock.
 
 Fair queueing by virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024), on two
-levels: the next sequence is of the tenant that has been given least, and there of the flow (an agent, or a caller
-    without
-one) that has been given least. A tenant or flow that was idle continues at the lowest counter among the busy ones, so
-idleness earns no credit.
+levels: the next sequence comes from the tenant that has been given least, and among its flows (an agent, or a caller
+without one) from the one that has been given least. A tenant or flow that was idle continues at the lowest counter of
+the busy ones, so idleness earns no credit.
 
-Every fourth admitted sequence of a tenant is its oldest, of any flow. So no sequence waits for ever, however many flows
-a tenant invents.
+Every fourth admitted sequence of a tenant is its oldest one, of any flow. So no sequence waits for ever, however many
+flows a tenant makes up.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 DRAWN_TOKENS = 4
-"""Prompt tokens that one generated token counts as, about as in price lists."""
+"""One generated token counts as this many prompt tokens, about as in API prices."""
 
 OLDEST_EVERY = 4
 IDLE_MAX = 1024
-"""How many idle takers are remembered on each level, those that were given most."""
+"""How many idle takers are remembered on each level: those that have been given most."""
 
 FLOW_TIMES, TENANT_TIMES = 4, 16
-"""A flow or a tenant queues at most this many times the free room of the queue. So a single flow gets at most four
-fifths of it, and there is always room for others (dynamic thresholds, Choudhury and Hahne 1998)."""
+"""A flow or a tenant may queue at most this many times the queue's free room. So a single flow gets at most four fifths
+of the queue, and there is always room for others (dynamic thresholds, Choudhury and Hahne 1998)."""
 
 
 class Sharer(Protocol):
@@ -42,8 +41,8 @@ class Sharer(Protocol):
 
 @dataclass
 class _Taker:
-    """A tenant's or flow's counters: `given` in tokens or microseconds of the encoder; `sequences` in the replica,
-    queued or not."""
+    """A tenant's or flow's counters. `given` is in tokens, or in microseconds of the encoder; `sequences` counts those
+    in the replica, queued or not."""
 
     given: int = 0
     sequences: int = 0
@@ -51,13 +50,13 @@ class _Taker:
 
 @dataclass
 class _Level:
-    """The takers of one share. Those with sequences have been given at least `floor`."""
+    """The tenants, or one tenant's flows. Those with sequences have been given at least `floor`."""
 
     takers: dict[str, _Taker] = field(default_factory=dict)
     floor: int = 0
 
     def join(self, name: str) -> None:
-        """Counts a sequence of a taker. One that was idle starts at the level of the busy one that has been given
+        """Counts a sequence of a taker. An idle taker starts at the counter of the busy taker that has been given
         least."""
         taker = self.takers.setdefault(name, _Taker())
         if not taker.sequences:
@@ -118,7 +117,7 @@ class FairShares:
         """Returns a sequence's sort key: the sequence with the least is next.
 
         Args:
-            taking: whether it would take another sequence's place, not a free one.
+            taking: whether it would preempt another sequence to get its place.
         """
         tenant = self._tenants.takers[sequence.tenant].given
         if not taking and self._admitted[sequence.tenant] % OLDEST_EVERY == OLDEST_EVERY - 1:
@@ -126,8 +125,8 @@ class FairShares:
         return tenant, self._flows[sequence.tenant].takers[sequence.flow].given, sequence.order
 
     def lead(self, sequence: Sharer, other: Sharer) -> int:
-        """Returns how much more the tenant of `sequence` has been given than that of `other`; within one tenant, the
-        flow."""
+        """Returns how much more the tenant of `sequence` has been given than that of `other`. If both are of one
+        tenant, compares their flows."""
         if sequence.tenant != other.tenant:
             return self._tenants.takers[sequence.tenant].given - self._tenants.takers[other.tenant].given
         flows = self._flows[sequence.tenant].takers
@@ -143,16 +142,16 @@ def queues_too_many(tenant: str, flow: str, waiting: Iterable[Sharer], room: int
 
 @dataclass(frozen=True)
 class Depth:
-    """How many sequences come before a sequence: in its flow, earlier ones; in its tenant, earlier ones by depth in
-    their flows, then by arrival."""
+    """How many sequences come before a sequence. In its flow those that came earlier; in its tenant those with less
+    depth in their flows, or equal depth and earlier arrival."""
 
     tenant: int
     flow: int
 
 
 def depths(sequences: Sequence[Sharer]) -> list[Depth]:
-    """Returns the depth of every sequence; `sequences` are in order of arrival. Places are shared evenly if the
-    sequences of least depth have them."""
+    """Returns the depth of every sequence; `sequences` are in order of arrival. If places go to the sequences of least
+    depth, they are shared evenly."""
     flows: Counter[tuple[str, str]] = Counter()
     tenants: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for index, sequence in enumerate(sequences):

@@ -12,24 +12,24 @@ from ...protocol.block_ids import BLOCK_TOKENS
 
 FALL = 0.5
 RISE = 0.6
-"""Weights of a new measurement in the smoothed rate, if it is slower or faster."""
+"""Weights of a new measurement in the smoothed rate, for a slower and a faster one."""
 
 FALL_MOST = 0.5
-"""Lowest share of the smoothed rate that a measurement counts as: a chunk that compiles kernels says nothing of
-others."""
+"""A measurement counts as at least this share of the smoothed rate: a chunk for which kernels were compiled says
+nothing about others."""
 
 FIXED_RISE = 0.2
 """The fixed part rises more slowly than it falls, for the same reason."""
 
 TOKENS_MIN = 64
-"""The least that a step may prefill. Smaller chunks occur only at a prompt's end: they cost nearly as much, and measure
-the fixed part."""
+"""The least that a step may prefill. Smaller chunks occur only at a prompt's end. They cost nearly as much, and are
+used to measure the fixed part."""
 
 FIRST_CHUNK_TOKENS = 256
 """The budget of a step before the rate is known, while nothing decodes."""
 
 IDLE_PAUSE_S = 0.5
-"""Time of a step's prefill while nothing decodes: commands are handled between two steps."""
+"""Time of a step's prefill while nothing decodes. It is limited because commands are handled only between steps."""
 
 
 STEP_WEIGHT = 0.1
@@ -40,7 +40,7 @@ class PrefillPace:
     """The measured prefill rate of one engine.
 
     Attributes:
-        tokens_per_s: smoothed rate of whole calls, 0 before the first chunk worth measuring.
+        tokens_per_s: smoothed rate of whole calls, 0 before the first chunk that is large enough to measure.
         fixed_s: smoothed fixed part of a call, 0 until it was measured.
         step_s: smoothed time of a decode step, 0 before the first.
         chunk_tokens: the most that one step may prefill.
@@ -59,18 +59,18 @@ class PrefillPace:
         self._pause_s = pause_s
 
     def budget(self, decoding: bool) -> int:
-        """Returns how many tokens the next step may prefill; `decoding` says whether sequences decode meanwhile.
+        """Returns how many tokens the next step may prefill; `decoding` says whether there are decoding sequences.
 
         These are the tokens that fill the pause, but at least `TOKENS_MIN`, and at least as many as take as long as the
-        fixed part. If the fixed part is over half of the pause, prefill would otherwise nearly stop for a pause that is
-        only a little shorter.
+        fixed part. Without the latter, if the fixed part is over half of the pause, prefill would nearly stop, and the
+        pause would be only a little shorter.
         """
         if self.tokens_per_s == 0:
             return min(TOKENS_MIN if decoding else FIRST_CHUNK_TOKENS, self.chunk_tokens)
         pause_s = self._pause_s if decoding else max(IDLE_PAUSE_S, self._pause_s)
         fixed_s, token_s = self._parts()
         wanted = max(TOKENS_MIN, min(int(max(pause_s - fixed_s, fixed_s) / token_s), self.chunk_tokens))
-        # A power of two: devices compile kernels for every new shape, which takes longer than using it.
+        # A power of two, so that there are few different shapes: devices compile kernels for every new one.
         return 1 << (wanted.bit_length() - 1)
 
     @property
@@ -79,7 +79,7 @@ class PrefillPace:
         if not self.step_s:
             return None
         tokens = self.budget(False)
-        # A prompt token takes no longer than a decoded one.
+        # Before the rate is known: a prompt token takes at most as long as a decode step.
         return self.step_s + (tokens / self.tokens_per_s if self.tokens_per_s else tokens * self.step_s)
 
     def note_step(self, seconds: float) -> None:
@@ -95,7 +95,8 @@ class PrefillPace:
             return
         old = self.tokens_per_s
         rate = max(tokens / seconds, FALL_MOST * old)
-        # A small chunk says little about how slow larger ones are; one of the size used beside decoding sequences does.
+        # A small chunk says little about how slow larger ones are; a chunk of the budget used while sequences decode
+        # counts fully.
         fall = FALL * min(1.0, tokens / self.budget(True)) if old else 1.0
         weight = 1.0 if old == 0 else RISE if rate > old else fall
         self.tokens_per_s = old + weight * (rate - old)
@@ -103,7 +104,7 @@ class PrefillPace:
         self.fixed_s = min(self.fixed_s, seconds)
 
     def _note_short(self, tokens: int, seconds: float) -> None:
-        """Updates the fixed part: the time that the tokens do not explain. The fewer tokens, the more it counts."""
+        """Updates the fixed part: the time that the tokens do not explain. The fewer tokens, the more weight."""
         fixed_s = max(0.0, seconds - tokens * self._parts()[1])
         weight = RISE if fixed_s < self.fixed_s else FIXED_RISE
         self.fixed_s += weight * (1 - tokens / max(TOKENS_MIN, self._usual_tokens)) * (fixed_s - self.fixed_s)
@@ -113,16 +114,17 @@ class PrefillPace:
         if not self._usual_tokens:
             return 0.0, 1.0 / self.tokens_per_s
         call_s = self._usual_tokens / self.tokens_per_s
-        # At least half of it is due to the tokens: an uncertain fixed part must not make them look free.
+        # At least half of a call is due to its tokens: a wrong fixed part must not make tokens look free.
         fixed_s = min(self.fixed_s, call_s / 2)
         return fixed_s, (call_s - fixed_s) / self._usual_tokens
 
 
 def stop_beside(start: int, stop: int, runs: Sequence[tuple[int, int]]) -> int:
-    """Returns where a chunk `[start, stop)` ends that cuts no run of tokens: before it, or behind if it begins with it.
+    """Returns the end of a chunk `[start, stop)`, moved so that it cuts no run of tokens: to the run's first token, or
+    to its end if the chunk starts with it.
 
     Args:
-        runs: [first, end) of each.
+        runs: [first, end) of each run.
     """
     for first, end in runs:
         if first < stop < end:
@@ -131,11 +133,11 @@ def stop_beside(start: int, stop: int, runs: Sequence[tuple[int, int]]) -> int:
 
 
 def stop_inside(start: int, budget: int, step_budget: int) -> int:
-    """Returns where a chunk that begins at `start` ends, of a prompt with more than `budget` tokens left.
+    """Returns the end of a chunk that begins at `start`, of a prompt with more than `budget` tokens left.
 
-    Chunks end at multiples of the budget, counted from the prompt's begin. So they cut no blocks, the text before them
-    has few different lengths, and none is small: each of these would cost more time than a shorter step saves. The
-    first chunk after a reused prefix gets shorter by that, but at most by half.
+    Chunks end at multiples of the budget, counted from the prompt's begin. So no block is cut, the text before a chunk
+    has few different lengths, and no chunk is small. Each of these would cost more time than a shorter step saves. The
+    first chunk after a reused prefix gets shorter by this rule, but at most by half.
 
     Args:
         budget: what is left of the `step_budget`.

@@ -6,22 +6,20 @@ A sequence waits, is prefilled in chunks, then decodes with all others until it 
     add -> waiting -> prefilling -> running -> finish
               ^-----------------------/ preempt, batch_failed
 
-The engine's step is: `plan(now)` (which sequences leave), then `admit` and `next_chunk` until the step's prefill budget
-is used, then one decode step of every running sequence; so a long prompt never stops the others.
+An engine step is: `plan(now)` (which sequences leave), then `admit` and `next_chunk` until the step's prefill budget is
+used, then one decode step of all running sequences. So a long prompt never stops the others.
 
-Admission goes by priority first: a higher number is admitted first, and preempts lower ones if there is no room. Among
+Sequences are admitted by priority: a higher number comes first, and preempts lower ones if there is no room. Among
 equal priorities the tenant and then the flow that have been given least come first, and in a flow the oldest sequence
-(`fairness.py`). A sequence without a place may preempt one of a tenant or flow that has several. Admission and
-preemption bound what the sequences' KV costs, in tokens: `Limits` says how it is counted, and `room_tokens` what is
-there now.
+(`fairness.py`). A waiting sequence may preempt one whose tenant or flow has several places. Admission and preemption
+limit what the sequences' KV costs, in tokens: `Limits` says how it is counted, and `room_tokens` how much is free now.
 
-What two prompts have in common is computed once: a sequence that could reuse what an earlier one is computing waits for
-    it,
-while others go ahead. It waits only for sequences before it in rank, so it waits for finitely many, and never for a
+A shared prefix is computed once: if an earlier sequence is computing KV that a waiting one could reuse, the latter
+waits for it, and others go ahead. It waits only for sequences before it in rank, so for finitely many, and never for a
 less urgent one.
 
-`refusal` says why a sequence can never be taken or cannot be taken now. The other methods cannot fail for a sequence
-they know, and raise KeyError for an unknown one.
+`refusal` says why a sequence can never be accepted, or not now. The other methods cannot fail for a known sequence, and
+raise KeyError for an unknown one.
 """
 
 from __future__ import annotations
@@ -36,19 +34,16 @@ from math import inf
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from .fairness import DRAWN_TOKENS, FairShares, depths, queues_too_many
+from .limits import STEP_TOKENS, Limits
 from .prefill_budget import stop_beside, stop_inside
 from .shared_blocks import SharedBlocks
 
 HEADROOM_TOKENS = 256
 """Tokens reserved for a sequence beyond its prompt at admission: a block, or one growth step of a dense cache."""
 
-STEP_TOKENS = 2
-"""Tokens that a running sequence may gain before the next `plan`: one step read, one in flight."""
-
-
 UNEVEN_TOKENS = 2**14
-"""The oldest prompt keeps its prefill turns until another tenant or flow has been given this much less: one after the
-other, all prompts finish as soon as side by side, or sooner."""
+"""The oldest prompt keeps its prefill turns until another tenant or flow has been given this many tokens less. If
+prompts are prefilled one after the other, each finishes no later than if they share every step."""
 
 
 class SequenceState(Enum):
@@ -57,62 +52,23 @@ class SequenceState(Enum):
     RUNNING = "running"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The bounds of a batch and its queue.
-
-    Attributes:
-        kv_tokens_max: bounds what the KV of all sequences costs, at most.
-        sequence_tokens: what a sequence costs besides its tokens: its open block, windows and states.
-        paged: a sequence costs its own whole blocks; else the batch is dense, and each sequence costs as much as the
-            longest.
-        shares: sequences hold the same memory for the blocks of equal `keys` that have KV, which are counted once; a
-            sequence that is admitted finds those that another one holds.
-    """
-
-    sequences_max: int
-    queue_requests_max: int
-    prefill_chunk_tokens: int
-    kv_tokens_max: int
-    prefill_sequences_max: int = 4
-    sequence_tokens: int = 0
-    paged: bool = False
-    shares: bool = False
-
-    def cost(self, lengths: Sequence[int]) -> int:
-        """Returns what sequences of these lengths cost that share nothing, in tokens."""
-        if not self.paged:
-            return len(lengths) * (max(lengths, default=0) + self.sequence_tokens)
-        # The rest of a sequence is in its open block, which `sequence_tokens` has.
-        whole = sum(length // BLOCK_TOKENS for length in lengths)
-        return whole * BLOCK_TOKENS + len(lengths) * self.sequence_tokens
-
-    @property
-    def prompt_tokens_max(self) -> int:
-        """The longest prompt that memory can hold; negative if none."""
-        room = self.kv_tokens_max - self.sequence_tokens
-        if self.paged:
-            room = (room // BLOCK_TOKENS + 1) * BLOCK_TOKENS - 1
-        return room - STEP_TOKENS
-
-
 @dataclass(eq=False)
 class ScheduledSequence:
     """One request in the scheduler. Lengths are tokens.
 
     Attributes:
-        prompt: tokens that must have KV before decoding starts. The very last token of the prompt is not counted: it is
+        prompt: how many tokens must have KV before decoding starts. The prompt's very last token is not counted: it is
             the first decode step's input.
-        done: how many of them have KV.
+        done: how many of these have KV.
         generated: tokens decoded since the sequence was last queued.
         keys: ids of the prompt's whole blocks; empty if blocks cannot be reused.
         twin: equal for sequences with equal whole prompts; empty if whole prompts cannot be reused.
         known: how many prompt tokens could be reused when the sequence arrived.
-        pause: a number of tokens at which a chunk ends, as if a border were there; 0 for none.
+        pause: a number of tokens after which a chunk must end; 0 for none.
         unbroken: [start, stop) of tokens that must be computed in one chunk.
-        restoring: it has a place and waits for KV that is read back.
-        suspect: it was in a batch that failed.
-        passed: a shorter sequence took the last prefill turn from this one.
+        restoring: whether it has a place and waits for KV that is read back.
+        suspect: whether it was in a batch that failed.
+        passed: whether a shorter sequence took the last prefill turn from this one.
     """
 
     request_id: str
@@ -157,8 +113,8 @@ class PrefillChunk:
 class Plan:
     """The sequences that leave before the next step.
 
-    `expired` sequences passed their deadline and `preempted` ones went back to the queue; `cut` sequences hold as many
-    tokens as fit into memory, and end with what they have.
+    `expired` sequences passed their deadline. `preempted` ones go back to the queue. `cut` sequences fill all memory
+    alone, and end with the tokens that they have.
     """
 
     expired: list[str] = field(default_factory=list)
@@ -170,8 +126,7 @@ class Scheduler:
     """Continuous batching for one replica. The module's docstring describes the life of a sequence.
 
     Attributes:
-        room_tokens: what the sequences' KV may cost now, where others hold memory too. A sequence alone goes on beyond
-            it.
+        room_tokens: what the sequences' KV may cost now, as others hold memory too. A single sequence may exceed it.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -219,7 +174,7 @@ class Scheduler:
 
     @property
     def held_tokens(self) -> int:
-        """What they cost with the KV that they have now, or will have after the next step."""
+        """What these sequences cost with the KV that they have now, or will have after the next step."""
         prefilling = [sequence.done for sequence in self._prefilling.values()]
         lengths = [*(sequence.length + STEP_TOKENS for sequence in self._running.values()), *prefilling]
         return self.limits.cost(lengths) - self._blocks.common(self._placed_ids()) * BLOCK_TOKENS
@@ -239,8 +194,8 @@ class Scheduler:
             coming: sequences that were accepted but not added yet.
 
         Returns:
-            `full` if the queue is, `full_for_it` if only this tenant or flow may queue no more, `too_long` if memory
-            can never hold the prompt, None if `add` may follow.
+            `full` if the queue is full, `full_for_it` if only this tenant or flow may not queue more, `too_long` if
+            memory can never hold the prompt, None if `add` may follow.
         """
         if prompt > self.limits.prompt_tokens_max:
             return "too_long"
@@ -273,8 +228,8 @@ class Scheduler:
         self._shares.leave(sequence)
 
     def await_restore(self, request_id: str, hot: int) -> None:
-        """Lets an admitted sequence, of which memory has `hot` tokens, wait for KV from disk until `reused` is
-        called."""
+        """Makes an admitted sequence wait for KV from disk until `reused` is called; memory has its first `hot`
+        tokens."""
         sequence = self._sequences[request_id]
         sequence.restoring, sequence.known = True, max(sequence.known, min(hot, sequence.prompt))
 
@@ -288,7 +243,7 @@ class Scheduler:
             self._start_decoding(sequence)
 
     def prefilled(self, chunk: PrefillChunk) -> None:
-        """Notes that a chunk is computed now, so that `next_chunk` goes on after it."""
+        """Notes that a chunk is computed, so that `next_chunk` continues after it."""
         sequence = self._sequences[chunk.request_id]
         first = self._first(sequence.priority)
         first.passed = sequence is not first
@@ -312,16 +267,16 @@ class Scheduler:
     def batch_failed(self, *, device: bool = False) -> list[str]:
         """Requeues every running sequence after a decode step raised, except the culprit.
 
-        At first the culprit is unknown: all sequences become suspects. Suspects join a batch of cleared sequences one
-            at a time,
-        and a step that succeeds clears them. So the only suspect in a batch that fails is the culprit.
+        At first the culprit is unknown, and all sequences become suspects. Then suspects join a batch of cleared
+        sequences one at a time, and a step that succeeds clears them. So if a batch fails, its only suspect is the
+        culprit.
 
         Args:
-            device: the device has failed, and nothing of any sequence that holds a place is left. It may be nobody's
-                fault, so even a sequence that was alone is only a suspect.
+            device: whether the device has failed, so that all KV of the sequences with a place is lost. That may be no
+                sequence's fault, so even a sequence that ran alone becomes only a suspect.
 
         Returns:
-            The sequence to end, if it is known.
+            The sequence to end; empty while the culprit is unknown.
         """
         sequences = self._placed() if device else list(self._running.values())
         culprits = (
@@ -362,20 +317,20 @@ class Scheduler:
         return sequence.request_id
 
     def next_chunk(self, budget: int, step_budget: int = 0) -> PrefillChunk | None:
-        """Returns the next prefill chunk, of at most `budget` tokens, the rest of a step's `step_budget`.
+        """Returns the next prefill chunk, of at most `budget` tokens, which is what is left of a step's `step_budget`.
 
-        Among the most urgent sequences turns alternate between the first sequence and the sequence with the fewest
-        tokens left, so a short prompt never waits for the whole of a long one. (Taking turns with a longer sequence
-        would delay the first sequence and gain nothing for the other.) The first sequence is the oldest, or one whose
+        Among the most urgent sequences, turns alternate between the first sequence and the one with the fewest tokens
+        left, so a short prompt never waits for the whole of a long one. (If the first sequence took turns with a longer
+        one, it would be delayed and the other would gain nothing.) The first sequence is the oldest, or one whose
         tenant or flow was given `UNEVEN_TOKENS` less. If the rest of a budget is too small for the first sequence, a
-        prompt that it completes may use it, and the next turn is the first sequence's.
+        prompt that can be completed with it may use it, and the next turn is the first sequence's.
 
         Args:
-            step_budget: 0 if nothing of it was used yet.
+            step_budget: 0 if none of it is used yet.
 
         Returns:
-            None if no sequence is being prefilled, or if the rest of the step's budget is not worth a chunk. A whole
-            budget of at least `TOKENS_MIN` always gives a chunk.
+            None if no sequence can be prefilled, or if the rest of the step's budget is too small for a chunk. A whole
+            budget of at least `TOKENS_MIN` is always enough.
         """
         ready = [sequence for sequence in self._prefilling.values() if not sequence.restoring]
         if not ready or budget <= 0:
@@ -419,7 +374,7 @@ class Scheduler:
         assert len(self._prefilling) <= self.limits.prefill_sequences_max
         self._blocks.check(self._placed_ids())
         suspects = [sequence for sequence in self._placed() if sequence.suspect]
-        assert len(suspects) <= 1, "two suspects in one batch could not be told apart"
+        assert len(suspects) <= 1, "if a batch with two suspects failed, the culprit would be unknown"
 
     def _chunk(self, sequence: ScheduledSequence, budget: int, step_budget: int) -> PrefillChunk | None:
         size = self.limits.prefill_chunk_tokens
@@ -431,8 +386,8 @@ class Scheduler:
         return PrefillChunk(sequence.request_id, sequence.done, stop) if stop > sequence.done else None
 
     def _first(self, priority: int) -> ScheduledSequence:
-        """Returns the sequence of this priority that is first in prefill: the oldest, unless another is owed too
-        much."""
+        """Returns the sequence of this priority that is first in prefill: the oldest, unless another tenant or flow has
+        been given far less."""
         sequences = [
             sequence
             for sequence in self._prefilling.values()
@@ -478,7 +433,7 @@ class Scheduler:
         earlier sequence computes.
 
         Args:
-            taking: whether it is to take another sequence's place, not a free one.
+            taking: whether it is to preempt another sequence, not to take a free place.
         """
         computing = [(sequence.rank, *_computing(sequence)) for sequence in self._prefilling.values()]
         if self._shares.alone:
@@ -494,9 +449,9 @@ class Scheduler:
         return None
 
     def _may_join(self, sequence: ScheduledSequence) -> bool:
-        """Whether the culprit would still be known if a batch with `sequence` in it failed.
+        """Whether the culprit could still be found if a batch with `sequence` in it failed.
 
-        No sequence joins before a suspect is cleared, and a suspect joins only sequences that a step has cleared.
+        No sequence may join while a suspect is in the batch, and a suspect may join only cleared sequences.
         """
         if any(placed.suspect for placed in self._placed()):
             return False
@@ -527,8 +482,8 @@ class Scheduler:
         )
 
     def _make_room(self) -> tuple[list[str], list[str]]:
-        """Preempts sequences until the batch fits: the least urgent ones, of these a tenant's or flow's with the most
-        places, of these the youngest. A single sequence that could never fit is cut."""
+        """Preempts sequences until the batch fits: the least urgent first, then those of the tenant or flow with the
+        most places, then the youngest. A single sequence that could never fit is cut."""
         preempted: list[str] = []
         placed = self._placed()
         if self._cost(placed) <= self._room:
@@ -543,9 +498,9 @@ class Scheduler:
         return preempted, []
 
     def _give_way(self) -> list[str]:
-        """Preempts as few sequences as let the next queued sequence in: less urgent ones, or sequences whose tenant or
-        flow has more places than the next one's would have. A sequence longer than all of the batch may take one such
-        place only: it could cost the room of many."""
+        """Preempts as few sequences as needed to admit the next queued one: less urgent ones, or sequences whose tenant
+        or flow has more places than the next one's would have. A sequence longer than all of the batch may preempt only
+        one of the latter, because it could need the memory of many."""
         placed = self._placed()
         if not self._waiting or not placed:
             return []
@@ -584,8 +539,8 @@ def _by_claim(sequences: list[ScheduledSequence]) -> list[ScheduledSequence]:
 
 
 def _too_many(coming: ScheduledSequence, placed: list[ScheduledSequence]) -> list[ScheduledSequence]:
-    """Returns the sequences that exceed the share of the tenant of `coming`, or of its flow within the same tenant.
-    Those that exceed it most come last."""
+    """Returns the placed sequences that are beyond the share of the tenant of `coming`, or within this tenant, beyond
+    the share of its flow. Those furthest beyond it come last."""
     sequences = [*sorted(placed, key=lambda sequence: sequence.order), coming]
     *placed_depths, own = depths(sequences)
     claims = [
@@ -597,13 +552,13 @@ def _too_many(coming: ScheduledSequence, placed: list[ScheduledSequence]) -> lis
 
 
 def _reaches(sequence: ScheduledSequence) -> int:
-    """Returns how many tokens of a sequence in prefill have KV, or will have it before anything is computed."""
+    """Returns how many tokens of a sequence in prefill have KV, or will have it once its KV is read back."""
     return min(sequence.known, sequence.prompt) if sequence.restoring else sequence.done
 
 
 def _computing(sequence: ScheduledSequence) -> tuple[bytes, int, int, bytes | None]:
-    """Returns what a sequence in prefill computes that others may reuse: its twin, and its next whole block's index,
-    end in tokens, and key (None if no whole block is left)."""
+    """Returns what a sequence in prefill computes that others may reuse: its twin, and the index, the end in tokens and
+    the key of its next whole block (None if no whole block is left)."""
     index = _reaches(sequence) // BLOCK_TOKENS
     end = (index + 1) * BLOCK_TOKENS
     return (
@@ -617,7 +572,8 @@ def _computing(sequence: ScheduledSequence) -> tuple[bytes, int, int, bytes | No
 def _waits(sequence: ScheduledSequence, computing: list[tuple[tuple[int, int], bytes, int, int, bytes | None]]) -> bool:
     """Whether a sequence before this one in rank computes KV that this one could reuse.
 
-    Equal block ids mean equal histories, so two sequences that agree in the block being computed agree in all before.
+    Equal block ids mean equal histories: if two sequences have the block being computed in common, they have all blocks
+    before it in common.
     """
     for rank, twin, index, end, key in computing:
         if rank >= sequence.rank:

@@ -1,4 +1,4 @@
-"""Counts blocks once that several sequences hold. Pure."""
+"""Counts the blocks that several sequences share only once. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Collection, Sequence
 
 
 class SharedBlocks:
-    """The blocks of sequences that have a place, by their keys. Sequences with a key in common have all blocks before
-    it in common too."""
+    """The blocks of sequences that have a place, by their keys. If sequences have a key in common, they have all blocks
+    before it in common too."""
 
     def __init__(self) -> None:
         self._of: dict[str, Sequence[bytes]] = {}
         self._holders: Counter[bytes] = Counter()
 
     def hold(self, name: str, keys: Sequence[bytes]) -> None:
-        """Notes that a sequence holds these blocks from its first now."""
+        """Notes that a sequence now holds these blocks, from its first block on."""
         had = self._of.get(name, ())
         self._of[name] = keys
         self._holders.update(keys[len(had) :])
@@ -28,10 +28,10 @@ class SharedBlocks:
                 del self._holders[key]
 
     def common(self, names: Collection[str], coming: Sequence[bytes] = ()) -> int:
-        """Returns how many blocks more these sequences would have if each had its own.
+        """Returns how many more blocks these sequences would need if nothing were shared.
 
         Args:
-            coming: keys of a sequence beside them, which takes those of its first blocks that they hold.
+            coming: keys of one more sequence, which shares those of its first blocks that the others hold.
         """
         sequences = [self._of[name] for name in names if name in self._of]
         held: Collection[bytes] = self._holders
@@ -41,7 +41,7 @@ class SharedBlocks:
         return sum(map(len, sequences)) - len(held) + known
 
     def check(self, names: Collection[str]) -> None:
-        """Checks that only these sequences hold something, and the counts.
+        """Checks that only these sequences hold blocks, and that the counts are right.
 
         Raises:
             AssertionError: they disagree.

@@ -1,12 +1,12 @@
 """Decides which texts are embedded in each engine step. Pure: no clock, no arrays.
 
-A job is a request with several texts. Jobs take turns by priority, and among equals as sequences do: the tenant and
-then the flow that have been given least come first (`fairness.py`). A step's batch has the next texts of the first job,
-and of the jobs after it as many as have room beside them; a job's shortest texts come first, so a batch has little
-padding.
+A job is a request with several texts. Jobs take turns by priority, and among equals by fairness, as sequences do: the
+tenant and then the flow that have been given least come first (`fairness.py`). A step's batch has the next texts of the
+first job, and as many texts of later jobs as there is room for. A job's shortest texts come first, so that a batch has
+little padding.
 
-A text longer than the budget is computed alone, a chunk a step. There is one such text at a time, as it holds memory: a
-job that comes to another one lets the first go on instead.
+A text longer than the budget is computed alone, one chunk a step. Only one such text is computed at a time, because it
+holds memory: if another job comes to its own long text, the first one continues instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from .fairness import FairShares, queues_too_many
 
 PADDING_MAX = 2.0
-"""How many times its tokens a padded batch may have."""
+"""A padded batch may have at most this many times its real tokens."""
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class TextJob:
 
     Attributes:
         left: indexes of the texts that have no vector yet, the shortest first.
-        order: of arrival.
+        order: its place in the order of arrival.
     """
 
     request_id: str
@@ -92,8 +92,8 @@ class TextQueue:
         return None if self._long is None else (self._long.job.request_id, self._long.job.lengths[self._long.index])
 
     def refusal(self, tenant: str, flow: str) -> str | None:
-        """Returns why a request is refused: `full` if the queue is, `full_for_it` if only this tenant or flow may queue
-        no more, None if `add` may follow."""
+        """Returns why a request is refused: `full` if the queue is full, `full_for_it` if only this tenant or flow may
+        not queue more, None if `add` may follow."""
         room = self.jobs_max - len(self._jobs)
         if room <= 0:
             return "full"
@@ -120,7 +120,7 @@ class TextQueue:
             self._long = None
 
     def begin_anew(self) -> None:
-        """Forgets what is computed of a long text."""
+        """Forgets the computed chunks of a long text."""
         self._long = None
 
     def expired(self, now: float) -> list[str]:
@@ -150,7 +150,7 @@ class TextQueue:
         return picks
 
     def computed(self, picks: Sequence[Pick]) -> list[str]:
-        """Notes that these are computed. Returns the requests of which all texts have vectors, which are removed."""
+        """Notes that these are computed. Removes and returns the requests whose texts all have vectors."""
         done = []
         for pick in picks:
             job = pick.job
@@ -183,7 +183,7 @@ class TextQueue:
         """Checks that every job has texts left, and that the long text is one of them.
 
         Raises:
-            AssertionError: one has none, or it is not.
+            AssertionError: a job has no text left, or the long text is not among them.
         """
         for request_id, job in self._jobs.items():
             assert job.request_id == request_id and job.left

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from satchel.actors.replica.scheduling.limits import Limits
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
-from satchel.actors.replica.scheduling.scheduler import Limits, PrefillChunk, ScheduledSequence, Scheduler
+from satchel.actors.replica.scheduling.scheduler import PrefillChunk, ScheduledSequence, Scheduler
 
 PAUSE_S = 0.25
 LIMITS = Limits(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from satchel.actors.replica.scheduling.scheduler import Limits
+from satchel.actors.replica.scheduling.limits import Limits
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from math import inf
 import pytest
 
 from satchel.actors.replica.scheduling.fairness import FLOW_TIMES
+from satchel.actors.replica.scheduling.limits import STEP_TOKENS
 from satchel.actors.replica.scheduling.prefill_budget import TOKENS_MIN
 from satchel.actors.replica.scheduling.scheduler import (
     HEADROOM_TOKENS,
-    STEP_TOKENS,
     PrefillChunk,
     ScheduledSequence,
     Scheduler,
