@@ -1,7 +1,7 @@
 """The replica actor: one model in one process. A thin shell: Ray outside, `Engine` inside.
 
-Seven threads: the engine (all MLX work), the reporter (reports to the router), the disk writer, a look at the node's
-memory, a check that the model is still served, the watchdog, and Ray's event loop (calls).
+Seven threads: the engine (all MLX work), the reporter (reports to the router), the disk writer, one that watches the
+node's memory, one that checks whether the model is still wanted, the watchdog, and Ray's event loop (calls).
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SWITCH_S = 0.0005
-"""Python's thread switch interval. With the default of 5 ms a call to this actor, which switches threads several times,
+"""Python's thread switch interval. A call to this actor switches threads several times; with the default of 5 ms it
 takes ten times as long while the engine works."""
 
 PROVEN_LATER_S = 5.0
-"""When to ask again for what is not served before it is proven."""
+"""When a client should retry a request that plain mode does not support."""
 
 UNWANTED_POLLS = 6
-"""How often it is looked, within `unwanted_s`, whether anybody wants the replica."""
+"""How often the thread checks, within `unwanted_s`, whether the replica is still wanted."""
 
 
 @dataclass
@@ -85,10 +85,10 @@ class _Proving(TypedDict):
 class ReplicaActor:
     """The actor that serves one model. Named `replica:<name>` in the cluster's namespace.
 
-    It is called through `ReplicaClient`, which says what its methods do.
+    It is called through `ReplicaClient`, which documents its methods.
 
     It ends itself if its model is not served (see `registry`) and nobody calls `progress` or `stats`, as a driver does
-    while it loads or unloads the model. So a driver that is killed meanwhile leaves no replica behind.
+    while it loads or unloads the model. So if that driver is killed, no replica is left behind.
 
     Args:
         name: the replica's id, unique in the cluster.
@@ -159,7 +159,7 @@ class ReplicaActor:
         )
 
     def _proving(self) -> _Proving:
-        """What is still being found out, and since when."""
+        """What the self-test does now, and since when it has run."""
         since = self._plain_since
         return {"proving": self._loading.what if since else "", "proving_since": since}
 
@@ -221,7 +221,7 @@ class ReplicaActor:
             raise NoReplica(f"{self._model.name} is still loading")
         if request.model_id not in (b"", self._engine.loaded.model_id):
             # Its KV would be stored under the block ids of another model.
-            raise ComputesOtherwise(f"{self._name} computes otherwise than the request was made for")
+            raise ComputesOtherwise(f"the request was made for a model that computes otherwise than {self._name}")
         if request.media and self._plain_since:
             raise Unavailable(
                 f"the self-test of {self._model.name} has not ended: pictures are not supported yet",
@@ -234,7 +234,7 @@ class ReplicaActor:
         sequences.add(request.request_id)
         grammar = await self._grammar_of(request)
         if request.pull_wait_s:
-            # Accepted: its client hears of it now, and of a refusal by the sequence's end.
+            # The client learns now that it is accepted. If it is refused later, the sequence ends with that error.
             waiting = loop.create_task(self._submit_later(request, grammar))
             self._waiting.add(waiting)
             waiting.add_done_callback(self._waiting.discard)
@@ -242,7 +242,7 @@ class ReplicaActor:
         await self._submit(self._engine, request, grammar)
 
     async def _submit(self, engine: Engine, request: GenerateRequest, grammar: SequenceGrammar | None) -> None:
-        """Looks a sequence up and gives it to the engine. Raises `SatchelError`: it is refused."""
+        """Looks a request's prompt up and submits it to the engine. Raises `SatchelError` if it is refused."""
         loop, sequences = asyncio.get_running_loop(), self._known().sequences(request.consumer)
         known, embeddings = await self._look_up(request)
         if request.request_id not in sequences:
@@ -259,7 +259,7 @@ class ReplicaActor:
             raise refusal
 
     async def _submit_later(self, request: GenerateRequest, grammar: SequenceGrammar | None) -> None:
-        """Submits a sequence once its KV has come from another node, or will not."""
+        """Submits a request once its KV has arrived from another node, or will not arrive."""
         began, engine = time.monotonic(), self._engine
         assert engine is not None
         try:
@@ -277,7 +277,7 @@ class ReplicaActor:
 
     @answers(ReplicaClient.pool)
     async def pool(self, request: PoolingRequest) -> PooledTexts:
-        """They are given up if the call is cancelled."""
+        """If the call is cancelled, the texts are aborted."""
         engine = self._engine
         if engine is None:
             raise NoReplica(f"{self._model.name} is still loading")
@@ -324,7 +324,7 @@ class ReplicaActor:
         if self._disk is None or self._engine is None or not (request.agent or request.block_ids):
             return 0, {}
         if not (request.pull_from and not request.pull_wait_s) and not request.media:
-            # This does not touch the disk, so it needs no other thread.
+            # This look-up does not read the disk, so it needs no other thread.
             return self._engine.look_up(request)
         self._looking.add(request.request_id)
         try:
@@ -333,8 +333,8 @@ class ReplicaActor:
             self._looking.discard(request.request_id)
 
     async def _follow(self, request: GenerateRequest) -> bool:
-        """Waits for KV that another node makes for the sequence, until it is here or `go_on` says so. Returns whether
-        all of it is here."""
+        """Waits for KV that another node computes for the request, until it is here or `go_on` is called. Returns
+        whether all of it is here."""
         name = request.request_id
         if self._disk is None:
             return False
@@ -477,7 +477,7 @@ class ReplicaActor:
     def _end_when_unwanted(self) -> None:
         idle_s, poll_s = 0.0, self._timing.unwanted_s / UNWANTED_POLLS
         while idle_s < self._timing.unwanted_s:
-            # By the polls and not by the clock: a process that stood still has heard nobody ask meanwhile.
+            # Polls are counted, not time: a process that was suspended could not be asked during that time.
             time.sleep(poll_s)
             asked, self._asked = self._asked, False
             try:
@@ -493,7 +493,7 @@ class ReplicaActor:
 
 
 class _Shell:
-    """The actor as what serves the model sees it (`Shell`): Ray calls none of these."""
+    """The actor's `Shell` for `Serving`, in a class of its own so that Ray cannot call it."""
 
     def __init__(self, actor: ReplicaActor) -> None:
         self._actor = actor

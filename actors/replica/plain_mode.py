@@ -1,10 +1,12 @@
-"""Serves a model plainly while it is found out how it is computed best: as mlx-lm runs it, a sequence at a time.
+"""Plain mode: serves a model as mlx-lm runs it, one sequence at a time, while tests find the best way to run it.
 
-That needs no proof but one: that the model goes on from its own caches, with a prompt in parts as with a whole one. A
-few tokens show it. Nothing is kept of such sequences and nothing is used again, as their KV is not what it will be; so
-no sequence and no block ever has KV of both. The work in pieces and the sequences share a thread: a sequence waits for
-a piece, and work waits until no sequence is computed. So it may stand in the middle of a call, with sequences computed
-above it on the stack.
+Plain mode needs only one check: that the model gives the same logits if a prompt is computed in chunks from its own
+caches. A few tokens show it. No KV of such sequences is cached or reused, because it differs from the KV that the final
+mode computes. So no sequence and no block ever mixes both.
+
+The tests run in pieces, and share a thread with the sequences: a sequence waits until a piece ends, and the tests wait
+until no sequence is computed. So a test may be paused in the middle of a call while sequences are computed above it on
+the stack.
 """
 
 from __future__ import annotations
@@ -28,25 +30,25 @@ from .selftest.forced_sequences import Logits, difference, not_finite, rounding
 logger = logging.getLogger(__name__)
 
 KNOWN_S = 2.0
-"""What was found before is read, which is mostly done by then."""
+"""If an earlier load has findings, they are read instead of tested, which mostly takes less than this."""
 
 TOKENS = 24
 _PARTS = (9, 1, 14)
-"""Of a text that the model reads in parts, and as a whole."""
+"""Tokens of a text that the model reads as a whole, and in these chunks."""
 
 
 class PlainMode:
-    """Used on the engine's thread.
+    """Serves a model in plain mode between the pieces of its tests. Used on the engine's thread.
 
     Args:
-        after_s: how long a model that could be served plainly is not served at all. None: not at all at a first start,
-            and `KNOWN_S` where an earlier one has found things out.
-        begin: makes the engine of a model that is served plainly from now on.
-        ends: ends the process, as its engine has failed.
+        after_s: for how long a model is not served before plain mode begins. None: 0 s at a first start, and `KNOWN_S`
+            if an earlier load has findings.
+        begin: makes the engine of a model that is served in plain mode from now on.
+        ends: ends the process, because its engine has failed.
 
     Attributes:
-        pieces: between which sequences are served.
-        engine: serves the model plainly; None if nothing does.
+        pieces: the pieces of the tests; sequences are served between them.
+        engine: serves the model in plain mode; None if it is not served.
     """
 
     def __init__(
@@ -59,12 +61,12 @@ class PlainMode:
         self._from_s = 0.0
 
     def offer(self, plain: LoadedModel, known: bool = False) -> None:
-        """Lets a model be served plainly; `known` is whether an earlier start has found things out."""
+        """Lets a model be served in plain mode; `known` is whether an earlier load has findings."""
         usual_s = KNOWN_S if known else 0.0
         self._plain, self._from_s = plain, time.monotonic() + (usual_s if self._after_s is None else self._after_s)
 
     def _serve(self) -> None:
-        """Serves whoever waits. Never raises: what was interrupted would take it for a fault of the model."""
+        """Serves waiting requests. Never raises: the paused test would take an error for a fault of the model."""
         plain = self._plain
         if plain is not None and time.monotonic() >= self._from_s:
             self._plain = None
@@ -73,7 +75,7 @@ class PlainMode:
             return
         try:
             self.engine.serve()
-            # What the device tells is told now, and not to the work that goes on.
+            # Errors of the device must be raised here, not in the test that continues.
             mx.synchronize()
         except BaseException:
             logger.exception("the engine stopped")
@@ -82,17 +84,17 @@ class PlainMode:
     def _start(self, plain: LoadedModel) -> None:
         try:
             if wrong := fault(plain):
-                logger.warning("%s is not served before it is tried: %s", plain.folder, wrong)
+                logger.warning("%s is not served before its self-test: %s", plain.folder, wrong)
                 return
             self.engine = self._begin(plain)
         except SatchelError as error:
-            logger.warning("%s is not served before it is tried: %s", plain.folder, error.message)
+            logger.warning("%s is not served before its self-test: %s", plain.folder, error.message)
         except Exception:
-            logger.exception("%s is not served before it is tried", plain.folder)
+            logger.exception("%s is not served before its self-test", plain.folder)
 
 
 def fault(plain: LoadedModel) -> str:
-    """Why a model may not be served even plainly, as the end of a sentence; empty if it may."""
+    """Returns why a model may not even be served in plain mode, as the end of a sentence; empty if it may."""
     step = max(1, plain.vocabulary_size // (TOKENS + 1))
     tokens = [(1 + at) * step % plain.vocabulary_size for at in range(min(TOKENS, plain.context_tokens))]
     try:

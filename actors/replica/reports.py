@@ -17,10 +17,10 @@ class EngineReports:
 
     Args:
         replica, model, node: their names.
-        disk: None where nothing is read back.
-        timing: how often, and how long the engine may take to say what came and went.
-        is_slow: whether the engine stands still. Then nothing is told, and the router avoids the replica.
-        coming: the sequences that the engine does not know yet, as they are looked up.
+        disk: None if nothing is read back.
+        timing: how often reports are sent, and how long the engine may take to list what came into memory and left it.
+        is_slow: whether the engine is stuck. Then no report is sent, and the router avoids the replica.
+        coming: the sequences that the engine does not know yet, because they are being looked up.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class EngineReports:
         self._events_taken = False
 
     def follow(self, engine: Engine, disk: DiskTier | None) -> None:
-        """Reports on another engine from now on, which has taken this one's place."""
+        """Reports on another engine from now on, which has replaced the former one."""
         self._engine, self._disk, self._events_taken, self._failed_checks = engine, disk, False, 0
 
     def _make(self, sequence: int, full: bool) -> ReplicaReport:
-        """Makes a report; during a long step it lacks the changes of memory."""
+        """Makes a report. During a long step it lacks the changes of memory."""
         engine = self._engine
         if engine.failed_checks != self._failed_checks:
-            # The tables were reset, so what they announced before is unknown.
+            # The tables were reset, so it is unknown what they announced before.
             full, self._failed_checks = True, engine.failed_checks
         taken: list[tuple[list[bytes], list[bytes]]] = []
         done = threading.Event()

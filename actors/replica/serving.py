@@ -1,4 +1,5 @@
-"""The engine's thread of a replica: loads its model, serves it plainly while it is proven, and then as it was found."""
+"""The engine's thread of a replica: loads the model, serves it in plain mode during its self-test, and then in the best
+way that the self-test found."""
 
 from __future__ import annotations
 
@@ -37,29 +38,29 @@ from .selftest.self_test import Proven, prove
 logger = logging.getLogger(__name__)
 
 COMPILES_TIMES = 4.0
-"""Factor on the watchdog's limit on a GPU, which compiles kernels at the first use of a shape."""
+"""The watchdog's limit is multiplied by this on a GPU, where kernels are compiled at the first use of a shape."""
 
 SERVED_S = 30.0
-"""A replica that ends sooner after its model was loaded has ended at once, and the next one waits."""
+"""If a replica ends sooner than this after its model was loaded, the next process waits before it loads."""
 
 
 class Shell(Protocol):
-    """What callers of a replica see of what serves its model."""
+    """The part of a replica's actor that `Serving` uses: what callers see of the engine."""
 
     @property
     def engine(self) -> Engine | None:
-        """Serves the model now."""
+        """The engine that serves the model now; None if it is not served."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is served plainly, as it is not proven yet."""
+        """Whether the model is served in plain mode."""
         ...
 
     @property
     def watchdog(self) -> Watchdog: ...
 
     def take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plainly: bool) -> None:
-        """Has an engine serve the model from now on, in place of the one that does; `plainly` until it is proven."""
+        """Replaces the engine that serves the model. `plainly`: in plain mode, until the self-test has ended."""
 
     def refuse(self, error: SatchelError) -> None:
         """Notes that the model cannot be served."""
@@ -69,18 +70,18 @@ class Shell(Protocol):
         ...
 
     def note_progress(self, what: str, fraction: float | None) -> None:
-        """Notes what of loading or proving is done now."""
+        """Notes which step of loading or of the self-test runs now."""
 
     def send(self, updates: dict[str, list[SequenceUpdate]]) -> None:
-        """Delivers what sequences have got."""
+        """Delivers sequences' updates, by consumer."""
 
 
 class Serving:
-    """Used on the engine's thread, but for what it starts.
+    """Loads and serves a model. Used on the engine's thread, except for the threads that it starts.
 
     Args:
         name: the replica's id.
-        shell: what callers see.
+        shell: what callers see of the engine.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Serving:
         self._run(self._begin(proven, memory, memory_bytes, further, plainly=False))
 
     def _prove(self, claim: Callable[[int], None], plain_mode: PlainMode) -> Proven:
-        """Loads the model and tries it. Raises `SatchelError`."""
+        """Loads the model and runs its self-test. Raises `SatchelError`."""
         model, home, progress = self._model, default_home(), self._shell.note_progress
         loaded = models.load(
             model.source,
@@ -132,7 +133,7 @@ class Serving:
             context_tokens_max=model.context_tokens_max,
             progress=progress,
             claim=claim,
-            # What a device has not met yet it meets while nobody asks for anything.
+            # The warm-up runs later, while there are no requests.
             warm=False,
             served=plain_mode.offer if self._may_be_plain else lambda plain, known: None,
             pieces=plain_mode.pieces,
@@ -141,8 +142,8 @@ class Serving:
 
     @property
     def _may_be_plain(self) -> bool:
-        """Whether the model may be served before it is proven. One that promises bits says the same at every start;
-        those that ship with Satchel were proven on CPUs by its tests, and take a moment."""
+        """Whether plain mode may be used. Not with `reproducible` numerics, whose answers must be the same at every
+        start, and not for models that ship with Satchel on a CPU: these need no self-test there and load at once."""
         tested = self._model.source.startswith("embedded:") and not on_gpu()
         return self._model.numerics == "fast" and not tested
 
@@ -155,7 +156,7 @@ class Serving:
         *,
         plainly: bool = True,
     ) -> Engine:
-        """Has an engine serve a model, in place of the one that does. No sequence is being computed."""
+        """Makes an engine that serves a model, in place of the former engine. No sequence may be in computation."""
         loaded, before, disk = proven.loaded, self._shell.engine, None
         if loaded.spec.reusable:
             store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
@@ -181,7 +182,8 @@ class Serving:
         return engine
 
     def _watch(self, engine: Engine, disk: DiskTier | None, memory: ReplicaMemory) -> None:
-        """Begins to tell the engine its memory, the router its load, and the watchdog whether it moves."""
+        """Starts the threads that tell the engine its memory, the router the load, and the watchdog whether steps
+        make progress."""
         shell, watchdog = self._shell, self._shell.watchdog
         floor_s = self._scheduling.stuck_s * (COMPILES_TIMES if on_gpu() else 1.0)
 
@@ -201,7 +203,7 @@ class Serving:
         threading.Thread(target=memory.watch, args=(workspace_bytes, resize), name="memory", daemon=True).start()
 
         def most_s() -> float:
-            # A piece of what is proven may take longer than a step: an encoder's look at a picture, on a CPU.
+            # A piece of the self-test may take longer than a step, such as encoding a picture on a CPU.
             return limit_s(floor_s, None if shell.is_plain else serving().pace.usual_s)
 
         watchdog.watch(ENGINE, lambda do: serving().call(do), most_s)
@@ -227,11 +229,11 @@ class Serving:
             os._exit(1)
 
     def _refuse(self, error: SatchelError) -> None:
-        """Serves the model not at all, or no more: it cannot be loaded, or what it says is wrong."""
+        """Stops serving the model, or never begins: it cannot be loaded, or its answers would be wrong."""
         self._shell.refuse(error)
         if (engine := self._shell.engine) is None:
             return
-        # It was served plainly until now.
+        # It was served in plain mode until now.
         note_incident(default_home(), "unfit", f"{self._model.name} is not served any more: {error.message}")
         engine.refuse(error)
         self._run(engine)

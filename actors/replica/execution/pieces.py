@@ -1,7 +1,7 @@
-"""What is found out of a model while it is served already, piece by piece.
+"""The pieces in which a model is tested while it is already served.
 
-A model is served plainly at first, and what makes it faster is proven meanwhile, on the thread that computes. Between
-two pieces of that whoever waits is served. A piece is short: a chunk of a prompt, for one, is evaluated layer by layer.
+A model is served in plain mode at first. Its self-test runs on the same thread, in pieces, and waiting requests are
+served between two pieces. Pieces are short: a chunk of a prompt, for example, is evaluated layer by layer.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import mlx.core as mx
 T = TypeVar("T")
 
 BESIDE_S = 0.02
-"""How often it is looked whether somebody waits, while work is done on another thread."""
+"""How often waiting requests are looked for while work runs on another thread."""
 
 
 class Pieces:
     """Work in pieces. Used on one thread.
 
     Args:
-        serve: serves whoever waits, and returns once nothing of it is computed any more.
+        serve: serves waiting requests, and returns once none of them is in computation.
     """
 
     def __init__(self, serve: Callable[[], object] = lambda: None) -> None:
@@ -31,13 +31,14 @@ class Pieces:
         self._served_s = 0.0
 
     def pause(self) -> None:
-        """Ends a piece. All that was launched must have been evaluated."""
+        """Ends a piece. All launched work must have been evaluated."""
         began = time.monotonic()
         self._serve()
         self._served_s += time.monotonic() - began
 
     def beside(self, work: Callable[[], T]) -> T:
-        """Does long work that may be done on any thread, while others are served. Returns or raises as `work`."""
+        """Runs long work, which any thread may run, on another thread while requests are served. Returns or raises as
+        `work`."""
         if self is IN_ONE_PIECE:
             return work()
         with ThreadPoolExecutor(1) as thread:
@@ -47,15 +48,15 @@ class Pieces:
             return done.result()
 
     def now_s(self) -> float:
-        """Returns the time by a clock that stands still while somebody is served."""
+        """Returns the time by a clock that stops while requests are served."""
         return time.monotonic() - self._served_s
 
     def evaluate(self, caches: Sequence[Any]) -> None:
-        """Evaluates the state of a model's caches, one a layer, a piece each."""
+        """Evaluates the state of a model's caches (one a layer), with a piece per layer."""
         for cache in caches:
             mx.eval(cache.state)
             self.pause()
 
 
 IN_ONE_PIECE = Pieces()
-"""While nobody is served."""
+"""For tests during which no requests are served."""

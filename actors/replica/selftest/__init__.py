@@ -1,1 +1,1 @@
-"""Does a loaded model compute as the bare model does, and what does KV quantization change of it."""
+"""Tests whether a loaded model computes what the bare model does, and measures what KV quantization changes."""

@@ -1,5 +1,5 @@
-"""An engine of its own whose sequences are forced along given tokens, and their logits: how a trial at load sees what
-an engine makes of a model."""
+"""A separate engine whose sequences are forced along given tokens, and the logits of these: how the self-test sees what
+an engine computes with a model."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from ..loop.engine import Engine
 from ..scheduling.prefill_budget import PrefillPace
 
 DRAWN = 4
-"""How many logits of every sequence are compared."""
+"""How many tokens each sequence draws; their logits are compared."""
 
 ROUNDING, ROUNDING_16 = 2e-3, 6e-2
-"""How far a logit may be off, of the largest one, in float32 and in 16 bits, in three of four places. Sums are added in
-another order, and a router may then choose another expert."""
+"""How far a logit may be off, relative to the largest one, in float32 and in 16 bits, in three of four places. Sums are
+added in another order, and an expert router may then choose another expert."""
 
 GROSS, GROSS_16 = 5e-2, 0.5
-"""How far it may be off in the others. Sealed recurrent models reach 0.02: a state that rounds otherwise takes another
-code."""
+"""How far it may be off in the other places. Models with sealed and recurrent layers reach 0.02: if a state is rounded
+differently, later KV may get another 4-bit code."""
 
 TURN_TOKENS = 9
-"""What is new in a second turn."""
+"""New prompt tokens of a second turn."""
 
 MORE_TOKENS = 2 * DRAWN + TURN_TOKENS
-"""The most that follows a sequence's prompt."""
+"""The most tokens that follow a sequence's prompt."""
 
 NO_DEADLINE_S = 1e6
-"""Others may be served meanwhile for as long as it takes."""
+"""A deadline that is never reached: requests that are served between pieces may take any time."""
 
 _STEPS_MAX = 4000
 _ENCODES_S = 300.0
 """How long pictures may take."""
 
 Logits = dict[tuple[int, int], np.ndarray]
-"""By the sequence's number and how many tokens it has drawn, `(vocabulary,) float32`."""
+"""Logits `(vocabulary,) float32`, by the sequence's number and how many tokens it has drawn."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Shown:
     video: bool = False
 
     def in_request(self) -> MediaSpan:
-        """Returns it as requests have it."""
+        """Returns it in the form of requests."""
         width, height = self.frames[0].size
         pixels = [frame.tobytes() for frame in self.frames]
         key = media_key([picture_hash(width, height, one) for one in pixels], b"frames" if self.video else b"")
@@ -81,7 +81,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class ForcedSequence:
-    """A sequence: the tokens that the model gets, of which the first `prompt` are its prompt, and its pictures in
+    """A sequence: the tokens that the model gets, of which the first `prompt` are its prompt; and its pictures, in
     order."""
 
     tokens: Sequence[int]
@@ -92,9 +92,9 @@ class ForcedSequence:
         """Returns a request for the sequence.
 
         Args:
-            number: of the sequence.
+            number: the sequence's number.
             root: the parent of its first block.
-            more: how many tokens after its prompt belong to it too.
+            more: how many tokens after its prompt are also in the request's prompt.
         """
         prompt, media = list(self.tokens[: self.prompt + more]), []
         for shown in self.pictures:
@@ -118,8 +118,8 @@ class ForcedSequence:
 
 @dataclass
 class Faults:
-    """What does not hold, as the end of a sentence: of a sequence `alone` in the engine, of sequences `together`, and
-    of turns that use KV `again`; empty where it does."""
+    """What is wrong, as the end of a sentence; empty if nothing is. `alone`: with one sequence in the engine;
+    `together`: with a batch; `again`: with turns that reuse KV."""
 
     alone: str = ""
     together: str = ""
@@ -134,7 +134,7 @@ class Faults:
 
     @property
     def weight(self) -> int:
-        """How much has to be given up because of them."""
+        """A larger number means that more cannot be used because of these faults."""
         return 4 * bool(self.alone) + 2 * bool(self.together) + bool(self.again)
 
 
@@ -161,7 +161,7 @@ def not_finite(logits: Logits) -> str:
 
 
 class _Forced:
-    """In place of a batch's sampler: gives every sequence the next token of its script, and notes its logits."""
+    """Replaces a batch's sampler: gives every sequence the next token of its script, and notes its logits."""
 
     def __init__(self, scripts: Sequence[ForcedSequence], noted: Logits) -> None:
         self._scripts = scripts
@@ -185,18 +185,18 @@ class _Forced:
 
 
 class _Steady(PrefillPace):
-    """In place of a measured rate: prompts come in parts of one size, so that who is in whose company does not depend
-    on how busy the machine is."""
+    """Replaces the measured rate: prompts are prefilled in chunks of one size, so that the batches do not depend on how
+    busy the machine is."""
 
     def budget(self, decoding: bool) -> int:
         return self.chunk_tokens
 
 
 class Scene:
-    """An engine whose sequences are forced. What its model raises is heard, not logged.
+    """An engine whose sequences are forced. Exceptions of its model are noted, not logged.
 
     Args:
-        pieces: it ends one after each of its steps, and within a step after each layer of a prompt.
+        pieces: the engine ends a piece after each step, and within a step after each layer of a prompt.
 
     Attributes:
         noted: the logits of its sequences.
@@ -225,7 +225,7 @@ class Scene:
         return self
 
     def _pause(self) -> None:
-        """Ends a piece. What those who are served meanwhile log is theirs."""
+        """Ends a piece. Exceptions that are logged while requests are served are not noted."""
         self._listening.__exit__(None, None, None)
         try:
             self._pieces.pause()
@@ -253,10 +253,10 @@ class Scene:
         return f"its sequences end with {min(wrong)}" if wrong else ""
 
     def run(self, sequences: Sequence[int], later: Sequence[int] = (), *, more: int = 0) -> None:
-        """Runs sequences to their ends; some of them join `later`, when the others have drawn a token.
+        """Runs sequences to their ends. Those in `later` join when the others have drawn a token.
 
         Args:
-            more: how many tokens after its prompt belong to it too.
+            more: how many tokens after a sequence's prompt are also in the request's prompt.
         """
         self._runs += 1
         waiting = list(later)
@@ -303,22 +303,22 @@ class Scene:
 
 
 class ForcedSequences:
-    """Sequences that are run in engines of a model, in every company that they may come to."""
+    """Sequences that are run in engines of a model: alone, batched, and as second turns."""
 
     def __init__(self, loaded: LoadedModel, sequences: Sequence[ForcedSequence], pieces: Pieces = IN_ONE_PIECE) -> None:
         self.sequences, self._pieces = sequences, pieces
         self._allowed = rounding(loaded)
 
     def difference(self, expected: Logits, got: Logits) -> str:
-        """As the function of that name, within what rounding of the model allows."""
+        """As the function `difference`, with the tolerance for the model's rounding."""
         return difference(expected, got, self._allowed)
 
     def alone(self, loaded: LoadedModel) -> tuple[Logits, Logits, str]:
         """Runs every sequence alone.
 
         Returns:
-            Their logits, the same with KV as it is computed, and what is wrong of either. What rounding KV to a few
-            bits does is not known, so only the second can be compared with the bare model.
+            Their logits, their logits with KV in full precision, and what is wrong with either. Only the second can be
+            compared with the bare model, because the effect of quantized KV is not known.
         """
         logits, wrong = self._alone(loaded)
         policy = loaded.spec.policy
@@ -333,15 +333,14 @@ class ForcedSequences:
         return scene.noted, scene.failure or not_finite(scene.noted)
 
     def batched(self, loaded: LoadedModel, alone: Logits) -> str:
-        """Runs all sequences together, the last one first. Returns what does not hold of them."""
+        """Runs all sequences in one batch, the last one first. Returns what is wrong."""
         *short, long = range(len(self.sequences))
         with Scene(loaded, self.sequences, self._pieces) as scene:
             scene.run([long], short)
             return scene.failure or self.difference(alone, scene.noted)
 
     def again(self, loaded: LoadedModel, sequences: Sequence[int]) -> str:
-        """Runs a second turn of some sequences from what the engine keeps, and anew. Returns what does not hold of
-        it."""
+        """Runs a second turn of some sequences from cached KV, and without it. Returns what is wrong."""
         more = DRAWN + TURN_TOKENS
         with Scene(loaded, self.sequences, self._pieces) as anew:
             anew.run(sequences, more=more)
@@ -354,7 +353,7 @@ class ForcedSequences:
 
 @contextmanager
 def _listening(heard: list[BaseException]) -> Iterator[None]:
-    """Takes what is logged as an exception of the replica's own modules; everything else goes on to the log."""
+    """Collects exceptions that the replica's own modules log; all other records are logged as usual."""
     replica = __name__.rpartition(".selftest.")[0]
 
     class Listener(logging.Filter):
@@ -364,7 +363,7 @@ def _listening(heard: list[BaseException]) -> Iterator[None]:
                 return False
             return True
 
-    # Filters of a logger see only what is logged on it, so those of its modules' get it too.
+    # A logger's filters see only its own records, so the filter is added to each module's logger.
     names = [name for name in logging.root.manager.loggerDict if name.startswith(f"{replica}.")]
     listener, loggers = Listener(), [logging.getLogger(replica), *map(logging.getLogger, names)]
     for one in loggers:

@@ -1,10 +1,10 @@
-"""The trial of a model's pictures before it is served: what it sees must be what mlx-vlm shows it.
+"""The self-test of a model's pictures before it is served: the model must get the same as from mlx-vlm.
 
-An encoder may look for its pixels under another name, make another number of embeddings than a picture has tokens,
-want inputs of its language part that nobody gives, or see a picture otherwise inside a prompt than alone. All of that
-loads, and then describes pictures that nobody sent. So pictures are encoded, compared with each other and with what
-mlx-vlm makes of whole prompts, and sequences with them are forced through an engine as those of text are. The same with
-a video, for models that take more than single pictures.
+An encoder may expect its pixels under another name, return another number of embeddings than a picture has tokens, need
+inputs of the language part that are not given, or encode a picture differently inside a prompt than alone. Such a model
+loads without an error, and then describes pictures that nobody sent. So pictures are encoded, and compared with each
+other and with what mlx-vlm computes for whole prompts; and sequences with pictures are forced through an engine, as
+sequences of text are. If a model supports videos, the same is done with a video.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ SIZE = (224, 168)
 """Width and height of the pictures."""
 
 WIDE = (728, 364)
-"""Of one that many processors cut into parts."""
+"""Width and height of a picture that many processors cut into parts."""
 
 SECONDS = (0.0, 0.5, 1.0, 1.5)
-"""When the frames of the video are."""
+"""The times of the video's frames, in seconds."""
 
 LATE_S = 20.0
-"""How long an encoder may take until what is tried is cut short: on a CPU large ones take a minute for a picture."""
+"""After this time in an encoder the test is shortened: on a CPU a large encoder takes a minute for a picture."""
 
 REPEATS = 4
-"""How often a picture is encoded again, with other numbers in freed memory: some encoders read past an array's end."""
+"""How often a picture is encoded again, with other numbers in freed memory: some encoders read beyond an array's end."""
 
 DIFFERING = 0.5
-"""The part of a picture's places that must differ between two pictures of noise: some stand for the ends of lines."""
+"""The part of a picture's tokens that must differ between two pictures of noise; some tokens only mark ends of lines."""
 
 _FEW = 12
 
 
 def faults(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> Faults:
-    """Tries a model that sees. Whatever its modules note meanwhile is taken back.
+    """Tests a vision model. State that its modules store during the test is reset.
 
     Args:
-        pieces: of the trial; a prompt with a picture, as mlx-vlm computes it, and a picture's encoding are one each.
+        pieces: the pieces of the test. A prompt with a picture that mlx-vlm computes is one piece, and so is the
+            encoding of a picture.
 
     Returns:
-        What does not hold of sequences with pictures, as of those of text; if `alone` does not, it cannot take
-        pictures.
+        The faults of sequences with pictures. If there is a fault `alone`, the model cannot get pictures.
     """
     vision = loaded.vision
     assert vision is not None
@@ -64,20 +64,20 @@ def faults(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> Faults:
     except UnseenError as reason:
         found = Faults(alone=str(reason))
     except Exception as error:
-        # Encoders and processors raise anything.
+        # Encoders and processors raise all kinds of exceptions.
         found = Faults(alone=f"a picture fails ({first_sentence(error)})")
     vision.forget()
     return found
 
 
 def fault_of_videos(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> str:
-    """Tries a model whose pictures are right with a video, alone and beside a picture.
+    """Tests a model with a video, alone and with a picture before it. Its pictures must have passed their test.
 
     Args:
         pieces: as for `faults`.
 
     Returns:
-        What does not hold, as the end of a sentence; empty if all does, or its processor takes no videos.
+        What is wrong, as the end of a sentence; empty if nothing is, or if its processor does not support videos.
     """
     vision = loaded.vision
     assert vision is not None
@@ -94,7 +94,7 @@ def fault_of_videos(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> str:
 
 
 def _plain(loaded: LoadedModel) -> Logits:
-    """What a prompt of text gives with the model's own caches."""
+    """Returns the logits of a text prompt with the model's own caches."""
     tokens = mx.array([[2, 3, 5, 7, 11, 13]], mx.uint32) % loaded.vocabulary_size
     logits = loaded.model(tokens, cache=make_prompt_cache(loaded.model))[0, -1]
     return {(0, 0): as_numpy(logits.astype(mx.float32))}
@@ -106,10 +106,10 @@ class _PictureTest:
         self._late = pieces.now_s() + LATE_S
 
     def faults(self) -> Faults:
-        """Returns what does not hold.
+        """Returns what is wrong.
 
         Raises:
-            UnseenError: the pictures do not reach the model as they should.
+            UnseenError: the pictures do not reach the model correctly.
         """
         shows = self._shows
         one, other = self._encode()
@@ -117,7 +117,7 @@ class _PictureTest:
         cut = shows.words(max(_FEW, BLOCK_TOKENS - 2 * _FEW - one.tokens // 2))
         plans: list[list[str | Exhibit]] = [[few, one, few]]
         if not self._is_late():
-            # Of one picture that the end of a block cuts, and of two.
+            # Prompts with one picture that a block border cuts, and with two pictures.
             plans += [[cut, other, few], [few, one, cut, other, few]]
             plans += [[few, wide, few] for wide in self._wide()]
         prompts = shows.prompts(plans)
@@ -140,7 +140,7 @@ class _PictureTest:
         left, right = (each.shown[0].embeddings.inputs[places].astype(mx.float32) for each in (one, other))
         differing = mx.abs(left - right).max(-1) > self._shows.near * mx.abs(left).max()
         if float(differing.astype(mx.float32).mean()) < DIFFERING:
-            raise UnseenError("its encoder does not look at pictures: two different ones are the same to it")
+            raise UnseenError("its encoder does not look at pictures: it gives the same for two different ones")
         for _ in range(REPEATS):
             if self._is_late():
                 break
@@ -148,7 +148,7 @@ class _PictureTest:
             again = self._pieces.beside(lambda: self._vision.encode(span, [[picture]], video=False)[0].inputs)
             self._pieces.pause()
             if not float(mx.abs(again - encoded).max()) <= self._shows.near * float(mx.abs(again).max()):
-                raise UnseenError("its encoder makes something else of the same picture every time")
+                raise UnseenError("its encoder gives something else for the same picture every time")
         return one, other
 
     def _wide(self) -> list[Exhibit]:
@@ -166,7 +166,7 @@ def _of_videos(shows: Exhibition, pieces: Pieces) -> Faults:
     few, video = shows.words(_FEW), shows.video([noise(3 + number, *SIZE) for number in range(len(SECONDS))], SECONDS)
     plans: list[list[str | Exhibit]] = [[few, video, few]]
     if pieces.now_s() < began + LATE_S:
-        # One that the end of a block cuts, and one with a picture before it.
+        # A prompt with a video that a block border cuts, and one with a picture before the video.
         cut = shows.words(max(_FEW, BLOCK_TOKENS - 2 * _FEW - video.tokens // 2))
         plans += [[cut, video, few], [few, shows.picture(noise(1, *SIZE)), few, video, few]]
     prompts = shows.prompts(plans)
@@ -175,6 +175,6 @@ def _of_videos(shows: Exhibition, pieces: Pieces) -> Faults:
 
 
 def _leave_noise() -> None:
-    """Leaves numbers other than zero in memory that small arrays had."""
+    """Leaves numbers other than zero in freed memory of small arrays."""
     sizes = [2**power for power in range(1, 10) for _ in range(16)]
     mx.eval([mx.random.randint(1, 1000, (size,), dtype=mx.int32) for size in sizes])

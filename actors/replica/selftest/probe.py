@@ -2,9 +2,9 @@
 
 All policies read the same text (teacher-forced), so their next-token distributions can be compared position by
 position. Two things are measured at each length. *Divergence*: KL(fp16 || policy) in nats, and how often the likeliest
-token is the same, over the last 256 positions before the length, which cover every fill of an open block equally. In
-half of the texts the model's own greedy continuation stands there. *Recall*: codes told at several depths of a
-conversation and asked for at its end. An answer is right if greedy decoding predicts each of the code's tokens.
+token is the same, over the last 256 positions before the length, so that the open block has every fill once. In half of
+the texts these positions have the model's own greedy continuation. *Recall*: codes are told at several depths of a
+conversation, and asked for at its end. An answer is right if greedy decoding predicts each of the code's tokens.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from ..loading.models import resealed
 from .probe_texts import Quiz, Texts
 
 LENGTH_MIN = 2 * BLOCK_TOKENS
-"""From this length on, every scored position has a sealed block before it."""
+"""With at least this length, every scored position has a sealed block before it."""
 
 QUESTIONS_MAX = 24
 TOKENS_PER_QUESTION = 96
 TOP1_MIN = 0.99
 RECALL_LOSS_MAX = 0.005
 RECALL_FP16_MIN = 0.5
-"""If a model recalls a smaller share in full precision, its recall says nothing about a policy."""
+"""If a model recalls a smaller share than this in full precision, its recall says nothing about a policy."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """A policy at a length. `kl` and `top1` over `places`; `right` of `questions` codes, None where not asked."""
+    """A policy at a length. `kl` and `top1` are over `places` positions; `right` of `questions` codes were recalled,
+    None if none were asked for."""
 
     policy: str
     tokens: int
@@ -69,8 +70,8 @@ class Report:
     """The result of a probe.
 
     Attributes:
-        dtype: of computation, and of KV that is not sealed.
-        memory, rows: of the probed policies, `fp16` among them.
+        dtype: the dtype of computation, and of KV that is not sealed.
+        memory, rows: KV sizes and results of the probed policies, `fp16` among them.
         recommended: the name of a policy; `why` gives the reason.
         notes: what was left out, in sentences.
     """
@@ -155,7 +156,8 @@ def spec_of(loaded: LoadedModel, policy: str) -> ModelCacheSpec:
 
 
 def caches_of(loaded: LoadedModel, spec: ModelCacheSpec) -> NewCaches:
-    """What makes empty caches for one row under the spec. They compute the same way in prefill and decode."""
+    """Returns a function that makes empty caches for one sequence under the spec. They compute the same way in prefill
+    and decode."""
     return lambda: new_caches(spec, make_prompt_cache(loaded.model), new_pool(spec), Reads.DEQUANTIZED)
 
 

@@ -1,8 +1,8 @@
-"""The texts of a probe: conversations in the model's template, with codes to remember in between; plain text for a
-model that has none.
+"""The texts of a probe: conversations in the model's template, with codes to remember in between; or plain text if a
+model has no template.
 
-Prose comes from Python's own documentation, or from common words if an installation lacks it. Equal random sources
-give equal conversations.
+Prose comes from Python's own documentation, or is made of common words if an installation lacks it. Equal random
+sources give equal conversations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOTED = "Noted."
 SEEN = "I see."
 PROSE_WORDS = (20, 120)
 QUESTION_SHARE = 8
-"""On average one in so many exchanges asks for a code."""
+"""On average one exchange in this many asks for a code."""
 
 _CONSONANTS = "bcdfghjklmnprstvwz"
 _VOWELS = "aeiou"
@@ -68,7 +68,7 @@ class Texts:
 
     Attributes:
         chats: whether the tokenizer has a chat template that takes conversations; else texts are prose only.
-        source: the prose's source, for people.
+        source: where the prose comes from, as readable text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -91,7 +91,7 @@ class Texts:
             pairs.append(self._exchange(rng, told))
             size += self._size(*pairs[-1])
         while True:
-            # A template has the special tokens itself.
+            # A template writes the special tokens itself.
             encoded = self._tokenizer.encode(self._render(pairs), add_special_tokens=not self.chats)
             if len(encoded) >= tokens:
                 return encoded[:tokens]
@@ -122,7 +122,7 @@ class Texts:
         return self._quiz_of(self._render([*_spread(told, filler), *asking]), [(name, codes[name]) for name in asked])
 
     def _asking(self, name: str, code: str) -> tuple[str, str]:
-        # Plain text has what is said alone, so that goes on with the answer.
+        # Without a template there are no roles: the answer follows the question in one text.
         question, answer = _question(name, code)
         return (question, answer) if self.chats else (answer, "")
 
@@ -131,7 +131,7 @@ class Texts:
         offsets: list[tuple[int, int]] = encoded["offset_mapping"]
         spans, depths, at = [], [], 0
         for name, code in asked:
-            # "The" has a capital only in an answer.
+            # "The" is capitalized only in an answer.
             answer = f"The code of {name} is {code}"
             at = text.index(answer, at) + len(answer)
             start = next(index for index, (_, stop) in enumerate(offsets) if stop > at - len(code))

@@ -1,7 +1,7 @@
-"""What a trial shows a model: pictures and videos of noise, prompts with them, and what mlx-vlm makes of these.
+"""The samples of a self-test: pictures and videos of noise, prompts with them, and what mlx-vlm computes for these.
 
-Each is encoded as requests have it, and put together with a prompt's text; mlx-vlm gets whole prompts with whole
-pictures and videos. Where the two differ, the model would be shown something else here than it was made for.
+Each picture or video is encoded as for a request, and then placed into a prompt's text. mlx-vlm gets whole prompts with
+whole pictures and videos. If the two differ, the model would get something else here than it was trained for.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..execution.vision import SequencePart, SequencePictures, Vision
 from .forced_sequences import DRAWN, MORE_TOKENS, Faults, ForcedSequence, ForcedSequences, Logits, Shown
 
 NEAR, NEAR_16 = 1e-3, 5e-2
-"""How far embeddings may be off, of the largest one, in float32 and in 16 bits."""
+"""How far embeddings may be off, relative to the largest one, in float32 and in 16 bits."""
 
 _SENTENCE = "The boats came back to the harbour in the morning, and nobody had seen the storm. "
 
 
 class UnseenError(Exception):
-    """Why something is not shown to a model, as the end of a sentence."""
+    """Says why something cannot be shown to a model, as the end of a sentence."""
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,29 @@ class Exhibit:
     Attributes:
         placeholder: what the chat template writes for it.
         text: what the processor writes in that place.
-        shown: its spans, of which only the order is known.
-        pictures, films: what the processor gets, one of them.
+        shown: its spans; their places in a prompt are not known yet.
+        pictures, videos: what the processor gets; one of the two is empty.
     """
 
     placeholder: str
     text: str
     shown: Sequence[Shown]
     pictures: Sequence[Image.Image] = ()
-    films: Sequence[Film] = ()
+    videos: Sequence[Film] = ()
 
     @property
     def tokens(self) -> int:
-        """How many it has in a prompt, about."""
+        """About how many tokens it has in a prompt."""
         return sum(len(each.span.tokens) for each in self.shown)
 
 
 @dataclass(frozen=True)
 class SeenPrompt:
-    """A prompt as mlx-vlm reads it: its tokens, what else its processor made of it, and where the spans begin.
+    """A prompt as mlx-vlm reads it: its tokens, its processor's other outputs, and the spans with their places.
 
     Attributes:
-        single: whether it shows one thing alone. Of several, mlx-vlm may make something else than of each.
+        single: whether it has just one picture or video. With several, mlx-vlm may compute something else than for
+            each alone.
     """
 
     tokens: Sequence[int]
@@ -78,10 +79,10 @@ def noise(seed: int, width: int, height: int) -> Image.Image:
 
 
 class Exhibition:
-    """Shows things to a model: as requests do, and as mlx-vlm does.
+    """Shows pictures and videos to a model, as requests do and as mlx-vlm does.
 
     Args:
-        pieces: it ends one after each encoding, and after each prompt of mlx-vlm.
+        pieces: a piece ends after each encoding, and after each prompt of mlx-vlm.
     """
 
     def __init__(self, loaded: LoadedModel, vision: Vision, pieces: Pieces = IN_ONE_PIECE) -> None:
@@ -101,9 +102,9 @@ class Exhibition:
     def video(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Exhibit:
         """Encodes a video, whose frames all have one size."""
         laid = self.processor.video_layout(*frames[0].size, seconds)
-        # As large as its encoder wants them, so that nobody has to resize them.
+        # In the size that the encoder needs, so that they are not resized again.
         frames = [frame.resize((laid.width, laid.height), Image.Resampling.BICUBIC) for frame in frames]
-        film = Film(np.stack([np.asarray(frame) for frame in frames]), seconds)
+        video = Film(np.stack([np.asarray(frame) for frame in frames]), seconds)
         frames += frames[-1:] * (len(laid.spans) * laid.frames - len(frames))
         shown = []
         for index, span in enumerate(laid.spans):
@@ -111,17 +112,17 @@ class Exhibition:
             encode = partial(self.vision.encode, span, [group], video=True)
             shown.append(Shown(0, span, group, self._pieces.beside(encode)[0], video=True))
             self._pieces.pause()
-        return Exhibit(self.processor.video_placeholder, laid.text, shown, films=[film])
+        return Exhibit(self.processor.video_placeholder, laid.text, shown, videos=[video])
 
     def words(self, count: int) -> str:
-        """Returns a text of about so many tokens."""
+        """Returns a text of about `count` tokens."""
         return _SENTENCE * max(1, round(count / len(self.processor.tokens(_SENTENCE))))
 
     def prompts(self, plans: Sequence[Sequence[str | Exhibit]]) -> list[SeenPrompt]:
-        """Returns prompts of texts and what is between them, as far as the model's context allows.
+        """Returns prompts made of texts, pictures and videos; those that exceed the model's context are left out.
 
         Raises:
-            UnseenError: not even one fits; or the processor writes something otherwise inside a prompt than alone.
+            UnseenError: not even one fits; or the processor writes something differently inside a prompt than alone.
         """
         prompts = [self._prompt(plan) for plan in plans]
         prompts = [each for each in prompts if len(each.tokens) + MORE_TOKENS < self.loaded.context_tokens]
@@ -134,14 +135,14 @@ class Exhibition:
         text = "".join(part.placeholder if isinstance(part, Exhibit) else part for part in plan)
         placed = self.processor.tokens("".join(part.text if isinstance(part, Exhibit) else part for part in plan))
         pictures = [each for one in exhibits for each in one.pictures]
-        films = [each for one in exhibits for each in one.films]
+        videos = [each for one in exhibits for each in one.videos]
         try:
-            given = self.processor.read(text, pictures, films)
+            given = self.processor.read(text, pictures, videos)
             tokens = np.array(given.pop("input_ids")).reshape(-1).tolist()
         except Exception:
             if len(exhibits) == 1:
                 raise
-            # Some processors take one picture at a time, as prompts are written here.
+            # Some processors can read only one picture at a time, as this project's prompts need.
             given, tokens = {}, placed
         shown, at, here = list[Shown](), 0, 0
         for each in [each for one in exhibits for each in one.shown]:
@@ -154,17 +155,17 @@ class Exhibition:
         """Returns a sequence with the prompt, forced along tokens of text."""
         draw, vocabulary = random.Random(1).randrange, self.loaded.vocabulary_size
         more = [draw(min(256, vocabulary // 2), vocabulary) for _ in range(MORE_TOKENS)]
-        # The last token of a picture or behind it may be special.
+        # The last token of a picture, or the one after it, may be special.
         special = (self.processor.token, self.processor.video_token)
         more = [token if token not in special else min(special) - 1 for token in more]
         return ForcedSequence([*prompt.tokens, *more], len(prompt.tokens), prompt.shown)
 
     def own(self, prompts: Sequence[SeenPrompt], sequences: Sequence[ForcedSequence]) -> Logits:
-        """What mlx-vlm computes of sequences; and where it does not take several things as it takes each of them, what
-        the bare model computes with what was encoded.
+        """Returns what mlx-vlm computes for sequences. If mlx-vlm treats several pictures or videos in a prompt
+        differently than each alone, returns what the bare model computes with the separate encodings.
 
         Raises:
-            UnseenError: mlx-vlm makes something else of a thing inside a prompt than alone.
+            UnseenError: mlx-vlm computes something else for a picture or video inside a prompt than alone.
         """
         own: Logits = {}
         for number, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
@@ -198,7 +199,7 @@ class Exhibition:
         return [as_numpy(each.astype(mx.float32)) for each in logits]
 
     def _compare(self, made: dict[str, Any], sequence: ForcedSequence) -> None:
-        """Compares the embeddings of a whole prompt with those that are put together of what was encoded alone."""
+        """Compares the embeddings of a whole prompt with those assembled from separate encodings."""
         whole, tokens = made["inputs_embeds"][0], sequence.tokens[: sequence.prompt]
         if whole.shape[0] != len(tokens):
             raise UnseenError(f"mlx-vlm makes {whole.shape[0]} embeddings of a prompt of {len(tokens)} tokens")
@@ -212,10 +213,10 @@ class Exhibition:
         for expected, got in pairs:
             off = float(mx.abs(expected - got).max() / mx.abs(expected).max())
             if not off <= self.near:
-                raise UnseenError(f"inside a prompt mlx-vlm sees it otherwise than alone, off by {off:.2g}")
+                raise UnseenError(f"inside a prompt mlx-vlm encodes it differently than alone, off by {off:.2g}")
 
     def _known(self, sequence: ForcedSequence) -> SequencePictures:
-        """The pictures of a sequence, with their embeddings and positions."""
+        """Returns the pictures of a sequence, with their embeddings and positions."""
         pictures = SequencePictures([(each.start, len(each.span.tokens)) for each in sequence.pictures])
         for index, each in enumerate(sequence.pictures):
             pictures.embeddings[index] = each.embeddings
@@ -235,11 +236,11 @@ class Exhibition:
         return [as_numpy(each.astype(mx.float32)) for each in logits]
 
     def in_engine(self, sequences: Sequence[ForcedSequence], own: Logits, again: int) -> Faults:
-        """Forces sequences through an engine: alone, in company, and one of them once more with what is kept of it.
+        """Forces sequences through an engine: alone, batched, and one of them once more from its cached KV.
 
         Args:
             own: the expected logits.
-            again: that sequence's number.
+            again: the number of the sequence that runs again.
         """
         loaded, found, forced = self.loaded, Faults(), ForcedSequences(self.loaded, sequences, self._pieces)
         alone, plain, wrong = forced.alone(loaded)
@@ -262,7 +263,7 @@ def _find(span: Sequence[int], tokens: Sequence[int], at: int) -> int:
     for place in range(at, len(tokens) - len(wanted) + 1):
         if list(tokens[place : place + len(wanted)]) == wanted:
             return place
-    raise UnseenError("inside a prompt its processor writes it otherwise than alone")
+    raise UnseenError("inside a prompt its processor writes it differently than alone")
 
 
 def _as_arrays(value: Any) -> Any:

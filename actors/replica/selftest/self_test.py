@@ -1,10 +1,10 @@
-"""The trial of a model before it is served: sequences in company, in parts and from memory must compute what the model
-computes alone.
+"""The self-test of a model before it is served: batched sequences, prompts in chunks and cached KV must give what the
+model computes alone.
 
-A family that nobody here has seen may look at a batch's padding, share one layer's KV with another, count positions by
-itself, or overflow in another number format. All of that loads, and then says wrong words to whoever is not alone. So a
-real engine runs three sequences of a model, forced along given tokens, and its logits are compared with those that the
-bare model has with its own caches. What does not hold is not used, one thing after the other.
+A model of an unknown family may read a batch's padding, share KV between layers, count positions by itself, or overflow
+in another number format. Such a model loads without an error, and then gives wrong answers to requests that are not
+alone. So a real engine runs three sequences of the model, forced along given tokens, and its logits are compared with
+those that the bare model computes with its own caches. If a test fails, the feature that it tests is not used.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from .forced_sequences import DRAWN, MORE_TOKENS, Faults, ForcedSequence, Forced
 logger = logging.getLogger(__name__)
 
 PROMPTS = (20, 262, 300)
-"""Tokens of the sequences' prompts: one is within a block, the others are past one, as far as the model's context
-allows."""
+"""Tokens of the sequences' prompts: one is shorter than a block, the others are longer, if the model's context allows
+it."""
 
 WINDOW_MAX, PAST_WINDOW = 1100, 40
-"""The longest window that a sequence is made for which goes past it, and by how many tokens it does."""
+"""For windows up to this length there is a sequence that exceeds the window, by this many tokens."""
 
 OWN = "own"
-"""KV in the model's own caches, which nothing else reads."""
+"""Says that KV stays in the model's own caches, not in the pool."""
 
 _WHAT, _VERSION = "trial", 5
-"""Raised whenever the trial or what it tries changes."""
+"""Increased whenever the self-test, or what it tests, changes."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Verdict:
         together: whether sequences may run at the same time.
         unbatched: whether steps compute sequence by sequence.
         reuses: whether KV may be used again.
-        blind: why it takes no pictures, although it could; empty if it does, and of a model of text.
-        stills: why it is shown a video's frames as single pictures; empty if it is shown videos, or takes none.
+        blind: why a vision model gets no pictures; empty if it gets them, and for a text model.
+        stills: why a model gets a video's frames as single pictures; empty if it gets videos, or no pictures.
         refusal: why it cannot be served at all; empty if it can.
-        notes: what of it is not as it was asked for, and why, a sentence each.
+        notes: what differs from the config, and why, a sentence each.
     """
 
     kv: str = ""
@@ -81,7 +81,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Proven:
-    """A model as it may be served. `notes` say what of it is not as it was asked for, and why, a sentence each."""
+    """A model as it may be served. `notes` say what differs from the config, and why, a sentence each."""
 
     loaded: LoadedModel
     together: bool = True
@@ -99,15 +99,15 @@ def prove(
     known: Path | None = None,
     pieces: Pieces = IN_ONE_PIECE,
 ) -> Proven:
-    """Tries a loaded model, or takes what an earlier trial of it on this device found. Models that ship with Satchel
-    were tried on CPUs by its tests.
+    """Tests a loaded model, or takes what an earlier self-test on this device found. Models that ship with Satchel need
+    none on a CPU: Satchel's own tests cover that.
 
     Args:
-        known: the file where what was found is kept; None for nowhere.
-        pieces: of the trial.
+        known: the file that keeps findings; None for no file.
+        pieces: the pieces of the self-test.
 
     Raises:
-        ModelLoadError: it cannot be served rightly; the message says what is wrong.
+        ModelLoadError: the model cannot be served correctly; the message says what is wrong.
     """
     source = model.source
     proven = _prove(loaded, model, progress, known, pieces)
@@ -158,17 +158,17 @@ def _prove(loaded: LoadedModel, model: Model, progress: Progress, known: Path | 
 def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
     if loaded.context_tokens <= MORE_TOKENS + 1:
         return Verdict(notes=["it had no self-test: its context is too short"])
-    trial = _SelfTest(loaded, findings, pieces)
-    if refusal := trial.refusal(loaded):
+    test = _SelfTest(loaded, findings, pieces)
+    if refusal := test.refusal(loaded):
         return Verdict(refusal=refusal)
     tried: list[tuple[_Variant, Faults]] = []
     for variant in _variants(loaded):
         if variant.unbatched and not loaded.unbatched and not any(faults.together for _, faults in tried):
             continue
-        tried.append((variant, trial.faults(variant, loaded)))
+        tried.append((variant, test.faults(variant, loaded)))
         if not tried[-1][1]:
             break
-    # The first of those that need the least to be given up.
+    # The first of the variants with the smallest faults.
     place = min(range(len(tried)), key=lambda index: tried[index][1].weight)
     variant, faults = tried[place]
     if faults.alone:
@@ -205,8 +205,8 @@ def _try(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
 
 
 def _seen(variant: _Variant, loaded: LoadedModel, notes: list[str], pieces: Pieces) -> tuple[_Variant, Faults]:
-    """Tries a variant with pictures. Returns what does not hold of it, or of the same that computes sequence by
-    sequence if that helps, which it then `notes`."""
+    """Tests a variant with pictures. Returns the variant and its faults; or if unbatched decode has fewer faults, that
+    variant and its faults, with a note added to `notes`."""
     seen = pictures.faults(variant.of(loaded), pieces)
     if not seen.together or variant.unbatched:
         return variant, seen
@@ -230,7 +230,7 @@ class _Variant:
 
     @property
     def name(self) -> str:
-        """What it is called where findings are kept."""
+        """Its name among the findings."""
         return f"{_WHAT}, {self.kv or 'as asked'}, {self.way.describe()}{', unbatched' if self.unbatched else ''}"
 
     def of(self, loaded: LoadedModel) -> LoadedModel:
@@ -239,7 +239,7 @@ class _Variant:
 
 
 def _variants(loaded: LoadedModel) -> Iterator[_Variant]:
-    """The best first."""
+    """Yields the variants of a model, the best first."""
     usual = _Variant("", loaded.way, unbatched=loaded.unbatched)
     yield usual
     policy = loaded.spec.policy
@@ -257,14 +257,15 @@ def _variants(loaded: LoadedModel) -> Iterator[_Variant]:
 
 
 class _SelfTest:
-    """The sequences of a trial. Their tokens are drawn from the vocabulary, always the same ones.
+    """The sequences of a self-test. Their tokens are drawn from the vocabulary with a fixed seed.
 
-    What is found of a variant is kept at once: the next start goes on with the one after it, if the process ends.
+    The findings of each variant are stored at once. So if the process ends, the next start continues with the next
+    variant.
     """
 
     def __init__(self, loaded: LoadedModel, findings: Findings, pieces: Pieces) -> None:
         draw, vocabulary = random.Random(1).randrange, loaded.vocabulary_size
-        # The first ones are often special.
+        # The first ids of a vocabulary are often special tokens.
         first = min(256, vocabulary // 2)
         window = max((layer.window for layer in loaded.spec.layers if layer.window <= WINDOW_MAX), default=0)
         wanted = [*PROMPTS, *([window + PAST_WINDOW] if window + PAST_WINDOW > PROMPTS[-1] else [])]
@@ -277,7 +278,7 @@ class _SelfTest:
         self._own: Logits = {}
 
     def refusal(self, loaded: LoadedModel) -> str:
-        """Why the bare model is wrong by itself, as a sentence; empty if it is not."""
+        """Returns why the bare model itself is wrong, as a sentence; empty if it is not."""
         try:
             self._own = self._alone_with_own_caches(loaded)
         except MODEL_ERRORS as error:
@@ -287,7 +288,7 @@ class _SelfTest:
         return ""
 
     def _alone_with_own_caches(self, loaded: LoadedModel) -> Logits:
-        """What the bare model computes, as mlx-lm would: a prompt in one piece, then steps."""
+        """Returns what the bare model computes as mlx-lm runs it: a prompt in one call, then steps."""
         logits: Logits = {}
         for number, sequence in enumerate(self._sequences.sequences):
             script, prompt, caches = sequence.tokens, sequence.prompt, make_prompt_cache(loaded.model)
@@ -300,8 +301,8 @@ class _SelfTest:
         return logits
 
     def _in_one_piece(self, loaded: LoadedModel) -> Logits:
-        """What the bare model computes without a step. Some models' windows are one longer in prompts than in steps;
-        then either is right."""
+        """Returns what the bare model computes in a single call. Some models' windows are one token longer in prompts
+        than in steps; then both results are right."""
         logits: Logits = {}
         for number, sequence in enumerate(self._sequences.sequences):
             given, caches = (
@@ -315,7 +316,7 @@ class _SelfTest:
         return logits
 
     def faults(self, variant: _Variant, loaded: LoadedModel) -> Faults:
-        """What does not hold of a variant of a model in an engine."""
+        """Returns the faults of a variant of a model in an engine."""
         match self._findings.read(variant.name, _VERSION):
             case {"alone": str(alone), "together": str(together), "again": str(again)}:
                 return Faults(alone, together, again)
@@ -339,13 +340,13 @@ class _SelfTest:
         ):
             found.together = "one sequence's position changes what another one computes"
         if loaded.spec.reusable:
-            # The second sequence, and the one that goes past a window if there is one.
+            # The second sequence, and the one that exceeds a window if there is one.
             found.again = self._sequences.again(loaded, [1, *range(len(PROMPTS), len(self._sequences.sequences))])
         return found
 
 
 def _verdict(found: Any) -> Verdict | None:
-    """Returns what was kept of a self-test; None for nothing that can be read."""
+    """Returns a stored verdict of an earlier self-test; None if it cannot be read."""
     with suppress(TypeError, AttributeError):
         return Verdict(**{"unbatched" if name == "apart" else name: value for name, value in found.items()})
     return None
