@@ -1,5 +1,5 @@
-"""Whether a model computes the same in another way, as a trial at load asks: it runs, is changed, runs again, and both
-are compared. What does not agree is undone."""
+"""Tests whether a model computes the same after a change, for tests at load: the model runs, is changed, runs again,
+and both results are compared. If they do not agree, the change is undone."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..device.device import multiplies_exactly
 Logits = Sequence[mx.array]
 
 TOLERANCE, TOLERANCE_16 = 1e-4, 3e-2
-"""How far logits may differ, of their scale, in exact float32 and else: sums may be added in another order. A mask or a
-bias that is left out shows as much more."""
+"""How far logits may differ, relative to their scale, in exact float32 and otherwise: sums may be added in another
+order. If a mask or a bias is left out, the difference is much larger."""
 
 MODEL_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError)
-"""What models raise if they are called in a way that they are not made for."""
+"""What models raise if they are called in a way that they do not support."""
 
 
 def agree(expected: Logits, got: Logits, tolerance: float | None = None) -> bool:
-    """Whether all logits are close to those expected; both may have any shape, the same for a pair.
+    """Whether all logits are close to those expected. Arrays may have any shape, but both of a pair have the same.
 
     Args:
-        tolerance: of their scale; None for that of their dtype.
+        tolerance: relative to their scale; None for that of their dtype.
     """
     if tolerance is None:
         tolerance = TOLERANCE if multiplies_exactly(expected[0].dtype) else TOLERANCE_16
@@ -37,11 +37,11 @@ def agree(expected: Logits, got: Logits, tolerance: float | None = None) -> bool
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a trial showed.
+    """The result of a test.
 
     Attributes:
-        reason: why what was tried is not used; empty if it computed the same, or raised.
-        error: what the model raised, None for nothing. It may be another one's business: memory may have been short.
+        reason: why the change is not used; empty if the model computed the same, or raised.
+        error: what the model raised, None for nothing. The change need not be the cause: memory may have been short.
     """
 
     reason: str = ""
@@ -54,7 +54,7 @@ class Verdict:
 
 
 def unless_equal(reason: str, tolerance: float | None = None) -> Callable[[Logits, Logits], str]:
-    """Returns what gives this reason for logits that do not `agree`, and none for those that do."""
+    """Returns a function that returns this reason for logits that do not `agree`, and an empty one otherwise."""
     return lambda expected, got: "" if agree(expected, got, tolerance) else reason
 
 
@@ -64,11 +64,11 @@ def try_change(
     why_not: Callable[[Logits, Logits], str],
     change: Change = NO_CHANGE,
 ) -> Verdict:
-    """Runs a model, changes it, runs it again, and undoes the change unless there is no reason to.
+    """Runs a model, changes it, runs it again, and undoes the change if there is a reason to.
 
     Args:
-        before, after: return what it computes. If they run it in two ways, there is nothing to change.
-        why_not: given what both returned, says why the change is undone; empty if it stays.
+        before, after: run the model and return its logits. If they already run it in two ways, no change is needed.
+        why_not: given both results, returns why the change is undone; empty if it stays.
     """
     try:
         expected = before()

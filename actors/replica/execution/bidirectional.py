@@ -1,7 +1,7 @@
-"""Which tokens of a prompt attend to later ones, found by running a model as mlx-vlm does.
+"""Finds out which tokens of a prompt attend to later ones, by running a model as mlx-vlm does.
 
-Some models let the tokens of a picture attend to each other both ways, others all tokens of a prompt. What a token's KV
-is depends on later tokens then, so it is known only if a picture's tokens are computed together.
+In some models the tokens of a picture attend to each other in both directions, in others all tokens of a prompt do.
+Then a token's KV depends on later tokens, so all tokens of a picture must be computed in one chunk.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .findings import Findings
 from .pieces import IN_ONE_PIECE, Pieces
 
 SIDE = 224
-"""Pixels of the pictures with which a model is tried."""
+"""Width and height of the pictures with which a model is tested, in pixels."""
 
 _WHAT, _VERSION = "both_ways", 1
-"""Raised whenever it is found otherwise."""
+"""Increased whenever the search changes."""
 
 _BEHIND = (5, 6, 7)
-"""Tokens of text behind the picture."""
+"""Tokens of text after the picture."""
 
 
 class Bidirectional(Enum):
-    """Which tokens attend to later ones: `PICTURES` to those of the same picture, `PROMPTS` to others too if there is a
-    picture, and `TEXTS` also where there is none."""
+    """Which tokens attend to later ones. `PICTURES`: a picture's tokens, to tokens of the same picture. `PROMPTS`:
+    other tokens too, if there is a picture. `TEXTS`: other tokens even without a picture."""
 
     NONE = "none"
     PICTURES = "pictures"
@@ -56,15 +56,15 @@ def find_bidirectional(
     Args:
         model: as mlx-vlm loads it.
         language: makes the language part's caches.
-        findings: where it is kept.
-        pieces: the search ends one after each call of the language part.
+        findings: where the result is stored.
+        pieces: a piece ends after each call of the language part.
     """
     with suppress(ValueError):
         return Bidirectional(findings.read(_WHAT, _VERSION))
     try:
         found = _find(model, processor, language, pieces)
     except MODEL_ERRORS:
-        # It may want something that only its own loop gives it. Not kept: memory may have been short.
+        # The model may need something that only its own loop gives it. Not stored: memory may have been short.
         return Bidirectional.NONE
     findings.note(_WHAT, _VERSION, found.value)
     return found
@@ -86,10 +86,10 @@ def _find(model: Any, processor: PictureProcessor, language: Any, pieces: Pieces
 
 
 class _Prompt:
-    """A prompt that a model computes as in mlx-vlm's own loop, but for one embedding.
+    """A prompt that a model computes as in mlx-vlm's own loop, with one embedding changed.
 
     Args:
-        marked: the tokens as its encoder wants them.
+        marked: the tokens as its encoder needs them.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class _Prompt:
         self._given = given | {name: value for name, value in features.items() if value is not None}
         self._plain = self._logits(self._embeds)
         if not agree([self._plain], [self._logits(self._embeds)]):
-            raise ValueError("the model is not the same twice")
+            raise ValueError("the model gives different logits for the same input")
 
     def _logits(self, embeds: mx.array) -> mx.array:
-        # A new array: some models scale what they are given in place.
+        # A new array: some models scale their input in place.
         given = {**self._given, "inputs_embeds": embeds + 0, "cache": self._language.make_cache()}
         logits: mx.array = self._model.language_model(self._ids, **given).logits[0]
         mx.eval(logits)
@@ -120,13 +120,13 @@ class _Prompt:
         return logits
 
     def sees(self, place: int, later: int) -> bool:
-        """Whether the logits of the token at a place depend on the embedding of a later one."""
+        """Whether the logits of the token at `place` depend on the embedding of the token at `later`."""
         turned = mx.where(mx.arange(self._embeds.shape[1]) == later, -1, 1)[None, :, None].astype(self._embeds.dtype)
         return not agree([self._plain[place]], [self._logits(self._embeds * turned)[place]])
 
 
 def _as_long(value: Any, tokens: int) -> Any:
-    """Returns a processor's output for all tokens, if it has something for each of those that it made."""
+    """Returns a processor's output padded to all tokens, if it has an entry for each token that the processor made."""
     array = mx.array(np.array(value)) if isinstance(value, list | np.ndarray) else value
     if isinstance(array, mx.array) and array.shape == (1, tokens):
         return mx.pad(array, [(0, 0), (0, len(_BEHIND))])

@@ -1,10 +1,9 @@
 """A decode step as a recorded graph, for batches in which a kernel reads the KV of every layer.
 
 Python takes 2 to 3 ms to build the graph of a step with 30 layers, as long as a GPU takes to compute it. `mx.compile`
-records a graph for arrays of some shapes, and builds it again in a third of that time. So what changes from step to
-step are arrays: lengths, slots, and how sequences are divided among groups of threads. They are padded to size classes,
-    so
-that a batch meets few shapes while its sequences grow.
+records a graph for arrays of given shapes, and builds it again in a third of that time. So all that changes from step
+to step is passed as arrays: lengths, slots, and how sequences are divided among groups of threads. Arrays are padded to
+size classes, so that a batch needs few graphs while its sequences grow.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..kv.paged_cache import PagedKVCache
 from .deferral import Deferral
 
 GRAPHS_MAX = 32
-"""Recorded graphs that are kept: each has the binaries of its kernels, 50 KB a layer."""
+"""How many recorded graphs are kept. Each has the binaries of its kernels, 50 KB a layer."""
 
 
 @dataclass
@@ -50,7 +49,7 @@ class CompiledStep:
     """Decode steps of one model. Used on the engine's thread.
 
     Args:
-        deferral: what of the model is left to the kernel; None for nothing.
+        deferral: which operations of the model are left to the kernel; None for none.
     """
 
     def __init__(self, model: Any, deferral: Deferral | None = None) -> None:
@@ -60,12 +59,12 @@ class CompiledStep:
     def __call__(
         self, inputs: mx.array, caches: Sequence[PagedKVCache], extra: Mapping[str, mx.array]
     ) -> mx.array | None:
-        """Computes what the model does with a batch's next tokens, and counts them.
+        """Computes the logits of a batch's next tokens, and adds the tokens to the caches.
 
         Args:
             inputs: (sequences,), an integer dtype.
             caches: one a layer.
-            extra: what the model is given besides.
+            extra: the model's other inputs.
 
         Returns:
             (sequences, vocabulary), logits in the model's dtype; None, with nothing changed, if no sequence has a token

@@ -14,7 +14,7 @@ class DecodeWay:
     Attributes:
         compiled: whether steps are recorded (`compiled_step.py`).
         fused: whether recorded steps leave norms and rotations to the kernel (`deferral.py`).
-        reason: why not a faster way; empty if it is the fastest of this device, or was asked for.
+        reason: why no faster way is used; empty if it is the fastest of this device, or was asked for.
     """
 
     reads: Reads
@@ -24,7 +24,7 @@ class DecodeWay:
 
     @property
     def is_fallback(self) -> bool:
-        """Whether what this device is meant to do does not hold."""
+        """Whether a faster way of this device failed its test."""
         return self.reads is Reads.DEQUANTIZED and bool(self.reason)
 
     def describe(self) -> str:
@@ -34,4 +34,4 @@ class DecodeWay:
 
 
 DEQUANTIZED = DecodeWay(Reads.DEQUANTIZED)
-"""As prefill reads them, which makes both equal to the last bit."""
+"""Decode steps read blocks as prefill does, so both give equal results to the last bit."""

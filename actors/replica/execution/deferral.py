@@ -1,8 +1,9 @@
 """Leaves the norms and rotations of new queries and keys to the decode kernel, while a step is recorded.
 
-For that time stand-ins take the place of a model's modules: they return what they are given and note who they are. What
-a layer has noted until its attention is called is that layer's `HeadTransform`. A model that does these things in
-another order, or more in between, cannot be recorded so; `decode_ways.py` compares results besides.
+During the recording, stand-ins replace these modules of a model: they return their input and note that they were
+called. What a layer has noted when its attention is called is that layer's `HeadTransform`. If a model calls these
+modules in another order, or does more between them, it cannot be recorded this way. `decode_ways.py` also compares the
+results.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from ..kernels.head_transform import HeadTransform, Norm, Rotation
 
 
 class CannotDefer(RuntimeError):
-    """The model does something else with queries and keys than the kernel can do."""
+    """The model does something with queries and keys that the kernel cannot do."""
 
 
 @dataclass
 class _Noted:
-    """What has been called since the last attention, and with how many channels a head."""
+    """The modules that were called since the last attention, and their channels per head."""
 
     norms: dict[str, Norm] = field(default_factory=dict)
     rotations: list[Rotation] = field(default_factory=list)
@@ -69,10 +70,10 @@ class Deferral:
         def call(x: mx.array) -> mx.array:
             noted = self._noted
             if x.ndim != 4:
-                # Of all heads together.
+                # A norm over all heads together.
                 return norm.module(x)
             if whose in noted.norms or noted.rotations:
-                raise CannotDefer("a norm comes at another time")
+                raise CannotDefer("a norm is called at another time")
             noted.norms[whose] = norm
             noted.dims.add(x.shape[-1])
             return x
@@ -84,7 +85,7 @@ class Deferral:
             noted = self._noted
             others = any(before is not rotation for before in noted.rotations)
             if offset is not self._offset or more or others or len(noted.rotations) == 2:
-                raise CannotDefer("a rotation is another one for queries than for keys, or not by the token's position")
+                raise CannotDefer("a rotation differs between queries and keys, or is not by the token's position")
             noted.rotations.append(rotation)
             noted.dims.add(x.shape[-1])
             return x
@@ -106,13 +107,13 @@ class Deferral:
             self._offset = None
 
     def take(self, dim: int) -> HeadTransform:
-        """Returns what the layer whose attention is called now has left, and begins the next one.
+        """Returns what the layer whose attention is called now has left to the kernel, and begins the next layer.
 
         Args:
-            dim: channels of its queries and keys, a head.
+            dim: channels per head of its queries and keys.
 
         Raises:
-            CannotDefer: it is not to be done with whole queries and whole keys.
+            CannotDefer: only a part of the queries or keys is rotated or normed.
         """
         noted, self._noted = self._noted, _Noted()
         if len(noted.rotations) == 1 or not noted.dims <= {dim}:

@@ -1,6 +1,6 @@
-"""How far a model's next-token distributions are apart under two kinds of caches that read the same tokens.
+"""Measures how much a model's next-token distributions differ between kinds of caches that read the same tokens.
 
-All caches read in lockstep, a piece at a time: logits of a large vocabulary take much memory.
+All caches read in lockstep, a piece at a time, because the logits of a large vocabulary take much memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .pieces import IN_ONE_PIECE, Pieces
 
 CHUNK_TOKENS = 512
 SCORED_TOKENS = 64
-"""Read at once if logits are needed."""
+"""Tokens that are read at once if their logits are needed."""
 
 NewCaches = Callable[[], list[Any]]
 Span = tuple[int, int]
@@ -28,10 +28,10 @@ class Scores:
     """Scores of a span's positions, each an array `(positions,)`.
 
     Attributes:
-        kl: KL(reference || other) in nats, float32; NaN where a distribution is none.
-        same: whether both have the same likeliest token, bool; false where `kl` is NaN.
-        loss: of the token that stands next under the other, in nats, float32; NaN where the text ends.
-        reference_loss: the same under the reference.
+        kl: KL(reference || other) in nats, float32; NaN if one of the two is not a distribution.
+        same: whether both have the same likeliest token, bool; false if `kl` is NaN.
+        loss: the loss of the text's next token with the other caches, in nats, float32; NaN at the text's end.
+        reference_loss: the same with the reference caches.
     """
 
     kl: np.ndarray
@@ -59,12 +59,12 @@ def logits_of(
         while at < stop:
             yield read(model, tokens[at : min(at + scored_tokens, stop)], caches, work)
             at = min(at + scored_tokens, stop)
-    # MLX would keep the buffers of these shapes.
+    # Otherwise MLX would cache buffers of these sizes.
     mx.clear_cache()
 
 
 def read(model: Any, tokens: Sequence[int], caches: list[Any], work: Pieces = IN_ONE_PIECE) -> mx.array:
-    """Reads further tokens of a sequence, and returns their logits, `(tokens, vocabulary)`, not computed yet. Each
+    """Reads the next tokens of a sequence, and returns their logits, `(tokens, vocabulary)`, not evaluated yet. Each
     layer is a piece of `work`."""
     # Lazy: the output layer is computed only if the logits are used.
     logits: mx.array = model(mx.array([list(tokens)]), cache=caches)[0]
@@ -86,8 +86,8 @@ def compare(
     """Compares the next-token distributions under other caches with those under `reference`'s.
 
     Args:
-        scored_tokens: of a piece.
-        enough: given how many positions are scored, after every piece; whether to leave out those that follow.
+        scored_tokens: the tokens of a piece.
+        enough: called after every piece with the number of scored positions; returns whether to skip the rest.
         work: ends a piece after each layer of what is read, and after each comparison.
 
     Returns:
@@ -135,6 +135,6 @@ def _scores(own: mx.array, other: mx.array, follow: np.ndarray) -> Scores:
     taken = mx.array(np.maximum(follow, 0))[:, None]
     losses = [-as_numpy(mx.take_along_axis(each, taken, axis=-1)[:, 0]) for each in (other, own)]
     losses = [np.where(follow >= 0, loss, np.nan).astype(np.float32) for loss in losses]
-    # A GPU's argmax may pass over what is no number.
+    # A GPU's argmax may ignore NaN.
     same = as_numpy(mx.argmax(own, -1) == mx.argmax(other, -1)) & ~np.isnan(kl)
     return Scores(kl, same, *losses)

@@ -1,15 +1,14 @@
 """The MLX side of a replica: sequences' caches, prefill chunks, and the batched decode step. No policy.
 
-Everything here runs on one thread, because a lazy MLX array can be evaluated only on the thread that made it. What
-computes or waits may raise `DeviceFailed`; then `reset` is to follow.
+Everything here runs on one thread, because a lazy MLX array can be evaluated only on the thread that made it. Methods
+that compute or wait may raise `DeviceFailed`; then `reset` must follow.
 
 Decode steps are pipelined: `step` launches the computation of token t+1 of every sequence, then returns token t, which
-    is
-ready. So the Python work between two steps overlaps with the device's. If sequences have grammars, their masks are made
-of token t between the launch of the model and that of sampling. A sequence that is alone, and whose grammar leaves it
-no choice for several tokens, gets these in one step; its words are the same. The first input of a sequence that joins
-is the last token of its prompt. Joins and leaves take effect together at the next step, because each copies the whole
-batch.
+is ready. So the Python work between two steps overlaps with the device's. If sequences have grammars, their masks are
+computed from token t between the launch of the model and that of sampling. If a sequence is alone and its grammar
+allows only one choice for several tokens, it gets these tokens in one step; the answer is the same. The first input of
+a sequence that joins is the last token of its prompt. Joins and leaves take effect together at the next step, because
+each copies the whole batch.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ from .vision import SequencePart, SequencePictures
 CLEAR_EVERY_STEPS = 512
 STACKED_SPANS_MAX = 16
 PADDING_MAX = 2.0
-"""How many times its tokens a padded batch of prompts may have."""
+"""A padded batch of prompts may have at most this many times its real tokens."""
 
 SHAPE_TOKENS = 64
-"""Batches of prompts are padded to a `size_class` of this."""
+"""Batches of prompts are padded to a `size_class` of units of this many tokens."""
 
 FORCED_MAX = 8
-"""Tokens of one step: so many cost a device little more than one."""
+"""The most tokens that one step may compute for a sequence: so many cost a device little more than one."""
 
 FORCED_HISTORY_MAX = 4096
-"""Tokens before them, for each token that is spared a step: a chunk unpacks a sequence's blocks, where a step reads
-them in place."""
+"""The most tokens of history for each step that is saved: a chunk unpacks a sequence's blocks, but a step reads them in
+place."""
 
 CLEAR_EVERY_TOKENS = 8192
 """Prefilled tokens after which MLX's cache of freed buffers is emptied; decoding cannot use many of them."""
@@ -73,7 +72,7 @@ class Ready:
 
     @property
     def failure(self) -> str:
-        """Why the token is meaningless, "" if it is not."""
+        """Why the token is meaningless; empty if it is valid."""
         return self.grammar_error if self.sound else "the model's output is not a number"
 
 
@@ -85,14 +84,14 @@ def padded_tokens(longest: int) -> int:
 class BatchExecutor:
     """The sequences in prefill and the batch of decoding sequences. Used by the engine.
 
-    With `batched_prefill` prompts run as padded batches, even a single one: a short prompt alone leaves a GPU idle, and
-    without a mask array cuDNN makes a plan for every new length. A CPU gains nothing from it, and mlx-lm's Mamba layers
-    would take the padding into their state.
+    With `batched_prefill` prompts run as padded batches, even a single prompt: a short prompt alone leaves a GPU idle,
+    and without a mask array cuDNN makes a plan for every new length. A CPU gains nothing from it, and mlx-lm's Mamba
+    layers would take the padding into their state.
 
     Attributes:
-        workspace_bytes: the most that a prefill has needed for a moment, beyond what it left.
-        make_sampler: makes the `BatchSampler` of a batch, or what trials put in its place.
-        pieces: where others are served between two layers of a prompt, as in trials.
+        workspace_bytes: the most temporary memory that a prefill has needed.
+        make_sampler: makes the `BatchSampler` of a batch; self-tests replace it.
+        pieces: a piece ends after each layer of a prompt, so that requests are served during self-tests.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -102,14 +101,14 @@ class BatchExecutor:
         batched = self._on_gpu and loaded.spec.reusable and not loaded.spec.recurrent
         self.batched_prefill = batched and not loaded.unbatched
         pool = loaded.pool
-        # CUDA runs evaluations one after the other, whatever they read and write.
+        # CUDA runs evaluations one after another anyway.
         self._settles = pool is not None and not (pool.kernels and mx.cuda.is_available())
-        # On Metal MLX does not know of what kernels write into arrays that they read.
+        # On Metal MLX does not know that kernels write into arrays that they read.
         self._settles_always = self._settles and pool is not None and pool.kernels
         self._compiled = (
             CompiledStep(self._model, loaded.deferral) if loaded.way.compiled and not loaded.unbatched else None
         )
-        # Sequences before they decode; `_sequences` are those of the batch.
+        # Sequences that do not decode yet; `_sequences` are those of the batch.
         self._coming: dict[str, ExecutorSequence] = {}
         self._leaving: set[str] = set()
         self._since_clear = 0
@@ -145,8 +144,8 @@ class BatchExecutor:
         """Computes the KV of some sequences' next tokens, (sequence id, tokens) each.
 
         Raises:
-            Exception: whatever the model raises. `length` tells which sequences are done. The others may be tried
-                again; a sequence whose caches were being changed fails again.
+            Exception: whatever the model raises. `length` tells which sequences are done. The others may be prefilled
+                again; if the caches of one were being changed, it fails again.
         """
         sequences = [(self._coming[sequence_id], tokens) for sequence_id, tokens in work]
         self._settle()
@@ -189,7 +188,7 @@ class BatchExecutor:
 
     @staticmethod
     def _count_together(sequences: Sequence[tuple[ExecutorSequence, Sequence[int]]]) -> int:
-        """Returns how many of these sequences, from the first on, are the next batch: as many as have little
+        """Returns how many of these sequences, from the first on, form the next batch: as many as need little
         padding."""
         lengths = [len(tokens) for _, tokens in sequences]
         held = [sequence.length for sequence, _ in sequences]
@@ -220,7 +219,7 @@ class BatchExecutor:
             cache.finalize()
         kv_cache.set_bidirectional(caches, [])
         self._evaluate(caches)
-        # Sequences prefilled together mostly join the batch together, and extracting a sequence costs two copies a
+        # Sequences that are prefilled together mostly join the batch together, and extracting one costs two copies a
         # layer.
         together = Together(
             caches, {sequence.sequence_id: index for index, (sequence, _) in enumerate(sequences)}, len(sequences)
@@ -241,7 +240,7 @@ class BatchExecutor:
         Args:
             tokens: all tokens of the sequence; the last one is its first input.
             drawn: how many of them were generated (before a preemption, or on a replica that was lost).
-            grammar: what the sequence follows, at any earlier state of it; None for nothing.
+            grammar: the sequence's grammar, at any earlier state; None for none.
         """
         # Sequences join in this order.
         sequence = self._coming[sequence_id] = self._coming.pop(sequence_id)
@@ -332,7 +331,7 @@ class BatchExecutor:
         if not isinstance(inputs, mx.array):
             (sequence,) = self._sequences
             if self._settles_always:
-                # The step in flight writes into the open blocks that are read here.
+                # The step in flight still writes into the open blocks that are read here.
                 mx.synchronize()
             extra = self._inputs_besides([SequencePart(inputs, sequence.length, sequence.pictures)], len(inputs))
             return self._model(mx.array([inputs], mx.uint32), cache=caches, **extra)[:, -1, :]
@@ -345,14 +344,14 @@ class BatchExecutor:
         return self._model(inputs[:, None], cache=caches, **extra)[:, -1, :] if logits is None else logits
 
     def _forced_after(self, length: int, mask: np.ndarray) -> Sequence[int]:
-        """Returns the tokens that follow the first `length` of the only sequence, whose next one `mask`, `(words,)
-        uint32`, limits; () if they are no two, or cannot come together."""
+        """Returns the only possible tokens after the first `length` of the only sequence; () if there are fewer than
+        two, or if one step cannot compute them. `mask`, `(words,) uint32`, limits the first of them."""
         (sequence,) = self._sequences
         # The step that fills a block has one token.
         most = min(FORCED_MAX, sequence.tokens_max - length, BLOCK_TOKENS - 1 - length % BLOCK_TOKENS)
         caches = self._caches
         paged = not isinstance(caches, UnbatchedSequences) and all(isinstance(cache, PagedKVCache) for cache in caches)
-        # CUDA would make a plan for every length, or compute them padded.
+        # CUDA would make a plan for every number of tokens, or compute them padded.
         if sequence.grammar is None or not paged or mx.cuda.is_available() or not self._sampler.can_pass():
             return ()
         found = list(takewhile(lambda token: token not in sequence.ends, sequence.grammar.forced(mask, most)))
@@ -370,20 +369,20 @@ class BatchExecutor:
         )
 
     def _masks(self, inputs: mx.array | Sequence[int], logits: mx.array) -> SequenceMasks | None:
-        """Reads the inputs, as for `_logits`, for the sequences with grammars, while the model computes `logits` of
-        them; returns what these sequences may draw next."""
+        """Returns which tokens the sequences with grammars may draw next. Reads the inputs, which are as for `_logits`,
+        while the model computes their `logits`."""
         if not any(sequence.grammar is not None for sequence in self._sequences):
             return None
         mx.async_eval(logits)
-        bound = [
+        constrained = [
             (index, sequence.grammar) for index, sequence in enumerate(self._sequences) if sequence.grammar is not None
         ]
         tokens = [[token] for token in inputs.tolist()] if isinstance(inputs, mx.array) else [inputs]  # type: ignore[union-attr]
-        for index, grammar in bound:
+        for index, grammar in constrained:
             if self._sequences[index].fed:
                 for token in tokens[index]:
                     grammar.follow(token)
-        masks = self._make_masks(bound)
+        masks = self._make_masks(constrained)
         if masks is not None and len(self._sequences) == 1:
             self._forced = self._forced_after(self._sequences[0].length + len(tokens[0]), masks.words[0])
         return masks
@@ -395,12 +394,13 @@ class BatchExecutor:
 
     @property
     def leaving(self) -> int:
-        """Sequences that have left, but whose KV is here until the next step."""
+        """How many sequences have left whose KV stays here until the next step."""
         return len(self._leaving)
 
     @on_device()
     def give_back(self, bytes_max: int) -> None:
-        """Shrinks the pool to `bytes_max` bytes or to what is held; blocks get other slots. Only between two steps."""
+        """Shrinks the pool to `bytes_max` bytes, or to the slots that are held; blocks may get other slots. Only
+        between two steps."""
         pool = self._loaded.pool
         if pool is None:
             return
@@ -408,7 +408,7 @@ class BatchExecutor:
         pool.shrink(bytes_max)
 
     def _settle(self) -> None:
-        """Waits for the step in flight before blocks are written: MLX would copy arrays that it still reads."""
+        """Waits for the step in flight before blocks are written: MLX would copy arrays that the step still reads."""
         if self._settles:
             mx.synchronize()
 
@@ -422,7 +422,7 @@ class BatchExecutor:
             kv_cache.seal_filled(self._caches)
         mx.async_eval(self._pool_arrays())
         if self._settles_always:
-            # The next step writes into what is sealed here.
+            # The next step writes into the arrays from which blocks are sealed here.
             mx.synchronize()
 
     def _pool_arrays(self) -> list[mx.array]:
@@ -443,12 +443,12 @@ class BatchExecutor:
 
     @on_device()
     def cut(self, sequence_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab | PooledBlock]:
-        """Returns a sequence's KV for spans [start, stop) of its tokens: blocks in the pool as they are, else
+        """Returns a sequence's KV for spans [start, stop) of its tokens: blocks in the pool as they are, all else as
         copies."""
         if self._settles_always:
             mx.synchronize()
         spec, length = self._loaded.spec, self.length(sequence_id)
-        # Stacks copy all sequences of a span and stay until the next step, so they are for a few spans only.
+        # Stacks copy a span of all sequences and stay until the next step, so they are used for few spans only.
         stacks = self._on_gpu and len(spans) <= STACKED_SPANS_MAX
         single, caches = self._coming.get(sequence_id), self._caches
         if single is None and isinstance(caches, UnbatchedSequences):
@@ -469,7 +469,7 @@ class BatchExecutor:
 
     @on_device()
     def adopt(self, records: Records) -> list[PooledBlock]:
-        """Blocks that come from the disk, put into the pool, which the model must have.
+        """Puts blocks from the disk into the pool, which the model must have.
 
         Raises:
             ValueError: as `into_pool`.
@@ -482,7 +482,7 @@ class BatchExecutor:
 
     @on_device()
     def copied(self, kept: Slab | PooledBlock) -> Slab:
-        """A block as the disk takes it; its arrays are being computed."""
+        """Returns a copy of a block for the disk; its arrays are being computed."""
         if isinstance(kept, Slab):
             return kept
         assert self._loaded.pool is not None
@@ -519,7 +519,7 @@ class BatchExecutor:
         self._stacks = Stacks()
         self._inputs: mx.array | None = None
         self._draw: tuple[Draw, list[str]] | None = None
-        # The next tokens of a sequence that is alone, two at least, if they are known: the first is its input.
+        # The next tokens of the only sequence, at least two, if its grammar allows no others; the first is its input.
         self._forced: Sequence[int] = ()
         self._sampler = self.make_sampler()
 

@@ -1,7 +1,7 @@
-"""What was found of models at earlier loads, in a file of the home, so that later ones need not find it again.
+"""What tests of models found at earlier loads, in a file of the home, so that later loads need not test again.
 
-A finding belongs to a model as it computes, which includes its files and the libraries' versions (`model_id.py`), to
-the device, to Satchel's version, and to a version of the question.
+A finding belongs to a model id, which includes the files and the libraries' versions (`model_id.py`), to the device, to
+Satchel's version, and to a version of the test.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..device.device import device_name
 
 
 class Findings:
-    """What was found of one model on this device.
+    """The findings about one model on this device.
 
     Args:
-        path: the file, JSON by key; None for nowhere.
-        model_id: 32 bytes that change whenever the model computes otherwise.
+        path: the file, JSON by key; None for no file.
+        model_id: 32 bytes that change whenever the model computes differently.
     """
 
     def __init__(self, path: Path | None, model_id: bytes) -> None:
@@ -34,12 +34,12 @@ class Findings:
 
         Args:
             what: its name.
-            version: raised whenever it is found otherwise.
+            version: increased whenever the test changes.
         """
         return _entries(self._path).get(self._key(what, version))
 
     def note(self, what: str, version: int, found: Any) -> None:
-        """Keeps what was found, a JSON value. A file that cannot be written is no error: it is found again then."""
+        """Stores a finding, a JSON value. If the file cannot be written, that is no error: the test runs again."""
         if self._path is None:
             return
         with suppress(ClusterError):
@@ -58,4 +58,4 @@ def _entries(path: Path | None) -> dict[str, Any]:
 
 
 NOWHERE = Findings(None, b"")
-"""Nothing is known, and nothing is kept."""
+"""Findings without a file: nothing is known, and nothing is stored."""

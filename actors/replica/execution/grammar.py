@@ -1,9 +1,9 @@
-"""Sequences that follow a grammar: where each is in it, and the masks of the tokens that may come next.
+"""Constrained decoding: where each sequence is in its grammar, and the masks of the tokens that may come next.
 
-A mask for the next token needs the token before it. So a step launches the model first, which needs only that token
-too, and makes the masks beside it; only sampling waits for them. Sequences without a grammar have no part in this.
+A mask for the next token needs the token before it. The model needs only that token too, so a step launches the model
+first and makes the masks in parallel; only sampling waits for them. Sequences without a grammar are not affected.
 
-Where a grammar leaves one token only, several times after one another, a sequence that is alone is fed these together.
+If a grammar allows only one token several times in a row, a sequence that is alone gets these tokens in one step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import numpy as np
 from ...model_files.grammar_compiler import GrammarCompiler, load_compiler
 from .loaded_model import LoadedModel
 
-PARALLEL_ROWS_MIN = 8
-"""From so many sequences on their masks are made on several threads. A mask takes about 0.1 ms, and to wake threads up
-takes
-2 ms on two busy cores."""
+PARALLEL_SEQUENCES_MIN = 8
+"""With at least this many sequences, their masks are made on several threads. A mask takes about 0.1 ms, but waking
+threads takes 2 ms on two busy cores."""
 
 _TOO_COMPLEX = "the grammar has become too complex to follow"
 
@@ -34,8 +33,8 @@ class SequenceGrammar:
         tokens: how many tokens a mask has bits for.
 
     Attributes:
-        error: why the grammar can be followed no further, "" if it can. The next token is not bound then.
-        failure: the `error` at the time when the token that was followed last was drawn: it is meaningless.
+        error: why the grammar cannot be followed any further, or "". If set, the next token is not constrained.
+        failure: the `error` at the time when the last followed token was drawn. If set, that token is meaningless.
     """
 
     def __init__(self, matcher: Any, tokens: int) -> None:
@@ -46,8 +45,8 @@ class SequenceGrammar:
         self._followed: list[int] = []
 
     def resume(self, generated: Sequence[int]) -> None:
-        """Goes to the state after all tokens generated so far, when the sequence joins a batch: for the first time,
-        again after a preemption, or on another replica."""
+        """Goes to the state after all tokens generated so far. Called when the sequence joins a batch: for the first
+        time, again after a preemption, or on another replica."""
         known = len(self._followed)
         if self._followed != list(generated[:known]):
             self.matcher.reset()
@@ -57,19 +56,19 @@ class SequenceGrammar:
         self.failure = ""
 
     def follow(self, token: int) -> None:
-        """Goes on by the token that was drawn last."""
+        """Advances by the token that was drawn last."""
         self.failure = self.error
         self._follow(token)
 
     def _follow(self, token: int) -> None:
         self._followed.append(token)
-        # After the end of the text a matcher takes end tokens only, and the sequence leaves.
+        # After the end of the text a matcher accepts only end tokens, and the sequence ends.
         if not self.error and not self.matcher.consume_token(token) and self.matcher.is_error():
             self.error = _TOO_COMPLEX
 
     def forced(self, mask: np.ndarray, most: int) -> list[int]:
-        """Returns the next tokens as far as each is the only one that the grammar allows, `most` at most. `mask`,
-        `(words,)`, is that of the first."""
+        """Returns the next tokens for as long as the grammar allows only one each time, at most `most`. `mask`,
+        `(words,)`, is the mask of the first."""
         matcher, words, found = None, mask, list[int]()
         while len(found) < most and (token := _only(words)) is not None:
             if matcher is None:
@@ -81,8 +80,8 @@ class SequenceGrammar:
         return found
 
     def check(self, mask: np.ndarray) -> None:
-        """Notes what went wrong while the sequence's `mask`, `(words,) int32`, was made, and frees the sequence
-        then."""
+        """Notes an error that was met while the sequence's `mask`, `(words,) int32`, was made; then the sequence is no
+        longer constrained."""
         if self.matcher.is_error():
             self.error = _TOO_COMPLEX
         elif not mask.any():
@@ -92,7 +91,7 @@ class SequenceGrammar:
 
 
 def _only(mask: np.ndarray) -> int | None:
-    """Returns the only token of a mask, None if there are several."""
+    """Returns the only token of a mask; None if there are several."""
     places = np.flatnonzero(mask)
     if len(places) != 1:
         return None
@@ -120,25 +119,27 @@ class MaskMaker:
         self._threads: Any = None
 
     def __call__(self, sequences: Iterable[tuple[int, SequenceGrammar]]) -> SequenceMasks | None:
-        """Returns the masks of sequences, (index in the batch, its grammar) each; None if no sequence is bound. Other
-        Python threads run meanwhile."""
-        bound = [(index, grammar) for index, grammar in sequences if not grammar.error]
-        if not bound:
+        """Returns the masks of sequences, each given as (index in the batch, its grammar); None if no sequence is
+        constrained. Releases Python's lock, so that other threads run."""
+        constrained = [(index, grammar) for index, grammar in sequences if not grammar.error]
+        if not constrained:
             return None
-        masks = np.zeros((len(bound), bound[0][1].words), dtype=np.int32)
-        if len(bound) < PARALLEL_ROWS_MIN:
-            for mask, (_, grammar) in zip(masks, bound, strict=True):
+        masks = np.zeros((len(constrained), constrained[0][1].words), dtype=np.int32)
+        if len(constrained) < PARALLEL_SEQUENCES_MIN:
+            for mask, (_, grammar) in zip(masks, constrained, strict=True):
                 grammar.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         else:
             if self._threads is None:
                 from llguidance import LLExecutor
 
                 self._threads = LLExecutor()
-            matchers = [(grammar.matcher, place) for place, (_, grammar) in enumerate(bound)]
-            self._threads.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.nbytes // len(bound), len(bound))
-        for mask, (_, grammar) in zip(masks, bound, strict=True):
+            matchers = [(grammar.matcher, place) for place, (_, grammar) in enumerate(constrained)]
+            self._threads.unsafe_compute_mask_ptr(
+                matchers, masks.ctypes.data, masks.nbytes // len(constrained), len(constrained)
+            )
+        for mask, (_, grammar) in zip(masks, constrained, strict=True):
             grammar.check(mask)
-        return SequenceMasks([index for index, _ in bound], masks.view(np.uint32))
+        return SequenceMasks([index for index, _ in constrained], masks.view(np.uint32))
 
 
 class Grammars:

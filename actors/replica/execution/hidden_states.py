@@ -1,8 +1,8 @@
-"""The part of a model that gives hidden states: what comes after the final norm, before the output layer.
+"""Finds the part of a model that gives hidden states: all up to the final norm, without the output layer.
 
-It is not told by the names of families. Every module with a list of layers is tried as that part, and so is the model
-with nothing in its output layer's place; every module with a row for each token of the vocabulary is tried as the
-output layer. If the one's output through the other agrees with the model's own logits, these are the two.
+Names of model families are not used. Candidates for that part are all modules with a list of layers, and the model
+without its output layer. Candidates for the output layer are all modules with a row for each token of the vocabulary.
+If the part's output, put through the output layer, agrees with the model's own logits, the two are found.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from .findings import NOWHERE, Findings
 from .pieces import IN_ONE_PIECE, Pieces
 
 DEPTH_MAX = 3
-"""How deep in a model the part is searched."""
+"""How deep in a model's modules the part is searched for."""
 
 _LENGTHS = (7, 4)
-"""Tokens of the texts with which it is searched: the shorter one is padded, the longer one cut in chunks."""
+"""Tokens of the texts that the search runs: the shorter one is padded, the longer one is cut into chunks."""
 _CHUNK = 3
 
 _WHAT, _VERSION = "hidden_states", 1
-"""Raised whenever they are searched otherwise."""
+"""Increased whenever the search changes."""
 
 _NOT_FOUND = "no part of the model gives hidden states from which its output layer makes its logits"
 
 Layer = Callable[[mx.array], mx.array]
 Places = Callable[[mx.array, int], dict[str, mx.array]]
-"""Returns a model's further inputs for tokens `(sequences, tokens)`, of which the first has that index in its text."""
+"""Returns a model's other inputs for tokens `(sequences, tokens)`, given the index of the first token in its text."""
 
 
 class Match(Enum):
-    """How logits agree with others: they are equal, or rise and fall with them, as where a model caps or scales its
+    """How logits agree with others: they are equal, or only in the same order, as if a model caps or scales its
     own."""
 
     NONE = 0
@@ -56,7 +56,8 @@ class HiddenStates:
 
     Attributes:
         dimensions: of a hidden state.
-        batched: whether padded batches need no caches; otherwise a text is computed alone, through caches.
+        batched: whether padded batches can be computed without caches; if not, each text is computed alone, with
+            caches.
         exact: whether `head` gives the model's own logits.
         spec: of plain caches.
     """
@@ -84,7 +85,7 @@ class HiddenStates:
         return _states(self._part, self._places, tokens, caches, start)
 
     def cache_bytes(self, tokens: int) -> int:
-        """Returns what the caches of a text take."""
+        """Returns how many bytes the caches of a text take."""
         return self.spec.bytes_per_sequence + tokens * self.spec.bytes_per_token
 
 
@@ -98,16 +99,16 @@ def find_hidden_states(
     findings: Findings = NOWHERE,
     pieces: Pieces = IN_ONE_PIECE,
 ) -> HiddenStates:
-    """Searches a loaded model, for which a few tokens run through it, or takes what an earlier load found.
+    """Searches a loaded model by running a few tokens through it, or takes what an earlier load found.
 
     Args:
-        model: what is called with tokens and caches and returns logits, as mlx-lm's models are.
-        root: has the modules.
+        model: called with tokens and caches, returns logits, as mlx-lm's models do.
+        root: the module whose parts are searched.
         vocabulary: how many logits a token has.
-        places: further inputs that the part may take; None for none.
-        spec: of plain caches, without which what was found earlier is not taken.
-        findings: of this model, whatever policy it has.
-        pieces: the search ends one after each call of the model.
+        places: other inputs that the part may take; None for none.
+        spec: the spec of plain caches; without it earlier findings are not used.
+        findings: of this model, for any KV policy.
+        pieces: a piece ends after each call of the model.
 
     Raises:
         ValueError: no part of the model agrees with it.
@@ -141,8 +142,8 @@ def find_hidden_states(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """What may give hidden states: a part of the model, its further inputs, and an output layer. `which` names them in
-    any process."""
+    """A possible source of hidden states: a part of the model, its other inputs, and an output layer. `which` is a name
+    for them that is the same in every process."""
 
     which: str
     part: nn.Module
@@ -160,7 +161,7 @@ def _candidates(root: nn.Module, vocabulary: int, places: Places | None) -> Iter
 
 
 def _known(found: Any, model: Any, spec: ModelCacheSpec, candidates: Iterator[_Candidate]) -> HiddenStates | None:
-    """Reads what an earlier load found; None if that says nothing here."""
+    """Returns what an earlier load found; None if it does not apply here."""
     match found:
         case {"which": str(which), "dimensions": int(dimensions), "batched": bool(batched), "exact": bool(exact)}:
             for each in candidates:
@@ -182,7 +183,7 @@ def _is_list(child: Any) -> bool:
 
 
 def _heads(root: nn.Module, vocabulary: int) -> Iterator[tuple[str, Layer]]:
-    """Yields the modules that may be the output layer, by name. One that embeds tokens may be both."""
+    """Yields the modules that may be the output layer, by name. The embedding of tokens may be it too."""
     for name, module in root.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, mx.array) and weight.ndim == 2 and weight.shape[0] == vocabulary:
@@ -190,7 +191,7 @@ def _heads(root: nn.Module, vocabulary: int) -> Iterator[tuple[str, Layer]]:
 
 
 def _headless(root: nn.Module, heads: dict[str, Layer]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the model with nothing in the place of an output layer, by what it lacks; it shares its weights."""
+    """Yields the model without one of its output layers, by that layer's name; weights are shared with the model."""
     for name in heads:
         if name in root.children():
             part = copy.copy(root)
@@ -210,7 +211,8 @@ def _states(part: Callable[..., Any], places: Places, tokens: mx.array, caches: 
 def _tried(
     model: Any, candidate: _Candidate, texts: list[list[int]], expected: list[mx.array], pieces: Pieces
 ) -> HiddenStates | None:
-    """Returns how hidden states are computed with a part and a head; None if they do not agree with the model."""
+    """Returns hidden states computed with a candidate's part and output layer; None if these do not agree with the
+    model."""
     part, places, head = candidate.part, candidate.places, candidate.head
     try:
         chunked, spec = _in_chunks(model, part, places, texts[0], pieces)

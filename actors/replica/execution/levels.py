@@ -1,6 +1,6 @@
-"""Levels: what a picture adds to the hidden states behind the language part's first layers, as DeepStack does.
+"""Levels: what a picture adds to the hidden states after the language part's first layers, as in DeepStack.
 
-Models of mlx-vlm have it in three forms: an array a level for the masked tokens, the same with their mask, and one
+mlx-vlm's models have levels in three forms: one array per level for the masked tokens, the same with a mask, and one
 array for all tokens and levels.
 """
 
@@ -33,7 +33,7 @@ def _is_dense(levels: Any) -> bool:
 
 
 def has_dense_levels(model: Any) -> bool:
-    """Whether a model of mlx-vlm wants its levels in one array."""
+    """Whether a model of mlx-vlm takes its levels in one array."""
     try:
         return _is_dense(model.get_input_embeddings(mx.array([[0, 0]]), None).deepstack_visual_embeds)
     except MODEL_ERRORS:

@@ -21,7 +21,7 @@ from .hidden_states import HiddenStates
 from .vision import Vision
 
 IN_CONFIG = "set in the config"
-"""Why KV is kept as it is, where it is kept as it was asked for."""
+"""The reason for a KV policy that the config names."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        context_tokens: bounds prompt and answer together.
+        context_tokens: the limit for prompt and answer together.
         weights: as in `prepare_weights`.
-        multiplying: with what a CPU multiplies; empty for a GPU.
-        kv_why: why KV is kept as it is.
-        pool: has the sealed blocks of all its sequences; None if nothing is sealed.
-        way: how decode steps read them.
-        unbatched: whether they compute sequence by sequence.
-        vision: encodes pictures; None for a model of text.
-        blind: why one that could see does not; empty for others.
-        stills: why one is shown videos as single pictures that could take more; empty for others.
-        hidden: computes hidden states, or is why nothing does.
-        sentences: what becomes of them.
+        multiplying: what multiplies matrices on a CPU; empty for a GPU.
+        kv_why: the reason for the KV policy.
+        pool: has the sealed blocks of all sequences; None if nothing is sealed.
+        way: how decode steps read sealed blocks.
+        unbatched: whether decode steps compute sequence by sequence.
+        vision: encodes pictures; None for a text model.
+        blind: why a vision model gets no pictures; empty for other models.
+        stills: why a model that supports videos gets them as single pictures; empty for other models.
+        hidden: computes hidden states, or says why that is not possible.
+        sentences: how hidden states become embeddings.
     """
 
     model: Any
@@ -70,7 +70,7 @@ class LoadedModel:
 
     @property
     def embedding(self) -> EmbeddingInfo:
-        """How it embeds texts, or why it does not."""
+        """How the model embeds texts, or why it does not."""
         sentences, hidden = self.sentences, self.hidden
         if refusal := sentences.refusal or (hidden if isinstance(hidden, str) else ""):
             return EmbeddingInfo(refusal=refusal)
@@ -79,12 +79,12 @@ class LoadedModel:
 
     @property
     def kv(self) -> str:
-        """The policy by which KV is kept, by name. Always `fp16` if the model's layers cannot be sealed."""
+        """The name of the KV policy. Always `fp16` if the model's layers cannot be sealed."""
         return FULL_PRECISION if self.spec.policy is None else self.spec.policy.name
 
     @cached_property
     def deferral(self) -> Deferral | None:
-        """What recorded steps leave to the kernel; None for nothing."""
+        """What recorded steps leave to the kernel; None if nothing."""
         return Deferral(self.model) if self.way.fused else None
 
     def new_caches(self) -> list[Any]:

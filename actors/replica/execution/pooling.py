@@ -1,6 +1,7 @@
-"""Texts to vectors: hidden states of a padded batch, or of one long text in chunks, and what is kept of them.
+"""Turns texts into vectors: computes the hidden states of a padded batch, or of one long text in chunks, and pools
+them.
 
-Of a text's hidden states only its vector stays: the last one, the first one, or the mean.
+A text's vector is its last hidden state, its first one, or their mean; the other states are dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class PoolingText:
     """A text to be pooled.
 
     Attributes:
-        skipped: how many of its first tokens do not count for the mean and the first; fewer than it has.
+        skipped: how many of its first tokens do not count for the mean and as the first; fewer than all.
         score: as in `PoolingRequest`.
     """
 
@@ -70,7 +71,7 @@ class TextPooler:
         """Returns the vectors of whole texts, each `(dimensions,)` float32.
 
         Raises:
-            GenerationFailed: a vector is not made of numbers.
+            GenerationFailed: a vector has values that are not finite.
             Exception: whatever the model raises.
         """
         if not self._hidden.batched:
@@ -122,24 +123,24 @@ class TextPooler:
         return padded_tokens(longest) if self._on_gpu else longest
 
     def _counted(self, states: mx.array, starts: mx.array, stops: mx.array) -> mx.array:
-        """Returns of the states that count the sum or the first: `(sequences, dimensions)` float32.
+        """Returns the sum of the states that count, or the first of them: `(sequences, dimensions)` float32.
 
         Args:
             states: `(sequences, tokens, dimensions)`.
-            starts, stops: where those that count begin and end, `(sequences,)`.
+            starts, stops: where the states that count begin and end, `(sequences,)`.
         """
         if self._pooling == "cls":
             return states[mx.arange(states.shape[0]), starts].astype(mx.float32)
         at = mx.arange(states.shape[1])[None]
         counts = (at >= starts[:, None]) & (at < stops[:, None])
-        # What padding gives may be no number, so it is not multiplied by 0.
+        # States of padding may be NaN, so they are not multiplied by 0.
         return mx.where(counts[..., None], states.astype(mx.float32), 0.0).sum(axis=1)
 
     def _vectors(self, pooled: mx.array, texts: Sequence[PoolingText]) -> np.ndarray:
-        """Returns the vectors of texts that all have scores or none, `(texts, dimensions)` float32.
+        """Returns the vectors of texts, of which all or none ask for scores, `(texts, dimensions)` float32.
 
         Args:
-            pooled: of their hidden states, `(texts, dimensions)`.
+            pooled: their pooled hidden states, `(texts, dimensions)`.
         """
         if texts[0].score:
             starts = range(0, len(texts), HEAD_ROWS)

@@ -1,4 +1,4 @@
-"""Samples the next tokens of all sequences of a batch at once, each sequence with its own parameters and its own noise.
+"""Samples the next tokens of all sequences of a batch at once, each sequence with its own parameters and random noise.
 
 Noise is a pure function of (seed, choice, position), so a sequence's tokens never depend on its batch mates, on
 preemption, or on the replica it runs on. Sampling uses the Gumbel-max trick: argmax(logits / temperature + noise) is a
@@ -30,18 +30,18 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by one would overflow float32."""
 
 SUMMED = 256
-"""How many exponentials of logits are added up in one part of a row."""
+"""How many exponentials of logits are added up at a time."""
 
 WIDTHS = (32, 1024)
-"""How many of a sequence's largest logits are sorted: the first of these that is enough for the sequence, else all."""
+"""How many of a sequence's largest logits are sorted: the smallest of these numbers that is enough for it, else all."""
 
 
 ROUNDS_MAX = 20
-"""So many of the likeliest tokens are looked for one after the other by CUDA, which takes milliseconds for a sort."""
+"""Up to this many of the likeliest tokens, CUDA finds one after another, because it takes milliseconds for a sort."""
 
 STRETCH = 128
-"""Tokens of which the largest logit stands for all: the `width` largest of a vocabulary are in the stretches that have
-the `width` largest ones. A vocabulary is sorted as a whole by Metal, in 15 steps for 152,000 tokens; stretches in 3."""
+"""Tokens of a stretch. The `width` largest logits of a vocabulary are in the `width` stretches with the largest maxima,
+so only these are sorted. To sort a whole vocabulary of 152,000 tokens Metal takes 15 steps; to sort stretches, 3."""
 
 
 def noise_key(seed: int, position: int) -> int:
@@ -82,7 +82,7 @@ class Draw:
         return [array for array in every if array is not None]
 
     def logprobs(self) -> list[TokenLogprobs | None]:
-        """Returns the logprobs of every sequence that asked for them, else None; waits for the device. Equally likely
+        """Returns the logprobs of every sequence, None if it did not ask for them; waits for the device. Equally likely
         tokens are in the order of their ids."""
         sequences: list[TokenLogprobs | None] = [None] * self.tokens.shape[0]
         if self.chosen is None:
@@ -98,8 +98,8 @@ class Draw:
 
 @dataclass
 class _SampledSequence:
-    """A sequence's sampling state: the noise's `seed`, tokens `banned` before `min_tokens`, the number of draws so far
-    (`position`), and which tokens it may draw (`limits`, None for all)."""
+    """A sequence's sampling state: the noise's `seed`, tokens that are `banned` until `min_tokens` are drawn, the
+    number of draws so far (`position`), and which tokens it may draw (`limits`, None for all)."""
 
     sampling: Sampling
     seed: int
@@ -109,7 +109,7 @@ class _SampledSequence:
 
     @property
     def counted(self) -> bool:
-        """Whether earlier tokens matter for the next one: it has penalties."""
+        """Whether earlier tokens are counted, because the sequence has penalties."""
         asked = self.sampling
         return (asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty) != (1, 0, 0)
 
@@ -120,7 +120,7 @@ def _column(values: list[float]) -> mx.array:
 
 
 def _by_rounds(count: int) -> bool:
-    """Whether so many of the likeliest tokens are looked for one after the other."""
+    """Whether this many of the likeliest tokens are found one after another."""
     return count <= ROUNDS_MAX and on_cuda()
 
 
@@ -131,13 +131,13 @@ def _width(count: int, vocabulary: int) -> int:
 
 
 def _asked_width(count: int, vocabulary: int) -> int:
-    """Returns how many of the likeliest tokens to look for, for a sequence that wants `count`."""
+    """Returns how many of the likeliest tokens to find for a sequence that wants `count`."""
     return max(1, min(count, vocabulary)) if _by_rounds(count) else _width(count, vocabulary)
 
 
 def _stretches(logits: mx.array, width: int) -> tuple[mx.array, mx.array] | None:
-    """Returns the stretches in which the `width` largest of `(sequences, vocabulary)` logits are: their numbers,
-    `(sequences, width)`, and their logits, `(sequences, width * STRETCH)`; None if that is not much less than all."""
+    """Returns the stretches that have the `width` largest of `(sequences, vocabulary)` logits: their numbers,
+    `(sequences, width)`, and their logits, `(sequences, width * STRETCH)`; None if these are not far fewer than all."""
     sequences, vocabulary = logits.shape
     if 2 * width * STRETCH > vocabulary:
         return None
@@ -155,7 +155,7 @@ def _largest(logits: mx.array, width: int) -> mx.array:
 
 
 def _likeliest(logits: mx.array, width: int) -> mx.array:
-    """Returns the tokens that have them, `(sequences, width) uint32`."""
+    """Returns the tokens with the `width` largest logits, `(sequences, width) uint32`."""
     if _by_rounds(width):
         return _one_by_one(logits, width)
     found = _stretches(logits, width)
@@ -164,14 +164,14 @@ def _likeliest(logits: mx.array, width: int) -> mx.array:
     if found is None:
         return places
     tokens = mx.take_along_axis(found[0], places // STRETCH, axis=-1) * STRETCH + places % STRETCH
-    # What fills the last stretch is -inf, as are then all others that were not larger.
+    # The last stretch is padded with -inf. If its padding is among the largest, the other logits are all -inf too.
     return mx.minimum(tokens, logits.shape[1] - 1)
 
 
 def _one_by_one(logits: mx.array, width: int) -> mx.array:
-    """Does as `_likeliest`, without a sort; equally likely tokens in the order of their ids."""
+    """As `_likeliest`, without a sort; equally likely tokens are in the order of their ids."""
     places, found = mx.arange(logits.shape[1], dtype=mx.uint32), []
-    # Those that are -inf come last, and none twice.
+    # So that tokens of -inf come last, and no token comes twice.
     logits = mx.maximum(logits, mx.finfo(logits.dtype).min)
     for _ in range(width):
         found.append(mx.argmax(logits, axis=-1, keepdims=True))
@@ -180,7 +180,7 @@ def _one_by_one(logits: mx.array, width: int) -> mx.array:
 
 
 def _pick(array: mx.array, indices: list[int]) -> mx.array:
-    """Returns the sequences of `array` `(sequences, ...)` at ascending `indices`; `array` itself if these are all."""
+    """Returns the rows of `array` `(sequences, ...)` at ascending `indices`; `array` itself if these are all."""
     return array if len(indices) == array.shape[0] else array[mx.array(indices)]
 
 
@@ -290,7 +290,7 @@ class _BatchLayout:
         self.repetition = _column([sequence.repetition_penalty for sequence in counted])
         self.presence = _column([sequence.presence_penalty for sequence in counted])
         self.frequency = _column([sequence.frequency_penalty for sequence in counted])
-        # A device adds to one place in any order, so several biases on one token are summed on the host.
+        # A device adds to one place in any order, so several biases of one token are summed on the host.
         sums: dict[tuple[int, int], float] = {}
         for index, sequence in enumerate(asked):
             for token, bias in sequence.logit_bias:
@@ -384,11 +384,11 @@ class BatchSampler:
         if self._layout is None:
             self._layout = _BatchLayout(self._sequences, self._vocabulary)
         layout = self._layout
-        bound = [] if masks is None else masks.sequences
+        constrained = [] if masks is None else masks.sequences
         held = [
             (index, token)
             for index, sequence in enumerate(self._sequences)
-            if index not in bound
+            if index not in constrained
             for token in self._held_back(sequence)
         ]
         if layout.untouched and not held and masks is None:
@@ -461,7 +461,7 @@ class BatchSampler:
 
     def _masked(self, logits: mx.array, masks: SequenceMasks) -> mx.array:
         """Returns the logits, `(sequences, vocabulary) float32`, with -inf for what the sequences of `masks` may not
-        draw. Tokens that are held back can be drawn where the grammar leaves nothing else."""
+        draw. Tokens that are held back can be drawn if the grammar allows nothing else."""
         words = masks.words.copy()
         for place, index in enumerate(masks.sequences):
             held = np.zeros_like(words[place])
@@ -486,12 +486,13 @@ class BatchSampler:
 
     @staticmethod
     def _sound(logits: mx.array) -> mx.array:
-        """Returns whether no logit of a sequence is NaN or +inf and one at least is finite, `(sequences,) bool`. MLX's
-        maximum is NaN if a number is, on every device; `argmax` and sorts pass over NaN on Metal."""
+        """Returns whether no logit of a sequence is NaN or +inf and at least one is finite, `(sequences,) bool`. MLX's
+        maximum is NaN if any number is, on every device; on Metal `argmax` and sorts ignore NaN."""
         return mx.isfinite(mx.max(logits, axis=-1))
 
     def _with_logprobs(self, draw: Draw, own: mx.array) -> Draw:
-        """Adds logprobs of the model's `own` logits, `(sequences, vocabulary) float32`, for the sequences that ask."""
+        """Adds logprobs of the model's `own` logits, `(sequences, vocabulary) float32`, for sequences that ask for
+        them."""
         if not draw.asking:
             return draw
         mine = _pick(own, [sequence for sequence, _, _ in draw.asking])

@@ -1,4 +1,4 @@
-"""A sequence on its way through the executor: in prefill, alone or in a batch, about to join, and decoding."""
+"""A sequence's stages in the executor: in prefill (alone or in a batch), about to join, and decoding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Together:
 
 
 class Stage(Enum):
-    """Of a sequence in the executor."""
+    """The stage of a sequence in the executor."""
 
     PREFILL = auto()
     JOINING = auto()
@@ -40,14 +40,14 @@ class ExecutorSequence:
 
     Attributes:
         length: tokens that have KV, once the step in flight is done.
-        caches: before it decodes, its own caches; if `together` is set, its KV is in a sequence of that batch until own
-            caches are needed.
-        failure: what the model raised while it changed the caches, which are useless then.
+        caches: its own caches before it decodes. If `together` is set, its KV stays in that batch until own caches are
+            needed.
+        failure: what the model raised while it changed the caches; then these cannot be used.
         tokens: all its tokens when it joins. The last `drawn` of them were generated, and the very last is its first
             input.
-        tokens_max: it ends when it has so many, or with one of `ends`.
-        fed: after its first decode step.
-        begun: after the step that returned its first token.
+        tokens_max: it ends with this many tokens, or with one of the tokens `ends`.
+        fed: whether it has had its first decode step.
+        begun: whether a step has returned its first token.
     """
 
     sequence_id: str
@@ -68,7 +68,7 @@ class ExecutorSequence:
 
     @property
     def grammar_error(self) -> str:
-        """What is wrong about the last token drawn, which has not been returned yet."""
+        """What is wrong with the last drawn token, which has not been returned yet."""
         return "" if self.grammar is None else self.grammar.error
 
     def part(self, tokens: Sequence[int]) -> SequencePart:
@@ -98,7 +98,7 @@ class ExecutorSequence:
         self.tokens_max = self.length + 1 + sampling.max_tokens - drawn
 
     def decode(self) -> None:
-        """Leaves its KV to the batch that it has joined."""
+        """Moves its KV to the batch that it has joined."""
         self.stage, self.caches, self.together, self.tokens = Stage.DECODE, [], None, ()
 
     def leave(self) -> None:

@@ -1,7 +1,7 @@
-"""Which tokens a sequence may draw at all: its allowed tokens, and words that must not appear in its answer.
+"""Which tokens a sequence may draw at all: its allowed tokens, without words that must not appear in its answer.
 
-A word of several tokens excludes its last one where the answer ends with the others. That is compared on the device, so
-a draw does not wait for the one before it.
+If a word has several tokens, its last one is excluded when the answer ends with the others. This is compared on the
+device, so a draw does not wait for the one before it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from ...protocol.replica_messages import Sampling
 
 _NONE = -1
-"""No token: before the answer's first one, and where a shorter word does not look."""
+"""Stands for no token: before the answer's first token, and as the padding of shorter words."""
 
 
 class TokenLimits:
@@ -30,7 +30,7 @@ class TokenLimits:
         words = [word for word in sampling.bad_words if word and all(0 <= token < vocabulary for token in word)]
         self._single = {word[0] for word in words if len(word) == 1}
         if self._allowed and self._allowed <= self._single:
-            # A sequence must draw something.
+            # Otherwise the sequence could draw nothing.
             self._single = set()
         self._mask: mx.array | None = None
         if self._allowed or self._single:
@@ -59,7 +59,7 @@ class TokenLimits:
             return limited
         complete = mx.all((self._before == _NONE) | (self._before == self._recent), axis=-1)
         less = limited.at[self._last].add(mx.where(complete, -mx.inf, 0.0))
-        # If the allowed tokens are all last ones of words, a word appears.
+        # If every allowed token would complete an excluded word, one of these words must appear.
         return mx.where(mx.any(less > -mx.inf), less, limited)
 
     def drawn(self, token: mx.array) -> None:

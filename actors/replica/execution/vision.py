@@ -1,9 +1,9 @@
 """The model's side of pictures: the encoder, positions, and the language part's inputs besides token ids.
 
-Nothing here knows model families. All of mlx-vlm's models have `get_input_embeddings`, which turns token ids and pixels
-into the inputs of their language part: an embedding per token, and for some models (DeepStack) arrays that are added
-after the first layers. It is called for one picture's span alone, and the result is kept as `ImageEmbeddings`. So a
-prompt may be computed in any chunks and batches, and a picture is encoded once.
+Nothing here depends on model families. All of mlx-vlm's models have `get_input_embeddings`, which turns token ids and
+pixels into the inputs of the language part: an embedding per token, and for some models (DeepStack) arrays that are
+added after the first layers. It is called for a single picture's span, and the result is cached as `ImageEmbeddings`.
+So a prompt may be computed in any chunks and batches, and a picture is encoded once.
 """
 
 from __future__ import annotations
@@ -41,30 +41,32 @@ _PER_TOKEN = {"inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds", "p
 """Outputs of `get_input_embeddings` that are used. Positions are computed for the whole prompt instead."""
 
 _IGNORED = {"position_ids", "rope_deltas", "attention_mask", "attention_mask_4d"}
-"""Outputs that are not needed: masks are made by the caches."""
+"""Outputs that are ignored: the caches make the masks."""
 
 _BESIDE_THE_PROMPT = {
     "cross_attention_states": "its layers look at pictures beside the prompt (cross attention)",
     "encoder_outputs": "it has an encoder of prompts beside the part that answers",
 }
-"""What language parts take that know more than the tokens of a sequence."""
+"""Inputs of language parts that need more than the tokens of a sequence."""
 
 PLACES_KEPT = 16
 """Prompts whose positions are cached, 16 bytes per token."""
 
 TOGETHER_TOKENS_MAX = 1024
-"""The most tokens of pictures that are encoded together: as many as one of 1024 x 1024 pixels has in a Qwen3-VL."""
+"""The most tokens of pictures that are encoded together: as many as a picture of 1024 x 1024 pixels has in Qwen3-VL."""
 
 NEAR = 0.1
-"""How far the embeddings of a picture encoded with another may be from those of it alone, relative to the distance
-between the two pictures' embeddings."""
+"""How far a picture's embeddings may be off if it is encoded with another one, compared with encoding it alone,
+relative to the distance between the two pictures' embeddings."""
 
 SPARE_BYTES_MAX = 1 << 30
-"""Freed buffers that a picture may leave in MLX's cache: nothing else needs buffers as large as the encoder's."""
+"""Bytes of freed buffers that a picture may leave in MLX's cache: nothing else needs buffers as large as the
+encoder's."""
 
 
 class NotLeftToRightError(ValueError):
-    """A model computes no prompt from left to right; the message says why, as half a sentence, and what to do."""
+    """A model is not causal: its prompts cannot be computed from left to right. The message says why, as half a
+    sentence, and what to do."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{why}; use a causal model that gets pictures in its prompts, such as Qwen3-VL")
@@ -78,8 +80,8 @@ class ImageEmbeddings:
         embeddings: `(tokens, dim)` in the model's dtype.
         levels: arrays added after the first layers, each `(tokens, dim)`, zero for tokens that do not stand for the
             picture; empty for most models.
-        positions: `(2, axes, tokens) int32`, the tokens' positions, and 1 where these count from the picture's first
-            token on; None if they do not depend on the picture, or the model says what they are.
+        positions: `(2, axes, tokens) int32`: the tokens' positions, and 1 for those that are relative to the picture's
+            first token. None if positions do not depend on the picture, or if the model computes them.
     """
 
     inputs: mx.array
@@ -101,7 +103,7 @@ class SequencePictures:
 
     Attributes:
         spans: (first token, number of tokens) of each.
-        embeddings: the known ones, by the index of the span.
+        embeddings: the embeddings that are known, by the index of the span.
         positions: `(axes, tokens)` integers of the prompt up to the last picture's end; None if the model just counts.
         shift: what to add to a later token's index in the sequence to get its position.
         bidirectional: [start, stop) of tokens that attend to each other, earlier and later ones.
@@ -116,7 +118,7 @@ class SequencePictures:
     unbroken: list[tuple[int, int]] = field(default_factory=list)
 
     def usable(self, known: int) -> int:
-        """Returns how many of the first `known` tokens, which have KV, may be used again."""
+        """Returns how many of the first `known` tokens, which have cached KV, may be reused."""
         return next((first for first, end in self.unbroken if first < known < end), known)
 
     def touched(self, start: int, stop: int) -> list[int]:
@@ -134,7 +136,7 @@ class SequencePart:
 
     @property
     def bidirectional(self) -> list[tuple[int, int]]:
-        """[start, stop) in the sequence of those of its tokens that attend to each other."""
+        """[start, stop) in the sequence of the part's tokens that attend to each other."""
         stop, runs = self.start + len(self.tokens), self.pictures.bidirectional if self.pictures is not None else []
         return [(first, end) for first, end in runs if first < stop and self.start < end]
 
@@ -143,8 +145,8 @@ def load_weights(folder: Path, *, trusted: bool = False) -> tuple[Any, dict[str,
     """Loads a model with lazy weights, and its config.
 
     Raises:
-        ValueError: models of this kind are not served.
-        ModelLoadError: it needs code of its own, and is not `trusted`.
+        ValueError: this kind of model is not supported.
+        ModelLoadError: it needs code from its own folder, and is not `trusted`.
     """
     from mlx_vlm.utils import load_config, load_model
 
@@ -184,12 +186,12 @@ def _axes_in(made: dict[str, Any]) -> int:
 class LanguagePart:
     """The language part of a model, called as mlx-lm's models are.
 
-    Some note a prompt's positions for their next calls, which may be of another sequence here. So what was empty when
-    the model was loaded is empty at each call."""
+    Some language parts store a prompt's positions for their next call, but here that may be for another sequence. So
+    attributes that were empty when the model was loaded are emptied before each call."""
 
     def __init__(self, model: Any) -> None:
         self.root = self._language = model.language_model
-        """The module that has all of the language part's."""
+        """The module that has all modules of the language part."""
         self._axes, self._axes_last = _axes_of(self._language), _has_axes_last(self._language)
         self._empty = emptied(self._language)
 
@@ -208,8 +210,8 @@ class LanguagePart:
         return self._language(tokens, cache=cache, **given).logits
 
     def places(self, tokens: mx.array, start: Any) -> dict[str, mx.array]:
-        """Returns the positions of tokens `(sequences, tokens)` of text alone as a further input; none if the model
-        counts itself.
+        """Returns the positions of text tokens `(sequences, tokens)` as an additional input; none if the model counts
+        positions itself.
 
         Args:
             start: the index of each sequence's first token, a number or `(sequences,)`.
@@ -224,18 +226,18 @@ class LanguagePart:
         return self._language.named_modules()
 
     def make_cache(self) -> list[Any]:
-        """Returns mlx-lm's caches of KV in place of mlx-vlm's copies of them, one per layer.
+        """Returns mlx-lm's caches instead of mlx-vlm's copies of these classes, one per layer.
 
         Raises:
-            ValueError: mlx-lm does not have one of them.
+            ValueError: mlx-lm lacks one of the classes.
         """
         own = self._language.make_cache() if hasattr(self._language, "make_cache") else None
         return mlx_lm_caches(self._language) if own is None else [_cache_like(cache) for cache in own]
 
 
 def _offset_of(caches: Sequence[Any]) -> Any:
-    """Returns how many tokens the sequences have before the next ones, a number or `(sequences,)`; recurrent layers do
-    not count them."""
+    """Returns how many tokens the sequences have, a number or `(sequences,)`. Recurrent layers do not count tokens, so
+    another layer's cache is asked."""
     return next((cache.offset for cache in caches if hasattr(cache, "offset")), 0)
 
 
@@ -261,19 +263,19 @@ class Vision:
         findings, pieces: as for `find_bidirectional`.
 
     Attributes:
-        together_tokens: how many tokens those may have; 0 on a CPU, which gains only 3% from it.
+        together_tokens: how many tokens these pictures may have in total; 0 on a CPU, which gains only 3% from it.
         unbatched: kinds, pictures (False) or video frames (True), that the model cannot encode together.
         bidirectional: whether the tokens of a picture attend to each other.
 
     Raises:
         ValueError: prompts with pictures cannot be computed from left to right.
-        NotLeftToRightError: no prompts can.
+        NotLeftToRightError: no prompts can be.
     """
 
     def __init__(
         self, model: Any, processor: PictureProcessor, *, together: bool, findings: Findings, pieces: Pieces
     ) -> None:
-        # What encoding notes for the language part's next call must not reach it: that may be of another sequence.
+        # A copy, because encoding stores state for the language part's next call, which may be for another sequence.
         self._model = copy.copy(model)
         if not isinstance(getattr(type(model), "language_model", None), property):
             self._model.language_model = copy.copy(model.language_model)
@@ -283,7 +285,7 @@ class Vision:
         self.together_tokens = TOGETHER_TOKENS_MAX if together and on_gpu() else 0
         self.unbatched: set[bool] = set()
         self._tried: set[bool] = set()
-        # The next turn of a conversation has its pictures at the same places.
+        # Cached, because the next turn of a conversation has its pictures at the same places.
         self._placed = lru_cache(PLACES_KEPT)(self._place)
         ahead = find_bidirectional(self._model, processor, LanguagePart(self._model), findings, pieces)
         if ahead is Bidirectional.TEXTS:
@@ -293,7 +295,7 @@ class Vision:
                 "tokens outside of the picture attend to later ones, so prompts cannot be computed in chunks"
             )
         self.bidirectional = ahead is Bidirectional.PICTURES
-        # Of the prompt's first chunk alone: behind it such models count by themselves.
+        # Only for the prompt's first chunk: after it such models count positions themselves.
         example = {} if self._axes else processor.read(processor.placeholder, [Image.new("RGB", (SIDE, SIDE))])
         self._own_positions = _axes_in(example)
         self._dense_levels = has_dense_levels(self._model)
@@ -311,11 +313,11 @@ class Vision:
         return self._processor
 
     def forget(self) -> None:
-        """Takes back all that modules of the model noted since it was loaded, such as the positions of a prompt."""
+        """Resets the state that modules of the model have stored since it was loaded, such as a prompt's positions."""
         self._reset()
 
     def encode(self, span: SpanLayout, shown: Sequence[Sequence[Image.Image]], *, video: bool) -> list[ImageEmbeddings]:
-        """Encodes pictures of one layout and size, in one call if the model then gives each the same as alone.
+        """Encodes pictures of the same layout and size; in one call if this gives the same embeddings as one by one.
 
         May run on any thread while the language part runs on another, but only once at a time.
 
@@ -337,8 +339,8 @@ class Vision:
         return self._encode(span, shown, video)
 
     def _agrees(self, span: SpanLayout, like: Sequence[Image.Image], video: bool) -> bool:
-        """Whether two very different pictures have the same embeddings together as alone. Some models take pictures of
-        one call for parts of one picture."""
+        """Whether two very different pictures get the same embeddings together as alone. Some models treat the pictures
+        of one call as parts of one picture."""
         width, height = like[0].size
         noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
         shown = [[Image.fromarray(pixels)] * len(like) for pixels in (noise, 255 - noise)]
@@ -383,7 +385,7 @@ class Vision:
                 whole = mx.zeros(inputs.shape, dtype=level[index].dtype)
                 whole[places] = level[index]
                 levels.append(whole)
-            # A copy, because a view would keep the embeddings of all pictures alive.
+            # Copies, because views would keep the embeddings of all pictures alive.
             positions = self._positions_in(span, shown[index][0]) if self._own_positions else None
             embeddings.append(ImageEmbeddings(copied(inputs) if len(shown) > 1 else inputs, tuple(levels), positions))
         mx.eval([array for one in embeddings for array in one.arrays()])
@@ -393,10 +395,12 @@ class Vision:
         return embeddings
 
     def _check_seen(self, ids: mx.array, made: dict[str, Any], places: mx.array) -> None:
-        """Checks what became of the tokens `ids`, of which those at `places` stand for pictures.
+        """Checks the inputs for the tokens `ids`, of which those at `places` stand for pictures.
 
         Raises:
-            ValueError: these have the embeddings of their tokens, or other inputs of the layers than the tokens have.
+            ValueError: those at `places` have the embeddings of ordinary tokens, or other inputs of the layers depend
+            on
+                the picture.
         """
         plain = self._model.get_input_embeddings(ids, None)
         if bool(mx.array_equal(plain.inputs_embeds[0, places], made["inputs_embeds"][0, places])):
@@ -406,7 +410,7 @@ class Vision:
             raise ValueError("inputs of its layers depend on the picture")
 
     def _positions_in(self, span: SpanLayout, picture: Image.Image) -> mx.array:
-        """Returns `ImageEmbeddings.positions`, from those that the processor gives for the picture alone."""
+        """Returns `ImageEmbeddings.positions`, made from those that the processor gives for a single picture."""
         made = self._processor.read(self._processor.placeholder, [picture])
         ids, tokens = np.array(made["input_ids"]).reshape(-1).tolist(), [*span.tokens]
         start = next(at for at in range(len(ids)) if ids[at : at + len(tokens)] == tokens)
@@ -458,7 +462,8 @@ class Vision:
 
     def _place(self, tokens: bytes, grids: tuple[tuple[tuple[int, ...], bool], ...]) -> tuple[np.ndarray, int]:
         """Returns positions, `(axes, tokens)` integers, and the shift of later tokens. Slow: waits for the device many
-        times, and first for all of it, for what mlx-vlm reads by NumPy would pass over an error.
+        times. First waits for all launched work, because reading arrays through NumPy, as mlx-vlm does, would hide an
+        error of the device.
 
         Args:
             tokens: token ids as native 32-bit integers.
@@ -522,8 +527,8 @@ class Vision:
         return {"position_ids": mx.array(np.tile(np.array(places, np.int32)[None, :, None], (self._axes, 1, 1)))}
 
     def _touched(self, part: SequencePart) -> list[tuple[int, int, ImageEmbeddings, int]]:
-        """Returns for every picture in the part its begin and end there, its embeddings, and the index in these of the
-        token at the begin."""
+        """Returns for every picture in the part: its begin and end in the part, its embeddings, and the index in the
+        embeddings of the token at the begin."""
         assert part.pictures is not None
         stop, spans = part.start + len(part.tokens), []
         for index in part.pictures.touched(part.start, stop):
@@ -533,7 +538,7 @@ class Vision:
         return spans
 
     def _plain(self, part: SequencePart, width: int) -> Any:
-        """Returns mlx-vlm's features of a sequence's tokens, and padding, as if they were text."""
+        """Returns mlx-vlm's inputs for a sequence's tokens and padding, as if all were text."""
         return self._model.get_input_embeddings(mx.array([[*part.tokens, *[0] * (width - len(part.tokens))]]), None)
 
     def _with_own_positions(

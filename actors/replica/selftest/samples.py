@@ -142,7 +142,7 @@ class Exhibition:
         except Exception:
             if len(exhibits) == 1:
                 raise
-            # Some processors can read only one picture at a time, as this project's prompts need.
+            # Some processors cannot read a prompt with several pictures that is written in this way.
             given, tokens = {}, placed
         shown, at, here = list[Shown](), 0, 0
         for each in [each for one in exhibits for each in one.shown]:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from satchel.actors.model_files.grammar_compiler import GrammarCompiler
 from satchel.actors.replica.execution import executor
-from satchel.actors.replica.execution.grammar import PARALLEL_ROWS_MIN, MaskMaker, SequenceGrammar
+from satchel.actors.replica.execution.grammar import PARALLEL_SEQUENCES_MIN, MaskMaker, SequenceGrammar
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import InvalidRequest
@@ -265,7 +265,7 @@ def compiler(recall: LoadedModel, tokenizer: Tokenizer) -> GrammarCompiler:
 def test_sequences_of_one_grammar_have_places_of_their_own(compiler: GrammarCompiler, tokenizer: Tokenizer):
     """Masks made together are those made one by one."""
     words = tokenizer.encode('{"name":"ann","colour":"red","sizes":[1').ids
-    assert len(words) >= PARALLEL_ROWS_MIN
+    assert len(words) >= PARALLEL_SEQUENCES_MIN
     sequences = [SequenceGrammar(compiler.matcher(GRAMMAR), compiler.tokens) for _ in words]
     for index, sequence in enumerate(sequences):
         sequence.resume(words[:index])
