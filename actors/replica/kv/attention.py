@@ -3,11 +3,10 @@
 Models import `scaled_dot_product_attention` by name, so `install` rebinds that name in the modules of a loaded model. A
 model that never calls it computes with the dequantized arrays, with the same result.
 
-A decode step reads every sealed block of every sequence, and no two sequences have the same number of them. So the
-blocks of all
-sequences are one flat list: each block gives a partial softmax over its 256 tokens, and a sequence's partial results,
-    with those
-of its open block, are added up. Nothing is padded to the longest sequence or masked, and no block is dequantized.
+A decode step reads every sealed block of every sequence, and sequences have different numbers of blocks. So the blocks
+of all sequences are one flat list: each block gives a partial softmax over its 256 tokens, and the partial results of a
+sequence's blocks and of its open block are added up. Nothing is padded to the longest sequence or masked, and no block
+is dequantized.
 """
 
 from __future__ import annotations
@@ -27,17 +26,18 @@ from .paged_cache import PagedKVCache
 NAME = "scaled_dot_product_attention"
 
 FEW_QUERIES = 128
-"""So many queries a sequence, padding counted, are a short turn after a history: `attend_few` computes it on CUDA."""
+"""With at most this many queries a sequence, padding included, `attend_few` computes attention on CUDA: a short turn
+after a history."""
 
 SCORES_MAX = 2**24
-"""Scores that `attend_few` writes out at once, 4 bytes each, some three times. cuDNN writes out none."""
+"""The most scores that `attend_few` materializes at once, 4 bytes each, about three times. cuDNN materializes none."""
 
 
 def install(model: Any) -> bool:
-    """Let the model's layers attend to blocks in the pool, where their caches say so.
+    """Lets the model's layers attend to blocks in the pool, if their caches say so.
 
     Returns:
-        Whether any of its modules calls MLX's attention by that name.
+        Whether any module of the model calls MLX's attention by that name.
     """
     change = rebound(model, NAME, lambda before: before if isinstance(before, _Attend) else _Attend(before))
     if change is not None:
@@ -62,10 +62,10 @@ class _Attend:
                 mask = cache.batch.whole_mask(cache.group, mask, keys.shape[2])
                 if on_cuda() and is_few(queries, keys):
                     return attend_few(queries, keys, values, mask, named["scale"], named.get("sinks"))
-                # Otherwise MLX would write the mask out for every head of every layer.
+                # Otherwise MLX would materialize the mask for every head of every layer.
                 named["mask"] = cache.batch.bias(mask, queries.dtype) if on_cuda() else mask
             return self._plain(queries, keys, values, cache, **named)
-        # Taken: whoever looks afterwards sees that the layer came by here.
+        # Clearing the view shows later that the layer's attention came through here.
         cache.view = None
         if isinstance(view, KernelView):
             return decode_kernel.attend(queries, view, cache.policy, named["scale"], named.get("sinks"))
@@ -73,8 +73,8 @@ class _Attend:
 
 
 def is_few(queries: mx.array, keys: mx.array) -> bool:
-    """Whether `attend_few` takes them: (sequences, heads, queries, key_dim) and (sequences, kv_heads, columns,
-    key_dim)."""
+    """Whether `attend_few` computes these: queries (sequences, heads, queries, key_dim), keys (sequences, kv_heads,
+    columns, key_dim)."""
     (heads, count), (kv_heads, columns) = queries.shape[1:3], keys.shape[1:3]
     return count <= FEW_QUERIES and heads // kv_heads * count * columns <= SCORES_MAX
 
@@ -98,14 +98,14 @@ def attend_few(
     sequences, heads, count, dim = queries.shape
     kv_heads, columns = keys.shape[1:3]
     if sequences * heads * count * columns > SCORES_MAX and max(sequences, kv_heads) > 1:
-        # One sequence after the other, and of a long one each KV head.
+        # One sequence after another; if there is only one, one KV head after another.
         axis, parts = (0, sequences) if sequences > 1 else (1, kv_heads)
         masks = mx.split(mask, parts) if len(mask) > 1 else [mask] * parts
         of_heads = [sinks] * parts if sinks is None or sequences > 1 else mx.split(sinks, parts)
         arrays = (mx.split(array, parts, axis) for array in (queries, keys, values))
         given = zip(*arrays, masks, of_heads, strict=True)
         return mx.concatenate([attend_few(q, k, v, seen, scale, sink) for q, k, v, seen, sink in given], axis=axis)
-    # In float32, as scores of hundreds are usual. Of 16-bit numbers TF32 has all bits.
+    # In float32, because scores in the hundreds are usual. TF32 has all bits of 16-bit numbers.
     grouped = queries.astype(mx.float32).reshape(sequences, kv_heads, -1, dim)
     scores = (grouped @ keys.astype(mx.float32).swapaxes(2, 3)).reshape(sequences, heads, count, columns)
     scores = mx.where(mask, scores * scale, mx.finfo(mx.float32).min)
@@ -120,7 +120,7 @@ def attend_few(
 def attend(
     queries: mx.array, view: DecodeView, policy: SealPolicy, scale: float, sinks: mx.array | None = None
 ) -> mx.array:
-    """One query a sequence against its own blocks and open block.
+    """Attention of one query a sequence to its own blocks and its open block.
 
     Args:
         queries: (sequences, heads, 1, key_dim).
@@ -148,8 +148,8 @@ def attend(
         scores = mx.where(view.behind, least, scores)
     if view.seen is not None:
         opened = mx.where(view.seen, opened, least)
-    # The largest score of every sequence, in its blocks and its open block; of the latter, its newest token always
-    # counts.
+    # The largest score of every sequence, over its blocks and its open block. The newest token in the latter is always
+    # visible.
     most = opened.max(axis=-1).at[view.sequences].maximum(scores.max(axis=-1))
     if sinks is not None:
         most = mx.maximum(most, sinks.reshape(kv_heads, -1).astype(mx.float32))
@@ -169,7 +169,7 @@ def attend(
 
 
 def _gathered(left: mx.array, right: mx.array, of_left: mx.array, of_right: mx.array) -> mx.array:
-    """As `mx.gather_mm`, which on a CPU takes float32 alone."""
+    """As `mx.gather_mm`, which on a CPU only takes float32."""
     if left.dtype == mx.float32 or on_gpu():
         return mx.gather_mm(left, right, of_left, of_right)
     return left.flatten(0, -3)[of_left] @ right.flatten(0, -3)[of_right]

@@ -1,9 +1,9 @@
 """Moves a sequence's KV into and out of MLX's caches: restore a prefix, merge sequences into a batch, copy blocks out.
 
-`ModelCacheSpec` is read from a model's own caches; nothing else knows architectures. Three kinds of layers are kept
-for reuse. A *full* layer has KV for every token, a *window* layer for the last ones, and a *recurrent* layer has one
-state that stands for all tokens so far; a copy of it is a *snapshot*. Full and window layers have whole blocks sealed,
-in the pool, and the open one in full precision; in models that cannot be sealed the model's own caches have everything.
+`ModelCacheSpec` is read from a model's own caches; nothing else depends on architectures. Three kinds of layers can be
+reused. A *full* layer has KV for every token, a *window* layer for the last ones, and a *recurrent* layer has one state
+that stands for all tokens so far; a copy of it is a *snapshot*. In full and window layers whole blocks are sealed and
+in the pool, and the open block is in full precision. If a model cannot be sealed, its own caches have everything.
 
 Shapes: keys of one layer are `(sequences, kv_heads, tokens, key_dim)`, values `(sequences, kv_heads, tokens,
 value_dim)`, in the model's dtype; in a sequence's own caches and in slabs the first axis is 1. `sealing.py` gives the
@@ -45,7 +45,7 @@ class LayerKind(Enum):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The memory of one layer. A token costs `token_bytes` in a full or window layer, in the latter for at most
+    """The memory of one layer. In a full layer a token costs `token_bytes`, in a window layer too, but for at most
     `window` tokens; a recurrent layer costs `state_bytes`. A `sealed` layer's open block costs `open_bytes` more."""
 
     kind: LayerKind
@@ -61,10 +61,10 @@ class ModelCacheSpec:
     """The kinds of a model's layers and what they cost.
 
     Attributes:
-        bytes_per_token: in the layers that grow with every token; at least 1.
-        bytes_per_sequence: windows, states and open blocks, independent of the sequence's length.
+        bytes_per_token: bytes in the layers that grow with every token; at least 1.
+        bytes_per_sequence: bytes of windows, states and open blocks, which do not depend on the sequence's length.
         policy: how full and window layers are sealed; None if they are not.
-        kept: whether KV may be used again, as far as the model's layers allow it.
+        kept: whether KV may be reused, as far as the model's layers allow it.
         shares: whether layers attend to other layers' KV.
     """
 
@@ -82,7 +82,7 @@ class ModelCacheSpec:
 
     @property
     def open_sequence_bytes(self) -> int:
-        """Of `bytes_per_sequence` what is not in the pool."""
+        """The part of `bytes_per_sequence` that is not in the pool."""
         windows = sum(layer.token_bytes * layer.window for layer in self.layers if not layer.sealed)
         return windows + sum(layer.state_bytes + layer.open_bytes for layer in self.layers)
 
@@ -92,7 +92,7 @@ class ModelCacheSpec:
 
     @property
     def rule(self) -> ReuseRule:
-        """What a kept prefix must have to be enough for every layer."""
+        """What a cached prefix must have so that every layer can reuse it."""
         return ReuseRule(window=max((layer.window for layer in self.layers), default=0), recurrent=self.recurrent)
 
     @property
@@ -106,7 +106,8 @@ class ModelCacheSpec:
 
     @property
     def snapshot_tokens(self) -> int:
-        """Tokens between the snapshots of a long prompt: so many that a snapshot is no larger than the KV between."""
+        """Tokens between the snapshots of a long prompt: as many as make a snapshot no larger than the KV between
+        two."""
         states = sum(layer.state_bytes for layer in self.layers)
         blocks = -(-states // (self.bytes_per_token * BLOCK_TOKENS))
         return min(max(2, blocks) * BLOCK_TOKENS, SNAPSHOT_TOKENS_MAX)
@@ -134,14 +135,14 @@ def _read_layer(cache: Any, tokens: int, policy: SealPolicy | None) -> LayerSpec
 
 
 def _window_bytes(layer: LayerSpec) -> int:
-    """Of a sequence: a sealed window may begin and end inside of a block."""
+    """Bytes of a sequence's window. A sealed window may begin and end inside of a block."""
     blocks = -(-layer.window // BLOCK_TOKENS) + 1
     return layer.token_bytes * (blocks * BLOCK_TOKENS if layer.sealed and layer.window else layer.window)
 
 
 def is_recurrent(cache: Any) -> bool:
-    """Whether it holds a recurrent layer's arrays. mlx-lm and mlx-vlm have a class of that name each; models of mlx-vlm
-    need theirs, which does more."""
+    """Whether the cache is of a recurrent layer. mlx-lm and mlx-vlm each have a class of that name; mlx-vlm's models
+    need mlx-vlm's, which does more."""
     return type(cache).__name__ == "ArraysCache"
 
 
@@ -150,25 +151,26 @@ def _has_kv(cache: Any) -> bool:
 
 
 def _is_chunked(cache: Any) -> bool:
-    """Whether tokens see those of their own chunk alone: no more of the last ones than a window as long."""
+    """Whether tokens only see tokens of their own chunk: never more than a window of the same length has."""
     return type(cache) is ChunkedKVCache
 
 
 def in_order(cache: Any) -> tuple[mx.array, mx.array]:
-    """Returns what a sequence's own cache of a window layer has of its last tokens, `(1, kv_heads, tokens, dim)`
-    each."""
+    """Returns the keys and values of the last tokens in a sequence's own cache of a window layer, in order, `(1,
+    kv_heads, tokens, dim)` each."""
     if _is_chunked(cache):
         return cache.keys_and_values()
     return window_in_order(cache)
 
 
 def joins(cache: Any) -> bool:
-    """Whether sequences of such caches can be one batch's."""
+    """Whether caches of this kind can be merged into a batch."""
     return hasattr(cache, "merge") and not getattr(cache, "keep", 0)
 
 
 def _is_latent(cache: Any) -> bool:
-    """Whether the layer keeps one latent head for keys and values, as DeepSeek V3's; sealing that is not measured."""
+    """Whether the layer has one latent head for keys and values, as in DeepSeek V3; its quality when sealed is not
+    measured."""
     return cache.keys.shape[1] == 1 and cache.values.shape[1] == 1 and cache.keys.shape[3] != cache.values.shape[3]
 
 
@@ -227,7 +229,7 @@ class PooledBlock:
     tokens: int = BLOCK_TOKENS
 
     def arrays(self) -> list[mx.array]:
-        """Those that are its own."""
+        """Returns the arrays that are not in the pool."""
         return [array for state in self.states or () for array in state]
 
 
@@ -242,7 +244,7 @@ class Slab:
 
     Attributes:
         layers: KV of every layer; None for a recurrent one. Window layers lack the first `window_from` tokens, and are
-            None if those are all.
+            None if they lack all.
         tokens: number of tokens.
         states: a snapshot of the recurrent layers' arrays after the last token, or None. The first axis of each is
             1; the other axes and the dtype are the model's.
@@ -292,9 +294,9 @@ def _row_of(entry: LayerKV, row: int) -> LayerKV:
 def restore(
     spec: ModelCacheSpec, caches: Sequence[Any], blocks: Sequence[Slab | PooledBlock], tail: Slab | None, used: int
 ) -> None:
-    """Fill empty `caches` with whole blocks and the first `used` tokens of a tail, which the spec's rule allows.
+    """Fills empty `caches` with whole blocks and the first `used` tokens of a tail. The spec's rule must allow that.
 
-    Blocks in the pool are taken as they are.
+    Blocks in the pool are shared, not copied.
     """
     total = sum(block.tokens for block in blocks) + used
     if total == 0:
@@ -356,7 +358,7 @@ def _last_tokens(
             break
         pair = slab.layers[layer]
         assert pair is not None and not isinstance(pair, Sealed), "the rule promised this layer's KV"
-        # A window layer's arrays begin later than the slab.
+        # A window layer's arrays may begin later than the slab.
         missing = slab.tokens - pair[0].shape[2]
         start = max(0, stop - wanted)
         span = (..., slice(start - missing, stop - missing), slice(None))
@@ -367,12 +369,13 @@ def _last_tokens(
 
 
 def batch_of(caches: Sequence[Any]) -> PagedBatch | None:
-    """What the sealed layers have in common; None where none is sealed."""
+    """Returns what the sealed layers of a batch have in common; None if none is sealed."""
     return next((cache.batch for cache in caches if isinstance(cache, PagedKVCache)), None)
 
 
 def merge(sequences: Sequence[Sequence[Any]]) -> list[Any]:
-    """Sequences' caches (one a layer) as the caches of one batch, in order. The sources are not to be used any more."""
+    """Merges sequences' caches (one a layer) into the caches of one batch, in order. The sources must not be used
+    afterwards."""
     batches = [batch for caches in sequences if (batch := batch_of(caches)) is not None]
     merged = None
     if batches:
@@ -387,7 +390,7 @@ def merge(sequences: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def extend(batch: Sequence[Any], other: Sequence[Any]) -> None:
-    """Append the sequences of another batch."""
+    """Appends the sequences of another batch."""
     ours, theirs = batch_of(batch), batch_of(other)
     if ours is not None and theirs is not None:
         ours.extend(theirs)
@@ -396,7 +399,7 @@ def extend(batch: Sequence[Any], other: Sequence[Any]) -> None:
 
 
 def keep(batch: Sequence[Any], sequences: Sequence[int]) -> None:
-    """Keep only these sequences."""
+    """Keeps only these sequences."""
     if (pooled := batch_of(batch)) is not None:
         pooled.keep(sequences)
     indices = mx.array(list(sequences))
@@ -405,21 +408,21 @@ def keep(batch: Sequence[Any], sequences: Sequence[int]) -> None:
 
 
 def set_bidirectional(batch: Sequence[Any], runs: Sequence[Sequence[tuple[int, int]]]) -> None:
-    """Says for the next call of the model which tokens of its sequences attend to each other: [start, stop) of each
+    """Sets which tokens of the sequences attend to each other in the next call of the model: [start, stop) of each
     run."""
     if (pooled := batch_of(batch)) is not None:
         pooled.set_bidirectional(runs)
 
 
 def seal_filled(batch: Sequence[Any]) -> None:
-    """Seals what became full in a step that was launched, where that step did not."""
+    """Seals blocks that became full in a launched step, if that step did not seal them itself."""
     for cache in batch:
         if isinstance(cache, PagedKVCache):
             cache.seal_filled()
 
 
 def extract(batch: Sequence[Any], sequence: int) -> list[Any]:
-    """A sequence's own caches."""
+    """Returns a sequence of a batch as caches of its own."""
     pooled = batch_of(batch)
     own = None
     if pooled is not None:
@@ -435,11 +438,12 @@ class Records:
     """Sealed blocks as they lie on disk.
 
     Attributes:
-        data: `(blocks, nbytes) uint8`; of MLX where a GPU copies it into the pool.
-        layers: where each layer's arrays are; None for window layers that have left the blocks behind, and others.
+        data: `(blocks, nbytes) uint8`; an MLX array if a GPU copies it into the pool.
+        layers: where each layer's arrays are; None for window layers that are beyond these blocks, and layers that are
+            not in the pool.
         windows: each block's `window_from`.
-        states: of each block, as in `Slab`.
-        coming: how many blocks there are with those that follow, for which room is made at once.
+        states: each block's states, as in `Slab`.
+        coming: how many blocks there are including later runs; room for all is made at once.
     """
 
     data: np.ndarray | mx.array
@@ -453,7 +457,7 @@ def into_pool(pool: BlockPool, records: Records) -> list[PooledBlock]:
     """Puts blocks from the disk into slots.
 
     Raises:
-        ValueError: they are no blocks of this pool's layers.
+        ValueError: they are not blocks of this pool's layers.
     """
     data, count, taken = records.data, len(records.windows), []
     for group in pool.groups:
@@ -472,7 +476,7 @@ def into_pool(pool: BlockPool, records: Records) -> list[PooledBlock]:
 
 
 def out_of_pool(spec: ModelCacheSpec, pool: BlockPool, block: PooledBlock) -> Slab:
-    """A copy of a block as the disk takes it, not evaluated."""
+    """Returns a copy of a block for the disk, not evaluated."""
     layers: list[LayerKV | None] = [None] * len(spec.layers)
     for group, slot in zip(pool.groups, block.slots, strict=True):
         for place, layer in enumerate(group.layers if slot is not None else ()):
@@ -482,5 +486,5 @@ def out_of_pool(spec: ModelCacheSpec, pool: BlockPool, block: PooledBlock) -> Sl
 
 
 def evaluate(cuts: Sequence[Slab | PooledBlock]) -> None:
-    """Begin computing the copies, so that they do not hold on to what they were cut from."""
+    """Begins to compute the copies, so that they do not keep their sources alive."""
     mx.async_eval([array for cut in cuts for array in cut.arrays()])

@@ -1,4 +1,4 @@
-"""What all layers of a batch of sequences have in common: block tables, and what they compute alike in a step."""
+"""What all layers of a batch of sequences have in common: block tables, and results of a step that layers share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..device.device import size_class
 from .pool import BlockPool, BlockTable, Slot
 
 SLOTS_MIN = 64
-"""The least that a kernel is given, with padding: few shapes."""
+"""A kernel gets at least this many slots, with padding, so that there are few shapes."""
 
 
 class Reads(Enum):
@@ -25,11 +25,11 @@ class Reads(Enum):
 
 
 class PagedBatch:
-    """What all layers of a batch have in common: the block tables of its sequences, and what the layers compute alike
-    in a step, kept until the sequences' lengths change.
+    """What all layers of a batch have in common: the block tables of its sequences, and results of a step that layers
+    share, which are kept until the sequences' lengths change.
 
     Args:
-        tables: of every sequence, one a group of the pool.
+        tables: every sequence's tables, one per group of the pool.
 
     Attributes:
         bidirectional: for every sequence, [start, stop) of the tokens of its next chunk that attend to each other;
@@ -57,8 +57,8 @@ class PagedBatch:
         return cls(pool, [[BlockTable([]) for _ in pool.groups] for _ in range(sequences)], reads)
 
     def get(self, lengths: list[int], ragged: list[int] | None, what: Any, make: Callable[[], Any]) -> Any:
-        """What a layer before has made of these lengths, or else `make` does. A list of lengths is never changed in
-        place, so that one that is the same need not be compared."""
+        """Returns what an earlier layer computed for these lengths, or else what `make` computes. A list of lengths is
+        never changed in place, so the same list object need not be compared by value."""
         self._follow_moves()
         if (lengths is not self._lengths and lengths != self._lengths) or ragged != self._ragged:
             self._lengths, self._ragged, self._kept = lengths, ragged, {}
@@ -67,9 +67,9 @@ class PagedBatch:
         return self._kept[what]
 
     def blocks(self, group: int, first: Sequence[int], stop: Sequence[int]) -> tuple[mx.array, list[int]]:
-        """Returns blocks [first, stop) of every sequence in a group: `(n,) uint32`, their slots, sequence after
-        sequence, with padding at the end, and `sequences + 1` numbers, where each sequence's begin. They are kept from
-        step to step: they may be thousands."""
+        """Returns blocks [first, stop) of every sequence in a group: their slots, `(n,) uint32`, sequence after
+        sequence, with padding at the end; and `sequences + 1` numbers that say where each sequence's slots begin. These
+        are kept from step to step, because there may be thousands."""
         self._follow_moves()
         asked = (list(first), list(stop))
         known, made = self._blocks.get(group, (None, None))
@@ -83,7 +83,7 @@ class PagedBatch:
         return made
 
     def blank(self, group: int) -> int:
-        """Returns the number of a group's slot of zeros, which the batch holds from then on."""
+        """Returns the number of a group's slot of zeros, which the batch holds from now on."""
         self._blanks[group] = self.pool.groups[group].blank()
         return self._blanks[group].number
 
@@ -99,17 +99,17 @@ class PagedBatch:
         self._masks[group] = mask
 
     def whole_mask(self, group: int, mask: mx.array, columns: int) -> mx.array:
-        """Returns a mask `(sequences, 1, queries, columns)` as it was made, if a model has cut it to the columns that
-        its sequences have tokens for."""
+        """Returns a mask `(sequences, 1, queries, columns)` in its original size, if a model has cut it to the columns
+        for which its sequences have tokens."""
         made = self._masks.get(group)
         cut = made is not None and mask.shape == (*made.shape[:3], mask.shape[3]) and mask.shape[3] < columns
         return made if made is not None and cut and made.shape[3] == columns else mask
 
     def bias(self, mask: mx.array, dtype: mx.Dtype) -> mx.array:
-        """Returns a mask as numbers to add to scores, made once for all layers that are given it."""
+        """Returns a mask as numbers to add to scores, computed once for all layers that get it."""
         what = ("bias", id(mask))
         if what not in self._kept:
-            # Not the least number: times log2(e), as kernels take it, that would be infinite.
+            # Not the least number: kernels multiply it by log2(e), which would be infinite.
             self._kept[what] = mask, mx.where(mask, 0.0, mx.finfo(dtype).min / 4).astype(dtype)
         return self._kept[what][1]
 
@@ -119,7 +119,7 @@ class PagedBatch:
         self.forget()
 
     def forget(self) -> None:
-        """Forgets what layers have computed of sequences and slots, which are other ones now."""
+        """Forgets shared results about sequences and slots, which have changed."""
         self._lengths, self._kept, self._blocks, self._masks = None, {}, {}, {}
 
     def _follow_moves(self) -> None:

@@ -1,18 +1,15 @@
-"""A paged cache of sealed blocks and an open tail, for one sequence or a batch; stands in for mlx-lm's caches in any
-model.
+"""A paged cache of sealed blocks and an open tail, for one sequence or a batch; replaces mlx-lm's caches in any model.
 
 The position law: a query attends to the full blocks before its own block as sealed, and inside its own block to keys
-and values in full precision. So what a sequence computes depends on its tokens alone, not on chunks or company.
+and values in full precision. So what a sequence computes depends only on its tokens, not on chunks or batches.
 
-Sealed blocks lie in the pool (`pool.py`), and a sequence's block tables say where. The open blocks of a layer are
-arrays of
-the batch: column c of sequence r is position 256 * (lengths[r] // 256) + c.
+Sealed blocks are in the pool (`pool.py`), and a sequence's block tables say where. The open blocks of a layer are
+arrays of the batch: column c of sequence s is position 256 * (lengths[s] // 256) + c.
 
-A prefill chunk gets its sequences' blocks dequantized, then the open ones, as plain arrays, and `make_mask` says which
-of
-them a query may see: blocks that the chunk fills are there twice, unless sealed ones are as computed. In a decode step
-of a model whose attention goes through `attention.py`, `view` says where the blocks are: they are read in place, each
-sequence's own and no other.
+A prefill chunk gets its sequences' blocks dequantized, followed by the open ones, as plain arrays, and `make_mask` says
+which of them a query may see. Blocks that the chunk fills are there twice, unless sealed blocks are kept as computed.
+In a decode step, if the model's attention goes through `attention.py`, `view` says where the blocks are: each sequence
+reads its own blocks in place, and no others.
 """
 
 from __future__ import annotations
@@ -31,8 +28,9 @@ from .pool import BlockTable, SlotGroup, slots_of
 from .steps import Step, mask_of, seen_of, step_of
 
 JOINED_MAX = 2**31 - 1
-"""Numbers of an array that is concatenated along its tokens. Metal counts where they go in 32 bits, from the begin of
-the whole. A larger one is put together of such arrays along its first axis, where it counts from the begin of each."""
+"""The most elements of an array that is concatenated along its tokens, because Metal counts destinations in 32 bits
+from the array's begin. A larger array is concatenated from such arrays along its first axis, where Metal counts from
+the begin of each."""
 
 
 class PagedKVCache:
@@ -45,7 +43,7 @@ class PagedKVCache:
         batch: with the other layers.
 
     Attributes:
-        view: of the last `update_and_fetch`; None where attention takes what that returned.
+        view: what attention reads after the last `update_and_fetch`; None if it reads what that returned.
         was_shared: whether another layer has asked for this one's KV.
     """
 
@@ -63,9 +61,9 @@ class PagedKVCache:
         self._keys: mx.array | None = None
         self._values: mx.array | None = None
         self._ragged: list[int] | None = None
-        # Whether the open blocks are arrays that a kernel can write into: contiguous, of whole blocks, nobody else's.
+        # Whether a kernel can write into the open blocks' arrays: contiguous, of whole blocks, with no other reference.
         self._writable = False
-        # Lengths before and numbers of the last step, if blocks became full in it and are not sealed yet.
+        # The lengths before the last step, and its numbers, if blocks became full in it and are not sealed yet.
         self._filled: tuple[list[int], Step] | None = None
         self._fetch: Callable[[], tuple[mx.array, mx.array]] | None = None
         self.was_shared = False
@@ -87,7 +85,7 @@ class PagedKVCache:
             return None
         alike = not self._ragged and len(set(self.lengths)) == 1 and step.columns == step.opened[0] + N
         if N > 1 and step.exact and alike and not (window_size or return_array or self.batch.bidirectional):
-            # Its columns are the positions themselves.
+            # The columns are the positions.
             return "causal"
         what = ("mask", self._number, N, window_size)
         runs = self.batch.bidirectional
@@ -97,7 +95,7 @@ class PagedKVCache:
         return mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append (sequences, kv_heads, N, dim) keys and values; returns those that attention is to be given."""
+        """Appends (sequences, kv_heads, N, dim) keys and values; returns those that attention gets."""
         count = keys.shape[2]
         step = self._step(count)
         assert self._filled is None, "full blocks are sealed before the next token"
@@ -113,7 +111,7 @@ class PagedKVCache:
         index = self._table(step) if step.used and not in_place else None
         flat = self._flat(step, keys.shape[1]) if in_place else None
         seen = self._once(("seen", self.window), lambda: seen_of(step, self.window)) if in_place else None
-        # What they refer to could not be changed in place.
+        # While these refer to an array, it cannot be changed in place.
         self.view = self._fetch = None
         if self._keys is None or self._values is None:
             self._keys = keys[:, :, :0]
@@ -146,7 +144,7 @@ class PagedKVCache:
         return self._fetch()
 
     def _fetched(self, fetch: Callable[[], tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
-        # It refers to what was a prompt's, which may be much.
+        # It refers to a prompt's arrays, which may be large.
         self._fetch = fetch if self.batch.pool.shares else None
         return fetch()
 
@@ -155,7 +153,7 @@ class PagedKVCache:
         return view.keys, view.values
 
     def _unsealed(self, index: mx.array, open_keys: mx.array, open_values: mx.array) -> tuple[mx.array, mx.array]:
-        """The blocks in the slots of `index`, and the open ones after them, as computed."""
+        """Returns the blocks in the slots of `index` and the open blocks after them, as plain arrays."""
         if self._group.kernels and self.policy.quantizes:
             pool, order = self._group.layer(self._place), self._group.written(self._place)
             return block_kernels.unseal(pool, index, open_keys, open_values, self.policy, order)
@@ -171,8 +169,8 @@ class PagedKVCache:
         return self._number
 
     def kernel_step(self) -> KernelStep:
-        """What the kernel reads and writes for one token a sequence. The open blocks become arrays that it can write
-        into: MLX would copy them, as the step in flight still reads them."""
+        """What the kernel reads and writes for one token a sequence. The open blocks become arrays that the kernel can
+        write into in place; MLX would copy them, because the step in flight still reads them."""
         assert self._keys is not None and self._values is not None
         sequences = self._once(("kernel", self._number), lambda: self._sequence_blocks(self._step(1)))
         if not self._writable:
@@ -187,8 +185,8 @@ class PagedKVCache:
         return KernelStep((self._keys, self._values), pool, sequences, self._group.written(self._place))
 
     def end_kernel_step(self) -> None:
-        """Counts the token that the kernel appends to each sequence. `seal_filled` is to follow once the step is
-        launched: MLX does not know that the kernel writes the arrays that are sealed then."""
+        """Counts the token that the kernel appends to each sequence. `seal_filled` must follow once the step is
+        launched, not before: MLX does not know that the kernel writes the arrays from which blocks are sealed."""
         step = self._step(1)
         self._filled = (self.lengths, step) if any(step.full) else None
         self.lengths = step.after
@@ -200,8 +198,8 @@ class PagedKVCache:
             self._seal(before, step)
 
     def writes(self) -> bool:
-        """Whether kernels seal blocks as plain operations do, and put them where others read them, for a layer that has
-        a token."""
+        """Whether kernels seal blocks as plain operations do, and write them where other kernels read them. The layer
+        must have a token."""
         assert self._keys is not None and self._values is not None
         shapes = [(1, tail.shape[1], BLOCK_TOKENS, tail.shape[3]) for tail in (self._keys, self._values)]
         keys, values = (mx.random.normal(shape).astype(self._keys.dtype) for shape in shapes)
@@ -218,16 +216,16 @@ class PagedKVCache:
         return all(mx.array_equal(array[slot.number], new[0]) for array, new in zip(group.layer(0), fresh, strict=True))
 
     def prepare(self, *, lengths: Sequence[int], right_padding: Sequence[int]) -> None:
-        """The next call brings this many tokens of every sequence, and padding after them."""
+        """Announces that the next call has this many tokens of every sequence, with padding after them."""
         self._ragged = list(lengths)
 
     def finalize(self) -> None:
-        """The padding is over."""
+        """Ends the padding."""
         self._ragged = None
 
     @property
     def state(self) -> list[mx.array]:
-        """Returns what is to be evaluated after a call."""
+        """Returns the arrays to evaluate after a call."""
         arrays = [] if self._keys is None or self._values is None else [self._keys, self._values]
         if self._group.is_written(self._place):
             arrays += [*self._group.layer(self._place), self._group.written(self._place)]
@@ -235,11 +233,11 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Of the open blocks."""
+        """Bytes of the open blocks."""
         return 0 if self._keys is None or self._values is None else self._keys.nbytes + self._values.nbytes
 
     def tail(self, sequences: int | slice, count: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of the first `count` tokens of the sequences' open blocks, as views."""
+        """Returns keys and values of the first `count` tokens of the sequences' open blocks, as views."""
         span = slice(sequences, sequences + 1) if isinstance(sequences, int) else sequences
         assert self._keys is not None and self._values is not None
         assert count <= max(length % BLOCK_TOKENS for length in self.lengths[span])
@@ -251,7 +249,7 @@ class PagedKVCache:
         self._keys, self._values = tail if tail is not None else (None, None)
 
     def extract(self, sequence: int, batch: PagedBatch) -> PagedKVCache:
-        """The sequence as a cache of its own in `batch`, with a copy of its open block."""
+        """Returns the sequence as a cache of its own in `batch`, with a copy of its open block."""
         cache = PagedKVCache(self.layer, self.policy, self.window, lengths=[self.lengths[sequence]], batch=batch)
         if self._keys is not None:
             keys, values = self.tail(sequence, self.lengths[sequence] % BLOCK_TOKENS)
@@ -259,7 +257,7 @@ class PagedKVCache:
         return cache
 
     def filter(self, sequences: Sequence[int]) -> None:
-        """Keep these sequences, in this order. The batch keeps their tables."""
+        """Keeps these sequences, in this order. The batch keeps their tables."""
         self.lengths, self._writable = [self.lengths[sequence] for sequence in sequences], False
         if self._keys is not None and self._values is not None:
             indices = mx.array(list(sequences), dtype=mx.uint32)
@@ -267,7 +265,7 @@ class PagedKVCache:
 
     @staticmethod
     def merge(caches: Sequence[PagedKVCache], batch: PagedBatch) -> PagedKVCache:
-        """Sequences' open blocks as one, in a batch that has their tables."""
+        """Merges sequences' open blocks into one cache, in a batch that has their tables."""
         first = caches[0]
         lengths = [length for cache in caches for length in cache.lengths]
         merged = PagedKVCache(first.layer, first.policy, first.window, lengths=lengths, batch=batch)
@@ -278,7 +276,7 @@ class PagedKVCache:
         return merged
 
     def extend(self, other: PagedKVCache) -> None:
-        """Append the sequences of another batch's cache. The batch appends their tables."""
+        """Appends the sequences of another batch's cache. The batch appends their tables."""
         merged = PagedKVCache.merge([self, other], self.batch)
         self.lengths, self._keys, self._values = merged.lengths, merged._keys, merged._values
         self._writable = False
@@ -322,7 +320,8 @@ class PagedKVCache:
         return [sequence[self._number] for sequence in self.batch.tables]
 
     def _table(self, step: Step) -> mx.array:
-        """(sequences, step.used) uint32, slots; sequences that have fewer repeat their last, or read one of zeros."""
+        """Returns slots, (sequences, step.used) uint32. If a sequence has fewer, its last one is repeated, or a slot of
+        zeros is used."""
 
         def make() -> mx.array:
             self._reach(step)
@@ -330,7 +329,7 @@ class PagedKVCache:
             for table, first in zip(self._tables(), step.first, strict=True):
                 numbers = table.numbers(first, first + step.used)
                 if missing := step.used - len(numbers):
-                    # Not another sequence's: it might be no numbers, which spread even if they are masked.
+                    # Not another sequence's slot: it may have NaN, which spreads even if it is masked.
                     numbers += [numbers[-1] if numbers else self.batch.blank(self._number)] * missing
                 found.append(numbers)
             return mx.array(found, dtype=mx.uint32)
@@ -338,7 +337,7 @@ class PagedKVCache:
         return self._once(("table", self._number), make)
 
     def _flat(self, step: Step, kv_heads: int) -> dict[str, Any]:
-        """What all layers of the group have alike in a `DecodeView`."""
+        """Returns the parts of a `DecodeView` that are the same for all layers of the group."""
 
         def make() -> dict[str, Any]:
             tables = zip(self._tables(), step.first, self.lengths, strict=True)
@@ -373,13 +372,13 @@ class PagedKVCache:
         return self._once(("flat", self._number), make)
 
     def _reach(self, step: Step) -> None:
-        """Have slots for the blocks that the step fills, and let go of those that none of its queries sees."""
+        """Takes slots for the blocks that the step fills, and drops those that none of its queries can see."""
         for table, first, after in zip(self._tables(), step.first, step.after, strict=True):
             table.drop(first)
             table.reach(after // BLOCK_TOKENS, self._group)
 
     def _append_step(self, keys: mx.array, values: mx.array, opened: list[int]) -> None:
-        """One token a sequence, each at its own place in the tail."""
+        """Appends one token a sequence, each at its own place in the tail."""
         # With more columns, a sequence that fills its block would take the others' tails with it.
         self._fit(BLOCK_TOKENS)
         assert self._keys is not None and self._values is not None
@@ -393,11 +392,11 @@ class PagedKVCache:
         self._values = mx.put_along_axis(self._values, places, values, axis=2)
 
     def _append_ragged(self, keys: mx.array, values: mx.array, step: Step) -> None:
-        """Several tokens a sequence, of different numbers and at different places."""
+        """Appends several tokens a sequence, of different numbers and at different places."""
         assert self._keys is not None and self._values is not None
         before = max(step.opened)
         if len(step.opened) == 1:
-            # As below, with operations for which CUDA needs no kernel compiled.
+            # The same as below, with operations for which CUDA needs to compile no kernel.
             self._keys = mx.concatenate([self._keys[:, :, :before], keys], axis=2)
             self._values = mx.concatenate([self._values[:, :, :before], values], axis=2)
             self._fit(step.columns)
@@ -414,7 +413,7 @@ class PagedKVCache:
         self._values = mx.take_along_axis(mx.concatenate([self._values[:, :, :before], values], axis=2), places, axis=2)
 
     def _fit(self, columns: int) -> None:
-        """Gives the tail so many columns: padded prompts leave more than a block has."""
+        """Gives the tail this many columns: padded prompts leave more than a block has."""
         assert self._keys is not None and self._values is not None
         more = columns - self._keys.shape[2]
         if more > 0:
@@ -439,10 +438,10 @@ class PagedKVCache:
                 else mx.array(sequences)
             )
             keys, values = keys[which], values[which]
-        # All sequences in one go: a device takes as long for an operation on one sequence as on all.
+        # All sequences at once: a device takes as long for an operation on one sequence as on all.
         spans = keys[:, :, :stop], values[:, :, :stop]
         fresh = slots_of(sealing.seal(*spans, self.policy, kernels=self._group.kernels), most)
-        # Of sequences that fill fewer blocks, the others are no blocks.
+        # If a sequence fills fewer blocks, its others are not blocks.
         real = [
             index * most + block for index, sequence in enumerate(sequences) for block in range(step.full[sequence])
         ]
@@ -454,7 +453,7 @@ class PagedKVCache:
             self._keys = mx.take_along_axis(self._keys, step.rest, axis=2)
             self._values = mx.take_along_axis(self._values, step.rest, axis=2)
         elif self._keys.shape[2] > BLOCK_TOKENS:
-            # A copy: the whole chunk would stay alive with it.
+            # A copy, because a view would keep the whole chunk alive.
             self._keys = sealing.copied(self._keys[:, :, stop:])
             self._values = sealing.copied(self._values[:, :, stop:])
 
@@ -485,7 +484,8 @@ def _with_open(before: mx.array, opened: mx.array) -> mx.array:
 
 
 def on_device(numbers: list[int]) -> mx.array:
-    """What every layer will read: made by the device, which would go to the host's memory for it each time."""
+    """Returns numbers that every layer reads, as an array in the device's memory. Otherwise the device would read the
+    host's memory each time."""
     return mx.array(numbers) + 0
 
 

@@ -1,9 +1,9 @@
-"""The block pool: where a replica's sealed blocks lie, once each, whoever reads them.
+"""The block pool: it has each of a replica's sealed blocks once, however many sequences read it.
 
-Layers that are alike form a *group*. A group has one array of slots for every kind of array of every layer, and a slot
-is one sealed block of all layers of the group, in the bytes that the disk and the wire carry. A running sequence reads
-its slots through a block table; kept prefixes, restores and other sequences hold the same slots. A slot is free when
-nobody holds its `Slot` object any more, so joining, leaving and forking copy no sealed KV.
+Layers with equal specs form a *group*. For every layer a group has one array of slots per kind of array, and a slot is
+one sealed block of all layers of the group, in the same bytes as on disk and on the wire. A running sequence reads its
+slots through a block table; cached prefixes, restores and other sequences hold the same slots. A slot is free when its
+`Slot` object has no references any more, so joining, leaving and forking copy no sealed KV.
 
 Arrays of one layer, for S slots (`sealing.py` says what they mean):
 
@@ -35,14 +35,14 @@ from ..kernels import block_kernels
 from ..kernels.sealing import Sealed, token_axes
 
 GROW_MIN, GROW_FRACTION = 16, 0.25
-"""A group that is full grows by this many slots at least, and by this part of what it has, within its limit."""
+"""A full group grows by at least this many slots, and by at least this part of its slots, within its limit."""
 
 CHECKS, CHECK_PAUSE_S = 100, 0.01
-"""So often a group is counted, with pauses between, before what does not add up counts as wrong."""
+"""How often a group is counted, with pauses between, before a mismatch counts as an error."""
 
 
 class Field(NamedTuple):
-    """An array of a block in its record: bytes [start, stop), and what they are."""
+    """An array of a block in its record: bytes [start, stop), and its shape and dtype."""
 
     start: int
     stop: int
@@ -55,14 +55,14 @@ class Field(NamedTuple):
 
 
 class LayerFields(NamedTuple):
-    """A layer's arrays in a record, in the order of its kind."""
+    """A layer's arrays in a record, in the order of the fields of its kind of block."""
 
     kind: type[Sealed]
     fields: list[Field]
 
 
 class Slot:
-    """A place in the pool. It is free again when the last reference to this object goes, on whatever thread."""
+    """A place in the pool. It is free again when the last reference to this object is dropped, on any thread."""
 
     __slots__ = ("__weakref__", "_freed", "number")
 
@@ -75,13 +75,13 @@ class Slot:
 
 
 class SlotGroup:
-    """The slots of layers that are alike.
+    """The slots of a group of layers.
 
     Attributes:
         layers: their numbers in the model.
         kernels: whether blocks are written by `block_kernels.write`.
-        slot_bytes: what a slot takes, of all of them; without being told, 0 before the first is written.
-        capacity_max: beyond this it grows only by what is missing.
+        slot_bytes: bytes of a slot, over all layers; if not given, 0 until the first block is written.
+        capacity_max: beyond this number of slots it grows only by what is missing.
     """
 
     def __init__(self, layers: Sequence[int], *, kernels: bool = False, slot_bytes: int = 0) -> None:
@@ -89,7 +89,7 @@ class SlotGroup:
         self.kernels = kernels
         self.capacity_max: float = inf
         self._told_bytes = slot_bytes
-        # By layer a zero that is there once all writes into its arrays are done, for readers to depend on.
+        # By layer, a zero that is computed after all writes into the layer's arrays, so that readers can depend on it.
         nothing = mx.zeros((1,), mx.uint32)
         mx.eval(nothing)
         self._written = [nothing] * len(self.layers)
@@ -103,7 +103,7 @@ class SlotGroup:
 
     @property
     def taken(self) -> int:
-        """How many slots somebody holds."""
+        """How many slots are held."""
         return self.capacity - len(self._free)
 
     @property
@@ -112,11 +112,11 @@ class SlotGroup:
 
     @property
     def nbytes(self) -> int:
-        """What the group's arrays take, free slots included."""
+        """Bytes of the group's arrays, free slots included."""
         return self.capacity * self.slot_bytes
 
     def take(self, count: int) -> list[Slot]:
-        """Slots that nobody holds; the group grows if there are too few."""
+        """Returns free slots; the group grows if there are too few."""
         missing = count - len(self._free)
         if missing > 0:
             step = max(GROW_MIN, int(self.capacity * GROW_FRACTION))
@@ -126,13 +126,13 @@ class SlotGroup:
         return slots
 
     def reserve(self, count: int) -> None:
-        """Grows until nobody holds `count` slots."""
+        """Grows until `count` slots are free."""
         if count > len(self._free):
             self._grow(count - len(self._free))
 
     def blank(self) -> Slot:
-        """Returns a slot of zeros, the same one as long as somebody holds it. A sequence without a block reads it where
-        others have theirs: what is in any other slot may be no numbers, which a mask does not make zero."""
+        """Returns a slot of zeros, the same one for as long as it is held. Sequences with fewer blocks than others read
+        it as padding: any other slot may have NaN, which a mask does not turn into zero."""
         slot = None if self._blank is None else self._blank()
         if slot is None:
             (slot,) = self.take(1)
@@ -150,13 +150,13 @@ class SlotGroup:
         return self._arrays[place] is not None
 
     def layer(self, place: int) -> Sealed:
-        """All slots of the group's layer number `place`, as the module's shapes say."""
+        """Returns all slots of the group's layer number `place`, in the module's shapes."""
         arrays = self._arrays[place]
-        assert arrays is not None and self._kind is not None, "somebody holds a slot that was never written"
+        assert arrays is not None and self._kind is not None, "a slot is held that was never written"
         return self._kind._make(arrays)
 
     def write(self, place: int, slots: mx.array, blocks: Sealed) -> None:
-        """Put blocks of a layer into slots.
+        """Puts blocks of a layer into slots.
 
         Args:
             slots: (n,) uint32, their numbers.
@@ -167,7 +167,7 @@ class SlotGroup:
             self._written[place] = block_kernels.write(blocks._make(arrays), slots, blocks, self._written[place])
             return
         for array, new in zip(arrays, blocks, strict=True):
-            # In place, as nobody else refers to what the array was.
+            # In place, because nothing else refers to the array.
             array[slots] = new
 
     def write_records(
@@ -177,13 +177,13 @@ class SlotGroup:
 
         Args:
             layers: of all layers of the group.
-            records: `(blocks, nbytes) uint8`; if they are numpy's, they are copied at once.
+            records: `(blocks, nbytes) uint8`; if this is a NumPy array, it is copied at once.
 
         Raises:
-            ValueError: they are not like the blocks before.
+            ValueError: their shapes or dtypes differ from those of earlier blocks.
         """
         if len(layers) != len(self.layers):
-            raise ValueError("layers that are alike have not all been kept")
+            raise ValueError("the record lacks some layers of a group")
         numbers = [slot.number for slot in slots]
         begun = [
             self._begun(place, kind, [(field.shape, field.dtype) for field in fields])
@@ -207,7 +207,7 @@ class SlotGroup:
         mx.eval(begun, seen)
         for arrays, layer in zip(seen, layers, strict=True):
             for array, field in zip(arrays, layer.fields, strict=True):
-                # A view of the pool's own memory. Nobody else sees these slots yet.
+                # A view of the pool's own memory. Nothing else reads these slots yet.
                 np.asarray(array).reshape(self.capacity, -1)[target] = records[:, field.start : field.stop]
 
     def _begun(
@@ -234,18 +234,18 @@ class SlotGroup:
         return arrays
 
     def written(self, place: int) -> mx.array:
-        """Returns `(1,) uint32`, a zero. A reader of the layer's slots in the same evaluation as a kernel's write must
-        depend on it."""
+        """Returns `(1,) uint32`, a zero. If a kernel writes the layer's slots and they are read in the same evaluation,
+        the reader must depend on this zero."""
         return self._written[place]
 
     def gather(self, place: int, table: mx.array) -> Sealed:
-        """Blocks of a layer in sequences, copied.
+        """Copies a layer's blocks, in the order of block tables.
 
         Args:
             table: (sequences, blocks) uint32, slot numbers.
 
         Returns:
-            Them as `sealing.py` has sequences of blocks.
+            The sequences' blocks, in the shapes of `sealing.py`.
         """
         sequences, blocks = table.shape
         pool, numbers = self.layer(place), table.reshape(-1) + self._written[place]
@@ -253,8 +253,8 @@ class SlotGroup:
         return pool._make(_joined(array[numbers], sequences, blocks, axis) for array, axis in parts)
 
     def block(self, place: int, slot: Slot) -> Sealed:
-        """Returns a copy of one block of a layer, with a first axis of 1. No view: while one lived, a write would copy
-        the whole array."""
+        """Returns a copy of one block of a layer, with a first axis of 1. Not a view: as long as one existed, a write
+        would copy the whole array."""
         number, pool = self._written[place] + slot.number, self.layer(place)
         return pool._make(array[number] for array in pool)
 
@@ -265,11 +265,11 @@ class SlotGroup:
         self.capacity += more
 
     def shrink(self, capacity: int) -> None:
-        """Gives slots at the end back, down to `capacity` or to those that are held: blocks there move to free slots,
-        so slots get other numbers. Nothing that reads or writes the pool may be in flight."""
+        """Gives slots at the end back, down to `capacity` or to the number of held slots. Blocks there move to free
+        slots, so slots get other numbers. Nothing that reads or writes the pool may be in flight."""
         free, held = sorted(self._free), list(self._taken)
         if len(free) + len(held) != self.capacity:
-            # The last reference to a slot is just going on another thread.
+            # Another thread is just dropping the last reference to a slot.
             return
         capacity = max(capacity, len(held))
         if capacity >= self.capacity:
@@ -289,7 +289,7 @@ class SlotGroup:
         self.capacity = capacity
 
     def reset(self) -> None:
-        """Forgets all slots and what is in them. Those that somebody holds are none of this group's any more."""
+        """Forgets all slots and their contents. Slots that are still held do not belong to this group any more."""
         nothing = mx.zeros((1,), mx.uint32)
         mx.eval(nothing)
         self._written = [nothing] * len(self.layers)
@@ -311,16 +311,16 @@ class SlotGroup:
         return [*self._written, *(array for arrays in self._arrays for array in arrays or ())]
 
     def check(self) -> None:
-        """Every slot is free or held, and only once.
+        """Checks that every slot is either free or held, and only once.
 
         Raises:
-            AssertionError: something does not add up.
+            AssertionError: a slot is neither, or both.
         """
-        # A slot that the garbage collection of another thread is just freeing is in neither for a moment.
+        # While garbage collection on another thread frees a slot, the slot is neither for a moment.
         for left in reversed(range(CHECKS)):
             held = Counter(slot.number for slot in list(self._taken))
             free = Counter(list(self._free))
-            # One whose last reference is just going may be in both.
+            # A slot whose last reference is just being dropped may be in both.
             if held | free == Counter(range(self.capacity)):
                 return
             if left:
@@ -338,7 +338,7 @@ def _joined(array: mx.array, sequences: int, blocks: int, axis: int) -> mx.array
 
 
 def slots_of(sealed: Sealed, blocks: int) -> Sealed:
-    """Sequences of blocks as slots, sequence after sequence: the inverse of `SlotGroup.gather`.
+    """Splits sequences' blocks into slots, sequence after sequence: the inverse of `SlotGroup.gather`.
 
     Args:
         sealed: (sequences, heads, ...), `blocks` blocks of each sequence.
@@ -358,7 +358,7 @@ class BlockPool:
     """All groups of a model's sealed layers.
 
     Args:
-        slot_bytes: of each group; None where that shows when they are written.
+        slot_bytes: of each group; None if that is only known when blocks are written.
 
     Attributes:
         shares: whether layers attend to other layers' KV.
@@ -384,7 +384,7 @@ class BlockPool:
         self._of = {layer: (group, place) for group in self.groups for place, layer in enumerate(group.layers)}
 
     def of(self, layer: int) -> tuple[SlotGroup, int]:
-        """A layer's group and its place in there."""
+        """Returns a layer's group, and the layer's place in it."""
         return self._of[layer]
 
     @property
@@ -393,7 +393,7 @@ class BlockPool:
 
     @property
     def taken_bytes(self) -> int:
-        """Of the slots that somebody holds."""
+        """Bytes of the slots that are held."""
         return sum(group.taken * group.slot_bytes for group in self.groups)
 
     def limit(self, bytes_max: int) -> None:
@@ -403,8 +403,8 @@ class BlockPool:
             group.capacity_max = group.capacity + more // group.slot_bytes if group.slot_bytes else inf
 
     def shrink(self, bytes_max: int) -> None:
-        """Gives slots back until the pool has `bytes_max` bytes, or as few as it can: those first of which most are
-        free. As `SlotGroup.shrink`."""
+        """Gives slots back until the pool has `bytes_max` bytes, or as few as possible; groups with the most free bytes
+        come first. As `SlotGroup.shrink`."""
         self.moves += 1
         for group in sorted(self.groups, key=lambda group: (group.taken - group.capacity) * group.slot_bytes):
             excess = self.nbytes - bytes_max
@@ -412,7 +412,7 @@ class BlockPool:
                 group.shrink(group.capacity - -(-excess // group.slot_bytes))
 
     def reset(self) -> None:
-        """As `SlotGroup.reset`, of every group."""
+        """As `SlotGroup.reset`, for every group."""
         self.moves += 1
         for group in self.groups:
             group.reset()
@@ -426,14 +426,14 @@ class BlockPool:
         return {"slots": sum(group.capacity for group in self.groups), "slots_free": free}
 
     def check(self) -> None:
-        """As `SlotGroup.check`, of every group."""
+        """As `SlotGroup.check`, for every group."""
         for group in self.groups:
             group.check()
 
 
 @dataclass(slots=True)
 class BlockTable:
-    """A sequence's blocks in one group: `slots[i]` is block `first + i`; those before it are behind the window."""
+    """A sequence's blocks in one group: `slots[i]` is block `first + i`; earlier blocks are outside of the window."""
 
     slots: list[Slot]
     first: int = 0
@@ -442,18 +442,18 @@ class BlockTable:
         return BlockTable(list(self.slots), self.first)
 
     def reach(self, stop: int, group: SlotGroup) -> None:
-        """Have slots for all blocks before `stop`. Each layer asks; the first one takes them."""
+        """Takes slots for all blocks before `stop`. Every layer calls this; only the first call takes any."""
         missing = stop - self.first - len(self.slots)
         if missing > 0:
             self.slots += group.take(missing)
 
     def drop(self, first: int) -> None:
-        """Let go of the blocks before `first`."""
+        """Drops the blocks before `first`."""
         gone = min(first - self.first, len(self.slots))
         if gone > 0:
             del self.slots[:gone]
         self.first = max(self.first, first)
 
     def numbers(self, start: int, stop: int) -> list[int]:
-        """Slot numbers of blocks [start, stop)."""
+        """Returns the slot numbers of blocks [start, stop)."""
         return [slot.number for slot in self.slots[start - self.first : stop - self.first]]

@@ -1,10 +1,10 @@
-"""The prefix cache: KV of finished or prefilled sequences, found again by block id. Pure: it never looks at the values.
+"""The prefix cache: KV of finished or prefilled sequences, found again by block id. Pure: it never reads the values.
 
-Whole blocks are shared by id. The open tail after a sequence's last whole block is kept under its parent block's id and
-matched token by token, so that even a short conversation is not prefilled twice.
+Whole blocks are shared by id. The open tail after a sequence's last whole block is cached under its parent block's id
+and matched token by token, so that even a short conversation is not prefilled twice.
 
-Not every kept prefix is enough for every layer: `ReuseRule` says what sliding-window and recurrent layers need, and
-`covers` checks it.
+Not every cached prefix can be reused by every layer: `ReuseRule` says what sliding-window and recurrent layers need,
+and `covers` checks it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ...protocol.entries import adds_to
 from .shares import MemoryShares
 
 TAILS_PER_BLOCK = 256
-"""How many tails of one block are kept, the latest ones."""
+"""How many tails after one block are cached: the latest ones."""
 
 RECOUNT_STEP = 4096
-"""Entries that `recount` checks at a time, which takes milliseconds."""
+"""How many entries `recount` checks at a time, which takes milliseconds."""
 
 Value = TypeVar("Value")
 
@@ -44,9 +44,9 @@ class ReuseRule:
 
 @dataclass(frozen=True)
 class PrefixKV(Generic[Value]):
-    """The KV of consecutive tokens, of `nbytes` bytes. Window layers lack the first `window_from` tokens; `snapshot`
-    says whether it has the recurrent state after the last token. Of the bytes `pool_bytes` are in `slots` slots of the
-    block pool."""
+    """The KV of consecutive tokens, of `nbytes` bytes, of which `pool_bytes` are in `slots` slots of the block pool.
+    Window layers lack the first `window_from` tokens. `snapshot` says whether it has the recurrent state after the last
+    token."""
 
     value: Value
     nbytes: int
@@ -78,8 +78,8 @@ class Hit(Generic[Value]):
 
 
 def covers(rule: ReuseRule, parts: Sequence[tuple[PrefixKV[Value], int]], count: int, used: int) -> bool:
-    """Whether a prefix is enough for all layers. It has the first `count` of `parts` (KV and its number of tokens), of
-    which the last is cut to `used` tokens."""
+    """Whether all layers can reuse a prefix. It has the first `count` of `parts` (KV and its number of tokens); the
+    last of these is cut to `used` tokens."""
     last, length = parts[count - 1]
     if rule.recurrent and not (last.snapshot and used == length):
         return False
@@ -111,14 +111,14 @@ def common_length(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 class PrefixCache(Generic[Value]):
-    """An LRU cache of blocks and tails with at most `bytes_max` bytes, apart from pinned ones.
+    """An LRU cache of blocks and tails with at most `bytes_max` bytes, not counting pinned entries.
 
-    A tenant with a limit of its own keeps at most that, apart from pinned entries: its own oldest ones are evicted
+    If a tenant has a limit of its own, its unpinned entries take at most that: its own oldest entries are evicted
     first. `drain_events` returns added and removed block ids for the router's directory.
 
     Attributes:
-        nbytes, pool_bytes: of all entries; as in `PrefixKV`.
-        loose_bytes, loose_slots: of those that are not pinned.
+        nbytes, pool_bytes: as in `PrefixKV`, of all entries.
+        loose_bytes, loose_slots: the same of entries that are not pinned.
     """
 
     def __init__(self, bytes_max: int, rule: ReuseRule = ReuseRule()) -> None:
@@ -128,9 +128,9 @@ class PrefixCache(Generic[Value]):
         self.loose_bytes = self.loose_slots = 0
         self.blocks = 0
         self._inserted = 0
-        # A block is keyed (id, None); a tail (parent id, its tokens). One order for both, oldest first.
+        # A block's key is (id, None), a tail's (parent id, its tokens). One order for both, the oldest first.
         self._entries: OrderedDict[tuple[bytes, tuple[int, ...] | None], _KeptEntry[Value]] = OrderedDict()
-        # Sorted, so that the tail with the longest common prefix is next to the place where bisection ends.
+        # Sorted, so that bisection ends next to the tail with the longest common prefix.
         self._tails: dict[bytes, list[tuple[int, ...]]] = {}
         # Keys that must not be evicted, by holder, and the number of holders of each.
         self._pins: dict[str, set[tuple[bytes, tuple[int, ...] | None]]] = {}
@@ -140,7 +140,7 @@ class PrefixCache(Generic[Value]):
         self._retracted: set[bytes] = set()
 
     def limit(self, tenant: str, bytes_max: int | None) -> None:
-        """Sets a tenant's limit in bytes; None removes it. Only a first limit costs a pass over all entries."""
+        """Sets a tenant's limit in bytes; None removes it. Only the first limit of a tenant reads all entries."""
         known = self._shares.bytes_max(tenant)
         if bytes_max == known:
             return
@@ -155,18 +155,18 @@ class PrefixCache(Generic[Value]):
         self._fit(tenant)
 
     def resize(self, bytes_max: int) -> None:
-        """Changes how many unpinned bytes are kept."""
+        """Changes how many unpinned bytes the cache may have."""
         self.bytes_max = bytes_max
         self._evict()
 
     def most(self, tenant: str) -> int:
-        """Returns how many unpinned bytes a tenant may keep."""
+        """Returns how many unpinned bytes a tenant may have."""
         own = self._shares.bytes_max(tenant)
         return self.bytes_max if own is None else min(own, self.bytes_max)
 
     @property
     def is_plain(self) -> bool:
-        """Whether every prefix of a kept entry can be reused: all layers are of full attention."""
+        """Whether every prefix of a cached entry can be reused: all layers are of full attention."""
         return self._rule == ReuseRule()
 
     def block_ids(self) -> list[bytes]:
@@ -176,20 +176,20 @@ class PrefixCache(Generic[Value]):
         return (block, None) in self._entries
 
     def lacks(self, block: bytes, *, snapshot: bool) -> bool:
-        """Whether `put_blocks` would keep KV of this block, with a snapshot or without."""
+        """Whether `put_blocks` would add KV of this block, with or without a snapshot."""
         entry = self._entries.get((block, None))
         if entry is None:
             return True
         return (snapshot and self._rule.recurrent and not entry.kept.snapshot) or entry.kept.window_from > 0
 
     def leading(self, block_ids: Sequence[bytes]) -> int:
-        """Returns how many leading blocks are kept: an estimate of `match` that does not compare tokens."""
+        """Returns how many leading blocks are cached: an estimate of `match` that does not compare tokens."""
         return next((index for index, block in enumerate(block_ids) if block not in self), len(block_ids))
 
     def peek(self, root: bytes, block_ids: Sequence[bytes], prompt: Sequence[int]) -> int:
         """Returns about how many leading tokens of the prompt `match` would find if all layers were of full attention.
         May be called from any thread."""
-        # The last token is always computed, and a block that it would end is not matched.
+        # The last token is always computed, so a block that ends with it is not matched.
         most = len(prompt) - 1
         whole = self.leading(block_ids[: most // BLOCK_TOKENS])
         rest = prompt[whole * BLOCK_TOKENS : min(most, (whole + 1) * BLOCK_TOKENS)]
@@ -197,22 +197,22 @@ class PrefixCache(Generic[Value]):
         return whole * BLOCK_TOKENS + max((used for _, used in tails), default=0)
 
     def take(self, block: bytes) -> PrefixKV[Value] | None:
-        """Returns a kept block without marking it as used; None if it is not kept."""
+        """Returns a cached block without marking it as used; None if it is not cached."""
         entry = self._entries.get((block, None))
         return None if entry is None else entry.kept
 
     def take_tail(self, parent: bytes, tokens: Sequence[int]) -> PrefixKV[Value] | None:
-        """Returns the kept tail of exactly these tokens without marking it as used; None if it is not kept."""
+        """Returns the cached tail of exactly these tokens without marking it as used; None if it is not cached."""
         entry = self._entries.get((parent, tuple(tokens)))
         return None if entry is None else entry.kept
 
     @property
     def holders(self) -> list[str]:
-        """Names of those that have pinned something."""
+        """Names of the holders that have pinned something."""
         return list(self._pins)
 
     def pin(self, holder: str, root: bytes, block_ids: Sequence[bytes], tails: Iterable[Sequence[int]]) -> None:
-        """Protects these blocks and the tails after the last one from eviction until `unpin`; they need not be there
+        """Protects these blocks and the tails after the last one from eviction until `unpin`. They need not be cached
         yet."""
         parent = block_ids[-1] if block_ids else root
         held = self._pins.setdefault(holder, set())
@@ -235,7 +235,7 @@ class PrefixCache(Generic[Value]):
         self._evict()
 
     def drop(self, root: bytes, block_ids: Iterable[bytes], first: Sequence[int]) -> int:
-        """Drops these blocks and the tails after them, and the tails after `root` that `first` begins with.
+        """Drops these blocks and the tails after them, and also the tails after `root` with which `first` begins.
 
         Returns:
             The freed bytes.
@@ -251,7 +251,7 @@ class PrefixCache(Generic[Value]):
         return before - self.nbytes
 
     def ends(self, root: bytes, first: Sequence[int]) -> list[tuple[int, ...]]:
-        """Returns the tails after `root` that `first` begins with."""
+        """Returns the tails after `root` with which `first` begins."""
         return [tail for tail in self._tails.get(root, ()) if tail == tuple(first[: len(tail)])]
 
     def match(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int], tokens_max: int) -> Hit[Value]:
@@ -270,8 +270,8 @@ class PrefixCache(Generic[Value]):
     def _search(
         self, root: bytes, block_ids: Sequence[bytes], prompt: list[int], tokens_max: int
     ) -> tuple[list[Value], bytes, tuple[int, ...], int]:
-        """Returns the blocks to reuse, the id of the last one (or the root), the tail after it and how many of its
-        tokens; () and 0 without a tail."""
+        """Returns the blocks to reuse, the id of the last one (or the root), the tail after it, and how many of the
+        tail's tokens to reuse; () and 0 without a tail."""
         parts: list[tuple[PrefixKV[Value], int]] = []
         for index, block in enumerate(block_ids):
             stop = (index + 1) * BLOCK_TOKENS
@@ -293,11 +293,11 @@ class PrefixCache(Generic[Value]):
     def put_blocks(
         self, chain: Sequence[bytes], new: Iterable[tuple[int, Sequence[int], PrefixKV[Value]]], tenant: str = ""
     ) -> None:
-        """Keeps whole blocks. The first copy of an id stays, unless a later one adds to it.
+        """Caches whole blocks. The first copy of an id stays, unless a later one adds to it.
 
         Args:
             chain: the ids of a sequence's blocks, from its first.
-            new: (index in `chain`, tokens, KV) of blocks that may not be kept yet.
+            new: (index in `chain`, tokens, KV) of blocks that may not be cached yet.
             tenant: their owner.
         """
         most = self.most(tenant)
@@ -320,13 +320,14 @@ class PrefixCache(Generic[Value]):
     def put_tail(
         self, root: bytes, chain: Sequence[bytes], tokens: Sequence[int], kept: PrefixKV[Value], tenant: str = ""
     ) -> None:
-        """Keeps the open tail after `chain`, unless a kept one replaces it; drops shorter ones that it replaces."""
+        """Caches the open tail after `chain`, unless a cached tail replaces it. Drops shorter tails that it
+        replaces."""
         key, parent = tuple(tokens), chain[-1] if chain else root
         siblings = self._tails.get(parent, [])
         large = kept.nbytes > self.most(tenant) and not self._is_pinned((parent, key))
         if not key or large or key in siblings:
             return
-        # With window or recurrent layers a longer tail may be useless at a shorter one's end.
+        # With window or recurrent layers a longer tail may not be reusable up to a shorter one's end.
         if self.is_plain:
             if any(other[: len(key)] == key for other in siblings):
                 return
@@ -426,7 +427,7 @@ class PrefixCache(Generic[Value]):
                 yield tail, len(tail)
 
     def touch(self, chain: Sequence[bytes]) -> None:
-        """Marks a chain as most recently used, its begin last: without it the rest is useless."""
+        """Marks a chain as most recently used, its begin last: without the begin the rest cannot be reused."""
         for block in reversed(chain):
             if block in self:
                 self._use((block, None))
@@ -503,7 +504,7 @@ class PrefixCache(Generic[Value]):
         while self.loose_bytes > self.bytes_max:
             key = next(iter(self._entries))
             if self._is_pinned(key):
-                # In use, so the next search need not pass it again.
+                # It is pinned: it becomes the latest, so that the next search does not meet it again.
                 self._use(key)
             else:
                 self._remove(key)

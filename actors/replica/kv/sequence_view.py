@@ -1,4 +1,4 @@
-"""Cutting a sequence's KV out of caches: sealed blocks as they lie in the pool, anything else copied in few
+"""Cuts a sequence's KV out of caches. Sealed blocks are taken from the pool without a copy; all else is copied in few
 operations."""
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .paged_cache import PagedKVCache
 from .pool import Slot
 
 STACK_BYTES_MAX = 256 * 2**20
-"""The most that is copied of all sequences of a batch to cut out one."""
+"""The most bytes that are copied of all sequences of a batch to cut out one."""
 
 
 class Stacks:
     """Copies of token spans of all layers and sequences of a batch, from which several sequences' slabs are cut.
 
-    A GPU takes as long for an operation on one sequence's block of one layer as on all sequences' of all layers, and
-    sequences often end at the same step. Valid until the batch's caches change.
+    A GPU takes as long for an operation on one block of one sequence and layer as on those of all sequences and layers,
+    and sequences often end in the same step. Valid until the batch's caches change.
     """
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class Stacks:
         """Returns copies of one sequence's part of `columns`.
 
         Args:
-            span: key of the token span and layers, under which the copies of all sequences are kept.
-            columns: per layer its arrays, all of equal shapes, `(sequences, ...)`.
+            span: a key for the token span and the layers; the copies of all sequences are kept under it.
+            columns: the arrays of each layer, all of equal shapes, `(sequences, ...)`.
 
         Returns:
-            For each kind of array `(layers, ...)` in its dtype.
+            An array `(layers, ...)` for each kind, in its dtype.
         """
         if span not in self._kept:
             sequences = columns[0][0].shape[0]
@@ -56,12 +56,12 @@ def _stacked(columns: Sequence[Columns]) -> list[mx.array]:
 
 
 class SequenceView:
-    """One sequence of caches, from which the executor cuts slabs.
+    """One sequence in caches, from which the executor cuts slabs.
 
     Args:
         caches: a batch's caches, or one sequence's own (then `sequence` is None).
         length: how many tokens have KV.
-        stacks: the batch's, if its sequences are cut together.
+        stacks: the batch's stacks, if its sequences are cut together.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SequenceView:
         self._batch = batch_of(caches)
         self._stacks = stacks
         self._states: list[list[mx.array]] = []
-        # Per layer: a sealed cache, or keys and values, of this sequence or of all, and the position of their first
+        # Per layer: a sealed cache, or keys and values (of this sequence or of all) with the position of their first
         # token.
         self._layers: list[PagedKVCache | tuple[mx.array, mx.array, int] | None] = []
         padding: int | None = 0 if sequence is None else None
@@ -99,7 +99,7 @@ class SequenceView:
                 self._layers.append((cache.keys, cache.values, -padding))
 
     def cut(self, start: int, stop: int) -> Slab | PooledBlock:
-        """The tokens [start, stop). They have a snapshot if they end where the sequence does.
+        """Returns the KV of tokens [start, stop). It has a snapshot if it ends where the sequence does.
 
         If layers are sealed, the span must be one whole block, or a part of the open block from its begin.
         """
@@ -120,13 +120,13 @@ class SequenceView:
         return PooledBlock(tuple(slots), nbytes, 0 if None not in slots else BLOCK_TOKENS, states)
 
     def _snapshot(self, stop: int) -> list[list[mx.array]] | None:
-        """Copies of the recurrent layers' states, where they are those after token `stop`."""
+        """Returns copies of the recurrent layers' states; None if these are not the states after `stop` tokens."""
         if not self._states or stop != self._length:
             return None
         return [[sealing.copied(array) for array in state] for state in self._states]
 
     def _slab(self, start: int, stop: int) -> Slab:
-        """A copy, not evaluated."""
+        """Returns a copy of the KV of tokens [start, stop), not evaluated."""
         window_from = 0
         for layer, held in zip(self._spec.layers, self._layers, strict=True):
             if layer.window and isinstance(held, tuple):

@@ -1,4 +1,4 @@
-"""Counts what tenants with a limit of their own have in a cache, in order of use. Pure.
+"""Counts the cached bytes of tenants that have a limit of their own, in order of use. Pure.
 
 Tenants without a limit are not counted and cost nothing.
 """
@@ -40,7 +40,7 @@ class MemoryShares(Generic[Key]):
         """Starts counting a tenant.
 
         Args:
-            entries: the tenant's, the oldest first, with the bytes that count: 0 for a pinned one.
+            entries: the tenant's entries, the oldest first, with the bytes that count: 0 for a pinned one.
         """
         share = self._of[tenant] = _Share[Key](bytes_max)
         for key, nbytes in entries:

@@ -1,9 +1,8 @@
-"""The numbers of a call of the model: what every sequence has before and after it, and which columns its queries may
-see.
+"""The numbers of a call of the model: the lengths of its sequences before and after it, and which columns its queries
+may see.
 
-Shapes and dtypes are `paged_cache.py`'s. On a GPU sequences are padded, so that it meets few shapes. On a CPU columns
-are
-even in number: OpenBLAS does not multiply others (`blas.py`), and the BLAS that does is slow.
+Shapes and dtypes are those of `paged_cache.py`. On a GPU sequences are padded, so that there are few shapes. On a CPU
+the number of columns is even: OpenBLAS does not multiply odd numbers (`blas.py`), and the other BLAS is slow.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import as_numpy, on_gpu, size_class
 
 Runs = Sequence[tuple[int, int]]
-"""[start, stop) of tokens of a sequence."""
+"""Runs of a sequence's tokens, [start, stop) each."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +25,14 @@ class Step:
     """The numbers of one call.
 
     Attributes:
-        opened: tokens in every sequence's open block before.
-        after: the sequences' lengths after.
+        opened: tokens in every sequence's open block before the call.
+        after: the sequences' lengths after the call.
         first: the first block of every sequence that its queries can see.
-        full: blocks that every sequence fills.
-        used: sealed blocks that the longest sequence's queries see, and padding.
-        columns: of the tail with the new tokens, and padding; even on a CPU.
-        rest: (sequences, 1, 256, 1), which of them follow the blocks that are filled; None where none do, or in one
-            sequence.
+        full: how many blocks every sequence fills.
+        used: how many sealed blocks the longest sequence's queries see, with padding.
+        columns: columns of the tail with the new tokens and padding; even on a CPU.
+        rest: (sequences, 1, 256, 1), the columns of the tail that come after the filled blocks; None if there are none,
+            or only one sequence.
         exact: whether sealed blocks are as computed, so that the blocks that the call fills need not be read as sealed.
     """
 
@@ -48,13 +47,13 @@ class Step:
 
 
 def first_block(length: int, window: int) -> int:
-    """The first block that the token after `length` tokens can see."""
+    """Returns the first block that the token after `length` tokens can see."""
     return min(max(0, length - window + 1), length) // BLOCK_TOKENS if window else 0
 
 
 def step_of(lengths: list[int], window: int, new: list[int], width: int | None = None, exact: bool = False) -> Step:
-    """The numbers of a call. If sequences are padded to a `width`, tail and sealed blocks are too: together they have
-    `width` columns, and if sequences had any before, a `size_class` of blocks more."""
+    """Returns the numbers of a call. If sequences are padded to a `width`, tail and sealed blocks are padded too: to
+    `width` columns together, and to a `size_class` of blocks more if a sequence had blocks before."""
     opened = [length % BLOCK_TOKENS for length in lengths]
     ends = [o + more for o, more in zip(opened, new, strict=True)]
     full = [end // BLOCK_TOKENS for end in ends]
@@ -83,14 +82,14 @@ def mask_of(
     Args:
         count: queries of every sequence, of which those after its `new` are padding.
         window: how many of the last tokens a query attends to; 0 for all.
-        bidirectional: of every sequence the tokens that attend to each other, whatever the window; empty for none.
+        bidirectional: for every sequence, the tokens that attend to each other, whatever the window; empty for none.
     """
     alike = len(set(lengths)) == 1 and len(set(first)) == 1
     behind = window and first[0] * BLOCK_TOKENS <= lengths[0] - window
     if count == 1 and alike and not behind and step.columns == step.opened[0] + 1:
         return None
     before, after = mx.array(lengths)[:, None], mx.array(step.after)[:, None]
-    # A query in the padding sees what the sequence's last one sees: with nothing to see it would be no number.
+    # A query in the padding sees what the sequence's last query sees: if it saw nothing, its result would be NaN.
     queries = mx.minimum(before + mx.arange(count)[None], after - 1)[:, None, :, None]
     opened = (before // BLOCK_TOKENS * BLOCK_TOKENS)[:, None, None]
     blocks = mx.broadcast_to(opened, queries.shape) if step.exact else queries // BLOCK_TOKENS * BLOCK_TOKENS
@@ -111,8 +110,8 @@ def mask_of(
 
 
 def _own_runs(queries: np.ndarray, bidirectional: Sequence[Runs]) -> tuple[mx.array, mx.array]:
-    """Returns the run that each query `(sequences, count)` is in, as starts and stops, `(sequences, 1, count, 1)
-    int32`; the stop is 0 for none."""
+    """Returns the run in which each query `(sequences, count)` is, as starts and stops, `(sequences, 1, count, 1)
+    int32`; the stop is 0 if there is none."""
     starts, stops = np.zeros(queries.shape, np.int32), np.zeros(queries.shape, np.int32)
     for sequence, runs in enumerate(bidirectional):
         for start, stop in runs:
@@ -122,7 +121,7 @@ def _own_runs(queries: np.ndarray, bidirectional: Sequence[Runs]) -> tuple[mx.ar
 
 
 def seen_of(step: Step, window: int) -> mx.array | None:
-    """(sequences, 1, 1, columns) bool, which columns of the tail a step of one token sees; None for all."""
+    """Returns which columns of the tail a step of one token sees, (sequences, 1, 1, columns) bool; None for all."""
     if set(step.opened) == {step.columns - 1} and not window:
         return None
     opened, columns = mx.array(step.opened)[:, None, None, None], mx.arange(step.columns)

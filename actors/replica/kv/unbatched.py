@@ -1,5 +1,5 @@
-"""Sequences that decode in the same steps, but are computed one by one, for models that compute otherwise in
-company."""
+"""Unbatched decode: sequences decode in the same steps but are computed one by one, for models that compute something
+else when batched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .caches import seal_filled
 
 
 class UnbatchedSequences:
-    """What stands for a batch's caches: every sequence has its own.
+    """Takes the place of a batch's caches: every sequence has its own.
 
     Attributes:
         sequences: a sequence's caches, one a layer.

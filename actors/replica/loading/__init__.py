@@ -1,1 +1,1 @@
-"""Loading a model: its files, what its weights become, and how it computes here."""
+"""Loads a model: its files, the form of its weights, and how it computes on this device."""

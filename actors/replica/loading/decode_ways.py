@@ -1,7 +1,8 @@
-"""How decode steps of a model read sealed blocks on this device: the fastest way that was tried and agrees with others.
+"""Finds the fastest way in which decode steps of a model read sealed blocks on this device and agree with the
+reference.
 
-A model may compute attention by itself or with more than a mask, and a kernel may be wrong on a device where it never
-ran. So every way computes some steps when a model is loaded.
+A model may compute attention itself, or with more inputs than a mask, and a kernel may be wrong on a device where it
+never ran. So every way computes some steps when a model is loaded.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from ..kv.sequence_view import SequenceView
 logger = logging.getLogger(__name__)
 
 FAR_TOKENS_MAX = 131_072
-"""How long a sequence claims to be that shows whether recorded steps compute the same at a far position."""
+"""The length that a test sequence claims to have, to show whether recorded steps compute the same at a far position."""
 
 TIMED_STEPS, TIMED_ROUNDS = 8, 4
 SLOWER_MOST = 1.5
-"""A kernel that takes more than this of what dequantizing takes is not used. It is made for sequences that are longer
-than those that are tried, so a little slower says nothing."""
+"""A kernel is not used if it takes more than this many times as long as dequantizing. It is made for longer sequences
+than those of the test, so a little slower says nothing."""
 
 TRIES_MAX = 2
 """After so many processes that ended while kernels were tried, they are not tried again. One may have been stopped."""
 
 _FAILS, _TRYING = "fails:", "trying_kernels"
 _WHAT, _VERSION = "decode_way", 1
-"""Raised whenever ways are tried otherwise, or others are."""
+"""Increased whenever the ways, or their tests, change."""
 
 
 def fastest(
@@ -56,12 +57,12 @@ def fastest(
     findings: Findings = NOWHERE,
     pieces: Pieces = IN_ONE_PIECE,
 ) -> DecodeWay:
-    """Tries the ways of this device, or takes what an earlier load found. What does not hold is logged.
+    """Tests the ways of this device, or takes what an earlier load found. Failed tests are logged.
 
     Args:
-        context_tokens: the most that a sequence has.
+        context_tokens: the most tokens that a sequence has.
         findings: of this model with KV of this spec.
-        pieces: what is tried ends one after each step, and after each layer of a prompt.
+        pieces: a piece ends after each step of a test, and after each layer of a prompt.
     """
     if (known := _known(findings.read(_WHAT, _VERSION))) is not None:
         if known.reason:
@@ -79,7 +80,7 @@ def fastest(
     if gpu_kernels.is_available():
         findings.note(_TRYING, _VERSION, 0)
     if _FAILS not in found.reason:
-        # Why it fails may be another one's business: memory may have been short.
+        # Not stored if a test raised: the way need not be the cause, memory may have been short.
         findings.note(_WHAT, _VERSION, asdict(found) | {"reads": found.reads.value})
     return found
 
@@ -91,7 +92,7 @@ def _tries(findings: Findings) -> int:
 
 
 def _known(found: Any) -> DecodeWay | None:
-    """Reads what an earlier load found; None if that says nothing here."""
+    """Returns what an earlier load found; None if it does not apply here."""
     match found:
         case {"reads": str(reads), "compiled": bool(compiled), "fused": bool(fused), "reason": str(reason)}:
             with suppress(ValueError):
@@ -105,7 +106,7 @@ def _found(model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces
         return DecodeWay(Reads.DEQUANTIZED, reason="this device has no kernels")
     reason = _why_not(model, spec, wanted, pieces)
     if reason:
-        logger.warning("decode steps copy blocks together: %s", reason)
+        logger.warning("decode steps gather blocks: %s", reason)
         return DecodeWay(Reads.DEQUANTIZED, reason=reason)
     if wanted is not Reads.KERNEL:
         return DecodeWay(wanted)
@@ -123,8 +124,8 @@ def _found(model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces
 
 
 def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads, pieces: Pieces) -> str:
-    """Why blocks are not read so; empty if they may be: all sealed layers go through `attention.py` in decode steps and
-    agree there with dequantized blocks, and a kernel is no slower."""
+    """Returns why blocks are not read in this way; empty if they may be. Then all sealed layers go through
+    `attention.py` in decode steps and agree there with dequantized blocks, and a kernel is not slower."""
     kernels = reads is Reads.KERNEL
     tried: list[list[Any]] = []
 
@@ -137,9 +138,9 @@ def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads, pieces: Pieces) -> 
     def why_not(expected: Logits, got: Logits) -> str:
         sealed = [cache for cache in tried[-1] if isinstance(cache, PagedKVCache)]
         if any(cache.view is not None for cache in sealed):
-            return "the model computes attention by itself"
+            return "the model computes attention itself"
         if kernels and not all(cache.writes() for cache in sealed):
-            return "a kernel does not write blocks where they are read"
+            return "a kernel writes blocks wrongly"
         if not agree(expected, got):
             return f"reading {reads.value} differs from the reference"
         return "the kernel is slower" if kernels and _is_slower(model, tried[0], tried[1]) else ""
@@ -168,8 +169,8 @@ def is_slower(dequantized_s: float, kernel_s: float) -> bool:
 def _why_not_compiled(
     model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces, deferral: Deferral | None = None
 ) -> str:
-    """Why a recorded step does not compute what the model does; empty if it does. One that decides by lengths cannot be
-    recorded."""
+    """Returns why a recorded step does not compute what the model does; empty if it does. If a model's code depends on
+    lengths, it cannot be recorded."""
     if not all(layer.sealed for layer in spec.layers):
         return "it has layers of other kinds"
     far_blocks = min(FAR_TOKENS_MAX, context_tokens) // BLOCK_TOKENS - 1
@@ -197,7 +198,7 @@ def _batch_steps(
     _prefill(model, sequences[0], 2, pieces)
     _prefill(model, sequences[1], 3, pieces)
     if far_blocks > 1:
-        # Its blocks are all the same one, and cost no memory.
+        # All its blocks are the same one, so they cost no memory.
         tail = SequenceView(spec, sequences[0], None, BLOCK_TOKENS + 2).cut(BLOCK_TOKENS, BLOCK_TOKENS + 2)
         assert isinstance(tail, Slab)
         sequences.append(sequence())
@@ -225,7 +226,7 @@ def _step(model: Any, caches: Sequence[Any], token: int, pieces: Pieces = IN_ONE
 
 
 def _step_s(model: Any, caches: Sequence[Any]) -> float:
-    """Returns the least time of a step, seconds."""
+    """Returns the shortest time of a step, in seconds."""
     times = []
     for _ in range(TIMED_STEPS):
         began = time.perf_counter()

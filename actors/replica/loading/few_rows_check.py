@@ -1,5 +1,5 @@
-"""Whether and for how many rows the kernel of `few_rows.py` is used: where it agreed with MLX's own product on this
-device when the model was loaded, and as long as it was no slower there."""
+"""Decides whether the kernel of `few_rows.py` is used, and for how many rows: it must have agreed with MLX's own
+product on this device when the model was loaded, and must not have been slower."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ROWS_TRIED = (ROWS_MOST, 16, 8)
 """A tile has 8 rows."""
 
 TOLERANCE = 2e-2
-"""How far a product may be from MLX's own with dequantized weights, of its largest number: both round to 16 bits. A
-group of inputs that is left out shows as several times as much. MLX's product with quantized weights may round sums
-too: on a CPU it was off by 5e-2 itself."""
+"""How far a product may be off MLX's own with dequantized weights, relative to its largest number: both round to 16
+bits. If a group of inputs is left out, the difference is several times as large. MLX's product with quantized weights
+may round sums too: on a CPU it was off by 5e-2 itself."""
 
 OUTPUTS_DEQUANTIZED = 8192
 """At a time."""
@@ -37,19 +37,19 @@ TIMED_PRODUCTS, TIMED_ROUNDS = 8, 5
 
 
 _WHAT, _VERSION = "few_rows", 1
-"""Raised whenever the kernel is tried otherwise, or is another one."""
+"""Increased whenever the kernel or its test changes."""
 
 
 def install(model: nn.Module, findings: Findings = NOWHERE, pieces: Pieces = IN_ONE_PIECE) -> int:
-    """Lets a model's quantized layers multiply few rows by the kernel, where it is right and no slower. The first layer
-    of every shape is tried, if no earlier load did. What does not hold is logged.
+    """Lets a model's quantized layers multiply few rows with the kernel, if it is right and not slower. The first layer
+    of every shape is tested, if no earlier load did. Failed tests are logged.
 
     Args:
-        findings: of this model, whatever policy it has.
-        pieces: what is tried ends one after each shape.
+        findings: of this model, for any KV policy.
+        pieces: a piece ends after each shape.
 
     Returns:
-        The number of layers that do.
+        The number of layers that use the kernel.
     """
     if not (on_cuda() and gpu_kernels.is_available()):
         return 0
@@ -64,7 +64,7 @@ def install(model: nn.Module, findings: Findings = NOWHERE, pieces: Pieces = IN_
             continue
         shape = str((*layer.weight.shape, layer.group_size, "bias" in layer))
         if shape not in most:
-            # A layer in both forms (`prepare.py`) has this one as its `stored`.
+            # If a layer has both forms (`prepare.py`), this one is its `stored`.
             most[shape] = _rows_most(layer, _product(modules[name.removesuffix(".stored")]))
             findings.note(_WHAT, _VERSION, most)
             pieces.pause()
@@ -82,7 +82,7 @@ def _rows_most(layer: Any, today: Callable[[mx.array], mx.array]) -> int:
     """Returns up to how many rows the kernel is to be used for layers of this shape, 0 for none.
 
     Args:
-        today: what computes the product otherwise.
+        today: computes the product without the kernel.
     """
     shape = f"{layer.weight.shape[0]} x {layer.weight.shape[1] * 8}"
     inputs = [_inputs(layer, count, 1)[0] for rows in ROWS_TRIED for count in (rows, rows - 3)]
@@ -98,15 +98,15 @@ def _rows_most(layer: Any, today: Callable[[mx.array], mx.array]) -> int:
         except MODEL_ERRORS as failed:
             error = failed
     reason = verdict.reason if error is None else first_sentence(error)
-    logger.warning("few rows are multiplied with %s as many are: %s", shape, reason)
+    logger.warning("few rows are multiplied with %s without the kernel: %s", shape, reason)
     return 0
 
 
 def _why_not(expected: Logits, got: Logits) -> str:
-    """Why the kernel is not used; empty if its products agree with MLX's."""
+    """Returns why the kernel is not used; empty if its products agree with MLX's."""
     for one, other in zip(expected, got, strict=True):
         error, scale = (float(array.abs().max()) for array in (other - one, one))
-        # So that a NaN is refused.
+        # In this form a NaN is refused too.
         if not error <= TOLERANCE * scale:
             return f"the kernel is off by {error:.2g} of {scale:.2g} for {len(one)} rows"
     return ""
@@ -120,7 +120,7 @@ def _kernel_is_slower(layer: Any, rows: int, today: Callable[[mx.array], mx.arra
 
 
 def _product_in_parts(layer: Any, x: mx.array) -> mx.array:
-    """The kernel's product, in parts as they are of joined layers."""
+    """Returns the kernel's product, computed in parts as for joined layers."""
     outputs = layer.weight.shape[0]
     return mx.concatenate(multiply(layer, x, (16, outputs - 16) if outputs > 16 else (outputs,)), axis=-1)
 
@@ -141,7 +141,7 @@ def _inputs(layer: Any, rows: int, count: int) -> list[mx.array]:
 
 
 def _product_s(product: Callable[[mx.array], mx.array], inputs: list[mx.array]) -> float:
-    """Returns the least time of a product among others in a recorded graph, as decode steps are, in seconds."""
+    """Returns the shortest time of a product, in seconds, among others in a recorded graph, as in decode steps."""
 
     def products(inputs: list[mx.array]) -> list[mx.array]:
         return [product(x) for x in inputs]
@@ -156,5 +156,5 @@ def _product_s(product: Callable[[mx.array], mx.array], inputs: list[mx.array]) 
 
 
 def is_slower(today_s: float, kernel_s: float) -> bool:
-    """Whether a product takes longer by the kernel."""
+    """Whether a product takes longer with the kernel."""
     return kernel_s > today_s

@@ -1,8 +1,8 @@
-"""Layers that are given the same input, as one product: queries, keys and values, a gate and what it opens.
+"""Joins layers that get the same input into one product: queries, keys and values, or a gate and its up projection.
 
 On a GPU a decode step takes as long as the host takes to launch its kernels, so fewer and larger products are faster.
-Which layers are given the same is not told by their names: the model runs on a few tokens, and layers of one module
-that each get the very same array are joined. If the model computes something else then, the layers are put back.
+Layers are not found by their names: the model runs on a few tokens, and layers of one module are joined if they get the
+very same array. If the model then computes something else, the layers are put back.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from .prepare import LinearByRows
 logger = logging.getLogger(__name__)
 
 KINDS = (nn.Linear, nn.QuantizedLinear, LinearByRows)
-"""Layers that are joined. Any other, as one with an adapter, may do more than multiply."""
+"""Kinds of layers that are joined. Other kinds, such as one with an adapter, may do more than multiply."""
 
 LAST_BITS = 4
-"""How far outputs of a product may be off, of the largest, in units of the last bit."""
+"""How far outputs of a product may be off, relative to the largest, in units of the last bit."""
 
 TF32_EPS = 2.0**-10
 """The last bit of a float32 as most GPUs multiply it."""
 
 _RUNS = ([0, 1], [1])
-"""Tokens of a prompt and of a decode step, in which some models compute in another way."""
+"""Tokens of a prompt and of a decode step: some models compute the two differently."""
 
 
 _WHAT, _VERSION = "joined", 2
-"""Raised whenever layers are joined otherwise."""
+"""Increased whenever the way of joining layers changes."""
 
 
 def join(module: nn.Module, model: Any, findings: Findings = NOWHERE) -> int:
-    """Joins what can be joined of a model with weights in memory, or what an earlier load could. Why it is not done is
-    logged.
+    """Joins the layers of a model with weights in memory that can be joined, or that an earlier load joined. If layers
+    are not joined, the reason is logged.
 
     Args:
         module: has the layers.
-        model: what is called, as mlx-lm's models are; `module` itself, or what stands for it.
+        model: is called, as mlx-lm's models are; `module` itself, or a wrapper of it.
         findings: of this model before it is joined.
 
     Returns:
@@ -74,7 +74,7 @@ def join(module: nn.Module, model: Any, findings: Findings = NOWHERE) -> int:
     verdict = try_change(lambda: before, lambda: _run(model), why_not, _joining(module, groups))
     if verdict.error is not None:
         logger.warning("products are not joined: the model needs its layers: %s", first_sentence(verdict.error))
-        # Not kept: memory may have been short.
+        # Not stored: memory may have been short.
         return 0
     if verdict.reason:
         logger.warning("products are not joined: %s", verdict.reason)
@@ -84,7 +84,7 @@ def join(module: nn.Module, model: Any, findings: Findings = NOWHERE) -> int:
 
 
 def _joining(module: nn.Module, groups: Sequence[Sequence[str]]) -> Change:
-    """Joins layers of a module, each group to one product."""
+    """Joins layers of a module, each group into one product."""
 
     def replace(make: Callable[[list[Any]], Sequence[nn.Module]]) -> None:
         for names in groups:
@@ -94,7 +94,7 @@ def _joining(module: nn.Module, groups: Sequence[Sequence[str]]) -> Change:
 
 
 def _known(found: Any, module: nn.Module) -> list[list[str]] | None:
-    """Reads the groups of names that an earlier load joined; None if they are none of this module's layers."""
+    """Returns the groups of names that an earlier load joined; None if they are not layers of this module."""
     layers = {name for name, layer in module.named_modules() if type(layer) in KINDS}
     if not isinstance(found, list) or not all(isinstance(names, list) and len(names) > 1 for names in found):
         return None
@@ -139,7 +139,7 @@ class Joined(nn.Module):
 
 
 class _Pending:
-    """Outputs that were computed and not taken. No module, whose lists and arrays would count as its own."""
+    """Outputs that were computed and not taken yet. Not an `nn.Module`, because a module's arrays count as weights."""
 
     def __init__(self) -> None:
         self.x: mx.array | None = None
@@ -147,10 +147,10 @@ class _Pending:
 
 
 class Part(nn.Module):
-    """What stands where a layer stood. The first of a product's parts has it as a child, so weights are counted once.
+    """Takes the place of a joined layer. Only the first part has the product as a child, so weights are counted once.
 
     Args:
-        index: of the layer in the product.
+        index: the layer's number in the product.
     """
 
     def __init__(self, product: Joined, index: int) -> None:
@@ -165,7 +165,7 @@ class Part(nn.Module):
 
 
 class _Recorder(nn.Module):
-    """A layer that notes what it is given."""
+    """A layer that notes its inputs."""
 
     def __init__(self, layer: nn.Module, given: list[mx.array]) -> None:
         super().__init__()
@@ -182,8 +182,8 @@ class _Recorder(nn.Module):
 
 
 class _Beside(nn.Module):
-    """A product's part beside the layer that stood there, whose outputs it returns; it notes whether the part's are the
-    same but for the last bits."""
+    """Calls a product's part and the original layer, and returns the layer's outputs. It notes whether the part's
+    outputs are the same except for the last bits."""
 
     def __init__(self, part: Part, layer: nn.Module, same: list[mx.array]) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def _record(module: nn.Module, model: Any) -> tuple[list[mx.array], list[list[st
     """Returns the logits of all runs, and the names of layers that can be joined, in groups."""
     found = {name: layer for name, layer in reversed(module.named_modules()) if type(layer) in KINDS and name}
     places = Counter(id(layer) for layer in found.values())
-    # Not what lies at two places, which cannot be taken away from one, nor the other form of a layer.
+    # Without layers that are used in two places, which cannot be replaced in one, and without a layer's other form.
     layers = {name: layer for name, layer in found.items() if places[id(layer)] == 1 and _parent(name) not in found}
     given: dict[str, list[mx.array]] = {name: [] for name in layers}
     counts: list[list[int]] = []
@@ -213,7 +213,7 @@ def _record(module: nn.Module, model: Any) -> tuple[list[mx.array], list[list[st
     groups: dict[Any, list[str]] = {}
     for name, *seen in zip(layers, *counts, strict=True):
         if seen == [*range(1, len(_RUNS) + 1)]:
-            # The arrays are kept, so no two have one id.
+            # The arrays are kept alive, so no two have the same id.
             key = (_parent(name), _kind(layers[name]), *map(id, given[name]))
             groups.setdefault(key, []).append(name)
     return logits, [names for names in groups.values() if len(names) > 1]
@@ -231,9 +231,9 @@ def _in_place(module: nn.Module, layers: dict[str, Any], others: dict[str, Any])
 def _are_the_same(
     module: nn.Module, model: Any, groups: Sequence[Sequence[str]], before: Logits, logits: Logits
 ) -> bool:
-    """Whether the joined model computes what it did before: as closely as logits usually agree. Some models make much
-    of the last bit. For these each product is compared with its layers where they stand, and the model runs on what
-    the layers say."""
+    """Whether the joined model computes what it did before, as closely as logits usually agree. Some models amplify
+    differences in the last bit. For these each product is compared with its layers in place, and the model continues
+    with the layers' outputs."""
     if agree(before, logits):
         return True
     parts = {name: _at(module, name) for names in groups for name in names}
@@ -261,7 +261,8 @@ def _parent(name: str) -> str:
 
 
 def _kind(layer: nn.Module) -> Any:
-    """What layers of one product have in common: all but the number of outputs, the first axis of all their arrays."""
+    """Returns what layers of one product must have in common: all but the number of outputs, which is the first axis of
+    all their arrays."""
     numbers = tuple(getattr(layer, name, None) for name in ("bits", "group_size", "mode"))
     parts = []
     for name, value in sorted(layer.items()):
@@ -273,7 +274,7 @@ def _kind(layer: nn.Module) -> Any:
 
 
 def _replace(module: nn.Module, names: Sequence[str], make: Callable[[list[Any]], Sequence[nn.Module]]) -> None:
-    """Puts others in the place of layers. One group at a time: the old weights go before the next are made."""
+    """Replaces layers, one group at a time, so that old weights are freed before the next are made."""
     made = make([_at(module, name) for name in names])
     mx.eval([layer.parameters() for layer in made])
     module.update_modules(tree_unflatten(list(zip(names, made, strict=True))))
@@ -308,7 +309,7 @@ def _concatenated(layers: Sequence[Any]) -> Any:
 
 
 def _cut(layer: Any, start: int, end: int) -> Any:
-    """Returns a layer of some of another's outputs, whose weights lie where they lay."""
+    """Returns a layer with some of another layer's outputs; it shares the weights' memory."""
     made = copy.copy(layer)
     for name, value in layer.items():
         if isinstance(value, nn.Module):

@@ -1,10 +1,9 @@
-"""How a model's KV is kept where its config leaves that open (`kv: auto`): in the fewest bytes that change little of
-what the model says.
+"""Chooses a model's KV policy if its config says `kv: auto`: the smallest one that changes the model's output little.
 
-At a model's first load every policy, the smallest first, is compared with full precision on the same real text
-(teacher-forced), until one is within the bound. What is found is kept by the model's files, how this machine computes,
-the policies' formats and the device, so that a later load compares nothing. If it cannot be compared, KV is kept as
-computed, which is right for every model.
+At a model's first load the policies, the smallest first, are compared with full precision on the same real text
+(teacher-forced), until one is within the bound. The result is stored under the model's files, how this machine
+computes, the policies' formats and the device, so that later loads compare nothing. If policies cannot be compared, KV
+is kept in full precision, which is right for every model.
 """
 
 from __future__ import annotations
@@ -32,35 +31,35 @@ from . import real_text
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-"""The name in the config that leaves the policy open."""
+"""The name in the config that lets Satchel choose the policy."""
 
 USUAL = "q4"
-"""What models have that ship with Satchel."""
+"""The policy of the models that ship with Satchel."""
 
 KL_MAX = 0.008
 """The most that a policy may change next-token distributions: the mean of KL(full precision || policy), in nats. Three
-real models have 0.001 to 0.003 with `q4`, and from 0.015 on where its codes are chosen badly (docs/decisions/)."""
+real models have 0.001 to 0.003 with `q4`, and 0.015 or more if its codes are chosen badly (docs/decisions/)."""
 
 GPU_TOKENS, CPU_TOKENS = 1024, 384
-"""Of the text that is read; those behind the first block, which have a sealed one before them, are scored."""
+"""Tokens of the text that is read. Those after the first block are scored: they have a sealed block before them."""
 
 PLACES_MIN = 64
-"""Positions that decide if there is no time for more."""
+"""This many positions are enough if there is no time for more."""
 
 COMPARING_S = 3.0
-"""For all policies together, on a GPU. A CPU takes as long as it takes for `CPU_TOKENS`."""
+"""The time for all policies together on a GPU, in seconds. A CPU takes as long as `CPU_TOKENS` need."""
 
 TOKENS_KNOWN_MIN = 32
-"""Different tokens in the text; a tokenizer that finds fewer does not know it."""
+"""The fewest different tokens in the text; if a tokenizer finds fewer, it does not know the text's words."""
 
 CHARACTERS_PER_TOKEN = 8
 _WHAT, _VERSION = "kv", 1
-"""Raised whenever policies are compared otherwise, or with another bound."""
+"""Increased whenever the comparison or its bound changes."""
 
 
 @dataclass(frozen=True)
 class KVChoice:
-    """How KV is kept, by a policy's name, and `why`, in words that follow the name and a colon."""
+    """The name of the chosen policy, and `why`, as text that follows the name and a colon."""
 
     policy: str
     why: str
@@ -68,18 +67,19 @@ class KVChoice:
 
 @dataclass(frozen=True)
 class Measured:
-    """The mean KL of a policy in nats, over so many places."""
+    """The mean KL of a policy in nats, over `places` positions."""
 
     kl: float
     places: int
 
 
 def decide(measured: Mapping[str, Measured]) -> KVChoice:
-    """Chooses among policies, in their order the smallest first: the first within the bound, else full precision."""
+    """Chooses the first policy that is within the bound, else full precision. They are given in order, the smallest
+    first."""
     refused: list[str] = []
     for name, found in measured.items():
         told = f"KL {found.kl:.2g} of at most {KL_MAX:g} over {found.places} places"
-        # Also false for what is no number.
+        # False for NaN too.
         if found.kl <= KL_MAX:
             return KVChoice(name, "; ".join([told, *refused]))
         refused.append(f"{name} has {told}")
@@ -99,16 +99,16 @@ def choose(
     tested: bool,
     trusted: bool,
 ) -> KVChoice:
-    """Chooses how a loaded model keeps its KV. Never fails.
+    """Chooses the KV policy of a loaded model. Never fails.
 
     Args:
         source: as the user gave it.
-        model: as it is called with a flat list of caches, its attention installed.
-        context_tokens: of the model itself.
-        spec_under: its spec under a policy, by name.
-        findings: of this model, whatever policy it has.
+        model: the model in the form that takes a flat list of caches, with its attention installed.
+        context_tokens: the model's own context.
+        spec_under: returns its spec under a policy, by name.
+        findings: of this model, for any KV policy.
         pieces: see `compare`.
-        tested: whether it ships with Satchel, whose tests have tried it with `USUAL`.
+        tested: whether it ships with Satchel, whose own tests cover it with `USUAL`.
         trusted: whether code in its folder may run.
     """
     if tested:
@@ -120,7 +120,7 @@ def choose(
         tokens = text_tokens(source, folder, vocabulary_size, context_tokens, trusted=trusted)
         choice = decide(_measure(model, tokens, spec_under, findings, pieces))
     except Exception as error:
-        # Whatever a tokenizer or a model raises, the model can be served without knowing this.
+        # Whatever a tokenizer or a model raises, the model can be served without this comparison.
         why = f"no other policy could be compared with it: {first_sentence(error)}"
         logger.warning("%s keeps its KV in full precision: %s", source, why, exc_info=True)
         return KVChoice(FULL_PRECISION, why)
@@ -139,7 +139,7 @@ def _known(found: Any) -> KVChoice | None:
 
 
 def _measured(found: Any) -> Measured | None:
-    """Reads what an earlier load, which did not come to a choice, measured of a policy; None if that says nothing."""
+    """Returns what an earlier load, which ended before a choice, measured of a policy; None if it does not apply."""
     match found:
         case {"kl": float(kl), "places": int(places)}:
             return Measured(kl, places)
@@ -150,7 +150,7 @@ def text_tokens(source: str, folder: Path, vocabulary_size: int, context_tokens:
     """Returns the tokens of the text on which policies are compared.
 
     Raises:
-        ValueError: there are too few, or the model does not know them.
+        ValueError: there are too few tokens, or some are outside the model's vocabulary.
         Exception: whatever the tokenizer's library raises.
     """
     wanted = min(GPU_TOKENS if on_gpu() else CPU_TOKENS, context_tokens)
@@ -167,7 +167,7 @@ def text_tokens(source: str, folder: Path, vocabulary_size: int, context_tokens:
 
 
 def encoded(source: str, folder: Path, text: str, *, trusted: bool = False) -> list[int]:
-    """Returns a text's tokens, with those that the tokenizer begins a text with.
+    """Returns a text's tokens, with the special tokens with which the tokenizer begins a text.
 
     Raises:
         Exception: whatever the tokenizer's library raises.
@@ -189,7 +189,7 @@ def _measure(
     findings: Findings,
     pieces: Pieces,
 ) -> dict[str, Measured]:
-    """Measures policies, the smallest first, up to the first within the bound. Each is kept once it is measured."""
+    """Measures policies, the smallest first, up to the first within the bound. Each result is stored at once."""
     began = pieces.now_s()
     specs = {name: spec_under(name) for name in POLICIES}
 

@@ -36,10 +36,12 @@ LATE_S = 20.0
 """After this time in an encoder the test is shortened: on a CPU a large encoder takes a minute for a picture."""
 
 REPEATS = 4
-"""How often a picture is encoded again, with other numbers in freed memory: some encoders read beyond an array's end."""
+"""How often a picture is encoded again, with other numbers in freed memory: some encoders read beyond an array's
+end."""
 
 DIFFERING = 0.5
-"""The part of a picture's tokens that must differ between two pictures of noise; some tokens only mark ends of lines."""
+"""The part of a picture's tokens that must differ between two pictures of noise; some tokens only mark ends of
+lines."""
 
 _FEW = 12
 
