@@ -1,1 +1,1 @@
-"""What a replica computes on: its kind, memory, streams and errors, and what multiplies on a CPU."""
+"""The device that a replica computes on: its kind, memory, streams and errors, and the BLAS of a CPU."""

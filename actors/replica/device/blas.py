@@ -1,28 +1,28 @@
 """The BLAS that multiplies float32 matrices on a CPU: MLX's own, or OpenBLAS, if SATCHEL_OPENBLAS is 1 and it computes
-what MLX's own does.
+the same as MLX's own.
 
-MLX's wheel for Linux is linked with the reference BLAS, which takes six times as long as this one. opencv-python, which
-mlx-vlm needs, brings OpenBLAS. It is an option, for it takes machine code to choose between the two for every product,
-and OpenCV's own factorizations then end the process. OpenBLAS's fastest kernels break the position law: what they
-compute of a row depends on how many others there are. The one for Nehalem processors (SSE, so any x86-64 has it) adds
-up the products of each number one after the other, as the reference does, with these exceptions:
+MLX's wheel for Linux is linked with the reference BLAS, which takes six times as long as OpenBLAS. opencv-python, which
+mlx-vlm needs, brings OpenBLAS. OpenBLAS is optional, because machine code is needed to choose between the two for every
+product, and because OpenCV's own factorizations then end the process. OpenBLAS's fastest kernels break the position
+law: what they compute for a row depends on how many rows there are. The kernel for Nehalem processors (SSE, which every
+x86-64 has) adds up the products of each number one after another, as the reference does, with these exceptions:
 
-    More than 512 products are added up in parts, of which the last two depend on how many there are, and so would
-    attention on how many keys stand behind those that count. So parts are made long (`_SIZES`), and sums that are
-    longer all the same, of more than 131,072 keys, stay the reference's.
-    The last column of an odd number of them depends on the number of rows. Such products stay the reference's; caches
-    give even numbers of columns, so that attention is not among them (`kv/steps.py`).
-    Sums that begin with other numbers, as a bias, are added to these at the end. They are OpenBLAS's for any number of
-    rows; layers add their bias after the product (`prepare.py`).
+    If a sum has more than 512 products, it is added up in parts, and the last two parts depend on how many products
+    there are. So attention would depend on how many masked keys follow the visible ones. Therefore parts are made long
+    (`_SIZES`), and longer sums, of more than 131,072 keys, are left to the reference.
+    If the number of columns is odd, the last column depends on the number of rows. Such products are left to the
+    reference. Caches have even numbers of columns, so attention is not among them (`kv/steps.py`).
+    If sums begin with other numbers, such as a bias, OpenBLAS adds these at the end. Such products are OpenBLAS's for
+    any number of rows; layers add their bias after the product (`prepare.py`).
 
-Products of one row stay the reference's too: it reads weights once, and OpenBLAS copies them before. As both compute
-the same bits, a row in company equals the row alone.
+Products of one row are left to the reference too: it reads weights once, but OpenBLAS copies them first. Both compute
+the same bits, so a row in a batch equals the row alone.
 
-MLX calls `cblas_sgemm` by an address in a table of its library that the system's linker filled. There `_FORK` is put,
-a few instructions that go on to one of the two, if the address is the reference's and if OpenBLAS has computed some
-products that were the sums in order to the last bit. So MLX's factorizations stay its own: OpenBLAS's of float32
-(Cholesky, LU, inverses) end the process with these sizes. OpenCV calls them for matrices of 100 rows and more; nothing
-in a replica asks it to.
+MLX calls `cblas_sgemm` through an address in a table of its library that the system's linker filled. This address is
+replaced by that of `_FORK`, a few instructions that jump to one of the two; but only if the address is the reference's,
+and if some test products of OpenBLAS equal the sums in order to the last bit. MLX's factorizations stay its own:
+OpenBLAS's for float32 (Cholesky, LU, inverses) end the process with these sizes. OpenCV calls them for matrices of 100
+rows and more, but nothing in a replica asks it to.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _VERSION = "OpenBLAS 0.3.15"
 _SIZES_AT = 4
 _USUAL_SIZES = [504, 512, 65008, 4, 8]
 _SIZES = [64, 131_072, 160]
-"""Where OpenBLAS's table of kernels has the sizes for float32, and which: of a part of the outputs, products and rows,
-and of a kernel's step in outputs and rows. Its buffer is for the first times the second and the second times the third,
-128 MiB together, of which it touches what a product needs; with the sizes here it is no larger. Prefill takes a few
-percent longer with them."""
+"""Where OpenBLAS's table of kernels has the sizes for float32, and these sizes: of a part in outputs, products and
+rows, and of a kernel's step in outputs and rows. OpenBLAS's buffer has room for the first times the second and the
+second times the third, 128 MiB together, and a product touches only what it needs; with the sizes here it is not
+larger. Prefill takes a few percent longer with them."""
 
 _PRODUCTS = ((2, 2), (5, 4), (13, 10))
-"""Rows and columns of products that are tried; each number is a sum of this many products:"""
+"""Rows and columns of the test products; each number is a sum of this many products:"""
 _SUMMED = 1100
 
 _FORK = (
@@ -67,8 +67,8 @@ _FORK = (
     b"\x48\xb8%b\xff\xe0"  # openblas: movabs rax, ...; jmp rax
     b"\x48\xb8%b\xff\xe0"  # reference: movabs rax, ...; jmp rax
 )
-"""Goes on to OpenBLAS's or the reference's `cblas_sgemm`, with all arguments where they are: by x86-64's convention of
-calls the rows are in ecx, the columns in r8d, the products of a sum in r9d, and beta in xmm1."""
+"""Jumps to OpenBLAS's or the reference's `cblas_sgemm`, with all arguments in place: in x86-64's calling convention the
+rows are in ecx, the columns in r8d, the products of a sum in r9d, and beta in xmm1."""
 
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
 _SYMBOLS, _RELOCATIONS, _JUMP_SLOT = 11, 4, 7
@@ -86,7 +86,7 @@ class Blas:
 
     @property
     def is_fallback(self) -> bool:
-        """Whether what this machine is meant to do does not hold."""
+        """Whether OpenBLAS should be used but is not."""
         return self.meant and not self.name
 
     def describe(self) -> str:
@@ -100,7 +100,7 @@ class _Unfit(Exception):
 
 @cache
 def chosen() -> Blas:
-    """Lets MLX multiply with OpenBLAS in this process if it can, the first time that it is called."""
+    """Makes MLX multiply with OpenBLAS in this process if that is possible; only the first call does anything."""
     if on_gpu():
         return Blas(reason="a GPU multiplies", meant=False)
     if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -143,7 +143,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _lengthen(library: ctypes.CDLL) -> None:
-    """Makes the parts long in which products are added up, and tries some."""
+    """Makes the parts long in which products are added up, and tests some products."""
     try:
         table = ctypes.POINTER(ctypes.c_int).in_dll(library, "gotoblas")
     except ValueError as error:
@@ -160,7 +160,7 @@ def _lengthen(library: ctypes.CDLL) -> None:
 
 
 def _adds_in_order(library: ctypes.CDLL) -> bool:
-    """Whether numbers of some products are those that follow from adding up one after the other, to the last bit."""
+    """Whether numbers of some products equal sums that are added up one after another, to the last bit."""
     multiply = library.cblas_sgemm
     scalar, pointer, number = ctypes.c_float, ctypes.c_void_p, ctypes.c_int
     kinds = [number] * 6 + [scalar, pointer, number, pointer, number, scalar, pointer, number]
@@ -173,7 +173,7 @@ def _adds_in_order(library: ctypes.CDLL) -> bool:
         places = [each.buffer_info()[0] for each in (left, right, out)]
         sizes = (rows, columns, _SUMMED, 1.0)
         multiply(_ROW_MAJOR, _AS_IT_IS, how, *sizes, places[0], _SUMMED, places[1], width, 0.0, places[2], columns)
-        # The first and the last number: whatever is computed in company and alone.
+        # The first and the last number: these cover rows computed with others and alone.
         for row, column in ((0, 0), (rows - 1, columns - 1)):
             ours = left[row * _SUMMED : (row + 1) * _SUMMED]
             theirs = right[column * _SUMMED : (column + 1) * _SUMMED] if transposed else right[column::columns]
@@ -186,13 +186,13 @@ def _adds_in_order(library: ctypes.CDLL) -> bool:
 
 
 def _redirect(library: ctypes.CDLL) -> None:
-    """Has MLX's library call OpenBLAS's function for products."""
+    """Makes MLX's library call OpenBLAS's function for products."""
     spans = [span for span in _spans() if span.path.name == "libmlx.so"]
     if not spans:
         raise _Unfit("MLX is built otherwise: it has no library of its own")
     place = spans[0].start + _slot(spans[0].path, b"cblas_sgemm")
     if not any(span.start <= place < span.stop and span.writable for span in spans):
-        raise _Unfit("MLX is built otherwise: what it calls cannot be changed")
+        raise _Unfit("MLX is built otherwise: its calls cannot be redirected")
     slot = ctypes.c_void_p.from_address(place)
     callee = slot.value or 0
     owner = next((span.path.name for span in _spans() if span.start <= callee < span.stop), "nothing")
@@ -211,7 +211,7 @@ def _fork(openblas: int, reference: int) -> int:
         raise _Unfit(f"this system lets no process add code ({error.strerror})") from None
     page.write(code)
     at = ctypes.c_char.from_buffer(page)
-    # It cannot be unmapped while an object refers to it, and this one lives for ever.
+    # Memory cannot be unmapped while an object refers to it; this object lives for ever.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(at))
     place = ctypes.addressof(at)
     ctypes.CDLL(None).mprotect(ctypes.c_void_p(place), ctypes.c_size_t(mmap.PAGESIZE), usage)
@@ -220,7 +220,7 @@ def _fork(openblas: int, reference: int) -> int:
 
 @dataclass(frozen=True)
 class _Span:
-    """Addresses [start, stop) of this process that are a file's."""
+    """Addresses [start, stop) of this process at which a file is mapped."""
 
     start: int
     stop: int
@@ -237,7 +237,7 @@ def _spans() -> Iterator[_Span]:
 
 
 def _slot(path: Path, name: bytes) -> int:
-    """Returns where a library has the address of a function that it calls in others, from its begin on."""
+    """Returns where a library stores the address of an external function, as an offset from its begin."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         (at,), (size, count) = unpack_from("<Q", data, 0x28), unpack_from("<HH", data, 0x3A)
         # Name, type, flags, address, offset, size, link, info, alignment, size of an entry.

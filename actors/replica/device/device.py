@@ -13,7 +13,7 @@ from ....cluster.environment import mlx_rounding
 from .device_errors import on_device
 
 TENSOR_GENERATION, TENSOR_GENERATION_PHONE, TENSOR_MACOS = 17, 18, (26, 2)
-"""From which generation of Apple's GPUs and version of macOS on MLX multiplies with tensor units: M5 is the 17th."""
+"""The first generation of Apple's GPUs, and the first macOS, with which MLX uses tensor units: M5 is the 17th."""
 
 
 def on_gpu() -> bool:
@@ -27,8 +27,8 @@ def on_cuda() -> bool:
 
 
 def multiplies_exactly(dtype: mx.Dtype) -> bool:
-    """Whether matrices are multiplied with float32's own precision: CUDA and the tensor units of Macs use TF32, whose
-    fractions have as many bits as float16's."""
+    """Whether matrices are multiplied in the full precision of float32: CUDA and the tensor units of Macs use TF32,
+    whose fractions have as many bits as float16's."""
     if dtype != mx.float32 or on_cuda():
         return False
     return not (has_tensor_units() and mlx_rounding()["MLX_ENABLE_TF32"] != "0")
@@ -42,12 +42,12 @@ def has_tensor_units() -> bool:
 
 
 def uses_tensor_units(architecture: str, macos: str) -> bool:
-    """Whether MLX uses the tensor units of a GPU, as its `is_nax_available` decides. MLX that was built for an older
-    macOS has no kernels for them; it is taken to have some.
+    """Whether MLX uses the tensor units of a GPU, as its `is_nax_available` decides. If MLX was built for an older
+    macOS, it has no kernels for them; this function assumes that it has.
 
     Args:
         architecture: such as `applegpu_g17s`: a generation and a letter for the size, `p` for phones.
-        macos: its version. Programs built for an older one are told 16 instead of 26.
+        macos: its version. Programs that were built for an older macOS see 16 instead of 26.
     """
     generation = re.search(r"(\d\d)([a-z])$", architecture)
     version = [int(part) for part in re.findall(r"\d+", macos)[:2]]
@@ -82,10 +82,10 @@ def device_bytes(*, free: bool = False) -> int:
 
 
 def as_numpy(array: mx.array) -> np.ndarray:
-    """Returns an array as NumPy has it, once it is there.
+    """Waits for an array and returns it as a NumPy array.
 
-    To be asked for what may still be computed, instead of `np.array`: if the device has failed, that passes over the
-    error while it looks for another way to read, and gets what was never written.
+    Use this instead of `np.array` for arrays that may still be computed: if the device has failed, `np.array` ignores
+    the error, tries another way to read, and gets memory that was never written.
 
     Raises:
         RuntimeError: the device has failed.
@@ -95,10 +95,10 @@ def as_numpy(array: mx.array) -> np.ndarray:
 
 
 def settle() -> None:
-    """Waits for all that this thread has launched: what fails afterwards is not its fault.
+    """Waits for all work that this thread has launched, so that later errors are not about it.
 
     Raises:
-        DeviceFailed: the device has failed at it.
+        DeviceFailed: the device has failed at this work.
     """
     with on_device():
         mx.synchronize()
@@ -107,8 +107,8 @@ def settle() -> None:
 def size_class(count: int) -> int:
     """Returns the smallest power of two, or one and a half times one, that is at least `count`.
 
-    Arrays of a GPU are padded to such sizes: it makes a plan or a kernel for every new shape, which takes longer than
-    computing with it.
+    A GPU's arrays are padded to such sizes, because it makes a plan or a kernel for every new shape, which takes longer
+    than computing the padding.
     """
     whole = 1 << max(0, count - 1).bit_length()
     return whole * 3 // 4 if count <= whole * 3 // 4 and whole >= 4 else whole

@@ -1,9 +1,9 @@
-"""Errors of the device, which are told late and once.
+"""Errors of the device, which are reported late and only once.
 
-MLX computes after the call that asked for it. If a GPU's command buffer fails (out of memory, a time limit, a
-neighbour's fault), whoever waits next for that stream is told, and nobody else: all who wait later read memory that was
-never written. So the engine's thread is the only one that waits for its stream, and what it is told passes every
-handler of ordinary failures up to the engine, which drops what the device may have touched (`recovery.py`).
+MLX computes after the call that asked for it. If a GPU's command buffer fails (out of memory, a time limit, another
+program's fault), only the next wait for that stream raises the error; later waits read memory that was never written.
+So only the engine's thread waits for its stream. The error passes every handler of ordinary failures up to the engine,
+which drops what the device may have touched (`recovery.py`).
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _OF_PYTHON = (NotImplementedError, RecursionError)
-"""Errors that Python derives from `RuntimeError`."""
+"""Subclasses of `RuntimeError` that Python itself raises, not the device."""
 
 
 class DeviceFailed(BaseException):
-    """The device failed at something that was computed since the last time that the engine waited for it. No
-    `Exception`: nobody who goes on after one may go on after this."""
+    """The device failed at something that was computed since the engine last waited for it. Not an `Exception`, because
+    code that handles exceptions and continues must not continue after this."""
 
 
 @contextmanager
 def on_device() -> Iterator[None]:
-    """Computes something with MLX, which tells what its device fails at as `RuntimeError`.
+    """A context in which MLX computes. MLX reports errors of its device as `RuntimeError`.
 
     Raises:
-        DeviceFailed: MLX raised one, or there was no memory. It may be about anything that was launched before.
+        DeviceFailed: MLX raised such an error, or there was no memory. It may be about anything launched before.
     """
     try:
         yield

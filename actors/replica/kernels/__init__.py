@@ -1,1 +1,1 @@
-"""Sealed blocks and what computes with their codes: GPU kernels, and the same in MLX's own operations."""
+"""Sealed blocks, and the code that computes with them: GPU kernels, and the same in MLX's own operations."""

@@ -1,4 +1,5 @@
-"""Kernels that put blocks into the pool and get them out. `attention.py` and `decode_kernel.py` read them in place."""
+"""Kernels that write blocks into the pool and copy them out. `attention.py` and `decode_kernel.py` read them in
+place."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ _WRITE_RECORDS = """
 _UNSEAL = """
   constexpr int KW = 8 * KB, KS = 256 / KG, PAD = KS + 1, PW = PV / 8, TILE = 64;
   SHARED unsigned int codes_s[TILE * (KW + 1)];
-  // Padded, for then neighbours read different banks.
+  // Padded, so that neighbours read different banks.
   SHARED float scales_s[TILE * PAD];
   SHARED float biases_s[TILE * PAD];
   const int used = sizes[0], C = sizes[1], places = used + (C + 255) / 256;
@@ -90,7 +91,7 @@ _UNSEAL = """
 
 @cache
 def empty_slot(kv_heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, policy: SealPolicy) -> Sealed:
-    """Returns a slot of zeros as a whole pool, for sequences none of which has a sealed block."""
+    """Returns a slot of zeros as a whole pool, for sequences of which none has a sealed block."""
     shape = (1, kv_heads, BLOCK_TOKENS)
     empty = seal(mx.zeros((*shape, key_dim), dtype), mx.zeros((*shape, value_dim), dtype), policy)
     mx.eval(empty)
@@ -98,24 +99,24 @@ def empty_slot(kv_heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, pol
 
 
 def write(pool: Sealed, slots: mx.array, blocks: Sealed, order: mx.array) -> mx.array:
-    """Puts blocks into slots, in place.
+    """Writes blocks into slots, in place. Nothing may read these slots yet.
 
-    MLX's own assignment copies a whole array of the pool while a step in flight reads it. Nobody reads these slots yet.
+    MLX's own assignment would copy a whole array of the pool if a step in flight reads it.
 
     Args:
         slots: (n,) uint32.
-        blocks: n of them, in the shapes of the pool's arrays but for the first axis.
-        order: (1,) uint32, the kernel runs after what makes it.
+        blocks: n blocks, in the shapes of the pool's arrays except for the first axis.
+        order: (1,) uint32; the kernel runs after this is computed.
 
     Returns:
-        (1,) uint32, a zero, which is there once the blocks are.
+        (1,) uint32, a zero that is computed once the blocks are written.
     """
     fresh = {f"new_{name}": array for name, array in zip(pool._fields, blocks, strict=True)}
     return _copied(f"write_{len(fresh)}", _WRITE, pool, slots, order, list(fresh), fresh)
 
 
 def write_records(pool: Sealed, slots: mx.array, records: mx.array, starts: Sequence[int], order: mx.array) -> mx.array:
-    """Does as `write` for blocks that lie in their records.
+    """As `write`, for blocks in records.
 
     Args:
         records: `(n, nbytes) uint8`.
@@ -148,8 +149,8 @@ def _copied(
 
     Args:
         name: unique, with the number of the pool's arrays.
-        sources: what the body's `COPY` is told of where each array comes from.
-        inputs, template: what else the kernel gets.
+        sources: for each array the source that the body's `COPY` gets.
+        inputs, template: the kernel's other inputs and constants.
 
     Returns:
         As `write`.
@@ -187,12 +188,12 @@ def _sizes(blocks: int, tokens: int) -> mx.array:
 def unseal(
     pool: Sealed, table: mx.array, keys: mx.array, values: mx.array, policy: SealPolicy, order: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Dequantizes sequences' blocks, and puts what is not sealed behind them.
+    """Dequantizes sequences' blocks, and appends what is not sealed.
 
     Args:
         table: (sequences, blocks) uint32, slots.
         keys, values: (sequences, kv_heads, tokens, dim), what is not sealed.
-        order: (1,) uint32, the kernel runs after what makes it.
+        order: (1,) uint32; the kernel runs after this is computed.
 
     Returns:
         Keys and values, (sequences, kv_heads, 256 * blocks + tokens, dim), in the dtype of `keys`.

@@ -1,14 +1,14 @@
 """Decode attention over blocks in the pool as one GPU kernel: flash decoding, in which every sequence reads its own
 blocks.
 
-`attention.attend` is the reference in plain MLX operations, and a model uses the kernel only if both agree there.
+`attention.attend` is the reference in plain MLX operations. The kernel is used for a model only if both agree.
 
 A group of four warps takes a part of one sequence's units for some query heads of one KV head. A unit is a quarter of a
 sealed block, 64 tokens, or 32 tokens of the open block. Each warp keeps a running maximum, sum and output (Milakov and
-Gimelshein, "Online normalizer calculation for softmax"); the parts are added up at the end, by a second kernel if a
-sequence has several groups. The kernel also does what the model left to it with new queries and keys
-(`head_transform.py`), and writes the new token's keys and values into the sequence's open block, in place: MLX would
-copy the array, which the step in flight still reads.
+Gimelshein, "Online normalizer calculation for softmax"). The parts are added up at the end; if a sequence has several
+groups, a second kernel does that. The kernel also computes the norms and rotations of new queries and keys that the
+model left to it (`head_transform.py`). It writes the new token's keys and values into the sequence's open block in
+place; MLX would copy the array, because the step in flight still reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .head_transform import NOTHING, HeadTransform
 from .sealing import Plain, Sealed, SealPolicy, value_group
 
 SHARED_BYTES_MAX = 30 * 2**10
-"""Of a group: Metal has 32 KiB."""
+"""Bytes of shared memory that a group may use: Metal has 32 KiB."""
 
 # Template: T, P (type of sealed values, or of their scales), DK, DV, PV (padded value channels), VG (their group), KV
 # heads, G queries a KV head, GC of them a group of threads, KB key bits, KG (tokens whose keys share a scale), SINKS,
@@ -304,7 +304,7 @@ _NUMBERS = ["slots", "numbers", "constants", "sinks", "order"]
 def attend(
     queries: mx.array, view: KernelView, policy: SealPolicy, scale: float, sinks: mx.array | None = None
 ) -> mx.array:
-    """One query a sequence against its own blocks and open block.
+    """Attention of one query a sequence to its own blocks and its open block.
 
     Args:
         queries: (sequences, heads, 1, key_dim).
@@ -353,8 +353,8 @@ def attend(
 
 @dataclass(frozen=True)
 class _Kernels:
-    """The kernels for the shapes of a layer: for sequences in one group of threads each and in several, and what joins
-    these. `chunks` groups share the query heads of a KV head."""
+    """The kernels for the shapes of a layer: for sequences with one group of threads each, for sequences with several,
+    and for joining the parts of several. `chunks` groups share the query heads of a KV head."""
 
     chunks: int
     one: Any
@@ -377,7 +377,7 @@ def _plan(
     key_dim, value_dim, kv_heads, grouped = shape
     plain = kind is Plain
     if plain and value_dim % 8:
-        raise ValueError(f"the kernel reads values by eights, and a head has {value_dim}")
+        raise ValueError(f"the kernel needs a multiple of eight value channels per head, not {value_dim}")
     dtype, padded = types[0], value_dim if plain else -(-value_dim // 32) * 32
     together = _together(grouped, key_dim, padded)
     template = [
@@ -401,7 +401,7 @@ def _plan(
 
 
 def _together(grouped: int, key_dim: int, padded: int) -> int:
-    """Returns how many query heads of a KV head share a group of threads: as many as fit its memory, at most 8."""
+    """Returns how many query heads of a KV head share a group of threads: as many as fit into its memory, at most 8."""
     each = 4 * (key_dim + WARPS * max(64, padded) + 2 * WARPS)
     most = min(8, (SHARED_BYTES_MAX - 4 * key_dim) // each)
     return next(count for count in range(min(most, grouped), 0, -1) if grouped % count == 0)
@@ -409,12 +409,12 @@ def _together(grouped: int, key_dim: int, padded: int) -> int:
 
 @cache
 def _unchanged(scale: float) -> mx.array:
-    """Returns the constants where nothing is left to do."""
+    """Returns the kernel's constants if the model leaves nothing to it."""
     return mx.array([scale, *NOTHING.constants], mx.float32)
 
 
 def _left(transform: HeadTransform) -> tuple[bool, bool, int, bool, bool]:
-    """Returns what the kernel is to do with queries and keys, as constants of the template."""
+    """Returns what the kernel must do with queries and keys, as constants of the template."""
     normed = transform.query_norm is not None, transform.key_norm is not None
     if (rotation := transform.rotation) is None:
         return *normed, 0, False, False

@@ -1,4 +1,4 @@
-"""What a decode step's attention reads in one layer: by plain operations (`DecodeView`) or by a kernel."""
+"""What a decode step's attention reads in one layer: with plain operations (`DecodeView`) or with a kernel."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .head_transform import NOTHING, HeadTransform
 from .sealing import Sealed
 
 WARPS = 4
-"""Of a group of the kernel's threads."""
+"""Units of a group of the kernel's threads."""
 
 GROUPS_WANTED = 1024
-"""So many groups of threads keep a large device busy."""
+"""This many groups of threads keep a large device busy."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class DecodeView:
     """What a decode step's attention reads in one layer.
 
     Attributes:
-        keys, values: (sequences, kv_heads, columns, dim), the open blocks; also what the model was given.
-        seen: (sequences, 1, 1, columns) bool, which of the columns count; None for all.
+        keys, values: (sequences, kv_heads, columns, dim), the open blocks; the model got the same arrays.
+        seen: (sequences, 1, 1, columns) bool, which of the columns are visible; None for all.
         pool: the layer's slots.
         slots: (n,) uint32, the sealed blocks of all sequences, sequence after sequence.
-        sequences: (n,) uint32, whose they are.
-        counts: how many of them each sequence has.
-        behind: (n, 1, 1, 256) bool, which of their tokens are behind the window; None for none.
-        heads: for blocks as computed, (n, kv_heads) uint32 each: their heads' numbers among those of all sequences, of
-            all slots, and of the n blocks.
+        sequences: (n,) uint32, the sequence of each block.
+        counts: how many blocks each sequence has.
+        behind: (n, 1, 1, 256) bool, which of the blocks' tokens are outside of the window; None for none.
+        heads: for blocks as computed, (n, kv_heads) uint32 each: their heads' numbers among the heads of all sequences,
+            of all slots, and of the n blocks.
     """
 
     keys: mx.array
@@ -53,12 +53,12 @@ class SequenceBlocks:
 
     Attributes:
         slots: (n,) uint32, the sealed blocks of all sequences, sequence after sequence.
-        numbers: (5 * sequences + 3 + count,) int32, one after the other: the number of sequences; tokens in each
-            sequence's open block, with the new one; how many of its tokens from its first block on are behind the
-            window; its tokens without the new one; `sequences + 1` numbers, where each sequence's blocks begin in
-            `slots`; `sequences + 1` numbers, where its groups of threads begin, in all `count` ones of a KV head; and
-            whose they are, -1 for padding, of which there is none if each sequence has one group.
-        sequences: their number.
+        numbers: (5 * sequences + 3 + count,) int32, one after another: the number of sequences; each sequence's tokens
+            in its open block, with the new one; how many of its tokens, from its first block on, are outside of the
+            window; its tokens without the new one; `sequences + 1` numbers that say where its blocks begin in `slots`;
+            `sequences + 1` numbers that say where its groups of threads begin, among all `count` groups of a KV head;
+            and for every group its sequence, or -1 for padding, which is only used if a sequence has several groups.
+        sequences: how many there are.
     """
 
     slots: mx.array
@@ -67,7 +67,7 @@ class SequenceBlocks:
 
     @property
     def count(self) -> int:
-        """Groups of threads of a KV head."""
+        """The number of groups of threads of a KV head."""
         return self.numbers.shape[0] - 5 * self.sequences - 3
 
     @classmethod
@@ -79,11 +79,11 @@ class SequenceBlocks:
         hidden: Sequence[int],
         kv_heads: int,
     ) -> SequenceBlocks:
-        """Divides the sequences' units among groups of threads, so that a long sequence has many.
+        """Divides the sequences' units among groups of threads, so that a long sequence gets many.
 
         Args:
             starts, lengths, hidden: as in `numbers`.
-            kv_heads: of a layer.
+            kv_heads: the KV heads of a layer.
         """
         opened = [length % BLOCK_TOKENS + 1 for length in lengths]
         units = [
@@ -106,7 +106,7 @@ class KernelStep:
     Attributes:
         tails: (sequences, kv_heads, 256, dim), the open blocks' keys and values.
         pool: the layer's slots.
-        sequences: what it reads of each sequence.
+        sequences: what the kernel reads of each sequence.
         written: (1,) uint32, as `SlotGroup.written`.
     """
 
@@ -118,9 +118,9 @@ class KernelStep:
 
 @dataclass(frozen=True)
 class KernelView:
-    """A layer in such a step; `keys` and `values`, (sequences, kv_heads, 1, dim), are the new token's, and also what
-    the model was given. `transform` takes the channels of a head and returns what the model has left to the kernel to
-    do with queries and keys; it is called once both are made."""
+    """A layer in such a step. `keys` and `values`, (sequences, kv_heads, 1, dim), are the new token's; the model got
+    the same arrays. `transform` takes the channels of a head and returns the operations on queries and keys that the
+    model has left to the kernel; it is called once both are made."""
 
     keys: mx.array
     values: mx.array

@@ -1,10 +1,10 @@
 """The product of few rows with 4-bit weights as one CUDA kernel.
 
-A decode step of some rows is many small products. MLX's kernel for quantized weights reads them once for each row, and
-with dequantized weights a product goes through cuBLAS, which takes 25 us of the host for each. This kernel reads 4-bit
-weights once for up to 32 rows, with tensor cores, and is launched as others are.
+A decode step of some sequences consists of many small products. MLX's kernel for quantized weights reads the weights
+once for each row. With dequantized weights products go through cuBLAS, which takes 25 us of the host for each. This
+kernel reads 4-bit weights once for up to 32 rows, uses tensor cores, and is launched like other kernels.
 
-Whether it is used, and for how many rows, is tried when a model is loaded (`few_rows_check.py`).
+When a model is loaded, tests decide whether the kernel is used, and for how many rows (`few_rows_check.py`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ...patches import recast
 from .gpu_kernels import kernel
 
 ROWS_LEAST = 2
-"""MLX's kernel for one row reads weights once too."""
+"""The fewest rows for the kernel: for one row MLX's kernel reads weights only once too."""
 
 GROUPS_WANTED = 128
-"""So many groups of threads, each with 16, 32 or 64 outputs, keep a large device busy."""
+"""This many groups of threads, each with 16, 32 or 64 outputs, keep a large device busy."""
 
 ROWS_MOST = 32
 _BITS, _GROUP_SIZES = 4, (64, 128)
@@ -35,11 +35,11 @@ _BITS, _GROUP_SIZES = 4, (64, 128)
 # (warps). `sizes` are the rows, outputs, inputs, and where each part of the outputs ends: parts lie one after another,
 # each (rows, width).
 #
-# The warps share the inputs, 64 at a time. In a tensor core's product weights are left, (16 outputs, 16 inputs), and
-# rows right, (16 inputs, 8 rows). Which inputs these are is free as long as both sides agree: lane 4g + q has inputs
-# 16q to 16q+15 of outputs g and g+8 and of row g, and gives input p of eight together with input p+4, as they lie in a
-# word. A weight's code c stands in the low bits of the number BASE + c; `sums`, of the rows' inputs alone, takes BASE
-# out again and serves the weights' bias.
+# The warps share the inputs, 64 at a time. In a tensor core's product the left side is weights, (16 outputs, 16
+# inputs), and the right side rows, (16 inputs, 8 rows). The order of inputs is free as long as both sides agree: lane
+# 4g + q has inputs 16q to 16q+15 of outputs g and g+8 and of row g, and passes input p of eight together with input
+# p+4, as they are in a word. A weight's code c is in the low bits of the number BASE + c. `sums`, which add up only the
+# rows' inputs, are used to subtract BASE again, and for the weights' bias.
 _BODY = """
   constexpr int OUTPUTS = 16 * R, WIDE = OUTPUTS + 4;
   constexpr unsigned int ONES = ONE_BITS, HIGH = BASE_BITS, LOW = 0x000f000fu;
@@ -138,20 +138,20 @@ KINDS = {
     mx.bfloat16: ("bf16", "0x3f803f80u", "0x43004300u", "128.f"),
     mx.float16: ("f16", "0x3c003c00u", "0x64006400u", "1024.f"),
 }
-"""By dtype: its name in PTX, two ones, and the number from which on its lowest bits count by one, twice and once."""
+"""By dtype: its name in PTX, two ones, and the number above which its lowest bits count by one, twice and once."""
 
 
 def multiply(layer: Any, x: mx.array, widths: Sequence[int]) -> list[mx.array]:
-    """Multiplies rows with a layer's weights transposed, and adds its bias if it has one.
+    """Multiplies rows with a layer's transposed weights, and adds its bias if it has one.
 
     Args:
         layer: has `weight` `(outputs, inputs / 8)` uint32, and `scales` and `biases` `(outputs, inputs / group_size)`
             in the dtype of `x`; see `fits`.
         x: `(..., inputs)`, bfloat16 or float16, 1 to 32 rows.
-        widths: of the parts, which together are all outputs.
+        widths: the widths of the parts, which together are all outputs.
 
     Returns:
-        A part each, `(..., width)`, contiguous, in the dtype of `x`.
+        The parts, each `(..., width)`, contiguous, in the dtype of `x`.
     """
     words, scales, bias = layer["weight"], layer["scales"], layer.get("bias")
     lead, inputs, outputs = x.shape[:-1], x.shape[-1], words.shape[0]
@@ -183,13 +183,13 @@ def _output_tiles(outputs: int) -> int:
 
 
 def _warps(tiles: int, output_tiles: int) -> int:
-    """Returns the warps of a group of threads: as many as have room for their sums and registers."""
+    """Returns how many warps a group of threads has: as many as there is room for their sums and registers."""
     return 4 if tiles * output_tiles > 8 else 8
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The kernel for some shapes: `outputs` a group of threads, of which it has `threads`."""
+    """The kernel for given shapes: a group has `threads` threads and computes `outputs` outputs."""
 
     launch: Any
     template: list[tuple[str, Any]]
@@ -212,7 +212,7 @@ def _sizes(rows: int, inputs: int, *widths: int) -> mx.array:
 
 
 class FewRowsLinear(nn.QuantizedLinear):
-    """A quantized layer that multiplies few rows by the kernel, `ROWS_LEAST` to `rows_most`."""
+    """A quantized layer that multiplies `ROWS_LEAST` to `rows_most` rows with the kernel."""
 
     rows_most: int
 
@@ -238,14 +238,14 @@ _FORMS: dict[type[nn.Module], type[Any]] = {
 
 
 def takes(layer: Any, x: mx.array) -> bool:
-    """Whether a layer multiplies `x` `(..., inputs)` by the kernel."""
+    """Whether a layer multiplies `x` `(..., inputs)` with the kernel."""
     if not isinstance(layer, FewRowsLinear | FewRowsEmbedding) or x.dtype != layer["scales"].dtype:
         return False
     return ROWS_LEAST <= x.size // x.shape[-1] <= layer.rows_most
 
 
 def by_kernel(layer: Any, rows_most: int) -> Any:
-    """Returns a quantized layer as one that takes up to `rows_most` rows by the kernel."""
+    """Returns a quantized layer as one that multiplies up to `rows_most` rows with the kernel."""
     made = recast(copy.copy(layer), _FORMS[type(layer)])
     made.rows_most = rows_most
     return made

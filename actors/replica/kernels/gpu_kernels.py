@@ -1,7 +1,7 @@
-"""Kernels for GPUs whose body is written once, in what CUDA and Metal have in common; preludes name the rest.
+"""Kernels for GPUs. Their bodies are written once, in the common subset of CUDA and Metal; preludes define the rest.
 
-For CUDA they are compiled by NVRTC without any header, which takes a tenth of the time that MLX's own way takes, and
-kept on disk: MLX compiles a custom kernel in every process anew, 2 to 4 s each. Without NVRTC MLX's way is taken.
+For CUDA they are compiled by NVRTC without any header, which takes a tenth of the time of MLX's own way, and are stored
+on disk: MLX compiles a custom kernel anew in every process, 2 to 4 s each. Without NVRTC MLX's way is used.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _METAL = """
   #define RINT(x) metal::rint(x)
   #define RSQRT(x) metal::precise::rsqrt(x)
   #ifdef __METAL_VERSION__
-  // As MLX's own rotations, whose angles are off by up to 0.01 at 131,072 tokens.
+  // The same as in MLX's own rotations, whose angles are off by up to 0.01 at 131,072 tokens.
   #define EXP2(x) metal::exp2(x)
   #define COS(x) metal::fast::cos(x)
   #define SIN(x) metal::fast::sin(x)
@@ -64,7 +64,7 @@ _METAL = """
   #endif
 """
 
-# CUDA's own types of 16 bits need headers.
+# CUDA's own 16-bit types need headers.
 _CUDA_TYPES = """
 struct bfloat16 {
   unsigned short bits;
@@ -93,7 +93,7 @@ _TYPE_NAMES = {
 }
 
 Template = Sequence[tuple[str, Any]]
-"""Names and values of constants: integers, truth values, and types as dtypes."""
+"""Names and values of constants: integers, booleans, and types as dtypes."""
 
 
 def is_available() -> bool:
@@ -106,11 +106,11 @@ def is_available() -> bool:
 
 @cache
 def kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Any:
-    """Returns what launches a kernel, with the arguments of `mx.fast.metal_kernel`'s result.
+    """Returns a function that launches a kernel. It takes the arguments of `mx.fast.metal_kernel`'s result.
 
     Args:
-        name: unique.
-        body: of the function; `GROUP`, `THREAD` and the like as in the preludes.
+        name: a unique name.
+        body: the body of the kernel's function; `GROUP`, `THREAD` and the like are defined in the preludes.
     """
     if mx.metal.is_available():
         return mx.fast.metal_kernel(
@@ -166,7 +166,7 @@ class _CudaKernel:
             for name, value in template
         )
         text = f"({', '.join(parameters)}) {{\n{constants}{_CUDA}{self._body}\n}}\n"
-        # MLX knows a kernel by its name alone.
+        # MLX identifies a kernel only by its name.
         name = f"satchel_{self._name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         return name, _kept(name, f'{_CUDA_TYPES}extern "C" __global__ void {name}{text}')
 

@@ -1,7 +1,7 @@
 """What models do with every head's new query and key before attention: an RMS norm, then a rotation by position.
 
-As modules these are four operations a layer, each of which takes a GPU's host longer to launch than the GPU to compute
-with one token. `decode_kernel.py` does them on the way. Sources: RMSNorm (Zhang and Sennrich 2019), rotary position
+As modules these are four operations a layer. For one token, launching each takes the host longer than computing it
+takes the GPU, so `decode_kernel.py` computes them itself. Sources: RMSNorm (Zhang and Sennrich 2019), rotary position
 embedding (Su et al. 2021).
 """
 
@@ -19,15 +19,15 @@ from ...patches import rope_periods
 
 CHECK_POSITIONS = (0, 1, 300, 5000, 33_000, 131_000)
 TOLERANCE, TOLERANCE_16 = 2e-3, 2e-2
-"""How far a module may be off what is known of it, of the largest number, in float32 and in 16 bits: it rounds angles
-of thousands otherwise."""
+"""How far a module's outputs may be off the computation here, relative to the largest number, in float32 and in 16
+bits: angles in the thousands are rounded differently."""
 
 ANGLE_TOLERANCE = 2**-21
-"""How far it may be off beyond that for each position: its frequencies and angles have 24 bits of precision, and Metal
-divides angles by a turn in as many."""
+"""How much further outputs may be off per position: frequencies and angles have 24 bits of precision, and Metal reduces
+angles to a turn with as many."""
 
 _CALL_ERRORS = (ValueError, TypeError, RuntimeError)
-"""What a module of another kind raises if it is called as these are."""
+"""What other kinds of modules raise if they are called in the same way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class Rotation:
 
     @classmethod
     def of(cls, module: Any, dim: int, dtype: mx.Dtype) -> Rotation | None:
-        """Returns what the module does with heads of `dim` channels, None if that is something else."""
+        """Returns what the module does with heads of `dim` channels; None if that is not a rotation."""
         dims, base, periods = getattr(module, "dims", None), getattr(module, "base", None), rope_periods(module)
         if not isinstance(dims, int) or dims % 2 or dims > dim:
             return None
@@ -128,11 +128,11 @@ class HeadTransform:
             numbers += [] if norm is None else np.array(norm.weight).tolist()
         if (turn := self.rotation) is not None:
             numbers += np.array(turn.frequencies if turn.exponents is None else turn.exponents).tolist()
-        # Metal puts short arrays elsewhere, where the kernel could not point to them.
+        # Metal puts short arrays into another address space, into which the kernel's pointers cannot point.
         return numbers + [0.0] * max(0, 8 - len(numbers))
 
     def of_queries(self, x: mx.array, positions: mx.array) -> mx.array:
-        """The model's own modules on (sequences, heads, 1, dim) queries of tokens at (sequences,) positions."""
+        """Applies the model's own modules to (sequences, heads, 1, dim) queries of tokens at (sequences,) positions."""
         return self._apply(self.query_norm, x, positions)
 
     def of_keys(self, x: mx.array, positions: mx.array) -> mx.array:
@@ -148,7 +148,7 @@ NOTHING = HeadTransform()
 
 
 def _random(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Always the same numbers, and the state of MLX's own generator stays as it is."""
+    """Returns random numbers, always the same ones; the state of MLX's own generator does not change."""
     return mx.array(np.random.default_rng(7).standard_normal(shape, np.float32)).astype(dtype)
 
 

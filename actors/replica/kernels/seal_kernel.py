@@ -1,7 +1,7 @@
-"""Sealing as one kernel for GPUs: what `sealing.seal` computes in some thirty operations, to the same numbers.
+"""Sealing as one kernel for GPUs. It computes the same numbers as `sealing.seal` does in some thirty operations.
 
-A device may divide with another last bit than IEEE 754 has it; then a number in the middle between two codes may get
-the other one. It is used only where it agreed with the plain operations (`paged_cache.writes`).
+A device's division may differ from IEEE 754 in the last bit. Then a number in the middle between two codes may get the
+other one. The kernel is used only if it agreed with the plain operations (`paged_cache.writes`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from .gpu_kernels import kernel
 
 PARTS = 8
-"""Groups of threads for a block of a sequence's KV head: the first half of them has keys, the other values."""
+"""Groups of threads for a block of a sequence's KV head: the first half seals keys, the other half values."""
 
 # Template: T, P (type of scales), DK, DV, PV (padded value channels), KG and VG (numbers in a group), KB and VB (bits
 # of a code), HALF (whether scales are float16). A thread has a group of keys, or eight values of a token, whose group

@@ -3,16 +3,16 @@
 Keys are quantized per channel, in groups along the *token* axis, because a key channel keeps its magnitude from token
 to token and channels differ much; so they are stored transposed. Values are quantized per token, in groups along the
 channels. A group's codes run from its least to its greatest number: `number = bias + scale * code`. They are computed
-here and in `seal_kernel.py`, the same on every device, and not by `mx.quantize`: on GPUs that lets every group reach to
-0, which leaves few codes to a channel whose keys are all negative. Scales and biases have 16 bits (float16, or bfloat16
-for bfloat16 keys), and codes are chosen for them as they are then.
+here and in `seal_kernel.py`, equally on every device. `mx.quantize` is not used, because on GPUs it extends every group
+to 0, which leaves few codes for a channel whose keys are all negative. Scales and biases are rounded to 16 bits
+(float16, or bfloat16 for bfloat16 keys) before codes are chosen.
 
-The first token of each block is kept as computed and is in no group of keys. A sequence's first token is what heads
-attend to that look for nothing, with keys and values unlike all others'. With 4-bit keys in groups of 32 an element
-takes 4.8 bits.
+The first token of each block is kept as computed and is in no group of keys. The reason is a sequence's first token:
+heads that look for nothing attend to it, and its keys and values are unlike all others. With 4-bit keys in groups of 32
+an element takes 4.8 bits.
 
 Shapes, for `sequences` sequences of `blocks` blocks and T = 256 * blocks tokens; keys and values are in the model's
-dtype, codes are uint32, a stream of bits from the lowest on, and `padded` is `value_dim` rounded up to a multiple of
+dtype, codes are uint32 (a stream of bits, the lowest first), and `padded` is `value_dim` rounded up to a multiple of
 32:
 
     keys      (sequences, kv_heads, T, key_dim)    codes    (sequences, kv_heads, key_dim, T * bits / 32)
@@ -44,8 +44,8 @@ class SealPolicy:
     """The bits of a key's and of a value's code; 0 for blocks as computed.
 
     Attributes:
-        key_group: tokens whose keys share a scale.
-        version: of the layout and rounding; a part of the model id.
+        key_group: how many tokens' keys share a scale.
+        version: the version of layout and rounding; a part of the model id.
     """
 
     name: str
@@ -79,7 +79,7 @@ POLICIES = {
 
 
 CODES_OFF_MAX = 1e-3
-"""The most of a kernel's codes that may differ from those of plain operations."""
+"""The largest share of a kernel's codes that may differ from those of plain operations."""
 
 
 class Quantized(NamedTuple):
@@ -103,7 +103,7 @@ class Plain(NamedTuple):
 
 
 Sealed = Quantized | Plain
-"""Sealed blocks of one layer. The token axis of the first half of its arrays is the last, of the others the third."""
+"""Sealed blocks of one layer. In the first half of its arrays the token axis is the last, in the others the third."""
 
 
 def token_axes(sealed: Sealed) -> list[int]:
@@ -144,7 +144,7 @@ def seal(keys: mx.array, values: mx.array, policy: SealPolicy, *, kernels: bool 
     """Seals whole blocks; shapes and dtypes as in the module's docstring.
 
     Args:
-        kernels: whether a GPU's kernel computes codes, where there are any.
+        kernels: whether a GPU's kernel computes the codes, if the policy has codes.
 
     Raises:
         ValueError: the tokens are not whole blocks.
@@ -160,7 +160,7 @@ def seal(keys: mx.array, values: mx.array, policy: SealPolicy, *, kernels: bool 
         return Quantized(*seal_kernel.seal(keys, values, bits, groups, _padded(dim), scale))
     turned = _by_blocks(mx.contiguous(keys.swapaxes(2, 3)), 3)
     key_exact, rest = turned[..., 0], turned[..., 1:]
-    # The second token's keys, which are in that group anyway.
+    # The first token's place gets the second token's keys, which are in that group anyway.
     codable = mx.concatenate([rest[..., :1], rest], axis=-1).flatten(3)
     split = _by_blocks(values, 2)
     value_exact = split[:, :, :, 0]
@@ -183,8 +183,9 @@ def _by_blocks(array: mx.array, axis: int) -> mx.array:
 def quantize(array: mx.array, group: int, bits: int, scale: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
     """Quantizes groups along the last axis, both ends of each group included.
 
-    The bias is the least number of a group, or one below it of 16 bits; the scale is the range from there divided by
-    the greatest code. A group of which a number is not finite, or too large for 16 bits, gets scales that are none.
+    The bias is the least number of a group, or a 16-bit number just below it; the scale is the range from there divided
+    by the greatest code. If a number of a group is not finite, or too large for 16 bits, the group's scale is NaN or
+    infinite.
 
     Args:
         array: (..., n), of any dtype.
@@ -201,7 +202,7 @@ def quantize(array: mx.array, group: int, bits: int, scale: mx.Dtype) -> tuple[m
     bias = _rounded(least, scale)
     # A bias above the least number would cut that off.
     bias = mx.where(bias > least, _rounded(least - mx.abs(least) * float(mx.finfo(scale).eps), scale), bias)
-    # Zero, or no number if one of the group is not finite.
+    # Zero, or NaN if a number of the group is not finite.
     wrong = (numbers * 0).sum(axis=-1)
     step = _rounded((most - bias) / last, scale) + wrong
     coded = (step > 0) & (step < mx.inf)
@@ -220,7 +221,7 @@ def _packed(codes: mx.array, bits: int) -> mx.array:
     if 32 % bits == 0:
         grouped = codes.reshape(*codes.shape[:-1], -1, 32 // bits)
         return (grouped << mx.arange(0, 32, bits, dtype=mx.uint32)).sum(axis=-1)
-    # Four codes of six bits are three bytes.
+    # Four 6-bit codes are three bytes.
     fours = codes.reshape(*codes.shape[:-1], -1, 4)
     words = (fours << mx.arange(0, 24, bits, dtype=mx.uint32)).sum(axis=-1)[..., None]
     octets = (words >> mx.arange(0, 24, 8, dtype=mx.uint32)) & 255

@@ -116,13 +116,13 @@ class Joined(nn.Module):
         self._pending = _Pending()
 
     def take(self, x: mx.array, index: int) -> mx.array:
-        """Returns the outputs `(..., width)` of the layer at `index` for `x` `(..., inputs)`. The first that is asked
-        computes those of all, which are kept until each was taken once or another `x` comes.
+        """Returns the outputs `(..., width)` of the layer at `index` for `x` `(..., inputs)`. The first call computes
+        the outputs of all layers, which are kept until each was taken once or another `x` comes.
 
-        The array must not be written to between the layers that it is given to.
+        `x` must not be written to between the calls of the layers.
         """
         pending = self._pending
-        # While it is kept, no other array has its place.
+        # While `x` is kept alive, no other array can be the same object.
         if pending.x is not x or pending.outputs[index] is None:
             pending.x, pending.outputs = x, self._multiply(x)
         output, pending.outputs[index] = pending.outputs[index], None

@@ -6,30 +6,31 @@ Two ids, the second of which includes the first:
                 token ids and texts belong to it.
     model id    also hashes how this machine computes. Block ids chain from it, so KV belongs to it.
 
-**Files.** Weights, config, tokenizer, template, the picture processor's config, code, and the adapter. A list of files
-that count would miss what a library reads tomorrow, so all files of the folder count except those that nothing loads
-(`_NOT_READ`), and so do files elsewhere that an index of weights names. If several files have a tensor of one name,
-mlx-lm takes the one that the folder lists last, so then the order is included too.
+**Files.** Weights, config, tokenizer, template, the picture processor's config, code, and the adapter. A fixed list of
+files would miss what a library reads tomorrow, so all files of the folder count except those that nothing loads
+(`_NOT_READ`). Files elsewhere that an index of weights names count too. If several files have a tensor of the same
+name, mlx-lm takes the one that the folder lists last, so then the order is included too.
 
 **Computing.** Everything that can change a number in a block, even by rounding:
 
-    dtype       asked for, or the weights' own: those may be mixed, and the logits' dtype says nothing of the layers'
-    weights     quantized ones multiplied as stored, dequantized or both, and joined or not: another order of additions
+    dtype       asked for, or the weights' own: those may be mixed, and the logits' dtype does not tell the layers'
+    weights     quantized weights multiplied as stored, dequantized or both, and joined or not: each adds in its own
+                order
     kv          policy and format of sealed blocks, which later tokens attend to
     numerics    with `fast` a decode step may multiply codes directly, CUDA may multiply few rows by a kernel if
                 that is faster, and a GPU may encode pictures together. A `reproducible` replica promises bits, so it
                 takes nothing that a fast one wrote
-    device      CPU, Metal or CUDA. On a CPU equal tokens give equal bits, which a GPU's would not be; how much two
-                kinds of GPU differ is not measured. Chips of one kind are equal within the tolerance stated for GPUs,
-                so KV moves from Mac to Mac; `reproducible` includes the chip, as another one adds in another order
-    blas        what multiplies on a CPU if it is not MLX's own: layers with a bias add that in another order
+    device      CPU, Metal or CUDA. On a CPU equal tokens give equal bits, but a GPU gives others; how much two kinds of
+                GPU differ is not measured. Chips of one kind are equal within the tolerance stated for GPUs, so KV
+                moves from Mac to Mac. `reproducible` includes the chip, because another chip adds in another order
+    blas        what multiplies on a CPU if it is not MLX's own: layers with a bias add the bias in another order
     products    where float32 is multiplied in a shorter format, on Macs with tensor units (M5) and on CUDA, unless an
                 environment variable forbids it. Other formats are rounded alike with such units and without
     versions    of the libraries that compute, because kernels and models' code change; for models that take pictures
                 also of those that prepare them
 
-Not included is what a block does not depend on: chunks, batch and scheduling (the position law), the context limit
-(`context_tokens_max` is a bound, and rope is scaled by the config alone), sampling, and paths.
+Blocks do not depend on these, so they are not included: chunks, batches and scheduling (the position law), the context
+limit (`context_tokens_max` is only a bound; rope is scaled by the config alone), sampling, and paths.
 
 `ModelIdentity` makes the ids.
 """
@@ -72,7 +73,7 @@ def files_of(folder: Path, adapter: Path | None = None) -> dict[str, Path]:
     """Returns the files that identify a model, by name."""
     paths = {path.name: path for path in folder.iterdir() if path.is_file() and not _is_ignored(path.name)}
     if INDEX in paths:
-        # An unreadable index names no files, for the loader of weights too.
+        # If an index is unreadable, it names no files; that is also how weights are loaded.
         with suppress(ModelLoadError):
             paths |= {name: folder / name for name in named_by_index(paths[INDEX]) if (folder / name).is_file()}
     named = {f"model/{name}": path for name, path in paths.items()}
@@ -82,7 +83,7 @@ def files_of(folder: Path, adapter: Path | None = None) -> dict[str, Path]:
 
 
 def order_of_weights(folder: Path, files: Sequence[WeightFile]) -> dict[str, str]:
-    """Returns the order in which the files are loaded if it decides which tensors count, else nothing."""
+    """Returns the order in which the files are loaded, if it decides which tensors are used; else nothing."""
     counts = Counter(name for file in files for name in file.tensors)
     if all(count == 1 for count in counts.values()):
         return {}
@@ -113,22 +114,22 @@ def computing(*, dtype: str, weights: str, kv: str, numerics: str, seeing: bool)
 
 
 def _products(kind: str, dtype: str, numerics: str) -> dict[str, str]:
-    """Returns what of a device decides how products are rounded."""
+    """Returns the property of a device that decides how products are rounded."""
     if kind == "cpu":
         return {"blas": name} if (name := blas.chosen().name) else {}
     if kind == "cuda":
         return mlx_rounding()
     if dtype.startswith("float32") and not multiplies_exactly(mx.float32):
         return {"products": "tf32"}
-    # They add in another order.
+    # Tensor units add in another order.
     return {"products": "by tensor units"} if numerics == "reproducible" and has_tensor_units() else {}
 
 
 def refuse_elsewhere(source: str, config: Mapping[str, object]) -> None:
-    """Refuses a model that would read weights not included in its id.
+    """Refuses a model that would read weights that its id does not include.
 
     Raises:
-        ModelLoadError: it would.
+        ModelLoadError: the model would read such weights.
     """
     text = config.get("text_config")
     if isinstance(text, Mapping) and text.get("ple_storage"):

@@ -57,14 +57,14 @@ logger = logging.getLogger(__name__)
 
 _ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 _ENCODERS = ("bert", "mpnet", "electra")
-"""In the names of kinds of models in which every token sees all others."""
+"""Parts of the names of model types in which every token attends to all others."""
 _GIB = 2**30
 PICTURES_NEED_THE_POOL = "it uses bidirectional image attention, for which its KV would have to be in the block pool"
 _ANY_KV = " ".join(sorted([AUTO, *(policy.format for policy in POLICIES.values())]))
-"""In the id of a model whose KV may be kept in any way."""
+"""Stands for the KV format in an id that holds for every KV policy."""
 
 _LOAD_ERRORS = (Exception, SystemExit)
-"""What libraries raise if a folder does not match its config: anything. Some of mlx-lm's models even exit where a
+"""What libraries raise if a folder does not match its config: any exception. Some of mlx-lm's models even exit if a
 package is missing."""
 
 
@@ -86,8 +86,8 @@ def load(
     served: Callable[[LoadedModel, bool], None] = lambda plain, known: None,
     pieces: Pieces = IN_ONE_PIECE,
 ) -> LoadedModel:
-    """Loads a source, runs two tokens through it, finds out how it is computed best, if no earlier load did, and lets
-    the device meet the shapes of a first request.
+    """Loads a source and runs two tokens through it. Then tests which way of computing it is best, if no earlier load
+    did, and warms the device up with the shapes of a first request.
 
     Args:
         dtype: `auto`, or the name of an MLX float type.
@@ -98,13 +98,13 @@ def load(
         numerics: `fast` lets a decode step read sealed blocks in the pool, and a kernel multiply few rows;
             `reproducible` lets it compute as prefill does, bit for bit, and encodes pictures one by one.
         digests: a file for the digests of the model's files.
-        trials: a file for what is found of the model by running it: what is there is not looked for again.
+        trials: a file for findings about the model: tests that have one are not run again.
         trust_remote_code: whether code in the model's own folder may run.
-        warm: whether to meet the usual shapes in advance; None where the device needs that.
+        warm: whether to warm up for the usual shapes; None: if the device needs it.
         claim: called with the bytes of the weights before they are read.
-        served: called with the model as it may be served at once (see `_plain`), while the rest is found out, and with
-            whether an earlier load has found it.
-        pieces: of finding that out.
+        served: called before the tests with the model in plain mode (see `_plain`), and with whether an earlier load
+            has findings.
+        pieces: the pieces of the tests.
 
     Raises:
         ModelLoadError: the model cannot be loaded; the message says why in one sentence.
@@ -159,8 +159,8 @@ def load(
 
 
 def _plain(how: _How, running: _Running, files: dict[str, str], context_tokens: int) -> LoadedModel:
-    """Returns a model as mlx-lm runs it, before anything else is proven of it: a sequence at a time, for text, its KV
-    in the model's own caches and never used again."""
+    """Returns a model in plain mode, before its other tests: as mlx-lm runs it, one sequence at a time, text only, with
+    KV in the model's own caches that is never reused."""
     identity = ModelIdentity(files=files, computing=_computing(how, running, f"{FULL_PRECISION}.1"))
     return LoadedModel(
         model=running.model,
@@ -180,7 +180,7 @@ def _plain(how: _How, running: _Running, files: dict[str, str], context_tokens: 
 
 @dataclass(frozen=True)
 class _How:
-    """How a model is started: as `load` is asked to."""
+    """How a model is started: the arguments of `load`."""
 
     source: str
     folder: Path
@@ -196,8 +196,9 @@ class _How:
 
 @dataclass(frozen=True)
 class _Running:
-    """A model that has computed two tokens, with their `logits` and `caches`: as a library loads it (`whole`), as it is
-    `called` with a flat list of caches or not (`model`), its `language` part, and what `load` makes of it."""
+    """A model that has computed two tokens, with their `logits` and `caches`. `whole` is the model as its library loads
+    it, `language` its language part, `model` what takes tokens and caches, and `called` the same with a flat list of
+    caches; the rest is what `load` makes of it."""
 
     seeing: bool
     whole: Any
@@ -212,12 +213,12 @@ class _Running:
 
     @property
     def dtype(self) -> str:
-        """What it computes in."""
+        """The dtype in which the model computes."""
         return str(self.logits.dtype).removeprefix("mlx.core.")
 
 
 def _claimed_weights(how: _How, claim: Callable[[int], None]) -> list[WeightFile]:
-    """Returns the files of a model's weights, once it may be loaded and there is memory for them."""
+    """Returns the files of a model's weights, after checks that it may be loaded and that memory has room for it."""
     config = read_json(how.folder / "config.json")
     refuse_model_file(how.source, config, trusted=how.trusted)
     refuse_elsewhere(how.source, config)
@@ -276,7 +277,7 @@ def _keeping(
 
 
 def _shares(model: Any, spec: ModelCacheSpec, findings: Findings) -> bool:
-    """As `shares_kv`, once."""
+    """As `shares_kv`, or what an earlier load found."""
     if not isinstance(known := findings.read("shares_kv", 1), bool):
         findings.note("shares_kv", 1, known := shares_kv(model, spec))
     return known
@@ -286,13 +287,13 @@ def _spec_under(running: _Running, policy: SealPolicy | None, *, shares: bool) -
     """Returns a running model's spec under a policy.
 
     Args:
-        shares: as the spec has it.
+        shares: as in the spec.
     """
     return with_windows(running.model, replace(read_spec(running.caches, 2, policy), shares=shares))
 
 
 def _computing(how: _How, running: _Running, kv: str) -> dict[str, str]:
-    """How a model computes, for its id; `kv` is the format of sealed blocks."""
+    """Returns how a model computes, for its id; `kv` is the format of sealed blocks."""
     return computing(
         dtype=running.dtype if how.dtype is not None else f"{running.dtype}, own",
         weights=f"{running.kept}, joined" if running.products else running.kept,
@@ -303,10 +304,10 @@ def _computing(how: _How, running: _Running, kv: str) -> dict[str, str]:
 
 
 def _started(how: _How) -> tuple[_Running, str]:
-    """Starts a model: one that sees with mlx-vlm, and if that fails, or for text, with mlx-lm.
+    """Starts a model: a vision model with mlx-vlm, and if that fails, or if it is a text model, with mlx-lm.
 
     Returns:
-        The model, and if it could see but is of text now, why.
+        The model; and if it is a vision model that was started for text only, the reason.
 
     Raises:
         ModelLoadError: it cannot be loaded.
@@ -339,7 +340,7 @@ def _started(how: _How) -> tuple[_Running, str]:
 
 
 def _foreign_quantization(config: dict[str, Any]) -> str:
-    """Returns what quantized a model's weights if it was not MLX, else nothing."""
+    """Returns the method that quantized a model's weights if it was not MLX's, else nothing."""
     by = config.get("quantization_config")
     method = by.get("quant_method") if isinstance(by, dict) and "quantization" not in config else None
     return method if isinstance(method, str) else ""
@@ -365,8 +366,8 @@ def _start(how: _How, *, seeing: bool) -> _Running:
 
 
 def _faster(how: _How, running: _Running, findings: Findings, pieces: Pieces) -> _Running:
-    """Returns a model that multiplies as is best on this device."""
-    # A CPU computes as long as it takes, however many products there are.
+    """Returns a model that multiplies in the fastest way on this device."""
+    # On a CPU the number of products does not matter.
     products = joined.join(running.language, running.model, findings) if on_gpu() else 0
     pieces.pause()
     if how.numerics == "fast":
@@ -375,8 +376,8 @@ def _faster(how: _How, running: _Running, findings: Findings, pieces: Pieces) ->
 
 
 def resealed(loaded: LoadedModel, policy: SealPolicy | None) -> LoadedModel:
-    """Returns a model whose KV is sealed otherwise, and copied together for decode steps; with None it stays in the
-    model's own caches."""
+    """Returns a model with another KV policy, whose decode steps gather blocks. With None KV stays in the model's own
+    caches."""
     caches = make_prompt_cache(loaded.model)
     mx.eval(loaded.model(mx.array([[0, 0]], mx.uint32), cache=caches), [cache.state for cache in caches])
     spec = with_windows(loaded.model, replace(read_spec(caches, 2, policy), shares=loaded.spec.shares))
@@ -389,8 +390,8 @@ def resealed(loaded: LoadedModel, policy: SealPolicy | None) -> LoadedModel:
 
 
 def _seen_with(seen: Vision, spec: ModelCacheSpec) -> tuple[Vision | None, str]:
-    """Returns a model's vision if its caches can do what that needs, else why not: only the pool's make masks by which
-    a picture's tokens attend to each other."""
+    """Returns a model's vision if its caches support it, else why not: only the pool's caches make the masks of
+    bidirectional image attention."""
     return (None, PICTURES_NEED_THE_POOL) if seen.bidirectional and spec.policy is None else (seen, "")
 
 
@@ -419,7 +420,7 @@ def _vision(
     except NotLeftToRightError as error:
         raise ModelLoadError(f"{source} cannot be served: {error}") from error
     except ModelLoadError:
-        # It would run code that nobody trusts.
+        # It would run code that is not trusted.
         raise
     except _LOAD_ERRORS as error:
         return None, in_words(error, folder)
@@ -437,7 +438,7 @@ def _hidden(running: _Running, findings: Findings, pieces: Pieces) -> HiddenStat
     """Finds the hidden states of a model with its own caches, or why there are none."""
     model, vocabulary = running.called, int(running.logits.shape[-1])
     root, places = (model.root, model.places) if isinstance(model, LanguagePart) else (model, None)
-    # Caches in lists are read otherwise.
+    # If layers keep lists of caches, the spec of a flat list does not fit.
     spec = read_spec(running.caches, 2) if running.model is running.called else None
     try:
         return find_hidden_states(model, root, vocabulary, places, spec=spec, findings=findings, pieces=pieces)
@@ -446,7 +447,7 @@ def _hidden(running: _Running, findings: Findings, pieces: Pieces) -> HiddenStat
 
 
 def _check_memory(source: str, needed: int) -> None:
-    """Refuses weights that do not fit the free memory: the machine would swap, or the kernel would kill a process.
+    """Refuses weights that do not fit into the free memory: the machine would swap, or the kernel would kill a process.
 
     Raises:
         ModelLoadError: they do not fit; the message has both sizes.
@@ -462,8 +463,8 @@ def _check_memory(source: str, needed: int) -> None:
 def _add_adapter(model: Any, folder: Path) -> None:
     """Adds a LoRA or DoRA adapter (or a full fine-tune) to the model, with mlx-lm's own loader.
 
-    The loader refuses tensors that the model has no place for, but does not notice incomplete layers, in which a random
-    matrix would be multiplied with a trained one. These are refused here.
+    The loader refuses tensors for which the model has no place. But it does not notice incomplete layers, in which a
+    random matrix would be multiplied with a trained one. These are refused here.
 
     Raises:
         ModelLoadError: it is not a complete adapter of this model.

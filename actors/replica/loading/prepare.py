@@ -1,15 +1,15 @@
 """Prepares weights for the fastest products on this device: compute dtype, quantized or not, memory layout.
 
-Quantized weights are small on disk and in memory, but not fast everywhere. Measured with MLX 0.32 (4 bits, groups of
-64), the time of a product with the weights as stored and dequantized:
+Quantized weights are small on disk and in memory, but not fast everywhere. Times of products measured with MLX 0.32 (4
+bits, groups of 64), first with the weights as stored, then dequantized:
 
     an output layer 151,936 x 1,024 for 16 rows, H200      1,038 us and 131 us
     a decode step of Qwen3-0.6B's shape, 4/16/32 rows, H200    4.43/7.35/11.41 ms and 5.91/5.84/7.53 ms
     its prefill of 2,048 tokens, H200                      28.8 ms and 17.6 ms
     1,024 x 1,024 for 4 rows, float32, a CPU               3.7 ms and 1.4 ms; with OpenBLAS 0.8 ms
 
-So on CUDA both forms are kept, and each product uses the faster one. On Metal, where the quantized kernels are the best
-tuned ones and memory is scarce, weights stay as stored.
+So on CUDA both forms are kept, and each product uses the faster one. On Metal weights stay as stored: its quantized
+kernels are well tuned, and memory is scarce.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _pays(quantized: dict[str, Any]) -> bool:
 
 
 class LinearByRows(nn.Linear):
-    """A dequantized layer that uses its stored weights for small products, and for those of few rows where a kernel
-    reads them."""
+    """A dequantized layer that uses its stored weights for small products, and for products of few rows if a kernel
+    reads the stored weights."""
 
     stored: Any
 
@@ -127,7 +127,8 @@ def _both(module: Any) -> Any:
 
 
 class LinearThenBias(nn.Linear):
-    """A layer with a bias that is added to the product's sums: MLX begins these with it, and each BLAS in its way."""
+    """A layer that adds its bias after the product. MLX's own layer starts the sums with the bias, which each BLAS does
+    in its own way."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns `(..., outputs)` for `x` `(..., inputs)`, both in the model's dtype."""
@@ -135,14 +136,14 @@ class LinearThenBias(nn.Linear):
 
 
 def _add_biases_last(model: Any) -> None:
-    """Lets layers compute equal bits for any number of rows where OpenBLAS multiplies some of them."""
+    """Makes layers compute equal bits for any number of rows if OpenBLAS computes some of the products."""
     for _, module in model.named_modules() if blas.chosen().name else []:
         if type(module) is nn.Linear and "bias" in module:
             recast(module, LinearThenBias)
 
 
 def _is_transposed_in_use(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether layers multiply by the parameter's transpose: all matrices but an adapter's."""
+    """Whether layers multiply by the parameter's transpose, as with all matrices except an adapter's."""
     return nn.Module.valid_parameter_filter(module, name, value) and name not in ("lora_a", "lora_b")
 
 

@@ -1,4 +1,4 @@
-"""What some families' code expects of masks and caches that others' does not, found by running a model."""
+"""Special needs of some families' code for masks and caches, found by running a model."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ..kv.paged_cache import PagedKVCache, Reads
 
 _MASK = "create_attention_mask"
 _LENGTHS = (4, 2, 3)
-"""Tokens of sequences that are tried in company."""
+"""Tokens of the sequences with which batches are tested."""
 
 _AS_THEY_ARE, _BY_GROUP = "as they are", "by group"
 _WHAT, _VERSION = "masks", 1
-"""Raised whenever masks are tried otherwise."""
+"""Increased whenever the test of masks changes."""
 
 
 class FlatCaches:
-    """A model whose layers keep several caches each, called with a flat list of them: each is kept, moved and found
-    again as a layer's own is."""
+    """Wraps a model whose layers keep several caches each, so that it takes a flat list of caches. Each of these is
+    then cached, moved and reused as if it were a layer's only one."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -35,11 +35,11 @@ class FlatCaches:
 
     @staticmethod
     def of(model: Any) -> Any:
-        """Returns a model as its caches need it."""
+        """Returns the model, wrapped if its layers keep several caches."""
         return FlatCaches(model) if any(map(_size, make_prompt_cache(model))) else model
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: Any) -> mx.array:
-        """As the model's own, with `cache` from `make_cache`."""
+        """Calls the model, with `cache` from `make_cache`."""
         left = iter(cache)
         layers = [CacheList(*(next(left) for _ in range(size))) if size else next(left) for size in self._sizes]
         return self._model(tokens, cache=layers, **given)
@@ -70,8 +70,9 @@ def shares_kv(model: Any, spec: ModelCacheSpec) -> bool:
 
 
 def with_windows(model: Any, spec: ModelCacheSpec) -> ModelCacheSpec:
-    """Returns a spec whose sealed window layers have the windows for which the model asks masks, where these are longer
-    than the caches it keeps: such a model sees one token more in prompts than in steps, and here the same in both."""
+    """Returns a spec whose sealed window layers have the windows for which the model requests masks, if these are
+    longer than its caches. Such a model sees one token more in prompts than in steps; with this spec it sees the same
+    in both."""
     caches, asked = make_prompt_cache(model), dict[int, int]()
 
     def noting(cache: Any) -> Any:
@@ -95,19 +96,19 @@ def with_windows(model: Any, spec: ModelCacheSpec) -> ModelCacheSpec:
 
 
 def masks_are_known(findings: Findings) -> bool:
-    """Whether an earlier load has done `fit_masks`, which is among the first that one does."""
+    """Whether an earlier load has done `fit_masks`, which is one of the first tests of a load."""
     return findings.read(_WHAT, _VERSION) is not None
 
 
 def fit_masks(module: Any, model: Any, findings: Findings = NOWHERE, pieces: Pieces = IN_ONE_PIECE) -> None:
-    """Lets a batch's masks have an axis for groups of heads, if the model computes rightly in company only so: its
-    attention has that axis and adds masks by itself, as Gemma 2's does.
+    """Adds an axis for groups of heads to a batch's masks, if the model computes right batches only with it: its
+    attention has that axis and adds masks itself, as in Gemma 2.
 
     Args:
-        module: whose layers' code is meant.
-        model: as it is called.
-        findings: of this model, whatever policy it has.
-        pieces: what is tried ends one after each call of the model.
+        module: the module whose layers' code makes the masks.
+        model: the model in the form that takes tokens and caches.
+        findings: of this model, for any KV policy.
+        pieces: a piece ends after each call of the model.
     """
     known = findings.read(_WHAT, _VERSION)
     if known == _AS_THEY_ARE:
@@ -118,7 +119,7 @@ def fit_masks(module: Any, model: Any, findings: Findings = NOWHERE, pieces: Pie
     elif _try_batched(model, pieces).holds:
         findings.note(_WHAT, _VERSION, _AS_THEY_ARE)
     else:
-        # In one piece: a sequence that is served meanwhile has masks as they are, or as they will be.
+        # In one piece, so that no request is served while masks are changed for the test.
         right = _try_batched(model, change=change).holds
         findings.note(_WHAT, _VERSION, _BY_GROUP if right else _AS_THEY_ARE)
 
@@ -156,10 +157,10 @@ def _begun_sequences(model: Any, pieces: Pieces = IN_ONE_PIECE) -> list[list[Any
 
 
 def _try_batched(model: Any, pieces: Pieces = IN_ONE_PIECE, change: Change = NO_CHANGE) -> Verdict:
-    """Tries whether a step of sequences together computes what each computes alone, with the model's own caches.
+    """Tests whether a batched step of sequences computes what each computes alone, with the model's own caches.
 
     Args:
-        change: is made before they are together.
+        change: is made before the batched step.
     """
     batch: list[Any] = []
 

@@ -1,6 +1,6 @@
-"""Text as people write it, which every machine has: Python's own documentation, and the sources of its library.
+"""Text by people that every machine has: Python's own documentation, and the sources of its library.
 
-Random tokens would say little of a model: its keys and its attention are others on text.
+Random tokens would say little about a model: its keys and its attention are different on real text.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MODULES = (
     "doctest",
     "typing",
 )
-"""Of Python's library; their code is long, and changes little from version to version."""
+"""Modules of Python's library whose code is long and changes little from version to version."""
 
 _PIECE_CHARACTERS = 500
 
 
 def paragraphs() -> list[str]:
-    """Returns paragraphs of ordinary prose from the topics of Python's `help`, in their order; none if an installation
-    lacks them."""
+    """Returns paragraphs of prose from the topics of Python's `help`, in their order; none if an installation lacks
+    them."""
     try:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
@@ -48,8 +48,8 @@ def paragraphs() -> list[str]:
 
 
 def sources() -> Iterator[str]:
-    """Yields the source text of modules, one after the other, then of this folder's own. Omits what an installation has
-    in another form alone."""
+    """Yields the source text of Python's modules, one after another, then of this folder's. Modules of which an
+    installation has no source text are left out."""
     for name in MODULES:
         try:
             spec = importlib.util.find_spec(name)
@@ -62,7 +62,7 @@ def sources() -> Iterator[str]:
 
 
 def mixed(characters: int) -> str:
-    """Returns about so many characters of prose and code by turns."""
+    """Returns about this many characters of prose and code, in turns."""
     prose, code = _pieces(paragraphs(), characters), _pieces(_functions(), characters)
     text = "\n\n".join(part for pair in zip_longest(prose, code) for part in pair if part is not None)
     return text[:characters]
@@ -75,7 +75,7 @@ def _functions() -> Iterator[str]:
 
 
 def _pieces(parts: Sequence[str] | Iterator[str], characters: int) -> list[str]:
-    """Joins parts to pieces of at least `_PIECE_CHARACTERS`, until there are enough characters."""
+    """Joins parts into pieces of at least `_PIECE_CHARACTERS`, until there are enough characters."""
     pieces: list[str] = []
     piece, total = "", 0
     for part in parts:

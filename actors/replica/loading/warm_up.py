@@ -1,9 +1,9 @@
-"""Runs work of usual shapes in advance, for devices that compile kernels and plan attention for every new shape.
+"""Warms a device up: runs work of usual shapes in advance, if the device compiles kernels and plans attention for every
+new shape.
 
-CUDA does that at the first use of a shape, and a step waits for it: kernels for seconds, plans for 50 ms. A replica
-meets them while nobody asks for anything: what a single short conversation needs first, then batches of more sequences,
-    and
-prompts of all padded lengths that go on after histories of all padded lengths.
+CUDA does that at the first use of a shape, and a step waits for it: seconds for kernels, 50 ms for plans. A replica
+runs such work while there are no requests: first the shapes of a single short conversation, then larger batches, then
+prompts of all padded lengths after histories of all padded lengths.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ logger = logging.getLogger(__name__)
 
 ROWS = (2, 4, 8, 16, 32)
 MEMORY_FRACTION = 1 / 16
-"""Share of the free memory for the made-up sequences."""
+"""Share of the free memory that made-up sequences may use."""
 
 PICTURE_SIDE = 448
 """Side of the made-up picture, pixels."""
 
 Piece = Callable[[], Iterator[None]]
-"""Runs one step of its work each time it is asked for the next one, and holds its sequences until then."""
+"""An iterator that runs one step of work at each `next`, and holds its sequences until then."""
 
 HISTORY_TOKENS_MAX = 2**17
 TOGETHER = (2, 8)
-"""Conversations that go on at once."""
+"""Numbers of conversations that decode at once."""
 
 PROMPT_TOKENS = BLOCK_TOKENS - 24
 STEPS = 16
 
 
 def meet_usual(loaded: LoadedModel) -> None:
-    """Runs one sequence: prompts up to a block, and an answer that fills a block; and a picture from its pixels on.
-    What fails is only logged.
+    """Runs one sequence, with prompts of up to a block and an answer that fills a block, and one picture from its
+    pixels to a token. Errors are only logged.
 
     Args:
         loaded: the model; its arrays belong to the calling thread.
@@ -66,8 +66,8 @@ def meet_usual(loaded: LoadedModel) -> None:
 
 
 class WarmUp:
-    """What a replica has not met yet when it is ready, step by step: each takes a fraction of a second, or some seconds
-    where a kernel is compiled.
+    """Warms up for the shapes that a ready replica has not run yet, step by step. A step takes a fraction of a second,
+    or some seconds if a kernel is compiled.
 
     Args:
         loaded: the model; its arrays belong to the calling thread.
@@ -90,10 +90,10 @@ class WarmUp:
         """Runs the next step. Returns False if there was none.
 
         Raises:
-            RuntimeError: MLX failed. What it tells may be about anything that was computed before.
+            RuntimeError: MLX failed. The error may be about anything that was computed before.
         """
         while next(self._steps, self) is self:
-            # Every shape leaves buffers of sizes of its own, which MLX would keep: tens of GB.
+            # Every shape leaves buffers of its own sizes, which MLX would cache: tens of GB.
             mx.clear_cache()
             if not self._pieces:
                 return False
@@ -109,14 +109,15 @@ def _pieces_of(loaded: LoadedModel, sequences: int) -> Iterator[Piece]:
 
 
 def _histories(loaded: LoadedModel, chunk_tokens: int) -> Iterator[Piece]:
-    """Short prompts come first: a turn of an agent that goes on is one. They need kernels alone, and no plans."""
+    """Yields prompts after histories. Short prompts come first, as an agent's next turn has one; they need only kernels
+    and no plans."""
     if loaded.pool is None or not BatchExecutor(loaded).batched_prefill:
         return
     lengths = sorted({SHAPE_TOKENS * size_class(count) for count in range(1, chunk_tokens // SHAPE_TOKENS + 1)})
     most = min(loaded.context_tokens, HISTORY_TOKENS_MAX)
     histories = sorted({size_class(count) for count in range(1, most // BLOCK_TOKENS)})
     for length in lengths:
-        # What the prompt itself seals is read as history too, and one block more is the open one.
+        # Blocks that the prompt itself seals are read as history too, and the open block is one more.
         own = 1 + length // BLOCK_TOKENS
         for blocks in histories:
             if own <= blocks and blocks * BLOCK_TOKENS + length <= most:
@@ -157,7 +158,7 @@ def _prefill(loaded: LoadedModel, sequences: int, length: int) -> Iterator[None]
 
 
 def _go_on(loaded: LoadedModel, sequences: int, blocks: int, length: int) -> Iterator[None]:
-    """Prefills prompts after histories of so many blocks, which are one block again and again, and a token."""
+    """Prefills prompts after histories of `blocks` times the same block and a token."""
     executor = BatchExecutor(loaded)
     executor.open("history", [], None, 0)
     executor.prefill([("history", [0] * (BLOCK_TOKENS + 1))])
@@ -170,8 +171,8 @@ def _go_on(loaded: LoadedModel, sequences: int, blocks: int, length: int) -> Ite
 
 
 def _decode(loaded: LoadedModel, sequences: int, spread: int) -> Iterator[None]:
-    """Decodes sequences of equal lengths, which need no mask, or of different ones; each fills a block. Then some
-    leave."""
+    """Decodes sequences of equal lengths, which need no mask, or of different lengths; each fills a block. Then some
+    sequences leave."""
     executor = BatchExecutor(loaded)
     names = [str(sequence) for sequence in range(sequences)]
     prompts = {name: [0] * (PROMPT_TOKENS + spread * (sequence % 8)) for sequence, name in enumerate(names)}
