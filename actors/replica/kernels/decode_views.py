@@ -14,7 +14,7 @@ from .head_transform import NOTHING, HeadTransform
 from .sealing import Sealed
 
 WARPS = 4
-"""Units of a group of the kernel's threads."""
+"""Warps of a group of the kernel's threads."""
 
 GROUPS_WANTED = 1024
 """This many groups of threads keep a large device busy."""

@@ -1,4 +1,5 @@
-"""A model is served plainly while it is proven: rightly, between the pieces of the proof, and with nothing kept."""
+"""Plain mode serves a model during its self-test: with right answers, between the pieces of the test, and without
+caching."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def request_of(name: str, model_id: bytes, prompt: list[int] = PROMPT) -> Genera
 
 
 class Told:
-    """What sequences were told, and why they were refused, by name."""
+    """The updates of sequences, and why they were refused, by name."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -86,11 +87,11 @@ def engine_of(loaded: LoadedModel, told: Told, follows: Engine | None = None, se
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
-def test_sequences_between_all_pieces_of_a_proof_are_right_and_do_not_disturb_it(
+def test_sequences_between_all_pieces_of_a_self_test_are_right_and_do_not_disturb_it(
     family: str, folder: Path, tmp_path: Path
 ) -> None:
-    """A sequence comes at every tenth pause. Each is what the proven model says; what is found is what is found alone.
-    The sequences of a model that sees are of text, while its pictures are tried."""
+    """A sequence comes at every tenth pause. Each answer is the tested model's, and the findings are those of an
+    undisturbed test. The sequences of a model that sees are of text, while its pictures are tried."""
     if family != "llama":
         folder = vision_families.write_model(tmp_path / family, family)
     model = Model(name="m", source=str(folder), kv="fp16")
@@ -130,7 +131,7 @@ def load(folder: Path, pieces: Pieces, **how: Any) -> LoadedModel:
     return models.load(str(folder), context_tokens_max=None, progress=lambda *_: None, kv="fp16", pieces=pieces, **how)
 
 
-def test_a_prompt_of_a_proof_is_a_piece_for_each_layer(folder: Path) -> None:
+def test_a_prompt_of_a_self_test_is_a_piece_for_each_layer(folder: Path) -> None:
     """So that nobody waits for a whole one."""
     pauses: list[int] = []
     one = load(folder, Pieces(lambda: pauses.append(len(pauses))))
@@ -143,7 +144,7 @@ def test_a_prompt_of_a_proof_is_a_piece_for_each_layer(folder: Path) -> None:
     assert not scene.failure and len(pauses) - before >= 2 * len(one.spec.layers)
 
 
-def test_time_stands_still_for_a_proof_while_somebody_is_served() -> None:
+def test_the_clock_of_a_self_test_stops_while_requests_are_served() -> None:
     pieces = Pieces(lambda: time.sleep(0.05))
     began = pieces.now_s()
     pieces.pause()
@@ -151,8 +152,8 @@ def test_time_stands_still_for_a_proof_while_somebody_is_served() -> None:
     assert pieces.now_s() - began < 0.05
 
 
-def test_what_others_log_meanwhile_is_no_fault_of_the_model(folder: Path) -> None:
-    """A scene hears of its own engine's failures alone."""
+def test_what_served_requests_log_is_no_fault_of_the_model(folder: Path) -> None:
+    """A scene notes only failures of its own engine."""
     loaded, logger = load(folder, IN_ONE_PIECE), logging.getLogger("satchel.actors.replica.loop.delivery")
 
     def fail() -> None:
@@ -166,8 +167,9 @@ def test_what_others_log_meanwhile_is_no_fault_of_the_model(folder: Path) -> Non
     assert scene.failure == "" and scene.noted
 
 
-def test_commands_of_others_do_not_keep_a_proof_waiting(folder: Path) -> None:
-    """Reports, the memory and the watchdog ask an engine all the time: an idle one answers and goes on."""
+def test_commands_of_others_do_not_keep_a_self_test_waiting(folder: Path) -> None:
+    """Reports, the memory thread and the watchdog call an engine all the time: an idle engine answers, and the test
+    continues."""
     told = Told()
     engine = engine_of(plain_of(folder), told)
     ran: list[int] = []
@@ -196,8 +198,8 @@ def test_long_work_beside_lets_others_be_served() -> None:
 
 
 def test_an_engine_takes_the_place_of_another_with_its_callers(folder: Path) -> None:
-    """Who waits is told to ask again with other ids, who comes by the old one's door is refused so, and new ids are
-    served."""
+    """Waiting requests are told to retry with other ids, requests to the old engine are refused in the same way, and
+    new ids are served."""
     told, plain = Told(), plain_of(folder)
     old = engine_of(plain, told)
     for name in ("first", "second"):
@@ -239,7 +241,7 @@ class Faulty:
 
 
 @pytest.mark.parametrize("spoil", [in_parts, no_numbers, refusing])
-def test_a_model_that_is_wrong_by_itself_is_not_served_before_it_is_tried(
+def test_a_model_that_is_wrong_by_itself_is_not_served_before_its_self_test(
     folder: Path, spoil: Callable[..., mx.array]
 ) -> None:
     plain = plain_of(folder)
@@ -253,12 +255,12 @@ def test_a_model_that_is_wrong_by_itself_is_not_served_before_it_is_tried(
     assert between.engine is None
 
 
-def test_a_model_that_is_proven_soon_is_not_served_before(folder: Path) -> None:
+def test_a_model_with_a_short_self_test_is_not_served_before_it_ends(folder: Path) -> None:
     between = PlainMode(60.0, lambda _: pytest.fail("it is served"), lambda: None)
     load(folder, between.pieces, served=between.offer)
 
 
-def test_a_model_that_an_earlier_start_knows_is_not_served_plainly_at_once(
+def test_a_model_with_findings_does_not_enter_plain_mode_at_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a time in the config; once it has taken too long it is."""
@@ -279,8 +281,8 @@ def test_a_model_that_an_earlier_start_knows_is_not_served_plainly_at_once(
         assert told.pop() == known
 
 
-def test_no_room_for_a_plain_sequence_is_no_fault_of_what_is_proven(folder: Path) -> None:
-    """A proof must not hear of it: it would take it for the model's."""
+def test_no_memory_for_plain_mode_is_no_fault_of_the_model(folder: Path) -> None:
+    """The test must not see the error: it would take it for the model's."""
 
     def begin(plain: LoadedModel) -> Engine:
         raise ModelLoadError("not enough for one sequence")
@@ -290,7 +292,7 @@ def test_no_room_for_a_plain_sequence_is_no_fault_of_what_is_proven(folder: Path
     assert between.engine is None and loaded.way.reason == ""
 
 
-def test_an_engine_that_fails_ends_the_process_and_not_the_proof(folder: Path) -> None:
+def test_an_engine_that_fails_ends_the_process_and_not_the_self_test(folder: Path) -> None:
     ended: list[int] = []
 
     def begin(plain: LoadedModel) -> Engine:
@@ -305,7 +307,7 @@ def test_an_engine_that_fails_ends_the_process_and_not_the_proof(folder: Path) -
     assert ended
 
 
-def test_a_trial_that_was_ended_goes_on_with_the_next_way(
+def test_a_self_test_that_was_ended_continues_with_the_next_way(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first way was refused, and the process ended while the second was tried."""
@@ -420,7 +422,7 @@ def start(folder: Path, home: Home) -> Iterator[Callable[..., Shell]]:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Trials go on once it is set."""
+    """Self-tests continue once it is set."""
     goes_on, honest = threading.Event(), self_test._try
 
     def tries(loaded: LoadedModel, findings: Findings, pieces: Pieces) -> Verdict:
@@ -435,7 +437,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     goes_on.set()
 
 
-def test_a_first_start_serves_before_its_proof_ends_and_a_later_one_needs_none(
+def test_a_first_start_serves_before_its_self_test_ends_and_a_later_one_needs_none(
     start: Callable[..., Shell], held: threading.Event, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shell = start()
@@ -476,7 +478,7 @@ def test_a_model_that_turns_out_wrong_is_refused_from_then_on(
 
 
 def test_a_model_that_promises_bits_says_the_same_at_every_start(start: Callable[..., Shell]) -> None:
-    """So it is not served before it is proven."""
+    """So plain mode is not used for it."""
     shell = start(numerics="reproducible")
     shell.until(lambda: shell.engine is not None)
     assert [plainly for _, plainly in shell.taken] == [False]

@@ -1,4 +1,4 @@
-"""The replica's shell without Ray: what it refuses before anything is computed."""
+"""The replica's actor without Ray: what it refuses before anything is computed."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ async def test_a_request_made_for_another_model_id_is_refused(replica: ReplicaAc
     assert replica._engine.taken == ["r", "s"]  # type: ignore[union-attr]
 
 
-async def test_what_is_not_proven_yet_is_to_be_asked_for_again(replica: ReplicaActor):
-    """Text is served plainly; pictures and vectors are not before they are tried. An engine that takes over after the
-    replica was told to leave takes nothing more."""
+async def test_requests_that_need_a_self_test_are_to_be_retried(replica: ReplicaActor):
+    """Text is served in plain mode; pictures and vectors only after their self-test. An engine that takes over after
+    the replica was told to leave takes nothing more."""
     engine: Engine = replica._engine  # type: ignore[assignment]
     engine.drain = lambda: engine.taken.append("drained")  # type: ignore[attr-defined]
     proven = SimpleNamespace(notes=[])
@@ -157,7 +157,7 @@ async def test_vectors_are_answered_refused_and_given_up(replica: ReplicaActor):
         await client(replica).pool(PoolingRequest("r", "m", [[1]]))
 
 
-async def test_an_engine_that_stands_still_makes_the_replica_not_ready(
+async def test_an_engine_that_is_stuck_makes_the_replica_not_ready(
     replica: ReplicaActor, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(replica._watchdog, "is_slow", lambda part: part == "engine")
@@ -178,7 +178,7 @@ async def test_an_engine_that_stands_still_makes_the_replica_not_ready(
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_a_replica_whose_engine_stands_still_tells_the_router_nothing(slow: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_replica_whose_engine_is_stuck_sends_no_reports(slow: bool, monkeypatch: pytest.MonkeyPatch):
     told: list[object] = []
     monkeypatch.setattr(engine_reports, "tell_router", lambda report, timing: told.append(report) or True)
     reports = EngineReports("m-0", "m", "mac0", MagicMock(), None, USUAL, lambda: slow)  # type: ignore[arg-type]

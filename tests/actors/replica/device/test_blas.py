@@ -1,4 +1,4 @@
-"""Products with OpenBLAS are those of the reference, to the last bit, and where that is not sure it is not used."""
+"""OpenBLAS's products equal the reference's to the last bit; if that is not sure, OpenBLAS is not used."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_sum_longer_than_a_part_is_in_order_too():
 @here_only
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (600, 33), (96, 1)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_computes_a_row_in_company_as_alone(inputs: int, outputs: int, bias: bool):
+def test_a_layer_computes_a_row_in_a_batch_as_alone(inputs: int, outputs: int, bias: bool):
     model = nn.Sequential(nn.Linear(inputs, outputs, bias=bias))
     prepare.prepare_weights(model, None, "stored", lambda fraction: None)
     x = mx.array(numbers(1, 40, inputs))

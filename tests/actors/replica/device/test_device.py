@@ -41,7 +41,7 @@ def test_tensor_units_are_used_as_mlx_decides(architecture: str, macos: str, use
 
 
 def test_products_of_a_mac_with_tensor_units_are_no_fault_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial compares with as much room as products with ten bits of fraction need there, and with little on an M1,
+    """A self-test allows as much difference as products with ten bits of fraction need there, and with little on an M1,
     where the same difference is a fault; unless TF32 is forbidden."""
     monkeypatch.setattr(device, "device_kind", lambda: "metal")
     monkeypatch.setattr(device, "on_cuda", lambda: False)

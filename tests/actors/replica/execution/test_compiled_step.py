@@ -1,4 +1,4 @@
-"""A recorded step computes what the model does, in every company and over every change of the batch."""
+"""A recorded step computes what the model does, in every batch and after every change of the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distributions are compared at the very places that were asked for, and what is no distribution is no small one."""
+"""Distributions are compared exactly at the wanted positions, and NaN never counts as a small divergence."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_losses_are_of_the_token_that_stands_next_and_of_none_at_the_end() -> No
     assert np.isnan(found[1].loss[-1]) and np.isnan(found[1].reference_loss[-1])
 
 
-def test_whoever_has_enough_is_given_no_more() -> None:
-    """And nothing is read any more: the tape stands where the last scored piece ends."""
+def test_a_comparison_with_enough_places_stops() -> None:
+    """And nothing more is read: the tape stops where the last scored piece ends."""
     tokens, tape = list(range(40)) * 10, Tape()
     found = compare(
         Table(), tokens, [(10, 400)], Tape.alone, {"x": lambda: [tape]}, scored_tokens=16, enough=lambda at: at >= 32

@@ -1,4 +1,4 @@
-"""A sequence computes, leaves and keeps the same whoever it was prefilled, decoded or cut with."""
+"""A sequence's results and its KV do not depend on which others it was prefilled, decoded or cut with."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def expected(loaded: LoadedModel) -> list[tuple[list[int], list[list[bytes]]]]:
 
 
 @pytest.mark.parametrize("joining", ["0 1 2 3 4", "4 3 1"])
-def test_sequences_that_were_prefilled_together_join_in_any_company(
+def test_sequences_that_were_prefilled_together_join_in_any_batch(
     loaded: LoadedModel, expected: list[tuple[list[int], list[list[bytes]]]], joining: str
 ):
     """All of them as they are, or some, in any order; the rest joins later or leaves."""
@@ -155,7 +155,7 @@ def test_what_is_cut_is_the_sequence_s_own_to_the_last_byte(
 
 
 def test_sequences_are_cut_anew_after_every_step(loaded: LoadedModel):
-    """A cut by way of all sequences is not answered from what was copied before the batch changed."""
+    """A cut through stacks does not use copies that were made before the batch changed."""
     executor, prompts = executor_of(loaded), prompts_of((250, 252))
     names = prefill(executor, prompts)
     join(executor, names, prompts)

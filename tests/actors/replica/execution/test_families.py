@@ -159,7 +159,7 @@ def same_bits(left: Logits, right: Logits, keys: Sequence[tuple[int, int]]) -> b
     return all(np.array_equal(left[key], right[key]) for key in keys)
 
 
-def test_sequences_in_company_cached_and_chunked_equal_the_bare_model(
+def test_batched_cached_and_chunked_sequences_equal_the_bare_model(
     family: Family, forced: Callable[..., tuple[Bench, Logits]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, in a batch of 8 joining and leaving at random, prefix cached, and with any chunk size: the same logits."""

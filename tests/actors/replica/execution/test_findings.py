@@ -1,4 +1,4 @@
-"""What was found of a model at one load is not looked for at the next one, unless the model or the question changed."""
+"""A finding about a model at one load is not tested again at the next load, unless the model or the test changed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_without_a_file_nothing_is_kept(tmp_path: Path) -> None:
         assert findings.read("trial", 1) is None
 
 
-def test_what_attends_both_ways_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bidirectional_attention_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Any] = []
 
     def find(model: Any, *_: Any) -> Bidirectional:
@@ -70,7 +70,7 @@ def test_what_attends_both_ways_is_looked_for_once(tmp_path: Path, monkeypatch: 
     assert len(looked) == 4
 
 
-def test_a_load_keeps_it_with_what_the_trial_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_stores_it_with_the_findings_of_the_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, trials = write(tmp_path / "model", "paligemma"), tmp_path / "trials.json"
 
     def load() -> str:

@@ -1,4 +1,4 @@
-"""The hidden states that are found in a model are its own, whatever the family, in batches and in chunks."""
+"""The hidden states that are found are the model's own, for every family, in batches and in chunks."""
 
 from __future__ import annotations
 

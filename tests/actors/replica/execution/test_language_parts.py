@@ -56,7 +56,7 @@ NUMBERS = {
 """Tokens that a family's processor knows by the numbers of its real tokenizer, by the names of its attributes."""
 
 ONE_BY_ONE = {"hunyuan_vl"}
-"""Families whose sequences are computed one after the other, as the trial at load finds."""
+"""Families whose sequences are computed one after the other, as their self-test finds."""
 
 MORE = 12
 """Tokens of the next turn, after an answer."""

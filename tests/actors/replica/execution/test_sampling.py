@@ -177,7 +177,7 @@ def run_alone(sequence: Sequence, tokens: int) -> Sequence:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_sequence_draws_the_same_in_any_company(seed: int):
+def test_a_sequence_draws_the_same_in_any_batch(seed: int):
     """Tokens and logprobs, to the last bit, while other sequences of every kind come, go and come back."""
     rng = random.Random(seed)
     batch, left = Batch(), []
@@ -216,7 +216,7 @@ def test_every_draw_is_what_the_definitions_say(seed: int):
             assert token == wanted, f"seed {seed}, position {position}: {sequence.sampling}"
 
 
-def test_greedy_is_argmax_whatever_stands_beside_it():
+def test_greedy_is_argmax_in_any_batch():
     best = int(np.argmax(LOGITS))
     for others in ([], [Sampling(temperature=5, seed=1), Sampling(temperature=1, top_k=2, logprobs=3)]):
         batch = BatchSampler(50, frozenset({best}))
@@ -496,7 +496,7 @@ def mask_of(tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_mask_binds_its_sequence_and_no_other(seed: int, dtype: mx.Dtype):
+def test_a_mask_constrains_its_sequence_and_no_other(seed: int, dtype: mx.Dtype):
     """Each sequence draws what it draws alone, with its mask or without; also in batches that are all greedy."""
     rng = random.Random(seed)
     plain = {"temperature": 0.0} if seed == 0 else {}
@@ -530,7 +530,7 @@ def test_a_mask_gives_way_to_min_tokens_only_where_something_is_left():
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_with_ignore_eos_a_bound_sequence_ends_only_where_it_must(ignore_eos: bool):
+def test_with_ignore_eos_a_constrained_sequence_ends_only_where_it_must(ignore_eos: bool):
     sampler = BatchSampler(VOCABULARY, END)
     end = min(END)
     for _ in range(2):

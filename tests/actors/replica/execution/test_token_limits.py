@@ -1,4 +1,5 @@
-"""Allowed tokens and bad words: for the sequence that asks, in every step, also elsewhere; never without a token."""
+"""Allowed tokens and bad words: for the sequence that asks, in every step, also after a failover; some token is always
+possible."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_other_sequences_draw_what_they_draw_alone() -> None:
 
 
 @pytest.mark.parametrize("at", [1, 2, 7, 20])
-def test_a_sequence_goes_on_elsewhere_with_the_same_words(at: int) -> None:
+def test_a_sequence_that_fails_over_has_the_same_answer(at: int) -> None:
     sampling = Sampling(temperature=3.0, allowed_token_ids=[4, 5, 6], bad_words=[[4, 5], [5, 6, 4], [6, 6]], seed=8)
     logits = steps(30)
     (whole,) = answers([sampling], logits)

@@ -328,7 +328,7 @@ def test_pictures_encoded_together_are_what_they_are_alone(scene: Scene) -> None
             assert left.shape == right.shape and np.allclose(np.array(left), np.array(right), atol=TOLERANCE)
 
 
-def test_pictures_alone_in_company_cached_and_in_chunks(scene: Scene, forced: Make) -> None:
+def test_pictures_alone_batched_cached_and_in_chunks(scene: Scene, forced: Make) -> None:
     for sequence in scene.sequences:
         bench, noted = forced()
         submit(bench, scene, sequence, "row")

@@ -1,4 +1,4 @@
-"""The decode kernel beside the reference in plain MLX operations, on sequences of any lengths; and how work is
+"""The decode kernel compared with the reference in plain MLX operations, for sequences of any lengths; and how work is
 divided."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The kernel for few rows beside plain products: its own text on a CPU, and itself where there is CUDA; and where a
-model uses it."""
+"""The kernel for few rows compared with plain products: its own text on a CPU, and itself where there is CUDA; and
+where a model uses it."""
 
 from __future__ import annotations
 

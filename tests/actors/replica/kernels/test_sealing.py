@@ -1,4 +1,4 @@
-"""What sealing keeps of keys as real models have them, beside a reference in NumPy."""
+"""What sealing keeps of keys like those of real models, compared with a reference in NumPy."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_every_head_size_keeps_its_steps(dims: tuple[int, int], policy: SealPoli
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("policy", QUANTIZING, ids=lambda policy: policy.name)
 def test_the_first_token_of_a_block_is_kept_as_computed_and_widens_no_group(policy: SealPolicy, kernels: bool):
-    """What heads attend to that look for nothing is unlike all other keys."""
+    """Heads that look for nothing attend to it, and its keys are unlike all others."""
     keys, values = drawn(0, mx.bfloat16)
     firsts = mx.arange(keys.shape[2]) % 256 == 0
     wild = [mx.where(firsts[:, None], array * 1e4, array) for array in (keys, values)]
@@ -112,7 +112,7 @@ def test_a_constant_is_kept(policy: SealPolicy, number: float, kernels: bool):
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("policy", QUANTIZING, ids=lambda policy: policy.name)
 def test_what_is_no_number_stays_none_and_stays_where_it_is(policy: SealPolicy, wrong: float, kernels: bool):
-    """A row whose KV is no number must be noticed, and its group alone: comparisons pass over NaN on some devices."""
+    """NaN in a sequence's KV must be noticed, and only in its own group: comparisons ignore NaN on some devices."""
     keys, values = (as_numpy(array) for array in drawn(0, mx.float32))
     keys[1, 1, 400, 5] = values[1, 1, 400, 70] = wrong
     sealed = sealing.seal(mx.array(keys), mx.array(values), policy, kernels=kernels)
@@ -125,7 +125,7 @@ def test_what_is_no_number_stays_none_and_stays_where_it_is(policy: SealPolicy, 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("number", [1e5, -1e5])
 def test_what_is_too_large_for_16_bits_is_no_number(number: float, kernels: bool):
-    """A model with such keys is noticed when it is tried, and kept as computed."""
+    """The self-test notices a model with such keys, and its KV is kept as computed."""
     array = mx.full((1, 1, 256, 64), number) + mx.arange(64)
     back = sealing.unseal(sealing.seal(array, array, POLICIES["q4"], kernels=kernels), POLICIES["q4"], 64, mx.float32)
     for numbers in map(as_numpy, back):

@@ -212,7 +212,7 @@ def test_chunks_do_not_matter(window: int, policy: SealPolicy):
 @pytest.mark.parametrize("policy", LAWS, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_company_does_not_matter(window: int, seed: int, policy: SealPolicy):
+def test_batches_do_not_matter(window: int, seed: int, policy: SealPolicy):
     """Sequences join and leave at random, prefill together and decode together, and come out with their own bytes."""
     rng = random.Random(seed)
     lengths = [1, 255, 256, 257, 511, 700, 900, 30]

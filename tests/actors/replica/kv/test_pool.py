@@ -1,4 +1,4 @@
-"""The block pool: blocks lie where their slots say, whatever order these are in and wherever they move."""
+"""The block pool: blocks are where their slots say, in any order of slots and after they have moved."""
 
 from __future__ import annotations
 

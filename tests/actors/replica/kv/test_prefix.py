@@ -1,4 +1,4 @@
-"""The prefix cache against a plain model of it: what is found is right, what is counted is there."""
+"""The prefix cache compared with a simple model of it: hits are right, and counts match the entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks of tokens that attend to each other both ways, however a prompt is cut into chunks."""
+"""Masks of bidirectional image attention, however a prompt is cut into chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a load found of a model is not looked for by the next one, unless model, libraries or Satchel changed."""
+"""Tests whose findings an earlier load stored are not run again, unless model, libraries or Satchel changed."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def load(folder: Path, kv: str = "auto", trials: Path | None = None, **how: Any)
 
 @pytest.fixture(scope="module")
 def recall(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model, under a name by which nobody knows it."""
+    """The embedded model, under a name that does not mark it as shipped with Satchel."""
     return Path(shutil.copytree(EMBEDDED / "recall", tmp_path_factory.mktemp("models") / "recall"))
 
 

@@ -1,4 +1,4 @@
-"""What names a model: whatever decides what its KV holds, and nothing else."""
+"""The model id includes everything that decides what KV holds, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where models come from, what names them, and what is refused before it does harm."""
+"""Sources of models, their ids, and what is refused before it does harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames for those who read a replica's tokens: nothing twice, nothing missing, and nobody waits for another."""
+"""Frames for the consumers of a replica's tokens: nothing twice, nothing missing, and no consumer waits for another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from satchel.cluster.timing import Timing
 
 
 class Readers:
-    """A replica's consumers. `ended` are the sequences that were taken out."""
+    """A replica's consumers. `ended` are the sequences that were aborted."""
 
     def __init__(self, **timing: float) -> None:
         self.ended: list[str] = []

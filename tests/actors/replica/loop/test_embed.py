@@ -1,4 +1,4 @@
-"""Embeddings on an engine: what they are, whoever comes beside them, and that they and answers let each other go on."""
+"""Embeddings on an engine: they are right in every batch, and neither they nor answers hold each other up."""
 
 from __future__ import annotations
 

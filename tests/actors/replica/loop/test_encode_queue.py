@@ -1,4 +1,5 @@
-"""Pictures are encoded beside the steps: nobody waits for another's, and what fails or leaves concerns one sequence."""
+"""Pictures are encoded in parallel with the steps: no sequence waits for another's picture, and a failure or an abort
+affects one sequence."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Path]
 
 
 class Gate:
-    """Stands before the encoder: `calls` pictures have come to it, and it lets them through when it is opened."""
+    """A gate before the encoder: `calls` pictures have come to it, and they pass when it is opened."""
 
     def __init__(self, encode: Callable[..., Any]) -> None:
         self.encode, self.calls, self.opened = encode, 0, threading.Event()
@@ -334,9 +335,7 @@ def test_the_router_hears_what_is_known(seeing: tuple[LoadedModel, Path], gate: 
     assert bench.engine.changes(whole=False) == ([], [known])
 
 
-def test_an_agent_s_pictures_are_let_go_by_the_tokens_that_it_is_remembered_by(
-    seeing: tuple[LoadedModel, Path], gate: Gate
-):
+def test_an_agent_s_pictures_are_dropped_by_its_remembered_tokens(seeing: tuple[LoadedModel, Path], gate: Gate):
     bench = Bench(seeing[0])
     gate.opened.set()
     prompts = [asked(seeing[1], colour) for colour in ("navy", "teal")]

@@ -207,7 +207,7 @@ def test_stop_tokens_end_a_sequence_and_min_tokens_holds_them_back(
 def test_logprobs_come_with_every_token_and_change_none(
     bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]
 ):
-    """In company of sequences that ask for none, or for fewer, and that join and leave."""
+    """Batched with sequences that ask for none, or for fewer, and that join and leave."""
     engine = bench()
     for index in (2, 3, 4, 6):
         asked = {2: 3, 4: 0}.get(index)
@@ -485,7 +485,7 @@ def test_refusals_name_their_reason(bench: MakeBench, loaded: LoadedModel):
 
 
 @pytest.mark.parametrize(("leaves", "kind"), [(False, Draining), (True, ReplicaLeaves)])
-def test_sequences_of_a_node_that_leaves_are_told_apart_from_those_of_a_server_that_ends(
+def test_sequences_of_a_node_that_leaves_end_differently_from_those_of_a_server_that_ends(
     bench: MakeBench, leaves: bool, kind: type[SatchelError]
 ):
     """The endpoint has the first go on elsewhere."""
@@ -529,7 +529,7 @@ def test_memory_for_prefixes_is_bounded(bench: MakeBench, loaded: LoadedModel, p
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_that_happens_to_one_sequence_changes_the_words_of_another(
+def test_nothing_that_happens_to_one_sequence_changes_the_answer_of_another(
     bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], seed: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Random arrivals, aborts, duplicates, deadlines, preemption, and failures in every call of the executor."""

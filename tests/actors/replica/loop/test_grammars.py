@@ -1,4 +1,5 @@
-"""Sequences that follow a grammar: their text is in it, whatever happens to them, and their mates do not notice."""
+"""Constrained decoding: a sequence's text follows its grammar, whatever happens to it, and other sequences do not
+change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of sequences, and of what is kept of them, when the device fails."""
+"""What happens to sequences and their cached KV if the device fails."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def converse(bench: Bench) -> None:
     "place, call",
     [("step", 1), ("step", 5), ("prefill", 1), ("cut", 1), ("cut", 2), ("seal", 1), ("seal", 2), ("written", 1)],
 )
-def test_words_are_right_whatever_the_device_loses(
+def test_answers_are_right_whatever_the_device_loses(
     place: str, call: int, loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
 ):
     """Whoever waits first is told, be it another sequence's prefill or the way to the disk: nothing that was drawn, cut
@@ -228,7 +228,7 @@ def test_requests_that_fail_again_and_again_end_one_by_one(loaded: LoadedModel, 
 
 
 def test_a_model_that_fails_in_the_pool_keeps_kv_by_itself(loaded: LoadedModel):
-    """A trial hears of it, and tries the next way."""
+    """The self-test gets the error, and tests the next way."""
 
     class Failing:
         def __init__(self, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""What agents' sequences leave is on the disk soon after, and a new process goes on from there."""
+"""The KV of agents' sequences is soon on disk, and a new process continues from it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prompt_of(length: int, seed: int = 1) -> list[int]:
 
 @pytest.mark.parametrize("length", [40, 255, 256, 300, 700])
 def test_a_new_process_computes_only_what_is_new(loaded: LoadedModel, node: Node, length: int):
-    """Cold, hot and warm give the same words, and the turn is not computed again, answer included."""
+    """Cold, hot and warm give the same answer, and neither the prompt nor the answer of the turn is computed again."""
     bench, disk = process(loaded, node)
     first = bench.run("first", prompt_of(length), agent=AGENT, max_tokens=20)
     second = prompt_of(length) + first.tokens + prompt_of(30, seed=2)

@@ -1,4 +1,4 @@
-"""A sequence follows another node's prefill only as long as something may come."""
+"""A sequence follows another node's prefill only as long as KV may still arrive."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a running sequence holds is kept until it is on the disk, however little memory there is and however the
-sequence ends."""
+"""A running sequence's KV stays cached until it is on disk, however little memory there is and however the sequence
+ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read back from disk: the same bytes, as far as they are proven, and no more memory than is counted."""
+"""KV that is read back from disk: the same bytes, as far as they are verified, and no more memory than is counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sequences leave in memory, what of it is found again, and that an idle engine counts it."""
+"""What sequences leave in memory, what of it is reused, and that an idle engine checks the counts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sequences that are read back when they have a place: what others do meanwhile, and stores and disks that do not
-answer."""
+"""Sequences whose KV is read back once they are admitted: what others do during that time, and stores and disks that do
+not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tenant with a limit of its own has in a replica's memory: its own oldest goes, and nobody else's."""
+"""A tenant with a limit of its own in a replica's memory: its own oldest KV is evicted, and no other tenant's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Nobody starves others: places, prefill and the queue are shared among tenants, and a tenant's among its flows."""
+"""No tenant starves others: places, prefill and the queue are shared among tenants, and a tenant's share among its
+flows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pace learns what calls cost, in worlds where a call takes `fixed + tokens * per_token`, drawn from a seed."""
+"""The pace measures what calls cost, in worlds where a call takes `fixed + tokens * per_token`, drawn from a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts to be embedded: who comes next, how a batch is filled, and that nobody waits for ever."""
+"""Texts to be embedded: which comes next, how a batch is filled, and that none waits for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trial of pictures at load: a model whose pictures do not reach it as they should takes none, and says why."""
+"""The self-test of pictures at load: if pictures do not reach a model correctly, it gets none, and a note says why."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.worlds.models.vision_families import write_files, write_model
 from tests.zoo import vision_types
 
 PATCHES = 16 * 12
-"""Of a picture of the trial's usual size, whose tokens are a quarter of it."""
+"""The layout of a picture of the usual size of self-tests, whose tokens are a quarter of it."""
 
 TOKENS_ALONE = 60
 """At most so many has a picture or a part of a video alone, and more every prompt."""

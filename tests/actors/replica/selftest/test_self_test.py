@@ -1,4 +1,5 @@
-"""The trial at load: what a model does wrong in company, in parts or from memory is found, and not used."""
+"""The self-test at load finds what a model does wrong when batched, in chunks or from cached KV, and that is not
+used."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 class Faulty:
-    """A model that computes otherwise, or fails, under some condition of its inputs."""
+    """A model that computes something else, or fails, if its inputs meet a condition."""
 
     def __init__(self, inner: Any, fault: Callable[[mx.array, list[Any], mx.array], mx.array]) -> None:
         self._inner, self._fault = inner, fault
@@ -86,15 +87,13 @@ def test_a_right_model_is_served_as_asked(loaded: LoadedModel):
     loaded.pool.check()
 
 
-def test_wrong_words_in_company_make_steps_compute_sequence_by_sequence(loaded: LoadedModel):
+def test_wrong_answers_when_batched_make_decode_unbatched(loaded: LoadedModel):
     proven = tried(with_fault(loaded, batched))
     assert (proven.loaded.unbatched, proven.together, proven.loaded.kv) == (True, True, "q4")
     assert proven.notes == [note for note in proven.notes if "unbatched" in note and "something else" in note]
 
 
-def test_wrong_words_sequence_by_sequence_make_sequences_run_alone(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-):
+def test_wrong_answers_when_unbatched_make_sequences_run_alone(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     step = UnbatchedSequences.step
     monkeypatch.setattr(UnbatchedSequences, "step", lambda *given: mx.roll(step(*given), 1, -1))
     proven = tried(with_fault(resealed(loaded, None), batched))
@@ -134,7 +133,9 @@ def test_a_way_of_decoding_that_does_not_hold_is_not_used(loaded: LoadedModel):
     assert len(proven.notes) == 1
 
 
-def test_wrong_words_from_memory_make_every_turn_be_computed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_answers_from_cached_kv_make_every_turn_be_prefilled(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+):
     restore = kv_cache.restore
 
     def doubled(spec: Any, caches: Any, blocks: Any, tail: Any, used: int) -> None:
@@ -150,7 +151,7 @@ def test_wrong_words_from_memory_make_every_turn_be_computed(loaded: LoadedModel
     assert any("no KV is reused" in note for note in proven.notes)
 
 
-def test_a_model_that_takes_no_prompts_in_parts_is_refused(loaded: LoadedModel):
+def test_a_model_that_fails_on_prompts_in_chunks_is_refused(loaded: LoadedModel):
     with pytest.raises(ModelLoadError, match=r"somewhere/tiny cannot be served: .*in one piece"):
         tried(with_fault(loaded, in_parts))
 
@@ -181,7 +182,7 @@ def test_families_of_other_masks_and_caches_are_served_as_asked(family: str, tmp
 
 
 @pytest.mark.parametrize("family", UNBATCHED)
-def test_families_without_batches_are_computed_sequence_by_sequence_and_kept(family: str, tmp_path: Path):
+def test_families_without_batches_are_unbatched_and_reused(family: str, tmp_path: Path):
     model = models.load(str(write_model(tmp_path, family)), context_tokens_max=None, progress=lambda *_: None)
     proven = tried(model)
     assert (proven.loaded.unbatched, proven.together, proven.loaded.spec.reusable) == (True, True, True)
@@ -235,7 +236,7 @@ def test_a_sequence_is_longer_than_the_windows_of_a_model(tmp_path: Path):
     assert tried(with_fault(model, past_windows)).loaded.unbatched
 
 
-def test_what_was_found_is_kept(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_findings_are_stored(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     known = tmp_path / "trials.json"
     first = tried(with_fault(loaded, batched), known)
     monkeypatch.setattr(self_test, "_try", lambda loaded: pytest.fail("it was tried before"))
@@ -246,7 +247,7 @@ def test_what_was_found_is_kept(loaded: LoadedModel, tmp_path: Path, monkeypatch
     assert not tried(loaded, known).loaded.unbatched
 
 
-def test_a_model_that_is_not_tried_says_so(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_without_a_self_test_says_so(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(self_test, "_try", lambda loaded: pytest.fail("it is tried"))
     proven = prove(loaded, replace(ASKED, self_test=False), lambda what, fraction: None)
     assert proven.together
