@@ -86,7 +86,7 @@ def stood_in(sites: Sequence[tuple[Any, str, Any]]) -> Change:
 
 
 def recast(layer: Any, kind: type[Any]) -> Any:
-    """Returns a layer of MLX as one of a subclass that computes otherwise with the same arrays.
+    """Returns a layer of MLX as one of a subclass that computes differently with the same arrays.
 
     Changes: the class of that one object.
     Why: MLX makes a layer's arrays when it makes the layer, so a new one would hold others for a moment, of gigabytes.

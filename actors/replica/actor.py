@@ -221,7 +221,7 @@ class ReplicaActor:
             raise NoReplica(f"{self._model.name} is still loading")
         if request.model_id not in (b"", self._engine.loaded.model_id):
             # Its KV would be stored under the block ids of another model.
-            raise ComputesOtherwise(f"the request was made for a model that computes otherwise than {self._name}")
+            raise ComputesOtherwise(f"the request was made for a model that computes differently from {self._name}")
         if request.media and self._plain_since:
             raise Unavailable(
                 f"the self-test of {self._model.name} has not ended: pictures are not supported yet",

@@ -147,10 +147,10 @@ def _lengthen(library: ctypes.CDLL) -> None:
     try:
         table = ctypes.POINTER(ctypes.c_int).in_dll(library, "gotoblas")
     except ValueError as error:
-        raise _Unfit(f"OpenBLAS is built otherwise: {error}") from None
+        raise _Unfit(f"OpenBLAS is built differently: {error}") from None
     sizes = [table[_SIZES_AT + at] for at in range(len(_USUAL_SIZES))]
     if sizes != _USUAL_SIZES:
-        raise _Unfit(f"OpenBLAS is built otherwise: its sizes are {sizes}")
+        raise _Unfit(f"OpenBLAS is built differently: its sizes are {sizes}")
     for at, size in enumerate(_SIZES):
         table[_SIZES_AT + at] = size
     if not _adds_in_order(library):
@@ -189,15 +189,15 @@ def _redirect(library: ctypes.CDLL) -> None:
     """Makes MLX's library call OpenBLAS's function for products."""
     spans = [span for span in _spans() if span.path.name == "libmlx.so"]
     if not spans:
-        raise _Unfit("MLX is built otherwise: it has no library of its own")
+        raise _Unfit("MLX is built differently: it has no library of its own")
     place = spans[0].start + _slot(spans[0].path, b"cblas_sgemm")
     if not any(span.start <= place < span.stop and span.writable for span in spans):
-        raise _Unfit("MLX is built otherwise: its calls cannot be redirected")
+        raise _Unfit("MLX is built differently: its calls cannot be redirected")
     slot = ctypes.c_void_p.from_address(place)
     callee = slot.value or 0
     owner = next((span.path.name for span in _spans() if span.start <= callee < span.stop), "nothing")
     if not owner.startswith("libblas"):
-        raise _Unfit(f"MLX is built otherwise: it multiplies with {owner}")
+        raise _Unfit(f"MLX is built differently: it multiplies with {owner}")
     slot.value = _fork(ctypes.cast(library.cblas_sgemm, ctypes.c_void_p).value or 0, callee)
 
 
@@ -252,4 +252,4 @@ def _slot(path: Path, name: bytes) -> int:
                 named = data[names + start : names + start + len(name) + 1]
                 if info & 0xFFFFFFFF == _JUMP_SLOT and named == name + b"\0":
                     return offset
-    raise _Unfit("MLX is built otherwise: it does not call for products by name")
+    raise _Unfit("MLX is built differently: it does not call for products by name")

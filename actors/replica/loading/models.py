@@ -131,7 +131,7 @@ def load(
     plain = _plain(how, running, files, min(context.tokens, context_tokens_max or context.tokens))
     findings = Findings(trials, ModelIdentity(files, _computing(how, running, _ANY_KV)).model_id)
     served(plain, masks_are_known(findings))
-    progress(f"trying how {source} is computed best", None)
+    progress(f"testing how {source} is computed best", None)
     running = _faster(how, running, findings, pieces)
     fit_masks(running.language, running.model, findings, pieces)
     spec, way, kv_why = _keeping(how, running, context.tokens, files, trials, findings, pieces)
@@ -270,7 +270,7 @@ def _keeping(
         )
         spec, why = spec_under(choice.policy), choice.why
     if installed and how.numerics == "fast":
-        how.progress(f"trying how {how.source} reads its KV", None)
+        how.progress(f"testing how {how.source} reads its KV", None)
         known = Findings(trials, ModelIdentity(files, _computing(how, running, _format(spec))).model_id)
         return spec, decode_ways.fastest(model, spec, context_tokens, known, pieces), why
     return spec, DEQUANTIZED, why

@@ -125,8 +125,8 @@ def fit_masks(module: Any, model: Any, findings: Findings = NOWHERE, pieces: Pie
 
 
 def positions_leak(model: Any, far: int, pieces: Pieces = IN_ONE_PIECE) -> bool:
-    """Whether a sequence computes otherwise if another one of its batch is `far` tokens further on in its text. Some
-    models take the first sequence's position for all; sequences that are short enough compute the same all the same."""
+    """Whether a sequence gets other logits if another one of its batch is `far` tokens further on in its text. Some
+    models take the first sequence's position for all; sequences that are short enough compute the same anyway."""
 
     def others(more: int) -> list[mx.array]:
         sequences = _begun_sequences(model, pieces)

@@ -297,7 +297,7 @@ class Engine:
     def hand_over(self) -> None:
         """Ends all requests that wait here; their callers ask the engine that replaces this one. No sequence may hold a
         place. Commands that come from now on go to that engine."""
-        self._end_waiting(ComputesOtherwise("the request was made for a model that computes otherwise"))
+        self._end_waiting(ComputesOtherwise("the request was made for a model that computes differently"))
 
     def _end_waiting(self, why: SatchelError) -> None:
         for request_id in [*self.delivery.sequences]:

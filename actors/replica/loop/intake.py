@@ -196,7 +196,7 @@ class Intake:
             return self._closed
         if request.model_id not in (b"", self._loaded.model_id):
             # Its KV would be stored under the block ids of another model.
-            return ComputesOtherwise("the request was made for a model that computes otherwise")
+            return ComputesOtherwise("the request was made for a model that computes differently")
         if request.request_id in self._delivery.sequences:
             return Unavailable(f"request {request.request_id} has not left yet")
         refused = self._pictures.refusal(request.media, sequence.tokens)

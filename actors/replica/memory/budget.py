@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PICTURES_PART = 8
-"""Image embeddings that nobody needs take at most this part of the memory (an eighth)."""
+"""Image embeddings that no sequence needs take at most this part of the memory (an eighth)."""
 
 SLACK_PART = 32
 """The part of the memory that is left as slack. The block pool copies itself to change its size, and with slack it does

@@ -85,7 +85,7 @@ async def test_a_request_made_for_another_model_id_is_refused(replica: ReplicaAc
             return error
 
     refusal = await submitted("r", OTHER)
-    assert isinstance(refusal, Unavailable) and "computes otherwise" in refusal.message
+    assert isinstance(refusal, Unavailable) and "computes differently" in refusal.message
     assert await submitted("r", OWN) is None, "and it left nothing behind"
     assert await submitted("s", b"") is None, "nobody has said"
     assert replica._engine.taken == ["r", "s"]  # type: ignore[union-attr]

@@ -131,7 +131,7 @@ def test_it_is_taken_once():
         ("_bundled", lambda: Path(__file__), "OpenBLAS cannot be loaded"),
         ("_VERSION", "OpenBLAS 0.4", "is not OpenBLAS 0.4"),
         ("_CORE", "Haswell", "OpenBLAS was loaded before, for Nehalem and 1 threads"),
-        ("_USUAL_SIZES", [1, 2, 3, 4, 5], "built otherwise: its sizes are"),
+        ("_USUAL_SIZES", [1, 2, 3, 4, 5], "built differently: its sizes are"),
     ],
 )
 def test_what_is_not_as_it_is_meant_to_be_is_not_used(
