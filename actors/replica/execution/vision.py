@@ -60,8 +60,7 @@ NEAR = 0.1
 relative to the distance between the two pictures' embeddings."""
 
 SPARE_BYTES_MAX = 1 << 30
-"""Bytes of freed buffers that a picture may leave in MLX's cache: nothing else needs buffers as large as the
-encoder's."""
+"""Bytes of freed buffers that a picture may leave in MLX's cache: only the encoder needs buffers of its sizes."""
 
 
 class NotLeftToRightError(ValueError):
@@ -236,8 +235,7 @@ class LanguagePart:
 
 
 def _offset_of(caches: Sequence[Any]) -> Any:
-    """Returns how many tokens the sequences have, a number or `(sequences,)`. Recurrent layers do not count tokens, so
-    another layer's cache is asked."""
+    """Returns how many tokens the sequences have, a number or `(sequences,)`. Recurrent layers do not count tokens."""
     return next((cache.offset for cache in caches if hasattr(cache, "offset")), 0)
 
 

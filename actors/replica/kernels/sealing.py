@@ -255,7 +255,7 @@ def unseal(sealed: Sealed, policy: SealPolicy, value_dim: int, dtype: mx.Dtype) 
 
 
 def are_alike(one: Sealed, other: Sealed) -> bool:
-    """Whether two computations of the same blocks agree: to the bit, but that a device may round what lies between two
+    """Whether two computations of the same blocks agree: to the bit, except that a device may round a number between two
     codes to either of them."""
     for name, ours, theirs in zip(one._fields, one, other, strict=True):
         if name.endswith("_codes"):
@@ -270,8 +270,8 @@ def rows_joined(parts: Sequence[mx.array | None], rows: Sequence[int], axis: int
     """Concatenates arrays along the rows, the first axis, padding shorter ones along `axis` with zeros.
 
     Args:
-        parts: arrays with four axes, of equal dtypes and equal shapes but for the first axis and `axis`. None stands
-            for rows of zeros; at least one is an array.
+        parts: arrays with four axes, of equal dtypes, and of equal shapes except for the first axis and `axis`. None
+            stands for rows of zeros; at least one is an array.
         rows: how many rows each part has.
     """
     some = max((part for part in parts if part is not None), key=lambda part: part.shape[axis])

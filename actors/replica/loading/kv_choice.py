@@ -131,7 +131,7 @@ def choose(
 
 
 def _known(found: Any) -> KVChoice | None:
-    """Reads what an earlier load found; None if that says nothing here."""
+    """Returns what an earlier load found; None if it does not apply here."""
     match found:
         case {"policy": str(policy), "why": str(why)} if policy in POLICIES:
             return KVChoice(policy, why)

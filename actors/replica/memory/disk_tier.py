@@ -54,8 +54,7 @@ TAILS_MAX = 2
 """How many tails after the last block are read back."""
 
 TAILS_ASKED = 16
-"""How many tails the store is asked for if there are recurrent layers: these can use a tail only if the prompt has all
-of it."""
+"""How many tails the store is asked for if layers are recurrent: these need tails of which the prompt has all tokens."""
 
 RATE_WEIGHT = 0.3
 """Weight of a new measurement in the smoothed read rate."""
@@ -480,7 +479,6 @@ class DiskTier:
     def _read_blocks(
         self, session: _WriterSession, where: Sequence[Location], failures: list[Failure], adopt: Adopt
     ) -> list[Found]:
-        """Reads consecutive blocks up to the first failure. Appends to `failures`."""
         if self._spec.policy is None:
             slabs = self._read(session, where, failures)
             return self._found(where, slabs[: slabs.index(None)] if None in slabs else slabs)

@@ -97,11 +97,11 @@ def test_a_right_model_sees(loaded: LoadedModel):
     ("fault", "why"),
     [
         (one_short, r"mlx-vlm makes \d+ embeddings of a picture"),
-        (always_one_picture, "two different ones are the same"),
-        (as_long_as_the_prompt, "otherwise than alone"),
-        (a_place_off_inside_a_prompt, "otherwise than alone"),
+        (always_one_picture, "the same for two different ones"),
+        (as_long_as_the_prompt, "differently than alone"),
+        (a_place_off_inside_a_prompt, "differently than alone"),
         (fails_if_wide, r"a picture of 728 x 364 pixels fails \(no such part\)"),
-        (wrong_if_wide_inside_a_prompt, "otherwise than alone"),
+        (wrong_if_wide_inside_a_prompt, "differently than alone"),
     ],
 )
 def test_embeddings_that_are_wrong_are_found(loaded: LoadedModel, shows: Callable[..., None], fault: Any, why: str):
@@ -144,7 +144,7 @@ def other_inside_a_prompt(ids: mx.array, embeddings: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize(
-    ("fault", "why"), [(fails, "a video fails (no videos)"), (other_inside_a_prompt, "otherwise than alone")]
+    ("fault", "why"), [(fails, "a video fails (no videos)"), (other_inside_a_prompt, "differently than alone")]
 )
 def test_a_model_whose_videos_are_wrong_is_shown_single_pictures(
     loaded: LoadedModel, films: Callable[..., None], tmp_path: Path, fault: Any, why: str
