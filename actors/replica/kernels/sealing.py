@@ -255,8 +255,8 @@ def unseal(sealed: Sealed, policy: SealPolicy, value_dim: int, dtype: mx.Dtype) 
 
 
 def are_alike(one: Sealed, other: Sealed) -> bool:
-    """Whether two computations of the same blocks agree: to the bit, except that a device may round a number between two
-    codes to either of them."""
+    """Whether two computations of the same blocks agree: to the bit, except that a device may round a number between
+    two codes to either of them."""
     for name, ours, theirs in zip(one._fields, one, other, strict=True):
         if name.endswith("_codes"):
             if (mx.view(ours, mx.uint8) != mx.view(theirs, mx.uint8)).mean() > CODES_OFF_MAX:

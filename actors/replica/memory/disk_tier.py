@@ -54,7 +54,7 @@ TAILS_MAX = 2
 """How many tails after the last block are read back."""
 
 TAILS_ASKED = 16
-"""How many tails the store is asked for if layers are recurrent: these need tails of which the prompt has all tokens."""
+"""How many tails the store is asked for if layers are recurrent: these need tails that the prompt has entirely."""
 
 RATE_WEIGHT = 0.3
 """Weight of a new measurement in the smoothed read rate."""

@@ -33,7 +33,7 @@ def load_tiny(folder: Path, **how: Any) -> LoadedModel:
 
 
 @dataclasses.dataclass
-class Seq:
+class Received:
     """What an outbox saw of one request."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -96,12 +96,12 @@ class Bench:
             # Open blocks, which are large in these models, cost nothing then.
             scheduler = self.engine.scheduler
             scheduler.limits = dataclasses.replace(scheduler.limits, kv_tokens_max=kv_tokens_max, sequence_tokens=0)
-        self.sequences: dict[str, Seq] = {}
+        self.sequences: dict[str, Received] = {}
         self.refused: dict[str, SatchelError] = {}
 
     def _take(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         for update in updates.get("bench", []):
-            sequence = self.sequences.setdefault(update.request_id, Seq())
+            sequence = self.sequences.setdefault(update.request_id, Received())
             assert sequence.finish is None, "nothing comes after the end of a sequence"
             sequence.tokens += update.tokens
             sequence.finish = update.finish
@@ -187,7 +187,7 @@ class Bench:
                 return
         raise AssertionError("the engine does not come to rest")
 
-    def run(self, name: str, prompt: list[int], **fields) -> Seq:
+    def run(self, name: str, prompt: list[int], **fields) -> Received:
         """Submit one request and run it to its end."""
         self.submit(name, prompt, **fields)
         self.drain()

@@ -242,7 +242,7 @@ def test_a_warm_up_that_fails_is_over_and_fails_nothing(
     monkeypatch.setattr(engine, "QUIET_S", 0.0)
     bench.engine.wait()
     assert bench.engine._warm_up is None and bench.engine.counters.device_failures == 1
-    assert bench.run("row", prompts_of([20])[0]).finish == "length"
+    assert bench.run("one", prompts_of([20])[0]).finish == "length"
 
 
 def test_a_block_is_written_into_the_pool_without_a_copy_of_it(tmp_path: Path):

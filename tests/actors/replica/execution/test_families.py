@@ -148,9 +148,9 @@ def run_alone(make: Callable[..., tuple[Bench, Logits]], family: Family, **sched
     every: Logits = {}
     for sequence in family.scripts:
         bench, noted = make(**scheduling)
-        submit(bench, family, sequence, "row")
+        submit(bench, family, sequence, "one")
         bench.drain()
-        assert bench.sequences["row"].tokens == family.scripts[sequence][PROMPTS[sequence] :]
+        assert bench.sequences["one"].tokens == family.scripts[sequence][PROMPTS[sequence] :]
         every |= noted
     return every
 

@@ -331,9 +331,9 @@ def test_pictures_encoded_together_are_what_they_are_alone(scene: Scene) -> None
 def test_pictures_alone_batched_cached_and_in_chunks(scene: Scene, forced: Make) -> None:
     for sequence in scene.sequences:
         bench, noted = forced()
-        submit(bench, scene, sequence, "row")
+        submit(bench, scene, sequence, "one")
         bench.drain()
-        assert bench.sequences["row"].finish == "length", bench.sequences["row"].error
+        assert bench.sequences["one"].finish == "length", bench.sequences["one"].error
         compare(noted, scene.expected, [sequence], "alone")
     rng = random.Random(1)
     for chunk, together in ((64, False), (1024, True)) if scene.loaded.kv == "q4" else ((64, True),):

@@ -56,11 +56,11 @@ def merged(caches: Sequence[PagedKVCache]) -> PagedKVCache:
     return kv_cache.merge([[cache] for cache in caches])[0]
 
 
-Seq = tuple[mx.array, mx.array, mx.array]
+Heads = tuple[mx.array, mx.array, mx.array]
 """Queries, keys and values of one sequence, (1, heads, tokens, dim)."""
 
 
-def make_sequence(seed: int, tokens: int, key_dim: int = 64, value_dim: int = 64) -> Seq:
+def make_sequence(seed: int, tokens: int, key_dim: int = 64, value_dim: int = 64) -> Heads:
     """Keys with a constant part a channel, as models with biases have them."""
     rng = np.random.default_rng(seed)
     keys = rng.normal(size=(1, KV_HEADS, tokens, key_dim)) + 4 * rng.normal(size=(1, KV_HEADS, 1, key_dim))
@@ -70,7 +70,7 @@ def make_sequence(seed: int, tokens: int, key_dim: int = 64, value_dim: int = 64
     return arrays[0], arrays[1], arrays[2]
 
 
-def attend(cache: PagedKVCache, sequences: Sequence[Seq], starts: Sequence[int], count: int) -> mx.array:
+def attend(cache: PagedKVCache, sequences: Sequence[Heads], starts: Sequence[int], count: int) -> mx.array:
     """One call of a model's layer: (sequences, heads, count, value_dim)."""
     parts = []
     for which in range(3):
@@ -89,7 +89,7 @@ def attend(cache: PagedKVCache, sequences: Sequence[Seq], starts: Sequence[int],
 
 
 def run_alone(
-    sequence: Seq, chunks: Iterator[int], policy: SealPolicy = Q4, window: int = 0
+    sequence: Heads, chunks: Iterator[int], policy: SealPolicy = Q4, window: int = 0
 ) -> tuple[np.ndarray, PagedKVCache]:
     cache, done, outs = new_cache(policy, window, (sequence[1].shape[3], sequence[2].shape[3])), 0, []
     while done < sequence[0].shape[2]:
@@ -99,7 +99,7 @@ def run_alone(
     return np.array(mx.concatenate(outs, axis=2)), cache
 
 
-def filled(sequence: Seq, policy: SealPolicy = Q4, window: int = 0) -> PagedKVCache:
+def filled(sequence: Heads, policy: SealPolicy = Q4, window: int = 0) -> PagedKVCache:
     """A cache that holds the sequence, which nothing has attended to."""
     cache, tokens = new_cache(policy, window, (sequence[1].shape[3], sequence[2].shape[3])), sequence[1].shape[2]
     for start in range(0, tokens, 1000):
@@ -114,7 +114,7 @@ def chunks_of(*sizes: int) -> Iterator[int]:
         yield from sizes
 
 
-def expected(sequence: Seq, policy: SealPolicy = Q4, window: int = 0) -> np.ndarray:
+def expected(sequence: Heads, policy: SealPolicy = Q4, window: int = 0) -> np.ndarray:
     queries, keys, values = (np.array(array)[0].astype(np.float64) for array in sequence)
     tokens = queries.shape[1]
     whole = tokens // BLOCK_TOKENS * BLOCK_TOKENS
@@ -281,7 +281,7 @@ def test_a_decode_step_reads_each_sequences_own_blocks_where_they_lie(policy: Se
         assert np.abs(together[index] - alone[index][0]).max() <= TOLERANCE * np.abs(want).max(), lengths[index]
 
 
-def in_place(cache: PagedKVCache, sequences: Sequence[Seq]) -> np.ndarray:
+def in_place(cache: PagedKVCache, sequences: Sequence[Heads]) -> np.ndarray:
     """The last token of every sequence, as a decode step that reads the pool."""
     cache.batch.reads = Reads.IN_PLACE
     queries, keys, values = (mx.concatenate([sequence[i][:, :, -1:] for sequence in sequences]) for i in range(3))
@@ -383,7 +383,7 @@ def test_few_queries_attend_as_mlx_does(
         assert off <= (TOLERANCE if dtype == mx.float32 else 0.02) * np.abs(expected).max()
 
 
-def scores_of(sequence: Seq, scale: float) -> np.ndarray:
+def scores_of(sequence: Heads, scale: float) -> np.ndarray:
     """Of the last query: (heads, tokens)."""
     whole = (sequence[1].shape[2] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     sealed = sealing.seal(sequence[1][:, :, :whole], sequence[2][:, :, :whole], Q4)
@@ -392,7 +392,7 @@ def scores_of(sequence: Seq, scale: float) -> np.ndarray:
     return np.einsum("htd,hd->ht", keys, np.array(sequence[0])[0, :, -1]) * scale
 
 
-def short(sequence: Seq, by: int = 1) -> Seq:
+def short(sequence: Heads, by: int = 1) -> Heads:
     return sequence[0][:, :, :-by], sequence[1][:, :, :-by], sequence[2][:, :, :-by]
 
 

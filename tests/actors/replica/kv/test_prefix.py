@@ -181,13 +181,13 @@ def test_what_somebody_pinned_is_kept_however_large_it_is():
         cache: PrefixCache[str] = PrefixCache(NBYTES)
         cache.put_tail(ROOT, [], [7], PrefixKV("small", NBYTES))
         if pinned:
-            cache.pin("row", ROOT, ids, [tokens[BLOCK_TOKENS:]])
+            cache.pin("one", ROOT, ids, [tokens[BLOCK_TOKENS:]])
         cache.put_blocks(ids, [(0, tokens[:BLOCK_TOKENS], PrefixKV("large", NBYTES + 1))])
         cache.put_tail(ROOT, ids, tokens[BLOCK_TOKENS:], PrefixKV("large tail", NBYTES + 1))
         cache.check()
         assert reusable(cache, [*tokens, 1]) == (len(tokens) if pinned else 0)
         assert reusable(cache, [7, 8]) == 1, "what is pinned takes no room from the others"
-        cache.unpin("row")
+        cache.unpin("one")
         cache.check()
         assert cache.nbytes == NBYTES
 

@@ -90,7 +90,7 @@ def test_an_embedding_is_the_models_own_beside_others_in_chunks_and_in_a_batch(
     asked = Asked(Bench(loaded, prefill_chunk_tokens=256))
     for name, some in (("a", texts[:3]), ("b", texts[3:])):
         asked.ask(name, some, skipped=[3] * len(some))
-    asked.bench.submit("row", texts[0], max_tokens=5)
+    asked.bench.submit("one", texts[0], max_tokens=5)
     asked.drain()
     got = np.concatenate([asked.vectors("a"), asked.vectors("b")])
     for text, vector in zip(texts, got, strict=True):

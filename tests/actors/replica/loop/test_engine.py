@@ -36,7 +36,7 @@ SAMPLING = [
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
     """Every prompt's tokens from an engine of its own, without any cache."""
-    return [Bench(loaded).run("row", prompt, **SAMPLING[index % 4]).tokens for index, prompt in enumerate(prompts)]
+    return [Bench(loaded).run("one", prompt, **SAMPLING[index % 4]).tokens for index, prompt in enumerate(prompts)]
 
 
 def run_twice(engine: Bench, prompts: list[list[int]], alone: list[list[int]]) -> None:
@@ -125,7 +125,7 @@ def test_sequences_with_limits_of_tokens_keep_to_them_and_leave_others_alone(
     words = [alone[1][:1], alone[1][1:3], alone[1][2:5]]
     limits = [{"bad_words": words}, {"allowed_token_ids": [*range(20, 60)]}, {"bad_words": words, "temperature": 5.0}]
     fields = [{**SAMPLING[1], **limit} for limit in limits]
-    separate = [Bench(loaded).run("row", prompts[1], **field).tokens for field in fields]
+    separate = [Bench(loaded).run("one", prompts[1], **field).tokens for field in fields]
     engine = bench()
     for index, prompt in enumerate(prompts):
         engine.submit(str(index), prompt, **SAMPLING[index % 4])
@@ -490,11 +490,11 @@ def test_sequences_of_a_node_that_leaves_end_differently_from_those_of_a_server_
 ):
     """The endpoint has the first go on elsewhere."""
     engine = bench()
-    engine.submit("row", [1, 2, 3], max_tokens=400)
+    engine.submit("one", [1, 2, 3], max_tokens=400)
     engine.turn()
     engine.engine.end_all(leaves=leaves)
     engine.drain()
-    error = engine.sequences["row"].error
+    error = engine.sequences["one"].error
     assert error is not None and type(from_wire(error)) is kind
 
 

@@ -17,7 +17,7 @@ from satchel.actors.replica.execution.grammar import PARALLEL_SEQUENCES_MIN, Mas
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import InvalidRequest
-from tests.worlds.replica.bench import Bench, Seq
+from tests.worlds.replica.bench import Bench, Received
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -55,7 +55,7 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode("<|im_start|>user\nTell me about ada.<|im_end|>\n<|im_start|>assistant\n").ids
 
 
-def text_of(tokenizer: Tokenizer, sequence: Seq) -> str:
+def text_of(tokenizer: Tokenizer, sequence: Received) -> str:
     return tokenizer.decode(sequence.tokens, skip_special_tokens=True)
 
 
@@ -63,7 +63,7 @@ def submit(bench: Bench, name: str, prompt: list[int], **fields: Any) -> None:
     bench.submit(name, prompt, **{"max_tokens": 200, "grammar": GRAMMAR, **fields})
 
 
-def alone(recall: LoadedModel, prompt: list[int], **fields: Any) -> Seq:
+def alone(recall: LoadedModel, prompt: list[int], **fields: Any) -> Received:
     bench = Bench(recall)
     submit(bench, "alone", prompt, **fields)
     bench.drain()
@@ -158,9 +158,9 @@ def test_a_sequence_that_is_alone_gets_tokens_together_where_its_grammar_leaves_
 
     def said(tokens: list[int]) -> tuple[list[int], int, list[int]]:
         bench = Bench(recall)
-        submit(bench, "row", tokens, grammar=CALL, **how)
+        submit(bench, "one", tokens, grammar=CALL, **how)
         bench.drain()
-        sequence = bench.sequences["row"]
+        sequence = bench.sequences["one"]
         submit(bench, "next", [*tokens, *sequence.tokens, *prompt], grammar="", max_tokens=5)
         bench.drain()
         last = bench.sequences["next"]
@@ -255,7 +255,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_sequence_alone(
 
 def test_what_does_not_compile_is_refused(recall: LoadedModel, prompt: list[int]):
     with pytest.raises(InvalidRequest, match="unknown name"):
-        submit(Bench(recall), "row", prompt, grammar="start: nothing")
+        submit(Bench(recall), "one", prompt, grammar="start: nothing")
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def test_a_lone_sequence_is_computed_again(loaded: LoadedModel, monkeypatch: pyt
     """The fault may be nobody's: a GPU ends command buffers for a neighbour's too."""
     bench, clean = Bench(loaded), Bench(loaded)
     monkeypatch.setattr(bench.engine.executor, "_model", Fault(bench.engine.executor._model, 3, 3))
-    assert bench.run("row", SHORT).tokens == clean.run("row", SHORT).tokens
+    assert bench.run("one", SHORT).tokens == clean.run("one", SHORT).tokens
 
 
 def test_a_device_that_does_nothing_right_ends_the_process(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
@@ -159,7 +159,7 @@ def test_what_is_met_while_the_engine_waits_is_met_in_a_step(loaded: LoadedModel
     bench.engine.call(fail)
     bench.engine.wait()
     assert bench.engine.counters.device_failures == 1
-    assert bench.run("row", SHORT).tokens == clean.run("row", SHORT).tokens
+    assert bench.run("one", SHORT).tokens == clean.run("one", SHORT).tokens
 
 
 def test_what_else_is_in_flight_is_waited_for(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
@@ -178,14 +178,14 @@ def test_what_else_is_in_flight_is_waited_for(loaded: LoadedModel, monkeypatch: 
         return step()
 
     monkeypatch.setattr(bench.engine.executor, "step", failing)
-    assert bench.run("row", SHORT).tokens == clean.run("row", SHORT).tokens
+    assert bench.run("one", SHORT).tokens == clean.run("one", SHORT).tokens
     assert bench.engine.counters.device_failures == 1
 
 
 def test_what_is_read_for_a_picture_tells_of_all_sequences(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     """Places of a picture's tokens are read from the device while a request is taken in."""
     clean, bench = Bench(loaded), Bench(loaded)
-    words = clean.run("row", SHORT, max_tokens=20).tokens
+    words = clean.run("one", SHORT, max_tokens=20).tokens
     executor, pictures = bench.engine.executor, bench.engine.pictures
     fault = Fault(executor._model, 5, 5, is_step)
     begin = pictures.begin
@@ -195,7 +195,7 @@ def test_what_is_read_for_a_picture_tells_of_all_sequences(loaded: LoadedModel, 
         return begin(*given)
 
     monkeypatch.setattr(executor, "_model", fault)
-    bench.submit("row", SHORT, max_tokens=20)
+    bench.submit("one", SHORT, max_tokens=20)
     while fault.calls < 5:
         bench.turn()
     monkeypatch.setattr(pictures, "begin", reading)
@@ -203,7 +203,7 @@ def test_what_is_read_for_a_picture_tells_of_all_sequences(loaded: LoadedModel, 
     bench.turn()
     monkeypatch.setattr(pictures, "begin", begin)
     bench.drain()
-    assert bench.sequences["row"].tokens == words
+    assert bench.sequences["one"].tokens == words
     # Whoever was told of it is told to ask again, or is served.
     assert "seeing" in bench.sequences or isinstance(bench.refused["seeing"], Unavailable)
 

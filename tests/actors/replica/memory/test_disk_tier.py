@@ -119,7 +119,7 @@ def test_the_same_prompt_costs_one_token_hot_and_warm(kept: LoadedModel, node: N
 
 def test_what_is_restored_has_the_same_bytes(loaded: LoadedModel, node: Node):
     bench, disk = process(loaded, node)
-    bench.run("row", prompt_of(600), agent=AGENT)
+    bench.run("one", prompt_of(600), agent=AGENT)
     write_down(bench, disk)
     other, _ = process(loaded, node)
     other.submit("again", prompt_of(600), agent=AGENT)
@@ -139,7 +139,7 @@ def test_a_store_that_is_silent_or_damaged_costs_work_and_nothing_else(
 ):
     monkeypatch.setattr(disk_tier, "TRIES_S", (0.01,))
     bench, disk = process(loaded, node)
-    want = bench.run("row", prompt_of(600), agent=AGENT)
+    want = bench.run("one", prompt_of(600), agent=AGENT)
     write_down(bench, disk)
     for file in node.root.rglob("*.kv"):
         data = bytearray(file.read_bytes())
@@ -168,7 +168,7 @@ def test_sequences_without_an_agent_leave_nothing_on_the_disk(loaded: LoadedMode
 def test_more_than_memory_keeps_is_restored_all_the_same(loaded: LoadedModel, node: Node):
     """What is pinned for a sequence may exceed the prefix cache, and leaves it when the sequence has begun."""
     bench, disk = process(loaded, node)
-    bench.run("row", prompt_of(1500), agent=AGENT)
+    bench.run("one", prompt_of(1500), agent=AGENT)
     write_down(bench, disk)
     room = 3 * 256 * loaded.spec.bytes_per_token
     other, disk = process(loaded, node, prefix_bytes_max=room)

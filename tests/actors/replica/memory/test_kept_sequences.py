@@ -100,7 +100,7 @@ def test_a_turn_is_written_however_large_it_is(loaded: LoadedModel, node: Node):
     """Also one that leaves more than may wait to be written."""
     disk = DiskTier(loaded.spec, loaded.model_id, node.client, unwritten_bytes_max=blocks(loaded, 2))
     bench = Bench(loaded, disk=disk)
-    sequence = bench.run("row", prompt_of(2100), agent=AGENT, max_tokens=10)
+    sequence = bench.run("one", prompt_of(2100), agent=AGENT, max_tokens=10)
     write_down(bench, disk)
     node.restart()
     bench, disk = process(loaded, node)
@@ -149,7 +149,7 @@ def test_what_is_not_written_yet_is_found_in_memory(loaded: LoadedModel, node: N
     gate = Gate(node, monkeypatch)
     room = blocks(loaded, 3)
     bench, disk = process(loaded, node, prefix_bytes_max=room)
-    sequence = bench.run("row", prompt_of(1500), agent=AGENT, max_tokens=10)
+    sequence = bench.run("one", prompt_of(1500), agent=AGENT, max_tokens=10)
     bench.turn()
     assert gate.entered.wait(20)
     again = bench.run("again", prompt_of(1500) + sequence.tokens + [7], agent=AGENT, max_tokens=1)
@@ -174,7 +174,7 @@ def test_a_store_that_begins_anew_or_makes_room_gets_what_it_missed(
         return call(method, *arguments)
 
     monkeypatch.setattr(node, "call", missing)
-    bench.run("row", prompt_of(1500), agent=AGENT, max_tokens=10)
+    bench.run("one", prompt_of(1500), agent=AGENT, max_tokens=10)
     write_down(bench, disk)
     assert disk.counters.unwritten_turns == 0
     node.restart()
@@ -189,13 +189,13 @@ def test_what_a_long_prompt_has_computed_survives_a_kill_in_its_middle(
     """Whole blocks go to the disk while the sequence goes on, once they are worth it."""
     monkeypatch.setattr(keeping, "PIECE_BYTES", 2 * 256 * loaded.spec.bytes_per_token)
     bench, disk = process(loaded, node, prefill_chunk_tokens=256)
-    bench.submit("row", prompt_of(2100), agent=AGENT)
-    while (sequence := bench.engine.scheduler.sequence("row")) is None or sequence.done < 1792:
+    bench.submit("one", prompt_of(2100), agent=AGENT)
+    while (sequence := bench.engine.scheduler.sequence("one")) is None or sequence.done < 1792:
         bench.turn()
     bench.engine.keeping.hand_over()
     while disk.waiting_bytes:
         time.sleep(0.01)
-    assert not bench.sequences["row"].tokens
+    assert not bench.sequences["one"].tokens
     node.restart()
     bench, disk = process(loaded, node)
     after = bench.run("after", prompt_of(2100), agent=AGENT)
@@ -339,7 +339,7 @@ def test_a_sequence_that_is_sent_back_while_it_speaks_goes_on_where_it_was(
 def test_what_nobody_can_find_is_not_kept(loaded: LoadedModel, node: Node):
     """Neither in memory nor on the disk."""
     bench, disk = process(loaded, node)
-    bench.run("row", prompt_of(600), agent=AGENT, max_tokens=200, reusable=False)
+    bench.run("one", prompt_of(600), agent=AGENT, max_tokens=200, reusable=False)
     write_down(bench, disk)
     assert disk.counters.written_blocks == 0 and not list(node.root.rglob("*.safetensors"))
     assert bench.engine.prefixes.nbytes == 0

@@ -287,7 +287,7 @@ def test_blocks_read_back_serve_the_sequence_that_they_were_read_for(
 ):
     """A sequence that leaves while it is read back leaves nothing."""
     bench, disk = process(loaded, node)
-    want = bench.run("row", prompt_of(800), agent=AGENT)
+    want = bench.run("one", prompt_of(800), agent=AGENT)
     write_down(bench, disk)
     other, _ = process(loaded, node)
     opened: list[list[Slab | PooledBlock]] = []
@@ -311,7 +311,7 @@ def test_blocks_read_back_serve_the_sequence_that_they_were_read_for(
 
 def test_blocks_that_memory_has_are_not_read_again_and_the_rest_joins_them(loaded: LoadedModel, node: Node):
     bench, disk = process(loaded, node)
-    want = bench.run("row", prompt_of(800), agent=AGENT)
+    want = bench.run("one", prompt_of(800), agent=AGENT)
     write_down(bench, disk)
     for hot in (300, 790):
         other, disk = process(loaded, node)
@@ -324,7 +324,7 @@ def test_blocks_that_memory_has_are_not_read_again_and_the_rest_joins_them(loade
 
 def test_a_tail_that_memory_has_lost_is_read_back_behind_the_blocks_that_it_has(loaded: LoadedModel, node: Node):
     bench, disk = process(loaded, node)
-    want = bench.run("row", prompt_of(600), agent=AGENT)
+    want = bench.run("one", prompt_of(600), agent=AGENT)
     write_down(bench, disk)
     prefixes = bench.engine.prefixes
     for key in [key for key in prefixes._entries if key[1] is not None]:
@@ -340,7 +340,7 @@ def test_counters_say_what_was_damaged_what_is_gone_and_what_was_read(loaded: Lo
         root = Node(node.root.parent / f"{damaged}")
         bench, disk = process(loaded, root)
         prompt = prompt_of(800)
-        want = bench.run("row", prompt, agent=AGENT)
+        want = bench.run("one", prompt, agent=AGENT)
         write_down(bench, disk)
         ids = block_ids(root_id(loaded.model_id, "tenant:test"), prompt)
         location = root.store.locate(loaded.model_id, ids)[at]
@@ -381,7 +381,7 @@ def test_a_request_waits_for_a_turn_to_read_only_so_long(
 ):
     """Two prompts are read at a time. A third waits, and is computed when that takes too long, as are those."""
     bench, disk = process(loaded, node)
-    want = bench.run("row", prompt_of(600), agent=AGENT)
+    want = bench.run("one", prompt_of(600), agent=AGENT)
     write_down(bench, disk)
     go, entered, call = threading.Event(), threading.Semaphore(0), node.call
 

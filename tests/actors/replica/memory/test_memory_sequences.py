@@ -60,7 +60,7 @@ def test_the_tail_of_a_prompt_is_kept_once_and_only_where_its_block_fills(bench:
 def idle_engine(make: MakeBench, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(intake, "IDLE_S", 0.0)
     engine = make()
-    engine.run("row", prompts[7])
+    engine.run("one", prompts[7])
     monkeypatch.setattr(engine.engine._inbox, "wait", lambda timeout_s: None)
     return engine
 
@@ -99,7 +99,7 @@ def test_an_idle_engine_counts_again_and_forgets_what_does_not_add_up(
     assert engine.engine.prefixes.drain_events() == ([], announced)
     assert engine.engine.scheduler.waiting == engine.engine.scheduler.running == 0
     sequence = engine.run("after", prompts[7])
-    assert (sequence.cached, sequence.tokens) == (0, engine.sequences["row"].tokens)
+    assert (sequence.cached, sequence.tokens) == (0, engine.sequences["one"].tokens)
 
 
 def test_it_counts_once_in_every_idle_time_and_not_before(

@@ -141,7 +141,7 @@ def test_the_engine_waits_for_no_store(loaded: LoadedModel, node: Node, monkeypa
 
     def load() -> None:
         with pytest.raises(Unavailable):
-            disk.load(Prompt("row", AGENT, b"", [], [1, 2, 3]), 0, adopt)
+            disk.load(Prompt("one", AGENT, b"", [], [1, 2, 3]), 0, adopt)
 
     thread = threading.Thread(target=load)
     thread.start()
@@ -181,7 +181,7 @@ def test_what_fails_is_no_progress(loaded: LoadedModel, node: Node, monkeypatch:
 
 def test_what_was_written_is_let_go(loaded: LoadedModel, node: Node):
     bench, disk = process(loaded, node, prefix_bytes_max=1)
-    bench.run("row", prompt_of(2100), agent=AGENT, max_tokens=1)
+    bench.run("one", prompt_of(2100), agent=AGENT, max_tokens=1)
     write_down(bench, disk)
     gc.collect()
     held = [each for each in gc.get_objects() if isinstance(each, WriteJob) and each.unsaved]
@@ -198,7 +198,7 @@ def test_snapshots_reach_the_disk_however_little_memory_keeps(tmp_path: Path, no
     for room in (400, 1):
         place = Node(node.root.parent / f"room{room}")
         bench, disk = process(loaded, place, prefix_bytes_max=blocks(loaded, room))
-        bench.run("row", prompt_of(2100), agent=AGENT, max_tokens=3)
+        bench.run("one", prompt_of(2100), agent=AGENT, max_tokens=3)
         write_down(bench, disk)
         place.restart()
         bench, disk = process(loaded, place)
@@ -216,7 +216,7 @@ def test_snapshots_that_are_on_the_disk_are_not_held_for_it(
         str(folder), context_tokens_max=None, progress=lambda *_: None, weights="stored", numerics="reproducible"
     )
     bench, disk = process(loaded, node)
-    bench.run("row", prompt_of(2100), agent=AGENT, max_tokens=3)
+    bench.run("one", prompt_of(2100), agent=AGENT, max_tokens=3)
     write_down(bench, disk)
     node.restart()
     held: dict[str, int] = {}
@@ -258,9 +258,9 @@ def test_pictures_that_kv_was_to_stand_for_are_read_back_where_it_does_not_come(
 
 def test_a_prompt_that_is_only_computed_needs_room_for_all_of_it(loaded: LoadedModel):
     bench = Bench(loaded, kv_tokens_max=1023, prefill_chunk_tokens=256)
-    bench.submit("row", prompt_of(1022), agent=AGENT, max_tokens=0)
+    bench.submit("one", prompt_of(1022), agent=AGENT, max_tokens=0)
     bench.drain()
-    assert "row" in bench.refused
+    assert "one" in bench.refused
 
 
 def test_a_sequence_whose_last_token_cannot_be_read_ends_alone(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):

@@ -160,7 +160,7 @@ def test_free_slots_are_given_back_after_a_while(loaded: LoadedModel, monkeypatc
     bench = fresh(loaded)
     pool = loaded.pool
     assert pool is not None
-    bench.run("row", prompt_of(12 * BLOCK_TOKENS, 1), max_tokens=1)
+    bench.run("one", prompt_of(12 * BLOCK_TOKENS, 1), max_tokens=1)
     bench.engine.prefixes.clear()
     bench.engine.room.resize(2**32, DEVICE, DEVICE)
     assert pool.nbytes > 0

@@ -102,7 +102,7 @@ def test_what_is_held_neither_counts_nor_goes_until_it_is_let_go():
     cache.limit("ann", NBYTES)
     tokens = words(1, 3, 5)
     ids = block_ids(root_of("ann"), tokens)
-    cache.pin("row", root_of("ann"), ids, [tokens[3 * BLOCK_TOKENS :]])
+    cache.pin("one", root_of("ann"), ids, [tokens[3 * BLOCK_TOKENS :]])
     keep(cache, "ann", tokens)
     keep(cache, "ann", words(2, 1, 0))
     cache.check()
@@ -110,7 +110,7 @@ def test_what_is_held_neither_counts_nor_goes_until_it_is_let_go():
     cache.limit("ann", 0)
     assert found(cache, "ann", tokens) == len(tokens) and found(cache, "ann", words(2, 1, 0)) == 0
     cache.limit("ann", NBYTES)
-    cache.unpin("row")
+    cache.unpin("one")
     cache.check()
     assert found(cache, "ann", tokens) == BLOCK_TOKENS
 
@@ -284,6 +284,6 @@ def test_what_follows_a_block_that_the_tenant_may_not_have_is_not_written(
 
     monkeypatch.setattr(node, "call", refusing)
     bench, disk = process(loaded, node)
-    assert bench.run("row", prompt_of(800), agent="ann/x", tenant="ann", on_disk=most).finish == "length"
+    assert bench.run("one", prompt_of(800), agent="ann/x", tenant="ann", on_disk=most).finish == "length"
     write_down(bench, disk)
     assert asked == [{"ann": most}] * commits
