@@ -443,10 +443,10 @@ class ReplicaActor:
             return
         Serving(self._name, self._model, self._scheduling, self._of_node, self._timing, _Shell(self)).run()
 
-    def _take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plainly: bool) -> None:
+    def _take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plain: bool) -> None:
         if self._draining:
             engine.drain()
-        self._proven, self._plain_since = proven, time.time() if plainly else 0.0
+        self._proven, self._plain_since = proven, time.time() if plain else 0.0
         self._disk, self._engine = disk, engine
 
     def _note_progress(self, what: str, fraction: float | None) -> None:
@@ -510,8 +510,8 @@ class _Shell:
     def watchdog(self) -> Watchdog:
         return self._actor._watchdog
 
-    def take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plainly: bool) -> None:
-        self._actor._take_up(proven, engine, disk, plainly=plainly)
+    def take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plain: bool) -> None:
+        self._actor._take_up(proven, engine, disk, plain=plain)
 
     def refuse(self, error: SatchelError) -> None:
         self._actor._loading.error, self._actor._plain_since = error, 0.0

@@ -59,8 +59,8 @@ class Shell(Protocol):
     @property
     def watchdog(self) -> Watchdog: ...
 
-    def take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plainly: bool) -> None:
-        """Replaces the engine that serves the model. `plainly`: in plain mode, until the self-test has ended."""
+    def take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plain: bool) -> None:
+        """Replaces the engine that serves the model. `plain`: in plain mode, until the self-test has ended."""
 
     def refuse(self, error: SatchelError) -> None:
         """Notes that the model cannot be served."""
@@ -115,7 +115,7 @@ class Serving:
         if blas.chosen().is_fallback:
             note_incident(default_home(), "slower", f"{self._model.name} multiplies {loaded.multiplying}")
         further = WarmUp(loaded, self._scheduling.prefill_chunk_tokens) if on_cuda() else None
-        self._run(self._begin(proven, memory, memory_bytes, further, plainly=False))
+        self._run(self._begin(proven, memory, memory_bytes, further, plain=False))
 
     def _prove(self, claim: Callable[[int], None], plain_mode: PlainMode) -> Proven:
         """Loads the model and runs its self-test. Raises `SatchelError`."""
@@ -154,7 +154,7 @@ class Serving:
         memory_bytes: int,
         further: WarmUp | None = None,
         *,
-        plainly: bool = True,
+        plain: bool = True,
     ) -> Engine:
         """Makes an engine that serves a model, in place of the former engine. No sequence may be in computation."""
         loaded, before, disk = proven.loaded, self._shell.engine, None
@@ -173,7 +173,7 @@ class Serving:
             before,
             trust_remote_code=self._model.trust_remote_code,
         )
-        self._shell.take_up(proven, engine, disk, plainly=plainly)
+        self._shell.take_up(proven, engine, disk, plain=plain)
         if before is None or self._reports is None:
             self._watch(engine, disk, memory)
         else:

@@ -29,7 +29,7 @@ class Sequence:
 
     Attributes:
         tokens: the prompt and the generated tokens.
-        ids: ids of the whole blocks of `tokens`.
+        ids: block ids of its first tokens.
         emitted: how many tokens were generated here.
         kept: how many of `ids` have been offered to the prefix cache.
         cached: how many tokens the first admission reused; None before it.

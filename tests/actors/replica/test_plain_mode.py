@@ -354,10 +354,10 @@ class Shell:
             self.told.take(updates)
             self.changed.notify_all()
 
-    def take_up(self, proven: Proven, engine: Engine, disk: Any, *, plainly: bool) -> None:
+    def take_up(self, proven: Proven, engine: Engine, disk: Any, *, plain: bool) -> None:
         with self.changed:
-            self.engine, self.is_plain = engine, plainly
-            self.taken.append((proven, plainly))
+            self.engine, self.is_plain = engine, plain
+            self.taken.append((proven, plain))
             self.changed.notify_all()
 
     def refuse(self, error: SatchelError) -> None:
@@ -452,9 +452,9 @@ def test_a_first_start_serves_before_its_self_test_ends_and_a_later_one_needs_no
     assert shell.engine is not plain and shell.answer("late") == early
     proven = shell.engine
     assert proven is not None and proven.loaded.spec.reusable and proven.prefixes.blocks
-    assert [plainly for _, plainly in shell.taken] == [True, False]
+    assert [plain for _, plain in shell.taken] == [True, False]
     monkeypatch.setattr(self_test, "_try", lambda *_: pytest.fail("it was tried before"))
-    monkeypatch.setattr(plain_mode, "fault", lambda _: pytest.fail("it need not be served plainly"))
+    monkeypatch.setattr(plain_mode, "fault", lambda _: pytest.fail("plain mode is not needed"))
     again = start(60.0)
     again.until(lambda: again.engine is not None)
     assert not again.is_plain and again.answer("again") == early
@@ -467,7 +467,7 @@ def test_a_model_that_turns_out_wrong_is_refused_from_then_on(
     shell = start()
     shell.until(lambda: shell.refusal is not None)
     assert "another model" in str(shell.refusal)
-    assert shell.engine is not None, "it was served plainly"
+    assert shell.engine is not None, "it was served in plain mode"
     shell.told.submit(shell.engine, "late")
     ends = time.monotonic() + WAIT_S
     while "late" not in shell.told.refused and time.monotonic() < ends:
@@ -481,4 +481,4 @@ def test_a_model_that_promises_bits_says_the_same_at_every_start(start: Callable
     """So plain mode is not used for it."""
     shell = start(numerics="reproducible")
     shell.until(lambda: shell.engine is not None)
-    assert [plainly for _, plainly in shell.taken] == [False]
+    assert [plain for _, plain in shell.taken] == [False]

@@ -99,19 +99,19 @@ async def test_requests_that_need_a_self_test_are_to_be_retried(replica: Replica
     proven = SimpleNamespace(notes=[])
     picture = MediaSpan(0, [1], b"k", [], 1, 1, [b"rgb"])
     text = GenerateRequest("r", "c", "m", "", [1], [], bytes(32), Sampling())
-    replica._take_up(proven, engine, None, plainly=True)  # type: ignore[arg-type]
+    replica._take_up(proven, engine, None, plain=True)  # type: ignore[arg-type]
     assert replica._plain_since
     with pytest.raises(Unavailable, match="the self-test of m has not ended: pictures"):
         await client(replica).submit(replace(text, media=[picture]))
     with pytest.raises(Unavailable, match="has not ended: embeddings"):
         await client(replica).pool(PoolingRequest("v", "m", [[1]]))
     await client(replica).submit(text)
-    replica._take_up(proven, engine, None, plainly=False)  # type: ignore[arg-type]
+    replica._take_up(proven, engine, None, plain=False)  # type: ignore[arg-type]
     await client(replica).submit(replace(text, request_id="s", media=[picture]))
     assert await client(replica).pool(PoolingRequest("v", "m", [[1]])) == PooledTexts(1, b"1234")
     assert engine.taken == ["r", "s", "v"]
     replica._draining = True
-    replica._take_up(proven, engine, None, plainly=False)  # type: ignore[arg-type]
+    replica._take_up(proven, engine, None, plain=False)  # type: ignore[arg-type]
     assert engine.taken[-1] == "drained"
 
 

@@ -136,7 +136,7 @@ class Batch:
         self.sequences.append(sequence)
 
     def keep(self, indices: list[int]) -> None:
-        """What a sequence that leaves has drawn, but nobody has read, is lost."""
+        """If a sequence leaves, its draws that were not read are lost."""
         self.sampler.keep(indices)
         self.sequences = [self.sequences[index] for index in indices]
         assert len(self.sampler) == len(self.sequences)
@@ -466,7 +466,7 @@ def test_noise_keys_do_not_collide_for_neighbours():
 
 
 def test_a_seed_says_the_same_in_every_version():
-    """Whoever kept a seed gets that answer again, and so does a sequence that goes on at a replica of another
+    """The same seed gives the same answer again, also for a sequence that fails over to a replica of another
     version."""
     known = {
         (0, 0): 0xA706DD2F4D197E6F,

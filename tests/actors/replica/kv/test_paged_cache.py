@@ -1,4 +1,4 @@
-"""The position law for one layer: what a query sees depends on its position alone, not on chunks or company.
+"""The position law for one layer: what a query sees depends only on its position, not on chunks or batches.
 
 The reference is attention written out: for every position, full blocks before its own as sealed, its own block as it
 is. Sequences that go through caches in any other way must equal it within rounding, and each other to the last bit.

@@ -174,7 +174,7 @@ def test_of_too_many_continuations_of_one_block_the_first_goes(monkeypatch: pyte
 
 
 def test_what_somebody_pinned_is_kept_however_large_it_is():
-    """A sequence stands on it. Without a pin nothing larger than the cache drives out what fits."""
+    """A sequence needs it. Without a pin, an entry larger than the cache evicts nothing that fits."""
     tokens = list(range(BLOCK_TOKENS + 5))
     ids = block_ids(ROOT, tokens)
     for pinned in (True, False):
@@ -332,7 +332,7 @@ def test_a_hundred_thousand_blocks_cost_no_more_than_ten():
 
 
 def test_a_short_conversation_is_dropped_without_what_others_said_after_the_same_root() -> None:
-    """All that was said before the first block is full lies under one root, everybody's."""
+    """All conversations shorter than a block have their tails under the same root."""
     cache: PrefixCache[str] = PrefixCache(1000, ReuseRule())
     root = b"r" * 32
     for tokens in ([1, 2, 3], [1, 2, 9], [7]):

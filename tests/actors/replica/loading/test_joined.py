@@ -188,7 +188,7 @@ class OneOfThem(Pair):
 
 
 class Written(Pair):
-    """The array is the same, what is in it not."""
+    """The array is the same, but its contents change."""
 
     def __call__(self, x: mx.array) -> mx.array:
         one = self.one(x)
@@ -197,7 +197,7 @@ class Written(Pair):
 
 
 class Reads(Pair):
-    """The weights are needed besides."""
+    """The model also needs the weights themselves."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.one(x) + self.two(x).astype(self.two.weight.dtype)

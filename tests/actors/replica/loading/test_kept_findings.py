@@ -31,7 +31,7 @@ def load(folder: Path, trials: Path | None) -> LoadedModel:
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was looked for, by name."""
+    """The tests that ran, by name."""
     names: list[str] = []
 
     def watch(where: Any, name: str) -> None:

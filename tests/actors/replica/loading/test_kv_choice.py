@@ -62,7 +62,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, float], list[str]]:
     ],
 )
 def test_the_first_within_the_bound_is_taken_else_full_precision(kls: dict[str, float], wanted: str) -> None:
-    """What is no number is within no bound; all that were refused are named with what they have."""
+    """NaN is within no bound; all refused policies are named with their KL."""
     choice = decide({name: Measured(kl, 256) for name, kl in kls.items()})
     assert choice.policy == wanted
     assert choice.why
@@ -72,7 +72,7 @@ def test_the_first_within_the_bound_is_taken_else_full_precision(kls: dict[str, 
 
 
 def test_policies_are_compared_from_the_smallest_up_to_the_first_that_is_good(recall: Path, told: Any) -> None:
-    """And the model computes and is named as one for which that policy was asked."""
+    """And the model computes, and has the same id, as if the config named that policy."""
     kls, asked = told
     sealing = [name for name, policy in POLICIES.items() if policy.quantizes]
     kls |= dict.fromkeys(sealing, BAD)
@@ -181,7 +181,7 @@ def damaged(folder: Path) -> None:
 def test_what_cannot_be_compared_is_kept_as_computed_and_loads(
     tmp_path: Path, spoil: Any, shape: dict[str, Any], says: str
 ) -> None:
-    """The reason is said, and not kept: what was missing may be there next time."""
+    """The reason is reported but not stored: what was missing may be there next time."""
     folder = write_model(tmp_path / "model", "llama", **shape)
     spoil(folder)
     # Where a model ends is asked of its tokenizer only if its files do not say it.

@@ -103,7 +103,7 @@ def _flip(folder: Path, place: float = 0.5) -> None:
     ],
 )
 def test_every_file_that_is_read_counts(folder: Path, change: Callable[[Path], Any]):
-    """Also those of which nobody here has heard: a library may read them."""
+    """Also unknown files: a library may read them."""
     before = identity_of(folder)
     change(folder)
     after = identity_of(folder)
@@ -122,7 +122,7 @@ def test_shards_in_other_folders_count_too(folder: Path):
 
 
 def test_no_file_of_a_model_takes_the_place_of_an_adapters(folder: Path, tmp_path: Path):
-    """However an index calls it."""
+    """Whatever name an index gives it."""
     adapter, shard = tmp_path / "adapter", folder / "adapter" / "adapters.safetensors"
     for path in (adapter / "adapters.safetensors", adapter / "adapter_config.json", shard):
         path.parent.mkdir(exist_ok=True)
@@ -169,13 +169,14 @@ def test_the_path_does_not_count(folder: Path, tmp_path: Path):
     "setting", [{"dtype": "float16"}, {"dtype": "float32, own"}, {"weights": "both"}, {"kv": "fp16"}, {"seeing": True}]
 )
 def test_whatever_changes_what_is_computed_is_another_model_of_the_same_files(folder: Path, setting: dict[str, Any]):
-    """So its KV is not that of the other, and its words are."""
+    """So its KV is not valid for the other, but transcripts are."""
     one, other = identity_of(folder), identity_of(folder, **setting)
     assert one.files_id == other.files_id and one.model_id != other.model_id
 
 
 def test_settings_that_change_rounding_make_another_model_as_it_is_loaded(folder: Path):
-    """What is loaded with the one finds nothing of the other; what changes no number in a block changes no id."""
+    """A model with one setting reuses no KV of the other; settings that change no number in a block do not change the
+    id."""
     plain = load(folder)
     others = [load(folder, **how) for how in ({"numerics": "reproducible"}, {"kv": "fp16"}, {"dtype": "bfloat16"})]
     assert len({plain.model_id, *(other.model_id for other in others)}) == 4
@@ -202,7 +203,7 @@ def test_a_device_of_another_kind_is_another_model(folder: Path, monkeypatch: py
 
 def test_macs_that_multiply_float32_otherwise_share_none(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """An M5 has TF32 for it where the system lets MLX use its tensor units; 16 bits it multiplies as an M1 does, so
-    these exchange KV. Who forbids TF32 has float32 as an M1."""
+    these exchange KV. If TF32 is forbidden, float32 is as on an M1."""
     monkeypatch.setattr(model_id, "device_kind", lambda: "metal")
     monkeypatch.setattr(device, "device_kind", lambda: "metal")
     monkeypatch.setattr(device, "on_cuda", lambda: False)
@@ -222,7 +223,7 @@ def test_macs_that_multiply_float32_otherwise_share_none(folder: Path, monkeypat
 
 
 def test_a_library_of_another_version_makes_another_model(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Of the same words: an update of MLX costs KV and no conversation."""
+    """Transcripts stay valid: an update of MLX costs KV but no conversation."""
     before = identity_of(folder)
     monkeypatch.setattr(model_id, "version", lambda library: "99")
     after = identity_of(folder)

@@ -157,7 +157,7 @@ def test_weights_that_do_not_fit_the_free_memory_are_refused_with_the_numbers(
 
 @pytest.mark.parametrize("named", ["n_positions", "max_seq_len", "model_max_length"])
 def test_a_prompt_longer_than_the_context_is_refused_whatever_its_name(tmp_path: Path, named: str):
-    """Behind its table of positions a model would read whatever lies in memory there."""
+    """Beyond its table of positions a model would read arbitrary memory."""
     folder = write_model(tmp_path, "llama")
     config = json.loads((folder / "config.json").read_text())
     del config["max_position_embeddings"]
@@ -237,7 +237,7 @@ def test_only_matrices_used_transposed_are_stored_by_columns(tmp_path: Path):
 
 
 def test_an_adapter_is_identified_by_all_of_its_bytes(tmp_path: Path):
-    """Of its weights and of how they are scaled; so is what agents said with it."""
+    """Its weights and their scale; transcripts belong to it in the same way."""
     ids = set()
     for name, fields in {"one": {}, "two": {"seed": 2}, "three": {"seed": 2, "learning_rate": 1.0}}.items():
         ids.add(load_with(write_adapter(tmp_path / name, **fields)).identity.files_id)  # type: ignore[arg-type]
@@ -358,7 +358,7 @@ def test_formats_without_biases_say_the_same_in_all_forms(mode: str, group_size:
 def test_both_forms_of_weights_serve_the_products_that_each_is_good_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The two forms hardly differ, so the stored one is spoiled to see who uses it."""
+    """The two forms hardly differ, so the stored one is spoiled to see which products use it."""
     folder = str(write_model(tmp_path / "m", "qwen3", bits=4))
     model = models.load(folder, context_tokens_max=None, progress=lambda *_: None, weights="both").model
     layer = model.layers[0].mlp.down_proj

@@ -56,7 +56,7 @@ async def test_a_frame_has_all_that_is_new_and_an_empty_one_says_that_nothing_is
 
 
 async def test_a_frame_that_was_lost_on_the_way_ends_the_consumer(readers: Readers):
-    """Whoever asks for the first one again has not heard what it said."""
+    """If a consumer asks for the first frame again, it has not received it."""
     assert await readers.hears("c", 0) == {}
     readers.say("c", 1)
     assert await readers.hears("c", 1) == {"r": [1]}

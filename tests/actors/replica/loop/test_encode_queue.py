@@ -197,7 +197,7 @@ def test_an_encoder_that_fails_on_its_thread_is_tried_on_the_engine_s_and_costs_
 
 
 def test_what_is_missing_after_all_waits_for_the_picture_in_hand(seeing: tuple[LoadedModel, Path], gate: Gate):
-    """KV that was there when a sequence came may have gone when it is its turn; its features were not kept either."""
+    """KV that was cached when a sequence came may be evicted before its turn, and its embeddings too."""
     bench = Bench(seeing[0], sequences_max=1, vision_bytes_max=1)
     (known, one), (new, other) = (asked(seeing[1], colour) for colour in ("navy", "gold"))
     gate.opened.set()
@@ -247,7 +247,7 @@ def test_a_sequence_whose_pixels_were_not_sent_is_taken_only_where_they_are_not_
 
 
 def test_a_sequence_without_pixels_waits_for_another_that_has_them(seeing: tuple[LoadedModel, Path], gate: Gate):
-    """Also where it is the more urgent one; where the other leaves before its turn, it hears that it has none."""
+    """Also if it is the more urgent one. If the other leaves before its turn, it ends with an error."""
     bench = Bench(seeing[0])
     first, of_first = asked(seeing[1], "navy")
     prompt, media = asked(seeing[1], "olive")
@@ -302,7 +302,7 @@ def test_what_is_encoded_for_one_is_given_to_all_that_wait_for_it(seeing: tuple[
 def test_a_turn_with_a_picture_that_nobody_can_send_again_has_its_kv_read_back(
     seeing: tuple[LoadedModel, Path], gate: Gate, tmp_path: Path
 ):
-    """Though it goes on from memory with little that is new: another replica had the turn between."""
+    """Even if it continues from memory with few new tokens: another replica had the turn in between."""
     gate.opened.set()
     loaded, node = seeing[0], Node(tmp_path / "kv")
     disks = [DiskTier(loaded.spec, loaded.model_id, node.client) for _ in range(2)]
@@ -469,7 +469,7 @@ def test_many_sequences_of_one_caller_do_not_hold_up_another_s_picture(seeing: t
 
 
 def test_features_that_sequences_wait_with_are_bounded(seeing: tuple[LoadedModel, Path], gate: Gate):
-    """Sequences that have theirs go first, and then the encoder goes on; also where one picture alone is too large."""
+    """Sequences that have all theirs go first, then the encoder continues; also if a single picture is too large."""
     loaded, folder = seeing
     gate.opened.set()
     bench = Bench(loaded, sequences_max=1, vision_bytes_max=1)

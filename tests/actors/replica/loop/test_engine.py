@@ -72,7 +72,7 @@ def test_sequences_that_are_computed_one_by_one_equal_the_sequence_alone(
 
 
 def test_preempted_sequences_go_on_where_they_were(bench: MakeBench, prompts: list[list[int]], alone: list[list[int]]):
-    """Memory for about two of the longest sequences: the others wait, are sent back, and say the same words."""
+    """Memory for about two of the longest sequences: the others wait or are preempted, and give the same answers."""
     engine = bench(kv_tokens_max=1200)
     for index, prompt in enumerate(prompts):
         engine.submit(str(index), prompt, **SAMPLING[index % 4])
@@ -257,7 +257,7 @@ def test_a_model_that_says_nothing_sensible_ends_that_sequence_only(
 @pytest.mark.parametrize("numerics", ["reproducible", "fast"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_what_is_no_number_of_one_sequence_is_never_read_by_another(numerics: str, padded: bool, tmp_path: Path):
-    """Not in its slots after it, not beside it, and not where a short sequence has no block and a long one has."""
+    """Not later in its slots, not in its batch, and not as padding where a short sequence has no block."""
     folder, poison = write_model(tmp_path, "llama"), 7
     loaded = models.load(str(folder), context_tokens_max=None, progress=lambda *_: None, numerics=numerics)
     weights: Any = loaded.model.model.embed_tokens
@@ -369,7 +369,7 @@ def test_a_prompt_that_breaks_among_others_ends_alone(
 def test_a_batch_that_breaks_while_a_sequence_joins_ends_that_sequence_only(
     bench: MakeBench, prompts: list[list[int]], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Half of the layers have the sequence and half do not: the batch is of no use, its sequences run again."""
+    """Half of the layers have the sequence and half do not: the batch cannot be used, and its sequences run again."""
     engine = bench()
     extend = kv_cache.extend
     guilty = []
@@ -488,7 +488,7 @@ def test_refusals_name_their_reason(bench: MakeBench, loaded: LoadedModel):
 def test_sequences_of_a_node_that_leaves_end_differently_from_those_of_a_server_that_ends(
     bench: MakeBench, leaves: bool, kind: type[SatchelError]
 ):
-    """The endpoint has the first go on elsewhere."""
+    """The endpoint fails the former over."""
     engine = bench()
     engine.submit("one", [1, 2, 3], max_tokens=400)
     engine.turn()

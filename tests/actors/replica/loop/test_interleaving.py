@@ -1,6 +1,6 @@
 """Several agents on one engine: whose turn it is, how long the later one waits, and when all have ended.
 
-The laws are tried in virtual time, over devices and agents drawn from a seed, and on the real engine by counting.
+The laws are tested in virtual time, over devices and agents drawn from a seed, and on the real engine by counting.
 Nothing here measures time.
 """
 

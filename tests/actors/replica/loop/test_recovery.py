@@ -65,8 +65,8 @@ def converse(bench: Bench) -> None:
 def test_answers_are_right_whatever_the_device_loses(
     place: str, call: int, loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
 ):
-    """Whoever waits first is told, be it another sequence's prefill or the way to the disk: nothing that was drawn, cut
-    or sealed since the last sound wait is believed, told or written."""
+    """The first wait gets the error, be it for another sequence's prefill or for the disk: nothing that was drawn, cut
+    or sealed since the last sound wait is used, delivered or written."""
     clean = Bench(loaded)
     converse(clean)
     bench = Bench(loaded, disk=(disk := DiskTier(loaded.spec, loaded.model_id, node.client)))
@@ -111,14 +111,14 @@ def test_a_sequence_at_which_the_device_always_fails_ends_alone(loaded: LoadedMo
 
 
 def test_a_lone_sequence_is_computed_again(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    """The fault may be nobody's: a GPU ends command buffers for a neighbour's too."""
+    """It may be no sequence's fault: a GPU also ends command buffers because of another program's."""
     bench, clean = Bench(loaded), Bench(loaded)
     monkeypatch.setattr(bench.engine.executor, "_model", Fault(bench.engine.executor._model, 3, 3))
     assert bench.run("one", SHORT).tokens == clean.run("one", SHORT).tokens
 
 
 def test_a_device_that_does_nothing_right_ends_the_process(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    """Sequences go on in another one; told as failed, they would be lost."""
+    """Sequences fail over to another one; if they ended with an error, they would be lost."""
     bench = Bench(loaded)
     monkeypatch.setattr(bench.engine.executor, "_model", Fault(bench.engine.executor._model, 1, 10**9))
     for number in range(4):
@@ -128,7 +128,7 @@ def test_a_device_that_does_nothing_right_ends_the_process(loaded: LoadedModel, 
 
 
 def test_sequences_that_end_together_all_end(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    """Though the device failed at keeping what the first of them leaves: nobody else would end the others."""
+    """Even if the device fails when the first one's KV is cached: nothing else would end the others."""
     bench = Bench(loaded)
     for name in ("a", "b", "c"):
         bench.submit(name, [*SHORT, len(name)], max_tokens=200, agent=f"default/{name}")
@@ -149,7 +149,7 @@ def test_sequences_that_end_together_all_end(loaded: LoadedModel, monkeypatch: p
 
 
 def test_what_is_met_while_the_engine_waits_is_met_in_a_step(loaded: LoadedModel):
-    """KV that was read back is put into the pool then, if nobody else is there."""
+    """If there are no other sequences, KV that was read back is put into the pool while the engine waits."""
     bench, clean = Bench(loaded), Bench(loaded)
 
     def fail() -> None:
@@ -163,7 +163,7 @@ def test_what_is_met_while_the_engine_waits_is_met_in_a_step(loaded: LoadedModel
 
 
 def test_what_else_is_in_flight_is_waited_for(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    """It mostly fails too, and would be told to sequences that are computed again, one after the other."""
+    """It mostly fails too, and its errors would end sequences that are computed again, one after another."""
     bench, clean = Bench(loaded), Bench(loaded)
     slow = mx.random.normal((800, 800))
     mx.eval(slow)
@@ -209,7 +209,7 @@ def test_what_is_read_for_a_picture_tells_of_all_sequences(loaded: LoadedModel, 
 
 
 def test_what_is_read_by_numpy_was_waited_for():
-    """NumPy itself passes over an error, and then nobody else is told."""
+    """NumPy ignores an error, and then no later wait raises it."""
     slow = mx.random.normal((800, 800))
     mx.eval(slow)
     mx.async_eval(lost(mx.zeros((4,)) + (slow @ slow @ slow)[0, :4] * 0))
@@ -218,7 +218,7 @@ def test_what_is_read_by_numpy_was_waited_for():
 
 
 def test_requests_that_fail_again_and_again_end_one_by_one(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    """With something done in between, be it a prompt that another node goes on with, the process stays."""
+    """If something was delivered in between, such as a prompt that another node continues, the process stays."""
     bench = Bench(loaded)
     fault = Fault(PagedKVCache.update_and_fetch, 1, 10**9, lambda cache, keys, values: keys.shape[2] == 49)
     monkeypatch.setattr(PagedKVCache, "update_and_fetch", lambda *given: fault(*given))

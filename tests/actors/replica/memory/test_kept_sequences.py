@@ -30,7 +30,7 @@ def blocks(loaded: LoadedModel, count: int) -> int:
 
 
 class Gate:
-    """Holds up the store's commits until it is `opened`."""
+    """Delays the store's commits until it is `opened`."""
 
     def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.entered, call = threading.Event(), threading.Event(), node.call
@@ -58,7 +58,7 @@ def count_prefilled(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def note_sent_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Who is sent back to the queue."""
+    """The sequences that are preempted."""
     sent: list[str] = []
     send_back = bench.engine.decode.send_back
     monkeypatch.setattr(bench.engine.decode, "send_back", lambda name: (sent.append(name), send_back(name)))
@@ -126,7 +126,7 @@ def test_no_sequence_begins_while_more_waits_than_may(loaded: LoadedModel, node:
 
 
 def test_a_disk_that_hangs_holds_nobody_up_for_long(loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch):
-    """What is more than may wait is not written then."""
+    """KV beyond the limit is not written then."""
     gate = Gate(node, monkeypatch)
     monkeypatch.setattr(disk_tier, "STALLED_S", 0.2)
     disk = DiskTier(loaded.spec, loaded.model_id, node.client, unwritten_bytes_max=blocks(loaded, 2))
@@ -145,7 +145,7 @@ def test_a_disk_that_hangs_holds_nobody_up_for_long(loaded: LoadedModel, node: N
 
 
 def test_what_is_not_written_yet_is_found_in_memory(loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch):
-    """However little memory keeps; once it is written it is let go."""
+    """However small the cache is; once it is written it may be evicted."""
     gate = Gate(node, monkeypatch)
     room = blocks(loaded, 3)
     bench, disk = process(loaded, node, prefix_bytes_max=room)

@@ -89,7 +89,7 @@ def test_an_idle_engine_counts_again_and_forgets_what_does_not_add_up(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    """It says so, serves on from nothing, and tells the router that its blocks are gone."""
+    """It logs that, continues without cached KV, and reports to the router that its blocks are gone."""
     engine = idle_engine(bench, prompts, monkeypatch)
     announced, _ = engine.engine.prefixes.drain_events()
     damage(engine.engine)
@@ -122,7 +122,7 @@ def test_it_counts_once_in_every_idle_time_and_not_before(
 
 
 def test_counting_gives_way_to_a_request(bench: MakeBench, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch):
-    """Between two steps of counting somebody asks for something: the rest is not counted."""
+    """If a request comes between two steps of counting, the rest is not counted."""
     monkeypatch.setattr(prefix, "RECOUNT_STEP", 1)
     engine = idle_engine(bench, prompts, monkeypatch)
     steps: list[int] = []

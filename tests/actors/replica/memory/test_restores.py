@@ -42,7 +42,7 @@ def turn_until_all_end(bench: Bench, count: int) -> None:
 def test_what_memory_has_of_a_sequence_stays_while_the_rest_is_read(
     loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
 ):
-    """Though others need the room: else what is read back would follow nothing."""
+    """Even if others need the room: otherwise the KV that is read back would have no beginning."""
     bench, disk = process(loaded, node)
     long = prompt_of(2100)
     bench.run("before", long, agent=AGENT, max_tokens=1)
@@ -72,7 +72,7 @@ def test_what_memory_has_of_a_sequence_stays_while_the_rest_is_read(
 
 
 def test_sequences_with_one_beginning_are_read_back_together():
-    """What memory has of it nobody computes; and what is read back is no work, for the router either."""
+    """KV in memory is not computed, and KV that is read back does not count as work, for the router either."""
     scheduler = Scheduler(Limits(8, 100, 512, 100_000))
     for number in range(3):
         keys = (b"system", b"own%d" % number, b"more%d" % number)
@@ -238,7 +238,7 @@ def test_snapshots_that_are_on_the_disk_are_not_held_for_it(
 def test_pictures_that_kv_was_to_stand_for_are_read_back_where_it_does_not_come(
     seeing: tuple[LoadedModel, Path], gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Nobody is told to send again what is on the disk."""
+    """No client is asked to send a picture again that is on disk."""
     gate.opened.set()
     loaded, folder = seeing
     place = Node(tmp_path)

@@ -40,7 +40,7 @@ def fresh(loaded: LoadedModel, **how: Any) -> Bench:
 
 
 def check(bench: Bench, budget: int) -> None:
-    """Between two steps. More than the budget is held only if nobody can do without any of it."""
+    """Between two steps. More than the budget is held only if all of it is needed."""
     held, sequences = bench.engine.room.held(), bench.engine.room.sequences()
     if held.loose or held.pool > held.slots or not held.unwritten:
         assert bench.engine.room.budget.used(sequences, held) <= budget, (sequences, held)
@@ -100,7 +100,7 @@ def test_what_memory_can_never_hold_is_refused_with_the_number(loaded: LoadedMod
 
 
 def test_slots_at_the_end_are_given_back_while_sequences_run(loaded: LoadedModel):
-    """Blocks move to other slots, of sequences and kept ones; nobody says anything else."""
+    """Blocks of sequences and of the cache move to other slots, and no answer changes."""
     prompts = [prompt_of(300 + 256 * number, number) for number in range(4)]
     alone = [Bench(loaded).run("alone", prompt, max_tokens=40).tokens for prompt in prompts]
     bench = fresh(loaded)

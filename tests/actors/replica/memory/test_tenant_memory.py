@@ -255,7 +255,7 @@ def test_what_is_read_back_and_written_counts_when_the_sequence_has_ended(loaded
 
 
 def test_no_more_is_written_than_the_tenant_may_have_on_the_disk(loaded: LoadedModel, node: Node):
-    """The beginning, as nobody finds the rest without it; the same words come out all the same."""
+    """The beginning is written, because the rest cannot be found without it; the answer is the same anyway."""
     block = loaded.spec.bytes_per_token * BLOCK_TOKENS
     prompt = prompt_of(900)
     for tenant, most, cached in (("ann", 2 * block, 512), ("cat", block - 1, 0), ("bob", None, 899)):

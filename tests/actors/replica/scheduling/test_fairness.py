@@ -169,7 +169,7 @@ def test_urgency_comes_before_fairness():
 
 
 def test_who_was_idle_has_no_credit():
-    """Else a tenant that comes back after an hour would have the replica for itself."""
+    """Otherwise a tenant that comes back after an hour would have the replica for itself."""
     replica = Replica(Limits(1, 400, 256, 2**22, 1))
     for _ in range(200):
         replica.ask("busy", prompt=1000, answer=1)

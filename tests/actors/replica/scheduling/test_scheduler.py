@@ -83,7 +83,7 @@ def test_a_full_queue_refuses_and_has_room_again_later():
 
 
 def test_sequences_that_are_on_their_way_take_places_of_the_queue():
-    """Whoever was told yes is coming: with those the queue is as full as if they were there."""
+    """Accepted sequences count as if they were in the queue."""
     scheduler = Scheduler(LIMITS)
     most = LIMITS.sequences_max + LIMITS.queue_requests_max
     assert scheduler.refusal(5, coming=most - 1) is None and scheduler.refusal(5, coming=most) == "full"
@@ -150,7 +150,7 @@ def test_a_failed_batch_runs_again_alone_and_only_the_culprit_ends():
 
 
 def test_suspects_join_one_at_a_time():
-    """Nobody, suspect or not, joins until a step has cleared the one before."""
+    """No sequence, suspect or not, joins until a step has cleared the one before."""
     scheduler = Scheduler(LIMITS)
     for name in ("a", "b"):
         scheduler.add(ScheduledSequence(name, prompt=0, max_tokens=9))
@@ -216,7 +216,7 @@ def test_a_short_prompt_and_the_oldest_take_turns():
 
 
 def test_a_sequence_that_was_sent_back_is_owed_no_turn():
-    """It begins anew, and so does the order of turns: the short prompt that came with it is served first again."""
+    """It starts again, and so does the order of turns: the short prompt that came with it is served first again."""
     scheduler = Scheduler(Limits(2, 6, 256, 100_000))
     for name, prompt in (("oldest", 2000), ("short", 1000)):
         scheduler.add(ScheduledSequence(name, prompt, max_tokens=1))
@@ -394,7 +394,7 @@ def test_an_urgent_sequence_sends_back_as_few_as_make_room_for_it():
 
 
 def test_nobody_is_sent_back_in_vain():
-    """Where even all of the less urgent sequences' places are not enough, they keep them."""
+    """If even the places of all less urgent sequences are not enough, these keep them."""
     scheduler = Scheduler(Limits(8, 8, 256, 4000))
     scheduler.add(ScheduledSequence("urgent", 1200, 9, priority=1))
     scheduler.add(ScheduledSequence("calm", 10, 9))
