@@ -197,8 +197,8 @@ class _How:
 @dataclass(frozen=True)
 class _Running:
     """A model that has computed two tokens, with their `logits` and `caches`. `whole` is the model as its library loads
-    it, `language` its language part, `model` what takes tokens and caches, and `called` the same with a flat list of
-    caches; the rest is what `load` makes of it."""
+    it, and `language` its language part. `called` takes tokens and the model's own caches, `model` the same with a flat
+    list of caches. The rest is what `load` makes of it."""
 
     seeing: bool
     whole: Any

@@ -351,7 +351,7 @@ class SequenceMemory:
         return self.prefixes.leading(sequence.ids) * BLOCK_TOKENS if self._spec.reusable else 0
 
     def keep_blocks(self, sequence: Sequence, computed: int) -> None:
-        """Keeps the whole blocks of the sequence's caches, which hold `computed` tokens."""
+        """Caches the whole blocks of the sequence, whose caches hold `computed` tokens."""
         first, last = sequence.kept, min(computed // BLOCK_TOKENS, len(sequence.ids))
         if not self._keeps(sequence) or last <= first:
             return
@@ -374,7 +374,7 @@ class SequenceMemory:
             sequence.snapshots |= {sequence.ids[index]: kept for index, _, kept in new if kept.snapshot}
 
     def keep_tail(self, sequence: Sequence, computed: int) -> None:
-        """Keeps the open tail of the sequence's caches, which hold `computed` tokens."""
+        """Caches the open tail of the sequence, whose caches hold `computed` tokens."""
         whole = computed // BLOCK_TOKENS
         start = whole * BLOCK_TOKENS
         # The former tail may have another parent.
@@ -437,7 +437,7 @@ class SequenceMemory:
         sequence.prompt_tail = Unsaved(None, parent, tokens, kept)
 
     def keep_all(self, sequence: Sequence) -> None:
-        """Keeps all KV of the sequence's caches: whole blocks and the open tail."""
+        """Caches all KV of the sequence: whole blocks and the open tail."""
         if not self._keeps(sequence):
             return
         computed = self._executor.length(sequence.id)
