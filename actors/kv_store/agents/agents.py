@@ -48,7 +48,7 @@ class Agents:
         root_of: the root id of an agent's blocks under a model; empty if they are not shared.
         start: the lowest first sequence. One that grows with the clock keeps branch ids unique even if the storage was
             recreated.
-        on_let_go: called with every evicted agent.
+        on_let_go: called with each evicted agent.
     """
 
     def __init__(
@@ -206,8 +206,8 @@ class Agents:
         return len(copies)
 
     def bring(self, agent: str, branches: Sequence[tuple[Head, Content]], now: float) -> None:
-        """Stores branches of an agent of another cluster, which is unknown here. They get numbers of their own, in the
-        order of those that they have.
+        """Stores the branches of an agent from another cluster that is unknown here. They get new branch ids in the
+        same order.
 
         Raises:
             InvalidRequest: they do not fit into the memory.
@@ -449,7 +449,7 @@ def _id(agent: str) -> str:
 
 
 def _parent(said: str, before: str, heads: Sequence[Head]) -> str:
-    """Returns whom a branch works for: what was said of it, with the parent's branch as soon as that was known once."""
+    """Returns a branch's parent agent: as the request named it, with the parent's branch once that is known."""
     if "#" in said:
         return said
     known = (head.parent for head in heads if head.parent.startswith(f"{said or before}#"))

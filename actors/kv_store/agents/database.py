@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "agents.sqlite"
 LOCK_WAIT_S = 5.0
-"""A killed process's locks go when the kernel has taken it apart."""
+"""How long to wait for a killed process's locks: the kernel releases them when it has removed the process."""
 
 _SEQUENCE_MAX = 2**61
 """Far above any real sequence. A damaged number above it must not become the clock."""

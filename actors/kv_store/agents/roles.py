@@ -1,4 +1,4 @@
-"""Of which agents this node is the primary (*home*), and of which a secondary (*copy*). Pure; `RoleStorage` is durable.
+"""For which agents this node is the primary (*home*) or a secondary (*copy*). Pure; `RoleStorage` is durable.
 
 An agent has one primary, which commits its turns; other nodes may be secondaries. Its *home epoch* counts changes of
 the primary. It only grows, across deletions too. So if two stores claim an agent, the one with the higher epoch is
@@ -10,8 +10,8 @@ partition; then the first by name is right::
     copy e    --adopt--> home e + 1
     any e     --forget--> gone, until the next life begins
 
-A turn of a forgotten agent begins a new *life* of it. A life has `LIFE` epochs. Forgetting ends the whole life, so
-also primaries of which the node that forgot had not heard.
+A turn of a forgotten agent begins a new *life* of it. A life has `LIFE` epochs. Forgetting ends the whole life. So it
+also ends primaries that the forgetting node did not know.
 
 Branches are copied whole: exact token ids, text and transcript. Their KV follows by blocks (`transfer`), or is computed
 again. A primary that was replaced hands over the branches that only it has (`lacking`) before it steps down.
@@ -256,7 +256,8 @@ class RoleTable:
         return epoch
 
     def to_bury(self, tombstones: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Returns those tombstones of another node, (agent, epoch up to which it was forgotten), that are new here."""
+        """Returns those of another node's tombstones that are new here, as (agent, epoch up to which it was
+        forgotten)."""
 
         def new(place: Place, epoch: int) -> bool:
             return tombstone_epoch(place) < epoch and (place.role is Role.FORGOTTEN or place.epoch <= epoch)

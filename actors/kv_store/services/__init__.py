@@ -1,1 +1,1 @@
-"""What a store does, one idea in each file: a turn, an agent's words, KV on the disk, copies, moves."""
+"""The store's services, one in each file: turns, transcripts, KV on disk, copies, moves."""

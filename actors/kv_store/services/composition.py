@@ -1,4 +1,4 @@
-"""What a store is composed of: services over what its node has."""
+"""Builds a store's services from its node's memory."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 NUMBERS = 2**14
-"""Among how many numbers each node has one of its own for what it does; by hash, so for 16 nodes in 99% of clusters."""
+"""Each node has one residue modulo this for its sequence numbers. It follows from a hash, so 16 nodes have different
+ones in 99% of clusters."""
 
 
 class StoreServices:
     """A store's services. Made on the event loop that they live on.
 
     Args:
-        cluster_key: by which nodes know each other.
+        cluster_key: the key by which nodes authenticate each other.
     """
 
     def __init__(self, config: Config, node: Node, memory: NodeMemory, peers: Peers, cluster_key: bytes) -> None:
@@ -101,7 +102,7 @@ class StoreServices:
         memory.disk.on_touched = self.copies.blocks_later
 
     def share_blocks(self) -> None:
-        """Give KV to the other nodes and take theirs, from now on or from when the disk can be opened."""
+        """Serves KV to the other nodes and pulls theirs, from now on or from when the disk can be opened."""
 
         def opened() -> None:
             self.fetching.serve()
@@ -111,7 +112,7 @@ class StoreServices:
         self.fetching.serve()
 
     def introduced(self, do: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
-        """As `do`, once the store has heard what it missed, or has tried to."""
+        """Returns `do`, delayed until the store has heard what it missed, or has tried to."""
 
         async def later(*args: P.args, **kwargs: P.kwargs) -> R:
             await self.tending.ready()
@@ -120,7 +121,7 @@ class StoreServices:
         return later
 
     async def stats(self) -> StoreStats:
-        """Bytes and counts of the memory on this node."""
+        """Returns bytes and counts of this node's memory."""
         memory = self.memory
 
         def work() -> StoreStats:

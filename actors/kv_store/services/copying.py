@@ -1,4 +1,4 @@
-"""Agents' words among the nodes, as this one has them: copies that it keeps, homes that it takes over or gives back."""
+"""This node's part in replication: copies of transcripts that it keeps, and agents whose primary it becomes or was."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ VERSIONS_MAX = 10_000
 class SecondaryKeeper:
     """
     Args:
-        changed: told of an agent of which this node has something else now.
+        changed: called with an agent whose state on this node has changed.
 
     Attributes:
-        adopted: agents whose home this node became after theirs was lost.
+        adopted: agents that this node was promoted for after their primary was lost.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class SecondaryKeeper:
         self._roles, self._quotas, self._disk = memory.roles, memory.quotas, memory.disk
         self._copies, self._succession, self._tombstones = copies, succession, tombstones
         self._changed = changed
-        # Of copies that came lately: whose, of which home epoch, and the home's count.
+        # Recent copies: the agent, the home epoch, and the home's version.
         self._versions: FIFOCache[str, tuple[int, int]] = FIFOCache(VERSIONS_MAX)
         self.adopted = 0
 
     async def kept(self, agent: str) -> bool:
-        """A turn has been committed: its words go to the nodes of the copies before its last event leaves. Whether all
-        copies that should be are made."""
+        """Copies a committed turn to the secondaries, before its last event is sent. Returns whether all required
+        copies were made."""
         self._changed(agent)
         copied = await self._copies.after_turn(agent)
         if not copied.at_primary:
@@ -56,7 +56,7 @@ class SecondaryKeeper:
         return copied.all_made
 
     async def promote(self, agent: str, above: int) -> int:
-        """Become the agent's home after its own was lost; as `Succession.promote`."""
+        """Makes this node the agent's primary after its own was lost; as `Succession.promote`."""
         try:
             epoch = await self._succession.promote(agent, above)
         finally:
@@ -65,7 +65,7 @@ class SecondaryKeeper:
         return epoch
 
     async def promote_here(self, agent: str, above: int) -> int:
-        """As `adopt`, from the copy that is here: the home itself asks for it."""
+        """As `promote`, from the copy on this node: the primary itself asks for it."""
         try:
             return await self._work.answer(lambda: self._roles.promote(agent, above).epoch)
         finally:
@@ -73,7 +73,7 @@ class SecondaryKeeper:
             self._copies.be_late(agent)
 
     async def take_secondary(self, copy: TakeSecondary) -> list[int]:
-        """Keeps a copy of an agent's branches. Returns those whose contents are missing."""
+        """Stores a copy of an agent's branches. Returns the branches whose contents are missing."""
         agent, epoch = copy.agent, copy.epoch
         loop = asyncio.get_running_loop()
 
@@ -97,7 +97,7 @@ class SecondaryKeeper:
         self._quotas.note(copy.limits)
         try:
             if life(await self._work.in_order(earlier)) < life(epoch):
-                # What is here was forgotten.
+                # The agent's old branches here were forgotten.
                 await self._tombstones.bury(agent, tombstone_epoch(Place(epoch, Role.SECONDARY)), newest(copy.heads))
             missing = await self._work.answer(work)
             await self._disk.make_room_for(agent)
@@ -106,11 +106,11 @@ class SecondaryKeeper:
             self._changed(agent)
 
     async def send_secondary(self, agent: str, to: str) -> int:
-        """Bring another node's copy of the agent up to date with what is here. Returns the home epoch of that."""
+        """Updates another node's copy of the agent from this node's. Returns the home epoch of the copy."""
         return (await self._copies.send(agent, to, self._answer_s)).epoch
 
     async def take_in(self, handed: TakeIn) -> int:
-        """Keep what a former home of the agent has and this one has not. Returns how many branches that were."""
+        """Stores branches that a former primary of the agent has and this one lacks. Returns how many."""
         agent = handed.agent
         branches = [(branch.head, branch.content) for branch in handed.branches if branch.content is not None]
         memory = Memory(agent, handed.epoch, branches)
@@ -121,7 +121,7 @@ class SecondaryKeeper:
             if lacking:
                 self._agents.take_in(agent, lacking, time.monotonic())
             if memory.epoch == self._roles.place(agent).epoch:
-                # Copies may have what that one had instead. They take a later home's in any case.
+                # Secondaries may have the former primary's branches instead. They accept a later primary's in any case.
                 self._roles.promote(agent, memory.epoch)
             return len(lacking)
 
@@ -132,7 +132,7 @@ class SecondaryKeeper:
         return count
 
     async def standing(self, agents: Sequence[str]) -> list[Standing]:
-        """What this node says of these agents, of those that it has heard of."""
+        """Returns this node's state of those of these agents that it knows."""
 
         def work() -> list[Standing]:
             found = self._succession.standing(agents)

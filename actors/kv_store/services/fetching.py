@@ -1,4 +1,4 @@
-"""KV from the other nodes, and this node's for them."""
+"""Fetches KV from other nodes, and serves this node's KV to them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Fetching:
     """Made on the event loop that it lives on.
 
     Args:
-        cluster_key: by which nodes know each other.
-        node: this one.
+        cluster_key: the key by which nodes authenticate each other.
+        node: this node's name.
 
     Attributes:
         blocks: None as long as the node keeps no KV on disk.
@@ -33,7 +33,7 @@ class Fetching:
         self.blocks: NodeBlocks | None = None
 
     def serve(self) -> None:
-        """The disk has been opened: give and take KV from now on."""
+        """Begins to serve and fetch KV: the disk has been opened."""
         store, owned = self._disk.store, self._disk.owned
         if store is None or owned is None:
             return
@@ -43,7 +43,7 @@ class Fetching:
         owned.end_pulls = blocks.end_pulls
 
     def addresses(self) -> list[tuple[str, int]]:
-        """Where this node's blocks are served, the fastest link first."""
+        """Returns where this node's blocks are served, the fastest link first."""
         return self.blocks.addresses if self.blocks is not None else []
 
     def take_links(self) -> dict[str, float]:
@@ -51,7 +51,7 @@ class Fetching:
         return self.blocks.take_links() if self.blocks is not None else {}
 
     async def fetch(self, agent: str, source: str, deadline_s: float) -> Fetched:
-        """Pull what another node's disk has of the agent's KV and this one's has not, of all branches known here.
+        """Pulls the agent's KV that another node's disk has and this node's lacks, for all branches known here.
 
         Raises:
             Unavailable: this node keeps no KV on disk, or the other one gives none.
@@ -64,7 +64,7 @@ class Fetching:
         return await self._open().fetch(agent, await self._work.in_order(contents), source, deadline_s)
 
     async def pull(self, wanted: PullKV) -> Fetched:
-        """Fetch a chain for a request that is about to be computed here.
+        """Pulls a chain for a request that is about to be computed here.
 
         Raises:
             Unavailable: this node keeps no KV on disk, or the other one gives none.

@@ -1,18 +1,18 @@
-"""Who may have KV on the disk: nobody who was forgotten, but for what he has come to know again since.
+"""Which agents may own KV on the disk. A forgotten agent owns only what it has learned again since.
 
 A replica writes an agent's KV some time after the turn that computed it. If the agent is forgotten meanwhile, that KV
-comes late, and a file cannot tell in which of its owner's lives it was computed. The agent's branches can: what is
-rightly his they hold the tokens of. So of owners with a tombstone only that is accepted (`claims.Claims`), and as a
-turn's KV may come just before its branch, a living agent's KV waits a moment for it.
+comes late, and a file does not say in which of its owner's lives it was computed. The agent's branches do: they have
+the tokens of all KV that it may own. So KV of owners with a tombstone is accepted only if a branch claims it
+(`claims.Claims`). A turn's KV may come just before its branch, so a living agent's KV waits a moment for the branch.
 
-Erasing has an order: the tombstone is written, the owner is barred here, the commits under way end, and then what he
-has goes from the disk. So nothing is committed behind an erasure.
+Erasing has an order: the tombstone is written, the owner is barred here, running commits end, and then its KV is erased
+from the disk. So nothing is committed after an erasure.
 
-A copy of an agent (`fork`) stands on the same KV and has it too: what is on the disk, and what its original computed
-before and is written down after it (`copied`).
+A fork of an agent owns the same KV: what is on the disk, and what its original computed before the fork and writes
+after it (`copied`).
 
-After a start owners that came later than a file are not known. The branches of all agents tell them, before anything is
-erased.
+After a start, owners that were added to a file later are not known. They are found from the branches of all agents
+before anything is erased.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KEPT_WITHIN_S = 30.0
-"""How long the event loop may take to let pulled KV count."""
+"""How long the event loop may take to commit pulled KV."""
 
 BARRED_MAX = 10_000
-"""As many as there are tombstones."""
+"""As many as tombstones."""
 
 HEIRS_S = 600.0
-"""For how long what an agent's replica writes down may be from before it was copied; it is swept then."""
+"""How long after a fork KV that the original's replica writes may be from before the fork."""
 
 HEIRS_MAX = 10_000
-"""How many copies are remembered for that."""
+"""How many forks are remembered for that."""
 
 ERASE_TRIES = 3
 ERASE_RETRY_S = 1.0
-"""How often erasing is tried at once, and how soon again; after that as often as the disk is tidied up."""
+"""How often erasing is tried at once, and how soon again. After that it is tried whenever the disk is tidied."""
 
 _AGENTS_A_PAGE = 16
 _SETTLED_TOGETHER = 512
@@ -60,7 +60,7 @@ Ask = Callable[[Callable[[Agents], Any]], Awaitable[Any]]
 
 
 class Ownership:
-    """Bars, erases and settles owners of the KV in `store`. For one event loop.
+    """Bars and erases owners of the KV in `store`, and finds unknown ones. For one event loop.
 
     Attributes:
         end_pulls: called in a thread before an owner's KV is erased, to end what fetches more of it.
@@ -75,22 +75,23 @@ class Ownership:
         self._beginning = asyncio.Lock()
         # Agents with a tombstone, by their tags, the latest last.
         self._barred: OrderedDict[bytes, str] = OrderedDict()
-        # Calls that may let an owner have something.
+        # Running calls that may give an owner something.
         self._under_way: set[asyncio.Task[Any]] = set()
         self._news = asyncio.Event()
         self._to_erase: OrderedDict[str, None] = OrderedDict()
-        # Copies of agents: (original's tag, copy) and until when the original's KV may be the copy's too.
+        # Forks: (original's tag, fork), and until when the original's new KV may be the fork's too.
         self._heirs: OrderedDict[tuple[bytes, str], float] = OrderedDict()
-        # What agents got that came back before their erasing was done.
+        # What agents got that came back before they were erased.
         self._since: dict[str, set[bytes]] = {}
-        # Those that could not be erased.
+        # Agents that could not be erased.
         self._owed: OrderedDict[str, None] = OrderedDict()
         self._work: asyncio.Task[None] | None = None
         self.end_pulls: Callable[[str], object] | None = None
         self.settled_total = 0
 
     async def ready(self) -> None:
-        """Know who was forgotten before this process began, and go on with what it left. Cheap after the first call.
+        """Reads which agents were forgotten before this process began, and goes on with unfinished erasures. Cheap
+        after the first call.
 
         Raises:
             SatchelError: the tombstones cannot be read now; the next call tries again.
@@ -105,12 +106,12 @@ class Ownership:
                 self._work = asyncio.create_task(self._go_on())
 
     async def idle(self) -> None:
-        """Wait until nothing is left to settle or to erase."""
+        """Waits until nothing is left to settle or to erase."""
         while self._work is not None and not self._work.done():
             await asyncio.wait([self._work])
 
     def forgotten(self, agent: str) -> None:
-        """Bar the agent, whose tombstone has been written, and have its KV erased."""
+        """Bars the agent, whose tombstone has been written, and begins to erase its KV."""
         self._bar(agent)
         self._to_erase[agent] = None
         self._to_erase.move_to_end(agent)
@@ -118,14 +119,14 @@ class Ownership:
         self._begin_erasing()
 
     def again(self) -> None:
-        """Try again to erase what could not be erased."""
+        """Retries failed erasures."""
         if self._owed:
             self._to_erase.update(self._owed)
             self._owed.clear()
             self._begin_erasing()
 
     async def let_go(self, agent: str, kept: Collection[bytes]) -> None:
-        """Erase what the agent has on the disk besides `kept`. It may have it again.
+        """Erases the agent's entries on the disk except `kept`. The agent may own them again later.
 
         Raises:
             DiskFull, DiskError: not all bytes are gone; tidying up tries again.
@@ -141,18 +142,18 @@ class Ownership:
             self._work = asyncio.create_task(self._erase_all())
 
     def committed(self, agent: str) -> None:
-        """A turn of the agent has been committed: what waits for its branch may look again."""
+        """Wakes what waits for the agent's branch: a turn has been committed."""
         if self._tag(agent) in self._barred:
             self._news.set()
             self._news = asyncio.Event()
 
     async def copied(self, source: str, target: str) -> None:
-        """`target` has all that `source` has said, and so what that stands on."""
+        """Makes `target`, a fork of `source`, an owner of the KV of `source`."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         while self._heirs and (next(iter(self._heirs.values())) < now or len(self._heirs) >= HEIRS_MAX):
             self._heirs.popitem(last=False)
-        # What the source inherits late itself comes to this one too.
+        # KV that the source itself inherits late comes to the fork too.
         origins = [tag for tag, heir in self._heirs if heir == source]
         for tag in (*origins, self._tag(source)):
             self._heirs[tag, target] = now + HEIRS_S
@@ -160,7 +161,7 @@ class Ownership:
         await self.fenced(self._give(target))
 
     def heirs_of(self, agent: str) -> list[str]:
-        """Copies of the agent that may stand on what is written down for it now."""
+        """Returns forks of the agent that may own KV that is written for it now."""
         return self._copies_of(self._tag(agent))
 
     def _copies_of(self, tag: bytes) -> list[str]:
@@ -182,7 +183,7 @@ class Ownership:
         await asyncio.to_thread(self._store.give, agent, list(claims.blocks), claims.parents(), has)
 
     async def inherited(self, entries: Sequence[EntryRecord]) -> dict[bytes, set[bytes]]:
-        """By ids, tags of copies of their owners that have the entries too. Wants to be `fenced`."""
+        """Returns, by entry id, the tags of forks that own the entries too. Call it `fenced`."""
         found: dict[bytes, set[bytes]] = {}
         for tag in {tag for entry in entries for tag in entry.owners}:
             for heir in self._copies_of(tag):
@@ -195,14 +196,15 @@ class Ownership:
         return found
 
     async def fenced(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do what may let an owner have something. It goes on where the caller is cancelled; erasing waits for it."""
+        """Runs work that may give an owner something. It goes on if the caller is cancelled, and erasing waits for
+        it."""
         task = asyncio.create_task(work)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         return await asyncio.shield(task)
 
     async def unclaimed(self, entries: Sequence[EntryRecord]) -> dict[bytes, set[bytes]]:
-        """By ids, the tags of owners of `entries` that may not have them. Wants to be `fenced`."""
+        """Returns, by entry id, the tags of owners that may not have the entry. Call it `fenced`."""
         await self.ready()
         without: dict[bytes, set[bytes]] = {}
         for tag in {tag for entry in entries for tag in entry.owners}:
@@ -217,7 +219,7 @@ class Ownership:
         return without
 
     async def ownable(self, ids: Sequence[bytes], agent: str, *, wait: bool) -> list[bytes]:
-        """Those of the entries that the agent may have. Wants to be `fenced`.
+        """Returns those of the entries that the agent may own. Call it `fenced`.
 
         Args:
             wait: whether their branch is about to be committed.
@@ -233,11 +235,11 @@ class Ownership:
         return [entry for entry in ids if entry in theirs]
 
     async def claims(self, agent: str) -> Claims:
-        """What the agent has in memory."""
+        """Returns what the agent's branches claim."""
         return (await self._claims(agent))[1]
 
     async def _left(self, agent: str, entries: Sequence[EntryRecord], wait_s: float) -> list[EntryRecord]:
-        """Those of the entries that the agent's branches lack, after waiting for one to come while it lives."""
+        """Returns the entries that no branch of the agent claims. If the agent lives, waits for a branch first."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + wait_s
         while True:
@@ -251,7 +253,7 @@ class Ownership:
                 await asyncio.wait_for(news.wait(), rest)
 
     async def _claims(self, agent: str) -> tuple[bool, Claims]:
-        """Whether the agent lives or is about to, and what it has."""
+        """Returns whether the agent lives or may soon, and what its branches claim."""
         alive, branches = await self._ask(lambda agents: (agents.lives(agent), branches_of(agents, agent)))
         # Not in the agents' thread: hashing takes a while, and commits wait for that one.
         return alive, await asyncio.to_thread(Claims, branches)
@@ -267,7 +269,7 @@ class Ownership:
             self._barred.popitem(last=False)
 
     async def _go_on(self) -> None:
-        """What the last process may have left undone, before anything else is erased."""
+        """Finishes what the last process may have left undone, before anything else is erased."""
         try:
             await self._settle()
             there = await asyncio.to_thread(self._store.owners)
@@ -275,7 +277,7 @@ class Ownership:
             logger.error("owners of KV could not be settled: %s", error)
             self._to_erase.update(dict.fromkeys(self._barred.values()))
         else:
-            # An erasing may have been cut off.
+            # An erasure may have been interrupted.
             self._to_erase.update(dict.fromkeys(agent for tag, agent in self._barred.items() if tag in there))
         await self._erase_all()
 
@@ -307,7 +309,7 @@ class Ownership:
                     logger.error("the KV of agent %s cannot be erased now: %s", agent, error)
                     await asyncio.sleep(ERASE_RETRY_S)
             else:
-                # Others must not wait for it any longer.
+                # Other erasures must not wait for this one any longer.
                 self._owed[agent] = None
             if self._since.get(agent) is since:
                 del self._since[agent]
@@ -327,7 +329,7 @@ class Ownership:
 
 
 class OwnedKeeper:
-    """Commits what was pulled as `disk_commit` does what was computed. For threads other than that of `loop`.
+    """Commits pulled KV as `disk_commit` commits computed KV. For threads other than that of `loop`.
 
     Args:
         loop: the one of `owned`.
@@ -362,10 +364,10 @@ class OwnedKeeper:
 
 
 def branches_of(agents: Agents, agent: str, replicas: Sequence[Sequence[bytes]] = ()) -> list[Branch]:
-    """The agent's branches, the oldest first. For the agents' own thread.
+    """Returns the agent's branches, the oldest first. For the agents' thread.
 
     Args:
-        replicas: (files id, model id) of those with which a branch is to stand there as they would compute it too.
+        replicas: (files id, model id) of replicas. A branch with this files id is also returned under the model id.
     """
     found = []
     for head in agents.heads(agent):

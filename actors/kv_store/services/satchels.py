@@ -1,4 +1,4 @@
-"""Agents as files: packed from what this node has, and taken in, verified whole before anything of it counts."""
+"""Packs agents into files, and unpacks such files. A file is verified as a whole before anything in it is used."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from .ownership import OwnedKeeper
 logger = logging.getLogger(__name__)
 
 AT_A_TIME = 4
-"""Satchels that are packed or taken in at a time."""
+"""Satchels that are packed or unpacked at the same time."""
 
 STALE_S = 3600.0
 
 LOANS_MAX = 64
-"""Agents of other nodes that are here to be packed at a time."""
+"""Agents of other nodes that are borrowed for packing at the same time."""
 
 FORGED = "another cluster has packed it, and only a key made with --admin may bring in its KV"
 
 
 @dataclass
 class _Loan:
-    """An agent that is borrowed. `had` are its entries that were here before, None if it stays here; `since` is a time
-    of the event loop."""
+    """A borrowed agent. `had` are its entries that were here before, None if the agent stays here; `since` is a time of
+    the event loop."""
 
     had: frozenset[bytes] | None
     since: float
@@ -62,11 +62,11 @@ class Satchels:
     """Made on the event loop that it lives on.
 
     Args:
-        cluster_key: by which the cluster knows what it has packed.
+        cluster_key: the key by which the cluster recognizes satchels that it packed.
         belongs_here: whether this node should have a copy of an agent, given the node where that lives.
-        kept: awaited with an agent that came and is on the disk.
-        forgotten: awaited with an agent that was replaced.
-        changed: told of an agent that is no longer here.
+        kept: awaited with an unpacked agent once it is on the disk.
+        forgotten: awaited with each agent that was replaced.
+        changed: called with an agent that is no longer here.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class Satchels:
         self._io = DiskIO()
         self._folder = None if memory.folder is None else memory.folder / "satchels"
         if self._folder is not None:
-            # What an earlier process has left.
+            # Files that an earlier process left.
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def room(self, agent: str, nbytes: int, limits: Limits | None = None) -> str:
-        """Returns the path of a file that does not exist yet, for a satchel of so many bytes. Its user removes it.
+        """Returns the path of a new file for a satchel of `nbytes`. The caller removes the file.
 
         Raises:
             DiskFull: it does not fit.
-            RequestTooLarge, QuotaExceeded: no satchel may be so large, or none of the agent's tenant.
+            RequestTooLarge, QuotaExceeded: it is larger than any satchel, or this tenant's satchel, may be.
             Unavailable: this node keeps nothing on disk.
         """
         folder, most = self._folder, self._config.satchel_bytes_max
@@ -122,16 +122,17 @@ class Satchels:
         return str(folder / secrets.token_hex(16))
 
     def _sweep(self, folder: Path) -> None:
-        """Removes files that nobody has written to for long: who asked for them has ended."""
+        """Removes files that were not written to for long: the process that asked for them has ended."""
         for path in folder.iterdir():
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > STALE_S:
                     self._io.unlink(path)
 
-    # Agents of other nodes, that come here to be packed.
+    # Agents of other nodes that are packed here.
 
     async def borrow(self, agent: str, home: str) -> None:
-        """What comes from now on of an agent that lives on `home` goes with `give_back`, unless a copy belongs here.
+        """Begins to borrow an agent that lives on `home`. `give_back` removes what comes of it from now on, unless a
+        copy belongs here.
 
         Raises:
             Unavailable: too many are borrowed.
@@ -139,7 +140,7 @@ class Satchels:
         async with self._lending:
             now = self._loop.time()
             for name in [name for name, loan in self._loans.items() if now - loan.since > STALE_S]:
-                # Who asked for it has ended.
+                # The process that asked for it has ended.
                 await self._end(name)
             loan = self._loans.get(agent)
             if loan is None:
@@ -153,7 +154,7 @@ class Satchels:
             loan.users += 1
 
     async def give_back(self, agent: str) -> None:
-        """The satchel is packed, or will not be."""
+        """Ends the loan: the satchel is packed, or will not be."""
         async with self._lending:
             if (loan := self._loans.get(agent)) is not None:
                 loan.users -= 1
@@ -163,7 +164,7 @@ class Satchels:
     async def _end(self, agent: str) -> None:
         had = self._loans[agent].had
         try:
-            # It may have moved here meanwhile.
+            # The agent may have moved here meanwhile.
             if had is not None and await self._work.answer(lambda: self._roles.let_go_copy(agent)):
                 self._changed(agent)
                 if self._disk.owned is not None:
@@ -174,13 +175,13 @@ class Satchels:
     # Packing.
 
     async def pack(self, agent: str, replicas: Sequence[Sequence[bytes]] = ()) -> Packed:
-        """Writes what is here of the agent into a file of its own, which the caller removes.
+        """Writes what this node has of the agent into a new file, which the caller removes.
 
         Args:
-            replicas: (files id, model id) of those whose KV of the same tokens is packed too.
+            replicas: (files id, model id) of further replicas whose KV of the same tokens is packed too.
 
         Raises:
-            AgentNotFound: nothing of it is here.
+            AgentNotFound: this node has nothing of it.
             DiskFull, RequestTooLarge: as `room`.
         """
 
@@ -222,12 +223,12 @@ class Satchels:
     # Taking in.
 
     async def unpack(self, asked: AskUnpack) -> Unpacked:
-        """Takes in an agent from a file of `room`, which stays.
+        """Unpacks an agent from a file of `room`. The file stays.
 
         Raises:
-            InvalidSatchel: it is none, or not whole. Nothing has changed.
-            AgentExists: there is such an agent, and it is not to be replaced.
-            QuotaExceeded, InvalidRequest, MemoryFull: its words have no room.
+            InvalidSatchel: the file is no satchel, or damaged. Nothing has changed.
+            AgentExists: there is such an agent, and the request does not replace it.
+            QuotaExceeded, InvalidRequest, MemoryFull: there is no room for its transcripts.
         """
         if self._folder is None or Path(asked.path).parent != self._folder:
             raise InvalidRequest("a satchel is taken in from its folder")
@@ -247,7 +248,7 @@ class Satchels:
         return Unpacked(len(branches), taken.entries, taken.of, taken.nbytes, taken.why_not, replaced)
 
     def _verified(self, path: str, agent: str) -> tuple[list[tuple[Head, Content]], Renamed, bool]:
-        """Reads all of the file, and checks it."""
+        """Reads and checks the whole file."""
         with self._reading(path) as reader:
             check_words(reader.manifest, reader.contents)
             renamed = Renamed(reader.manifest, reader.contents, lambda model: self._agents.root_of(agent, model))
@@ -279,7 +280,7 @@ class Satchels:
                 if existed and not asked.replace:
                     raise AgentExists(f"there is an agent {agent.partition('/')[2]!r} already", param="replace")
                 if existed:
-                    # So that turns under way cannot add what the old one said.
+                    # So that running turns cannot add to the old agent's branches.
                     self._agents.bury(agent, time.time())
                     self._roles.bury(agent, 0)
                 self._agents.bring(agent, branches, time.monotonic())
@@ -299,7 +300,7 @@ class Satchels:
             with self._reading(asked.path) as reader:
                 return taker.take(reader, renamed)
         except SatchelError as error:
-            # The words have come, and KV can be computed.
+            # The transcripts are unpacked, and KV can be computed.
             logger.warning("KV of agent %s stays in its satchel: %s", asked.agent, error.message)
             taker.taken.why_not = error.message
             return taker.taken
@@ -307,7 +308,7 @@ class Satchels:
     @contextmanager
     def _one_more(self) -> Iterator[None]:
         if self._under_way >= AT_A_TIME:
-            raise Unavailable(f"{AT_A_TIME} satchels are being packed or taken in now", retry_after_s=5.0)
+            raise Unavailable(f"{AT_A_TIME} satchels are being packed or unpacked now", retry_after_s=5.0)
         self._under_way += 1
         try:
             yield
@@ -337,6 +338,6 @@ def _head_of(agent: str, number: int, branch: CarriedBranch, content: Content) -
 
 @contextmanager
 def _created(io: DiskIO, path: Path) -> Iterator[BinaryIO]:
-    """A new file for this user alone."""
+    """Creates a file that only this user can read."""
     with open(io.create(path), "wb", buffering=2**20) as file:  # noqa: PTH123
         yield file

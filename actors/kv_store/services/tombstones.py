@@ -1,4 +1,4 @@
-"""Agents that were forgotten: here, and on the nodes that were told and on those that still have to be."""
+"""Forgotten agents: on this node, and on other nodes, some of which must still be told."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ UNBURIED_MAX = 10_000
 class Tombstones:
     """
     Args:
-        wake: told of an agent whose turn may have ended.
-        changed: told of an agent of which this node has something else now.
+        wake: called with an agent whose turn may have ended.
+        changed: called with an agent whose state on this node has changed.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Tombstones:
         self._work, self._database, self._agents = memory.work, memory.database, memory.agents
         self._roles, self._disk, self._peers = memory.roles, memory.disk, peers
         self._wake, self._changed = wake, changed
-        # By node and agent up to which epoch, where a node could not be told.
+        # For nodes that could not be told: by node and agent, the epoch up to which the agent was forgotten.
         self._unburied: dict[tuple[str, str], int] = {}
 
     async def told(self) -> list[Tombstone]:
-        """The agents that were forgotten here."""
+        """Returns the agents that were forgotten here."""
 
         def work() -> list[Tombstone]:
             places = [(agent, self._roles.place(agent)) for agent in self._agents.forgotten()]
@@ -50,12 +50,13 @@ class Tombstones:
         return await self._work.answer(work)
 
     async def bury(self, agent: str, epoch: int, number: int) -> bool:
-        """Forget an agent that was forgotten elsewhere, unless it lives again in a later epoch. Whether it was news."""
+        """Forgets an agent that was forgotten on another node, unless it lives again in a later epoch. Returns whether
+        that was new here."""
         begun = False
 
         def work() -> bool:
             nonlocal begun
-            # Where only the rest fails, it is no news any more when all is done again.
+            # If only the rest fails, the retry finds the tombstone and does not count it as new.
             if not begun and not self._roles.to_bury([(agent, epoch)]):
                 return False
             begun = True
@@ -75,7 +76,7 @@ class Tombstones:
         return buried
 
     async def spread(self, agent: str) -> None:
-        """The agent was forgotten here: the other nodes are told."""
+        """Tells the other nodes that the agent was forgotten here."""
         self._wake(agent)
         self._changed(agent)
         place = await self._work.in_order(lambda: self._roles.place(agent))
@@ -84,7 +85,7 @@ class Tombstones:
             await asyncio.gather(*(self._bury_at(node, agent, epoch) for node in others))
 
     async def again(self) -> None:
-        """Tell those nodes that could not be told."""
+        """Tells the nodes that could not be told before."""
         others = await self._peers.others()
         for (node, agent), epoch in list(self._unburied.items()):
             if node in others:
@@ -97,7 +98,7 @@ class Tombstones:
             number = await self._work.in_order(lambda: self._agents.buried(agent))
             await self._peers.client(node).bury(agent, epoch, number)
         except SatchelError as error:
-            # A node that was away asks before it announces anything; one that is there is told again.
+            # A node that was away asks before it announces anything. A node that is present is told again.
             logger.warning("node %s has not forgotten agent %s yet: %s", node, agent, error.message)
             if len(self._unburied) < UNBURIED_MAX:
                 self._unburied[node, agent] = epoch

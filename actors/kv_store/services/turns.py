@@ -1,4 +1,4 @@
-"""Turns of agents: who waits for one, and how they end, many with one sync of the disk."""
+"""Agents' turns: the queue for each agent, and commits, of which many share one sync of the disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...protocol.store_messages import Begun, BranchMemory, Commit, CommitOutcom
 from .node_memory import NodeMemory
 
 WAITING_MAX = 64
-"""How many turns of one agent may wait for the one before them."""
+"""How many turns of one agent may wait."""
 
 TOGETHER_MAX = 64
 """How many turns may share one transaction."""
@@ -21,7 +21,7 @@ TOGETHER_MAX = 64
 
 @dataclass
 class _Waiting:
-    """Somebody in line for an agent's turn. A caller that gives up cannot cancel its call, but abandons the turn."""
+    """A caller that waits for an agent's turn. A caller that gives up cannot cancel its call; it abandons the turn."""
 
     turn: str
     woken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -42,8 +42,8 @@ class Turns:
     """
     Args:
         wait_s: how long a turn may wait for the one before it.
-        kept: awaited with an agent of which a turn is on the disk; its commit returns after this. Whether as many other
-            nodes have it as should.
+        kept: awaited with an agent once its turn is on the disk; the commit returns afterwards. It returns whether all
+            required copies were made.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Turns:
     async def begin(
         self, agent: str, turn: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
     ) -> Begun:
-        """Take the agent's turn, in the order of asking.
+        """Begins the agent's turn, in the order of the calls.
 
         Raises:
-            AgentBusy: another one has it for too long.
-            QuotaExceeded: the tenant may add no words.
+            AgentBusy: another turn of the agent takes too long.
+            QuotaExceeded: the tenant may add no transcripts.
         """
         self._quotas.note(limits)
         line = self._lines.setdefault(agent, deque())
@@ -115,20 +115,20 @@ class Turns:
         return Begun(since, BranchMemory(head, None), let_go, content.messages)
 
     async def renew(self, agent: str, turn: str) -> bool:
-        """A sign of life of a long turn. False when the turn was lost."""
+        """Extends the lease of a long turn. Returns False if the turn was lost."""
         return await self._work.answer(lambda: self._agents.renew(agent, turn, time.monotonic(), self._lease_s))
 
     async def commit(self, agent: str, commit: Commit, limits: Limits | None = None) -> CommitOutcome:
-        """End a turn; it is on the disk when this returns.
+        """Ends a turn. It is on the disk when this returns.
 
         Args:
-            limits: of the tenant, whose KV makes room for the words.
+            limits: of the tenant. Its KV is evicted to make room for its transcripts.
         """
         self._quotas.note(limits)
         ending = _Ending(agent, commit)
         self._endings.append(ending)
         try:
-            # Whoever comes first takes all that wait with it: one sync of the disk ends many turns.
+            # The first caller commits all waiting turns with its own: one sync of the disk ends many turns.
             await self._work.answer(self._end_turns)
             if ending.failure is not None:
                 raise ending.failure
@@ -164,11 +164,11 @@ class Turns:
         try:
             self._roles.check(ending.agent)
         except AgentElsewhere as error:
-            # Its own: others' turns that share the transaction are kept, and this one is not given back.
+            # For each turn its own: the other turns of the transaction stay if this one fails.
             ending.failure = error
             return
         if self._quotas.is_over(ending.agent):
-            # It began before another one took them over it.
+            # The turn began before another one exceeded the tenant's limit.
             self._agents.abandon(ending.agent, ending.commit.turn)
             ending.outcome = CommitOutcome("over quota")
             return
@@ -179,21 +179,21 @@ class Turns:
         except SatchelError:
             raise
         except Exception as error:
-            # What nobody can write is its caller's own trouble, and not that of the others.
+            # A turn that cannot be written fails alone, not the others.
             ending.failure = error
 
     async def abandon(self, agent: str, turn: str) -> None:
-        """End the turn without a word, or stop waiting for it."""
+        """Ends the turn without a commit, or stops waiting for it."""
         for waiting in self._lines.get(agent, ()):
             if waiting.turn == turn:
                 waiting.gone = True
                 waiting.woken.set()
-        # After a `begin` that is under way: the worker takes both in order.
+        # After a running `begin`: the worker runs both in order.
         await self._work.answer(lambda: self._agents.abandon(agent, turn))
         self.wake(agent)
 
     def wake(self, agent: str) -> None:
-        """The agent's turn may be free: who waits longest looks again."""
+        """Wakes the longest waiting caller: the agent's turn may be free."""
         line = self._lines.get(agent)
         if line:
             line[0].woken.set()

@@ -1,6 +1,5 @@
-"""The one thread that uses the database of agents' words, and room for them on a full disk.
-
-The event loop answers meanwhile, and no two changes meet.
+"""The only thread that uses the database of transcripts. On a full disk it has KV make room for them. The event loop
+goes on meanwhile, and changes never overlap.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ROOM_TRIES = 3
-"""How often a full disk is given room for agents' words, at the cost of KV, before they are refused."""
+"""How often KV is evicted to make room for a transcript on a full disk before the write is refused."""
 
 
 class Work:
     """
     Args:
-        ready: awaited before what somebody asks for: what was forgotten is known after it.
-        make_room: has KV, which can be computed again, make room on the disk.
+        ready: awaited before each request, so that forgotten agents are known.
+        make_room: evicts KV, which can be recomputed, to make room on the disk.
     """
 
     def __init__(
@@ -36,12 +35,12 @@ class Work:
         self._database, self._ready, self._make_room = database, ready, make_room
 
     async def answer(self, work: Callable[[], T]) -> T:
-        """What `work` returns, which somebody has asked for."""
+        """Runs `work` for a request, and returns its result."""
         await self._ready()
         return await self.in_order(work)
 
     async def in_order(self, work: Callable[[], T]) -> T:
-        """What `work` returns, after all that was begun before."""
+        """Runs `work` after everything that was begun before it, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self.thread, self.though_full, work)
 
     def from_thread(self, work: Callable[[], T]) -> T:
@@ -49,9 +48,10 @@ class Work:
         return self.thread.submit(work).result()
 
     def though_full(self, work: Callable[[], T]) -> T:
-        """Do, in the thread, what may write agents' words. On a full disk KV makes room for it.
+        """Runs `work`, which may write transcripts, in the thread. If the disk is full, KV is evicted and `work` runs
+        again.
 
-        `work` may be done several times; where it raises, it has changed nothing.
+        `work` may run several times. If it raises, it has changed nothing.
         """
         for _ in range(ROOM_TRIES):
             try:
