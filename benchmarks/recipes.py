@@ -103,11 +103,11 @@ def measure(source: str, recipes: list[str], rows: list[int], prompt_tokens: int
                     times.setdefault((name, count), []).append(timed(one, tokens_of(one, count, prompt_tokens)))
         for name, one in loaded.items():
             odds = log_odds(one, words)
-            unbatched = (mx.exp(exact) * (exact - odds)).sum(axis=-1)
+            divergence = (mx.exp(exact) * (exact - odds)).sum(axis=-1)
             line: dict[str, Any] = {
                 "recipe": name,
                 "MB": sum(path.stat().st_size for path in one.folder.glob("*.safetensors")) / 1e6,
-                "KL mean, nats": float(unbatched.mean()),
+                "KL mean, nats": float(divergence.mean()),
                 "same likeliest": float((mx.argmax(exact, -1) == mx.argmax(odds, -1)).mean()),
             }
             for count in rows:

@@ -1,1 +1,1 @@
-"""The store of a node: agents' words, and their KV on disk."""
+"""The store of a node: agents' transcripts and token ids, and their KV on disk."""

@@ -31,12 +31,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 STUCK_S = 600.0
-"""So long may the store's threads take for one thing, as long as the disk answers; else until it does."""
+"""How long one call in the store's threads may take while the disk answers. If the disk does not, it may take
+longer."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a test gives a store instead of the cluster."""
+    """Replacements for the cluster that a test gives a store."""
 
     folder: Path
     cluster_key: bytes
@@ -44,7 +45,7 @@ class Surroundings:
 
 
 def _by(declared: Method[P, R], find: Callable[[StoreServices], Callable[P, Awaitable[R] | R]]) -> Shell:
-    """Returns the method of the actor that a service's method does."""
+    """Returns the actor's method for `declared`, done by the service's method that `find` returns."""
     return shell(declared, lambda store: find(store.services), module=__name__, actor="KVStoreActor")
 
 
@@ -54,7 +55,7 @@ class KVStoreActor:
     It is called through `StoreClient`, which says what its methods do.
 
     Args:
-        given: instead of the cluster's own; then nothing is reported, and nothing tended by itself but the disk.
+        given: used instead of the cluster. Then there are no reports, and no periodic work except the disk's.
 
     Raises:
         ClusterError: the folder cannot be used, or belongs to a newer version.

@@ -20,14 +20,14 @@ DEFAULT_KV_BYTES_PER_TOKEN = 131_072
 DEFAULT_ENCODE_TOKEN_S = 0.002
 """The same for encoding a picture, per token: about a second for 700 x 700 pixels."""
 
-DECODE_ROW_TOKENS = 64
+DECODE_SEQUENCE_TOKENS = 64
 """Cost of each sequence that decodes beside a request, in prefill tokens, until a decode step is measured. A replica
 that prefills slowly also decodes slowly, and its steps take longer with more sequences."""
 
-DECODE_ROW_STEPS = 3
+DECODE_SEQUENCE_STEPS = 3
 """The same in measured decode steps."""
 
-ROW_WAIT_S = 1.0
+SEQUENCE_WAIT_S = 1.0
 """Cost of each sequence beyond the batch's places: it waits for another to finish."""
 
 
@@ -61,9 +61,9 @@ class ReplicaState:
     pending_tokens: int = 0
     token_s: float = 1.0 / DEFAULT_PREFILL_TOKENS_PER_S
     """Seconds to prefill a token."""
-    sequence_s: float = DECODE_ROW_TOKENS / DEFAULT_PREFILL_TOKENS_PER_S
+    sequence_s: float = DECODE_SEQUENCE_TOKENS / DEFAULT_PREFILL_TOKENS_PER_S
     """Seconds that a sequence costs the sequences beside it."""
-    step_s: float = DECODE_ROW_TOKENS / DEFAULT_PREFILL_TOKENS_PER_S / DECODE_ROW_STEPS
+    step_s: float = DECODE_SEQUENCE_TOKENS / DEFAULT_PREFILL_TOKENS_PER_S / DECODE_SEQUENCE_STEPS
     """Seconds of a decode step."""
     kv_bytes: float = DEFAULT_KV_BYTES_PER_TOKEN
     """Bytes of a token's KV."""
@@ -91,8 +91,8 @@ class ReplicaState:
         self.node = report.node
         self.sequences_max, self.pending_tokens = max(1, report.sequences_max), max(0, report.pending_tokens)
         self.token_s = 1.0 / measured(report.prefill_tokens_per_s, DEFAULT_PREFILL_TOKENS_PER_S)
-        self.step_s = measured(report.decode_token_s, DECODE_ROW_TOKENS * self.token_s / DECODE_ROW_STEPS)
-        self.sequence_s = DECODE_ROW_STEPS * self.step_s
+        self.step_s = measured(report.decode_token_s, DECODE_SEQUENCE_TOKENS * self.token_s / DECODE_SEQUENCE_STEPS)
+        self.sequence_s = DECODE_SEQUENCE_STEPS * self.step_s
         self.kv_bytes = measured(report.kv_bytes_per_token, DEFAULT_KV_BYTES_PER_TOKEN)
         self.restore_token_s = self.kv_bytes / measured(report.restore_bytes_per_s, DEFAULT_RESTORE_BYTES_PER_S)
         self.free_bytes = report.free_bytes if report.free_bytes >= 0 else inf
@@ -158,7 +158,7 @@ class ReplicaState:
             pending = min(pending, self._seen_tokens)
         self.queue_s = (pending + self._reserved_tokens) * self.token_s + max(
             0, sequences + 1 - self.sequences_max
-        ) * ROW_WAIT_S
+        ) * SEQUENCE_WAIT_S
         self.decode_s = min(sequences, self.sequences_max) * self.sequence_s
 
 

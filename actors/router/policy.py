@@ -47,7 +47,7 @@ from ..protocol.router_messages import Chain, Decision, RouteRequest, prefill_se
 from .columns import Columns
 from .costs import Floats, Integers, Sources, Ways, best_ways, encoding_s, joined
 from .directory import Seat
-from .load import ROW_WAIT_S, Load
+from .load import SEQUENCE_WAIT_S, Load
 from .members import Members
 from .places import Whereabouts
 from .splitting import Candidates, Rules, Split, best_split
@@ -421,7 +421,7 @@ class Policy:
             away_s = self._sticky_s + np.minimum(np.maximum(0.0, prefill_s - least), columns.queue_s[rows])
             away_s[case.home] = 0.0
         costs = {
-            "queue": columns.queue_s[rows] + full * ROW_WAIT_S,
+            "queue": columns.queue_s[rows] + full * SEQUENCE_WAIT_S,
             "pull": ways.pull_s * weight,
             "restore": ways.restore_s * weight,
             "prefill": prefill_s,

@@ -122,7 +122,7 @@ def best_split(prompt_tokens: int, candidates: Candidates, rates: Floats, busy_s
     if prompt_tokens - int(one.held[best]) < rules.tokens_min or len(able) < 2:
         return None
     at_s, answer_s = one.queue_s + one.own_s, one.decode_s + one.away_s + pace_s
-    # Sequences prefill, columns decode.
+    # Rows prefill, columns decode.
     first, second = _least(able, at_s)[:, None], _least(able, answer_s)[None, :]
     moved = np.maximum(0, usable - one.near[second])
     byte_s = one.kv_bytes[first] / rates[one.node[second], one.node[first]]
@@ -133,30 +133,30 @@ def best_split(prompt_tokens: int, candidates: Candidates, rates: Floats, busy_s
     restore_s = (usable - whole) * one.restore_token_s[second] + RESTORE_SETUP_S
     queue_s = np.maximum(0.0, one.queue_s[second] - there_s)
     total = there_s + queue_s + restore_s + answer_s[second]
-    unbatched = (one.node[first] != one.node[second]) & (one.model[first] == one.model[second])
-    total = np.where(unbatched, total, np.inf)
-    sequence, column = np.unravel_index(int(total.argmin()), total.shape)
-    gain_s = float(alone_s[best] - total[sequence, column])
+    on_two_nodes = (one.node[first] != one.node[second]) & (one.model[first] == one.model[second])
+    total = np.where(on_two_nodes, total, np.inf)
+    row, column = np.unravel_index(int(total.argmin()), total.shape)
+    gain_s = float(alone_s[best] - total[row, column])
     if not gain_s >= max(GAIN_S_MIN, rules.gain_min * float(alone_s[best])):
         return None
-    prefill, decode = int(first[sequence, 0]), int(second[0, column])
+    prefill, decode = int(first[row, 0]), int(second[0, column])
     costs_s = {
         "prefill": at_s[prefill],
-        "travel": travel_s[sequence, column],
-        "queue": queue_s[sequence, column],
+        "travel": travel_s[row, column],
+        "queue": queue_s[row, column],
         "restore": restore_s[0, column],
         "decode": one.decode_s[decode],
         "away": one.away_s[decode],
         "pace": pace_s[decode],
-        "total": total[sequence, column],
+        "total": total[row, column],
         "alone": alone_s[best],
     }
     return Split(
         prefill,
         decode,
         {term: float(seconds) for term, seconds in costs_s.items()},
-        float(moved[0, column] * byte_s[sequence, column]),
-        WAIT_FACTOR * float(there_s[sequence, column]) + WAIT_S_MIN,
+        float(moved[0, column] * byte_s[row, column]),
+        WAIT_FACTOR * float(there_s[row, column]) + WAIT_S_MIN,
     )
 
 

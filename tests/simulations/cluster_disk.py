@@ -39,7 +39,7 @@ class KVDisk:
     def __init__(self, clock: Callable[[], float], entries_max: int) -> None:
         self.key, self.root, self.epoch = b"k" * 32, Path("disk"), 0
         self._clock, self._entries_max = clock, entries_max
-        self._sequences: OrderedDict[bytes, EntryRecord] = OrderedDict()
+        self._records: OrderedDict[bytes, EntryRecord] = OrderedDict()
         self.contents: dict[bytes, bytes] = {}
         self.rotten: set[bytes] = set()
         self.full = False
@@ -51,15 +51,15 @@ class KVDisk:
         self.epoch += 1
         self.files: dict[str, tuple[bytes, bytes]] = {}
         self.leases, self._changes = Leases(1000), Changes()
-        for entry in list(self._sequences)[len(self._sequences) - lost :] if lost else ():
+        for entry in list(self._records)[len(self._records) - lost :] if lost else ():
             self._remove(entry)
 
     def __contains__(self, entry: object) -> bool:
-        return entry in self._sequences
+        return entry in self._records
 
     @property
     def blocks(self) -> set[bytes]:
-        return set(self._sequences)
+        return set(self._records)
 
     def read(self, entry: bytes) -> bytes | None:
         return self.contents.get(entry)
@@ -98,32 +98,32 @@ class KVDisk:
         _, content = self.files.pop(record.name)
         if not owners:
             return SegmentPlacement(refused=[entry.id])
-        if entry.id in self._sequences:
+        if entry.id in self._records:
             # The first copy of an id stays.
             self._own(entry.id, owners)
             return SegmentPlacement(dropped=[entry.id])
-        self._sequences[entry.id], self.contents[entry.id] = replace(entry, owners=owners), content
+        self._records[entry.id], self.contents[entry.id] = replace(entry, owners=owners), content
         self.rotten.discard(entry.id)
         gone = self._make_room()
         self._changes.note([entry.id], gone)
         return SegmentPlacement(kept=[entry.id], retracted=gone)
 
     def locate(self, model: bytes, ids: Sequence[bytes]) -> list[Location | None]:
-        return [_location(model, sequence) if (sequence := self._sequences.get(entry)) else None for entry in ids]
+        return [_location(model, record) if (record := self._records.get(entry)) else None for entry in ids]
 
     def tails(self, model: bytes, parent: bytes, tokens: Sequence[int], count_max: int = 8) -> list[Any]:
         return []
 
     def touch(self, ids: Sequence[bytes], owner: str = "") -> None:
-        for entry in reversed([entry for entry in ids if entry in self._sequences]):
-            self._sequences.move_to_end(entry)
+        for entry in reversed([entry for entry in ids if entry in self._records]):
+            self._records.move_to_end(entry)
             if owner:
                 self._own(entry, (owner_tag(self.key, owner),))
 
     def give(
         self, owner: str, ids: Iterable[bytes], parents: Iterable[bytes], has: Callable[[EntryRecord], bool]
     ) -> int:
-        found = [entry for entry in ids if entry in self._sequences and has(self._sequences[entry])]
+        found = [entry for entry in ids if entry in self._records and has(self._records[entry])]
         for entry in found:
             self._own(entry, (owner_tag(self.key, owner),))
         return len(found)
@@ -144,61 +144,59 @@ class KVDisk:
         return self.leases.give_back(lease, self._clock())
 
     def report(self, failures: Iterable[Any]) -> list[bytes]:
-        gone = [failure.location.id for failure in failures if failure.location.id in self._sequences]
+        gone = [failure.location.id for failure in failures if failure.location.id in self._records]
         for entry in gone:
             self._remove(entry)
         return self._changes.note([], gone)
 
     def changes(self, whole: bool) -> tuple[list[bytes], list[bytes]]:
         changed = self._changes.take()
-        return (sorted(self._sequences), []) if whole else changed
+        return (sorted(self._records), []) if whole else changed
 
     def records(self, ids: Sequence[bytes]) -> list[EntryRecord]:
-        return [self._sequences[entry] for entry in ids if entry in self._sequences]
+        return [self._records[entry] for entry in ids if entry in self._records]
 
     def owners(self) -> set[bytes]:
-        return {tag for sequence in self._sequences.values() for tag in sequence.owners}
+        return {tag for record in self._records.values() for tag in record.owners}
 
     def uncertain(self) -> list[EntryRecord]:
         return []
 
     def forget(self, owner: str, keep: Callable[[EntryRecord], bool] | None = None) -> list[bytes]:
         tag, gone = owner_tag(self.key, owner), []
-        for sequence in [
-            sequence
-            for sequence in self._sequences.values()
-            if tag in sequence.owners and not (keep and keep(sequence))
+        for record in [
+            record for record in self._records.values() if tag in record.owners and not (keep and keep(record))
         ]:
-            rest = tuple(other for other in sequence.owners if other != tag)
+            rest = tuple(other for other in record.owners if other != tag)
             if rest:
-                self._sequences[sequence.id] = replace(sequence, owners=rest)
+                self._records[record.id] = replace(record, owners=rest)
             else:
-                self._remove(sequence.id)
-                gone.append(sequence.id)
+                self._remove(record.id)
+                gone.append(record.id)
         return self._changes.note([], gone)
 
     def stats(self) -> dict[str, int]:
-        sizes = {"bytes": len(self._sequences) * ENTRY_BYTES, "bytes_max": self._entries_max * ENTRY_BYTES}
+        sizes = {"bytes": len(self._records) * ENTRY_BYTES, "bytes_max": self._entries_max * ENTRY_BYTES}
         return {**sizes, "device_free_bytes": 2**40}
 
     def _own(self, entry: bytes, tags: Sequence[bytes]) -> None:
-        sequence = self._sequences[entry]
-        self._sequences[entry] = replace(sequence, owners=tuple(dict.fromkeys((*sequence.owners, *tags))))
+        record = self._records[entry]
+        self._records[entry] = replace(record, owners=tuple(dict.fromkeys((*record.owners, *tags))))
 
     def _remove(self, entry: bytes) -> None:
-        del self._sequences[entry], self.contents[entry]
+        del self._records[entry], self.contents[entry]
 
     def _make_room(self) -> list[bytes]:
         """Who was used longest ago goes, but for what somebody reads."""
-        over = len(self._sequences) - self._entries_max
+        over = len(self._records) - self._entries_max
         if over <= 0:
             return []
         held = self.leases.held(self._clock())
-        gone = [entry for entry in self._sequences if entry.hex() not in held][:over]
+        gone = [entry for entry in self._records if entry.hex() not in held][:over]
         for entry in gone:
             self._remove(entry)
         return gone
 
 
-def _location(model: bytes, sequence: EntryRecord) -> Location:
-    return Location.of(sequence, model, sequence.id.hex(), 0)
+def _location(model: bytes, record: EntryRecord) -> Location:
+    return Location.of(record, model, record.id.hex(), 0)

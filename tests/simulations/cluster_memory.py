@@ -25,7 +25,7 @@ class Memory:
         self.syncs: Callable[[], None] = lambda: None
         self._inside = False
         self._actions = CommitActions()
-        self.sequences: dict[str, dict[int, tuple[Head, Content]]] = {}
+        self.branches: dict[str, dict[int, tuple[Head, Content]]] = {}
         self.places: dict[str, Place] = {}
         self.graves: dict[str, tuple[int, float]] = {}
 
@@ -34,15 +34,13 @@ class Memory:
         return 0
 
     def nbytes_of(self, tenant: str) -> int:
-        held = (sequences for agent, sequences in self.sequences.items() if agent.partition("/")[0] == tenant)
-        return sum(
-            len(content.tokens) + len(content.messages) for sequences in held for _, content in sequences.values()
-        )
+        held = (branches for agent, branches in self.branches.items() if agent.partition("/")[0] == tenant)
+        return sum(len(content.tokens) + len(content.messages) for branches in held for _, content in branches.values())
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         before = (
-            {agent: dict(sequences) for agent, sequences in self.sequences.items()},
+            {agent: dict(branches) for agent, branches in self.branches.items()},
             dict(self.places),
             dict(self.graves),
         )
@@ -53,7 +51,7 @@ class Memory:
             self._inside = inner
             self._sync()
         except BaseException:
-            self.sequences, self.places, self.graves = before
+            self.branches, self.places, self.graves = before
             self._actions.take_back(actions)
             raise
         finally:
@@ -75,27 +73,27 @@ class Memory:
             self.syncs()
 
     def sequence(self) -> int:
-        epochs = [head.epoch for sequences in self.sequences.values() for head, _ in sequences.values()]
+        epochs = [head.epoch for branches in self.branches.values() for head, _ in branches.values()]
         return max([0, *epochs, *(number for number, _ in self.graves.values())])
 
     def heads(self, agent: str) -> list[Head]:
-        return [head for head, _ in self.sequences.get(agent, {}).values()]
+        return [head for head, _ in self.branches.get(agent, {}).values()]
 
     def content(self, head: Head) -> Content | None:
-        found = self.sequences.get(head.agent, {}).get(head.branch)
+        found = self.branches.get(head.agent, {}).get(head.branch)
         return found[1] if found and found[0].epoch == head.epoch else None
 
     def put(self, head: Head, content: Content) -> None:
         self._sync()
-        self.sequences.setdefault(head.agent, {})[head.branch] = head, content
+        self.branches.setdefault(head.agent, {})[head.branch] = head, content
 
     def drop(self, head: Head) -> None:
         self._sync()
-        del self.sequences[head.agent][head.branch]
+        del self.branches[head.agent][head.branch]
 
     def erase(self, agent: str) -> None:
         self._sync()
-        self.sequences.pop(agent, None)
+        self.branches.pop(agent, None)
 
     def let_go(self, agent: str, sequence: int, keep: int) -> None:
         self.erase(agent)
@@ -107,7 +105,7 @@ class Memory:
         return []
 
     def agents(self, prefix: str, after: str, limit: int) -> list[str]:
-        return sorted(agent for agent, sequences in self.sequences.items() if sequences and agent > after)[:limit]
+        return sorted(agent for agent, branches in self.branches.items() if branches and agent > after)[:limit]
 
     def bury(self, agent: str, sequence: int, at: float) -> None:
         self._sync()
@@ -133,5 +131,5 @@ class Memory:
         self.places[agent] = place
 
     def heard_of(self, after: str, limit: int) -> list[str]:
-        known = {*self.places, *(agent for agent, sequences in self.sequences.items() if sequences)}
+        known = {*self.places, *(agent for agent, branches in self.branches.items() if branches)}
         return heapq.nsmallest(limit, (agent for agent in known if agent > after))

@@ -16,7 +16,7 @@ from satchel.actors.replica.scheduling.scheduler import ScheduledSequence, Sched
 
 ROOT = bytes(32)
 TOKEN_BYTES, OPEN_TOKEN_BYTES = 4, 16
-BLOCK_BYTES, ROW_BYTES = BLOCK_TOKENS * TOKEN_BYTES, BLOCK_TOKENS * OPEN_TOKEN_BYTES
+BLOCK_BYTES, OPEN_BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES, BLOCK_TOKENS * OPEN_TOKEN_BYTES
 
 
 class Slot:
@@ -38,11 +38,11 @@ class PagedReplica:
 
     def __init__(self, bytes_max: int, *, sequences_max: int = 8, chunk_tokens: int = 2048, queue: int = 256) -> None:
         most = bytes_max // TOKEN_BYTES
-        sequence_tokens = ROW_BYTES // TOKEN_BYTES
+        sequence_tokens = OPEN_BLOCK_BYTES // TOKEN_BYTES
         limits = Limits(
             sequences_max, queue, chunk_tokens, most, 4, sequence_tokens=sequence_tokens, paged=True, shares=True
         )
-        self.budget = MemoryBudget(bytes_max, TOKEN_BYTES, ROW_BYTES, sequences_max, paged=True)
+        self.budget = MemoryBudget(bytes_max, TOKEN_BYTES, OPEN_BLOCK_BYTES, sequences_max, paged=True)
         self.scheduler = Scheduler(limits)
         self.prefixes: PrefixCache[Slot | str] = PrefixCache(sys.maxsize)
         self.sequences: dict[str, Seq] = {}

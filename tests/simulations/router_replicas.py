@@ -16,7 +16,7 @@ REPORT_S = 0.5
 LEASE_S = 10.0
 PREFILL_TOKENS_PER_S = 2000.0
 DECODE_TOKENS_PER_S = 20.0
-ROWS_MAX = 4
+SEQUENCES_MAX = 4
 QUEUE_MAX = 6
 CACHE_BLOCKS = 60
 
@@ -69,7 +69,7 @@ class Replica:
         self.events: tuple[set[bytes], set[bytes]] = (set(), set())
 
     def submit(self, sequence: Seq, store: Store) -> bool:
-        if len(self.sequences) >= ROWS_MAX + QUEUE_MAX:
+        if len(self.sequences) >= SEQUENCES_MAX + QUEUE_MAX:
             return False
         held = store.run(sequence.ask.blocks)
         while held < len(sequence.ask.blocks) and sequence.ask.blocks[held] in self.cache:
@@ -85,7 +85,7 @@ class Replica:
     def run(self, seconds: float) -> list[Seq]:
         """Work for a while; sequences that ended."""
         budget, ended = self.prefill_tokens_per_s * seconds, []
-        for sequence in list(self.sequences.values())[:ROWS_MAX]:
+        for sequence in list(self.sequences.values())[:SEQUENCES_MAX]:
             if sequence.prefill_left > 0:
                 done = min(budget, sequence.prefill_left)
                 sequence.prefill_left -= done
@@ -107,10 +107,10 @@ class Replica:
             model=MODEL,
             incarnation=f"{self.name}-{self.process}",
             sequence=self.sequence,
-            running=min(len(self.sequences), ROWS_MAX),
-            waiting=max(0, len(self.sequences) - ROWS_MAX),
+            running=min(len(self.sequences), SEQUENCES_MAX),
+            waiting=max(0, len(self.sequences) - SEQUENCES_MAX),
             pending_tokens=int(sum(sequence.prefill_left for sequence in self.sequences.values())),
-            sequences_max=ROWS_MAX,
+            sequences_max=SEQUENCES_MAX,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             active=list(self.sequences),
             announced=sorted(self.cache if self.full else came),

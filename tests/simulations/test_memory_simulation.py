@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from tests.simulations.paged_replica import BLOCK_BYTES, ROW_BYTES, TOKEN_BYTES, PagedReplica
+from tests.simulations.paged_replica import BLOCK_BYTES, OPEN_BLOCK_BYTES, TOKEN_BYTES, PagedReplica
 
 TRACE = Path(__file__).parents[2] / "../shared/traces/claude_code_agents.jsonl.gz"
 SESSIONS, REQUESTS = 6, 40
@@ -26,7 +26,9 @@ SESSIONS, REQUESTS = 6, 40
 def test_sequences_and_prefixes_never_take_more_than_there_is(seed: int) -> None:
     """Sequences of any lengths, some with a beginning in common, in memory for a few of them; none waits for ever."""
     rng = random.Random(seed)
-    replica = PagedReplica(rng.choice([12, 40, 150]) * (BLOCK_BYTES + ROW_BYTES), sequences_max=rng.choice([2, 8, 32]))
+    replica = PagedReplica(
+        rng.choice([12, 40, 150]) * (BLOCK_BYTES + OPEN_BLOCK_BYTES), sequences_max=rng.choice([2, 8, 32])
+    )
     prompts = [[rng.randrange(10**6) for _ in range(int(60 * rng.paretovariate(0.6)) % 9000 + 1)] for _ in range(60)]
     for step in range(400):
         if rng.random() < 0.3:
@@ -52,7 +54,7 @@ def test_sequences_and_prefixes_never_take_more_than_there_is(seed: int) -> None
 def test_what_sequences_have_in_common_takes_room_once() -> None:
     """Eight sequences of 5,000 tokens run at a time where there is room for two."""
     prompt = list(range(5000))
-    replica = PagedReplica(2 * 20 * BLOCK_BYTES + 10 * (ROW_BYTES + BLOCK_BYTES))
+    replica = PagedReplica(2 * 20 * BLOCK_BYTES + 10 * (OPEN_BLOCK_BYTES + BLOCK_BYTES))
     replica.run("first", prompt, 1)
     for number in range(8):
         replica.submit(f"sequence {number}", [*prompt, 10**6 + number], 5)
@@ -63,7 +65,7 @@ def test_what_sequences_have_in_common_takes_room_once() -> None:
 
 def test_a_conversation_grows_to_100_000_tokens_and_only_what_is_new_is_read() -> None:
     """Memory holds little more than it. The tables cost less than 10 ms a turn."""
-    replica = PagedReplica(105_000 * TOKEN_BYTES + 12 * ROW_BYTES)
+    replica = PagedReplica(105_000 * TOKEN_BYTES + 12 * OPEN_BLOCK_BYTES)
     tokens, spent, known = list(range(3000)), [], 0
     while len(tokens) < 100_000:
         before = replica.prefilled
@@ -80,7 +82,7 @@ def test_a_conversation_grows_to_100_000_tokens_and_only_what_is_new_is_read() -
 
 
 def test_of_a_conversation_that_is_evicted_the_beginning_stays() -> None:
-    replica = PagedReplica(60 * BLOCK_BYTES + 2 * ROW_BYTES)
+    replica = PagedReplica(60 * BLOCK_BYTES + 2 * OPEN_BLOCK_BYTES)
     first = list(range(40 * BLOCK_TOKENS))
     replica.run("first", first, 1)
     replica.run("second", [10**6 + token for token in range(30 * BLOCK_TOKENS)], 1)
@@ -113,7 +115,7 @@ def test_recorded_sessions_of_coding_agents(room: float) -> None:
         for request in requests:
             said.update({(session, block) for first, last in request["blocks"] for block in range(first, last + 1)})
     answers = sum(request["output"] // 16 + 2 * BLOCK_TOKENS for requests in recorded for request in requests)
-    everything = (64 * len(said) * 2 + answers) * TOKEN_BYTES + SESSIONS * REQUESTS * ROW_BYTES
+    everything = (64 * len(said) * 2 + answers) * TOKEN_BYTES + SESSIONS * REQUESTS * OPEN_BLOCK_BYTES
     replica = PagedReplica(int(everything * room), sequences_max=4)
     waiting = {session: iter(requests) for session, requests in enumerate(recorded)}
     running: dict[int, str] = {}

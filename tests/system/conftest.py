@@ -15,7 +15,7 @@ from satchel.cluster.config import Config, parse_config
 
 from .serving import RECALL
 
-ROWS_MAX = 8
+SEQUENCES_MAX = 8
 QUEUE_MAX = 12
 
 
@@ -25,7 +25,7 @@ def config() -> Config:
         {
             "models": [{**RECALL, "replicas": 2}],
             "endpoint": {"port": free_port(), "body_bytes_max": "1 MiB"},
-            "scheduling": {"sequences_max": ROWS_MAX, "queue_requests_max": QUEUE_MAX},
+            "scheduling": {"sequences_max": SEQUENCES_MAX, "queue_requests_max": QUEUE_MAX},
             # Half of what is usual: two tests wait until it has run out.
             "timing": {"consumer_lease_s": 5.0},
         }

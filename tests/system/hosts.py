@@ -105,8 +105,8 @@ class Host:
     def _listeners(self, *tables: str) -> list[str]:
         """Where connections are accepted, as Linux writes it: ADDRESS:PORT, in hexadecimal."""
         found = subprocess.run(self.command("cat", *tables), capture_output=True, text=True, check=True)
-        sequences = [line.split() for line in found.stdout.splitlines()]
-        return [sequence[1] for sequence in sequences if sequence[3] == LISTEN]
+        rows = [line.split() for line in found.stdout.splitlines()]
+        return [row[1] for row in rows if row[3] == LISTEN]
 
     def pids(self) -> list[int]:
         """Its processes, by their ids in the machine."""

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from satchel.api.serve import Deployment
 
-from .conftest import QUEUE_MAX, ROWS_MAX
+from .conftest import QUEUE_MAX, SEQUENCES_MAX
 
 MODEL = "satchel/recall"
 TOOL = {
@@ -145,8 +145,8 @@ async def test_a_full_queue_is_a_503_and_nobody_else_is_disturbed(deployment: De
     """More requests than two replicas' places and queues: some are refused with Retry-After, none fails otherwise.
 
     One caller fills four fifths of a queue: the rest stays free for others."""
-    most = 2 * (ROWS_MAX + QUEUE_MAX)
-    least = 2 * (ROWS_MAX + QUEUE_MAX * 4 // 5)
+    most = 2 * (SEQUENCES_MAX + QUEUE_MAX)
+    least = 2 * (SEQUENCES_MAX + QUEUE_MAX * 4 // 5)
     body = {"messages": [user("Say the numbers from one to thirty.")], "max_tokens": 40, "temperature": 0}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=deployment.url, timeout=120, trust_env=False, limits=limits) as client:

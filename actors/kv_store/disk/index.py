@@ -1,8 +1,9 @@
 """The index of segment files: in memory, made of their footers at every start. Pure.
 
-An entry's row is *live* if lookups of its id return it. Other rows (second or replaced copies) are kept so that their
-bytes can be found and erased. A footer lacks owners that came later, so after a start a row is not *certain* until it
-is told them. A footer may not name one who was forgotten: its file is marked for erasing then, and rewritten.
+Each entry of a file has a row in the index. A row is *live* if lookups of its id return it. Other rows (second or
+replaced copies) are kept so that their bytes can be found and erased. A footer lacks owners that were added later, so
+after a start a row is not *certain* until those are found. A footer may not name a forgotten owner: such a file is
+marked for erasing, and rewritten.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Index:
         segments: by name.
         nbytes: of all segments.
         rows: how many entries there are, copies included.
-        tenant_bytes: of each tenant's segments, without those of nobody in particular. A file has entries of one tenant
+        tenant_bytes: of each tenant's segments, without those that belong to no agent. A file has entries of one tenant
             only, because block ids depend on the tenant. KV that several of its agents share is one entry.
     """
 
@@ -269,7 +270,7 @@ def _union(owners: Iterable[bytes], more: Iterable[bytes]) -> tuple[bytes, ...]:
     union = tuple(dict.fromkeys((*owners, *more)))
     if len(union) <= OWNERS_MAX:
         return union
-    # So many owners are replaced by a crowd tag, with which the entry stays if any of them is forgotten.
+    # Too many owners are replaced by a crowd tag: the entry then stays if one of them is forgotten.
     crowd = next(filter(is_crowd, union), crowd_tag(union[0]))
     some = {crowd, *[tag for tag in union if tag != crowd][: OWNERS_MAX - 1]}
     return tuple(tag for tag in dict.fromkeys((*union, crowd)) if tag in some)

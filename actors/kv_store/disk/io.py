@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PIECES_MAX, _PIECE_BYTES_MAX = 512, 2**21
-"""How many pieces of how many bytes go into one system call: every system allows 1024, and macOS refuses 2 GiB."""
+"""The most pieces and bytes of one system call: every system allows 1024 pieces, and macOS refuses 2 GiB."""
 
 
 class Space(NamedTuple):

@@ -22,7 +22,7 @@ class Leases:
         return len(self._ends)
 
     def take(self, names: Iterable[str], now: float, lease_s: float, old: str = "") -> str | None:
-        """Returns a new lease, None if there are too many. It replaces an `old` one, of whose files it is too."""
+        """Returns a new lease, None if there are too many. It replaces the lease `old` and also holds its files."""
         self.expire(now)
         if len(self._ends) >= self._count_max + (old in self._ends):
             return None

@@ -29,7 +29,7 @@ RUN_BYTES_MAX = 16 * 2**20
 """Bytes of a run, unless one entry has more: small enough that its memory is soon used again."""
 
 THREADS = 2
-"""One run more is being read or waits for the caller."""
+"""How many runs are read at the same time. One more is being read or waits for the caller."""
 
 READ_BYTES_MAX = 2**30
 """Bytes of one system call; macOS refuses 2 GiB."""

@@ -97,7 +97,7 @@ class Shelf:
     def recover(self, session: str) -> int:
         """Fills the index from the footers of finished files, in the order in which they were written, and removes all
         other files, but those that this session's writers have under way. Returns the new epoch."""
-        # An index on disk is of an earlier version, and has tokens.
+        # An index on disk is from an earlier version, and contains tokens.
         for old in [*self.root.glob("index*"), *self.root.glob(f".*{UNFINISHED}")]:
             self.io.unlink(old)
         found: list[tuple[int, float, str, SegmentFile, SegmentRecord]] = []
@@ -122,7 +122,7 @@ class Shelf:
             self.index.place(record, file.used, certain=False)
         self.remove_lonely()
         self.purge_if_possible()
-        # From a jump on, so that all epochs take equally many bytes of a file.
+        # Above a minimum, so that every epoch takes the same number of bytes in a file.
         return max((epoch for epoch, *_ in found), default=_EPOCH_JUMP) + 1 + secrets.randbelow(_EPOCH_JUMP)
 
     def record_of(self, file: SegmentFile) -> SegmentRecord | None:

@@ -2,8 +2,9 @@
 
 Replicas write and read the segment files. The store keeps the index, in memory, and reads a file's data only to rewrite
 it without forgotten entries. The files are all that is kept: their footers are read at every start, so that nothing
-else can be damaged or disagree with them. What footers lack is told anew: owners that came later by the agents'
-branches (`uncertain`, `settle`), who was forgotten by their tombstones, and the order of use by the files' times.
+else can be damaged or disagree with them. What footers lack comes from elsewhere after a start: owners that were added
+later from the agents' branches (`uncertain`, `settle`), forgotten agents from their tombstones, and the order of use
+from the files' times.
 """
 
 from __future__ import annotations

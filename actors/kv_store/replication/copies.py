@@ -47,14 +47,14 @@ class Secondaries:
 
     Args:
         node: this one.
-        version: a number that grows with everything that agents do here; for the thread of `in_order`.
+        version: returns a number that grows with every change of agents here; for the thread of `in_order`.
         count: how many copies of each agent there should be.
         machines: how many nodes there should be.
-        wait_s: how long a turn's last event waits for copies of its words.
-        strict: whether those that fail are tried again within that time.
-        doubt: told of agents that another node says live elsewhere.
-        limits: what is known of what an agent's tenant may have on a node's disk.
-        timing: how long words and KV may take for which nobody waits, and how soon a copy is tried again.
+        wait_s: how long a turn's last event waits for its copies.
+        strict: whether failed copies are retried within that time.
+        doubt: called with agents that have another primary according to another node.
+        limits: returns the known limit of an agent's tenant on a node's disk.
+        timing: how long background copies of branches and KV may take, and how soon a copy is retried.
 
     Attributes:
         failed_total: copies that were not made in time.
@@ -92,10 +92,10 @@ class Secondaries:
         """Updates a node's copy of the agent's branches.
 
         Args:
-            whole: whether the other node surely lacks the latest content, so that it is sent at once.
+            whole: whether the other node certainly lacks the latest content, so that it is sent at once.
 
         Returns:
-            What the other node has now.
+            The copy that the other node has now.
 
         Raises:
             AgentNotFound: there is nothing to copy.

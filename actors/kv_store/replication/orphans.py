@@ -53,7 +53,7 @@ class Orphans:
         self._node, self._roles, self._in_order, self._peers = node, roles, in_order, peers
         self._succession, self._copies, self._count, self._timing = succession, copies, count, timing
         self._members: frozenset[str] | None = None
-        # When to look; None while nothing has changed. And whether it changed again since that was set.
+        # When to look, None while nothing has changed; and whether nodes changed again since that was set.
         self._look_at: float | None = None
         self._again = False
         self._looking: asyncio.Task[None] | None = None

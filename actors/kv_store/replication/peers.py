@@ -59,7 +59,7 @@ class RayPeers:
         if age_s > self._timing.peers_s and self._reading is None:
             self._reading = asyncio.create_task(self._read())
         if age_s > self._timing.peers_old_s and self._reading is not None:
-            # Else turns need not wait for a router that is slow.
+            # Only if the list is old: otherwise turns need not wait for a slow router.
             await asyncio.shield(self._reading)
         return self._others
 
@@ -86,5 +86,6 @@ class RayPeers:
         return client
 
     def _ask_anew(self) -> None:
-        """A node may be gone, and then nobody is to wait for it again: the next one asks who is there."""
+        """Forgets the list of nodes, because one may be gone: the next call asks the router again, so nobody waits for
+        a lost node twice."""
         self._read_at = None

@@ -22,7 +22,7 @@ from .peers import Peers
 logger = logging.getLogger(__name__)
 
 HANDING_MAX = 3
-"""How often handing over begins again because the agent speaks meanwhile."""
+"""How often handing over begins again because the agent had a turn meanwhile."""
 
 TOGETHER = 512
 DOUBTS_MAX = 10_000
@@ -35,8 +35,8 @@ class Succession:
         node: this one.
         heads: an agent's branches; for the thread of `in_order`.
         bury: forgets an agent here, up to an epoch; the number is that of its tombstone elsewhere.
-        changed: told of agents whose place has changed.
-        timing: how long another node has to say what it knows, and to take an agent.
+        changed: called with agents whose place has changed.
+        timing: how long another node may take to answer, and to take an agent.
     """
 
     def __init__(

@@ -12,8 +12,8 @@
     ENTRY      4 bytes length and msgpack of the entry's facts, and its bytes
     END        SHA-256 of all bytes before this frame, and its MAC under the key of the cluster that packed it
 
-The digest finds every accident. Against intent there are the MAC, by which a cluster knows its own satchels, and a
-passphrase (`cluster/trust/locked.py`).
+The digest detects accidental damage. Against deliberate changes there are the MAC, by which a cluster recognizes its
+own satchels, and a passphrase (`cluster/trust/locked.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ...protocol.store_messages import Content
 
 MAGIC = b"SATCHEL\n"
 LOCKED_MAGIC = b"SATCHEL*"
-"""Of a satchel that is encrypted as a whole (`cluster/trust/locked.py`)."""
+"""The first bytes of a satchel that is encrypted as a whole (`cluster/trust/locked.py`)."""
 
 VERSION = 1
 MANIFEST_BYTES_MAX = 16 * 2**20
@@ -97,8 +97,8 @@ class Chain:
 
 @validated(frozen=True, config=_KNOWN)
 class Manifest:
-    """What a satchel has: the agent's id without its tenant, its branches, the oldest first, and their KV: at most so
-    many entries and bytes, as damaged ones are left out."""
+    """The contents of a satchel: the agent's id without its tenant, its branches, the oldest first, and their KV. The
+    numbers of entries and bytes are upper bounds, because damaged entries are left out."""
 
     agent: _Text
     packed_s: _Time
@@ -112,7 +112,7 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 class CarriedEntry(NamedTuple):
-    """An entry that is what its digest says. `data` is `(nbytes,) uint8`."""
+    """An entry that matches its digest. `data` is `(nbytes,) uint8`."""
 
     record: EntryRecord
     model: bytes
@@ -141,7 +141,7 @@ class SatchelWriter:
             self._frame(Kind.BRANCH, _packed((content.tokens, content.text, content.messages)))
 
     def entry(self, entry: Location, layout: EntryLayout, data: memoryview) -> None:
-        """Writes an entry, with its model and layout if they are others than of the entry before."""
+        """Writes an entry, preceded by its model and layout if these differ from the last entry's."""
         described = _packed((entry.model, layout.parts, layout.meta))
         if described != self._layout:
             self._layout = described
@@ -169,7 +169,8 @@ def proof_of(key: bytes, digest: bytes) -> bytes:
 
 
 class SatchelReader:
-    """Reads a satchel of anybody: lengths are bounded before they are believed, and nothing counts before the end.
+    """Reads an untrusted satchel: lengths are checked before they are used, and nothing is valid before the end is
+    verified.
 
     Args:
         file: at its beginning.
@@ -179,10 +180,10 @@ class SatchelReader:
 
     Attributes:
         manifest, contents: the branches.
-        native: whether this cluster has packed it; known after the last of `entries`.
+        native: whether this cluster packed it; known after the last of `entries`.
 
     Raises:
-        InvalidSatchel: it is none, cut, damaged, or of a newer version; so does `entries`.
+        InvalidSatchel: the file is no satchel, truncated, damaged, or of a newer version; so does `entries`.
         OSError: it cannot be read.
     """
 
@@ -198,7 +199,8 @@ class SatchelReader:
             self.contents.append(content)
 
     def entries(self) -> Iterator[CarriedEntry]:
-        """Yields all entries; `data` is overwritten by the next one. The file is whole if this ends."""
+        """Yields all entries; the next one overwrites `data`. If this ends without an error, the whole file is
+        valid."""
         layout: EntryLayout | None = None
         model, buffer = b"", np.empty(0, np.uint8)
         count = 0
@@ -270,10 +272,10 @@ class Readable(Protocol):
 
 
 def read_manifest(file: Readable, nbytes: int) -> Manifest:
-    """Returns what a satchel says that it has, before anything of it is verified.
+    """Returns a satchel's manifest before anything is verified.
 
     Raises:
-        InvalidSatchel: it is none.
+        InvalidSatchel: the file is no satchel.
     """
     head = file.read(len(MAGIC) + 4 + _HEAD_BYTES)
     check_beginning(head[: len(MAGIC) + 4])
@@ -284,7 +286,7 @@ def read_manifest(file: Readable, nbytes: int) -> Manifest:
 
 
 def check_beginning(beginning: bytes) -> None:
-    """Checks the first 12 bytes. Raises `InvalidSatchel` with what they are instead."""
+    """Checks the first 12 bytes. If they are wrong, raises `InvalidSatchel` that says what they are instead."""
     if beginning.startswith(LOCKED_MAGIC):
         raise InvalidSatchel("the satchel is encrypted: `satchel agents unpack` opens it with its passphrase")
     if not beginning.startswith(MAGIC) or len(beginning) < len(MAGIC) + 4:

@@ -14,7 +14,7 @@ from ..disk.store import DiskStore
 from .layout import CarriedBranch, Chain, Manifest, SatchelWriter
 
 _TAILS_MAX = 4
-"""Of one branch, the longest: earlier turns leave shorter ones."""
+"""Tails packed for one branch, the longest ones: earlier turns leave shorter ones."""
 
 
 def kv_of(store: DiskStore, branches: Iterable[Branch]) -> list[Location]:
@@ -25,7 +25,7 @@ def kv_of(store: DiskStore, branches: Iterable[Branch]) -> list[Location]:
         located = [*store.locate(branch.model, [*claims.blocks])]
         for parent, packed in claims.rests():
             tails = store.tails(branch.model, parent, unpack_tokens(packed))
-            # The end of a longer one may be another agent's.
+            # The last tokens of a longer one may be another agent's.
             whole = [each.location for each in tails if 4 * each.tokens == len(each.location.tokens)]
             located += whole[:_TAILS_MAX]
         found |= {location.id: location for location in located if location is not None}
@@ -39,7 +39,7 @@ def manifest_of(
     locations: Sequence[Location],
     now_s: float,
 ) -> Manifest:
-    """Returns what a satchel will have.
+    """Returns the manifest of a satchel.
 
     Args:
         agent: its id, without the tenant.

@@ -1,4 +1,4 @@
-"""Takes the KV of a satchel into a node's disk, under the ids that it has for its new owner."""
+"""Writes a satchel's KV to a node's disk, under the ids that its new owner gives it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Renamed:
     """
 
     def __init__(self, manifest: Manifest, contents: list[Content], root_of: Callable[[bytes], bytes]) -> None:
-        # By model and parent there: the parent here, and what the agent said after it.
+        # By model and parent in the satchel: the parent here, and the agent's tokens after it.
         self._places: dict[tuple[bytes, bytes], tuple[bytes, list[tuple[bytes, int]]]] = {}
         for chain in manifest.chains:
             root, tokens = root_of(chain.model), contents[chain.branch].tokens
@@ -65,7 +65,7 @@ class Renamed:
         """Returns an entry's id and parent; empty if it may not be shared.
 
         Raises:
-            InvalidSatchel: it is of nothing that the agent said.
+            InvalidSatchel: no branch of the agent claims it.
         """
         parent, said = self._places.get((model, record.parent), (b"", []))
         tokens = unpack_tokens(record.tokens)
@@ -79,7 +79,7 @@ class Renamed:
 
 @dataclass
 class TakenKV:
-    """How many entries and bytes were taken, of how many, and why not all ("" if they were)."""
+    """How many entries and bytes were taken, out of how many, and why not all ("" if all were)."""
 
     entries: int = 0
     nbytes: int = 0
@@ -105,7 +105,7 @@ class KVTaker:
     taken: TakenKV = field(default_factory=TakenKV)
 
     def take(self, reader: SatchelReader, renamed: Renamed) -> TakenKV:
-        """Takes what the reader has, which was verified before, as far as there is room."""
+        """Takes the entries of an already verified satchel, as far as there is room."""
         self._ids: dict[bytes, None] = {}
         self._segment: SegmentWriter | None = None
         try:
@@ -122,7 +122,7 @@ class KVTaker:
         finally:
             if self._segment is not None:
                 self._segment.abandon()
-        # Blocks of a chain as used later than its end, so that this goes first.
+        # A chain's first blocks count as used later than its end, so that eviction takes the end first.
         self.touch([*self._ids], self.owner)
         return self.taken
 

@@ -1,4 +1,4 @@
-"""Agents' words as a whole: recalled, described, listed, copied, forgotten."""
+"""Agents as a whole: recalls, describes, lists, forks and forgets them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ T = TypeVar("T")
 class Conversations:
     """
     Args:
-        kept: awaited with a copy of an agent that is on the disk.
-        forgotten: awaited with an agent that was forgotten, or may have been: erasing it has failed.
+        kept: awaited with a fork once it is on the disk.
+        forgotten: awaited with an agent that was forgotten, or may have been, if erasing failed.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Conversations:
     async def recall(
         self, agent: str, files_id: bytes, known: Mapping[int, int], limits: Limits | None = None
     ) -> Recalled:
-        """What a stateless turn begins with.
+        """Returns the memory that a stateless turn begins with.
 
         Raises:
-            AgentElsewhere: this node has but a copy.
-            QuotaExceeded: with `limits`, the tenant may add no words.
+            AgentElsewhere: this node has only a copy.
+            QuotaExceeded: with `limits`, the tenant may add no transcripts.
         """
         self._quotas.note(limits)
 
@@ -61,11 +61,11 @@ class Conversations:
         return await self._work.answer(work)
 
     async def transcript(self, agent: str) -> bytes:
-        """What the agent said and heard on its main branch: OpenAI messages as JSON."""
+        """Returns the transcript of the agent's main branch: OpenAI messages as JSON."""
         return await self._work.answer(lambda: self._agents.transcript(agent))
 
     async def describe(self, agent: str) -> AgentBranches:
-        """The agent's branches.
+        """Returns the agent's branches.
 
         Raises:
             AgentNotFound: there are none.
@@ -80,7 +80,7 @@ class Conversations:
         return await self._work.answer(work)
 
     async def page(self, tenant: str, after: str, limit: int) -> list[AgentBranches]:
-        """Agents of the tenant, "" for all, in the order of their keys, those after the key `after`."""
+        """Returns agents of the tenant ("" for all), sorted by key, from the first after the key `after`."""
 
         def work() -> list[AgentBranches]:
             return [
@@ -94,7 +94,7 @@ class Conversations:
         return AgentBranches(agent, main.branch if main else None, heads, place.epoch, place.role is Role.PRIMARY)
 
     async def blocks(self, agent: str, replicas: Sequence[Sequence[bytes]] = ()) -> list[BranchKV]:
-        """What each of the agent's branches stands on; as `StoreClient.blocks`."""
+        """Returns the KV that each of the agent's branches uses; as `StoreClient.blocks`."""
 
         def hashed(branches: list[Branch]) -> list[BranchKV]:
             shared = [branch for branch in branches if branch.root]
@@ -108,22 +108,23 @@ class Conversations:
         return await self._of_branches(agent, hashed, replicas)
 
     async def disk_kept(self, agent: str) -> int:
-        """How many entries of KV on the disk, blocks and tails, the agent's branches stand on."""
+        """Returns how many KV entries on the disk, blocks and tails, the agent's branches use."""
         disk = self._disk.store
         return 0 if disk is None else await self._of_branches(agent, lambda found: kept_on(disk, found))
 
     async def _of_branches(
         self, agent: str, work: Callable[[list[Branch]], T], replicas: Sequence[Sequence[bytes]] = ()
     ) -> T:
-        """What follows from the agent's token ids, not by the worker: it takes a while, and commits wait for that."""
+        """Returns what `work` derives from the agent's branches. It takes a while, so it does not run in the thread
+        that commits wait for."""
         found = await self._work.answer(lambda: branches_of(self._agents, agent, replicas))
         return await asyncio.to_thread(work, found)
 
     async def fork(self, source: str, target: str, limits: Limits | None = None) -> int:
-        """Copy an agent. Returns the number of branches.
+        """Copies an agent under a new name. Returns the number of branches.
 
         Raises:
-            AgentNotFound, AgentExists, InvalidRequest, QuotaExceeded: there is nothing to copy, or no place for it.
+            AgentNotFound, AgentExists, InvalidRequest, QuotaExceeded: there is nothing to copy, or no room for it.
         """
         self._quotas.note(limits)
 
@@ -138,16 +139,16 @@ class Conversations:
 
         count = await self._work.answer(work)
         await self._disk.make_room_for(target)
-        # Before anybody hears of the copy, and so may forget the source.
+        # Before the caller hears of the fork, and so may forget the source.
         await self._disk.copied(source, target)
         await self._kept(target)
         self._disk.on_touched(target)
         return count
 
     async def forget(self, agent: str) -> bool:
-        """Erase the agent's memory; turns under way cannot commit. Returns whether there was any.
+        """Erases the agent's memory; running turns cannot commit. Returns whether there was any.
 
-        The transcript is off the disk when this returns, and KV blocks soon after.
+        The transcript is erased from the disk when this returns, KV blocks soon after.
         """
 
         known = begun = False
@@ -156,7 +157,7 @@ class Conversations:
             nonlocal known, begun
             with self._database.transaction():
                 if begun:
-                    # The rest has failed, and the agent need not be known any more.
+                    # The rest has failed, and the agent may be unknown now.
                     self._agents.bury(agent, time.time())
                 else:
                     begun = self._agents.lives(agent)
@@ -169,6 +170,7 @@ class Conversations:
         try:
             return await self._work.answer(work)
         finally:
-            # Even where the answer is an error: the tombstone may be there. What still has branches keeps its KV.
+            # Even if the answer is an error: the tombstone may have been written. An agent that still has branches
+            # keeps its KV.
             self._disk.forgotten(agent)
             await self._forgotten(agent)

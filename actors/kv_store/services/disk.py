@@ -1,5 +1,5 @@
-"""The node's KV on disk: opened as soon as it can be, kept tidy, and what replicas do with it. Their bytes go past it,
-by files."""
+"""The node's KV on disk: opens it as soon as possible, keeps it tidy, and answers replicas. Replicas read and write the
+files themselves."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOCK_WAIT_S = 10.0
-"""How long a dying predecessor may still hold the folder of KV."""
+"""How long to wait for a dying predecessor to release the KV folder."""
 
 OPEN_RETRY_S, OPEN_RETRY_S_MAX = 0.5, 15.0
-"""How soon a disk tier that could not be opened is tried again: every time later, and this late at most."""
+"""How soon a disk tier that could not be opened is tried again: the pause grows each time, up to the second value."""
 
 COMPACT_S = 20.0
 SPACE_S = 2.0
-"""How often it is looked what is free of the device, which others fill too."""
+"""How often the device's free space is checked, which other programs fill too."""
 
 COPIED_MAX = 10_000
-"""How many copies of agents may wait for a disk tier."""
+"""How many forks of agents may wait for a disk tier."""
 
 
 class NodeDisk:
     """For one event loop.
 
     Args:
-        folder: where KV is kept; None for a node that keeps none.
+        folder: of the KV; None for a node that keeps none.
         limits: of that folder.
-        ask: calls its argument in the thread that may use `Agents`.
-        quotas: what tenants may have.
+        ask: calls its argument in the thread that owns `Agents`.
+        quotas: the tenants' limits.
 
     Attributes:
-        session: of this process, for those who write.
-        store: None as long as it cannot be opened: agents' words are kept all the same.
-        owned: who may have what in it; None without it.
-        error: why there is none, "" where there is.
-        on_opened: called where the store was opened later.
-        on_touched: called with an agent's key where its KV has changed.
+        session: of this process, for writers.
+        store: None as long as it cannot be opened; transcripts are kept nevertheless.
+        owned: the owners of its entries; None without a store.
+        error: why there is no store, "" if there is one.
+        on_opened: called if the store was opened later.
+        on_touched: called with an agent's key when its KV has changed.
     """
 
     def __init__(self, folder: Path | None, limits: DiskLimits, ask: Ask, quotas: Quotas, timing: Timing) -> None:
@@ -70,13 +70,13 @@ class NodeDisk:
         self.threads = ThreadPoolExecutor(2, "disk")
         self._folder, self._limits, self._ask, self._quotas = folder, limits, ask, quotas
         self._tending: asyncio.Task[None] | None = None
-        # Agents that were copied while no KV was kept on disk.
+        # Agents that were forked while no KV was kept on disk.
         self._copied: dict[tuple[str, str], None] = {}
         if (found := self._open(LOCK_WAIT_S)) is not None:
             self.take(found)
 
     def take(self, store: DiskStore) -> None:
-        """Answer for the store from now on."""
+        """Uses the store from now on."""
         self.store, self.owned = store, Ownership(store, self._ask, self._timing.claim_wait_s)
 
     def _open(self, lock_wait_s: float) -> DiskStore | None:
@@ -92,24 +92,24 @@ class NodeDisk:
             return None
         self.error = ""
         try:
-            # Before agents' words are opened, which may want some of it.
+            # Before the database of transcripts is opened, which may need the room.
             store.keep_reserve()
         except SatchelError as error:
             logger.warning("KV gives nothing of the disk back: %s", error.message)
-        # Where KV lay before it shared its key with agents' memory; nobody can read it any more.
+        # KV from before it shared its key with agents' memory; it is unreadable now.
         shutil.rmtree(folder / "blocks", ignore_errors=True)
         return store
 
-    # Looked after.
+    # Maintenance.
 
     async def ready(self) -> None:
-        """Know who was forgotten. Cheap after the first call."""
+        """Reads which agents were forgotten. Cheap after the first call."""
         self.tend()
         if self.owned is not None:
             await self.owned.ready()
 
     def tend(self) -> None:
-        """Have the store looked after, and opened where it is not. Cheap after the first call."""
+        """Starts the store's maintenance, which also opens it if it is not open. Cheap after the first call."""
         if self._tending is None and (self._folder is not None or self.store is not None):
             self._tending = asyncio.create_task(self._open_and_tend())
 
@@ -126,12 +126,12 @@ class NodeDisk:
         assert self.owned is not None
         copied, self._copied = self._copied, {}
         with suppress(SatchelError):
-            # At once: what was forgotten meanwhile goes now, but for what copies stand on.
+            # At once: KV of agents that were forgotten meanwhile is erased, except what forks own.
             await asyncio.gather(self.owned.ready(), *(self.owned.copied(*pair) for pair in copied))
         await self._keep_tidy(self.store, self.owned)
 
     async def _keep_tidy(self, store: DiskStore, owned: Ownership) -> None:
-        """Keep the store tidy and within what the device has left, as long as this task lives."""
+        """Keeps the store tidy and within the device's free space, as long as this task lives."""
         loop = asyncio.get_running_loop()
         compacted_at = loop.time()
         while True:
@@ -143,11 +143,11 @@ class NodeDisk:
                     await self.in_thread(store.compact)
                     owned.again()
             except SatchelError as error:
-                # A full disk, for one; the next round tries again.
+                # For example a full disk; the next round tries again.
                 logger.warning("tidying the disk up: %s", error.message)
 
     def make_room(self) -> None:
-        """KV makes room for agents' words on a full disk. Not for the event loop."""
+        """Evicts KV to make room for transcripts on a full disk. Not for the event loop."""
         if self.store is not None:
             try:
                 self.store.make_room()
@@ -155,7 +155,8 @@ class NodeDisk:
                 logger.warning("KV makes no room: %s", error.message)
 
     async def make_room_for(self, agent: str) -> None:
-        """KV of the agent's tenant has the room that its words leave. Nothing to do for one that never had a limit."""
+        """Limits the KV of the agent's tenant to the room that its transcripts leave. Does nothing for a tenant that
+        never had a limit."""
         tenant = tenant_of(agent)
         if self.store is None or not self._quotas.knows(tenant):
             return
@@ -165,25 +166,25 @@ class NodeDisk:
             logger.warning("KV of %s stays beyond its limit for now: %s", tenant, error.message)
 
     async def limit(self, limits: Limits | None) -> None:
-        """These count before more KV comes."""
+        """Applies these limits before more KV comes."""
         self._quotas.note(limits)
         for tenant in limits or ():
             await self.make_room_for(f"{tenant}/")
 
-    # What happens to agents.
+    # Changes of agents.
 
     def committed(self, agent: str) -> None:
-        """A turn of the agent has been committed: KV that waits for its branch may look again."""
+        """Wakes KV that waits for the agent's branch: a turn has been committed."""
         if self.owned is not None:
             self.owned.committed(agent)
 
     def forgotten(self, agent: str) -> None:
-        """The agent's tombstone has been written: its KV goes."""
+        """Begins to erase the agent's KV: its tombstone has been written."""
         if self.owned is not None:
             self.owned.forgotten(agent)
 
     async def copied(self, source: str, target: str) -> None:
-        """`target` has all that `source` has said, and so the KV that stands for it."""
+        """Makes `target`, a fork of `source`, an owner of the KV of `source`."""
         if self.owned is None:
             if len(self._copied) < COPIED_MAX:
                 self._copied[source, target] = None
@@ -193,16 +194,16 @@ class NodeDisk:
         except SatchelError as error:
             logger.warning("agent %s computes anew what %s has on disk: %s", target, source, error.message)
 
-    # For replicas of the node; None where there is no store.
+    # For replicas of the node; None if there is no store.
 
     def describe(self) -> DiskSession | None:
-        """What a writer or reader must know."""
+        """Returns what a writer or reader must know."""
         self.tend()
         store = self.store
         return None if store is None else DiskSession(str(store.root), self.session, store.epoch)
 
     async def commit(self, segment: SegmentRecord, limits: Limits | None = None) -> list[bytes] | None:
-        """Make a written segment count; as `StoreClient.disk_commit`."""
+        """Commits a written segment; as `StoreClient.disk_commit`."""
         await self.limit(limits)
 
         async def work(store: DiskStore, owned: Ownership) -> list[bytes]:
@@ -215,7 +216,7 @@ class NodeDisk:
         return await self._fenced(work)
 
     async def touch(self, model: bytes, chain: Sequence[bytes], owner: str) -> list[bytes] | None:
-        """Note that a chain was used. Returns the ids of it that are not there."""
+        """Records the use of a chain. Returns those of its ids that are absent."""
 
         async def work(store: DiskStore, owned: Ownership) -> list[bytes]:
             await self._touch(store, owned, chain, owner, wait=True)
@@ -231,7 +232,7 @@ class NodeDisk:
     async def find(
         self, model: bytes, chain: Sequence[bytes], parent: bytes, tokens: bytes, tails_max: int
     ) -> FoundKV | None:
-        """What is there of a prompt, pinned for a reader; as `StoreClient.disk_find`."""
+        """Returns the KV of a prompt that is there, pinned for a reader; as `StoreClient.disk_find`."""
 
         def work(store: DiskStore) -> FoundKV:
             blocks: list[Location] = []
@@ -248,7 +249,7 @@ class NodeDisk:
         return None if self.store is None else await self.in_thread(work, self.store)
 
     async def read(self, lease: str, chain: Sequence[bytes], owner: str, failures: Sequence[Failure] = ()) -> None:
-        """A reader has done."""
+        """Ends a reader's lease; as `StoreClient.disk_read`."""
 
         def give_back(store: DiskStore) -> None:
             store.unpin(lease)
@@ -257,7 +258,7 @@ class NodeDisk:
 
         async def work(store: DiskStore, owned: Ownership) -> None:
             await self.in_thread(give_back, store)
-            # The turn that reads has only begun, so nothing is about to say more of its owner.
+            # The reading turn has only begun, so no branch that claims more is about to come.
             await self._touch(store, owned, chain, owner, wait=False)
 
         await self._fenced(work)
@@ -265,25 +266,25 @@ class NodeDisk:
     async def _touch(
         self, store: DiskStore, owned: Ownership, chain: Sequence[bytes], owner: str, *, wait: bool
     ) -> None:
-        """Note the use of a chain, of which its user owns what he may."""
+        """Records the use of a chain. The user becomes an owner of the entries that it may own."""
         theirs = await owned.ownable(chain, owner, wait=wait)
         if len(theirs) < len(chain):
             await self.in_thread(store.touch, chain, "")
         await self.in_thread(store.touch, theirs, owner)
 
     async def _fenced(self, work: Callable[[DiskStore, Ownership], Coroutine[Any, Any, T]]) -> T | None:
-        """Do what may let an owner have something; None where there is no store."""
+        """Runs work that may give an owner something. Returns None if there is no store."""
         if self.store is None or self.owned is None:
             return None
         return await self.owned.fenced(work(self.store, self.owned))
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """What `work` returns, called in a thread for what waits for the disk."""
+        """Runs `work` in a thread for work that waits for the disk, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self.threads, work, *arguments)
 
 
 def kept_on(store: DiskStore, branches: Iterable[Branch]) -> int:
-    """How many entries, blocks and tails, `store` has of these branches."""
+    """Returns how many entries of these branches, blocks and tails, `store` has."""
     found: set[bytes] = set()
     for branch in branches:
         claims = Claims([branch])
@@ -291,7 +292,7 @@ def kept_on(store: DiskStore, branches: Iterable[Branch]) -> int:
         for parent, packed in claims.rests():
             rest = unpack_tokens(packed)
             for tail in store.tails(branch.model, parent, rest):
-                # Of another's tail that only begins alike, nothing here is this agent's.
+                # Another agent's tail that only begins with the same tokens is not this agent's.
                 if tail.tokens == min(len(tail.location.tokens) // 4, len(rest)):
                     found.add(tail.location.id)
     return len(found)

@@ -1,4 +1,4 @@
-"""An agent gets another home, between two of its turns."""
+"""Moves an agent to another node, between two of its turns."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 class Moving:
     """
     Args:
-        node: this one.
-        changed: told of an agent that may live elsewhere now.
+        node: this node's name.
+        changed: called with an agent whose primary may be another node now.
 
     Attributes:
-        moves, moved_bytes: agents that went to other nodes, and the KV that went with them.
+        moves, moved_bytes: how many agents moved to other nodes, and the bytes of their KV.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class Moving:
         self.moves = self.moved_bytes = 0
 
     async def move(self, agent: str, to: str, *, at_once: bool = False) -> Moved:
-        """Hand the agent over to another node.
+        """Moves the agent to another node.
 
         Args:
-            at_once: do not wait for the end of its turn. The turn is committed at the other node then, as it is after
-                the loss of this one.
+            at_once: do not wait for the end of its turn. The turn is then committed on the other node, as after the
+                loss of this one.
 
         Raises:
             AgentNotFound, AgentBusy, AgentElsewhere: it cannot be moved from here.
-            Unavailable: no such node is there now.
+            Unavailable: that node is not present now.
         """
         started = time.monotonic()
 
@@ -69,7 +69,7 @@ class Moving:
             return Moved(to, epoch, moved=False)
         if to not in await self._peers.others():
             raise Unavailable(f"node {to!r} does not answer yet, or is not there", retry_after_s=self._timing.peers_s)
-        # What can go while it talks goes first, so that the turn is held for a moment only.
+        # What can be copied during its turns is copied first, so that turns are held only for a moment.
         await self._copies.send(agent, to, self._timing.answer_s)
         before = await self._fetched(agent, to, self._timing.fetch_s)
         turn = f"move-{uuid.uuid4().hex}"
@@ -78,10 +78,10 @@ class Moving:
         try:
             sent = await self._copies.send(agent, to, self._timing.answer_s)
             then = await self._fetched(agent, to, self._timing.hold_s) if before is not None else None
-            # From here on it may be the home, whatever is heard of it: if it does not give way, this node asks.
+            # From here on the other node may be the primary, whatever its answer. Unless this node steps down, it asks.
             self._succession.doubt(agent)
             above = await self._peers.client(to).promote_here(agent, sent.epoch)
-            # Turns that nobody takes may have ended meanwhile.
+            # Turns without a lock may have been committed meanwhile: their branches are handed over.
             await self._succession.step_down(agent, to, above, sent)
         finally:
             if not at_once:
@@ -96,7 +96,7 @@ class Moving:
         return Moved(to, above, then.tokens, before.blocks + then.blocks, nbytes, seconds)
 
     async def _fetched(self, agent: str, to: str, within_s: float) -> Fetched | None:
-        """Have another node fetch the agent's KV. None where it cannot: then that is computed again there."""
+        """Has another node pull the agent's KV. Returns None if it cannot: then the KV is computed again there."""
         try:
             return await self._peers.client(to).fetch(agent, self._node, within_s)
         except SatchelError as error:

@@ -1,4 +1,4 @@
-"""What a node has by itself: agents' words and their KV, and who may use how much of both."""
+"""A node's own memory: the database of transcripts, KV on disk, and the tenants' limits on both."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """What one node has: agents' words in a database, KV on the disk, and who may use how much of both. `folder` has
-    all of it; None if it is in memory."""
+    """The database of transcripts, KV on disk, and the tenants' limits on both. `folder` holds all of it; None if it is
+    in memory."""
 
     database: AgentDatabase
     agents: Agents
@@ -41,7 +41,7 @@ class NodeMemory:
 def open_memory(config: Config, folder: Path | None) -> NodeMemory:
     """
     Args:
-        folder: where all is kept; None keeps words in memory, for as long as this process lives, and no KV.
+        folder: of all files. None keeps transcripts in memory for the life of this process, and no KV.
 
     Raises:
         ClusterError: the folder cannot be used, or belongs to a newer version.
@@ -57,7 +57,7 @@ def open_memory(config: Config, folder: Path | None) -> NodeMemory:
 
     def root_of(agent: str, model: bytes) -> bytes:
         tenant, _, name = agent.partition("/")
-        # A scope of one request is shared with nobody, so no later turn finds its blocks.
+        # Blocks with the scope of one request are not shared, so no later turn finds them.
         scope = scope_of(config.share, tenant, name, "")
         return root_id(model, scope) if is_shared(scope) else b""
 
@@ -65,7 +65,7 @@ def open_memory(config: Config, folder: Path | None) -> NodeMemory:
         database,
         AgentLimits(branches_max=config.branches_max, bytes_max=config.transcripts_bytes_max),
         root_of,
-        # A million changes a second behind the clock, however often the file begins anew.
+        # A million sequence numbers per second of the clock, so they keep growing even if the file is recreated.
         start=int(time.time()) << 20,
         on_let_go=_say_let_go,
     )
@@ -75,4 +75,4 @@ def open_memory(config: Config, folder: Path | None) -> NodeMemory:
 
 
 def _say_let_go(agent: str) -> None:
-    logger.warning("what agent %s said is let go: others need the room (transcripts_bytes_max)", agent)
+    logger.warning("agent %s is evicted: others need the room (transcripts_bytes_max)", agent)

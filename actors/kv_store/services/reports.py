@@ -1,4 +1,5 @@
-"""What a store tells the router: which agents came, changed and went, what is on the disk, and what room is left."""
+"""A store's reports to the router: agents that were added, changed and removed, what is on the disk, and the room
+left."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ..agents.roles import Role, tombstone_epoch
 from .node_memory import NodeMemory
 
 ROOM_BYTES_MIN = 64 << 20
-"""With less than that free on its disk a node is not asked to fetch KV, which it could not keep."""
+"""A node with fewer bytes free on its disk is not asked to pull KV, because it could not keep it."""
 
 _Agents = tuple[list[tuple[str, int, bool]], list[str], list[tuple[str, int]]]
 
@@ -21,13 +22,13 @@ _Agents = tuple[list[tuple[str, int, bool]], list[str], list[tuple[str, int]]]
 class StoreReports:
     """
     Args:
-        links: takes bytes a second by the node that was pulled from.
-        introduce: called before everything is announced, on the reporter's thread.
+        links: returns bytes per second by the node that was pulled from.
+        introduce: called before a full report, on the reporter's thread.
 
     Attributes:
         reporter: sends the reports; `run` it in a thread.
-        draining: whether no agent is to come here any more.
-        on_full: told when the disk becomes full, and when it is so no more.
+        draining: whether no agent may move here any more.
+        on_full: called when the disk becomes full, and when it has room again.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class StoreReports:
         self._node, self._links = node, links
         self._work, self._agents, self._roles, self._disk = memory.work, memory.agents, memory.roles, memory.disk
         self._lock = threading.Lock()
-        # Changed on the loop, taken on the reporter's thread; with the lock.
+        # Changed on the event loop and taken on the reporter's thread, under the lock.
         self._changed: set[str] = set()
-        # Whether the router has heard what is on the disk.
+        # Whether the router knows what is on the disk.
         self._disk_told = False
         self._full = False
         self.draining = False
@@ -51,18 +52,18 @@ class StoreReports:
         self.reporter = Reporter(self.report, memory.timing, before_full=introduce)
 
     def changed(self, agent: str) -> None:
-        """What this node has of the agent has changed."""
+        """Reports the agent again: its state on this node has changed."""
         with self._lock:
             self._changed.add(agent)
         self.reporter.wake()
 
     def drain(self) -> None:
-        """The node leaves: no agent is to come here any more."""
+        """Reports that the node leaves: no agent may move here any more."""
         self.draining = True
         self.reporter.wake()
 
     def report(self, sequence: int, full: bool) -> StoreReport:
-        """The state for the router. On the reporter's thread."""
+        """Returns the next report. Called on the reporter's thread."""
         with self._lock:
             agents, self._changed = self._changed, set()
         try:
@@ -100,7 +101,8 @@ class StoreReports:
         )
 
     def _places(self, agents: set[str], full: bool) -> _Agents:
-        """Those that live here or have a copy, those of which nothing is known any more, and tombstones."""
+        """Returns the agents that have a primary or a copy here, those that this node no longer knows, and
+        tombstones."""
         agents.update(self._agents.take_evicted())
         buried = set(self._agents.forgotten()) if full else agents
         known = dict(self._roles.claims({*self._roles.every(), *agents} if full else agents))
@@ -114,7 +116,7 @@ class StoreReports:
         return claimed, [agent for agent in agents if agent not in known], gone
 
     def note_room(self, free_bytes: int) -> None:
-        """So much is free on the device."""
+        """Notes the device's free bytes."""
         full = free_bytes < (2 if self._full else 1) * ROOM_BYTES_MIN
         if full != self._full:
             self.on_full(full)

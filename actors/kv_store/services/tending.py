@@ -1,4 +1,4 @@
-"""What a store does now and then: hear what happened on the other nodes, and try again what failed."""
+"""A store's periodic work: it asks the other nodes what happened there, and retries what failed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .tombstones import Tombstones
 logger = logging.getLogger(__name__)
 
 TEND_S = 5.0
-"""How often what failed is tried again."""
+"""How often failures are retried."""
 
 LEARN_S = 60.0
-"""How often other nodes are asked what happened there."""
+"""How often the other nodes are asked."""
 
 
 class Tending:
     """Made on the event loop that it lives on.
 
     Attributes:
-        introduced: set as soon as turns may begin here.
+        introduced: set once turns may begin here.
     """
 
     def __init__(
@@ -43,14 +43,15 @@ class Tending:
         self.introduced = asyncio.Event()
 
     async def ready(self) -> None:
-        """No turn begins at a home that may be none any more, as long as that can be asked."""
+        """Waits until this node knows for which agents it is still the primary, if the other nodes answer. Turns wait
+        for this."""
         if not self.introduced.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.introduced.wait(), self._timing.learn_s)
             self.introduced.set()
 
     async def learn(self) -> None:
-        """Hear from the other nodes what was forgotten there and who lives elsewhere now; then turns may begin here."""
+        """Asks the other nodes which agents were forgotten or moved; then turns may begin here."""
         try:
             async with asyncio.timeout(self._timing.learn_s):
                 await self._succession.learn()
@@ -60,7 +61,7 @@ class Tending:
             self.introduced.set()
 
     def introduce(self) -> None:
-        """On the reporter's thread: what was forgotten elsewhere is known before anything is announced."""
+        """Learns what was forgotten elsewhere before anything is announced. Called on the reporter's thread."""
         ends = time.monotonic() + self._timing.introduce_s
         while True:
             asyncio.run_coroutine_threadsafe(self.learn(), self._loop).result(2 * self._timing.learn_s)
@@ -69,14 +70,14 @@ class Tending:
             time.sleep(self._timing.report_s)
 
     async def tend(self) -> None:
-        """Try again what failed: copies, burials, handing over."""
+        """Retries what failed: copies, tombstones, handing over."""
         await self._succession.resolve()
         await self._copies.catch_up()
         await self._orphans.tend()
         await self._tombstones.again()
 
     async def run(self) -> None:
-        """`tend` and `learn` for ever."""
+        """Runs `tend` and `learn` for ever."""
         learned_at = time.monotonic()
         while True:
             with suppress(TimeoutError):
@@ -88,7 +89,7 @@ class Tending:
                     learned_at = time.monotonic()
                     await self.learn()
             except Exception as error:
-                # The next round tries again; what it is about would not be tended at all otherwise.
+                # The next round tries again. Without this, an error would end all periodic work.
                 logger.exception("what failed before fails again: %s", type(error).__name__)
-            # Not more often, whatever wakes it.
+            # Not more often, even if it is woken.
             await asyncio.sleep(0.1)

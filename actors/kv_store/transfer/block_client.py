@@ -312,7 +312,7 @@ class _Pull:
 
 
 def _offer(entry: bytes, there: Offered | None, here: Location | None) -> Offer | None:
-    """What is here already is not fetched, but for a copy that serves where this one does not."""
+    """Returns what to fetch of an entry. An entry that is here is only fetched if the source's copy adds to it."""
     if here is not None and (there is None or not adds_to(there, here)):
         return Offer(entry, here.nbytes, held=True)
     return Offer(entry, there.nbytes) if there is not None else None

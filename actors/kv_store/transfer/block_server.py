@@ -225,7 +225,7 @@ class _Conversation:
 
     def __init__(self, store: DiskStore, link: Link, limits: ServerLimits) -> None:
         self._store, self._link, self._limits = store, link, limits
-        # On all files that were offered. The store ends it if it is not renewed.
+        # The lease on all offered files. The store ends it if it is not renewed.
         self._lease = ""
 
     def answer(self) -> None:

@@ -28,17 +28,17 @@ from .pull_writer import Keeper
 logger = logging.getLogger(__name__)
 
 LINK_BYTES_MIN = 8 * 2**20
-"""What a pull that ended by itself must have moved to measure the link: a smaller one's time is mostly connecting and
-committing."""
+"""How many bytes a complete pull must have moved to measure the link: a smaller one mostly connects and commits."""
 
 LINK_SLOW_BYTES_MIN, LINK_SLOW_S_MIN = 2**20, 1.0
-"""A pull that moved fewer bytes measures it too if it took this long for so many: connecting takes no second."""
+"""A pull that moved fewer bytes also measures the link if it took at least this long for at least these bytes:
+connecting takes less than a second."""
 
 
 def link_rate(result: PullResult) -> float | None:
     """Returns the bytes per second that a pull measured of its link, None if it moved too little or failed.
 
-    One that its deadline ended had more to move: how little came in a long time says how slow the link is.
+    A pull that its deadline ended had more to move, so what came in that time says how slow the link is.
     """
     whole = result.stop in (Stop.COMPLETE, Stop.MISSING, Stop.DEADLINE)
     slow = result.seconds >= LINK_SLOW_S_MIN and (result.nbytes >= LINK_SLOW_BYTES_MIN or result.stop is Stop.DEADLINE)
@@ -51,7 +51,7 @@ class NodeBlocks:
 
     Args:
         keeper: decides who may have what was pulled.
-        timing: for how long files are kept for another node, which has to say where its own are.
+        timing: how long files are kept for another node, and how long it may take to tell its addresses.
 
     Raises:
         LinkError: the cluster's key is too short.
@@ -143,7 +143,7 @@ class NodeBlocks:
         ]
 
     async def pull(self, wanted: Wanted, source: str, owner: str, deadline_s: float) -> Fetched:
-        """Fetch a chain.
+        """Pulls a chain.
 
         Raises:
             SatchelError: the source does not tell its addresses, or there are too many pulls.

@@ -1,4 +1,4 @@
-"""Threads that move KV give way to those that compute where a machine has too few cores for both."""
+"""Threads that move KV give way to threads that compute if a machine has too few cores for both."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import threading
 from contextlib import suppress
 
 LOWER = 4
-"""By so much nicer: such a thread gets two fifths of what one gets that computes. Where 16 rows, a pull and its source
-had one core for all, the rows had 58% of it, and 41% without (three rounds each). With a core for each it changes
-nothing. More would let a pull wait for its deadline, and then its tokens be computed by those who were spared it."""
+"""The nice increment: such a thread gets two fifths of a computing thread's time. If 16 sequences, a pull and its
+source share one core, the sequences get 58% of it, and 41% without this (three rounds each). With a core for each it
+changes nothing. A larger increment could make a pull miss its deadline, and then its tokens would have to be computed
+after all."""
 
 
 def give_way() -> None:

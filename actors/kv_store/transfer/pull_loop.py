@@ -25,7 +25,7 @@ LINES_MAX = 2
 """Connections that may break."""
 
 ASK_AGAIN_S = 0.02
-"""How long a pull that waits lets the source go on before it asks again."""
+"""How long a waiting pull pauses before it asks the source again."""
 
 
 class Stop(StrEnum):
@@ -80,8 +80,8 @@ class Wanted:
         tokens: the tokens of the chain if they are known; blocks with other tokens are then refused.
         rest: the tokens after the chain. Tails whose tokens are a prefix of these are pulled too.
         tails_max: how many tails at most.
-        wait_s: the source is making it now. After so long without anything new the pull ends. The only tail that it
-            takes is that of all of `rest`.
+        wait_s: if above 0, the source is computing the KV now. The pull ends after this long without new entries. The
+            only tail that it takes is that of all of `rest`.
     """
 
     model: bytes
@@ -141,7 +141,7 @@ class Source(Protocol):
         ...
 
     async def find(self) -> tuple[list[Offer | None], list[Offer]]:
-        """Returns what there is of the chain, None for a block that neither side has; and the tails."""
+        """Returns the chain's available entries, None for a block that neither side has; and the tails."""
         ...
 
     async def ask(self, ids: Sequence[bytes]) -> None:
@@ -164,11 +164,11 @@ class Disk(Protocol):
     """Where entries go. All methods raise `DiskError`, and `PullEnded` if the pull must end."""
 
     async def install(self, entry: Any) -> None:
-        """Takes a received entry to be committed; waits while too much is not."""
+        """Takes a received entry for a later commit; waits while too much is uncommitted."""
         ...
 
     async def flush(self) -> None:
-        """Has what was taken committed now, without waiting for it."""
+        """Begins to commit what was taken, without waiting for it."""
         ...
 
     async def finish(self) -> None:

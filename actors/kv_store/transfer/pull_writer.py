@@ -17,7 +17,7 @@ from .priority import give_way
 from .pull_loop import Wanted
 
 _SEGMENT_BYTES = 32 * 2**20
-"""A segment of so many bytes is complete: it is synced while the next one comes."""
+"""A segment with this many bytes is complete: it is synced while the next one is received."""
 
 SEGMENTS_AHEAD = 3
 """Complete segments that may wait for being synced and committed."""
@@ -70,7 +70,7 @@ class PullWriter:
     # On the pull's thread.
 
     def begin(self, layout: EntryLayout) -> None:
-        """An entry comes. What came of one before that was not installed is forgotten."""
+        """Begins an entry. Drops the bytes of an earlier entry that was not installed."""
         if self._segment is not None and self._segment.layout.packed == layout.packed:
             self._segment.drop()
             return
@@ -78,7 +78,7 @@ class PullWriter:
         self._segment = self._store.writer(self._model, layout)
 
     def write(self, piece: memoryview) -> None:
-        """The next bytes of the entry."""
+        """Writes the next bytes of the entry."""
         assert self._segment is not None
         self._segment.write(piece)
 
@@ -108,14 +108,14 @@ class PullWriter:
             segment.abandon()
 
     def _wait(self, most: int) -> None:
-        """Returns when at most so many segments are not committed."""
+        """Waits until at most `most` segments are uncommitted."""
         while len(self._commits) > most:
             done, _ = wait((self._commits[0], self._woken), self._left_s(), FIRST_COMPLETED)
             if self._commits[0] in done:
                 self._commits.popleft().result()
 
     def wake(self) -> None:
-        """Has waits look at `left_s` again, which raises from now on. Idempotent; safe from any thread."""
+        """Ends all waits: `left_s` raises from now on. Idempotent; safe from any thread."""
         with contextlib.suppress(InvalidStateError):
             self._woken.set_result(None)
 
@@ -151,7 +151,7 @@ class PullWriter:
                 raise DiskError("the disk has no room for the whole chain")
             self.installed.update(entry.id for entry in record.entries)
         except BaseException as error:
-            # What comes after it would be no beginning of the chain.
+            # Later blocks without this one would be no prefix of the chain.
             self._abandoned = True
             if isinstance(error, SatchelError):
                 raise DiskError(error.message) from None

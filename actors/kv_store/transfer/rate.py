@@ -1,12 +1,12 @@
-"""When bytes may be sent that a rate limits. Pure."""
+"""A rate limit: says when bytes may be sent. Pure."""
 
 from __future__ import annotations
 
 BURST_S = 0.02
-"""Of so long, what was not sent may be sent at once."""
+"""Unused capacity of at most this many seconds may be sent at once."""
 
 PIECE_BYTES = 65_536
-"""The smallest piece that is waited for, so that senders do not wait for a few bytes all the time."""
+"""The smallest piece that a sender waits for, so that it does not wait often for a few bytes."""
 
 
 class Rate:

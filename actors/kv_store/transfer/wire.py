@@ -54,7 +54,7 @@ Request = FindRequest | FetchRequest
 
 
 class Offered(NamedTuple):
-    """What the source has of an entry: its bytes, and what it can be used for (`entries.Reusable`)."""
+    """An entry that the source has: its size in bytes, and what it can be used for (`entries.Reusable`)."""
 
     nbytes: int
     window_from: int
@@ -124,12 +124,12 @@ def read_found(fields: Sequence[Any], request: FindRequest) -> tuple[list[Offere
 
 
 def pack_entry(record: EntryRecord, layout: EntryLayout) -> bytes:
-    """Packs what precedes an entry's bytes: all that the index has of it, but for its owners."""
+    """Packs what precedes an entry's bytes: everything in the index except its owners."""
     return pack("entry", record.facts(), layout.packed)
 
 
 def read_entry(fields: Sequence[Any]) -> tuple[EntryRecord, EntryLayout]:
-    """Returns the record, of nobody, and the layout of the entry whose bytes follow."""
+    """Returns the record, without owners, and the layout of the entry whose bytes follow."""
     facts, packed = _row(fields, 2)
     if not isinstance(facts, bytes) or not isinstance(packed, bytes):
         raise InvalidRecord("a record and a layout are packed")
@@ -162,7 +162,7 @@ def _ids(packed: Any, count_max: int) -> tuple[bytes, ...]:
 
 def _row(value: Any, length: int) -> Sequence[Any]:
     if not isinstance(value, list) or len(value) != length:
-        raise InvalidRecord(f"a row of {length} values is wanted")
+        raise InvalidRecord(f"a list of {length} values is wanted")
     return value
 
 

@@ -105,11 +105,7 @@ class Bench:
         known: dict[bytes, tuple[bytes, ...]] = {}
         if hasattr(self, "store"):
             if settles and not self.store._closed:
-                known = {
-                    sequence.record.id: sequence.record.owners
-                    for sequence in self.store._shelf.index.all_rows()
-                    if sequence.live
-                }
+                known = {row.record.id: row.record.owners for row in self.store._shelf.index.all_rows() if row.live}
             self.store.close()
         self.session = session or self.session
         self.store = DiskStore(

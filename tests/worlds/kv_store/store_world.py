@@ -71,7 +71,7 @@ class Store(KVStoreActor):
         self._agents = Agents(memory, AgentLimits(branches_max=64), world.root_of, start=int(world.loop.time()) << 20)
         quotas = Quotas(self._agents.nbytes_of, OWNER)
         self.roles = RoleTable(memory, self._agents.end_turn)
-        self._sequences = memory
+        self._memory = memory
         work = SlowWork(self, memory, ready=lambda: disk.ready(), make_room=lambda: None)
         disk = SlowDisk(self, lambda ask: work.in_order(lambda: ask(self._agents)), quotas, world.config.timing)
         held = NodeMemory(memory, self._agents, self.roles, quotas, disk, work, world.config.timing)
@@ -85,7 +85,7 @@ class Store(KVStoreActor):
         """Who has a turn has it at the agent's home, and since no other node was that, as far as this one knows."""
         turns, homes = self._agents._turns, self._world.homes
         self._held = {agent: held for agent, held in self._held.items() if agent in turns}
-        for agent in self._sequences.heard_of("", 100):
+        for agent in self._memory.heard_of("", 100):
             place = self.roles.place(agent)
             if place.role is Role.PRIMARY:
                 homes.setdefault(agent, {}).setdefault(place.epoch, set()).add(self.name)
@@ -344,7 +344,7 @@ class World:
         return RouterClient(self.config.timing, Direct(lambda: actor))
 
     def texts(self, name: str, agent: str) -> list[str]:
-        return [content.text for _, content in self.disks[name].sequences.get(agent, {}).values()]
+        return [content.text for _, content in self.disks[name].branches.get(agent, {}).values()]
 
 
 async def speak(

@@ -176,7 +176,7 @@ FAMILIES: dict[str, Family] = {
     "smolvlm": Family(
         (
             *("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"),
-            *(f"<sequence_{sequence}_col_{column}>" for sequence in (1, 2, 3) for column in (1, 2, 3)),
+            *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)),
         ),
         "<image>",
         {
