@@ -51,7 +51,7 @@ class SpanLayout:
     Attributes:
         tokens: its ids, from the first added token to the last one, so that they do not depend on what surrounds it.
         places: the indices of those that the encoder's output replaces.
-        grid: (frames, sequences, columns) of patches if positions depend on it, else empty.
+        grid: (frames, rows, columns) of patches if positions depend on it, else empty.
     """
 
     tokens: tuple[int, ...]

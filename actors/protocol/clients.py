@@ -181,7 +181,7 @@ class ReplicaClient(Client):
     @method(lambda timing, consumer, number: timing.frame_silence_s)
     def next_frame(self, consumer: str, number: int) -> list[SequenceUpdate] | None:
         """Returns a consumer's next frame: what its sequences produced in one engine step, or in several if it was slow
-        to ask; an empty one if that is nothing for a while, None if the consumer is gone.
+        to ask; an empty one if there were no tokens for a while; None if the consumer is gone.
 
         Args:
             number: the frame's, counted from 0; acknowledges those before it.
@@ -195,14 +195,13 @@ class ReplicaClient(Client):
 
     @method()
     def go_on(self, request_ids: Sequence[str]) -> None:
-        """Has sequences that wait for another node's prefill wait no more: what has not come is computed. Ignores
-        unknown ids."""
+        """Ends the wait of sequences for another node's prefill: missing KV is computed. Ignores unknown ids."""
         ...
 
     @method()
     def release(self, kept: KVSelection) -> int:
-        """Drops blocks, the tails after them, the tails that `first` begins with, and image embeddings from memory, but
-        not from the disk. Returns the bytes freed."""
+        """Drops blocks, the tails after them, the tails that are prefixes of `first`, and image embeddings from memory,
+        but not from the disk. Returns the bytes freed."""
         ...
 
     @method()
@@ -212,13 +211,13 @@ class ReplicaClient(Client):
 
     @method()
     def clear_cache(self) -> int:
-        """Drops everything that is kept in memory for later requests. Returns the bytes freed."""
+        """Drops everything that is cached in memory for later requests. Returns the bytes freed."""
         ...
 
     @method()
     def drain(self, *, end_sequences: bool = False, leaves: bool = False) -> None:
         """Makes the replica refuse new sequences; running ones finish, or with `end_sequences` end with an error. With
-        `leaves` too it is the replica's node that leaves, and not the model: its sequences go on at other replicas."""
+        `leaves` too, only the replica's node leaves and not the model: its sequences fail over to other replicas."""
         ...
 
 

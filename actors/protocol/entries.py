@@ -2,7 +2,7 @@
 
 An *entry* is a block or a tail: named arrays, and the tokens whose KV they are. The process that computed it hashes it;
 every reader compares. A MAC under the home's key protects each record, so that a damaged or foreign file is never
-believed.
+accepted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OWNER_BYTES = 16
 TENANT_BYTES = 8
 
 NOBODY = bytes(OWNER_BYTES)
-"""The tag of the owner "": nobody in particular."""
+"""The tag of the owner "": no agent in particular."""
 
 ENTRIES_MAX = 16
 """Entries in one segment file."""
@@ -39,7 +39,7 @@ PARTS_MAX = 8192
 NAME_BYTES_MAX = 256
 RANK_MAX = 8
 OWNERS_MAX = 1024
-"""Owners of one entry; if more agents have used it, it belongs to nobody in particular."""
+"""The most owners of one entry. If more agents have used it, it belongs to no agent in particular."""
 
 META_BYTES_MAX = 65_536
 
@@ -81,12 +81,12 @@ def owner_tag(key: bytes, owner: str) -> bytes:
 
 
 def crowd_tag(owner: bytes) -> bytes:
-    """Returns the tag of nobody in particular of an owner's tenant."""
+    """Returns the tag for no agent in particular of an owner's tenant."""
     return owner[:TENANT_BYTES].ljust(OWNER_BYTES, b"\0")
 
 
 def is_crowd(owner: bytes) -> bool:
-    """Returns whether the tag is of nobody in particular, of one tenant or of all."""
+    """Returns whether the tag stands for no agent in particular, of one tenant or of all."""
     return owner == crowd_tag(owner)
 
 
@@ -170,8 +170,8 @@ class Entry:
         id, parent: 32 bytes each; the parent of a first block is the root's id.
         tail: False for a block, whose tokens are exactly 256.
         parts: arrays by name, in the order of layers; their dtypes are those of `DTYPES`.
-        owners: agents' keys, such as `default/alice`; "" is nobody in particular.
-        window_from, snapshot: as in `replica.prefix.Kept`.
+        owners: agents' keys, such as `default/alice`; "" is no agent in particular.
+        window_from, snapshot: as in `Reusable`.
     """
 
     id: bytes
@@ -256,7 +256,7 @@ class EntryLayout:
 
     Attributes:
         nbytes: of a whole entry.
-        packed: what `unpacked` makes it of, on disk and on the wire.
+        packed: the form on disk and on the wire, which `unpacked` reads.
         digest_of: computes an entry's digest.
 
     Raises:
@@ -369,7 +369,7 @@ class SegmentRecord:
         nbytes: the file's size.
         model: the model id, 32 bytes.
         epoch: the store's, as its `DiskSession` gave it.
-        written_s: the writer's clock, for people; only a rebuilt index is ordered by it.
+        written_s: by the writer's clock, for people; only a rebuilt index is ordered by it.
         meta: facts about all parts that readers need, such as which are bfloat16.
     """
 
@@ -383,7 +383,7 @@ class SegmentRecord:
 
     @property
     def tenant(self) -> bytes:
-        """The owner's `tenant_tag`; b"" for nobody in particular."""
+        """The owners' `tenant_tag`; b"" for no agent in particular."""
         return next((tenant for entry in self.entries if (tenant := tenant_of_tag(entry.owners[0]))), b"")
 
     def to_wire(self) -> dict[str, Any]:
@@ -434,7 +434,7 @@ class SegmentRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Location(EntryRecord):
-    """Where an entry is, and what a reader must find there. Compare `tokens` after a hit. The owners are not said."""
+    """Where an entry is, and what a reader must find there. Compare `tokens` after a hit. Has no owners."""
 
     model: bytes
     name: str

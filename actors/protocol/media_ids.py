@@ -2,8 +2,8 @@
 
 All pictures of one size have the same tokens in a prompt. So wherever tokens are compared (block ids, tails, an agent's
 memory) each token of a picture is replaced by a *media token id*: 29 bits of the picture's key, above all token ids of
-a model. Two prompts are equal if these ids are, and no other code has to know of pictures. The model itself gets its
-own tokens (`processors.token_of`).
+a model. Two prompts are equal if these ids are, and no other code needs to know about pictures. The model itself gets
+its own tokens (`processors.token_of`).
 
 A picture's *image embeddings*, the output of its encoder, are named by its first media token ids. So the token ids of a
 prompt are enough to find them.
@@ -38,7 +38,7 @@ def picture_hash(width: int, height: int, pixels: bytes) -> bytes:
     """Returns 32 bytes that name a picture, however it was sent or compressed.
 
     Args:
-        pixels: RGB, a byte a channel, sequence by sequence.
+        pixels: RGB, a byte a channel, row by row.
 
     Raises:
         ValueError: `pixels` has another size.

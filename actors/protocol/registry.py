@@ -78,7 +78,8 @@ def unplace(replica: str) -> None:
 
 
 def note_start(replica: str, *, again: bool) -> int:
-    """Records the start of a replica's process. Returns how many in a sequence before it ended soon after their start.
+    """Records the start of a replica's process. Returns how many processes in a row before it ended soon after their
+    start.
 
     Args:
         again: whether it replaces one that has ended; if not, it is the first.
@@ -130,7 +131,7 @@ def add(model: Model) -> None:
         InvalidRequest: as `check_name`.
     """
     served = check_name(model)
-    # From the clock, so that a model that is loaded again gets another number; and above all others, even if the clock
+    # From the clock, so that a model that is loaded again gets another number, and above all others, even if the clock
     # was set back.
     order = max([time.time_ns(), *(entry.order + 1 for entry in served)])
     value = json.dumps({"order": order, "model": asdict(model)})

@@ -1,4 +1,4 @@
-"""What replicas are asked and answer (`clients.py`), as far as that is more than a word or a number.
+"""The messages to and from replicas (`clients.py`) that are more than a text or a number.
 
 A message travels field by field, so both sides must run the same `VERSION` (`rpc/codec.py`), which covers these, the
 router's (`router_messages.py`) and the stores' (`store_messages.py`). Tokens go from a replica straight to the
@@ -20,25 +20,24 @@ class Sampling:
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off, as are `repetition_penalty` 1 (it counts
     prompt and answer) and `presence_penalty` and `frequency_penalty` 0 (they count the answer).
 
-    `seed` is always set: the consumer draws one if the caller gave none, so that a sequence that moves to another
-        replica
-    continues with the same noise. `choice` distinguishes sequences of one request and seed.
+    `seed` is always set: the consumer draws one if the caller gave none, so that a sequence that fails over continues
+    with the same noise. `choice` distinguishes sequences of one request and seed.
 
     End-of-sequence tokens and `stop_token_ids` end the sequence, and cannot be drawn before `min_tokens`; `ignore_eos`
     leaves the `stop_token_ids` in force.
 
-    With `max_tokens` 0 the prompt is computed and kept, and no token is drawn.
+    With `max_tokens` 0 the prompt is computed and its KV is cached, and no token is drawn.
 
-    `logprobs` is None, or how many of the likeliest tokens are reported beside each drawn one.
+    `logprobs` is None, or how many of the likeliest tokens are reported with each drawn one.
 
     `allowed_token_ids` are all that can be drawn, [] for any. `bad_words` are token ids of words that do not appear in
     the answer; one may if nothing else can be drawn. They come after penalties and bias, as if the model had no other
     tokens; `logprobs` are as without them. A sequence that has them has no `grammar`.
 
-    `grammar` bounds the answer, "" for none: text that `model_files.grammars` compiles. Tokens that it excludes cannot
-    be drawn; penalties and bias come before it, and `logprobs` are as without it. End-of-sequence tokens can be drawn
-    when it is complete, and then end the sequence. With `ignore_eos` and before `min_tokens` they are drawn only where
-    the grammar leaves nothing else.
+    `grammar` constrains the answer, "" for none: text that `model_files.grammar_compiler` compiles. Tokens that it
+    excludes cannot be drawn; penalties and bias come before it, and `logprobs` are as without it. End-of-sequence
+    tokens can be drawn when it is complete, and then end the sequence. With `ignore_eos` and before `min_tokens` they
+    are drawn only where the grammar leaves nothing else.
     """
 
     temperature: float = 1.0
@@ -66,7 +65,7 @@ class MediaSpan:
     """A picture in a prompt, or some frames of a video that are encoded together.
 
     Its span begins at the prompt's token `start`; `tokens` are the ids that the model gets there, where the prompt has
-    media token ids (`media_ids`). `key` names the encoder's input. `grid` is (frames, sequences, columns) of patches if
+    media token ids (`media_ids`). `key` names the encoder's input. `grid` is (frames, rows, columns) of patches if
     positions depend on it, else empty. `pixels` are RGB, a byte a channel, of `width` x `height`, frame by frame; empty
     if no process holds them.
     """
@@ -91,18 +90,19 @@ class GenerateRequest:
             `model_id`, which is b"" if unknown.
         generated: how many of the prompt's last tokens were generated for this request on a replica that was lost;
             sampling continues at that position.
-        choices: how many requests with this prompt come together, as for a caller's `n`: it is computed once.
-        pull_from, pull_tokens: the node from which KV of so many of the prompt's first tokens is pulled before prefill,
-            as far as it is missing on the replica's node; "" for none.
-        pull_wait_s: 0 if that node has it; else it is made there now, and the sequence waits so long for it at the
-            most. It is accepted before that; what refuses it later is the error at its end.
+        choices: how many requests with this prompt come together, as for a caller's `n`. The prompt is prefilled once.
+        pull_from, pull_tokens: KV of this many of the prompt's first tokens is pulled from this node before prefill, as
+            far as it is missing on the replica's node; "" for none.
+        pull_wait_s: 0 if that node has the KV. Otherwise the KV is being computed there, and the sequence waits at most
+            this long for it. The sequence is accepted before the wait; a later refusal becomes the error at its end.
         hands_on: another node waits for this sequence's KV: whole blocks are written to disk as soon as they are
             sealed.
         remembered_tokens: how many of the prompt's first tokens the agent had in earlier turns; 0 if unknown.
-        lasting_tokens: how many of the prompt's first tokens later prompts of the conversation begin with, whatever the
-            answer is and the template drops of it: up to where the answer begins; 0 if unknown.
-        lasting_saved: whether KV there goes to disk in any case: later prompts leave this one there.
-        reusable: if False, no other request can find this one's KV, so none is kept when it ends.
+        lasting_tokens: with how many of the prompt's first tokens every later prompt of the conversation begins,
+            whatever the answer is and whatever the template drops of it; at most up to where the answer begins; 0 if
+            unknown.
+        lasting_saved: whether the KV up to there is written to disk in any case, because later prompts diverge there.
+        reusable: if False, no other request can find this one's KV, so none is cached when it ends.
         tenant, flow: tenants take turns, and within a tenant its flows.
         memory_bytes_max: the limit of the tenant's unused KV in the replica's memory, in bytes; None for no limit.
         disk_bytes_max: the limit of its agents' transcripts and KV on each node's disk, in bytes; None for no limit.
@@ -176,8 +176,8 @@ class ReplicaProgress:
 class EmbeddingInfo:
     """How a model embeds texts. `refusal` says why it does not, "" if it does.
 
-    `pooling` is what of a text's hidden states makes its embedding: `last`, `mean` or `cls`, the first. `normalized`
-    says whether embeddings have length 1, and `stated` whether the model's own files say all this.
+    `pooling` says how a text's hidden states make its embedding: `last`, `mean` or `cls` (the first). `normalized` says
+    whether embeddings have length 1, and `stated` whether the model's own files say all this.
     """
 
     dimensions: int = 0
@@ -190,11 +190,11 @@ class EmbeddingInfo:
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model as a replica has loaded it. `model_id` is derived from `files` and `computing`, `files_id` from `files`
-    alone, each a table by name. `layers` describes for people what each kind of layer keeps. `created` is Unix time.
-    `kv` is the policy by which KV is kept, and `kv_why` the reason. `pictures` says whether it takes pictures and
-    videos, `blind` why one that could see does not, and `stills` why one that could takes a video's frames as single
-    pictures. `notes` say in sentences what of it is not served as asked. `proving` says what of it is still being found
-    out, while it is served plainly, and `proving_since` since when, Unix time; empty and 0 if nothing is."""
+    alone, each a table by name. `layers` describes for people what each kind of layer caches. `created` is Unix time.
+    `kv` is the policy for cached KV, and `kv_why` the reason. `pictures` says whether it takes pictures and videos,
+    `blind` why a vision model does not take them, and `stills` why it takes a video's frames as single pictures.
+    `notes` say in sentences what is not served as requested. `proving` says what the self-test still checks while the
+    model is served in plain mode, and `proving_since` is when that began, Unix time; "" and 0 if nothing is checked."""
 
     replica: str
     node: str
@@ -227,11 +227,11 @@ class ModelInfo:
 class ReplicaStats:
     """A replica's current figures. `answers` is False if it did not reply in time, is loading or is stuck.
 
-    A block has a slot of the pool in each group of layers that are alike: `slots_running` are of sequences and of what
-    waits to be written, `slots_kept` of prefixes that nobody needs now. `memory_bytes` is all that the replica holds
-    besides its model, of `memory_bytes_max` that it may use now. `split_requests_total` counts the sequences that
-    another node prefilled, and `split_fallbacks_total` those of them for which not all came. `proving` and
-    `proving_since` as in `ModelInfo`.
+    A block has a slot of the pool in each group of equal layers. `slots_running` are held by sequences and by KV that
+    waits to be written, `slots_kept` by cached prefixes that no sequence uses. `memory_bytes` is all that the replica
+    holds besides its model, out of `memory_bytes_max`. `split_requests_total` counts the sequences that another node
+    prefilled, and `split_fallbacks_total` those of them for which some KV did not arrive. `proving` and `proving_since`
+    as in `ModelInfo`.
     """
 
     replica: str
@@ -275,17 +275,17 @@ class ReplicaStats:
     multiplying: str = ""
     proving: str = ""
     proving_since: float = 0.0
-    """With what a CPU multiplies, and why not faster; see `blas.py`. Empty for a GPU."""
+    """The library that multiplies matrices on a CPU, and why not a faster one; see `blas.py`. Empty for a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequest:
-    """Texts of which a vector each is wanted: of their hidden states, or of the logits that follow them.
+    """Asks for a vector for each text: from its hidden states, or from the logits after it.
 
     Attributes:
         texts: token ids of each.
-        skipped: how many of each text's first tokens do not count for the mean and the first, as those of a prompt
-            that the model was trained with; [] for none.
+        skipped: how many of each text's first tokens are left out of the mean and of the first token, such as those of
+            a prompt that the model was trained with; [] for none.
         score: [] for embeddings. [token] asks for the logit of a token after the text, [token, other] for the
             difference of two: vectors of one dimension.
         tenant, flow: as in `GenerateRequest`.
@@ -303,7 +303,7 @@ class PoolingRequest:
 
     @property
     def tokens(self) -> int:
-        """How many tokens its texts have together."""
+        """The number of tokens of all texts."""
         return sum(map(len, self.texts))
 
 

@@ -1,4 +1,4 @@
-"""What the router is asked and answers, and what replicas and stores report to it; as `messages.py`."""
+"""The messages to and from the router, and the reports of replicas and stores to it; as `replica_messages.py`."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Decision:
     `costs_s` has the estimated seconds to first token by term (`total` was compared), each a list along `candidates`;
     of very many candidates only the cheapest.
 
-    Of a request that is split `prefill_on` is the replica that prefills it, on the node `pull_from`, counted there as
-    `prefill_sequence` of its id; `replica` waits `wait_s` for its KV at the most, and decodes. Then `pull_tokens` are
-    all but the prompt's last one, `cached_tokens` is what the other one need not compute, and `split_costs_s` has the
-    terms of the two together, and `alone`, the least that one replica would cost.
+    If a request is split, `prefill_on` is the replica that prefills it, on the node `pull_from`; it is counted there as
+    `prefill_sequence` of its id. `replica` waits at most `wait_s` for its KV, and decodes. Then `pull_tokens` are all
+    but the prompt's last one, `cached_tokens` is what the prefilling replica need not compute, and `split_costs_s` has
+    the terms of the pair, and `alone`, the cost of the best single replica.
 
     `model_id` is the replica's; `model_ids` are those of all replicas of the model that the router knows.
     """
@@ -91,9 +91,9 @@ class ReplicaReport:
 
     These are 0 until they are measured: `prefill_tokens_per_s`, `decode_token_s` (the time of a decode step),
     `restore_bytes_per_s` (KV from the node's disk into memory), `kv_bytes_per_token` (as it is kept and moved) and
-    `encode_token_s` (the time to encode a picture, for each of its tokens).
-    `free_bytes` is the memory left for the KV of further sequences, -1 if unknown.
-    `model_id` is the same for the whole incarnation. `moves_kv` says whether its KV can go by disks to other nodes.
+    `encode_token_s` (the time to encode a picture, for each of its tokens). `free_bytes` is the memory left for the KV
+    of further sequences, -1 if unknown. `model_id` is the same for the whole incarnation. `moves_kv` says whether its
+    KV can be written to disk and pulled by other nodes.
     """
 
     replica: str

@@ -38,7 +38,7 @@ from .store_messages import (
 
 
 def _patient(timing: Timing, *_: Any) -> float:
-    """The time limit of what waits for other turns, other nodes or a disk."""
+    """The time limit of calls that wait for other turns, other nodes or a disk."""
     return timing.store_answer_s
 
 
@@ -168,15 +168,15 @@ class StoreClient(Client):
         """Packs what the node has of an agent into a file, which the caller removes. `replicas` are as for `blocks`.
 
         Raises:
-            AgentNotFound: it has nothing.
+            AgentNotFound: the node has nothing of it.
             DiskFull, RequestTooLarge: the satchel would be too large.
         """
         ...
 
     @method()
     def borrow(self, agent: str, home: str) -> None:
-        """Says that words and KV of an agent that lives on the node `home` come now to be packed. `give_back` must
-        follow.
+        """Announces that branches and KV of an agent that lives on the node `home` will be copied here to be packed.
+        `give_back` must follow.
 
         Raises:
             Unavailable: too many are being packed.
@@ -185,15 +185,15 @@ class StoreClient(Client):
 
     @method()
     def give_back(self, agent: str) -> None:
-        """Makes the node drop what has come of the agent since `borrow`."""
+        """Makes the node drop what was copied of the agent since `borrow`."""
         ...
 
     @method(_patient)
     def unpack(self, asked: AskUnpack) -> Unpacked:
-        """Takes in an agent from a satchel.
+        """Unpacks an agent from a satchel.
 
         Raises:
-            InvalidSatchel: it is none, or not whole.
+            InvalidSatchel: the file is no satchel, or damaged.
             AgentExists: there is such an agent.
             InvalidRequest, QuotaExceeded, MemoryFull: it does not fit.
         """

@@ -1,4 +1,4 @@
-"""What a node's store is asked and answers; as `messages.py`."""
+"""The messages to and from a node's store; as `replica_messages.py`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Head:
     first KV block (empty if it may not be shared). `files` is the id of that model's files, the same however it
     computes; empty if unknown. `messages` and `tokens` are lengths. `turns` counts from the conversation's beginning,
     over all branches; `injected` is whether messages were added without a reply. `created` and `used` are Unix times.
-    `program` is what the agent is of, such as `codex`, and `parent` the id of the agent that it works for, if known
-    with the branch on which that one was then (`parent_at`); "" if unknown.
+    `program` is the agent's program, such as `codex`, and `parent` the id of the agent that it works for, with that
+    agent's branch at the time if known (`parent_at`); "" if unknown.
     """
 
     agent: str
@@ -50,7 +50,8 @@ class Head:
 
 
 def parent_at(parent: str, branch: int) -> str:
-    """Returns a `parent` for `Head`: an agent's id, and one of its branches. No id has the sign between them."""
+    """Returns a `parent` for `Head`: an agent's id, and one of its branches. The separator between them occurs in no
+    id."""
     return f"{parent}#{branch}"
 
 
@@ -94,7 +95,7 @@ class Commit:
 class CommitOutcome:
     """How a commit ended. `kind` is `replaced` or `opened` for a branch that was written, else why the commit was
     refused: the agent was `forgotten`, the turn was `lost` to another one, there is `no room`, or its tenant is `over
-    quota`. `copied` is whether as many other nodes have the turn as should; True if it was refused."""
+    quota`. `copied` is whether all required copies were made; True if the commit was refused."""
 
     kind: str
     branch: int = 0
@@ -172,8 +173,8 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class AskUnpack:
-    """Asks to take in the satchel `path` as the agent; an agent of that name is replaced or else an error. `models` are
-    those whose KV is taken; that of another cluster's satchel only if its sender is `trusted`."""
+    """Asks to unpack the satchel `path` as the agent. An agent of that name is replaced if `replace` is set, else it is
+    an error. KV of the model ids `models` is taken; KV of another cluster's satchel only if its sender is `trusted`."""
 
     agent: str
     path: str
@@ -185,8 +186,8 @@ class AskUnpack:
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """How many branches came, and of how many entries of KV how many, with their bytes; `why_not` says why not all, ""
-    if they did. `replaced` is whether there was such an agent before."""
+    """How many branches were unpacked, and how many KV entries out of how many, with their bytes; `why_not` says why
+    not all, "" if all were. `replaced` is whether there was such an agent before."""
 
     branches: int
     entries: int
@@ -309,8 +310,8 @@ class Tombstone:
 @dataclass(frozen=True, slots=True)
 class PullKV:
     """Asks to pull a chain for a request that is about to be computed: `block_ids` after `root`, then tails of the
-    tokens `rest`. `limits` are those of the tenant whose KV it is. With `wait_s` the source may still be making it:
-    after so long without anything new the pull ends with what has come."""
+    tokens `rest`. `limits` are those of the tenant whose KV it is. With `wait_s` the source may still be computing the
+    KV: after this long without new entries the pull ends with what has arrived."""
 
     source: str
     model: bytes
@@ -325,8 +326,9 @@ class PullKV:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """How many `tokens` of the chains the node has now, how much was pulled, and whether that is all that was wanted;
-    of a pull that waits, with a tail of all the tokens after the chain. `more` says whether the rest may still come."""
+    """How many `tokens` of the chains the node has now, how much was pulled, and whether that is everything that was
+    wanted; for a waiting pull this includes a tail of all tokens after the chain. `more` says whether the rest may
+    still come."""
 
     tokens: int = 0
     blocks: int = 0

@@ -37,7 +37,7 @@ from .splitting import Rules
 DECISIONS_KEPT = 1000
 WATCH_S = 1.0
 LOST_LOOKS = 3
-"""A node that is silent at this many checks in a sequence becomes an incident."""
+"""A node that is silent at this many checks in a row becomes an incident."""
 
 
 class RouterActor:
@@ -65,7 +65,7 @@ class RouterActor:
         # `explain` searches it from the latest on, which a library's cache does not offer.
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
         self._left: dict[str, SequenceLeft] = {}
-        """What the sequences of those decisions took."""
+        """How the sequences of those decisions went."""
         self._observing = asyncio.Lock()
         self._unheard = set(_joined() if joined is None else joined)
         self._listens_until = time.monotonic() + routing.replica_timeout_s

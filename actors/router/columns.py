@@ -1,4 +1,5 @@
-"""The replicas of one model as arrays, so that a decision among a thousand takes a few operations. Pure."""
+"""The replicas of one model as arrays, so that a decision among a thousand takes a few operations. Pure. A *row* is one
+replica's index in these arrays; it has nothing to do with sequences in a batch."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from .nodes import NodeTable
 
 
 class Columns:
-    """The figures of a model's replicas as arrays `(replicas,)`, indices as `intp`, `moves_kv` as `bool`, the rest as
-    `float64`. Made anew if a replica joins or leaves; `refresh` updates one.
+    """The figures of a model's replicas as arrays `(replicas,)`: indices as `intp`, `moves_kv` as `bool`, the rest as
+    `float64`. Built again if a replica joins or leaves; `refresh` updates one row.
 
     Args:
         states: the replicas, sorted by name.

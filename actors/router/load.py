@@ -111,7 +111,7 @@ class ReplicaState:
         self._price()
 
     def correct(self, active: set[str], now: float, reservation_s: float) -> list[str]:
-        """Set the counts right by a report's `active` requests; those that are dropped.
+        """Corrects the counts by a report's `active` requests. Returns the requests that were dropped.
 
         Args:
             reservation_s: a request that no report has mentioned for this long has not arrived.
@@ -154,7 +154,7 @@ class ReplicaState:
         """Computes the cost terms that are the same for every request."""
         sequences, pending = len(self.requests), self.pending_tokens
         if not self._strangers:
-            # The report is old when it arrives: no more can be left than was routed here.
+            # The report is old when it arrives: there cannot be more left than was routed here.
             pending = min(pending, self._seen_tokens)
         self.queue_s = (pending + self._reserved_tokens) * self.token_s + max(
             0, sequences + 1 - self.sequences_max

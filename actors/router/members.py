@@ -27,7 +27,7 @@ class Members:
     Args:
         timeout_s: a replica or store that has not reported for this long is avoided.
         agents_max: how many agents' last turns are remembered.
-        timing: for how long a request is counted that no report mentions, and who is silent is known.
+        timing: how long a request that no report mentions is counted, and how long a silent process is remembered.
     """
 
     def __init__(self, *, timeout_s: float, agents_max: int, timing: Timing = USUAL) -> None:
@@ -129,10 +129,10 @@ class Members:
     # Failures that others saw.
 
     def lose(self, replica: str) -> None:
-        """Avoids a replica that somebody saw fail until it reports again.
+        """Avoids a replica, to which a call has failed, until it reports again.
 
-        What it holds is forgotten when it comes back as another process, or is silent for `gone_s`, not before: a
-        broken connection is no death.
+        Its blocks are forgotten only when it comes back as another process, or is silent for `gone_s`: a broken
+        connection does not mean that it has died.
         """
         state = self._replicas.get(replica)
         if state is not None:
@@ -289,12 +289,11 @@ class Members:
         state.last_assigned = self._assignments
         self._refresh(state)
         if coming:
-            # Whoever comes next with the same prefix finds it there, after the same queue.
+            # The next request with the same prefix finds it there, after the same queue.
             self._coming.append((state.name, list(coming), load.since + self._reservation_s + 2.0 * state.queue_s))
 
     def _followed_to(self, state: ReplicaState, place: Whereabouts, again: bool, now: float) -> str:
-        """Returns the node of this answer if the agent was answered there, away from its primary, twice in a
-        sequence."""
+        """Returns the node of this answer if the agent was answered there, away from its primary, twice in a row."""
         both_live = all(self.nodes.lives(name, now, self.timeout_s) for name in (place.node, state.node))
         return state.node if again and both_live and not self.nodes.drains(state.node) else ""
 

@@ -3,8 +3,8 @@
 The cost of a replica is a sum of terms in seconds. The first five are the time to the first token there, the others
 the time that the request costs everybody:
 
-    queue     tokens routed there before that are still to be prefilled, rows beyond its places, and a wait if memory
-              has no room for the prompt
+    queue     tokens routed there before that are still to be prefilled, sequences beyond its places, and a wait if
+              memory has no room for the prompt
     pull      the time until KV from another node's disk is on this one's
     restore   the time to read KV that memory lacks from the node's disk
     prefill   the time to compute the rest of the prompt, at the measured rate. Each replica takes the best mix of these
@@ -12,10 +12,10 @@ the time that the request costs everybody:
               `FIRST_PREFILL_S`: it is paid once, the agent comes back many times, and all agents may begin with one
               system prompt
     encode    the pictures in the computed part whose image embeddings are neither in memory nor on the node's disk
-    decode    the rows that decode beside the request: all answers get slower
+    decode    the sequences that decode beside the request: all answers get slower
     away      for every replica but the agent's home: `sticky_penalty_s_max`, and the prefill that the home need not do,
-              as that is work done twice. The latter counts up to the replica's queue: if no request waits, none is
-              delayed. What can be pulled is not computed twice
+              because that is work done twice. The latter counts up to the replica's queue: if no request waits, none
+              is delayed. KV that can be pulled is not computed twice
 
 Costs are compared, so a prefix that every candidate holds decides nothing, and one that a single replica holds attracts
 requests only until its queue costs more than the prefill elsewhere. A request counts as soon as it is routed, and so do
@@ -23,10 +23,10 @@ the blocks and image embeddings that it will leave and the pull that it causes. 
 prefix once in each place. Among replicas of even cost the one that was given work least recently is taken.
 
 An agent's home is the replica of its last turn. If that is gone, or the agent's memory has moved since, it is the
-replicas on its primary node. A new agent that asks about a known picture has no home: it goes where that costs least.
-Nodes that are drained keep their agents and get no other requests.
+replicas on its primary node. A new agent that asks about a known picture has no home: it goes to the replica where that
+picture costs least. Nodes that are drained keep their agents and get no other requests.
 
-A long prompt may be prefilled on one node and the answer decoded on another, where that is clearly better
+A long prompt may be prefilled on one node and the answer decoded on another, if that is clearly better
 (`splitting.py`). It then counts on both replicas.
 
 Replicas of one model may have several model ids if their nodes compute differently, and can use only KV of their own
@@ -84,7 +84,8 @@ class _Group:
 
 @dataclass(slots=True)
 class _Case:
-    """A request and its candidates, the replicas at `rows` of `columns`; arrays are `(candidates,)`."""
+    """A request and its candidates: the replicas at `rows` of `columns`. A *row* is a replica's index there, a
+    *position* a candidate's index among these rows; arrays are `(candidates,)`."""
 
     request: RouteRequest
     columns: Columns
@@ -177,7 +178,7 @@ class Policy:
         ids = state.model_id, list(case.columns.model_ids)
         return Decision(state.name, why, held, names, terms, state.node, pull_from, pulled, move_to, *ids)
 
-    # Prefill here, decode there.
+    # Prefill on one node, decode on another.
 
     def _splits(self, case: _Case, ways: Ways, hot: Integers, costs: dict[str, Floats], now: float) -> Split | None:
         """Returns the pair of replicas that answers the request together, None if one answers it alone."""

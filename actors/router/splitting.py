@@ -3,9 +3,9 @@
 The estimate for a pair, in seconds:
 
     prefill   until the first one has computed the prompt, with its queue, and what it restores before that
-    travel    until the KV is on the other node's disk. Blocks travel while later ones are computed; what is left at the
-              end is the last chunk and the open tail, or what a link slower than the prefill has not carried
-    queue     what the other one's own queue takes longer than all that
+    travel    until the KV is on the other node's disk. Blocks travel while later ones are computed; at the end the last
+              chunk and the open tail are left, or what a link slower than the prefill has not carried
+    queue     how much longer the other one's own queue takes than all that
     restore   until it has read the KV from its disk
     decode    as for every request; and `away`, if it is not the agent's home
     pace      `ANSWER_TOKENS` of its decode steps
@@ -39,7 +39,8 @@ COMPARED = 16
 """How many replicas are considered for either part."""
 
 WAIT_FACTOR, WAIT_S_MIN = 2.0, 5.0
-"""The decoding replica waits for so many times the estimate, and this long, then computes what has not come."""
+"""The decoding replica waits for this multiple of the estimate plus this many seconds, then computes what is
+missing."""
 
 
 @dataclass(frozen=True, slots=True)

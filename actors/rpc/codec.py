@@ -81,7 +81,7 @@ _FORMS: dict[Any, type | tuple[type, ...]] = {
     dict: dict,
     Mapping: dict,
 }
-"""As what msgpack gives the values of a type."""
+"""The Python type in which msgpack returns values of each type."""
 
 
 @cache

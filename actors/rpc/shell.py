@@ -1,4 +1,4 @@
-"""The actor's side of a call: bytes come, what they ask is done, and bytes are the answer, with errors as data."""
+"""The actor's side of a call: decodes the arguments, calls the method, and encodes the answer or the error."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ Shell = Callable[[Any, bytes], Coroutine[Any, Any, bytes]]
 
 
 def answers(declared: Method[P, R]) -> Callable[[Callable[Concatenate[Any, P], Awaitable[R]]], Shell]:
-    """Returns a decorator for the method of an actor that does what is declared: the result takes and returns bytes.
+    """Returns a decorator for an actor's method that implements the declaration: the decorated method takes and returns
+    bytes.
 
     A `SatchelError` that the method raises travels as data, and is raised again in the caller. A request of another
-    version is answered with an error, whose version the caller in turn finds to be another one.
+    version is answered with an error; the caller sees from its version that the versions differ.
     """
 
     def make(does: Callable[Concatenate[Any, P], Awaitable[R]]) -> Shell:
@@ -35,7 +36,7 @@ def answers(declared: Method[P, R]) -> Callable[[Callable[Concatenate[Any, P], A
 def shell(
     declared: Method[P, R], find: Callable[[Any], Callable[P, Awaitable[R] | R]], *, module: str, actor: str
 ) -> Shell:
-    """As `answers`, for what a part of an actor does.
+    """As `answers`, for a method of a part of an actor.
 
     Args:
         find: gets the actor, and returns the part's method.

@@ -1,4 +1,4 @@
-"""A method of an actor, declared once: its arguments, its answer and its time limit, and what it says of errors.
+"""A method of an actor, declared once: its arguments, answer, time limit and errors.
 
     class RouterClient(Client):
         @method(answer_s)
@@ -6,7 +6,7 @@
             "Returns the names of the model's replicas that reported lately."
             ...
 
-An instance of the class calls the actor: `await router.alive("m")`. The class has the declaration itself:
+An instance of the class calls the actor: `await router.alive("m")`. The class itself has the declaration:
 `RouterClient.alive`, from which the actor makes its own side (`shell.answers`).
 """
 

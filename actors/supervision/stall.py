@@ -8,13 +8,13 @@ from __future__ import annotations
 from enum import Enum
 
 TIMES = 20.0
-"""A step that takes so many times the measured time is stuck, not slow."""
+"""A step that takes this many times the measured time is stuck, not slow."""
 
 SLOW_FRACTION = 1 / 3
 """After this fraction of the limit a part counts as slow and gets nothing new to do."""
 
 PAGING_TIMES = 10
-"""The limit is so many times as long while the machine reads memory back from the disk."""
+"""The limit is this many times as long while the machine reads memory back from the disk."""
 
 FIRST_S = 1.0
 
@@ -65,5 +65,5 @@ class Stall:
 
 
 def pause_s(ended: int) -> float:
-    """Returns the seconds before a restart after `ended` early ends in a sequence: 0, 1, 2, 4 … 60."""
+    """Returns the seconds before a restart after `ended` early ends in a row: 0, 1, 2, 4 … 60."""
     return 0.0 if ended <= 0 else min(PAUSE_S_MAX, FIRST_S * 2.0 ** min(ended - 1, 10))

@@ -32,7 +32,7 @@ LOOP_S = 60.0
 """An event loop that runs nothing for this long is stuck."""
 
 PAGING_FAULTS = 20
-"""With so many major page faults in one poll a process is waiting for its memory."""
+"""With this many major page faults in one poll a process is waiting for swapped-out memory."""
 
 LAST_WORDS_S = 3.0
 """How long recording the reason may take before the process ends: the disk may be what hangs."""

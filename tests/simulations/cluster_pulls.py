@@ -167,16 +167,16 @@ class _Session:
             raise DiskError(self._failed)
 
     async def _write(self, entry: Content, before: asyncio.Task[None] | None) -> None:
-        record, content = entry
+        own, content = entry
         if before is not None:
             await asyncio.wait([before])
         await asyncio.sleep(self.delay() + self.store.slow_s * self.world.rng.random())
         if self.over or self._failed:
             return
-        assert content == kv_of(record.id), "only what was proven is installed"
+        assert content == kv_of(own.id), "only what was proven is installed"
         disk = self.store.kv
         try:
-            owned = replace(record, owners=(owner_tag(disk.key, self.owner),))
+            owned = replace(own, owners=(owner_tag(disk.key, self.owner),))
             record = disk.write(self.wanted.model, owned, content)
             placed = await self.store.owned.fenced(self._commit(record))
         except SatchelError as error:
@@ -186,7 +186,7 @@ class _Session:
         if placed.refused or not set(self.wanted.chain).isdisjoint(placed.retracted):
             self._failed = "its owner was forgotten, or there is no room for all of it"
             return
-        self._installed.append(record.id)
+        self._installed.append(own.id)
 
     async def _commit(self, record: Any) -> Any:
         without = await self.store.owned.unclaimed(record.entries)

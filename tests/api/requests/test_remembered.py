@@ -134,7 +134,7 @@ async def test_the_next_turn_of_an_agent_that_was_let_go_says_so_and_the_one_aft
     for index in range(9):
         await endpoint.say("x" * 100, agent=f"other{index}")
     assert await endpoint.branches() == []
-    assert "what agent default/ann said is let go" in caplog.text
+    assert "agent default/ann is evicted" in caplog.text
     body = {"messages": spoken("Hi"), "agent_continue": continues}
     streamed = await endpoint.post({**body, "stream": True})
     assert streamed.headers["x-satchel-memory"] == "earlier-let-go"

@@ -32,11 +32,11 @@ class Table:
     def __init__(self) -> None:
         self.logits = np.random.default_rng(3).normal(size=(4096, VOCABULARY)).astype(np.float32)
 
-    def row(self, position: int, token: int, sharpness: float) -> np.ndarray:
+    def logits_at(self, position: int, token: int, sharpness: float) -> np.ndarray:
         return self.logits[(position * 7 + token) % 4096] * np.float32(sharpness)
 
     def __call__(self, tokens: mx.array, cache: Sequence[Tape]) -> mx.array:
         read = np.array(tokens)[0].tolist()
-        rows = [self.row(cache[0].seen + at, token, cache[0].sharpness) for at, token in enumerate(read)]
+        rows = [self.logits_at(cache[0].seen + at, token, cache[0].sharpness) for at, token in enumerate(read)]
         cache[0].seen += len(read)
         return mx.array(np.stack(rows)[None])

@@ -125,7 +125,7 @@ def test_what_was_asked_for_comes_whole(pair):
         (wire.pack("gone", "a"), "answers no request"),
         (wire.pack("error", "no more"), "the source reports: no more"),
         (b"\xc1", "cannot be read"),
-        (wire.pack_found([OFFERED], []), "a row of 2 values"),
+        (wire.pack_found([OFFERED], []), "a list of 2 values"),
     ],
 )
 def test_nothing_is_taken_that_answers_no_question(pair, answer: bytes, reason: str):

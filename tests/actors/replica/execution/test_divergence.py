@@ -15,7 +15,7 @@ from tests.worlds.models.table_model import VOCABULARY, Table, Tape
 
 
 def distribution(table: Table, place: int, token: int, sharpness: float) -> np.ndarray:
-    sequence = np.exp(table.sequence(place, token, sharpness).astype(np.float64))
+    sequence = np.exp(table.logits_at(place, token, sharpness).astype(np.float64))
     return sequence / sequence.sum()
 
 
@@ -30,7 +30,7 @@ def test_divergence_is_kl_from_the_reference_at_the_very_places_of_the_spans() -
         for place in range(start, stop):
             p, q = (
                 np.exp(sequence) / np.exp(sequence).sum()
-                for sequence in (table.sequence(place, tokens[place], s).astype(np.float64) for s in (1.0, 1.7))
+                for sequence in (table.logits_at(place, tokens[place], s).astype(np.float64) for s in (1.0, 1.7))
             )
             assert sharp.kl[place - start] == pytest.approx(float((p * np.log(p / q)).sum()), rel=1e-3)
 
@@ -66,7 +66,9 @@ def test_pieces_do_not_depend_on_where_spans_begin() -> None:
     pieces = list(logits_of(table, tokens, [Tape()], [(0, 10), (523, 1400)]))
     sequences = np.concatenate([np.array(piece) for piece in pieces])
     places = [*range(10), *range(523, 1400)]
-    assert all((sequences[i] == table.sequence(place, int(tokens[place]), 1.0)).all() for i, place in enumerate(places))
+    assert all(
+        (sequences[i] == table.logits_at(place, int(tokens[place]), 1.0)).all() for i, place in enumerate(places)
+    )
 
 
 def test_losses_are_of_the_token_that_stands_next_and_of_none_at_the_end() -> None:

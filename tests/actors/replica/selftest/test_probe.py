@@ -77,7 +77,7 @@ def test_spans_are_the_last_block_before_each_length_and_never_overlap() -> None
 def test_an_answer_is_right_only_if_each_token_of_the_code_would_be_said() -> None:
     table, tokens = Table(), [1] * 30
     for place in range(29):
-        tokens[place + 1] = int(table.sequence(place, tokens[place], 1.0).argmax())
+        tokens[place + 1] = int(table.logits_at(place, tokens[place], 1.0).argmax())
     codes = [(10, 14), (20, 24)]
     assert right_answers(table, Quiz(tokens, codes, [0.1, 0.2]), [Tape()]) == 2
     for spoiled in (10, 13, 20, 23):
@@ -92,7 +92,7 @@ def test_own_words_are_the_greedy_ones_without_the_banned() -> None:
     said = continue_greedily(table, [Tape()], 4, 6, [])
     last = 4
     for place, token in enumerate(said):
-        assert token == int(table.sequence(place, last, 1.0).argmax())
+        assert token == int(table.logits_at(place, last, 1.0).argmax())
         last = token
     other = continue_greedily(table, [Tape()], 4, 6, [said[0]])
     assert said[0] not in other and other != said
