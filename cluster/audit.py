@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 BYTES_MAX = 8 * 2**20
 REFUSALS_A_SECOND = 10
-"""So many refusals are logged; further ones are only counted."""
+"""How many refusals are logged; further ones are only counted."""
 
 
 class Audit:

@@ -86,11 +86,11 @@ class Endpoint:
 
     @property
     def listens_everywhere(self) -> bool:
-        """Whether it binds every address of its machine, and so names none at which it is reached."""
+        """Whether it binds every address of its machine, so that `listen` is no address for clients."""
         return self.listen in ("0.0.0.0", "::")
 
     def url(self, everywhere: str) -> str:
-        """Returns where it is reached: at the address that it binds, or at `everywhere` if that is every one."""
+        """Returns its URL: with the address that it binds, or with `everywhere` if it binds all."""
         scheme = "http" if self.tls is None else "https"
         return f"{scheme}://{host_port(everywhere if self.listens_everywhere else self.listen, self.port)}"
 
@@ -181,7 +181,7 @@ class Scheduling:
     """The memory of each node for all of its replicas: models, KV and pictures. None takes 90% of the recommended
     working set on Metal, what is free when the first model is loaded on CUDA, and half of the RAM on a CPU."""
     kv_bytes_max: Bytes | None = None
-    """Deprecated, use `memory_bytes_max`. The part of that which a node's running sequences may use."""
+    """Deprecated, use `memory_bytes_max`. The part of it that a node's running sequences may use."""
     prefix_bytes_max: Bytes | None = None
     """Deprecated, use `memory_bytes_max`. The part of a replica's memory for KV that no sequence needs."""
     unwritten_bytes_max: Bytes = 512 * 2**20
@@ -351,12 +351,12 @@ class Home:
 
     @property
     def owner_key_file(self) -> Path:
-        """The secret by which this user's command line is known to the running endpoint."""
+        """The secret by which the running endpoint recognizes this user's command line."""
         return self.run / "owner_key"
 
     @property
     def audit_file(self) -> Path:
-        """What administrators did, and whose keys were refused."""
+        """The audit log: what administrators did, and whose keys were refused."""
         return self.root / "audit.log"
 
     @property
@@ -371,7 +371,7 @@ class Home:
 
     @property
     def certificate_file(self) -> Path:
-        """This machine's certificate in the cluster that it was in last."""
+        """This machine's certificate in its last cluster."""
         return self.tls / "node.pem"
 
     @property
@@ -381,12 +381,12 @@ class Home:
 
     @property
     def former_authorities_file(self) -> Path:
-        """The certificates of the authorities that led the cluster before this machine took over the lead."""
+        """The authorities' certificates of earlier heads, if this machine took over from them."""
         return self.tls / "former-authorities.pem"
 
     @property
     def membership_file(self) -> Path:
-        """The cluster that this machine joined last: its door, and this machine's name there."""
+        """The cluster that this machine joined last: the address of its join server, and this machine's name there."""
         return self.tls / "membership.json"
 
     @property
@@ -396,17 +396,17 @@ class Home:
 
     @property
     def door_file(self) -> Path:
-        """On a head: the port of its door, which is the same after a restart."""
+        """On a head: the port of its join server, which stays the same after a restart."""
         return self.tls / "door.json"
 
     @property
     def estate_file(self) -> Path:
-        """On a joined machine: what it needs to take over the lead."""
+        """On a joined machine: the takeover state, which it needs to replace the head."""
         return self.tls / "estate.json"
 
     @property
     def promoted_config_file(self) -> Path:
-        """The config of a cluster whose lead this machine has taken over."""
+        """The config of a cluster whose head this machine has become."""
         return self.root / "promoted.yaml"
 
     @property
@@ -466,22 +466,22 @@ class Home:
 
     @property
     def memory_claims(self) -> Path:
-        """What each replica of this node needs of its memory."""
+        """How much of the node's memory each replica claims."""
         return self.run / "memory"
 
     @property
     def log_file(self) -> Path:
-        """Ray's output while it started, and what it says of the cluster's processes later."""
+        """Ray's output during its start, and its later messages about the cluster's processes."""
         return self.run / "ray.log"
 
     @property
     def incidents_file(self) -> Path:
-        """What went wrong lately, of this run and of earlier ones."""
+        """Recent incidents of this run and earlier ones."""
         return self.run / "incidents.jsonl"
 
     @property
     def ray_logs(self) -> Path:
-        """The logs of Ray's processes from the last time that Ray did not start or ended by itself."""
+        """The logs of Ray's processes from its last failed start or unexpected end."""
         return self.run / "ray-logs"
 
 
@@ -516,7 +516,7 @@ def parse_config(data: Any, *, source: str = "config") -> Config:
 
 
 def _node_refusals(config: Config) -> Iterable[tuple[str, str]]:
-    """What is wrong about the nodes, as (path in the config, reason)."""
+    """Yields mistakes in the nodes, as (path in the config, reason)."""
     names = [node.name for node in config.nodes]
     for index, node in enumerate(config.nodes):
         if node.name in names[:index]:

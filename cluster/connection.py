@@ -47,7 +47,7 @@ class ClusterRecord:
         temp_dir: where Ray keeps its sockets and logs.
         ray_sid: the Unix session in which Ray runs.
         node: this machine's name in the cluster.
-        door: where machines join, `HOST:PORT`.
+        door: the address of the join server, `HOST:PORT`.
         joined: whether this machine joined a cluster that another server leads.
     """
 
@@ -130,7 +130,7 @@ def connect_ray_address(
     if ray.is_initialized():
         return
     if outlives:
-        # Ray would wait for it for as long as for one that is lost.
+        # Ray would wait as long as for a lost control store.
         _knock(address)
     if imported_before:
         reread_ray_settings()

@@ -32,7 +32,7 @@ _FORBIDDEN_TO_RAY = (
     "RAY_TMPDIR",
     "RAY_USE_TLS",
 )
-"""Settings of some other cluster that would break ours."""
+"""Variables of other clusters that would break this one."""
 
 
 def default_home() -> Home:
@@ -49,7 +49,7 @@ def ray_settings(home: Home, *, one_machine: bool = True) -> dict[str, str]:
         "RAY_ENABLE_AUTO_CONNECT": "0",
         "RAY_AUTH_TOKEN_PATH": str(home.token_file),
         **({} if one_machine else _tls_settings(home)),
-        # Offline it only delays.
+        # Without a network it only causes delays.
         "RAY_USAGE_STATS_ENABLED": "0",
         # Off on one machine, on Linux too: Ray then stays on 127.0.0.1 instead of listening on every interface,
         # survives a change of network, and macOS shows no firewall dialog. With several machines macOS needs it.
@@ -80,19 +80,21 @@ _OUTLIVING = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": str(10 * 365 * 24 * 3600),
     # A thread that waits for the head keeps its process from ending (Ray's default: 60 s).
     "RAY_gcs_server_request_timeout_seconds": "5",
-    # So long an end waits for a head that is gone (Ray's default: 5 s).
+    # How long a process that ends waits for a lost head (Ray's default: 5 s).
     "RAY_task_events_shutdown_flush_timeout_ms": "500",
 }
-"""For a process that is no part of the cluster, and lives on if that ends."""
+"""For a process that is no part of the cluster and outlives it."""
 
 
 def _breaks_ray(name: str, value: str) -> bool:
-    """Whether a variable is of some other cluster, or of a process that started this one and lives on without it."""
+    """Returns whether a variable belongs to another cluster, or to a parent process that is independent of this
+    cluster."""
     return name in _FORBIDDEN_TO_RAY or _OUTLIVING.get(name) == value
 
 
 def _tls_settings(home: Home) -> dict[str, str]:
-    """Between machines Ray encrypts every call, and both sides show a certificate of the cluster."""
+    """Returns the settings by which Ray encrypts calls between machines; both sides show a certificate of the
+    cluster."""
     return {
         "RAY_USE_TLS": "1",
         "RAY_TLS_SERVER_CERT": str(home.certificate_file),
@@ -138,7 +140,7 @@ def kernels_wanted() -> bool | None:
 
 @contextmanager
 def set_during(**variables: str) -> Iterator[None]:
-    """Sets variables for as long as a library is loaded that reads them."""
+    """Sets variables while a library that reads them is loaded."""
     saved = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

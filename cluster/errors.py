@@ -9,7 +9,7 @@
     │   ├── KeyRefused              401  no key, or one that is not known
     │   ├── NotAllowed              403  another host, a page of another origin, or not for this key
     │   ├── ModelNotFound           404
-    │   ├── InvalidSatchel          400  a file that is no satchel, or not whole
+    │   ├── InvalidSatchel          400  a file that is no satchel, or damaged
     │   ├── AgentNotFound           404
     │   ├── NodeNotFound            404
     │   ├── ResponseNotFound        404
@@ -18,7 +18,7 @@
     │   ├── SlowReader              408  the answer was read too slowly
     │   ├── AgentBusy               409
     │   ├── AgentExists             409
-    │   ├── PictureLost             409  of a stored transcript; its KV and its image embeddings are gone
+    │   ├── PictureLost             409  a picture of a stored transcript; its KV and its image embeddings are gone
     │   ├── RequestTooLarge         413
     │   ├── UnsupportedMediaType    415
     │   ├── RateLimited             429  more than the key's limits allow
@@ -26,10 +26,10 @@
     ├── Unavailable                 503  try again after `retry_after_s`
     │   ├── QueueFull               503
     │   ├── NoReplica               503
-    │   ├── ComputesOtherwise       503  than the sequence's ids were made for: they are to be made anew
+    │   ├── ComputesOtherwise       503  the replica's model id differs from the request's: make its block ids again
     │   ├── ReplicaLost             503
     │   │   ├── ReplicaDied         503  its process ended, perhaps by what it was computing
-    │   │   └── ReplicaLeaves       503  in order, with its node: its sequences go on elsewhere
+    │   │   └── ReplicaLeaves       503  its node leaves the cluster: its sequences fail over
     │   ├── NoAnswer                503  an actor was called, and no answer came
     │   │   ├── ActorLost           503  its process has ended, as far as Ray can tell
     │   │   │   └── ActorAway       503  it cannot be reached now, and may come back by itself
@@ -39,7 +39,7 @@
     │   ├── MemoryFull              507  no room for agents' transcripts on the disk or in transcripts_bytes_max
     │   └── Draining                503
     ├── DeadlineExceeded            504
-    ├── GenerationFailed            500  one sequence failed inside the model; its neighbours did not
+    ├── GenerationFailed            500  one sequence failed inside the model; the others in the batch did not
     ├── ModelLoadError              500
     ├── DiskError                   500  a call to the disk tier failed; it goes on
     │   ├── DiskFull                507
@@ -110,8 +110,8 @@ class InvalidRequest(RequestError):
 
 
 class ContextLengthExceeded(RequestError):
-    """A prompt that does not fit. `tokens` and `tokens_max` are its length, or at least so much, and the most that a
-    prompt may have; None if unknown. They do not cross process borders."""
+    """A prompt that does not fit. `tokens` is its length or a lower bound of it, `tokens_max` the most that a prompt
+    may have; None if unknown. They do not cross process borders."""
 
     code = "context_length_exceeded"
 
@@ -163,7 +163,7 @@ class NodeNotFound(RequestError):
 
 
 class InvalidSatchel(RequestError):
-    """A file that is no satchel, or not whole."""
+    """A file that is no satchel, or damaged."""
 
     code = "invalid_satchel"
 

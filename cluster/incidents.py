@@ -1,4 +1,4 @@
-"""What went wrong on this machine lately: JSON lines in the home, which `satchel doctor` shows.
+"""Recent problems on this machine: JSON lines in the home, which `satchel doctor` shows.
 
 Any process of the server may write. A failed write is only logged: on a full disk a line is lost.
 """
@@ -31,7 +31,7 @@ Kind = Literal[
 """A process was ended because it was stuck (`stuck`), ended by itself and was restarted (`died`), or sent no heartbeat
 (`silent`); a node stopped or resumed reporting; a disk is full or has room again; a request was given up; many requests
 were refused; the endpoint's certificate was replaced by one that cannot be used; a model computes slower than this
-device could; the device failed at something; a model that was served plainly turned out not to be right."""
+device could; the device failed at something; a model that was served in plain mode failed its self-test."""
 
 
 @dataclass(frozen=True)

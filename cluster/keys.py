@@ -29,7 +29,8 @@ from .home import prepare_home, read_json, write_private, write_private_json
 from .units import STRICT, Bytes, Count
 
 OWNER = "default"
-"""The tenant of whoever runs the server: the command line, Python handles, and every caller if there are no keys."""
+"""The tenant of the user who runs the server: the command line, Python handles, and every caller if there are no
+keys."""
 
 KEY_BEGINS = "sk-satchel-"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
@@ -150,8 +151,8 @@ def revoke_key(home: Home, name: str) -> Key:
 
 
 def remove_keys(home: Home) -> None:
-    """Removes all keys: callers of an endpoint that only this machine reaches need none again. What their tenants have
-    stays theirs; a new key of the same name has it again.
+    """Removes all keys. Then callers of an endpoint that only this machine can reach need none. The tenants' memory
+    stays; a new key of the same name gets it back.
 
     Raises:
         InvalidRequest: there are none.
@@ -170,7 +171,7 @@ def _locked(home: Home) -> FileLock:
 
 @contextmanager
 def _changing(home: Home) -> Iterator[list[Key]]:
-    """The keys for changing; written back if the block ends without an error. One process at a time."""
+    """Yields the keys for changes; writes them back if the block ends without an error. One process at a time."""
     with _locked(home):
         before = read_keys(home) or ()
         keys = list(before)
@@ -187,14 +188,14 @@ def check_agent_id(agent: str) -> None:
     """Checks the name that a tenant gives an agent.
 
     Raises:
-        InvalidRequest: it is no agent's id.
+        InvalidRequest: the name is not a valid agent id.
     """
     if _AGENT.fullmatch(agent) is None:
         raise InvalidRequest("agent_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : @ -", param="agent_id")
 
 
 def write_owner_key(home: Home) -> None:
-    """Makes the secret by which the endpoint knows this user's command line; a new one at every start."""
+    """Makes the secret by which the endpoint recognizes this user's command line; a new one at every start."""
     write_private(home.owner_key_file, f"{KEY_BEGINS}{_OWNER_ID}-{secrets.token_urlsafe(32)}")
 
 
@@ -284,7 +285,7 @@ class KeyRing:
             keys = read_keys(self._home)
             self._damaged = False
         except KeysDamaged:
-            # Only the owner gets in.
+            # Only the owner is let in.
             keys, self._damaged = (), True
         self._keys = None if keys is None else {key.id: key for key in keys if key.revoked is None}
         self._version = version

@@ -1,4 +1,4 @@
-"""The process that keeps this machine in a cluster (`satchel join`), as other commands of its home see it."""
+"""The process that keeps this machine in a cluster (`satchel join`), as recorded for other commands of its home."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .processes import ProcessMark
 
 @dataclass(frozen=True)
 class NodeKeeper:
-    """That process, the name of its node, and the door where it last joined (`HOST:PORT`)."""
+    """That process, the name of its node, and the join server where it last joined (`HOST:PORT`)."""
 
     mark: ProcessMark
     name: str

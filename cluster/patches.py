@@ -1,4 +1,4 @@
-"""What Satchel changes of Ray, and what it uses of Ray's insides: nothing else under `cluster/` does.
+"""What Satchel changes in Ray, and its uses of Ray's internals. No other file under `cluster/` does either.
 
 docs/patches.md lists the patches of all libraries. Each fits the version of Ray that pyproject.toml pins, 2.60.0.
 """
@@ -18,7 +18,7 @@ _NOBODYS_PORT = "1"
 
 
 def start_ray_node(*, head: str | None, register_s: float, **settings: Any) -> tuple[str, list[int]]:
-    """Starts Ray's processes for a node, as `ray start` does, but for three things.
+    """Starts Ray's processes for a node, as `ray start` does, with three differences.
 
     Changes: Ray's `Node`, in a subclass, and while the raylet starts `services.start_ray_process`. No API server is
         started: it serves the dashboard and job submission, and takes four seconds and 120 MB. In place of the
@@ -95,11 +95,10 @@ def start_ray_node(*, head: str | None, register_s: float, **settings: Any) -> t
 
 
 def init_ray(*, temp_dir: str | None, **settings: Any) -> None:
-    """Connects this process to a cluster, as `ray.init` does, through the node whose folder `temp_dir` is.
+    """Connects this process to a cluster, as `ray.init` does, through the node with the folder `temp_dir`.
 
-    Changes: nothing. It gives `ray.init` an argument that Ray keeps for itself, `_temp_dir`.
-    Why: of several nodes of a cluster on one machine Ray takes the head, or any, and a process ends with its node.
-    Fits: ray 2.60.0.
+    Changes: nothing. It gives `ray.init` an argument that Ray keeps for itself, `_temp_dir`. Why: if several nodes of a
+    cluster run on one machine, Ray takes the head or any of them, and a process ends with its node. Fits: ray 2.60.0.
     Noticed by: tests/cluster/test_patches.py::test_a_driver_connects_through_the_node_of_its_folder
 
     Args:
@@ -130,11 +129,9 @@ def reread_ray_settings() -> None:
 def control_store_client() -> Any | None:
     """Returns Ray's own client of its control store; None if this process is connected to no cluster.
 
-    Changes: nothing. The client is one of Ray's insides.
-    Why: its methods take a time limit. Ray's own functions for the store wait for ever if the head is lost, and a
-        process of which a thread waits in one can neither leave the cluster nor end.
-    Fits: ray 2.60.0.
-    Noticed by: tests/cluster/test_patches.py::test_the_control_store_has_values_and_nodes
+    Changes: nothing. The client is one of Ray's insides. Why: its methods take a time limit. Ray's own functions for
+    the store wait for ever if the head is lost. A process with a thread that waits in one can neither leave the cluster
+    nor end. Fits: ray 2.60.0. Noticed by: tests/cluster/test_patches.py::test_the_control_store_has_values_and_nodes
     """
     from ray.experimental import internal_kv
 
@@ -144,11 +141,10 @@ def control_store_client() -> Any | None:
 def rest_ray_listener() -> None:
     """Ends Ray's thread that prints the cluster's errors in this driver, once the control store has ended.
 
-    Changes: sets the event by which Ray ends that thread when a driver disconnects; Ray clears it then.
-    Why: asked of a control store that has ended, the thread's subscriber answers at once, and the thread asks again
-        without a pause: it takes a quarter of a processor to a whole one for as long as the process lives.
-    Fits: ray 2.60.0.
-    Noticed by: tests/cluster/test_patches.py::test_ray_listens_no_more_for_errors_of_a_cluster_that_has_ended
+    Changes: sets the event by which Ray ends that thread when a driver disconnects; Ray clears it then. Why: once the
+    control store has ended, the thread's subscriber returns at once, and the thread calls it again without a pause.
+    That takes a quarter of a processor to a whole one for as long as the process lives. Fits: ray 2.60.0. Noticed by:
+    tests/cluster/test_patches.py::test_ray_listens_no_more_for_errors_of_a_cluster_that_has_ended
     """
     from ray._private import worker
 

@@ -1,4 +1,4 @@
-"""Which processes are ours, and how to end them. Never by name.
+"""Finds out which processes are ours, and ends them. Never by name.
 
 Ray runs in a session of its own (`setsid`), and everything it starts stays in that session. The kernel does not reuse a
 session number while one member lives. So the members of a session are certainly ours as long as one process that we

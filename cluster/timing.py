@@ -1,8 +1,8 @@
 """The times by which processes wait for each other, and what must hold between them. Pure.
 
 A time is here if another process has one that must fit it: a heartbeat and the lease that outlives it, an answer and
-the deadline that it must meet. What one process keeps to itself is a constant where it is used. `docs/timing.md` lists
-the fields and the relations, and a test compares it with this file.
+the deadline that it must meet. A time that concerns one process alone is a constant where it is used. `docs/timing.md`
+lists the fields and the relations, and a test compares it with this file.
 """
 
 from __future__ import annotations

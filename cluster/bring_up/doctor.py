@@ -1,4 +1,4 @@
-"""Checks of this machine before anything is started. Each says what was found and, if needed, how to mend it."""
+"""Checks of this machine before anything is started. Each says what was found and, if needed, how to fix it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _PINNED = ("ray", "mlx", "mlx-lm", "mlx-vlm")
 
 def examine(config: Config, home: Home) -> list[Check]:
     """Runs every check, in a few seconds. Starts no server and changes nothing but the home's folder."""
-    # What only the server needs: its address, its port, its keys and its certificate.
+    # Only the server needs these: its address, its port, its keys and its certificate.
     head, node = config.machines[0], other_node(config, home)
     of_head: list[Callable[[], Check]] = [
         lambda: check_port(config, home),
@@ -238,7 +238,7 @@ def check_port(config: Config, home: Home) -> Check:
 
 
 def check_keys(endpoint: Endpoint, home: Home) -> Check:
-    """Checks whether the endpoint may listen where it is to: beyond this machine there must be keys."""
+    """Checks whether the endpoint may listen at its address: if other machines can reach it, there must be keys."""
     try:
         keys = valid_keys(home)
     except KeysDamaged as error:
@@ -281,7 +281,7 @@ def check_address(config: Config) -> Check:
     try:
         check_port_free(address, config.control_port)
     except PortInUse:
-        # By the server that runs, or `check_port` says more.
+        # In use by the running server; otherwise `check_port` says more.
         pass
     except ClusterError as error:
         mend = "the first of `nodes` is the machine that runs `satchel serve`: give its own address"
@@ -299,7 +299,7 @@ def check_hosts(nodes: Sequence[Node]) -> list[Check]:
 
 
 def check_source(model: Model) -> Check:
-    """Checks whether a model's folder is there; one of the Hub is looked for when it is loaded."""
+    """Checks whether a model's folder exists. A Hub id is only looked up when the model is loaded."""
     name, source = f"source of {model.name}", model.source
     if not source.startswith(("/", "./", "../", "~")) or Path(source).expanduser().is_dir():
         return Check(name, "ok", source)
@@ -307,13 +307,13 @@ def check_source(model: Model) -> Check:
 
 
 def check_last_start(home: Home, now_s: float) -> Check:
-    """Tells of a server that did not start, or ended with an error, in the last 24 hours, by what its logs end with.
+    """Reports a server that did not start or ended with an error in the last 24 hours, from the last lines of its logs.
 
     Args:
         now_s: Unix time.
     """
     found: list[tuple[float, str, Path]] = []
-    # Of errors that nobody expected, and of servers in the background.
+    # The logs of unexpected errors, and of servers in the background.
     for log, begins in ((home.run / "serve.log", ""), (home.run / "server.log", "satchel: ")):
         try:
             at_s = log.stat().st_mtime

@@ -1,8 +1,8 @@
 """Heartbeats of a machine's Satchel processes, sent as datagrams to its server, which ends processes without them.
 
-A process watches over itself (`satchel.actors.supervision.watchdog`) as long as its interpreter runs. It cannot if it
-is stopped, or if a call that never returns holds its interpreter. Silence is counted in polls and not by the clock: if
-the whole machine stood still, as a Mac that slept, no process counts as silent.
+A process supervises itself (`satchel.actors.supervision.watchdog`) while its interpreter runs. It cannot if it is
+stopped, or if a call that never returns holds its interpreter. Silence is counted in polls and not by the clock: if the
+whole machine stood still, as a Mac that slept, no process counts as silent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HeartbeatSender:
         try:
             self._socket.sendto(message, str(self._path))
         except OSError:
-            # The server hangs or has ended; others take care of that.
+            # The server hangs or has ended, which is handled elsewhere.
             _log.debug("a heartbeat was not taken")
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class _HeardProcess:
 
 
 class Heartbeats:
-    """Which processes sent heartbeats, and how many polls ago. No socket, no process, no clock.
+    """Which processes sent heartbeats, and how many polls ago. Without sockets, processes and clock.
 
     Args:
         silent_polls_max: after so many polls without a heartbeat a process is to be ended.

@@ -48,7 +48,7 @@ def keep(essential: set[int]) -> bool:
     """Returns when standard input has closed (True) or an essential process has ended by itself (False)."""
     while not _closed(_POLL_S):
         if _reap() & essential or any(ProcessMark.of(pid) is None for pid in essential):
-            # A server that ends them in order closes standard input first.
+            # A server that ends the session itself closes standard input first.
             return _closed(0.0)
     return True
 

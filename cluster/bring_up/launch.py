@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 RETRY_FIRST_S = 2.0
 RETRY_MAX_S = 60.0
 STEADY_S = 60.0
-"""After so long without an end a node's restart pause begins anew."""
+"""After a node has run this long, its restart pause is reset."""
 
 KILL_S = 3.0
 SSH_CONFIG_S = 5.0
@@ -46,10 +46,10 @@ NOT_RUN = (126, 127)
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
 
 SENTENCE = "satchel: "
-"""With which a command begins the sentence of its failure."""
+"""The beginning of the sentence in which a command reports its failure."""
 
 _OF_RAY = re.compile(r"\s*(\x1b|\(raylet\)|\[[0-9-]+ [0-9:,]+ [A-Z] )")
-"""What Ray's libraries write: a node says in words what happened."""
+"""Output of Ray's libraries, which is skipped: a node reports in sentences what happened."""
 
 Say = Callable[[str], None]
 
@@ -116,7 +116,7 @@ def advice_on(node: Node, status: int) -> str | None:
 
 def unresolved(nodes: Iterable[Node]) -> list[str]:
     """Returns a sentence for each node whose host has no address now. It may get one later, as a Mac that is off does
-    when it is switched on. Asks ssh's config what the host is called, in a moment; nothing is connected to."""
+    when it is switched on. Asks ssh's config for the host's name, which takes a moment; connects to nothing."""
     found = []
     for node in nodes:
         if node.ssh is None or (host := _host_of(node.ssh)) is None:
@@ -242,7 +242,7 @@ class Launcher:
         with suppress(OSError):
             process.stdin.write(order.to_line())
             process.stdin.flush()
-        # Its own sentence says more than what libraries write after it.
+        # Its own sentence says more than the output of libraries after it.
         said = False
         while raw := process.stdout.readline(LINE_BYTES_MAX):
             line = raw.decode(errors="replace").strip()

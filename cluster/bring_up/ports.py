@@ -1,4 +1,4 @@
-"""Whether the endpoint can listen on a port, and whether it may without keys."""
+"""Checks whether the endpoint can listen on a port, and whether it may do so without keys."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class RaySpec:
 
 @dataclass(frozen=True)
 class RayReport:
-    """What was started: the address for drivers, and the processes that the cluster cannot do without."""
+    """What was started: the address for drivers, and the essential processes."""
 
     address: str
     essential_pids: list[int]

@@ -72,8 +72,8 @@ class LocalCluster:
 
     Args:
         node: this machine.
-        port: where machines join a cluster that this one leads; 0 takes the last one again if it is free.
-        silent_s: a process of Satchel's without a heartbeat for this long is ended.
+        port: the join port if this machine is the head; 0 takes the last one again if it is free.
+        silent_s: a process of Satchel without a heartbeat for this long is ended.
         heartbeat_s: the interval of heartbeats.
     """
 
@@ -127,11 +127,11 @@ class LocalCluster:
         Takes about eight seconds on two cores. If it fails, nothing is left behind.
 
         Args:
-            admission: to the cluster to join; None starts a cluster, with a door for others.
+            admission: to the cluster to join; None starts a cluster, with a join server for others.
 
         Raises:
             HomeInUse: another server uses the home.
-            PortInUse: the port where others join is taken.
+            PortInUse: the join port is taken.
             ClusterError: Ray does not start.
         """
         prepare_home(self._home)
@@ -164,7 +164,7 @@ class LocalCluster:
         return self._record
 
     def lead_with(self, estate: Callable[[], Estate]) -> None:
-        """Tells the machines of the cluster from now on what they need to take over the lead."""
+        """Sends the cluster's machines the takeover state from now on."""
         if self._door is not None:
             self._door.estate = estate
 
@@ -175,7 +175,7 @@ class LocalCluster:
         return self._record
 
     def go_by(self, config: Config) -> None:
-        """Takes the times from the config of the cluster that this machine has joined."""
+        """Uses the times from the config of the cluster that this machine has joined."""
         self._silent_s, self._heartbeat_s = config.timeouts.silent_s, config.timing.heartbeat_s
         if self._listener is not None:
             self._listener.go_by(self._silent_s, self._heartbeat_s)

@@ -1,1 +1,1 @@
-"""How a cluster authenticates machines and its endpoint: invitations, certificates, and the door on the head."""
+"""How a cluster authenticates machines and its endpoint: invitations, certificates, and the join server on the head."""

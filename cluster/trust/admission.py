@@ -1,4 +1,5 @@
-"""How a machine joins a cluster, and hears of it afterwards: at the door (`door.py`) that its invitation names."""
+"""A machine's side of joining a cluster and asking for news: calls the join server (`door.py`) that its invitation
+names."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ ANSWER_BYTES_MAX = 4 * 2**20
 
 @dataclass(frozen=True)
 class Admission:
-    """The cluster that admitted a machine: the addresses (`HOST:PORT`) of its door and of its Ray."""
+    """The cluster that admitted a machine: the addresses (`HOST:PORT`) of its join server and of its Ray."""
 
     door: str
     ray: str
@@ -39,7 +40,7 @@ def enter(home: Home, node: Node, invitation: Invitation) -> Admission:
 
     Raises:
         NotRunning: nobody answers there.
-        ClusterError: another machine than the inviting head answers (nothing is sent to it), or the head refuses.
+        ClusterError: a machine other than the inviting head answers (nothing is sent to it), or the head refuses.
     """
     message = {
         "name": node.name,
@@ -62,7 +63,7 @@ def enter(home: Home, node: Node, invitation: Invitation) -> Admission:
 
 @dataclass(frozen=True)
 class News:
-    """What the door tells a machine that is in the cluster: the address of its Ray, and the text of the estate if it
+    """The join server's news for a member: the address of the cluster's Ray, and the text of the takeover state if it
     has changed, else ""."""
 
     ray: str
@@ -70,10 +71,10 @@ class News:
 
 
 def ask_news(home: Home, name: str, door: Invitation, have: str) -> News:
-    """Asks what is new in the cluster that this machine is in.
+    """Asks for news of this machine's cluster.
 
     Args:
-        have: the digest of the estate that it has, "" for none.
+        have: the digest of the takeover state that this machine has, "" for none.
 
     Raises:
         NotRunning: nobody answers there.
@@ -90,7 +91,7 @@ def _news_message(have: str) -> bytes:
 
 
 def knock(door: str) -> Literal["open", "refused", "silent"]:
-    """Returns whether somebody listens at a door: `refused` if its machine answers and says that nobody does."""
+    """Returns whether a join server listens there: `refused` if its machine answers that nothing listens."""
     host, _, port = door.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
@@ -102,9 +103,10 @@ def knock(door: str) -> Literal["open", "refused", "silent"]:
 
 
 def led_elsewhere(home: Home) -> Invitation | None:
-    """Returns the way to a machine that leads this home's cluster in its place now; None if none does.
+    """Returns how to reach a machine that is the head of this home's cluster now; None if there is none.
 
-    A machine that took over the lead has its door at the same port, and takes what the authority of this home signed.
+    A machine that took over has its join server at the same port, and accepts certificates that this home's authority
+    signed.
 
     Raises:
         ClusterError: the members of this home's cluster cannot be read.
@@ -121,9 +123,9 @@ def led_elsewhere(home: Home) -> Invitation | None:
         try:
             answer = _ask(home, door, _news_message(""))
         except ClusterError:
-            # Whatever listens there is no head.
+            # What listens there is no head.
             return None
-        # One that has removed this machine leads a cluster of others. One of other versions leads too.
+        # A machine that has removed this one is a head. So is one with other versions.
         return None if answer.get("removed") else door
 
     with ThreadPoolExecutor(len(others)) as pool:
@@ -141,7 +143,7 @@ def _ask(home: Home, invitation: Invitation, message: bytes) -> dict[str, Any]:
     host, _, port = door.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # The head is known by its key, not by an authority.
+    # The head is identified by its key, not by an authority.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if not invitation.secret:
         try:
@@ -156,13 +158,13 @@ def _ask(home: Home, invitation: Invitation, message: bytes) -> dict[str, Any]:
         with plain, context.wrap_socket(plain) as sock:
             shown = sock.getpeercert(binary_form=True)
             if shown is None or not hmac.compare_digest(fingerprint(shown), invitation.fingerprint):
-                raise ClusterError(f"at {door} answers another than who invited; nothing was said to it")
+                raise ClusterError(f"at {door} another machine answers than the inviting one; nothing was sent to it")
             sock.settimeout(TALK_S)
             sock.sendall(message)
             return _line(sock)
     except (OSError, ValueError) as error:
-        advice = "" if invitation.secret else "; where it does not know this machine, `satchel invite` there helps"
-        raise NotRunning(f"{door} does not answer as the door of a cluster does: {error}{advice}") from None
+        advice = "" if invitation.secret else "; if it does not know this machine, `satchel invite` there helps"
+        raise NotRunning(f"{door} does not answer as a cluster's join server does: {error}{advice}") from None
 
 
 def _line(sock: ssl.SSLSocket) -> dict[str, Any]:
@@ -176,5 +178,5 @@ def _line(sock: ssl.SSLSocket) -> dict[str, Any]:
         data += part
     answer = json.loads(data)
     if not isinstance(answer, dict):
-        raise ValueError("the answer is none")
+        raise ValueError("it is no JSON object")
     return answer

@@ -1,9 +1,9 @@
-"""A cluster's certificates: its head signs one for each machine; by them Ray's processes know each other (mutual TLS).
-`self_signed.py` makes that of the endpoint in the same way.
+"""A cluster's certificates: its head signs one for each machine, and Ray's processes authenticate with them (mutual
+TLS). `self_signed.py` makes that of the endpoint in the same way.
 
-The authority's key stays in the head's home, and each machine's own key in its own. There is no revocation: the door
-refuses a machine that was removed, but its certificate stays valid for Ray. To shut it out, remove `tls` and
-`run/ray_token` from the head's home, and invite the others anew.
+The authority's key stays in the head's home, and each machine's own key in its own. There is no revocation: the join
+server refuses a removed machine, but its certificate stays valid for Ray. To shut it out, remove `tls` and
+`run/ray_token` from the head's home, and invite the others again.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def keep(home: Home, certificate: str, authority: str) -> None:
 
 
 def trusted_authorities(home: Home) -> str:
-    """Returns the certificates (PEM) of the authority in this home, and of those whose lead it has taken over."""
+    """Returns the certificates (PEM) of this home's authority, and of former heads' authorities."""
     paths = (_authority_file(home), home.former_authorities_file)
     text = "".join(path.read_text(encoding="ascii") for path in paths if path.exists())
-    # Machines may have led by turns.
+    # Machines may have been heads in turn.
     return "".join(dict.fromkeys(_PEM.findall(text)))
 
 
@@ -127,7 +127,7 @@ class Authority:
         self.certificate = path.read_text(encoding="ascii")
 
     def has_signed(self, certificate: bytes) -> bool:
-        """Returns whether it is of this authority, and not of another one.
+        """Returns whether this authority signed the certificate.
 
         Args:
             certificate: DER.

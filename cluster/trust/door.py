@@ -1,11 +1,11 @@
-"""The door of a cluster, on its head: admits machines that have an invitation, or that were admitted before.
+"""The join server of a cluster (`Door`), on its head: admits machines that have an invitation or were admitted before.
 
 TLS 1.3 with the head's certificate, one line of JSON each way. A machine checks the fingerprint of the head's key
 before it sends anything. It sends its invitation's secret, unless it shows a certificate of this cluster, and requests
 a certificate. The answer has Ray's address and secret, the machine's certificate, and the authority's.
 
-A machine that is in the cluster asks for news every few seconds: whether it still belongs to it, where its Ray is, and
-what it would need to take over the lead (`estate.py`).
+A machine in the cluster asks for news every few seconds: whether it is still a member, where the cluster's Ray is, and
+the takeover state (`estate.py`).
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ _CLOSE_S = 5.0
 
 
 class Door:
-    """Listens at one address, for the cluster that `home` leads. `open` once, `close` as often as you like.
+    """The join server. Listens at one address, for the cluster whose head has the home `home`. Call `open` once;
+    `close` may be called repeatedly.
 
     Args:
-        home: with the cluster's secret.
-        node: this machine; the door is at its address.
+        home: has the cluster's secret.
+        node: this machine; the server listens at its address.
         port: 0 takes a free one.
         versions: the versions that all machines must have.
 
     Attributes:
         address: `HOST:PORT`.
-        estate: reads what a machine needs to take over the lead; None tells nothing.
+        estate: reads the takeover state; None sends none.
 
     Raises:
         PortInUse: the port cannot be listened on.
@@ -68,7 +69,7 @@ class Door:
         self._context.verify_mode = ssl.CERT_OPTIONAL
         self._context.load_verify_locations(home.authority_file)
         if home.former_authorities_file.exists():
-            # Machines of the cluster whose lead this one has taken over.
+            # Accepts machines of the former head's cluster, too.
             self._context.load_verify_locations(home.former_authorities_file)
         self._context.load_cert_chain(home.certificate_file, home.key_file)
         self._listener = _listener(node.address, port)
@@ -115,7 +116,7 @@ class Door:
             try:
                 sock, (address, *_) = await self._loop.sock_accept(self._listener)
             except OSError as error:
-                # Such as too many open files: waiting is all that helps.
+                # For example too many open files: only waiting helps.
                 logger.warning("nobody can be let in: %s", error.strerror or error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
@@ -160,8 +161,8 @@ class Door:
             return {"error": "its head cannot tell who belongs to the cluster; its log says why"}
 
     def _answer(self, received: bytes, shown: bytes) -> dict[str, Any]:
-        """Returns the answer to a request. `shown` is the certificate (DER) of the cluster, or of the one whose lead
-        this machine has taken over, that the other machine shows; empty if it shows none."""
+        """Returns the answer to a request. `shown` is the certificate (DER) that the other machine shows, of this
+        cluster or of the former head's; empty if it shows none."""
         try:
             asked = json.loads(received)
             if shown and asked.get("news"):
@@ -183,14 +184,14 @@ class Door:
         return self._admit(Member(node.name, node.address, key), certificate, invitation)
 
     def _refusal(self, shown: bytes, versions: str) -> dict[str, Any] | None:
-        """Returns why a machine is refused; None if it is not. `shown` is empty for one that has an invitation."""
-        # Also for one with an invitation, which is not used up if they cannot be read.
+        """Returns why a machine is refused, None if it is not. `shown` is empty for a machine with an invitation."""
+        # Also for a machine with an invitation, which is not used up if the members cannot be read.
         known = members(self._home)
         if shown:
             key = fingerprint(shown)
             if key in known.removed:
                 return _REMOVED
-            # Whoever has the lost head's disk could sign others by the authority on it.
+            # Somebody with the lost head's disk could sign other machines with its authority.
             if key not in known.admitted and not self._authority.has_signed(shown):
                 return _UNKNOWN
         if versions != self._versions:
@@ -217,8 +218,8 @@ class Door:
 
 
 def known_door(home: Home, node: Node, port: int, versions: str) -> Door:
-    """Returns a door at `port`, or if that is 0 at the port that machines know from the last start, if it is free. The
-    port is stored for the next start.
+    """Returns a join server at `port`. If `port` is 0, takes the port of the last start if it is free, because machines
+    know it. The port is stored for the next start.
 
     Raises:
         PortInUse: `port` is not 0 and is taken.

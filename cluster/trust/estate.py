@@ -1,7 +1,8 @@
-"""What a head tells the machines of its cluster, so that one of them can take its place (`satchel promote`).
+"""The takeover state (`Estate`): what a head sends to its machines, so that one of them can replace it (`satchel
+promote`).
 
-It has the config, the endpoint's keys (their hashes) and certificate, the members, by which the others know the machine
-that leads then, and the certificates of the authorities, by which that machine knows the others. Whoever has it may run
+It has the config, the endpoint's keys (their hashes) and certificate, the members, by which the others recognize the
+new head, and the authorities' certificates, by which the new head recognizes the others. A machine that has it may run
 code on the head anyway (`docs/security.md`).
 """
 
@@ -24,13 +25,13 @@ from .members import Members, members
 
 @dataclass(frozen=True)
 class Estate:
-    """One cluster, as its head is about to leave it.
+    """The takeover state of one cluster.
 
     Attributes:
         head: the name of the head's node.
         config: as `parse_config` reads it; empty on a machine that has left, and may not lead.
         members: the machines, without the head.
-        authorities: who has signed the machines' certificates, PEM.
+        authorities: the certificates of those that signed the machines' certificates, PEM.
         keys: the text of the head's file of keys; None if there is none.
         certificate, certificate_key: of the endpoint, PEM; "" if it has none.
     """
@@ -51,22 +52,22 @@ class Estate:
         """Reads what `to_text` wrote.
 
         Raises:
-            ValueError: the text is no estate.
+            ValueError: the text is no takeover state.
         """
         try:
             data = json.loads(text)
             return Estate(**{**data, "members": Members.from_dict(data["members"])})
         except (KeyError, TypeError) as error:
-            raise ValueError(f"no estate: {error}") from None
+            raise ValueError(f"no takeover state: {error}") from None
 
 
 def digest(text: str) -> str:
-    """Returns what tells one estate's text from another."""
+    """Returns a digest of a takeover state's text."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def estate_of(home: Home, config: Config) -> Callable[[], Estate]:
-    """Returns what reads the present estate of the cluster that this home leads with `config`."""
+    """Returns a function that reads the present takeover state of the cluster that this home leads with `config`."""
     plain = asdict(config)
     tls = config.endpoint.tls
 
@@ -85,23 +86,23 @@ def estate_of(home: Home, config: Config) -> Callable[[], Estate]:
 
 
 def keep_estate(home: Home, text: str) -> None:
-    """Stores the estate that the head has told."""
+    """Stores the takeover state that the head sent."""
     write_private(home.estate_file, text)
 
 
 def renounce_estate(home: Home) -> None:
-    """Erases what only a machine that may lead has to know. What is left says where the cluster may be found."""
+    """Erases the parts that only a possible head needs. The rest says where the cluster may be found."""
     if (found := kept_estate(home)) is not None:
         keep_estate(home, Estate(found[0].head, {}, found[0].members).to_text())
 
 
 def forget_estate(home: Home) -> None:
-    """Erases the estate."""
+    """Erases the takeover state."""
     home.estate_file.unlink(missing_ok=True)
 
 
 def kept_estate(home: Home) -> tuple[Estate, str] | None:
-    """Returns the estate that the head told last and its text; None if it told none."""
+    """Returns the last takeover state that the head sent, and its text; None if it sent none."""
     text = _text(home.estate_file)
     if text is None:
         return None
@@ -112,8 +113,8 @@ def kept_estate(home: Home) -> tuple[Estate, str] | None:
 
 
 def ways_back(home: Home, last: Membership) -> list[Membership]:
-    """Returns where a cluster may be found: at its last door, and at the same port of every machine that may have taken
-    over the lead."""
+    """Returns where a cluster may be found: at its last join server, and at the same port of every machine that may be
+    the head now."""
     port = last.door.rpartition(":")[2]
     found = kept_estate(home)
     others = [] if found is None else [*found[0].members.admitted.values()]

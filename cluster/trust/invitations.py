@@ -1,8 +1,8 @@
 """Invitations: what a machine needs to join. Each is valid once, for one machine, and for an hour.
 
-It is one word, `HOST:PORT#SECRET.FINGERPRINT`: the door's address, the secret to send there, and the fingerprint of the
-head's key, which is checked first. The head's home keeps only a hash of the secret. A machine that was admitted before
-needs no secret.
+It is one word, `HOST:PORT#SECRET.FINGERPRINT`: the join server's address, the secret to send there, and the fingerprint
+of the head's key, which is checked first. The head's home keeps only a hash of the secret. A machine that was admitted
+before needs no secret.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _TEXT = re.compile(r"(?P<door>[^\s#]+)#(?P<secret>[\w-]{32}|)\.(?P<fingerprint>[
 
 @dataclass(frozen=True)
 class Invitation:
-    """One invitation, or for a machine that was admitted before, the way back in.
+    """One invitation. For a machine that was admitted before it has no secret.
 
     Attributes:
-        door: its address, `HOST:PORT`.
+        door: the join server's address, `HOST:PORT`.
         fingerprint: of the head's key.
         secret: valid once; "" for a machine that was admitted before and shows its certificate.
     """
@@ -86,7 +86,7 @@ def use_up(invitation: Path) -> bool:
 
 @dataclass(frozen=True)
 class Membership:
-    """The cluster that admitted a machine last, and what the machine is called there ("" if that was not stored)."""
+    """The cluster that admitted a machine last, and the machine's name there ("" if that was not stored)."""
 
     door: str
     fingerprint: str

@@ -1,4 +1,4 @@
-"""A file encrypted with a passphrase, as a stream: a cut, a changed byte or another order of its chunks is noticed.
+"""A file encrypted with a passphrase, as a stream: truncation, changed bytes and reordered chunks are detected.
 
 ::
 
@@ -32,10 +32,10 @@ _TAG_BYTES = 16
 _SALT_BYTES = 16
 _HEAD_BYTES = len(MAGIC) + 4 + 3 + _SALT_BYTES
 _COST = (17, 8, 1)
-"""128 MiB and some tenths of a second."""
+"""These parameters take 128 MiB and some tenths of a second."""
 
 _MEMORY_MAX = 2**30
-"""A file may not ask for more to be opened."""
+"""The most memory that opening a file may take."""
 
 
 def is_locked(beginning: bytes) -> bool:
@@ -59,13 +59,14 @@ def lock(pieces: Iterable[bytes], passphrase: bytes) -> Iterator[bytes]:
 
 
 def unlock(file: BinaryIO, passphrase: bytes) -> Iterator[bytes]:
-    """Yields what an encrypted file holds, each piece authentic. The file is whole if this ends.
+    """Yields the content of an encrypted file, each piece authenticated. If this ends without an error, the file is
+    complete.
 
     Args:
         file: at its beginning.
 
     Raises:
-        InvalidSatchel: another passphrase, or a file that was changed, is cut or of a newer version.
+        InvalidSatchel: the passphrase is wrong, or the file was changed, is truncated or of a newer version.
     """
     head = file.read(_HEAD_BYTES)
     if len(head) < _HEAD_BYTES or not is_locked(head):

@@ -1,7 +1,7 @@
-"""The machines of a cluster, as its head has admitted them, and those that it has removed.
+"""The machines that a cluster's head has admitted, and those that it has removed.
 
-A machine is known by the fingerprint of its key: its name may change, and two may want the same. One that was removed
-shows a certificate that is still valid, so the door asks here; a new invitation admits it again.
+A machine is identified by the fingerprint of its key: its name may change, and two may want the same name. A removed
+machine still has a valid certificate, so the join server asks here; a new invitation admits it again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import ClusterError
 from ..home import prepare_home, write_private_json
 
 LOCK_S = 5.0
-"""For another process that changes them."""
+"""How long to wait for another process that changes them."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def members(home: Home) -> Members:
     """Returns the members of the cluster that this home leads; none if nothing was stored yet.
 
     Raises:
-        ClusterError: what was stored cannot be read. It is not taken for nothing: it says who was removed.
+        ClusterError: the stored list cannot be read. It does not count as empty, because it says who was removed.
     """
     try:
         return Members.from_dict(json.loads(home.members_file.read_text(encoding="utf-8")))
@@ -73,7 +73,7 @@ def members(home: Home) -> Members:
 
 
 def admit(home: Home, member: Member) -> None:
-    """Stores an admitted machine; one that was removed is no longer.
+    """Stores an admitted machine. If it was removed before, it no longer is.
 
     Raises:
         ClusterError: the members cannot be read or written.
@@ -107,10 +107,10 @@ def keep_members(home: Home, known: Members) -> None:
 
 @contextmanager
 def _changing(home: Home) -> Iterator[Members]:
-    """The members for changing; written back if the block ends without an error. One process at a time.
+    """Yields the members for changes; writes them back if the block ends without an error. One process at a time.
 
     Raises:
-        ClusterError: another process keeps them for itself, or they cannot be read or written.
+        ClusterError: another process holds the lock for too long, or they cannot be read or written.
     """
     prepare_home(home)
     lock = FileLock(home.run / "members.lock", LOCK_S, mode=0o600, fallback_to_soft=False)

@@ -216,7 +216,7 @@ def test_who_may_not_join_is_told_why_in_a_sentence(world: World):
     refused = {
         ".* does not let mac2 in: the invitation is not good": world.join(wrong.to_text(), home="refused0"),
         "no cluster answers at .*:9: .*refused": world.join(nowhere.to_text(), home="refused1"),
-        "at .* answers another than who invited": world.join(impostor.to_text(), home="refused2"),
+        "at .* another machine answers than the inviting one": world.join(impostor.to_text(), home="refused2"),
         "this machine has joined no cluster yet": world.join(good.door, home="refused3"),
     }
     for reason, process in refused.items():

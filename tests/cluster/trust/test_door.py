@@ -170,7 +170,7 @@ def test_somebody_else_at_the_heads_address_hears_nothing(head, node, door, tmp_
         thread = threading.Thread(target=listen, daemon=True)
         thread.start()
         there = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(ClusterError, match="answers another than who invited; nothing was said"):
+        with pytest.raises(ClusterError, match="another machine answers than the inviting one; nothing was sent"):
             enter(node, MAC1, replace(invitation, door=there))
         thread.join(10)
     assert heard == [b""] and not node.token_file.exists()
@@ -188,7 +188,7 @@ def test_where_nobody_or_no_door_answers_is_said(head, node, door):
             sock.close()
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(NotRunning, match="does not answer as the door"):
+        with pytest.raises(NotRunning, match="does not answer as a cluster's join server"):
             enter(node, MAC1, replace(invitation, door=closed))
     with pytest.raises(NotRunning, match="no cluster answers at"):
         enter(node, MAC1, replace(invitation, door=closed))
