@@ -1,5 +1,5 @@
-"""What Satchel changes of MLX, mlx-lm, mlx-vlm and transformers, and what it uses of their insides: nothing else under
-`actors/` does, but for OpenBLAS in MLX's place (`replica/device/blas.py`).
+"""What Satchel changes in MLX, mlx-lm, mlx-vlm and transformers, and its uses of their internals. No other file under
+`actors/` does either, except for OpenBLAS in place of MLX (`replica/device/blas.py`).
 
 docs/patches.md lists the patches of all libraries. Each fits the versions of requirements.lock. Libraries are imported
 when they are needed: they take seconds.
@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Change:
-    """Something that is done to a library's objects, and what takes it back."""
+    """A change of a library's objects, and how to undo it."""
 
     make: Callable[[], None]
     undo: Callable[[], None]
@@ -37,7 +37,7 @@ NO_CHANGE = Change(lambda: None, lambda: None)
 
 
 def rebound(model: Any, name: str, make: Callable[[Any], Any]) -> Change | None:
-    """Gives the code of a model another function under a name; None if none of its modules' code has that name.
+    """Replaces a function by name in a model's code; None if none of its modules' code has that name.
 
     Changes: the name, in the Python modules in which the classes of the model's layers are written. It holds for every
         model of that code in this process.
@@ -62,7 +62,7 @@ def rebound(model: Any, name: str, make: Callable[[Any], Any]) -> Change | None:
 
 
 def stood_in(sites: Sequence[tuple[Any, str, Any]]) -> Change:
-    """Puts callables in the place of modules' children.
+    """Replaces modules' children by callables.
 
     Changes: attributes of MLX modules, which hide the children of these names until they are gone.
     Why: while a step is recorded, norms and rotations are left to the kernel (`replica/execution/deferral.py`). MLX's
@@ -86,7 +86,7 @@ def stood_in(sites: Sequence[tuple[Any, str, Any]]) -> Change:
 
 
 def recast(layer: Any, kind: type[Any]) -> Any:
-    """Returns a layer of MLX as one of a subclass that computes differently with the same arrays.
+    """Turns a layer of MLX into a subclass that computes differently with the same arrays.
 
     Changes: the class of that one object.
     Why: MLX makes a layer's arrays when it makes the layer, so a new one would hold others for a moment, of gigabytes.
@@ -98,11 +98,10 @@ def recast(layer: Any, kind: type[Any]) -> Any:
 
 
 def emptied(module: Any) -> Callable[[], None]:
-    """Returns what empties the attributes of a module that are empty now.
+    """Returns a function that empties the attributes of a module that are empty now.
 
-    Changes: attributes in which language parts of mlx-vlm note a prompt's positions for their next call.
-    Why: the next call may be of another sequence here. They have other names in every family.
-    Fits: mlx-vlm 0.7.10.
+    Changes: attributes in which language parts of mlx-vlm note a prompt's positions for their next call. Why: here the
+    next call may be for another sequence. The attributes have other names in every family. Fits: mlx-vlm 0.7.10.
     Noticed by: tests/actors/test_patches.py::test_what_a_language_part_notes_of_a_prompt_is_emptied
     """
     names = [name for name, value in vars(module).items() if value is None]
@@ -115,7 +114,7 @@ def emptied(module: Any) -> Callable[[], None]:
 
 
 def reset_to_now(modules: Iterable[Any]) -> Callable[[], None]:
-    """Returns what takes back all that modules note from now on.
+    """Returns a function that undoes all changes of the modules' attributes from now on.
 
     Changes: attributes and children of modules of mlx-vlm.
     Why: encoders and language parts keep things of the last prompt that they saw, under names of their own.
@@ -146,7 +145,8 @@ def masks_made(cache: Any, make_mask: Callable[..., Any]) -> None:
 
 
 def window_in_order(cache: Any) -> tuple[Any, Any]:
-    """Returns what mlx-lm's cache of a window layer has of a sequence's last tokens, `(1, kv_heads, tokens, dim)` each.
+    """Returns keys and values of a sequence's last tokens from mlx-lm's cache of a window layer, `(1, kv_heads, tokens,
+    dim)` each.
 
     Changes: nothing. It calls a method that mlx-lm keeps for itself.
     Why: such a cache overwrites its oldest tokens in place, and only it knows where they begin.

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 FLUSH_S = 0.3
-"""Time for the last tokens to leave after the last sequence has ended."""
+"""Time to send the last tokens after the last sequence has ended."""
 
 NAME_FREE_S = 10.0
 """How long Ray may take to free the names of replicas that were ended."""
@@ -48,7 +48,7 @@ _OPTIONS = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": -1, "max_task
 
 
 def start_actors(config: Config) -> dict[str, ReplicaClient]:
-    """Starts the cluster's router, and what runs on its head. Returns the head's replicas by id.
+    """Starts the cluster's router, and the head's store and replicas. Returns the head's replicas by id.
 
     Replicas load in the background; see `wait_until_ready`. Those of other nodes start when their nodes join.
     """
@@ -209,7 +209,7 @@ def differing(infos: Mapping[str, ModelInfo]) -> list[str]:
                 f"{', '.join(names)} differ{'s' if len(names) == 1 else ''}"
             )
         names = _differences(info.computing, first.computing)
-        # Until it is proven a model computes otherwise everywhere.
+        # Before its self-test has ended, a model's settings differ on every node.
         if names and not (info.proving or first.proving):
             how = "; ".join(f"{name}: {info.computing.get(name)}, {first.computing.get(name)}" for name in names)
             sentences.append(
@@ -270,7 +270,7 @@ async def load_model(model: Model, config: Config, report: Report, check: Callab
     """Serves one more model in the running cluster: starts its replicas, waits for them, then registers them.
 
     Args:
-        check: raises if the model, as a replica has loaded it, could not be asked anything.
+        check: raises if no request could use the model as a replica has loaded it.
 
     On any error or cancellation the replicas are ended. If the caller is killed, they end by themselves after
     `timing.unwanted_s`.
@@ -358,7 +358,7 @@ async def drain(replicas: Replicas, timeout_s: float, timing: Timing, *, leaves:
     """Refuses new requests and waits for the running ones, at most `timeout_s`; then ends the rest.
 
     Args:
-        leaves: whether only the replicas' node goes: what is ended goes on at other replicas.
+        leaves: whether only the replicas' node leaves: the ended sequences fail over to other replicas.
     """
     ends, answer_s = time.monotonic() + timeout_s, timing.brief_answer_s
     await _each(replica.drain().within(answer_s) for replica in replicas.values())

@@ -1,10 +1,10 @@
-"""What sequences with a grammar cost the others: decode steps of plain sequences, with and without bound sequences
-beside them; and what a bound sequence that is alone saves by getting the tokens together of which its grammar leaves no
-choice.
+"""What constrained sequences cost the others: decode steps of plain sequences, with and without constrained sequences
+in the batch; and what a constrained sequence that runs alone saves by getting several tokens in one step if its grammar
+allows no others.
 
 `python -m benchmarks.grammars` prints medians in ms, of runs of steps taken in turns so that a busy machine troubles
-all alike, and whether the sequences said the same. The bound sequences write a list of strings that does not end
-meanwhile; the one that is alone writes calls of a tool.
+all alike, and whether the plain sequences drew the same tokens. The constrained sequences write a list of strings that
+does not end meanwhile; the one that runs alone writes tool calls.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ BATCHES = {
 
 
 class Batch:
-    """Sequences that decode, `plain` ones and then `bound` ones; every sequence with its own seed."""
+    """Decoding sequences: first the `plain` ones, then the constrained ones (`bound`); every sequence has its own
+    seed."""
 
     def __init__(self, loaded: LoadedModel, grammars: Grammars, plain: int, bound: int, prompt_tokens: int) -> None:
         self.executor = BatchExecutor(loaded)

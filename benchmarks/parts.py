@@ -1,4 +1,4 @@
-"""What a part of the benchmark gives: rows of a table, targets that were met or missed, and remarks."""
+"""The result of a part of a benchmark: rows of a table, targets that were met or missed, and remarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure beside what it should be."""
+    """A figure and its target."""
 
     what: str
     wanted: str

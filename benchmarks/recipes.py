@@ -57,13 +57,14 @@ def tokens_of(loaded: LoadedModel, rows: int, count: int) -> mx.array:
 
 
 def log_odds(loaded: LoadedModel, prompt: mx.array) -> mx.array:
-    """(tokens, vocabulary) float32 of the first row."""
+    """Returns `(tokens, vocabulary)` float32 of the first sequence."""
     logits = loaded.model(prompt[:1], cache=models.make_prompt_cache(loaded.model))[0]
     return nn.log_softmax(logits.astype(mx.float32), axis=-1)
 
 
 def timed(loaded: LoadedModel, prompt: mx.array) -> tuple[float, float]:
-    """Seconds of a prompt, all rows together, and the median of decode steps, with the model's own caches."""
+    """Returns the seconds of a prompt, all sequences together, and the median of decode steps, with the model's own
+    caches."""
     caches = models.make_prompt_cache(loaded.model)
     began = time.perf_counter()
     mx.eval(loaded.model(prompt, cache=caches)[:, -1], [cache.state for cache in caches])

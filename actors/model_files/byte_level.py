@@ -1,4 +1,4 @@
-"""Tokenizers whose words are bytes, written with GPT-2's printable characters, whatever their files say of decoding."""
+"""Byte-level tokenizers, which write bytes as GPT-2's printable characters: repairs wrong decoders in their files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _KIND = "ByteLevel"
 
 
 def mend_decoder(backend: Any) -> None:
-    """Gives a `tokenizers.Tokenizer` that writes text as bytes the decoder that reads it so. Converted files have
-    SentencePiece's, or none, and then decoded text shows the characters that stand for bytes."""
+    """Gives a byte-level `tokenizers.Tokenizer` the matching decoder. Converted files have SentencePiece's decoder or
+    none, and then decoded text shows the characters that stand for bytes."""
     from tokenizers import decoders
 
     if _has(backend.decoder):

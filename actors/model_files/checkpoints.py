@@ -1,9 +1,9 @@
-"""Loads checkpoints of text as they are published: with nulls for settings that are left open, and with a copy of an
-output layer that is tied to the embeddings.
+"""Loads text checkpoints as they are published: with nulls for unset settings, and with a copy of an output layer that
+is tied to the embeddings.
 
-A null counts as absent where the model's code takes no None. A copy that equals the embeddings is dropped. One that
-differs is an output layer of its own, whatever the config says, as in transformers; a model whose code has no place for
-one is refused.
+A null counts as absent if the model's code does not accept None. A copy that equals the embeddings is dropped. A copy
+that differs is a separate output layer even if the config says that it is tied, as in transformers; if the model's code
+has no place for one, the model is refused.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _without_copies(weights: dict[str, mx.array], places: set[str]) -> dict[str,
         _layer(name)[1]: value for name, value in weights.items() if _layer(name)[0] in _EMBEDDINGS and _is_last(name)
     }
     if "weight" not in embeddings:
-        # Called otherwise: the model's own code may know it.
+        # Under another name: the model's own code may know it.
         return weights
     for name in heads:
         if not _equal(weights[name], embeddings.get(_layer(name)[1])):
@@ -154,8 +154,8 @@ def _equal(first: mx.array, second: mx.array | None) -> bool:
 
 
 def drop_nulls(config: dict[str, Any], arguments: Any) -> None:
-    """Leaves out what a config sets to null and the model's code takes no None for, also in its parts. The model's
-    default counts then.
+    """Removes settings that are null in a config if the model's code does not accept None, also in the config's parts.
+    Then the model's default counts.
 
     Args:
         arguments: the model's dataclass of settings; others of its module read parts of the config.
@@ -180,7 +180,7 @@ def _fields(reader: Any) -> Mapping[str, dataclasses.Field[Any]]:
 
 def _takes_none(field: dataclasses.Field[Any]) -> bool:
     if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-        # It has to be there, even so.
+        # The key must be there nevertheless.
         return True
     return field.default is None or any(word in str(field.type) for word in ("None", "Optional", "Any"))
 

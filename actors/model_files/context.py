@@ -1,4 +1,4 @@
-"""How many tokens a model was made for, from wherever its config keeps that."""
+"""A model's context length in tokens, from any of the places where configs keep it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 GUESS = 4096
-"""The context of a model that does not say."""
+"""The context of a model whose config has none."""
 
 _FIELDS = (
     "max_position_embeddings",
@@ -23,7 +23,7 @@ _FIELDS = (
     "n_ctx",
 )
 _PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Where configs of models with several parts keep that of the language part, which may have parts itself."""
+"""Keys under which configs of models with several parts keep the language part, which may have parts itself."""
 
 _SCALINGS = ("rope_scaling", "rope_parameters")
 _MOST = 2**31
@@ -43,8 +43,7 @@ def context_length(config: Mapping[str, Any], arguments: object = None) -> Conte
 
     Args:
         config: of config.json.
-        arguments: the library's own object for the model's settings, whose default counts where the config says
-            nothing.
+        arguments: the library's own object for the model's settings; its default counts if the config has no value.
     """
     for part in _language_parts(config):
         stated = _stated(part)
@@ -55,7 +54,7 @@ def context_length(config: Mapping[str, Any], arguments: object = None) -> Conte
 
 
 def _language_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The inner parts first: what is outside may be another part's."""
+    """Yields the inner parts first: an outer value may belong to another part."""
     for name in _PARTS:
         if isinstance(inner := config.get(name), Mapping):
             yield from _language_parts(inner)
@@ -67,7 +66,7 @@ def _stated(part: Mapping[str, Any]) -> int:
 
 
 def _scaled(part: Mapping[str, Any]) -> int:
-    """What scaled rotations reach, 0 if they are not scaled, or not from a stated length."""
+    """Returns the length that scaled rotations reach, 0 if they are not scaled or the original length is missing."""
     for scaling in (part.get(name) for name in _SCALINGS):
         if not isinstance(scaling, Mapping):
             continue

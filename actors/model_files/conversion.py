@@ -1,4 +1,4 @@
-"""Makes a model with quantized weights of one without, by mlx-lm's own means: a folder that it and Satchel load.
+"""Quantizes a model's weights with mlx-lm's own functions, into a folder that mlx-lm and Satchel can load.
 
 A *recipe* says how many bits every layer's weights get. `8-4-4` gives eight to attention, four to the embedding (and to
 a head of its own) and four to the feed-forward part: errors of attention reach every later token, and attention is the
@@ -34,15 +34,15 @@ from .weights import read_weight_files
 
 ATTENTION_8 = "8-4-4"
 PLAIN = {"4": 4, "8": 8}
-"""Recipes with as many bits everywhere."""
+"""Recipes with the same number of bits everywhere."""
 
 RECIPES = (ATTENTION_8, *PLAIN, *QUANT_RECIPES)
 
 GROUP_SIZES = (64, 32)
-"""How many weights may share a scale, the best first."""
+"""Group sizes (weights that share a scale), the best first."""
 
 _GIVEN = ("cache", "mask")
-"""What a layer's attention is given, and its feed-forward part is not."""
+"""Arguments that a layer passes to its attention, and not to its feed-forward part."""
 
 _NOT_KEPT = ("config.json", INDEX, "hf_quant_config.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
@@ -54,11 +54,11 @@ Bits = Callable[[str, nn.Module], "dict[str, Any] | bool"]
 
 @dataclass(frozen=True)
 class Converted:
-    """What became of a model.
+    """The result of a conversion.
 
     Attributes:
         layers: how many layers have these (bits, weights that share a scale).
-        plain: paths of layers that no group size fits, which stay as they were.
+        plain: paths of layers that no group size fits; they stay unquantized.
         bits_per_weight: of all weights, scales included.
         nbytes: of the weight files.
     """
@@ -76,7 +76,7 @@ def convert(source: str, target: Path, recipe: str, dtype: str, progress: Progre
     Args:
         source: as for `resolve`.
         recipe: one of `RECIPES`.
-        dtype: of what is not quantized, and of scales; `auto` for the weights' own.
+        dtype: of unquantized weights and of scales; `auto` for the weights' own.
 
     Raises:
         ModelLoadError: there is no such model, it is quantized already, the recipe does not suit it, or the folder
@@ -120,12 +120,12 @@ def convert(source: str, target: Path, recipe: str, dtype: str, progress: Progre
 
 
 def attention_layers(model: Any) -> set[int]:
-    """Returns the ids of all modules inside of a model's attention, or of what stands in its place: linear attention,
+    """Returns the ids of all modules inside a model's attention, or inside what replaces attention: linear attention,
     state spaces, convolutions.
 
-    No family's names are needed: a layer hands its cache or a mask to its attention, and to nothing else. So, from a
-    layer inwards, the first modules whose call takes one of these are its attention. A feed-forward part that keeps a
-    state counts as attention too.
+    No family's names are needed: a layer passes its cache or a mask only to its attention. So, from a layer inwards,
+    the first modules whose call takes one of these are its attention. A feed-forward part that keeps a state counts as
+    attention too.
     """
     return {id(part) for layer in _layers_of(model) for mixer in _mixers(layer) for _, part in mixer.named_modules()}
 
@@ -175,11 +175,11 @@ def _bits_of(source: str, model: Any, recipe: str, *, seeing: bool) -> Bits:
 
 
 class _Choice:
-    """How each layer is quantized: as the model's own code says, which keeps routers precise, else as the recipe does,
-    in groups that divide its inputs. Of a model with pictures only the language part is.
+    """Decides how each layer is quantized: as the model's own code says, which keeps routers precise, else by the
+    recipe, in groups that divide its inputs. In a vision model only the language part is quantized.
 
     Attributes:
-        group_size: the largest that suits all layers that any suits.
+        group_size: the largest that fits all layers that any group size fits.
         layers, plain: as in `Converted`.
     """
 
@@ -239,7 +239,8 @@ def _cast(model: Any, dtype: mx.Dtype) -> None:
 
 
 def _copy_others(folder: Path, target: Path) -> None:
-    """Copies tokenizer, templates, processors and whatever else is no weights. Files of the Hub's cache are links."""
+    """Copies tokenizer, templates, processors and all other files without weights. Files of the Hub's cache are
+    links."""
     for path in sorted(folder.rglob("*")):
         place = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in place.parts)

@@ -1,8 +1,8 @@
 """Digests of model files: each file is read once; later its digest is found by the file's metadata.
 
 A digest is SHA-256 over the SHA-256 of pieces of a fixed size, so that several threads can read one file. It decides
-which KV may be restored, so nobody may be able to make two files with one digest: a hash that is not cryptographic will
-not do. A thread hashes 1.7 to 1.9 GB/s on an x86 core with SHA instructions; BLAKE2b reaches 1.1.
+which KV may be restored. So it must be infeasible to make two files with one digest, which needs a cryptographic hash.
+A thread hashes 1.7 to 1.9 GB/s on an x86 core with SHA instructions; BLAKE2b reaches 1.1.
 
 Known digests are cached in a file of the home. One is used if resolved path, inode, size and times of change are the
 same, so links to one blob share its digest; a blob's name is not trusted, though it may be the digest. The cache is
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 64 * 2**20
 READ_BYTES = 4 * 2**20
 THREADS_MAX = 4
-"""So many threads hash faster than a disk reads."""
+"""With this many threads hashing is faster than reading from a disk."""
 
 FILES_MAX = 4096
 """Files in the cache; those used longest ago are removed first."""
@@ -43,7 +43,7 @@ SETTLED_NS = 2 * 10**9
 system's clock, unnoticed: its digest is not cached."""
 
 SHOWN_BYTES_MIN = 256 * 2**20
-"""Below this, reading is too short to show progress."""
+"""Reading fewer bytes is too short to show progress."""
 
 LOCK_WAIT_S = 600.0
 """How long to wait for another process that reads the same files; then they are read twice."""

@@ -1,8 +1,8 @@
 """The tokens that end an answer, read from the model's folder alone, so that replica and endpoint agree.
 
-They are those that config.json and generation_config.json name, the tokenizer's own, and the special token with which
-the chat template ends an assistant's turn: a model that was trained to talk writes that one, whatever its base model's
-configs say.
+They are the tokens that config.json and generation_config.json name, the tokenizer's own, and the special token with
+which the chat template ends an assistant's turn: a chat model writes that one even if its configs are still the base
+model's.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .nulls import without_nulls
 logger = logging.getLogger(__name__)
 
 _CHANNEL = "<|channel|>"
-"""Of the Harmony format, whose answers have several parts: the token behind one of them ends no answer."""
+"""The Harmony format's token between the parts of an answer. It does not end the answer."""
 
 _SAID = "the answer's words"
 _TURNS = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _SAID}]
 
 
 def read_end_tokens(folder: Path) -> frozenset[int]:
-    """Returns the end-of-sequence tokens that the folder's files name; empty if there is none. A tokenizer that does
-    not say its own may have one all the same.
+    """Returns the end-of-sequence tokens that the folder's files name; empty if there is none. A tokenizer may have one
+    even if its files do not name it.
 
     Raises:
         ValueError: one of the model's configs is not JSON.
@@ -73,7 +73,8 @@ def end_tokens(folder: Path, name: str, *, trusted: bool) -> frozenset[int]:
         try:
             own = AutoTokenizer.from_pretrained(read, trust_remote_code=trusted).eos_token_id
         except Exception as error:
-            # Libraries raise anything. The endpoint says what is wrong, and a replica can do without.
+            # Libraries raise any exception. The endpoint reports the problem, and a replica can continue without this
+            # token.
             if not tokens:
                 raise
             logger.warning("the tokenizer of %s does not load, so its own end token is not known: %s", name, error)
@@ -83,7 +84,7 @@ def end_tokens(folder: Path, name: str, *, trusted: bool) -> frozenset[int]:
 
 class _Numbers:
     """The numbers of a tokenizer's special words, and its `settings`: what tokenizer_config.json says. The tokenizer
-    itself, which may be large, is read only where the settings do not say enough."""
+    itself, which may be large, is read only if the settings are not enough."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -131,7 +132,7 @@ def _own_word(settings: Mapping[str, Any]) -> str:
 
 
 def _turn_end(folder: Path, numbers: _Numbers) -> str:
-    """Returns the special token that the chat template puts behind an assistant's words; "" for none."""
+    """Returns the special token that the chat template puts after an assistant's text; "" for none."""
     if _CHANNEL in numbers.special or not (template := _template(folder, numbers.settings)):
         return ""
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -144,7 +145,7 @@ def _turn_end(folder: Path, numbers: _Numbers) -> str:
     try:
         (rendered,), _ = render_jinja_template([_TURNS], chat_template=template, **words)
     except Exception as error:
-        # A template is a program and raises what it likes, for example that it wants tools.
+        # A template is a program and may raise any error, for example that it needs tools.
         logger.debug("the chat template of %s does not show how a turn ends: %s", folder.name, error)
         return ""
     _, found, behind = rendered.rpartition(_SAID)

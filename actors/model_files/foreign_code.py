@@ -1,4 +1,4 @@
-"""Code in a model's folder: none of it runs, unless the model's entry in the config trusts it.
+"""Python code in a model's folder: none of it runs unless the model's entry in the config trusts it.
 
 Two settings in a folder name code. mlx-lm and mlx-vlm import the `model_file` of config.json. transformers imports the
 files of an `auto_map`, and some of mlx-vlm's processors tell it to trust every folder. Both settings are checked before
@@ -78,7 +78,7 @@ def refuse_processor_code(source: str, folder: Path, *, trusted: bool) -> None:
 
 @contextmanager
 def own_code_only(source: str, folder: Path, *, trusted: bool) -> Iterator[None]:
-    """While this is open, transformers imports no code of models in this thread, but for a trusted folder's.
+    """While this is open, transformers imports no model's code in this thread, except from a trusted folder.
 
     Args:
         source: the model's source, as the user gave it.

@@ -1,7 +1,7 @@
 """Compiles grammars for a model's tokenizer, with llguidance.
 
-A grammar bounds what a model may write. It is text in llguidance's Lark (or its JSON of several grammars), which both
-sides compile: the endpoint to refuse what does not compile at once, a replica to follow it token by token.
+A grammar constrains what a model may write. It is text in llguidance's Lark (or its JSON of several grammars). The
+endpoint compiles it to refuse a wrong one at once, and a replica compiles it to follow it token by token.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ GRAMMAR_BYTES_MAX = 256 * 2**10
 """How long a grammar may be, as UTF-8. llguidance compiles by recursion, and a process ends if its stack overflows."""
 
 _STACK_BYTES = 256 * 2**20
-"""Of a thread that compiles. 3,000 rules that name one another overflow the usual 8 MiB; as many as `GRAMMAR_BYTES_MAX`
-has room for do not overflow this. Memory is taken for what is used of it alone."""
+"""The stack of a thread that compiles. 3,000 rules that refer to one another overflow the usual 8 MiB; the most that
+fit into `GRAMMAR_BYTES_MAX` do not overflow this. Only the used part takes memory."""
 
 _KEPT = 32
-"""How many compiled grammars are kept."""
+"""How many compiled grammars are cached."""
 
 _LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 100_000, "verbose_errors": False}
-"""llguidance's limits of time and memory that differ from its own defaults: others wait for a step."""
+"""llguidance's limits of time and memory that differ from its defaults, because the whole batch waits for a step."""
 
 _MESSAGE_CHARACTERS_MAX = 500
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and keeps the last ones. Thread-safe. Making one holds up all other
+    """Compiles grammars for one tokenizer, and caches the last ones. Thread-safe. Making a compiler blocks all other
     threads, for 0.6 s with 150,000 tokens, and takes 160 MB.
 
     Args:
@@ -73,7 +73,7 @@ class GrammarCompiler:
         return self._tokenizer.vocab_size
 
     def is_special(self, token: int) -> bool:
-        """Whether grammars name the token by its number, `<[7]>`: no text in a grammar stands for it."""
+        """Returns whether grammars can name the token only by its number, `<[7]>`."""
         return self._tokenizer.is_special_token(token)
 
     def matcher(self, grammar: str) -> Any:
@@ -84,7 +84,7 @@ class GrammarCompiler:
         """
         if len(grammar.encode("utf-8", "replace")) > GRAMMAR_BYTES_MAX:
             raise InvalidRequest(f"the grammar is longer than {GRAMMAR_BYTES_MAX} bytes")
-        # One at a time: they would only take the processor from each other, and from what is being served.
+        # One at a time: parallel compilations would only slow each other and the running requests.
         with self._lock:
             kept = self._kept.get(grammar)
             if kept is None:
@@ -126,7 +126,7 @@ def _on_deep_stack(work: Callable[[], Any]) -> Any:
             done.set_exception(error)
 
     thread = threading.Thread(target=run, name="grammar", daemon=True)
-    # The size holds for every thread that is started meanwhile, which does no harm.
+    # The size applies to every thread that starts meanwhile, which does no harm.
     before = threading.stack_size(_STACK_BYTES)
     try:
         thread.start()
@@ -150,7 +150,7 @@ def load_compiler(
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(read, trust_remote_code=trusted)
         except Exception as error:
-            # What a config's own classes raise, too.
+            # A config's own classes raise this, too.
             raise ModelLoadError(f"the tokenizer of {name!r} does not load: {error}") from error
     return GrammarCompiler(tokenizer_json(tokenizer), end_tokens, vocabulary_size)
 

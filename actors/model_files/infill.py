@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# What families call the marks before the text before, before the text after, and before the answer.
+# The families' control tokens before the prefix, before the suffix, and before the answer.
 _NAMES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -18,7 +18,7 @@ _NAMES = (
 
 @dataclass(frozen=True)
 class InfillMarks:
-    """The token ids that mark the parts of a prompt."""
+    """The token ids before the parts of a prompt."""
 
     before: int
     after: int

@@ -1,4 +1,4 @@
-"""Folders whose JSON has nulls that transformers takes for objects."""
+"""Folders with nulls in JSON files where transformers expects objects."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _FILES = ("config.json", "tokenizer_config.json")
 
 @contextmanager
 def without_nulls(folder: Path) -> Iterator[Path]:
-    """Yields a folder that is like this one, but leaves out what must be an object and is null: mostly itself, else one
-    of links that is there for the moment."""
+    """Yields a folder like this one, without the nulls that should be objects. Usually it is the folder itself,
+    otherwise a temporary folder of links."""
     cleaned = {name: kept for name in _FILES if (kept := _cleaned(folder / name)) is not None}
     if not cleaned:
         yield folder
         return
     with TemporaryDirectory(prefix="satchel-") as temporary:
-        # Called as it is, because names of folders are in messages.
+        # With the same name, because messages contain names of folders.
         like = Path(temporary) / folder.name
         like.mkdir()
         for path in folder.iterdir():
@@ -34,7 +34,7 @@ def without_nulls(folder: Path) -> Iterator[Path]:
 
 
 def _cleaned(file: Path) -> dict[str, Any] | None:
-    """Returns what a file says without such nulls; None if it has none, or is not for us to read."""
+    """Returns a file's content without such nulls; None if it has none or cannot be read."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

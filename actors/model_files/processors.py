@@ -1,4 +1,4 @@
-"""A model's own processor of pictures: how many tokens a picture has in a prompt, and the encoder's inputs.
+"""A model's own picture processor: how many tokens a picture has in a prompt, and the encoder's inputs.
 
 This works for any model family. A processor of mlx-vlm gets one picture at a time, with the text that the chat template
 writes for it, so that a picture's tokens do not depend on what surrounds it. A video is processed as a whole; the
@@ -89,7 +89,7 @@ class Film:
 
 
 def sight(folder: Path) -> tuple[bool, str]:
-    """Returns whether the model in `folder` takes pictures, and if its config says so but it does not, why not."""
+    """Returns whether the model in `folder` takes pictures. If its config says so but it does not, also returns why."""
     config = json.loads((folder / "config.json").read_text())
     files = [read_weight_file(path) for path in sorted(folder.glob(WEIGHTS))]
     if files and not has_picture_encoder(files):
@@ -130,7 +130,8 @@ class PictureProcessor:
         placeholder: the text that the template writes for a picture.
         token: the token id of a picture's places.
         video_placeholder, video_token: the same for a video; "" and -1 if its frames are processed as pictures.
-        stills: why they are although the processor takes videos, as the end of a sentence; else empty.
+        stills: why frames are processed as pictures although the processor takes videos, as the end of a sentence; else
+            empty.
 
     Args:
         processor: as mlx-vlm loads it.
@@ -208,7 +209,7 @@ class PictureProcessor:
         return self._kept((width, height, shown), lambda: self._video_layout(width, height, shown))
 
     def inputs(self, frames: Sequence[Image.Image], *, video: bool) -> dict[str, Any]:
-        """Returns the encoder's inputs for the frames of one span, by name: pixels, and such as grids. Their shapes and
+        """Returns the encoder's inputs for the frames of one span by name: pixels, and others such as grids. Shapes and
         dtypes are the processor's."""
         if not video:
             made = self._alone(frames[0])
@@ -227,11 +228,11 @@ class PictureProcessor:
         return {name: value for name, value in made.items() if name not in _NOT_FOR_THE_MODEL}
 
     def read(self, text: str, pictures: Sequence[Image.Image], films: Sequence[Film] = ()) -> dict[str, Any]:
-        """Returns what the processor makes of a text with placeholders, their pictures and their videos, by name: the
+        """Returns the processor's output for a text with placeholders, their pictures and their videos, by name: the
         `input_ids`, the encoder's inputs, and more. Shapes and dtypes are the processor's.
 
-        A place that it marks with a number that is no token has `token`, as often as the model makes embeddings of the
-        picture.
+        If the processor marks a picture with a number that is no token, the ids have `token` there, once for each of
+        the picture's embeddings.
         """
         made = self._made(text, pictures, films)
         if self._mark:
@@ -255,7 +256,7 @@ class PictureProcessor:
         return marked
 
     def _with_tokens(self, ids: list[int], pictures: Sequence[Image.Image]) -> list[int]:
-        """Returns ids with `token` for every embedding of a picture that is marked."""
+        """Returns ids with `token` for every embedding of a marked picture."""
         if not self._widens:
             return [self.token if number < 0 else number for number in ids]
         widths = iter([self._width(*picture.size) for picture in pictures])
@@ -307,7 +308,7 @@ class PictureProcessor:
         of_processor = _numbers(
             value for name in _TOKEN_NAMES for value in (made.get(name), getattr(self._processor, name, None))
         )
-        # Models look at their configs.
+        # Models read these from their configs.
         for candidates in (named, of_processor):
             if len(present := candidates.intersection(_ids(made))) == 1:
                 return min(present)
@@ -330,7 +331,7 @@ class PictureProcessor:
         raise Unfit("its processor marks pictures with a number that is no token, and all its tokens have a use")
 
     def _wanted_behind(self) -> str:
-        """Returns what has to follow a placeholder: some processors leave out the last token of a text."""
+        """Returns the text that must follow a placeholder: some processors drop a text's last token."""
         picture, mark = Image.new("RGB", _TRIED), self.placeholder
         counts = [_ids(self.read(text, [picture])).count(self.token) for text in (mark, f"{mark}\n")]
         return "" if counts[0] == counts[1] else "\n"
@@ -433,7 +434,7 @@ class PictureProcessor:
 
 
 def _of_films(films: Sequence[Film]) -> dict[str, Any]:
-    """Returns a processor's inputs for videos; none for none."""
+    """Returns a processor's inputs for videos; empty if there are none."""
     if not films:
         return {}
     ticks = [[round(second * CLOCK_HZ) for second in film.seconds] for film in films]
@@ -459,7 +460,7 @@ def _ids(made: dict[str, Any]) -> list[int]:
 
 
 def _of_tokens(value: Any, ids: list[int]) -> bool:
-    """Whether an input has one entry for each token."""
+    """Returns whether an input has one entry for each token."""
     return tuple(getattr(value, "shape", ())) == (1, len(ids))
 
 

@@ -1,4 +1,4 @@
-"""What a model's files say of it as a model of sentences: how a text becomes an embedding, or two a score.
+"""Reads from a model's files how it embeds a text or scores a pair of texts.
 
 The files are those of sentence-transformers: `modules.json` lists what follows the model, each step with a folder of
 its own, and `config_sentence_transformers.json` has the prompts that go before texts.
@@ -32,16 +32,16 @@ _BIDIRECTIONAL = "its attention is bidirectional ({}), and only causal models ar
 
 @dataclass(frozen=True)
 class SentenceModules:
-    """What follows a model that embeds or scores texts. The defaults are for models whose files do not say.
+    """The steps after a model that embeds or scores texts. The defaults are for models whose files do not say.
 
     Attributes:
-        pooling: what of the hidden states makes the embedding: `last`, `mean` or `cls`, the first.
+        pooling: how the hidden states make the embedding: `last`, `mean` or `cls` (the first).
         normalizes: whether embeddings have length 1.
-        include_prompt: whether a prompt's tokens count for the mean and the first.
+        include_prompt: whether a prompt's tokens count for the mean and for the first token.
         stated: whether the files name the pooling.
         score: ids of the tokens whose logits make a score, one or two as in `PoolingRequest`; empty for none.
-        prompts: what goes before texts, by name; `default_prompt` where nobody names one.
-        generation_prompt: whether a template that shows a pair is to end where the answer begins.
+        prompts: texts that precede the input, by name; `default_prompt` is used if a request names none.
+        generation_prompt: whether a pair's template ends where the answer begins.
         refusal: why the model embeds no texts, "" if it does.
     """
 
@@ -57,7 +57,7 @@ class SentenceModules:
 
 
 def read_sentence_modules(folder: Path) -> SentenceModules:
-    """Reads the files in a model's folder. What is wrong with them becomes the `refusal`."""
+    """Reads the files in a model's folder. A problem with them becomes the `refusal`."""
     try:
         prompts, default = _prompts(folder)
         found = _modules(folder) | _processing(folder)
@@ -83,7 +83,7 @@ def _modules(folder: Path) -> dict[str, Any]:
         elif kind == "LogitScore":
             found["score"] = _score(_config_of(folder, module))
         else:
-            raise ModelLoadError(f"its embeddings go through a module that is not done here: {kind or module}")
+            raise ModelLoadError(f"its embeddings go through a module that is not supported here: {kind or module}")
     return {**found, "normalizes": normalizes} if found.get("stated") else found
 
 
@@ -99,7 +99,7 @@ def _pooling(config: Mapping[str, Any]) -> dict[str, Any]:
     modes = given if isinstance(given, list) else [given] if given else []
     modes = modes or [mode for name, mode in _OLDER_NAMES.items() if config.get(name)] or ["mean"]
     if len(modes) > 1 or modes[0] not in _POOLINGS:
-        raise ModelLoadError(f"its pooling is not done here: {', '.join(map(str, modes))}")
+        raise ModelLoadError(f"its pooling is not supported here: {', '.join(map(str, modes))}")
     include_prompt = config.get("include_prompt") is not False
     return {"pooling": _POOLINGS[modes[0]], "include_prompt": include_prompt, "stated": True}
 

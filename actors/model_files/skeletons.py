@@ -1,7 +1,7 @@
-"""A model without weights, which is asked for shapes alone.
+"""A model without weights, used to compute shapes only.
 
-MLX computes only what is evaluated, so a model built from its config takes neither memory nor time, and the shapes of
-what it would compute are known.
+MLX computes only what is evaluated. So a model that is built from its config takes neither memory nor time, and the
+shapes of its results are known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weight files: whether they are complete, and their size in memory. Only headers are read.
+"""Weight files: checks that they are complete, and computes their size in memory. Reads only headers.
 
 The format: eight bytes with the length of a JSON header (little-endian), the header with every tensor's type, shape and
 offsets, and the data (https://huggingface.co/docs/safetensors).
@@ -20,7 +20,7 @@ from .source import INDEX, WEIGHTS, named_by_index
 _HEADER_BYTES_MAX = 100 * 2**20
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _OF_PICTURES = re.compile(r"(^|[._])(vision|visual|image|img|vit|vpm|patch|moon)")
-"""In the names of tensors of encoders and projectors of pictures."""
+"""Parts of the names of tensors in picture encoders and projectors."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def _measures(
 
     @contextmanager
     def served(folder: Path, **model: Any) -> Iterator[Server]:
-        # What a first start finds out is kept for the other parts.
+        # The results of the first start's self-test are kept for the other parts.
         with satchel(folder, place.work / f"home-{folder.name}", place, budget.left_s, **model) as server:
             say(f"  ready after {server.ready_s:.1f} s, proven after {server.proven_s(budget.left_s):.0f} s")
             yield server

@@ -66,7 +66,7 @@ class Server:
     group: ProcessGroup
 
     def proven_s(self, timeout_s: float) -> float:
-        """Waits until nothing of the model is being found out any more. Returns when, seconds from the start.
+        """Waits until the model's self-test has ended. Returns when, in seconds from the start.
 
         Raises:
             CannotStart: it takes longer than `timeout_s`.
@@ -76,7 +76,7 @@ class Server:
             if not model.get("proving"):
                 return waited
             time.sleep(1.0)
-        raise CannotStart(f"it is not proven within {timeout_s:.0f} s: {self.group.tail()}")
+        raise CannotStart(f"its self-test does not end within {timeout_s:.0f} s: {self.group.tail()}")
 
     def ask(self, **body: Any) -> dict[str, Any]:
         """Returns a chat completion; what the server said if it refused, under `error`."""
@@ -140,7 +140,7 @@ def satchel(folder: Path, home: Path, place: RunFolder, timeout_s: float, **mode
     has read is reused for that agent alone, so a request of none is computed whole.
 
     Args:
-        home: kept from start to start, with what a first one has found out.
+        home: kept from start to start, with the results of the first start's self-test.
 
     Raises:
         CannotStart: it does not answer in time.

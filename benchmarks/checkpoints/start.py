@@ -14,8 +14,8 @@ LATER_GOAL_S = {"cpu": 15.0, "gpu": 10.0}
 
 
 def start(name: str, folder: Path, place: RunFolder, rounds: int, device: str, budget: Budget, say: Say) -> ResultTable:
-    """Starts both in turns. Every round has a home of its own, which its first start finds empty and leaves when the
-    model is proven."""
+    """Starts both in turns. Every round has its own home, which is empty at the first start; that start ends when the
+    model's self-test has ended."""
     proven: list[float] = []
     found: dict[str, list[float]] = {"satchel, first start": [], "satchel, later start": [], "mlx_lm.server": []}
     cpu: dict[str, list[float]] = {server: [] for server in found}

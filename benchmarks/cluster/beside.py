@@ -1,4 +1,4 @@
-"""What a pull costs the rows that decode on a machine meanwhile."""
+"""What a pull costs the sequences that decode on the machine meanwhile."""
 
 from __future__ import annotations
 

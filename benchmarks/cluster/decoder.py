@@ -1,4 +1,4 @@
-"""Rows that decode without an end.
+"""Sequences that decode without an end.
 
     python -m benchmarks.cluster.decoder ROWS TOKENS
 

@@ -26,7 +26,7 @@ class Pace:
 
     Attributes:
         prefill_token_s: a token of a prompt.
-        step_s, row_s: a decode step without rows, and what each row adds to it.
+        step_s, row_s: a decode step without sequences, and what each sequence adds to it.
     """
 
     prefill_token_s: float

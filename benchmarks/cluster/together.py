@@ -13,7 +13,7 @@ from ..parts import ResultTable
 from ..router import engines, replaying, workloads
 
 STEPS_S = {1: 1 / 265, 32: 32 / 3131}
-"""A decode step of so many sequences, from serve-nvidia-h200 (KV in 4 bits)."""
+"""Seconds of a decode step by number of sequences, from serve-nvidia-h200 (KV in 4 bits)."""
 
 PREFILL_TOKENS_PER_S = 16_000 / 0.972
 """From memory-nvidia-h200."""

@@ -31,8 +31,8 @@ from .uneven_user import TOKENS
 from .worker import Worker
 
 PACES = {FIRST: Pace(1 / 800, 0.012, 0.003), SECOND: Pace(1 / 160, 0.024, 0.003)}
-"""The first one prefills five times faster and decodes twice as fast. Its steps of 16 rows last twice as long as those
-of the other one of a single row."""
+"""The first one prefills five times faster and decodes twice as fast. Its steps of 16 sequences last twice as long as
+the other one's steps of a single sequence."""
 
 ROWS = 16
 LINK_MBIT = 1000
@@ -49,7 +49,7 @@ class Asked:
     """An answer.
 
     Attributes:
-        others: tokens a second of the rows that decoded meanwhile.
+        others: tokens a second of the sequences that decoded meanwhile.
         why: the router's reason.
         costs_s: its estimates, as `uneven_user.costs_of`.
     """

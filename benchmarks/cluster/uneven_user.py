@@ -32,11 +32,11 @@ BUSY_TOKENS = 6000
 """Of the answers that keep a node busy: more than are written in a round."""
 
 MEASURED_S = 2.0
-"""For so long the rows decode alone, so that the router knows their pace."""
+"""How long the sequences decode alone, so that the router knows their pace."""
 
 
 class Busy:
-    """Rows that decode on the first node; `tokens` is how many they have written."""
+    """Sequences that decode on the first node; `tokens` is how many they have generated."""
 
     def __init__(self, forced: Forced, cluster: Cluster) -> None:
         self._forced, self._cluster = forced, cluster
@@ -51,7 +51,7 @@ class Busy:
             begun.set()
 
     async def begin(self, name: str, rows: int) -> None:
-        """Returns once all rows have decoded for a while."""
+        """Returns once all sequences have decoded for a while."""
         begun = [asyncio.Event() for _ in range(rows)]
         self._tasks = [
             asyncio.create_task(self._write(f"{name}-row{number}", event)) for number, event in enumerate(begun)

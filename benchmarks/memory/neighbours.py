@@ -1,4 +1,5 @@
-"""What a long row costs the short ones beside it: decode steps of the executor, each row reading its own blocks."""
+"""What a long sequence costs the short ones in its batch: decode steps of the executor; each sequence reads its own
+blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ CHUNK_TOKENS = 512
 
 
 def neighbours(loaded: LoadedModel, rounds: int, budget: Budget, say: Say) -> ResultTable:
-    """Measures a step of equal rows and one with a long row among them, in turns."""
+    """Measures a step of equal sequences and a step with a long one among them, in turns."""
     table = ResultTable(f"Decode steps beside a long row, KV {loaded.kv}, {loaded.way.describe()}")
     even, uneven = [SHORT_TOKENS] * ROWS, [SHORT_TOKENS] * (ROWS - 1) + [LONG_TOKENS]
     batches = {f"{ROWS} rows of {SHORT_TOKENS:,} tokens": even}
@@ -37,7 +38,7 @@ def neighbours(loaded: LoadedModel, rounds: int, budget: Budget, say: Say) -> Re
 
 
 def decoding(loaded: LoadedModel, lengths: Sequence[int]) -> BatchExecutor:
-    """Returns an executor with a row of each length, all of which decode."""
+    """Returns an executor with a sequence of each length, all of which decode."""
     rng, executor = random.Random(0), BatchExecutor(loaded)
     for row, length in enumerate(lengths):
         tokens = [rng.randrange(loaded.vocabulary_size - 100) for _ in range(length)]

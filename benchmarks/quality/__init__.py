@@ -1,1 +1,1 @@
-"""What quantized KV does to what models say of real text."""
+"""How quantized KV changes models' predictions on real text."""

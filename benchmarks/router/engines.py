@@ -1,10 +1,10 @@
 """Simulated nodes: a simulated clock, no model.
 
-A node: one replica computes a prefill chunk of 512 tokens between decode steps, first come first served,
-at a constant rate; a decode step takes longer the more sequences it has. It keeps finished prompts' blocks in memory,
-least recently used first out, and its node's disk keeps more of them in the same way. What the disk has is read, and
-what is to be pulled comes, before the sequence waits for its place; pulls from one node come after each other, each at
-the rate of the link. The rates are made up; what is compared are the rules.
+A node: one replica computes a prefill chunk of 512 tokens between decode steps, first come first served, at a constant
+rate; a decode step takes longer the more sequences it has. It keeps finished prompts' blocks in memory, least recently
+used first out, and its node's disk keeps more of them in the same way. KV is read from the disk and pulled before the
+sequence waits for its place; pulls from one node come after each other, each at the rate of the link. The rates are
+made up; what is compared are the rules.
 """
 
 from __future__ import annotations

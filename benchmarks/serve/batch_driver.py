@@ -17,7 +17,7 @@ from .protocol import Burst, Mix, StreamedTimes, Trace, answer_commands
 
 
 class BatchRows:
-    """Inserts prompts and notes when each token comes. Greedy, and no token ends a row."""
+    """Inserts prompts and notes when each token comes. Greedy, and no token ends a sequence."""
 
     def __init__(self, folder: str) -> None:
         model, _ = load_model(Path(folder))
@@ -35,7 +35,7 @@ class BatchRows:
         _, responses = self._generator.next()
         now = time.perf_counter()
         if now > ends:
-            raise TimeoutError("the rows did not end in time")
+            raise TimeoutError("the sequences did not end in time")
         for response in responses:
             stream = self._streams[response.uid]
             stream.times.append(now)

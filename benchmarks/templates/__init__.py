@@ -1,1 +1,1 @@
-"""How much of each turn is found again with published chat templates, over recorded sessions of agents."""
+"""How much of each turn is found in the cache with published chat templates, over recorded sessions of agents."""

@@ -1,4 +1,5 @@
-"""A session rendered by a template, turn after turn: what of each prompt is found, by Satchel's own code.
+"""A session rendered by a template, turn after turn: how much of each prompt is found in the cache, by Satchel's own
+code.
 
 The prompt is continued by its text as for an agent (`continue_text`), and found by its tokens in a replica's prefix
 cache, which is filled as a replica fills it. No model runs: answers are written as the template writes them, reasoning

@@ -1,1 +1,1 @@
-"""Pictures and videos: what keeping features and KV saves and takes, beside other servers."""
+"""Pictures and videos: what caching image embeddings and KV saves and costs, compared with other servers."""

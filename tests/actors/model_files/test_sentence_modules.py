@@ -74,14 +74,14 @@ def test_a_score_of_two_tokens_or_of_one(tmp_path: Path):
 @pytest.mark.parametrize(
     ("files", "why"),
     [
-        ({"modules": [TRANSFORMER, POOLING, DENSE], "1_Pooling__config": {}}, "a module that is not done here: Dense"),
-        ({"modules": [TRANSFORMER, POOLING], "1_Pooling__config": {"pooling_mode": "max"}}, "not done here: max"),
+        ({"modules": [TRANSFORMER, POOLING, DENSE], "1_Pooling__config": {}}, "a module that is not supported here: Dense"),
+        ({"modules": [TRANSFORMER, POOLING], "1_Pooling__config": {"pooling_mode": "max"}}, "not supported here: max"),
         ({"modules": [TRANSFORMER, POOLING], "1_Pooling__config": {"pooling_mode": ["cls", "mean"]}}, "cls, mean"),
         ({"modules": [TRANSFORMER, POOLING]}, "1_Pooling/config.json cannot be read"),
         ({"modules": [{**POOLING, "path": "../other"}]}, "a folder that is none of the model's"),
         ({"modules": [{**POOLING, "path": ".."}]}, "a folder that is none of the model's"),
         ({"modules": {}}, "holds no JSON list"),
-        ({"modules": ["x"]}, "a module that is not done here: x"),
+        ({"modules": ["x"]}, "a module that is not supported here: x"),
         ({"modules": "{"}, "cannot be read"),
         ({"modules": [SCORE], "1_LogitScore__config": {"true_token_id": "yes"}}, "names no tokens"),
         ({"config": {"is_causal": False}}, "attention is bidirectional (is_causal: false)"),
