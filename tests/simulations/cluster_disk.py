@@ -1,4 +1,4 @@
-"""A disk of KV in memory, as `DiskStore` is to the store's actor. What a node has committed stays when it dies."""
+"""A KV disk in memory, in place of `DiskStore`. What a node has committed survives its death."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENTRY_BYTES = 1000
 
 
 def kv_of(block: bytes) -> bytes:
-    """What a block must hold: it follows from its id, and from nothing else."""
+    """Returns the content that a block must have, which depends only on its id."""
     return b"kv of " + block
 
 
@@ -27,7 +27,7 @@ def digest(content: bytes) -> bytes:
 
 
 class KVDisk:
-    """Entries one a file, so that what is pinned is the entry.
+    """A disk with one entry in each file, so that pinning a file pins the entry.
 
     Attributes:
         contents: the bytes as they are on the disk, whatever their record says.
@@ -47,7 +47,7 @@ class KVDisk:
         self.reopen(0)
 
     def reopen(self, lost: int) -> None:
-        """Another process has it; the `lost` entries that were committed last never reached it."""
+        """Opens the disk in another process; the last `lost` committed entries are gone."""
         self.epoch += 1
         self.files: dict[str, tuple[bytes, bytes]] = {}
         self.leases, self._changes = Leases(1000), Changes()
@@ -69,7 +69,7 @@ class KVDisk:
         self.rotten.add(entry)
 
     def write(self, model: bytes, record: EntryRecord, content: bytes) -> SegmentRecord:
-        """A file that is not committed yet.
+        """Writes a file that is not committed yet.
 
         Raises:
             DiskFull: there is no room.
@@ -187,7 +187,7 @@ class KVDisk:
         del self._records[entry], self.contents[entry]
 
     def _make_room(self) -> list[bytes]:
-        """Who was used longest ago goes, but for what somebody reads."""
+        """Evicts the least recently used entries, except those that somebody reads."""
         over = len(self._records) - self._entries_max
         if over <= 0:
             return []

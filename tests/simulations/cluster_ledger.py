@@ -1,4 +1,4 @@
-"""What clients did with agents and were told, and what must be true of it in the end, whatever failed."""
+"""Records what clients did and which answers they got, and checks in the end what must be true after any failure."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class Ledger:
             await getattr(self.store, method)(*arguments)
 
     async def suspect(self, agent: str) -> None:
-        """An endpoint that takes the agent's home for lost asks another node to be that, above all it has heard of."""
+        """An endpoint that believes the agent's home lost promotes another node, above the highest epoch that it
+        knows."""
         known = [(store.roles.place(agent), name) for name, store in self.world.stores.items()]
         place, lost = max((each for each in known if each[0].role is not Role.FORGOTTEN), default=(NOWHERE, ""))
         others = [name for _, name in known if name != lost]
@@ -75,7 +76,7 @@ class Ledger:
                 await store.promote(agent, place.epoch).within(4.0)
 
     async def play(self) -> None:
-        """What clients do, and what fails."""
+        """Plays the clients' actions and the failures."""
         raise NotImplementedError
 
     async def heal(self) -> None:
@@ -129,7 +130,7 @@ class Ledger:
 
 
 def simulate(make: Callable[[], Ledger], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Play, heal and check in virtual time; `name` is printed where that fails."""
+    """Plays, heals and checks in virtual time; prints `name` if that fails."""
     clock = Clock()
     for module in (tombstones, conversations, copying, moving, tending, turns, node_blocks, router, agent_locator):
         monkeypatch.setattr(module, "time", clock)

@@ -1,4 +1,4 @@
-"""What stores write of agents, in memory."""
+"""The storage of agents' branches, in memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from satchel.cluster.errors import Unavailable
 
 
 class Memory:
-    """A `RoleStorage` that a crash of its node leaves as it is.
+    """A `RoleStorage` that survives a crash of its node.
 
     Attributes:
         full: nothing can be written.
-        syncs: called before anything is durable; what it raises undoes that.
+        syncs: called before a change becomes durable; if it raises, the change is undone.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Memory:
             action()
 
     def _sync(self) -> None:
-        """Before what is written outside of a transaction, and at the end of one."""
+        """Called before a write outside of a transaction, and at the end of one."""
         if not self._inside:
             if self.full:
                 raise Unavailable("the disk is full")

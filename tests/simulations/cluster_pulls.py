@@ -1,6 +1,6 @@
 """Pulls between simulated nodes: the real `PullLoop` over links and disks that fail, in virtual time.
 
-What `BlockPuller`, `PullWriter` and `BlockServer` do around it with threads and sockets is played here as plainly.
+Simple stand-ins replace `BlockPuller`, `PullWriter` and `BlockServer` with their threads and sockets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Content = tuple[EntryRecord, bytes]
 
 
 class Puller:
-    """What `BlockPuller` is to a store."""
+    """Stands for a store's `BlockPuller`."""
 
     def __init__(self, world: ClusterWorld, store: KVStore) -> None:
         self._world, self._store = world, store
@@ -103,7 +103,7 @@ class _Session:
     # Time.
 
     async def pause(self, seconds: float) -> None:
-        """Waits; raises `PullEnded` where that is too long, or it is cancelled."""
+        """Waits; raises `PullEnded` if that takes too long or the pull is cancelled."""
         left_s = max(0.0, self._until - self.world.loop.time())
         try:
             await asyncio.wait_for(self.cancelled.wait(), min(seconds, left_s))
@@ -194,7 +194,7 @@ class _Session:
 
 
 class _Line:
-    """A connection to one life of the source, which keeps what it speaks of until its lease runs out."""
+    """A connection to one process of the source, which keeps the offered entries until its lease ends."""
 
     def __init__(self, session: _Session, source: KVStore) -> None:
         self._session, self._source, self._world = session, source, session.world
@@ -216,7 +216,7 @@ class _Line:
         self._lease = ""
 
     async def _carry(self, seconds: float) -> None:
-        """What is said crosses the link; or the connection is broken, which is heard of at once or not at all."""
+        """Carries a message over the link; or the connection breaks, which is noticed at once or not at all."""
         session, rng = self._session, self._world.rng
         await session.pause(seconds)
         if not self._source.process.alive or not session.reaches() or rng.random() < self._world.loss / 4:
@@ -240,7 +240,7 @@ class _Line:
         self._pin()
 
     async def receive(self, offer: Offer) -> Content:
-        """What the source has there now comes through the link, and is compared with its digest."""
+        """Receives the entry that the source has now, and compares it with its digest."""
         await self._carry(ENTRY_BYTES / self._world.bytes_per_s)
         records, content = self._source.kv.records([offer.id]), self._source.kv.read(offer.id)
         if not records or content is None:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Clock:
-    """What the actors' modules call `time`."""
+    """Stands for `time` in the actors' modules."""
 
     def __init__(self) -> None:
         self.loop = VirtualLoop()
@@ -28,10 +28,10 @@ class Clock:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time passes only where everybody waits, and at once.
+    """Time advances only when everything waits, and then at once.
 
     Attributes:
-        failures: what processes' tasks raised that nobody means to raise.
+        failures: unexpected exceptions of processes' tasks.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Process:
         return self._context.run(work)
 
     def forget(self, task: asyncio.Task[Any]) -> None:
-        """A task has ended. Nobody may wait for it, so what went wrong in it is kept."""
+        """Removes an ended task, and keeps its exception, because nobody may wait for it."""
         self.tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         loop = task.get_loop()

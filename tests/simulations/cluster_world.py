@@ -1,7 +1,7 @@
 """A whole cluster in virtual time: stores with their KV on disks, replicas, a router and an endpoint.
 
-Stores, router and endpoint are the actors' own code (`store_world`), pulls the real machine (`cluster_pulls`). A
-replica is as crude as `router_replicas` has it; what it reads from its node's disk is compared.
+Stores, router and endpoint run the actors' own code (`store_world`), pulls the real `PullLoop` (`cluster_pulls`). A
+replica is the simple one of `router_replicas`; KV that it reads from its node's disk is checked.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Blocks(NodeBlocks):
 
 
 class Engine:
-    """A replica's process: it reports, answers, and writes KV down."""
+    """A replica's process: it reports, answers, and writes KV to disk."""
 
     def __init__(self, world: ClusterWorld, replica: Replica) -> None:
         self.world, self.replica, self.process = world, replica, world.process(replica.name)
@@ -102,7 +102,7 @@ class Engine:
             self.process.start(self._write_down(ask, tokens))
 
     async def prefill(self, ask: Ask, tokens: array[int]) -> None:
-        """A prompt that another replica decodes. Its blocks are written down as they are sealed."""
+        """Prefills a prompt that another replica decodes. Blocks are written to disk as they are sealed."""
         replica = self.replica
         mine = replace(ask, request_id=prefill_sequence(ask.request_id))
         replica.sequences[mine.request_id] = sequence = Seq(mine, Consumer(), ask.prompt_tokens, 0)
@@ -126,7 +126,7 @@ class Engine:
         self.world.handed_on += came
 
     async def _restore(self, ask: Ask, tokens: array[int], decision: Decision) -> int:
-        """How many blocks need not be computed: in memory, pulled, or on the disk, where each is compared."""
+        """Returns how many blocks need not be computed: in memory, pulled, or on the disk, where each is checked."""
         hot = 0
         while hot < len(ask.blocks) and ask.blocks[hot] in self.replica.cache:
             hot += 1
@@ -157,7 +157,7 @@ class Engine:
         return good
 
     async def _write_down(self, ask: Ask, tokens: array[int]) -> None:
-        """The turn's KV goes to the disk behind it."""
+        """Writes the turn's KV to disk after the turn."""
         with suppress(SatchelError):
             for number in range(len(ask.blocks)):
                 await self._write_block(ask, tokens, number)
@@ -195,7 +195,7 @@ class ClusterWorld(World):
         engines: replicas that run, by name; one a node.
         bytes_per_s: of every link.
         answered, pulled: requests that got an answer, and those that were sent to a node that was to pull.
-        split, handed_on: those that one node was to prefill for another, and those for which that was done.
+        split, handed_on: requests that one node should prefill for another, and those for which it did.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class ClusterWorld(World):
     # Requests.
 
     async def answer(self, agent: str, tokens: array[int]) -> None:
-        """Have a prompt answered wherever the router says; a sequence that is lost goes on elsewhere.
+        """Has a prompt answered where the router says; a lost sequence fails over.
 
         Raises:
             SatchelError: nobody answers.
@@ -351,7 +351,7 @@ class ClusterWorld(World):
             raise ReplicaLost("it died, or is silent") from None
 
     async def _stream(self, sequence: asyncio.Task[None], node: str) -> None:
-        """A stream is given up where nothing has come for a while."""
+        """Gives a stream up if nothing arrives for a while."""
         while not sequence.done():
             if not self.reaches(CLIENT, node):
                 raise TimeoutError

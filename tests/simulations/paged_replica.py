@@ -20,7 +20,7 @@ BLOCK_BYTES, OPEN_BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES, BLOCK_TOKENS * OPEN_
 
 
 class Slot:
-    """One that somebody holds."""
+    """A slot of the pool that is in use."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Seq:
 
 
 class PagedReplica:
-    """Takes sequences, and takes steps as an engine does. Every step checks its memory."""
+    """Accepts sequences, and runs steps as an engine does. Every step checks its memory."""
 
     def __init__(self, bytes_max: int, *, sequences_max: int = 8, chunk_tokens: int = 2048, queue: int = 256) -> None:
         most = bytes_max // TOKEN_BYTES

@@ -1,4 +1,4 @@
-"""Replicas and consumers of a simulated cluster, and what a router was told of replicas, kept in the plainest way."""
+"""Replicas and consumers of a simulated cluster, and a simple model of what a router has heard about replicas."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Seq:
 
 @dataclass(eq=False)
 class Consumer:
-    """A process that routes, submits and releases, until it dies and does none of it any more."""
+    """A process that routes, submits and releases requests until it dies."""
 
     asks: dict[str, Ask] = field(default_factory=dict)
     waiting: list[Ask] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Consumer:
 
 
 class Replica:
-    """A crude engine with a block cache. Its reporter is as the real one: what is lost is followed by a full report."""
+    """A simple engine with a block cache. Its reporter behaves like the real one: a full report follows a lost one."""
 
     def __init__(self, name: str, node: str, kv_bytes_per_token: int = 36_864) -> None:
         self.name, self.node, self.kv_bytes_per_token = name, node, kv_bytes_per_token
@@ -83,7 +83,7 @@ class Replica:
             del self.sequences[sequence.ask.request_id]
 
     def run(self, seconds: float) -> list[Seq]:
-        """Work for a while; sequences that ended."""
+        """Works for a while. Returns the sequences that ended."""
         budget, ended = self.prefill_tokens_per_s * seconds, []
         for sequence in list(self.sequences.values())[:SEQUENCES_MAX]:
             if sequence.prefill_left > 0:
@@ -138,7 +138,7 @@ class Replica:
 
 
 class Heard:
-    """What one router was told, kept in the plainest way: the directory and the living must follow from it."""
+    """What one router has heard, in the simplest form: its directory and its live replicas must follow from this."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, set[bytes]] = {}

@@ -1,4 +1,4 @@
-"""Stores of a simulated cluster, and what a router was told of them, kept in the plainest way."""
+"""Stores of a simulated cluster, and a simple model of what a router has heard about them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DISK_BLOCKS = 150
 
 
 class Store:
-    """A node's disk and its agents, which outlive the process. What a lost report said is said again by a full one."""
+    """A node's disk and its agents, which survive the process. After a lost report comes a full one."""
 
     def __init__(self, node: str) -> None:
         self.node = node
@@ -86,7 +86,7 @@ class Store:
 
 
 class HeardStores:
-    """What one router was told by stores."""
+    """What stores have reported to one router."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s

@@ -22,7 +22,7 @@ STEP_S = 0.1
 
 
 class World:
-    """Everything but the router's own state. `faults` scales how often anything fails; 0 is never."""
+    """Everything except the router's own state. `faults` scales how often anything fails; 0 is never."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class World:
                 ask.tried.clear()
 
     def end(self, consumer: Consumer, ask: Ask) -> None:
-        """The consumer hears the sequence's end, and tells the router a little later; its KV is written down."""
+        """The consumer gets the sequence's end, and tells the router a little later; the KV is written to disk."""
         if ask.agent and self.stores[self.replicas[ask.replica].node].up:
             self.stores[self.replicas[ask.replica].node].keep(ask.blocks)
         if consumer.died is None and consumer.asks.pop(ask.request_id, None):
@@ -154,7 +154,7 @@ class World:
             self.after(self.rng.uniform(0, 0.2), lambda: policy.members.release(name, ask.request_id))
 
     def lose(self, consumer: Consumer, ask: Ask) -> None:
-        """The consumer sees that its sequence's replica failed; the sequence goes on elsewhere."""
+        """The consumer sees that its sequence's replica failed; the sequence fails over."""
         consumer.asks.pop(ask.request_id, None)
         self.policy.members.lose(ask.replica)
         self.heard.lost.setdefault(ask.replica, -inf)
@@ -264,7 +264,7 @@ class World:
             self.rng.choice(up).make_room()
 
     def check_pull(self, ask: Ask, decision: Decision) -> None:
-        """Who is pulled from lives, is another node, and has the blocks; often they come."""
+        """The source of a pull is alive, is another node, and has the blocks; usually they arrive."""
         living = self.heard_stores.living(self.now)
         assert decision.node == self.replicas[decision.replica].node
         if not decision.pull_from:
@@ -301,7 +301,7 @@ class World:
                 self.replicas[ask.replica].sequences.pop(ask.request_id, None)
                 self.end(consumer, ask)
         if self.chance(0.1):
-            # A link breaks, though the replica lives: its sequence goes on there until the abort comes.
+            # A link breaks, but the replica lives: the sequence runs there until the abort arrives.
             consumer = self.rng.choice(self.consumers)
             for ask in list(consumer.asks.values())[:1]:
                 replica = self.replicas[ask.replica]
@@ -337,7 +337,7 @@ class World:
             assert list(place.copies if place else ()) == self.heard_stores.copies(agent)
 
     def settle(self) -> None:
-        """No more requests and faults: whatever is under way comes to its end."""
+        """Ends requests and faults, and lets everything that runs come to its end."""
         self.quiet, self.checked_every = True, 20
         for _ in range(int(60 / STEP_S)):
             self.step()

@@ -1,13 +1,14 @@
-"""The laws of a whole cluster of which everything fails, in virtual time. A failing seed is printed and replays.
+"""The laws of a whole cluster in which anything may fail, in virtual time. A failing seed is printed and can be
+replayed.
 
 Agents speak, fork, move and are forgotten; requests are routed, pull KV, are answered and remembered; turns and KV are
 copied. Meanwhile calls and reports are slow, lost, doubled and out of order, links are cut, disks are slow, full and go
 bad, processes and nodes die and come back, with the last of their KV or without it, a machine is gone for ever, the
 router begins anew, and the head takes everything with it.
 
-Whatever happens: every request ends; no block is used or installed that is not what its id says; what agents were told
-is remembered is with their home in the end (`cluster_ledger`), also where a disk is gone and a copy lives; nothing is
-left of those who were forgotten; leases run out; and the router knows what there is.
+In every case: every request ends; no block with wrong content is used or installed; acknowledged turns are at the
+agent's home in the end (`cluster_ledger`), also if a disk is gone and a copy survives; nothing is left of forgotten
+agents; leases run out; and the router knows what exists.
 
 In half of the clusters some nodes prefill faster and others decode faster, so prompts are split between them.
 """
@@ -47,7 +48,7 @@ SEEDS = int(os.environ.get("SATCHEL_SIMULATIONS", "40"))
 FIRST = int(os.environ.get("SATCHEL_SEED", "0"))
 REQUEST_S = 120.0
 SYSTEM = [7] * 600
-"""What all conversations begin with."""
+"""The tokens with which all conversations begin."""
 
 
 class Cluster(Ledger):
@@ -91,7 +92,7 @@ class Cluster(Ledger):
             await self.quietly("fork", agent, rng.choice(self.agents))
 
     async def ends(self, work: Coroutine[Any, Any, None]) -> None:
-        """Every request ends, with an answer or an error that has a type."""
+        """Checks that a request ends, with an answer or a typed error."""
         begun = self.world.loop.time()
         with contextlib.suppress(SatchelError):
             await work
@@ -131,7 +132,7 @@ class Cluster(Ledger):
             await self.destroy(name)
 
     def die_writing(self, name: str) -> None:
-        """The node dies when it writes the next time, or a little later, and that is not on its disk."""
+        """The node dies at its next write or a little later, and the write is lost."""
         left = itertools.count(self.rng.randint(-2, 0))
 
         def sync() -> None:
@@ -223,7 +224,7 @@ class Cluster(Ledger):
             self.check_erased(agent)
 
     def check_erased(self, agent: str) -> None:
-        """Nobody holds a turn any more; of who was forgotten and lives nowhere nothing is on any disk."""
+        """Checks that no turn is held, and that no disk has anything of a forgotten agent that lives nowhere."""
         now, stores = self.world.loop.time(), self.world.stores
         ends = [store._agents.turn_ends(agent) or 0.0 for store in stores.values()]
         assert max(ends) <= now, "a turn's lease has run out"
@@ -272,7 +273,7 @@ def test_whatever_fails_a_large_cluster_keeps_its_laws(mode, nodes, monkeypatch,
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_seed_replays(mode, monkeypatch, caplog):
-    """Else a failing one would be of no use."""
+    """Otherwise a failing seed would be useless."""
     caplog.set_level("CRITICAL")
 
     def told() -> list[object]:
@@ -283,8 +284,9 @@ def test_a_seed_replays(mode, monkeypatch, caplog):
 
 
 def test_what_a_new_router_missed_stays_missed_until_everything_is_said_again():
-    """A report that the router before had taken comes once more (links, seed 1): its sender, which has been answered,
-    goes on with what changed since. That was believed to be all, and the node's agents and blocks stayed unknown."""
+    """A report that the former router had taken arrives again (links, seed 1). Its sender has been answered and goes on
+    with changes only. The new router once took these for everything, and the node's agents and blocks stayed
+    unknown."""
     policy = Policy(timeout_s=5.0, sticky_penalty_s_max=2.0)
 
     def hear(sequence: int, *, full: bool, announced: list[bytes]) -> bool:

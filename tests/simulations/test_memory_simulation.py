@@ -1,5 +1,5 @@
-"""Scheduler, prefix cache and budget together, without MLX: what sequences and kept prefixes take never exceeds the
-memory, every sequence ends, and nothing that memory holds is computed twice."""
+"""Scheduler, prefix cache and budget together, without MLX: sequences and cached prefixes never take more than the
+memory, every sequence ends, and nothing in memory is computed twice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ SESSIONS, REQUESTS = 6, 40
 
 @pytest.mark.parametrize("seed", range(12))
 def test_sequences_and_prefixes_never_take_more_than_there_is(seed: int) -> None:
-    """Sequences of any lengths, some with a beginning in common, in memory for a few of them; none waits for ever."""
+    """Sequences of all lengths, some with a shared prefix, in memory that is enough for a few of them; none waits for
+    ever."""
     rng = random.Random(seed)
     replica = PagedReplica(
         rng.choice([12, 40, 150]) * (BLOCK_BYTES + OPEN_BLOCK_BYTES), sequences_max=rng.choice([2, 8, 32])
@@ -52,7 +53,7 @@ def test_sequences_and_prefixes_never_take_more_than_there_is(seed: int) -> None
 
 
 def test_what_sequences_have_in_common_takes_room_once() -> None:
-    """Eight sequences of 5,000 tokens run at a time where there is room for two."""
+    """Eight sequences with a shared prefix run together in memory for two sequences of 5,000 tokens."""
     prompt = list(range(5000))
     replica = PagedReplica(2 * 20 * BLOCK_BYTES + 10 * (OPEN_BLOCK_BYTES + BLOCK_BYTES))
     replica.run("first", prompt, 1)
@@ -64,7 +65,7 @@ def test_what_sequences_have_in_common_takes_room_once() -> None:
 
 
 def test_a_conversation_grows_to_100_000_tokens_and_only_what_is_new_is_read() -> None:
-    """Memory holds little more than it. The tables cost less than 10 ms a turn."""
+    """Memory has room for little more than the conversation. The tables cost less than 10 ms a turn."""
     replica = PagedReplica(105_000 * TOKEN_BYTES + 12 * OPEN_BLOCK_BYTES)
     tokens, spent, known = list(range(3000)), [], 0
     while len(tokens) < 100_000:
@@ -107,8 +108,8 @@ def tokens_of(session: int, request: dict[str, Any]) -> list[int]:
 @pytest.mark.skipif(not TRACE.exists(), reason="needs ../shared/traces")
 @pytest.mark.parametrize("room", [pytest.param(0.5, marks=pytest.mark.slow), 0.3])
 def test_recorded_sessions_of_coding_agents(room: float) -> None:
-    """Side by side. Memory that holds all that they say computes no block twice; a third of it computes more, and never
-    holds more than it has."""
+    """The sessions run at the same time. If memory has room for all of them, no block is computed twice. With a third
+    of that room more is computed, and the limit is never exceeded."""
     recorded = [requests for requests, _ in zip(sessions(), range(SESSIONS), strict=False)]
     said: Counter[tuple[int, int]] = Counter()
     for session, requests in enumerate(recorded):

@@ -1,4 +1,5 @@
-"""Agents that nobody asks after the loss of their node, in virtual time: within a minute there are as many copies."""
+"""Agents without requests after the loss of their node, in virtual time: within a minute they have all their copies
+again."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ MINUTE_S = 60.0
 
 
 class Loss(Ledger):
-    """The home of all agents dies, and comes back after `away_s` if that is not 0; nobody speaks with them then."""
+    """The home of all agents dies, and comes back after `away_s` if that is not 0; no agent gets a request
+    meanwhile."""
 
     def __init__(self, seed: int, nodes: int, replication: int, away_s: float = 0.0) -> None:
         world = ClusterWorld(seed, [f"n{number}" for number in range(nodes)], replication=replication, entries_max=400)

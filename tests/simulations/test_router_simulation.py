@@ -1,4 +1,5 @@
-"""The router among replicas, stores, consumers and a network that fail, in seeded time. A failure names its seed."""
+"""The router with failing replicas, stores, consumers and network, in virtual time from a seed. A failure names its
+seed."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_a_client_that_hangs_up_frees_its_sequence(http: httpx.Client, stream: b
 async def test_a_full_queue_is_a_503_and_nobody_else_is_disturbed(deployment: Deployment, http: httpx.Client):
     """More requests than two replicas' places and queues: some are refused with Retry-After, none fails otherwise.
 
-    One caller fills four fifths of a queue: the rest stays free for others."""
+    One caller can fill four fifths of a queue: the rest stays free for others."""
     most = 2 * (SEQUENCES_MAX + QUEUE_MAX)
     least = 2 * (SEQUENCES_MAX + QUEUE_MAX * 4 // 5)
     body = {"messages": [user("Say the numbers from one to thirty.")], "max_tokens": 40, "temperature": 0}

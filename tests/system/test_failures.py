@@ -1,4 +1,4 @@
-"""A replica, the router or the store that dies: streams go on, nothing is lost, and it comes back by itself."""
+"""A replica, the router or the store dies: streams fail over, nothing is lost, and the process comes back by itself."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "list
 def test_streams_survive_the_death_of_their_replica(
     handles: Cluster, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, form: dict[str, Any]
 ):
-    """Sampled, not greedy: noise belongs to seed and position, so the text is the same to the letter. Also where the
-    caller gave no seed, and one was drawn, and where the answer is bound to a form."""
+    """Sampled, not greedy: noise belongs to seed and position, so the text is exactly the same. Also if the caller gave
+    no seed and one was drawn, and if the answer is constrained."""
     drawn: list[int] = []
     draw = secrets.randbits
     monkeypatch.setattr(secrets, "randbits", lambda bits: drawn.append(draw(bits)) or drawn[-1])
@@ -68,7 +68,7 @@ def test_streams_survive_the_death_of_their_replica(
 def test_a_replica_whose_engine_hangs_is_replaced_and_its_stream_goes_on(
     handles: Cluster, http: httpx.Client, cluster: LocalCluster
 ):
-    """The call that never returns lets other threads run, as one into a device does."""
+    """The call that never returns lets other threads run, as a call into a device does."""
     body = {"messages": [user("Say the numbers from one to fifty.")], "agent_id": "hung", "max_tokens": 120, "seed": 5}
     undisturbed = http.post("/v1/chat/completions", json=body)
     name = undisturbed.headers["x-satchel-replica"]
@@ -99,7 +99,7 @@ def test_a_replica_whose_engine_hangs_is_replaced_and_its_stream_goes_on(
 def test_a_request_that_ends_its_replica_is_tried_once_more_and_given_up(
     handles: Cluster, http: httpx.Client, cluster: LocalCluster
 ):
-    """Of three tries it would end three processes. Another request that waits beside it is answered."""
+    """With three tries it would end three processes. Another waiting request is answered."""
 
     def poison(actor: Any) -> None:
         opened = actor._engine.executor.open
@@ -154,7 +154,7 @@ class Talker:
         return {"messages": [user(text)], "agent_id": self.name, "agent_continue": True, "temperature": 0, **more}
 
     def say(self, text: str) -> str:
-        """Whatever is not there at the moment is waited for, or the error says that it is."""
+        """Retries while a part of the cluster is away; the error must say so."""
         ends = time.monotonic() + 30
         while (answer := self._http.post("/v1/chat/completions", json=self.body(text))).status_code != 200:
             assert answer.status_code == 503 and time.monotonic() < ends, answer.text
@@ -170,8 +170,8 @@ def kill_actor(name: str) -> None:
 
 
 def test_a_router_that_dies_is_missed_by_no_stream_and_learns_everything_again(handles: Cluster, http: httpx.Client):
-    """It is killed in the middle of an answer. What it knew comes from the reports: where the agent lives, and which
-    replica has its KV."""
+    """The router is killed in the middle of an answer. It learns again from the reports where the agent lives, and
+    which replica has its KV."""
     ann = Talker(http, "routed")
     ann.say("Remember: the code of quokka is 5813.")
     body = ann.body("Say the numbers from one to fifty.", agent_continue=False, seed=3, temperature=1.0, max_tokens=200)
@@ -187,7 +187,7 @@ def test_a_router_that_dies_is_missed_by_no_stream_and_learns_everything_again(h
 
 @pytest.mark.parametrize("when", ["between turns", "mid-answer"])
 def test_a_store_that_dies_loses_no_turn(http: httpx.Client, when: str):
-    """What was answered to the end is remembered, and what was remembered before stays so."""
+    """Completely answered turns are remembered, and earlier memory stays."""
     ann = Talker(http, f"stored-{when[:3]}")
     store = store_actor_name("local")
     ann.say("Remember: the code of heron is 2002.")
@@ -221,7 +221,7 @@ def answering(http: httpx.Client) -> int:
 
 
 def test_a_reader_that_stands_still_holds_up_no_other(handles: Cluster, http: httpx.Client, config: Config):
-    """As one that was cut off does: it neither reads nor goes away, and its lease ends meanwhile."""
+    """Like a reader that was cut off: it neither reads nor disconnects, and its lease ends meanwhile."""
     said = [user("Say the numbers from one to five.")]
     expected = {name: handles.generate_sync(said, agent=f"beside-{name}").text for name in handles.replicas()}
     assert http.post("/v1/chat/completions", json={"messages": said}).status_code == 200

@@ -1,5 +1,5 @@
 """Machines that have joined a cluster by hand: they come and go while streams run, come back by themselves after a cut,
-are removed, and one of them takes the place of a lost head.
+are removed, and one of them replaces a lost head.
 
 The hosts are network namespaces, and the tests tell one story, in order, as those in `test_hosts.py` do.
 """
@@ -47,7 +47,7 @@ class Members(World):
         super().__init__(folder, machines)
         nodes = [{"name": "mac0", "address": self.head.address}]
         endpoint = {"listen": self.head.address, "port": PORT}
-        # Sequences of a machine that leaves go on elsewhere soon, however fast this machine is.
+        # Sequences of a leaving machine fail over soon, however fast this machine is.
         config = {"models": [RECALL], "nodes": nodes, "endpoint": endpoint, "timing": {"node_drain_s": 0.5}}
         self.config.write_text(json.dumps(config))
         self.kept: dict[str, subprocess.Popen[str]] = {}
@@ -143,13 +143,13 @@ class Streams:
 
 
 def may_lead(home: Home) -> bool:
-    """Whether the machine knows what it needs to take over the lead."""
+    """Returns whether the machine has the takeover state."""
     found = kept_estate(home)
     return found is not None and bool(found[0].config)
 
 
 def went_on(talk: Talk) -> float:
-    """How many sequences have gone on at another replica."""
+    """Returns how many sequences have failed over."""
     (line,) = [
         line for line in talk.http.get("/metrics").text.splitlines() if line.startswith("satchel_failovers_total ")
     ]

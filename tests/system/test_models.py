@@ -117,7 +117,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_two_models_of_one_config_answer_each_in_its_own_way(server: Server):
-    """And what one has read is nothing to the other, though their weights are the same file."""
+    """They do not share KV, although their weights are the same file."""
     assert server.models() == ["plain", ADAPTED]
     plain, adapted = (said(server, model, max_tokens=20) for model in ("plain", ADAPTED))
     assert plain != adapted
@@ -168,7 +168,7 @@ def test_a_model_is_loaded_and_unloaded_while_others_answer(server: Server):
 
 
 def without_tokenizer(folder: Path) -> Path:
-    """A model that computes, but nobody could ask it anything."""
+    """A model that computes, but has no tokenizer for requests."""
     write_model(folder, "llama")
     (folder / "tokenizer.json").unlink()
     return folder
@@ -246,8 +246,8 @@ print(sorted(cluster.replicas()))
 
 
 def test_a_client_that_never_reads_holds_no_sequence(server: Server):
-    """Only so many tokens wait for it in the server; what the system's socket buffers take is on top. All sequences
-    leave long before they have said what they were asked for, and nobody else is disturbed."""
+    """Only a limited number of tokens waits for it in the server, besides those in the system's socket buffers. All
+    sequences end long before they are complete, and no other client is disturbed."""
     wait_until(lambda: server.metric("satchel_requests_running") == 0)
     before = server.metric("satchel_generated_tokens_total")
     prompts, each = 16, 8000
@@ -279,7 +279,7 @@ def test_a_client_that_never_reads_holds_no_sequence(server: Server):
 
 
 def test_stopping_the_server_finishes_the_answers_of_loaded_models_too(server: Server):
-    """Of one with a name that another one had."""
+    """The model has a name that another one had before."""
     assert server.command("models", "load", "embedded:recall", "--name", "orphan").returncode == 0
     session = json.loads((server.home / "run" / "cluster.json").read_text())["ray_sid"]
     body = {**STORY, "model": "orphan", "stream": True, "ignore_eos": True, "max_tokens": 200}

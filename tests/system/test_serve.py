@@ -1,7 +1,7 @@
 """`satchel serve` with the real model, as a newcomer runs it: start, talk, hang on, Ctrl-C, nothing left.
 
-It serves what it does without a config, and goes on where a server stopped whose every process was killed: an agent's
-memory outlives them all, pictures too.
+It serves the default config, and continues after every process of an earlier server was killed: agents' memory
+survives, pictures too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Agent:
         self.name, self.model = name, model
 
     def say(self, messages: list[Any], **extra: Any) -> tuple[str, int, int]:
-        """The answer, and how many tokens of the prompt there were and were found."""
+        """Returns the answer, the number of prompt tokens, and how many of them were cached."""
         answer = self.client.chat.completions.create(
             model=self.model,
             messages=messages,
@@ -278,7 +278,7 @@ def test_an_agent_goes_on_after_every_process_was_killed(server: tuple[subproces
 
 
 def test_a_stream_outlives_the_only_replica(server: tuple[subprocess.Popen, Path, int]):
-    """It waits for the replica to start again and goes on with the same words."""
+    """The stream waits for the replica to start again, and continues with the same text."""
     _, _, port = server
     body = {"messages": [{"role": "user", "content": "Say the numbers from one to forty."}]}
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:

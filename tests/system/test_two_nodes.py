@@ -63,7 +63,7 @@ def test_each_node_answers_its_own_agents(world: World):
 
 
 def test_nothing_on_loopback_is_reached_from_elsewhere(world: World):
-    """Neither Ray's processes, nor Serve's, nor stores, nor the door."""
+    """Neither Ray's processes, nor Serve's, nor stores, nor the join server."""
     for record in (find_cluster(world.homes["mac0"]), world.second()):
         processes = [psutil.Process(pid) for pid in (record.pid, *session_members(record.ray_sid))]
         sockets = [each for process in processes for each in process.net_connections("tcp")]
@@ -72,7 +72,7 @@ def test_nothing_on_loopback_is_reached_from_elsewhere(world: World):
 
 
 def test_a_move_stops_nobodys_stream(world: World):
-    """While an agent with some memory moves, the sequences that decode on both nodes go on: counted in their steps."""
+    """While an agent with some memory moves, sequences on both nodes go on decoding; their steps are counted."""
     world.whole()
     talk, moving = world.talk, named("gus", "mac0", NODES)
     for number in range(6):

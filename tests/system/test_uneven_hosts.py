@@ -1,4 +1,4 @@
-"""Two hosts, of which one prefills fast and decodes for many: the router has a long prompt answered by both."""
+"""Two hosts, one of which prefills fast and decodes for many: the router splits a long prompt between them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Two nodes in one process: replicas' shells over engines, stores over real disks and loopback, the endpoint's backend.
 
-What Ray does between them is played here, and decisions are made by the test. Engines are stepped by a task of the
-event loop that made them, so a test can hold one of them.
+Stand-ins replace Ray, and the test makes the decisions. A task of the event loop steps the engines, so a test can stop
+one of them.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class SplitNodes:
         return [update async for update in await self.begin(name, prompt, tokens, logprobs)]
 
     async def written(self, node: str) -> None:
-        """What the node's sequences have left is on its disk."""
+        """Waits until the KV of the node's sequences is on its disk."""
         await self.until(lambda: not self.engines[node].memory._writers and not self.disks[node].waiting_bytes)
 
     def entries_on(self, node: str) -> int:
@@ -215,7 +215,7 @@ class SplitNodes:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def rest(self) -> None:
-        """Nothing is left of any sequence, here or there."""
+        """Waits until no node has a sequence any more."""
         living = [name for name, process in self.processes.items() if process.alive]
         self.held.clear()
         self.pause_s.clear()

@@ -74,7 +74,10 @@ def test_a_score_of_two_tokens_or_of_one(tmp_path: Path):
 @pytest.mark.parametrize(
     ("files", "why"),
     [
-        ({"modules": [TRANSFORMER, POOLING, DENSE], "1_Pooling__config": {}}, "a module that is not supported here: Dense"),
+        (
+            {"modules": [TRANSFORMER, POOLING, DENSE], "1_Pooling__config": {}},
+            "a module that is not supported here: Dense",
+        ),
         ({"modules": [TRANSFORMER, POOLING], "1_Pooling__config": {"pooling_mode": "max"}}, "not supported here: max"),
         ({"modules": [TRANSFORMER, POOLING], "1_Pooling__config": {"pooling_mode": ["cls", "mean"]}}, "cls, mean"),
         ({"modules": [TRANSFORMER, POOLING]}, "1_Pooling/config.json cannot be read"),

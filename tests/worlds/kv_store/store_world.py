@@ -56,7 +56,7 @@ CLIENT = "client"
 
 
 class Store(KVStoreActor):
-    """The actor without its threads, over what a crash of its node leaves.
+    """The actor without its threads, over storage that survives a crash of its node.
 
     Attributes:
         slow_s: how long its disks may take.
@@ -358,7 +358,7 @@ async def speak(
     turn: str = "",
     answer: Callable[[str, array[int]], Awaitable[object]] | None = None,
 ) -> int | None:
-    """A turn that goes on with any branch or opens one, and says a number. Returns the turn's number if it was kept.
+    """A turn that continues any branch or opens one, and adds a number. Returns the turn's number if it was committed.
 
     Args:
         store: a `RayStore`.

@@ -50,7 +50,7 @@ Logits = dict[tuple[int, int], np.ndarray]
 
 
 class Forced:
-    """Stands for `BatchSampler`: every sequence is told its next token by `scripts`, and its logits are noted."""
+    """Stands for `BatchSampler`: each sequence gets its next token from `scripts`, and its logits are recorded."""
 
     def __init__(self, scripts: dict[int, list[int]], noted: Logits) -> None:
         self._scripts = scripts
@@ -76,7 +76,7 @@ class Forced:
 
 
 class Bench:
-    """An engine without its thread: `submit`, `turn`, and what came out. Every turn checks the engine's tables."""
+    """An engine without its thread: `submit`, `turn`, and the results. Every turn checks the engine's tables."""
 
     def __init__(
         self,

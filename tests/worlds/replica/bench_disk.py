@@ -1,4 +1,4 @@
-"""An engine over a tiny model whose agents' sequences are kept on disk."""
+"""An engine over a tiny model; agents' KV is written to disk."""
 
 from __future__ import annotations
 

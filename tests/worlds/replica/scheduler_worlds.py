@@ -23,7 +23,7 @@ class World:
     poisoned: float = 0.0
     """Share of sequences that break every decode step they are in."""
     failures: float = 0.0
-    """Share of all calls that fail by chance."""
+    """Share of all calls that fail at random."""
     forgetful: bool = False
     """Computed blocks are soon gone."""
 
