@@ -123,3 +123,15 @@ def test_names_of_parts_of_the_memory_are_read_and_say_what_to_use(caplog: pytes
     caplog.clear()
     parse_config({**data, "scheduling": {"memory_bytes_max": "1 GiB"}})
     assert not caplog.text
+
+
+def test_former_names_are_still_read():
+    """But not both at once."""
+    models = [{"name": "a/b", "source": "embedded:recall", "trial": False}]
+    config = parse_config({"models": models, "scheduling": {"rows_max": 3, "prefill_rows_max": 2}})
+    scheduling = config.scheduling
+    assert (config.models[0].self_test, scheduling.sequences_max, scheduling.prefill_sequences_max) == (False, 3, 2)
+    with pytest.raises(ConfigError, match=r"scheduling\.rows_max"):
+        parse_config({"models": models, "scheduling": {"rows_max": 3, "sequences_max": 3}})
+    with pytest.raises(ConfigError, match="greater than 0"):
+        parse_config({"models": models, "scheduling": {"rows_max": 0}})
