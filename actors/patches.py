@@ -100,8 +100,9 @@ def recast(layer: Any, kind: type[Any]) -> Any:
 def emptied(module: Any) -> Callable[[], None]:
     """Returns a function that empties the attributes of a module that are empty now.
 
-    Changes: attributes in which language parts of mlx-vlm note a prompt's positions for their next call. Why: here the
-    next call may be for another sequence. The attributes have other names in every family. Fits: mlx-vlm 0.7.10.
+    Changes: attributes in which language parts of mlx-vlm note a prompt's positions for their next call.
+    Why: here the next call may be for another sequence. The attributes have other names in every family.
+    Fits: mlx-vlm 0.7.10.
     Noticed by: tests/actors/test_patches.py::test_what_a_language_part_notes_of_a_prompt_is_emptied
     """
     names = [name for name, value in vars(module).items() if value is None]

@@ -97,8 +97,10 @@ def start_ray_node(*, head: str | None, register_s: float, **settings: Any) -> t
 def init_ray(*, temp_dir: str | None, **settings: Any) -> None:
     """Connects this process to a cluster, as `ray.init` does, through the node with the folder `temp_dir`.
 
-    Changes: nothing. It gives `ray.init` an argument that Ray keeps for itself, `_temp_dir`. Why: if several nodes of a
-    cluster run on one machine, Ray takes the head or any of them, and a process ends with its node. Fits: ray 2.60.0.
+    Changes: nothing. It gives `ray.init` an argument that Ray keeps for itself, `_temp_dir`.
+    Why: if several nodes of a cluster run on one machine, Ray takes the head or any of them, and a process ends with
+        its node.
+    Fits: ray 2.60.0.
     Noticed by: tests/cluster/test_patches.py::test_a_driver_connects_through_the_node_of_its_folder
 
     Args:
@@ -129,9 +131,11 @@ def reread_ray_settings() -> None:
 def control_store_client() -> Any | None:
     """Returns Ray's own client of its control store; None if this process is connected to no cluster.
 
-    Changes: nothing. The client is one of Ray's insides. Why: its methods take a time limit. Ray's own functions for
-    the store wait for ever if the head is lost. A process with a thread that waits in one can neither leave the cluster
-    nor end. Fits: ray 2.60.0. Noticed by: tests/cluster/test_patches.py::test_the_control_store_has_values_and_nodes
+    Changes: nothing. The client is one of Ray's insides.
+    Why: its methods take a time limit. Ray's own functions for the store wait for ever if the head is lost. A process
+        with a thread that waits in one can neither leave the cluster nor end.
+    Fits: ray 2.60.0.
+    Noticed by: tests/cluster/test_patches.py::test_the_control_store_has_values_and_nodes
     """
     from ray.experimental import internal_kv
 
@@ -141,10 +145,11 @@ def control_store_client() -> Any | None:
 def rest_ray_listener() -> None:
     """Ends Ray's thread that prints the cluster's errors in this driver, once the control store has ended.
 
-    Changes: sets the event by which Ray ends that thread when a driver disconnects; Ray clears it then. Why: once the
-    control store has ended, the thread's subscriber returns at once, and the thread calls it again without a pause.
-    That takes a quarter of a processor to a whole one for as long as the process lives. Fits: ray 2.60.0. Noticed by:
-    tests/cluster/test_patches.py::test_ray_listens_no_more_for_errors_of_a_cluster_that_has_ended
+    Changes: sets the event by which Ray ends that thread when a driver disconnects; Ray clears it then.
+    Why: once the control store has ended, the thread's subscriber returns at once, and the thread calls it again
+        without a pause. That takes a quarter of a processor to a whole one for as long as the process lives.
+    Fits: ray 2.60.0.
+    Noticed by: tests/cluster/test_patches.py::test_ray_listens_no_more_for_errors_of_a_cluster_that_has_ended
     """
     from ray._private import worker
 

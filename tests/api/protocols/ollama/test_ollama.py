@@ -136,7 +136,7 @@ async def test_a_text_is_a_chat_unless_raw(client, backend):
     )
     await whole(client, "generate", raw=True)
     assert backend.prompt == "Hi"
-    assert "no tokens for a text between" in refused(await post(client, "generate", suffix="there"))
+    assert "has no fill-in-the-middle tokens" in refused(await post(client, "generate", suffix="there"))
 
 
 async def test_without_words_a_model_is_only_loaded(client, backend):
