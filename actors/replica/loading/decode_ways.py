@@ -64,6 +64,9 @@ def fastest(
         findings: of this model with KV of this spec.
         pieces: a piece ends after each step of a test, and after each layer of a prompt.
     """
+    if on_gpu() and kernels_wanted() is False:
+        # Not stored: the variable may be gone at the next load.
+        return DecodeWay(Reads.DEQUANTIZED, reason="SATCHEL_KERNELS is 0")
     if (known := _known(findings.read(_WHAT, _VERSION))) is not None:
         if known.reason:
             logger.warning("decode steps read blocks %s, as an earlier load found", known.describe())
@@ -73,11 +76,12 @@ def fastest(
         reason = f"the last {tries} processes ended while kernels were tried; SATCHEL_KERNELS=1 tries again"
         logger.warning("decode steps copy blocks together: %s", reason)
         return DecodeWay(Reads.DEQUANTIZED, reason=reason)
-    if gpu_kernels.is_available():
+    kernels = gpu_kernels.is_available()
+    if kernels:
         # A kernel can end the process. What it leaves is read at the next load.
         findings.note(_TRYING, _VERSION, tries + 1)
     found = _found(model, spec, context_tokens, pieces)
-    if gpu_kernels.is_available():
+    if kernels:
         findings.note(_TRYING, _VERSION, 0)
     if _FAILS not in found.reason:
         # Not stored if a test raised: the way need not be the cause, memory may have been short.

@@ -66,3 +66,14 @@ def test_the_variable_says_that_there_are_none(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     assert gpu_kernels.is_available() is available
+
+
+def test_without_kernels_is_for_as_long_as_the_variable_says_so(findings: Findings, monkeypatch: pytest.MonkeyPatch):
+    """Whatever an earlier load found, and later loads find it again."""
+    monkeypatch.setattr(decode_ways, "on_gpu", lambda: True)
+    for before in (False, True):
+        monkeypatch.setenv("SATCHEL_KERNELS", "0")
+        way = start(findings, monkeypatch, crashes=before)
+        assert way.reads is Reads.DEQUANTIZED and "SATCHEL_KERNELS" in way.reason
+        monkeypatch.delenv("SATCHEL_KERNELS")
+        assert start(findings, monkeypatch, crashes=before) == WITH_KERNEL
