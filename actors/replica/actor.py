@@ -446,8 +446,12 @@ class ReplicaActor:
     def _take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plain: bool) -> None:
         if self._draining:
             engine.drain()
-        self._proven, self._plain_since = proven, time.time() if plain else 0.0
-        self._disk, self._engine = disk, engine
+        # Another thread may read these now. Whoever sees the former engine must see that the self-test has not ended.
+        if plain:
+            self._plain_since = time.time()
+        self._proven, self._disk, self._engine = proven, disk, engine
+        if not plain:
+            self._plain_since = 0.0
 
     def _note_progress(self, what: str, fraction: float | None) -> None:
         self._loading.what, self._loading.fraction = what, fraction

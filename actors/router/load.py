@@ -56,7 +56,7 @@ class ReplicaState:
     voice: Voice
     node: str = ""
     model_id: bytes = b""
-    """It can use only KV of this id."""
+    """It can use only KV of this id, which changes when its self-test ends."""
     sequences_max: int = 1
     pending_tokens: int = 0
     token_s: float = 1.0 / DEFAULT_PREFILL_TOKENS_PER_S
@@ -88,7 +88,7 @@ class ReplicaState:
 
     def apply(self, report: ReplicaReport) -> None:
         """Takes the replica's own figures from a report; missing or invalid ones get defaults."""
-        self.node = report.node
+        self.node, self.model_id = report.node, report.model_id
         self.sequences_max, self.pending_tokens = max(1, report.sequences_max), max(0, report.pending_tokens)
         self.token_s = 1.0 / measured(report.prefill_tokens_per_s, DEFAULT_PREFILL_TOKENS_PER_S)
         self.step_s = measured(report.decode_token_s, DECODE_SEQUENCE_TOKENS * self.token_s / DECODE_SEQUENCE_STEPS)

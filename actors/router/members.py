@@ -68,7 +68,7 @@ class Members:
         if state is None or not known:
             state = self._join(report, state)
         complete = state.voice.hear(report.sequence, now, full=report.full, known=known)
-        if state.node != report.node:
+        if (state.node, state.model_id) != (report.node, report.model_id):
             self._columns.pop(state.model, None)
         state.apply(report)
         for request_id in state.correct(set(report.active), now, self._reservation_s):
@@ -327,7 +327,7 @@ class Members:
             voice = earlier.voice.succeed(report.incarnation)
             self._remove_state(earlier)
             self.directory.restart(earlier.name)
-        state = ReplicaState(report.replica, report.model, voice, report.node, report.model_id)
+        state = ReplicaState(report.replica, report.model, voice, report.node)
         self.directory.join(state.name)
         self._replicas[state.name] = state
         insort(self._models.setdefault(state.model, []), state, key=_name)

@@ -132,3 +132,13 @@ def test_a_replica_that_comes_back_with_another_id_has_nothing_of_the_old_one():
     policy.members.observe(report("gpu", model_id=CPU, node="mac1", incarnation="2"), 0.0)
     decision = ask(policy)
     assert decision.model_ids == [CPU] and decision.cached_tokens == 0
+
+
+def test_a_replica_whose_self_test_ends_is_asked_with_its_new_id():
+    """The process stays the same, but from now on it computes with other parts."""
+    policy = unequal(gpu=[])
+    assert ask(policy).model_ids == [CPU, GPU]
+    policy.members.observe(report("gpu", model_id=b"new", node="mac1", sequence=2, full=True), 0.0)
+    decision = ask(policy, exclude=["cpu"])
+    assert (decision.replica, decision.model_id) == ("gpu", b"new")
+    assert decision.model_ids == sorted([CPU, b"new"])
