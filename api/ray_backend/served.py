@@ -30,6 +30,9 @@ FIRST_ANSWER_S = 1.0
 
 ASK_AGAIN_S = 1.0
 
+FOLLOWED_S = 30.0
+"""So long after a request the registry is still read, so that the next request need not wait for it."""
+
 Ask = Callable[[str], Awaitable[ModelInfo | None]]
 """Returns a replica's description of its model; None if not loaded, or without an answer in time."""
 
@@ -73,7 +76,9 @@ class ServedModels:
         self._ask, self._timing = ask, timing
         self._entries: tuple[ServedEntry, ...] | None = None
         self._read_at = -math.inf
+        self._wanted_at = -math.inf
         self._reading: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
         self._known: dict[ServedEntry, ServedModel] = {}
         self._asking: dict[ServedEntry, _Asking] = {}
 
@@ -83,10 +88,11 @@ class ServedModels:
         Raises:
             NoReplica: the registry could never be read.
         """
-        if time.monotonic() - self._read_at > self._timing.registry_s:
-            if self._reading is None or self._reading.done():
-                self._reading = detached(self._read())
-            await asyncio.wait({self._reading}, timeout=self._timing.brief_answer_s)
+        self._wanted_at = time.monotonic()
+        if self._wanted_at - self._read_at > self._timing.registry_s:
+            await asyncio.wait({self._begin_reading()}, timeout=self._timing.brief_answer_s)
+        if self._following is None or self._following.done():
+            self._following = detached(self._follow())
         if self._entries is None:
             raise NoReplica("the cluster's control store does not answer now", retry_after_s=2.0)
         return self._entries
@@ -118,9 +124,22 @@ class ServedModels:
     def close(self) -> None:
         """Cancels all queries."""
         tasks = [asking.task for asking in self._asking.values()]
-        for task in [*tasks, self._reading]:
+        for task in [*tasks, self._reading, self._following]:
             if task is not None:
                 task.cancel()
+
+    def _begin_reading(self) -> asyncio.Task[None]:
+        if self._reading is None or self._reading.done():
+            self._reading = detached(self._read())
+        return self._reading
+
+    async def _follow(self) -> None:
+        """Reads the registry again and again until nobody has asked for `FOLLOWED_S`, or a reading fails."""
+        before = -math.inf
+        while time.monotonic() - self._wanted_at < FOLLOWED_S and self._read_at > before:
+            before = self._read_at
+            await asyncio.sleep(self._timing.registry_s / 2)
+            await asyncio.wait({self._begin_reading()})
 
     async def _read(self) -> None:
         try:

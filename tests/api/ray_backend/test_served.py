@@ -128,6 +128,24 @@ async def test_a_model_that_was_unloaded_and_loaded_again_is_another_one(world: 
     assert [(info.name, info.context_tokens) for info in infos] == [("b", 8), ("a", 99)]
 
 
+async def test_for_a_while_after_a_request_no_request_waits_for_the_registry(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(served, "FOLLOWED_S", 0.5)
+    models = ServedModels(world.ask, Timing(registry_s=0.1))
+    assert [entry.model.name for entry in await models.entries()] == ["a", "b"]
+    asked, world.entries = world.reads, (entry(2, B),)
+    async with asyncio.timeout(5):
+        while world.reads < asked + 2:
+            await asyncio.sleep(0.01)
+        assert models._following is not None
+        # Nothing is awaited, so nothing is read now.
+        with pytest.raises(StopIteration) as read:
+            models.entries().send(None)
+        assert [entry.model.name for entry in read.value.value] == ["b"]
+        await models._following
+
+
 async def test_without_the_control_store_what_was_read_last_counts(world: World):
     world.load("a-0", "a")
     world.load("b-0", "b")
