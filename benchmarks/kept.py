@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import traceback
@@ -87,11 +88,11 @@ def save(path: Path, result: dict[str, Any], markdown: Callable[[dict[str, Any]]
 
 
 def plain(value: Any) -> Any:
-    """For JSON: no NaN, and no more digits than were measured."""
+    """For JSON: no infinite number and no NaN, and no more digits than were measured."""
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [plain(part) for part in value]
     if isinstance(value, float):
-        return None if value != value else float(f"{value:.6g}")
+        return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
