@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 # `docs` and `examples` are folders too.
-.PHONY: help serve docs examples test test-slow test-clients test-real test-zoo test-mutants check format lock clean train-recall eval-recall train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
+.PHONY: help serve install formula docs examples test test-slow test-clients test-real test-zoo test-mutants check format lock clean train-recall eval-recall train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
 	bench-vision bench-templates bench-recipe bench-quality bench-checkpoints soak attack
 
 PYTHON ?= python3
@@ -37,6 +37,12 @@ help: ## Show this list
 
 serve: .venv/.runtime ## Serve the models of CONFIG=configs/one-mac.yaml, on PORT=8000; Ctrl-C stops
 	@exec $(BIN)/satchel serve --config "$(CONFIG)" $(if $(PORT),--port "$(PORT)")
+
+install: | $(UV) ## Install the command satchel for this user, as requirements.lock pins it (uv tool install)
+	@$(FIND_PYTHON); \
+	echo datasets | $(UV) tool install --quiet --reinstall --python "$$("$$found" -c 'import sys; print(sys.executable)')" \
+		--constraints requirements.lock --excludes - .
+	@echo "Installed. If \`satchel\` is not found: uv tool update-shell"
 
 test: .venv/.development ## Run all tests
 	@$(BIN)/python -m pytest tests -n 3 --durations 15

@@ -57,7 +57,8 @@ class Node:
     home: Annotated[str, Field(min_length=1)] | None = None
     """Its SATCHEL_HOME; None is the default one (`~/.satchel`)."""
     command: Annotated[str, Field(min_length=1)] = "satchel"
-    """The command that runs Satchel there."""
+    """The command that runs Satchel there. A name without a folder is also looked for in `~/.local/bin` and
+    `/opt/homebrew/bin`, where uv, pipx and Homebrew put it."""
     memory_bytes_max: Bytes | None = None
     """The memory of all of its replicas; None takes the config's `scheduling.memory_bytes_max`."""
     kv_bytes_max: Bytes | None = None

@@ -15,13 +15,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("cluster", "actors", "api")
+FOLDERS = (*PACKAGES, "configs")
 LOCKS = ("requirements.lock", "tests/requirements.lock", "docs/requirements.lock")
 
 
 def files_of_the_tree() -> set[str]:
     found: set[str] = set()
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*"):
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts and path.name != ".DS_Store":
                 found.add(f"satchel/{path.relative_to(ROOT).as_posix()}")
     return found
@@ -33,8 +34,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for each in FOLDERS:
+        shutil.copytree(ROOT / each, source / each, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
@@ -103,12 +104,13 @@ def test_the_locks_agree(lock: str) -> None:
 def test_the_lock_pins_what_the_project_pins() -> None:
     pins = re.findall(r'"([a-z-]+)(?:\[\w+\])?==([\d.]+)', (ROOT / "pyproject.toml").read_text())
     text = (ROOT / "requirements.lock").read_text()
-    assert {name for name, _ in pins} >= {"mlx", "mlx-lm", "mlx-vlm", "ray", "uvicorn"}
+    assert {name for name, _ in pins} >= {"mlx", "mlx-lm", "mlx-vlm", "ray", "transformers", "uvicorn"}
     for name, version in pins:
         assert re.search(rf"^{name}==", text, re.MULTILINE), name
         assert f"\n{name}=={version} " in text, name
     assert "\nsetuptools==" in text, "the build backend, for an installation without build isolation"
-    assert "\ntorch==" not in text
+    unwanted = ("torch", "datasets", "pandas", "pyarrow")
+    assert not [name for name in unwanted if f"\n{name}==" in text + (ROOT / "tests/requirements.lock").read_text()]
 
 
 def imported_names(path: Path) -> set[str]:

@@ -16,6 +16,7 @@ import typer
 from ...cluster.config import Config, default_config, load_config
 from ...cluster.errors import SatchelError
 from .cluster import ListenOption, PortOption, down, install_service, invite, join, leave, promote, up, with_endpoint
+from .configs import configs
 from .convert import convert
 from .keys import app as keys
 from .machines.cert import cert
@@ -128,6 +129,7 @@ def explain(
     show_decision(chosen_home(home), request_id, as_json=json)
 
 
+app.command()(configs)
 app.command()(probe)
 app.command()(convert)
 app.command()(cert)

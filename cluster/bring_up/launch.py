@@ -43,6 +43,9 @@ SSH_FAILED = 255
 NOT_RUN = (126, 127)
 """A shell's exit status if the command is not executable, or not found."""
 
+INSTALLED_INTO = "PATH=$PATH:$HOME/.local/bin:/opt/homebrew/bin"
+"""Where uv, pipx and Homebrew put commands. A shell that ssh starts does not look there on a Mac."""
+
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
 
 SENTENCE = "satchel: "
@@ -96,7 +99,10 @@ def command_of(node: Node, home: Home) -> list[str]:
     words = [*shlex.split(node.command), "join", "--ordered"]
     if node.home is not None:
         words += ["--home", node.home]
-    return [*SSH, node.ssh, "--", shlex.join(words)]
+    line = shlex.join(words)
+    if "/" not in words[0]:
+        line = f'env "{INSTALLED_INTO}" {line}'
+    return [*SSH, node.ssh, "--", line]
 
 
 def advice_on(node: Node, status: int) -> str | None:

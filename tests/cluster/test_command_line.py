@@ -28,6 +28,8 @@ from satchel.cluster.keys import create_key, revoke_key
 from satchel.cluster.nodes import Node
 from satchel.cluster.trust.invitations import Invitation, remember
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+
 
 def satchel(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "satchel.api.cli", *arguments]
@@ -40,6 +42,17 @@ def test_version_and_help(tmp_path: Path) -> None:
     commands = ("serve", "status", "models", "chat", "probe", "doctor", "agents", "explain", "up", "down", "leave")
     commands += ("nodes", "promote")
     assert all(command in help_text for command in commands)
+
+
+def test_configurations_that_ship_are_listed_and_printed(tmp_path: Path) -> None:
+    listed = satchel("configs", cwd=tmp_path).stdout.splitlines()
+    names = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    assert [line.split()[0] for line in listed] == names
+    assert "two-replicas     One machine, two replicas of one model" in listed
+    assert satchel("configs", "three-macs", cwd=tmp_path).stdout == (CONFIGS / "three-macs.yaml").read_text()
+    unknown = satchel("configs", "four-macs", cwd=tmp_path)
+    assert unknown.returncode == 1 and not unknown.stdout
+    assert unknown.stderr.startswith("satchel: no configuration 'four-macs' ships with Satchel; there are agents, ")
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,6 @@ def test_every_config_that_ships_is_valid(path: Path) -> None:
 
 
 def test_the_built_in_config_is_the_file_for_one_mac() -> None:
-    """A wheel has no `configs/`; serving without a config must do the same from a wheel and from a checkout."""
     assert default_config() == load_config(ROOT / "configs" / "one-mac.yaml")
     assert [model.name for model in default_config().models] == ["satchel/recall", "satchel/shapes"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -193,6 +194,17 @@ def test_a_machine_is_reached_by_ssh_with_its_words_kept_together(tmp_path: Path
     assert shlex.split(words) == ["/opt/x", "y/satchel", "-P", "join", "--ordered", "--home", "/a b/$HOME"]
     own = command_of(Node(name="mac1"), Home(tmp_path))
     assert own[0] == sys.executable and own[-1] == str(tmp_path / "nodes" / "mac1") and "--ordered" in own
+
+
+def test_a_machine_runs_what_uv_installed_though_its_shell_does_not_look_there(tmp_path: Path):
+    installed = tmp_path / ".local" / "bin" / "satchel"
+    installed.parent.mkdir(parents=True)
+    installed.write_text('#!/bin/sh\necho installed "$@"\n')
+    installed.chmod(0o755)
+    line = command_of(Node(name="mac1", address="10.0.0.2", ssh="mac1"), Home(tmp_path))[-1]
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    run = subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.stdout == "installed join --ordered\n", run.stderr
 
 
 def test_a_node_that_ends_says_why_in_words_and_not_in_those_of_ray(world: Callable[[str], World]):

@@ -1,0 +1,34 @@
+"""`satchel configs`: the configurations that ship with Satchel, to copy and change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from ...cluster.errors import ConfigError
+
+# Beside the packages, in a checkout and in a wheel.
+FOLDER = Path(__file__).parents[2] / "configs"
+
+
+def configs(
+    name: Annotated[Optional[str], typer.Argument(help="Print this one; without a name, list them.")] = None,  # noqa: UP045
+) -> None:
+    """Print a configuration that ships with Satchel: `satchel configs three-macs > my.yaml`."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.yaml"))}
+    if name is not None:
+        if name not in texts:
+            raise ConfigError(f"no configuration {name!r} ships with Satchel; there are {', '.join(texts)}")
+        print(texts[name], end="")
+        return
+    width = max(map(len, texts))
+    for each, text in texts.items():
+        print(f"{each:{width}}  {_first_sentence(text)}")
+
+
+def _first_sentence(text: str) -> str:
+    """Returns the first sentence of the comment at the head of a file."""
+    lines = [line.removeprefix("#").strip() for line in text.splitlines()[:3] if line.startswith("#")]
+    return " ".join(lines).partition(". ")[0].removesuffix(".")
