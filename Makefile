@@ -9,6 +9,8 @@ PYTHON ?= python3
 CONFIG ?= configs/one-mac.yaml
 PORT ?=
 OUT ?=
+HOMEPAGE ?=
+WHEEL_URL ?=
 BENCH ?=
 MINUTES ?=
 BODIES ?=
@@ -136,6 +138,14 @@ lock: .venv/bin/python ## Write the lock files anew from pyproject.toml; UPGRADE
 	@$(COMPILE) --group dev --constraint requirements.lock --output-file tests/requirements.lock
 	@$(COMPILE) --group docs --constraint requirements.lock --output-file docs/requirements.lock
 	@$(COMPILE) tests/clients/requirements.in --output-file tests/clients/requirements.lock
+
+formula: .venv/.runtime ## Build a wheel, and a Homebrew formula for it: WHEEL_URL=where the wheel will be
+	@test -n "$(WHEEL_URL)" || { echo "Say where the wheel will be: make formula WHEEL_URL=.../satchel-VERSION-py3-none-any.whl" >&2; exit 1; }
+	@rm -rf build/release && mkdir -p build/release
+	@$(UV) build --quiet --wheel --out-dir build/release .
+	@UV="$(UV)" $(BIN)/python -m release.formula build/release/satchel-*.whl "$(WHEEL_URL)" \
+		$(if $(HOMEPAGE),--homepage "$(HOMEPAGE)") >build/release/satchel.rb
+	@cp requirements.lock build/release && ls build/release
 
 # Symbolic links, for pages link to files outside docs/, and MkDocs knows one folder.
 PAGES := README.md ARCHITECTURE.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE docs examples training benchmarks tests configs
