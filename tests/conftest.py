@@ -38,6 +38,7 @@ SHARE_CLUSTER = (
 )
 START_SERVERS = (
     "system/test_hosts.py",
+    "system/test_installed.py",
     "system/test_models.py",
     "system/test_two_nodes.py",
     "system/test_serve.py",

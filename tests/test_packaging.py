@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.worlds.wheels import FOLDERS, ROOT, build_wheel
+
 PACKAGES = ("cluster", "actors", "api")
-FOLDERS = (*PACKAGES, "configs")
 LOCKS = ("requirements.lock", "tests/requirements.lock", "docs/requirements.lock")
 
 
@@ -30,19 +30,7 @@ def files_of_the_tree() -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy (setuptools writes next to its sources), without a network."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for each in FOLDERS:
-        shutil.copytree(ROOT / each, source / each, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    (built,) = folder.glob("*.whl")
-    return built
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -243,7 +244,10 @@ def node_service(door: str, name: str, own_address: str, home: Home) -> Service:
 def _service(role: str, description: str, command: list[str], home: Home) -> Service:
     name = service_name(role, home.root, Path.home() / ".satchel")
     variables = tuple((name, value) for name in PASSED_ON if (value := snapshot().get(name)))
-    return Service(name, description, tuple(command), Path.cwd(), home.run / "service.log", variables)
+    program, *arguments = command
+    # Homebrew removes the folder of a version when it installs the next one; its link stays.
+    program = re.sub(r"/Cellar/([^/]+)/[^/]+/", r"/opt/\1/", program)
+    return Service(name, description, (program, *arguments), Path.cwd(), home.run / "service.log", variables)
 
 
 def install(service: Service, home: Home, *, daemon: bool = False, only_print: bool, say: Say) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import plistlib
 import stat
+import sys
 from configparser import ConfigParser
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,13 @@ def test_a_node_is_installed_as_a_launchd_agent(desk: Desk, monkeypatch: pytest.
     words = plistlib.loads(path.read_bytes())["ProgramArguments"]
     assert words[4:6] == ["join", door.address] and "127.0.0.1" in words
     assert invitation.secret.encode() not in path.read_bytes()
+
+
+def test_a_service_outlives_an_upgrade_by_homebrew(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/opt/homebrew/Cellar/satchel/0.1.0/libexec/bin/python")
+    assert (
+        'ExecStart="/opt/homebrew/opt/satchel/libexec/bin/python" ' in desk.install("my config.yaml", "--print").output
+    )
 
 
 def test_printing_writes_nothing(desk: Desk) -> None:
