@@ -33,6 +33,9 @@ NOT_HERE = {
     r"satchel (invite|join|leave|nodes|promote)\b": "several machines; tests/system/test_members.py runs them",
     r"https://studio\.lan|SSL_CERT_FILE": "a name of the reader's own network; tests/system/test_tls.py speaks HTTPS",
     r"\.ci/run": "all tests",
+    r"satchel serve(?![ \w])": "it runs until it is stopped, and all of these tests have a server",
+    r"uv tool install|requirements\.lock >pins|^pipx |^brew ": "they install, from an index or with programs of a Mac",
+    r"networksetup": "a Mac",
 }
 """Patterns of commands that are not run, and why."""
 
@@ -40,14 +43,18 @@ MAKE = re.compile(r"(TRACES=\S+ )?make (?P<words>.*)")
 MODELS = ("recall", "shapes", "script")
 SLOW = (
     "docs/getting-started.md",
+    "docs/install.md",
     "docs/models.md",
     "docs/operations.md",
     "docs/python.md",
     "docs/several-machines.md",
+    "docs/three-macs.md",
     "docs/api/embeddings.md",
 )
 """Pages whose commands take long, and do what is tested elsewhere too."""
 NODES = "docs/several-machines.md"
+MACS = "docs/three-macs.md"
+"""`test_three_macs.py` types what is in it."""
 STORY = "examples.stories."
 
 
@@ -162,7 +169,7 @@ def test_what_a_page_tells_a_reader_to_type_works(page: str, desk: Desk) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in SLOW if page != NODES])
+@pytest.mark.parametrize("page", [page for page in SLOW if page not in (NODES, MACS)])
 def test_what_a_page_of_slow_commands_tells_a_reader_to_type_works(page: str, desk: Desk) -> None:
     for command in typed(page):
         desk.type(command)
