@@ -42,7 +42,7 @@ serve: .venv/.runtime ## Serve the models of CONFIG=configs/one-mac.yaml, on POR
 
 install: | $(UV) ## Install the command satchel for this user, as requirements.lock pins it (uv tool install)
 	@$(FIND_PYTHON); \
-	echo datasets | $(UV) tool install --quiet --reinstall --python "$$("$$found" -c 'import sys; print(sys.executable)')" \
+	echo datasets | $(UV) tool install --quiet --reinstall-package satchel --python "$$("$$found" -c 'import sys; print(sys.executable)')" \
 		--constraints requirements.lock --excludes - .
 	@echo "Installed. If \`satchel\` is not found: uv tool update-shell"
 
