@@ -101,6 +101,18 @@ def test_the_lock_pins_what_the_project_pins() -> None:
     assert not [name for name in unwanted if f"\n{name}==" in text + (ROOT / "tests/requirements.lock").read_text()]
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_what_is_left_out_of_the_lock_is_left_out_of_what_uv_installs() -> None:
+    """A tool's environment does not follow `pyproject.toml`, so the commands say both again."""
+    left_out = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["exclude-dependencies"]
+    dry = ["make", "--dry-run", "install", f"PYTHON={sys.executable}"]
+    made = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    for commands in (made, (ROOT / "docs/install.md").read_text()):
+        ((piped, options),) = re.findall(r"echo ([\w ]+) \| \S+ tool install([^|]*)", commands.replace("\\\n", ""))
+        assert piped.split() == left_out
+        assert "--constraints requirements.lock --excludes - " in options
+
+
 def imported_names(path: Path) -> set[str]:
     """The modules that a file imports, wherever in the file."""
     names: set[str] = set()
