@@ -101,5 +101,6 @@ def test_an_agent_moves_between_three_macs_as_the_page_says(macs: dict[str, Mac]
 
 def test_the_page_names_a_mac_for_each_command_that_needs_one() -> None:
     assert {name for name, _ in typed_on_macs()} == {"studio", "mini", "air"}
-    elsewhere = [block.text for block in blocks(PAGE) if block.language == "sh" and not HOST.match(block.text)]
-    assert not [text for text in elsewhere if re.search(r"satchel (?!doctor)\w|\bsatchel\n", text.partition("&&")[0])]
+    elsewhere = [block for block in blocks(PAGE) if block.language == "sh" and not HOST.match(block.text)]
+    typed = [command.text for block in elsewhere for command in commands(block)]
+    assert [text for text in typed if text.startswith("satchel")] == ["satchel doctor"]
