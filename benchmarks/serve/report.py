@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 SUBJECTS = ("satchel (4-bit KV)", "satchel")
+
 ROWS = 10
 """Of a table of hot spots."""
 
@@ -177,14 +178,18 @@ def _rest(model: _ModelReport, long_prompt_tokens: int) -> list[str]:
         head = ["", "gap before, p50", "gap meanwhile, p50", "p99", "longest", "the long prompt's first token"]
         rows = [[name, *(_number(model.interference(name, field), 1) for field in names)] for name in model.targets]
         lines += _table(head, rows)
-    lines += ["Memory of all processes after the bursts, in MB, and the seconds to start:", ""]
+    lines += [
+        "Memory of all processes after the bursts, in MB, and the seconds to start, with and without self-test:",
+        "",
+    ]
     rows = []
     for name in model.targets:
         found = model.sessions(name)
         pss = [row["pss_mb"] for row in found if row["pss_mb"] is not None]
         rss, start, count = ([row[key] for row in found] for key in ("rss_mb", "start_s", "processes"))
-        rows.append([name, _number(rss), _number(pss), _number(count), _number(start, 1)])
-    lines += _table(["", "resident", "proportional", "processes", "start, s"], rows)
+        tested = [row["self_test_s"] for row in found if row.get("self_test_s") is not None]
+        rows.append([name, _number(rss), _number(pss), _number(count), _number(start, 1), _number(tested, 1)])
+    lines += _table(["", "resident", "proportional", "processes", "start, s", "self-test ended, s"], rows)
     if model.subject:
         parts = model.sessions(model.subject)[-1]["memory_by_process"]
         lines += ["Satchel's processes, in MB (last round):", ""]

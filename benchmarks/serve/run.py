@@ -78,6 +78,7 @@ class TargetSession:
     turns: list[Turns] = field(default_factory=list)
     interference: Interference | None = None
     start_s: float = 0.0
+    self_test_s: float | None = None
     rss_mb: float = 0.0
     pss_mb: float | None = None
     processes: int = 0
@@ -96,7 +97,10 @@ def lengths_of(load: str, streams: int) -> list[int]:
 
 def measure(target: Target, prompts: Prompts, options: RunOptions, round: int, *, long: bool) -> TargetSession:
     """One target's figures of one round. What fails is noted in `errors`; the rest is measured all the same."""
-    session = TargetSession(start_s=target.start_s)
+    session = TargetSession(start_s=target.start_s, self_test_s=target.self_test_s)
+    if target.unproven:
+        session.errors.append(target.unproven)
+        say(f"    {target.name}: {target.unproven}")
     some = partial(prompts.some, as_ids=target.is_engine)
 
     def attempt(what: str, action: Callable[[], object]) -> None:

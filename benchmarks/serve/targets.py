@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import tomllib
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -174,17 +175,25 @@ def vllm_mlx_python() -> Path:
 
 
 class Target:
-    """A running server with its client, or a running engine. `server` is what memory and CPU are counted of."""
+    """A running server with its client, or a running engine. `server` is what memory and CPU are counted of.
+
+    Attributes:
+        start_s: until it answers, seconds.
+        self_test_s: until its self-test has ended too, seconds; None if it has none, or if it did not end in time.
+        unproven: says that it did not end in time; empty otherwise.
+    """
 
     def __init__(self, name: str, folder: Path, place: RunFolder) -> None:
         self.name = name
         self.is_engine = name in ENGINES
         self.server: ProcessGroup | None = None
         self.driver: ProcessGroup | None = None
+        self.self_test_s: float | None = None
+        self.unproven = ""
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_behind = False
         self._log = place.work / f"{name.replace(' ', '-')}-{time.monotonic_ns()}"
-        began = time.perf_counter()
+        self._began = time.perf_counter()
         try:
             self._start(folder, place)
         except TargetFailed as error:
@@ -193,7 +202,6 @@ class Target:
         except BaseException:
             self.stop()
             raise
-        self.start_s = time.perf_counter() - began
 
     def _start(self, folder: Path, place: RunFolder) -> None:
         if self.is_engine:
@@ -203,6 +211,9 @@ class Target:
             launch = SERVERS[self.name](folder, port, place)
             self.server = ProcessGroup(launch.command, launch.environment, self._log.with_suffix(".log"))
             self._await_answer(port, launch.ready, place.start_timeout_s)
+            self.start_s = time.perf_counter() - self._began
+            if self.name.startswith("satchel"):
+                self._await_self_test(port, place.start_timeout_s)
             driver = program("serve.http_client", port, launch.model)
         self.driver = ProcessGroup(driver, place.environment, self._log.with_suffix(".driver.log"), talks=True)
         if self.is_engine:
@@ -210,6 +221,8 @@ class Target:
         threading.Thread(target=self._read_replies, name=f"replies of {self.name}", daemon=True).start()
         if self._reply(place.start_timeout_s) != "ready\n":
             raise CannotStart(f"no sign of readiness: {self.driver.tail()}")
+        if self.is_engine:
+            self.start_s = time.perf_counter() - self._began
 
     def _await_answer(self, port: int, path: str, timeout_s: float) -> None:
         """Until it says that it is healthy, or lists models, which the peers do once theirs is loaded or can be."""
@@ -229,6 +242,18 @@ class Target:
                 connection.close()
             time.sleep(0.1)
         raise CannotStart(f"no answer within {timeout_s:.0f} s: {self.server.tail()}")
+
+    def _await_self_test(self, port: int, timeout_s: float) -> None:
+        """Until no model is tested any more: one sequence is computed at a time before that."""
+        ends = time.monotonic() + timeout_s
+        while time.monotonic() < ends:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30) as answer:
+                tested = [model["proving"] for model in json.load(answer)["data"]]
+            if not any(tested):
+                self.self_test_s = time.perf_counter() - self._began
+                return
+            time.sleep(0.5)
+        self.unproven = f"its self-test did not end within {timeout_s:.0f} s, so it computed one sequence at a time"
 
     def _read_replies(self) -> None:
         assert self.driver is not None and self.driver.process.stdout is not None
