@@ -63,7 +63,6 @@ class EmbedLoop:
     """The requests for vectors, and the embedding part of a step. Used on the engine's thread.
 
     Args:
-        memory_bytes: returns what the replica may hold.
         jobs_max: how many requests may wait.
         pace: limits what a step may embed, and measures it.
     """
@@ -71,13 +70,11 @@ class EmbedLoop:
     def __init__(
         self,
         loaded: LoadedModel,
-        memory_bytes: Callable[[], int],
         jobs_max: int,
         pace: PrefillPace,
         counters: Counters,
     ) -> None:
         self._loaded = loaded
-        self._memory_bytes = memory_bytes
         self._pace = pace
         self._counters = counters
         self.queue = TextQueue(jobs_max)
@@ -98,9 +95,9 @@ class EmbedLoop:
 
     # Requests.
 
-    def accept(self, request: PoolingRequest, reply: Reply) -> None:
-        """Queues a request, or replies with its refusal."""
-        refusal = self._refusal(request)
+    def accept(self, request: PoolingRequest, reply: Reply, memory_bytes: int) -> None:
+        """Queues a request, or replies with its refusal. `memory_bytes` is what the replica may hold now."""
+        refusal = self._refusal(request, memory_bytes)
         if refusal is not None:
             reply(refusal)
             return
@@ -117,7 +114,7 @@ class EmbedLoop:
             )
         )
 
-    def _refusal(self, request: PoolingRequest) -> SatchelError | None:
+    def _refusal(self, request: PoolingRequest, memory_bytes: int) -> SatchelError | None:
         loaded, hidden = self._loaded, self._loaded.hidden
         if refused := loaded.embedding.refusal:
             return InvalidRequest(f"the model embeds no texts: {refused}", param="model")
@@ -138,7 +135,7 @@ class EmbedLoop:
             return ContextLengthExceeded(
                 f"a text has {longest} tokens; the model's context is {loaded.context_tokens} tokens", param="input"
             )
-        chunk, most = self._pace.chunk_tokens, self._memory_bytes() // LONG_TEXT_PART
+        chunk, most = self._pace.chunk_tokens, memory_bytes // LONG_TEXT_PART
         if longest > chunk and hidden.cache_bytes(longest) > most:
             fit = max(chunk, (most - hidden.cache_bytes(0)) // max(1, hidden.spec.bytes_per_token))
             return ContextLengthExceeded(f"a text has {longest} tokens; memory holds {fit} here", param="input")

@@ -101,17 +101,6 @@ class Engine:
             EmbeddingTier(disk) if disk is not None else None,
             self._inbox.wake,
         )
-        self.room = MemoryRoom(
-            loaded,
-            scheduling,
-            memory_bytes_max,
-            scheduler,
-            executor,
-            memory,
-            pictures,
-            lambda: 0 if disk is None else disk.waiting_bytes,
-            lambda: self.embed.held_bytes,
-        )
         self.restores = Restores(
             disk,
             lambda reading, restored: self._inbox.put(ReadBack(reading, restored)),
@@ -125,16 +114,23 @@ class Engine:
         if follows is not None:
             delivery.counters = follows.counters
         self.counters = delivery.counters
+        self.embed = embed = EmbedLoop(loaded, limits.queue_requests_max, self.pace, delivery.counters)
+        self.room = MemoryRoom(
+            loaded,
+            scheduling,
+            memory_bytes_max,
+            scheduler,
+            executor,
+            memory,
+            pictures,
+            lambda: 0 if disk is None else disk.waiting_bytes,
+            lambda: embed.held_bytes,
+        )
         self.prefill = PrefillLoop(
             scheduler, executor, memory, keeping, pictures, self.restores, self.pace, delivery, self.room.fit
         )
         self.decode = DecodeLoop(scheduler, executor, keeping, self.pace, delivery)
-        self.embed = EmbedLoop(
-            loaded, lambda: self.room.budget.bytes_max, limits.queue_requests_max, self.pace, delivery.counters
-        )
-        self._recovery = Recovery(
-            scheduler, executor, memory, keeping, pictures, self.restores, self.embed, delivery, tell
-        )
+        self._recovery = Recovery(scheduler, executor, memory, keeping, pictures, self.restores, embed, delivery, tell)
         self._embeds_next = False
         self._disk = disk
         self._intake = Intake(loaded, scheduler, memory, pictures, delivery)
@@ -410,7 +406,7 @@ class Engine:
                 if self._intake.closed is not None:
                     command.reply(self._intake.closed)
                 else:
-                    self.embed.accept(command.request, command.reply)
+                    self.embed.accept(command.request, command.reply, self.room.budget.bytes_max)
             case Abort():
                 for request_id in command.request_ids:
                     if request_id in self.delivery.sequences:
