@@ -12,6 +12,24 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """How many tokens of reasoning a sequence may draw, by the token ids of its model's markers.
+
+    A block begins with `start` near the beginning of the answer, or has begun in the prompt (`inside`), and ends with
+    `end`. With `again` further blocks may follow, and count too. `closing` is drawn once `tokens` were. `breaks` are
+    tokens that end a line, where a block can end shortly before.
+    """
+
+    tokens: int
+    start: list[int]
+    end: list[int]
+    closing: list[int]
+    breaks: list[int] = field(default_factory=list)
+    inside: bool = False
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How one sequence draws its tokens, whatever else is in its batch.
 
@@ -38,6 +56,8 @@ class Sampling:
     excludes cannot be drawn; penalties and bias come before it, and `logprobs` are as without it. End-of-sequence
     tokens can be drawn when it is complete, and then end the sequence. With `ignore_eos` and before `min_tokens` they
     are drawn only where the grammar leaves nothing else.
+
+    `thinking` limits reasoning; None for no limit. Its closing tokens come before everything else, except a grammar.
     """
 
     temperature: float = 1.0
@@ -58,6 +78,7 @@ class Sampling:
     grammar: str = ""
     allowed_token_ids: list[int] = field(default_factory=list)
     bad_words: list[list[int]] = field(default_factory=list)
+    thinking: ThinkingBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -445,6 +445,7 @@ class Generator:
             vocabulary_size=model.info.vocabulary_size,
             grammar=prepared.grammar,
             bad_words=prepared.bad_words,
+            thinking=prepared.thinking_budget,
         )
         sequence = GenerateRequest(
             # Callers choose request ids and may repeat them; sequences' ids must differ.

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
-from ...actors.protocol.replica_messages import Sampling
+from ...actors.protocol.replica_messages import Sampling, ThinkingBudget
 from ...cluster.errors import InvalidRequest, quoted
 
 CHOICES_MAX = 16
@@ -166,6 +166,7 @@ class Options:
         choice: int = 0,
         grammar: str = "",
         bad_words: Sequence[list[int]] = (),
+        thinking: ThinkingBudget | None = None,
     ) -> Sampling:
         """Resolves all defaults for one sequence.
 
@@ -174,6 +175,7 @@ class Options:
             max_tokens: how many the sequence may generate.
             grammar: what constrains the answer, "" for nothing.
             bad_words: the token ids of the words that must not appear.
+            thinking: limits reasoning; None for no limit.
         """
         chosen: dict[str, Any] = {
             name: own.get(name, silent) if getattr(self, name) is None else getattr(self, name)
@@ -197,6 +199,7 @@ class Options:
             grammar=grammar,
             allowed_token_ids=list(self.allowed_token_ids),
             bad_words=list(bad_words),
+            thinking=thinking,
         )
 
     def check_tokens(self, vocabulary_size: int) -> None:

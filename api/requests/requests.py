@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from ...actors.model_files.processors import PictureProcessor
 from ...actors.protocol.media_ids import is_media_token
-from ...actors.protocol.replica_messages import MediaSpan
+from ...actors.protocol.replica_messages import MediaSpan, ThinkingBudget
 from ...cluster.errors import ContextLengthExceeded, InvalidRequest
 from ...cluster.keys import OWNER, check_agent_id
 from ..media.prompt import MediaPrompt, Medium, media_said, place, with_media_tokens, with_references
@@ -125,6 +125,7 @@ class ChatRequest(Request):
     tool_places: Sequence[str] = ()
     tool_use: ToolUse = ToolUse()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    thinking_budget: int | None = None
     agent_continue: bool = False
     opening: Sequence[Message] = ()
     prefill: str = ""
@@ -175,6 +176,11 @@ class PreparedPrompt:
     lasting_saved: bool = False
     truncated_messages: int = 0
 
+    @property
+    def thinking_budget(self) -> ThinkingBudget | None:
+        """How the answer's reasoning is limited; None for no limit. Encodes the model's markers."""
+        return None
+
     def sequence_text(self) -> SequenceText:
         """Returns what turns an answer's tokens into text."""
         return self._read(self.text_model.tokenizer.detokenizer(self.prompt), prelude=self.prelude)
@@ -220,6 +226,13 @@ class Chat(PreparedPrompt):
     def thought(self) -> Thought:
         """Whether the answer begins with reasoning."""
         return Thought.OPEN if self.thinking else Thought.POSSIBLE if self.may_think else Thought.NONE
+
+    @property
+    def thinking_budget(self) -> ThinkingBudget | None:
+        tokens = self.request.thinking_budget
+        if tokens is None or self.thought is Thought.NONE:
+            return None
+        return self.text_model.thinking_budget(tokens, inside=self.thinking, calls=self.calls is not None)
 
     def sequence_text(self) -> SequenceText:
         text, request, finder = self.text_model, self.request, self.calls

@@ -19,7 +19,9 @@ from ...actors.model_files.nulls import without_nulls
 from ...actors.model_files.processors import PictureProcessor, in_words, sees
 from ...actors.model_files.source import first_sentence
 from ...actors.protocol.media_ids import is_media_token
+from ...actors.protocol.replica_messages import ThinkingBudget
 from ...cluster.errors import ModelLoadError
+from ..tools.formats import harmony
 from ..tools.formats.call_format import CallFormat, CallMarks
 from ..tools.model_calls import ModelCalls
 from ..tools.shown_calls import unshown_format
@@ -33,6 +35,9 @@ from .templates.template import Template
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_LINE_ENDS = ("\n", "\n\n", ".\n", ".\n\n", ":\n", "?\n", "!\n", ")\n", "。\n")
+"""Ends of lines that are often one token."""
 
 
 class TextModel:
@@ -87,6 +92,27 @@ class TextModel:
     def call_format(self) -> CallFormat:
         """The format in which the model writes calls. Takes milliseconds the first time."""
         return self.calls.read(self.tokenizer, self.template.render)
+
+    @cached_property
+    def _breaks(self) -> list[int]:
+        encoded = map(self.tokenizer.encode, _LINE_ENDS)
+        return sorted({ids[0] for ids in encoded if len(ids) == 1})
+
+    def thinking_budget(self, tokens: int, *, inside: bool, calls: bool) -> ThinkingBudget:
+        """Returns how reasoning is limited to this many tokens.
+
+        Args:
+            inside: whether the prompt has opened a block.
+            calls: whether tool calls may follow.
+        """
+        if not self.template.is_harmony:
+            start, end = map(self.tokenizer.encode, (self.template.think_start, self.template.think_end))
+            return ThinkingBudget(tokens, start, end, end, self._breaks, inside)
+        # A call is on the channel `commentary`, where text may come first.
+        following = f"{harmony.CHANNEL}commentary" if calls else harmony.FINAL
+        parts = harmony.THOUGHT, harmony.END, harmony.NEXT + following
+        start, end, closing = map(self.tokenizer.encode, parts)
+        return ThinkingBudget(tokens, start, end, closing, self._breaks, inside, again=True)
 
     def plain(self, tokens: Sequence[int]) -> Sequence[int]:
         """Returns `tokens` with the model's own tokens in place of media token ids (see `protocol.media_ids`)."""

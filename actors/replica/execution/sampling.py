@@ -21,6 +21,7 @@ import numpy as np
 from ...protocol.replica_messages import Sampling, TokenLogprobs
 from ..device.device import as_numpy, on_cuda
 from .grammar import SequenceMasks
+from .thinking_limit import ThinkingLimit, thinking_limit_of
 from .token_limits import TokenLimits, limits_of
 
 _MASK = (1 << 64) - 1
@@ -99,13 +100,15 @@ class Draw:
 @dataclass
 class _SampledSequence:
     """A sequence's sampling state: the noise's `seed`, tokens that are `banned` until `min_tokens` are drawn, the
-    number of draws so far (`position`), and which tokens it may draw (`limits`, None for all)."""
+    number of draws so far (`position`), which tokens it may draw (`limits`, None for all), and how long it may reason
+    (`thinking`, None without a limit)."""
 
     sampling: Sampling
     seed: int
     banned: Sequence[int]
     position: int
     limits: TokenLimits | None = None
+    thinking: ThinkingLimit | None = None
 
     @property
     def counted(self) -> bool:
@@ -308,8 +311,12 @@ class _BatchLayout:
         self.limited = [
             (index, sequence.limits) for index, sequence in enumerate(sequences) if sequence.limits is not None
         ]
+        self.thinking = [
+            (index, sequence.thinking) for index, sequence in enumerate(sequences) if sequence.thinking is not None
+        ]
+        limited = self.limited or self.thinking
         # Every sequence takes the argmax of the model's own logits and wants no logprobs.
-        self.untouched = not (self.noisy or self.counted or self.bias or self.asking or self.limited)
+        self.untouched = not (self.noisy or self.counted or self.bias or self.asking or limited)
 
 
 class BatchSampler:
@@ -348,6 +355,7 @@ class BatchSampler:
             held if limits is None else limits.held_back(held),
             len(generated),
             limits,
+            thinking_limit_of(sampling.thinking, generated, self._vocabulary),
         )
         if sequence.counted:
             counts = mx.array(self._count(prompt, generated))[None]
@@ -400,14 +408,17 @@ class BatchSampler:
             changed = self._changed(own, layout, held)
             if masks is not None:
                 changed = self._masked(changed, masks)
+            if layout.thinking:
+                mine = mx.stack([limit(changed[index]) for index, limit in layout.thinking])
+                changed = _put(changed, [index for index, _ in layout.thinking], mine)
             tokens = self._choose(changed, layout)
             mine = mx.take_along_axis(own, tokens[:, None], axis=-1)[:, 0]
             draw = self._with_logprobs(Draw(tokens, self._sound(own) & mx.isfinite(mine), asking=layout.asking), own)
         if self._counts is not None:
             drawn = _pick(draw.tokens, layout.counted)
             self._counts = self._counts.at[mx.arange(len(layout.counted)), drawn].add(2)
-        for index, limits in layout.limited:
-            limits.drawn(draw.tokens[index : index + 1])
+        for index, limit in (*layout.limited, *layout.thinking):
+            limit.drawn(draw.tokens[index : index + 1])
         for sequence in self._sequences:
             sequence.position += 1
         return draw
@@ -415,7 +426,7 @@ class BatchSampler:
     def can_pass(self) -> bool:
         """Whether the batch's only sequence may be given tokens instead of drawing them."""
         (sequence,) = self._sequences
-        return sequence.sampling.logprobs is None and sequence.limits is None
+        return sequence.sampling.logprobs is None and sequence.limits is None and sequence.thinking is None
 
     def passed(self, tokens: Sequence[int]) -> None:
         """Counts tokens that the batch's only sequence was given."""

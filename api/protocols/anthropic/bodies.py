@@ -40,8 +40,8 @@ StopSequences = Annotated[Stop, BeforeValidator(_only_list)]
 
 
 class Thinking(BaseModel):
-    """Whether the model thinks first, if its template has a switch for that. `budget_tokens` is not enforced, and
-    `display` is ignored."""
+    """Whether the model thinks first, if its template has a switch for that, and for at most how many tokens. `display`
+    is ignored."""
 
     model_config = _STRICT
 
@@ -179,6 +179,7 @@ class PromptBody(ChatFieldsBody):
             tool_use=self.tool_use,
             form=self.form,
             template_kwargs=self.thinking_said.kwargs,
+            thinking_budget=self.thinking_said.budget,
             model=self.model or "",
             agent_continue=agent_continue,
             **fields,

@@ -103,6 +103,7 @@ class OllamaBody(ChatFieldsBody, AgentBody):
             opening=opening,
             form=self.form,
             template_kwargs=self.thinking_said.kwargs,
+            thinking_budget=self.thinking_said.budget,
             model=self.model,
             agent=agent,
             agent_continue=bool(self.agent_continue),

@@ -220,6 +220,7 @@ class ChatBody(GenerationBody, ChatFieldsBody):
             tool_use=use if self.functions is None else tool_use_of(self.function_call),
             form=self.form,
             template_kwargs=self.thinking_said.kwargs,
+            thinking_budget=self.thinking_said.budget,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             return_token_ids=bool(self.return_token_ids),
             model=self.model or "",

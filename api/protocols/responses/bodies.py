@@ -208,6 +208,7 @@ class AskedBody(ChatFieldsBody):
             tool_use=self.tool_use,
             form=self.form,
             template_kwargs=self.thinking_said.kwargs,
+            thinking_budget=self.thinking_said.budget,
             model=self.model or "",
             max_tokens_field=self.named("max_output_tokens"),
             agent_continue=agent_continue,

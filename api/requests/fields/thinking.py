@@ -2,13 +2,13 @@
 
 Every switch says on, off or nothing, and some also a degree of effort. The protocol's own names count first, then the
 others in the order of `SWITCHES`; `chat_template_kwargs` are the template's variables themselves, and count before all
-others. Budgets are not enforced, but a budget of 0 switches thinking off.
+others. A budget limits how many tokens of reasoning are drawn; one of 0 also switches thinking off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -32,19 +32,22 @@ _TYPES = MappingProxyType({"enabled": True, "adaptive": True, "auto": None, "dis
 
 @dataclass(frozen=True)
 class Thinking:
-    """Variables for the template, and the names of fields that contradict them and are ignored."""
+    """Variables for the template, the most tokens of reasoning (None for no limit), and the names of fields that
+    contradict them and are ignored."""
 
     kwargs: dict[str, Any] = field(default_factory=dict)
+    budget: int | None = None
     ignored: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Said:
-    """What one field says: `on` or off, and which `effort`; None for nothing. `unread` are its parts that are
-    ignored."""
+    """What one field says: `on` or off, which `effort`, and the `budget` in tokens; None for nothing. `unread` are its
+    parts that are ignored."""
 
     on: bool | None = None
     effort: str | None = None
+    budget: int | None = None
     unread: tuple[str, ...] = ()
 
 
@@ -59,18 +62,21 @@ def read_thinking(given: Mapping[str, Any], own: Sequence[str] = ()) -> Thinking
         InvalidRequest: a field is malformed; `param` is the place.
     """
     kwargs = _kwargs(given.get(_KWARGS))
-    on, effort, ignored = kwargs.get(ENABLED), kwargs.get(EFFORT), list[str]()
+    on, effort, budget, ignored = kwargs.get(ENABLED), kwargs.get(EFFORT), None, list[str]()
     for name in dict.fromkeys([*own, *SWITCHES]):
         if name == _KWARGS or (value := given.get(name)) is None:
             continue
         said = _READERS[name](value, name)
         on = said.on if on is None else on
         effort = said.effort if effort is None else effort
-        if said.on not in (None, on) or said.effort not in (None, effort):
+        budget = said.budget if budget is None else budget
+        if any(
+            own not in (None, taken) for own, taken in ((said.on, on), (said.effort, effort), (said.budget, budget))
+        ):
             ignored.append(name)
         ignored += said.unread
     made = {name: value for name, value in ((ENABLED, on), (EFFORT, effort)) if value is not None}
-    return Thinking({**made, **kwargs}, ignored)
+    return Thinking({**made, **kwargs}, budget, ignored)
 
 
 def _kwargs(value: Any) -> dict[str, Any]:
@@ -116,7 +122,7 @@ def _thinking(value: Any, where: str) -> _Said:
     if not isinstance(kind, str) or kind not in _TYPES:
         raise wrong(f"{where}.type", f"must be one of {', '.join(map(repr, _TYPES))}")
     budget = _budget(value.get("budget_tokens"), f"{where}.budget_tokens")
-    return _Said(_TYPES[kind] if budget.on is None else budget.on)
+    return replace(budget, on=_TYPES[kind] if budget.on is None else budget.on)
 
 
 def _reasoning(value: Any, where: str) -> _Said:
@@ -125,14 +131,15 @@ def _reasoning(value: Any, where: str) -> _Said:
         return _Said(value)
     if not isinstance(value, dict):
         raise wrong(where, "must be an object")
-    enabled, effort, budget = value.get("enabled"), value.get("effort"), value.get("max_tokens")
+    enabled, effort = value.get("enabled"), value.get("effort")
+    budget = _budget(value.get("max_tokens"), f"{where}.max_tokens")
     said = _effort(effort, f"{where}.effort") if effort is not None else _Said()
     on = said.on if enabled is None else _switch(enabled, f"{where}.enabled").on
     if on is None:
-        on = _budget(budget, f"{where}.max_tokens").on
+        on = budget.on
     known = ("effort", "enabled", "max_tokens", "summary", "generate_summary")
     unread = tuple(f"{where}.{name}" for name, each in value.items() if name not in known and each is not None)
-    return _Said(on, said.effort, unread)
+    return _Said(on, said.effort, budget.budget, unread)
 
 
 def _budget(value: Any, where: str) -> _Said:
@@ -140,12 +147,8 @@ def _budget(value: Any, where: str) -> _Said:
         return _Said()
     if type(tokens := whole(value)) is not int or tokens < -1:
         raise wrong(where, "must be a number of tokens")
-    return _Said(False if tokens == 0 else None)
-
-
-def _budget_alone(value: Any, where: str) -> _Said:
-    said = _budget(value, where)
-    return said if said.on is not None else _Said(unread=(where,))
+    # Some clients send -1 for no limit.
+    return _Said(on=False if tokens == 0 else None, budget=None if tokens < 0 else tokens)
 
 
 _READERS: Mapping[str, Callable[[Any, str], _Said]] = {
@@ -155,6 +158,6 @@ _READERS: Mapping[str, Callable[[Any, str], _Said]] = {
     "reasoning": _reasoning,
     "reasoning_effort": _effort,
     "output_config.effort": _degree,
-    "thinking_budget": _budget_alone,
-    "reasoning_budget": _budget_alone,
+    "thinking_budget": _budget,
+    "reasoning_budget": _budget,
 }

@@ -12,6 +12,7 @@ from satchel.api.protocols.openai.bodies import ChatBody
 from satchel.api.protocols.openai.token_bodies import TokenizeBody
 from satchel.api.protocols.responses.bodies import InputTokensBody, ResponseBody
 from satchel.api.requests.fields.thinking import read_thinking
+from satchel.api.requests.requests import ChatRequest
 from satchel.cluster.config import Endpoint
 from satchel.cluster.errors import InvalidRequest
 
@@ -66,18 +67,18 @@ def read(kind: Any, fields: dict[str, Any]) -> Any:
     return made
 
 
-def kwargs_of(kind: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the template's variables for a request with these fields."""
+def request_of(kind: Any, fields: dict[str, Any]) -> ChatRequest:
     body = read(kind, fields)
     if kind in (ChatBody, OllamaChatBody):
-        request = body.request("")
-    elif kind is TokenizeBody:
-        request = body.request()
-    elif kind in (ResponseBody, InputTokensBody):
-        request = body.chat(SAID)
-    else:
-        request = body.chat()
-    return dict(request.template_kwargs)
+        return body.request("")
+    if kind is TokenizeBody:
+        return body.request()
+    return body.chat(SAID) if kind in (ResponseBody, InputTokensBody) else body.chat()
+
+
+def kwargs_of(kind: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the template's variables for a request with these fields."""
+    return dict(request_of(kind, fields).template_kwargs)
 
 
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
@@ -133,7 +134,22 @@ def test_variables_of_the_template_count_before_all():
 
 
 def test_what_changes_nothing_is_named():
-    assert read_thinking({"thinking_budget": 500, "reasoning": {"effort": "high", "exclude": True}}).ignored == [
-        "reasoning.exclude",
-        "thinking_budget",
-    ]
+    given = {"thinking_budget": 500, "reasoning": {"effort": "high", "exclude": True, "max_tokens": 400}}
+    assert read_thinking(given).ignored == ["reasoning.exclude", "thinking_budget"]
+
+
+@pytest.mark.parametrize(
+    ("said", "budget"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 1024),
+        ({"reasoning": {"max_tokens": 300}}, 300),
+        ({"thinking_budget": 20}, 20),
+        ({"reasoning_budget": 0}, 0),
+        ({"thinking_budget": -1}, None),
+        ({"reasoning": {"effort": "low"}}, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 10}, "thinking_budget": 10}, 10),
+    ],
+)
+@pytest.mark.parametrize("kind", [ChatBody, MessagesBody, ResponseBody, OllamaChatBody])
+def test_a_budget_reaches_the_request_in_every_protocol(kind: Any, said: dict[str, Any], budget: int | None):
+    assert request_of(kind, said).thinking_budget == budget and read(kind, said).ignored == []

@@ -135,6 +135,8 @@ async def test_thinking_is_a_signed_block_before_the_answer(messages, thinker):
 async def test_thinking_is_the_templates_switch(messages, thinker, thinking, closed):
     await messages.say(thinking=thinking)
     assert thinker.prompt.endswith("<think>\n\n</think>\n\n") is closed
+    budget = thinker.sampling.thinking
+    assert (None if budget is None else budget.tokens) == thinking.get("budget_tokens")
 
 
 @pytest.mark.parametrize(("effort", "known"), [("low", "low"), ("high", "high"), ("xhigh", "high"), ("max", "high")])
