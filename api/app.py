@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -12,6 +13,8 @@ from ..cluster.audit import Audit
 from ..cluster.config import Config
 from ..cluster.keys import KeyRing
 from .agents.memory import AgentMemory
+from .batches.routes import BatchRoutes
+from .batches.runner import BatchRunner
 from .http.adding import describe_bodies
 from .http.answering import Answering
 from .http.browser import BrowserGuard, Hosts
@@ -44,6 +47,7 @@ def create_app(
     audit: Audit | None = None,
     certified: Callable[[], Sequence[str]] = tuple,
     refused: Refused = lambda why: None,
+    batches: Path | None = None,
 ) -> FastAPI:
     """Makes the application, one per event loop.
 
@@ -54,6 +58,8 @@ def create_app(
         certified: returns the names of the endpoint's certificate.
         memory: the agents' memory if no `generator` is given; None for none.
         refused: called with the reason if a request is refused for lack of capacity.
+        batches: the folder of uploaded files and batches; None for none. `app.state.batches`, a `BatchRunner`, must be
+            run.
     """
     app = FastAPI(title="Satchel", version=_version(), redirect_slashes=False)
     metrics = Metrics()
@@ -73,17 +79,29 @@ def create_app(
         )
     app.add_middleware(BrowserGuard, hosts=Hosts(config.endpoint, certified), origins=origins)
     app.add_middleware(RequestContext, metrics=metrics)
-    OpenAIRoutes(answering, app.version).add_to(app)
+    openai = OpenAIRoutes(answering, app.version)
+    openai.add_to(app)
     TokenRoutes(answering).add_to(app)
     embedder = Embedder(generator)
-    EmbeddingRoutes(answering, embedder).add_to(app)
+    embeddings = EmbeddingRoutes(answering, embedder)
+    embeddings.add_to(app)
     MessageRoutes(answering).add_to(app)
-    ResponseRoutes(answering, config.endpoint).add_to(app)
+    responses = ResponseRoutes(answering, config.endpoint)
+    responses.add_to(app)
     ConversationRoutes(answering).add_to(app)
     OllamaRoutes(answering, embedder).add_to(app)
     StatusRoutes(backend, answering, metrics).add_to(app)
     AgentRoutes(generator, answering.bodies, audit, keys).add_to(app)
     ClusterRoutes(backend, generator.memory, audit).add_to(app)
+    if batches is not None:
+        handlers = {
+            "/v1/chat/completions": openai.chat_completions,
+            "/v1/completions": openai.completions,
+            "/v1/embeddings": embeddings.embeddings,
+            "/v1/responses": responses.create,
+        }
+        app.state.batches = BatchRunner(batches, config, handlers, keys)
+        BatchRoutes(app.state.batches, answering.bodies, config.endpoint).add_to(app)
     describe_bodies(app)
     # The outermost one, because all others look at the path.
     app.add_middleware(Paths, heads=heads_of(app.routes))

@@ -124,7 +124,9 @@ class HttpEndpoint:
             audit=Audit(home),
             certified=lambda: () if certificate is None else certificate.certificate.host_names,
             refused=refused,
+            batches=home.batches,
         )
+        self._batches = asyncio.create_task(app.state.batches.run())
         self._server = HttpServer(
             app,
             at.listen,
@@ -152,6 +154,7 @@ class HttpEndpoint:
 
     @answers(EndpointClient.close)
     async def close(self, timeout_s: float) -> None:
+        self._batches.cancel()
         await self._server.close(timeout_s)
 
 

@@ -80,6 +80,14 @@ class Endpoint:
     """Concurrent background responses. If there are several tenants, a tenant may use at most as many places as it
     leaves free. The events of each, which can be read again, take at most `responses_bytes_max` divided by this number;
     the oldest are dropped first."""
+    file_bytes_max: Bytes = 256 * 2**20
+    """The largest uploaded file (`/v1/files`)."""
+    files_bytes_max: Bytes = 4 * 2**30
+    """A tenant's uploaded files and results of batches together, on the disk of the endpoint's machine."""
+    batch_requests_max: Count = 50_000
+    """The most requests of one batch."""
+    batch_requests_at_once: Count = 16
+    """How many requests of batches are sent to replicas at the same time. They are computed while nothing else is."""
     unread_tokens_max: Count = 4096
     """If a client has this many unread tokens, its sequence is ended, so that a slow reader does not hold a place in
     the batch."""
@@ -353,6 +361,11 @@ class Home:
     def owner_key_file(self) -> Path:
         """The secret by which the running endpoint recognizes this user's command line."""
         return self.run / "owner_key"
+
+    @property
+    def batches(self) -> Path:
+        """Uploaded files and batches, a folder a tenant."""
+        return self.root / "batches"
 
     @property
     def audit_file(self) -> Path:

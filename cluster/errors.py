@@ -13,6 +13,8 @@
     │   ├── AgentNotFound           404
     │   ├── NodeNotFound            404
     │   ├── ResponseNotFound        404
+    │   ├── FileNotFound            404  no uploaded file of that id
+    │   ├── BatchNotFound           404
     │   ├── PreviousResponseNotFound 400
     │   ├── SlowBody                408  the request came too slowly
     │   ├── SlowReader              408  the answer was read too slowly
@@ -169,6 +171,16 @@ class InvalidSatchel(RequestError):
 
 
 class ResponseNotFound(RequestError):
+    status = 404
+    code = "not_found"
+
+
+class FileNotFound(RequestError):
+    status = 404
+    code = "not_found"
+
+
+class BatchNotFound(RequestError):
     status = 404
     code = "not_found"
 

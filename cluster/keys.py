@@ -241,6 +241,11 @@ class KeyRing:
         self._look()
         return any(key.name == name for key in (self._keys or {}).values())
 
+    def find(self, key_id: str) -> Key | None:
+        """Returns the key with this id, None if there is none or it is revoked."""
+        self._look()
+        return _OWNER_KEY if key_id == _OWNER_ID else (self._keys or {}).get(key_id)
+
     def remembered(self, secret: str) -> Key | Literal[False] | None:
         """Returns the key of a secret that was checked before; False for a wrong one, None if `check` must decide.
         Takes microseconds."""

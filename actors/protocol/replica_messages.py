@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+IDLE_PRIORITY = -1_000_000
+"""Sequences of this priority or less are computed only while no other sequence waits or has a place."""
+
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +24,7 @@ from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.replica_messages import ModelInfo
 from ...actors.start import Report, find_replicas, infos_of, load_model, unload_model
 from ...cluster.config import Config, Model, parse_model
+from ...cluster.environment import default_home
 from ...cluster.errors import InvalidRequest, NoAnswer, NoReplica, NotRunning
 from ...cluster.keys import OWNER
 from ...cluster.timing import USUAL
@@ -46,6 +49,7 @@ from ..views.cluster import node_views
 from .agent import Agent
 from .background import BackgroundLoop, blocking, on_loop
 from .driver import connect_driver
+from .mapping import Prompt, map_batch, map_rows
 from .watch import ServerWatch
 
 Client = TypeVar("Client", RouterClient, ReplicaClient)
@@ -327,6 +331,35 @@ class Cluster:
         return _reply(stream, await stream.collect())
 
     generate_sync = blocking(generate)
+
+    @on_loop
+    async def map(
+        self, rows: Any, prompt: Prompt, *, model: str = "", at_once: int = 16, **options: Any
+    ) -> list[dict[str, Any]] | Any:
+        """Answers a prompt for every row, with the lowest priority: the rows are computed while nothing else is.
+
+        Args:
+            rows: dictionaries, or a Ray Dataset. Of a Dataset this returns another one, which is computed when it is
+                read (`map_batches`).
+            prompt: a format string with the rows' columns, or a function that returns a text or messages.
+            at_once: how many rows are asked at the same time.
+            options: as of `generate`.
+
+        Returns:
+            The rows in order with `answer`, `finish_reason`, `prompt_tokens`, `completion_tokens`, `cached_tokens` and
+            `error`, which is None or says why there is no answer.
+
+        Raises:
+            KeyError: the prompt names a column that a row does not have.
+        """
+        options = {"model": model, **options}
+        if hasattr(rows, "map_batches"):
+            more = {"connect": connect, "home": str(default_home().root), "prompt": prompt, "at_once": at_once}
+            return rows.map_batches(map_batch, batch_size=4 * at_once, fn_kwargs={**more, "options": options})
+        generate = partial(inspect.unwrap(Cluster.generate), self)
+        return await map_rows(generate, rows, prompt, at_once=at_once, **options)
+
+    map_sync = blocking(map)
 
     @on_loop
     async def embed(self, texts: str | Sequence[str], *, model: str = "", dimensions: int | None = None) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 A page of another origin is refused by its `Origin` or `Sec-Fetch-Site`. A page whose host name was made to point here
 (DNS rebinding) is refused by its `Host`. Bodies must be declared as JSON, which a page cannot send without a CORS
-preflight. A body without a content type is accepted only if no header shows that a browser sent it.
+preflight. A body without a content type is accepted only if no header shows that a browser sent it. So is a form with a
+file, where one is expected; there a page whose origin is allowed may send one too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _JSON = re.compile(r"application/([a-z0-9.-]+\+)?json *(;.*)?", re.ASCII)
 _OF_BROWSERS = ("origin", "sec-fetch-site", "sec-fetch-mode", "referer", "cookie")
 _OTHER_SITES = ("cross-site", "same-site")
 _SATCHEL = re.compile(r"/satchel/?$")
+FILES = "/v1/files"
+"""The path that takes a form with a file."""
 _METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE")
 
 
@@ -70,7 +73,7 @@ class Hosts:
 
 class BrowserGuard:
     """Middleware: refuses requests of pages of other origins, requests to other hosts, and bodies that are not JSON,
-    except the bytes of satchels.
+    except the bytes of satchels and uploaded files.
 
     Args:
         origins: other origins whose pages may use the endpoint, as `http://localhost:3000`, lowercase; `*` for all.
@@ -105,10 +108,14 @@ class BrowserGuard:
             return NotAllowed("pages of other sites may not use this endpoint (endpoint.origins)")
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "").lower()
+        browsed = any(name in headers for name in _OF_BROWSERS)
         # Satchels are plain bytes, for which a browser sends a preflight; unknown methods have no route.
         if (kind == "application/octet-stream" and _SATCHEL.search(scope["path"])) or method not in _METHODS:
             return None
-        if has_body and not _JSON.fullmatch(kind) and (kind or any(name in headers for name in _OF_BROWSERS)):
+        if kind.startswith("multipart/form-data") and scope["path"] == FILES and ("origin" in headers or not browsed):
+            # The origin was checked above.
+            return None
+        if has_body and not _JSON.fullmatch(kind) and (kind or browsed):
             return UnsupportedMediaType("the body's Content-Type must be application/json")
         return None
 

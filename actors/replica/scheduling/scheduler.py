@@ -11,8 +11,9 @@ used, then one decode step of all running sequences. So a long prompt never stop
 
 Sequences are admitted by priority: a higher number comes first, and preempts lower ones if there is no room. Among
 equal priorities the tenant and then the flow that have been given least come first, and in a flow the oldest sequence
-(`fairness.py`). A waiting sequence may preempt one whose tenant or flow has several places. Admission and preemption
-limit what the sequences' KV costs, in tokens: `Limits` says how it is counted, and `room_tokens` how much is free now.
+(`fairness.py`). A waiting sequence may preempt one whose tenant or flow has several places. Sequences of
+`IDLE_PRIORITY` wait, or are preempted, as long as there are others. Admission and preemption limit what the sequences'
+KV costs, in tokens: `Limits` says how it is counted, and `room_tokens` how much is free now.
 
 A shared prefix is computed once: if an earlier sequence is computing KV that a waiting one could reuse, the latter
 waits for it, and others go ahead. It waits only for sequences before it in rank, so for finitely many, and never for a
@@ -33,6 +34,7 @@ from itertools import pairwise
 from math import inf
 
 from ...protocol.block_ids import BLOCK_TOKENS
+from ...protocol.replica_messages import IDLE_PRIORITY
 from .fairness import DRAWN_TOKENS, FairShares, depths, queues_too_many
 from .limits import STEP_TOKENS, Limits
 from .prefill_budget import stop_beside, stop_inside
@@ -94,6 +96,11 @@ class ScheduledSequence:
     @property
     def length(self) -> int:
         return self.prompt + self.generated
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is computed only while there is nothing else."""
+        return self.priority <= IDLE_PRIORITY
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -300,7 +307,7 @@ class Scheduler:
         preempted, cut = self._make_room()
         for request_id in cut:
             self.finish(request_id)
-        return Plan(expired, preempted + self._give_way(), cut)
+        return Plan(expired, preempted + self._pause_idle() + self._give_way(), cut)
 
     def admit(self) -> str | None:
         """Admits the next sequence of the queue if one may start prefilling now; the caller must call `reused` for
@@ -308,7 +315,10 @@ class Scheduler:
         if self.running >= self.limits.sequences_max or len(self._prefilling) >= self.limits.prefill_sequences_max:
             return None
         sequence, self._expected = self._expected or self._next_waiting(), None
-        if sequence is None or not self._may_join(sequence) or not self._fits(sequence, self._placed()):
+        placed = self._placed()
+        if sequence is None or not self._may_join(sequence) or not self._fits(sequence, placed):
+            return None
+        if sequence.idle and not all(other.idle for other in placed):
             return None
         self._waiting.remove(sequence)
         sequence.state = SequenceState.PREFILLING
@@ -496,6 +506,16 @@ class Scheduler:
             self._requeue(last)
             preempted.append(last.request_id)
         return preempted, []
+
+    def _pause_idle(self) -> list[str]:
+        """Preempts the sequences that are computed only while there is nothing else."""
+        placed = self._placed()
+        idle = [sequence for sequence in placed if sequence.idle]
+        if not idle or (len(idle) == len(placed) and all(sequence.idle for sequence in self._waiting[:1])):
+            return []
+        for sequence in idle:
+            self._requeue(sequence)
+        return [sequence.request_id for sequence in idle]
 
     def _give_way(self) -> list[str]:
         """Preempts as few sequences as needed to admit the next queued one: less urgent ones, or sequences whose tenant

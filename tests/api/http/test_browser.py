@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,10 +20,10 @@ OWN = "http://localhost:3000"
 
 
 @pytest.fixture
-async def local(backend, config: Config) -> AsyncIterator[httpx.AsyncClient]:
+async def local(backend, config: Config, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     """The endpoint on loopback, with one page of another origin that may use it."""
     at = replace(config, endpoint=replace(config.endpoint, origins=(OWN,)))
-    transport = httpx.ASGITransport(create_app(backend, at))
+    transport = httpx.ASGITransport(create_app(backend, at, batches=tmp_path / "batches"))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
         yield client
 
@@ -129,6 +130,28 @@ async def test_a_body_that_says_so_is_taken(local: httpx.AsyncClient, kind: str)
     body = b'{"messages": [{"role": "user", "content": "Hi"}]}'
     answer = await local.post("/v1/chat/completions", content=body, headers={"Content-Type": kind})
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Origin": OWN}, 200),
+        ({"Origin": "http://127.0.0.1:8000"}, 200),
+        ({"Origin": "https://evil.com"}, 403),
+        ({"Cookie": "a=b"}, 415),
+        ({"Referer": "https://evil.com/"}, 415),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+    ],
+)
+async def test_a_form_with_a_file_is_taken_from_programs_and_pages_that_may(
+    local: httpx.AsyncClient, headers: dict[str, str], status: int
+):
+    """A page can send forms without a preflight."""
+    form: dict[str, Any] = {"files": {"file": ("f", b"x")}, "data": {"purpose": "batch"}, "headers": headers}
+    answer = await local.post("/v1/files", **form)
+    assert answer.status_code == status
+    assert (await local.post("/v1/chat/completions", **form)).status_code in (403, 415)
 
 
 async def test_its_own_pages_and_those_of_the_config_may_use_it(local: httpx.AsyncClient):

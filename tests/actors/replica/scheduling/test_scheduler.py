@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.replica_messages import IDLE_PRIORITY
 from satchel.actors.replica.scheduling.prefill_budget import TOKENS_MIN
 from satchel.actors.replica.scheduling.scheduler import (
     Limits,
@@ -439,3 +440,19 @@ def test_a_reset_forgets_every_sequence_whatever_state_the_tables_are_in():
     assert scheduler.sequence("before 0") is None and scheduler.admit() is None
     scheduler.add(ScheduledSequence("before 0", prompt=5, max_tokens=2))
     assert drive(scheduler)[0] == ["before 0"]
+
+
+def test_idle_sequences_are_computed_only_while_there_are_no_others():
+    """They go back to the queue even if there is room for all, and go on with the tokens they have."""
+    scheduler = Scheduler(LIMITS)
+    for name in ("batch", "batch too"):
+        scheduler.add(ScheduledSequence(name, 8, 50, priority=IDLE_PRIORITY))
+    assert drive(scheduler)[0] == ["batch", "batch too"]
+    scheduler.add(ScheduledSequence("person", 8, 3, priority=IDLE_PRIORITY + 1))
+    assert scheduler.plan(0.0).preempted == ["batch", "batch too"]
+    scheduler.check()
+    assert [drive(scheduler)[0] for _ in range(4)] == [["person"]] * 3 + [["batch", "batch too"]]
+    batch = scheduler.sequence("batch")
+    assert batch is not None and (batch.prompt, batch.generated) == (9, 1)
+    scheduler.add(ScheduledSequence("batch three", 8, 50, priority=IDLE_PRIORITY - 1))
+    assert len(drive(scheduler)[0]) == 3, "among themselves they share the batch"

@@ -1,0 +1,280 @@
+"""Files and batches: each request is answered once, also if the endpoint ends in between; errors name their lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from satchel.actors.protocol.replica_messages import IDLE_PRIORITY
+from satchel.api.app import create_app
+from satchel.api.batches import runner
+from satchel.api.batches.input_file import ERRORS_MAX, read_lines
+from satchel.cluster.config import Config, Home, parse_config
+from satchel.cluster.errors import GenerationFailed, QueueFull
+from satchel.cluster.keys import KeyRing, create_key, revoke_key
+from tests.worlds.api.fake_backend import FakeBackend
+
+CHAT = "/v1/chat/completions"
+
+
+def line(name: str, url: str = CHAT, **body: Any) -> str:
+    asked = {"model": "satchel/tiny", "messages": [{"role": "user", "content": name}], **body}
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": asked})
+
+
+class Endpoint:
+    """The application, and its runner while it is in the context `running`."""
+
+    def __init__(self, backend: FakeBackend, config: Config, root: Path, keys: KeyRing | None = None) -> None:
+        self.app = create_app(backend, config, batches=root, keys=keys)
+        transport = httpx.ASGITransport(self.app)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+
+    def client(self, key: str = "none") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(api_key=key, base_url="http://127.0.0.1/v1", http_client=self.http, max_retries=0)  # type: ignore[arg-type]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[openai.AsyncOpenAI]:
+        task = asyncio.create_task(self.app.state.batches.run())
+        try:
+            yield self.client()
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+@pytest.fixture
+def endpoint(backend: FakeBackend, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Endpoint:
+    monkeypatch.setattr(runner, "POLL_S", 0.05)
+    monkeypatch.setattr(runner, "RETRY_S", (0.01, 0.05))
+    monkeypatch.setattr(runner, "SAVED_S", 0.0)
+    return Endpoint(backend, config, tmp_path / "batches")
+
+
+async def begin(client: openai.AsyncOpenAI, *lines: str, endpoint: Any = CHAT) -> Any:
+    file = await client.files.create(file=("asked.jsonl", "\n".join(lines).encode()), purpose="batch")
+    assert file.filename == "asked.jsonl" and file.purpose == "batch"
+    return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
+
+
+async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
+    async with asyncio.timeout(20):
+        while (batch := await client.batches.retrieve(batch_id)).status in (
+            "validating", "in_progress", "finalizing", "cancelling",
+        ):  # fmt: skip
+            await asyncio.sleep(0.02)
+    return batch
+
+
+async def results(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any]:
+    assert file_id is not None
+    text = (await client.files.content(file_id)).text
+    return {read["custom_id"]: read["response"] for read in map(json.loads, text.splitlines())}
+
+
+async def test_each_request_is_answered_with_its_usage(endpoint: Endpoint, backend: FakeBackend):
+    backend.say("Yes.")
+    async with endpoint.running() as client:
+        made = await begin(client, *[line(str(number), stream=True) for number in range(20)], "", "  ")
+        batch = await ended(client, made.id)
+        assert batch.status == "completed" and batch.error_file_id is None and batch.errors is None
+        assert batch.request_counts.model_dump() == {"total": 20, "completed": 20, "failed": 0}
+        answers = await results(client, batch.output_file_id)
+    assert {*answers} == {*map(str, range(20))}
+    bodies = [answer["body"] for answer in answers.values()]
+    assert all(body["choices"][0]["message"]["content"] == "Yes." for body in bodies)
+    assert batch.usage.total_tokens == sum(body["usage"]["total_tokens"] for body in bodies) > 0
+    assert {request["priority"] for request in backend.requests} == {IDLE_PRIORITY}
+
+
+async def test_a_batch_goes_on_where_its_endpoint_ended(endpoint: Endpoint, backend: FakeBackend, config: Config):
+    """No request is asked again whose answer was there, and a line that was cut off is no answer."""
+    backend.play(asyncio.Event())
+    async with endpoint.running() as client:
+        made = await begin(client, *[line(str(number)) for number in range(9)])
+        while len(backend.requests) < 4:
+            await asyncio.sleep(0.01)
+    root = endpoint.app.state.batches.root
+    (part,) = root.glob("*/*.part")
+    answer = {"id": "x", "custom_id": "3", "response": {"status_code": 200, "body": {"usage": {"prompt_tokens": 5}}}}
+    part.write_text(json.dumps(answer) + "\n" + '{"id": "y", "custom_id": "4", "resp')
+    backend.requests.clear()
+    backend.say("Yes.")
+    again = Endpoint(backend, config, root)
+    async with again.running() as client:
+        batch = await ended(client, made.id)
+        answers = await results(client, batch.output_file_id)
+    assert batch.status == "completed" and batch.request_counts.completed == 9
+    assert len(backend.requests) == 8 and len(answers) == 9 and answers["3"]["body"] == answer["response"]["body"]
+
+
+async def test_what_the_cluster_cannot_take_now_is_tried_again_and_errors_are_kept(
+    endpoint: Endpoint, backend: FakeBackend
+):
+    backend.refusal = QueueFull("full")
+    async with endpoint.running() as client:
+        made = await begin(client, line("a"), line("b", temperature=99))
+        while len(backend.requests) < 3:
+            await asyncio.sleep(0.01)
+        assert (await client.batches.retrieve(made.id)).status == "in_progress"
+        backend.refusal = None
+        batch = await ended(client, made.id)
+        assert batch.status == "completed" and (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+        assert {*await results(client, batch.output_file_id)} == {"a"}
+        wrong = (await results(client, batch.error_file_id))["b"]
+        assert wrong["status_code"] == 400 and wrong["body"]["error"]["param"] == "temperature"
+        backend.refusal = GenerationFailed("broken")
+        batch = await ended(client, (await begin(client, line("c"))).id)
+        assert (batch.status, batch.output_file_id, batch.request_counts.failed) == ("completed", None, 1)
+
+
+async def test_a_cancelled_batch_keeps_the_answers_that_are_there(endpoint: Endpoint, backend: FakeBackend):
+    async with endpoint.running() as client:
+        backend.refusal = QueueFull("full")
+        made = await begin(client, *[line(str(number)) for number in range(3)])
+        while not backend.requests:
+            await asyncio.sleep(0.01)
+        assert (await client.batches.cancel(made.id)).status == "cancelling"
+        batch = await ended(client, made.id)
+        assert batch.status == "cancelled" and batch.output_file_id is None and batch.cancelled_at
+        with pytest.raises(openai.BadRequestError, match="the batch has ended: cancelled"):
+            await client.batches.cancel(made.id)
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "number"),
+    [
+        (["{"], "invalid_json_line", 1),
+        (["[]"], "invalid_request", 1),
+        ([line("a"), line("a")], "duplicate_custom_id", 2),
+        ([line("a", url="/v1/completions")], "mismatched_endpoint", 1),
+        ([line("a").replace("POST", "GET")], "invalid_method", 1),
+        ([json.dumps({"custom_id": "a", "method": "POST", "url": CHAT})], "missing_required_parameter", 1),
+        ([line("")], "missing_required_parameter", 1),
+        ([""], "empty_file", None),
+    ],
+)
+async def test_a_file_with_a_wrong_line_is_not_run(
+    endpoint: Endpoint, backend: FakeBackend, lines: list[str], code: str, number: int | None
+):
+    async with endpoint.running() as client:
+        batch = await ended(client, (await begin(client, *lines)).id)
+    assert batch.status == "failed" and backend.requests == []
+    assert [(error.code, error.line) for error in batch.errors.data] == [(code, number)]
+
+
+def test_so_many_requests_and_errors_and_no_more(tmp_path: Path):
+    path = tmp_path / "asked.jsonl"
+    path.write_text("\n".join(line(str(number)) for number in range(5)))
+    lines, errors = read_lines(path, CHAT, 3)
+    assert len(lines) == 3 and errors[0]["code"] == "too_many_tasks"
+    path.write_text("{\n" * 500)
+    assert len(read_lines(path, CHAT, 3)[1]) == ERRORS_MAX
+
+
+async def test_files_are_listed_described_and_deleted(endpoint: Endpoint):
+    client = endpoint.client()
+    made = [await client.files.create(file=(f"{name}.jsonl", b"x" * 9), purpose="batch") for name in "abc"]
+    listed = (await client.files.list()).data
+    assert {file.id for file in listed} == {file.id for file in made} and listed[0].bytes == 9
+    assert (await client.files.retrieve(made[0].id)).filename == "a.jsonl"
+    assert (await client.files.content(made[0].id)).content == b"x" * 9
+    assert (await client.files.delete(made[0].id)).deleted
+    for file_id in (made[0].id, "file-" + "0" * 24, "../../etc/passwd", "file-..%2f"):
+        with pytest.raises(openai.NotFoundError):
+            await client.files.retrieve(file_id)
+    with pytest.raises(openai.NotFoundError):
+        await client.batches.create(input_file_id=made[0].id, endpoint=CHAT, completion_window="24h")
+    with pytest.raises(openai.NotFoundError):
+        await client.batches.retrieve("batch_1")
+    with pytest.raises(openai.BadRequestError, match="endpoint"):
+        await client.batches.create(input_file_id=made[1].id, endpoint="/v1/x", completion_window="24h")  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        await client.files.create(file=("a", b"x"), purpose="fine-tune")
+
+
+FORM = "multipart/form-data; boundary=b"
+NO_FILE = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
+CUT = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\nab'
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [(b"{}", "application/json", 415), (b"nonsense", FORM, 400), (NO_FILE, FORM, 400), (CUT, FORM, 400)],
+)
+async def test_a_form_that_is_none_is_refused_and_leaves_nothing(
+    endpoint: Endpoint, content: bytes, kind: str, status: int
+):
+    answer = await endpoint.http.post("/v1/files", content=content, headers={"content-type": kind})
+    assert answer.status_code == status and answer.json()["error"]["message"]
+    assert not list(endpoint.app.state.batches.root.glob("*/*"))
+
+
+async def test_files_have_limits(backend: FakeBackend, tmp_path: Path):
+    limits = {"file_bytes_max": 1000, "files_bytes_max": 1500}
+    config = parse_config({"models": [{"name": "satchel/tiny", "source": "x"}], "endpoint": limits})
+    client = Endpoint(backend, config, tmp_path).client()
+    first = await client.files.create(file=("a", b"x" * 1000), purpose="batch")
+    for size, why in ((1001, "file_bytes_max"), (501, "files_bytes_max")):
+        with pytest.raises(openai.APIStatusError, match=why) as refused:
+            await client.files.create(file=("b", b"x" * size), purpose="batch")
+        assert refused.value.status_code == 413
+    await client.files.delete(first.id)
+    await client.files.create(file=("b", b"x" * 501), purpose="batch")
+
+
+async def test_a_tenant_sees_its_own_and_a_revoked_key_answers_nothing(
+    backend: FakeBackend, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(runner, "POLL_S", 0.05)
+    home = Home(tmp_path / "home")
+    home.root.mkdir()
+    (_, ann), (_, bob) = (create_key(home, name, requests_per_minute=100) for name in ("ann", "bob"))
+    endpoint = Endpoint(backend, config, home.batches, KeyRing(home, required=True))
+    ours, theirs = endpoint.client(ann), endpoint.client(bob)
+    async with endpoint.running():
+        made = await begin(ours, line("a"))
+        assert (await ended(ours, made.id)).status == "completed"
+        assert backend.requests[-1]["tenant"] == "ann"
+        assert (await theirs.files.list()).data == [] and (await theirs.batches.list()).data == []
+        for asked in (theirs.batches.retrieve(made.id), theirs.files.content(made.input_file_id)):
+            with pytest.raises(openai.NotFoundError):
+                await asked
+    waiting = await begin(ours, line("a"))
+    revoke_key(home, "ann")
+    (_, new) = create_key(home, "ann")
+    async with endpoint.running():
+        batch = await ended(endpoint.client(new), waiting.id)
+    assert (batch.status, batch.request_counts.failed) == ("completed", 1)
+
+
+async def test_only_one_process_runs_batches(endpoint: Endpoint, backend: FakeBackend, config: Config):
+    other = Endpoint(backend, config, endpoint.app.state.batches.root)
+    async with endpoint.running() as client:
+        assert (await ended(client, (await begin(client, line("a"))).id)).status == "completed"
+        async with other.running():
+            made = await begin(other.client(), *[line(str(number)) for number in range(5)])
+            assert (await ended(client, made.id)).request_counts.completed == 5
+    assert len(backend.requests) == 6
+
+
+async def test_other_routes_have_batches_too(endpoint: Endpoint, backend: FakeBackend):
+    backend.say("Yes.")
+    asked = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}
+    async with endpoint.running() as client:
+        for url, body in asked.items():
+            request = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "satchel/tiny", **body}}
+            batch = await ended(client, (await begin(client, json.dumps(request), endpoint=url)).id)
+            assert batch.status == "completed" and batch.request_counts.completed == 1, await results(
+                client, batch.error_file_id
+            )
+            assert batch.usage.output_tokens > 0
