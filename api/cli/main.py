@@ -144,16 +144,27 @@ app.command()(install_service)
 
 @app.command()
 def doctor(
+    file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Argument(metavar="FILE", help="Where `--report` writes (else satchel-report.md in this folder)."),
+    ] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Test and measure a model, and write all into a file to send in.")
+    ] = False,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--model", metavar="SOURCE", help="The model to measure: a Hub id, a folder, a configured name."),
+    ] = None,
     config: ConfigOption = None,
     port: PortOption = None,
     listen: ListenOption = None,
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Check this machine; exit code 1 if something must be fixed."""
+    """Check this machine; exit code 1 if something must be fixed. --report also measures a model, for minutes."""
     from .views import show_doctor
 
-    show_doctor(_config(config, port, listen), chosen_home(home), as_json=json)
+    show_doctor(_config(config, port, listen), chosen_home(home), as_json=json, report=report, file=file, model=model)
 
 
 def main() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -19,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...cluster.config import Config, Home
-from ...cluster.errors import NotRunning, SatchelError
+from ...cluster.errors import ConfigError, NotRunning, SatchelError
 from .endpoint import FoundEndpoint, find_endpoint
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def show_status(home: Home, *, as_json: bool) -> None:
     Raises:
         NotRunning: no server runs on the home, or it does not answer.
     """
-    found = _status(home)
+    found = server_status(home)
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -157,7 +158,12 @@ def show_status(home: Home, *, as_json: bool) -> None:
             console.print(Text(f"{name} {line}"))
 
 
-def _status(home: Home) -> dict[str, Any]:
+def server_status(home: Home) -> dict[str, Any]:
+    """Returns what the running server says of itself, its nodes, models and replicas.
+
+    Raises:
+        NotRunning: none runs on the home, or it does not answer.
+    """
     found = find_endpoint(home)
     record = found.record
     with client_of(found, timeout_s=15.0) as session:
@@ -301,12 +307,30 @@ def _actual_lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"Seconds to the first token: {estimated}{first_s:.4f} actual."
 
 
-def show_doctor(config: Config, home: Home, *, as_json: bool) -> None:
-    """Prints the doctor's checks. Exits with 1 if one failed."""
+def show_doctor(
+    config: Config,
+    home: Home,
+    *,
+    as_json: bool,
+    report: bool = False,
+    file: Path | None = None,
+    model: str | None = None,
+) -> None:
+    """Prints the doctor's checks, or writes them into a report. Exits with 1 if one failed."""
     from ...cluster.bring_up.doctor import examine
 
+    if not report and (file is not None or model is not None):
+        raise ConfigError("a file and --model are only for `satchel doctor --report`")
     checks = [*examine(config, home), *_server_checks(home)]
-    if as_json:
+    if report:
+        from .report.run import write_report
+
+        status: dict[str, Any] = {}
+        with suppress(SatchelError):
+            status = server_status(home)
+        print(f"Written: {write_report(config, home, checks, status, file, model)}")
+        print("It has no names or addresses of machines and no keys. Read it before you send it.")
+    elif as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
         colours = {"ok": "green", "warn": "yellow", "fail": "red"}

@@ -31,6 +31,7 @@ from ..trust.endpoint_certificate import check_certificate
 from ..trust.invitations import remembered
 from . import mac
 from .check import Check
+from .facts import existing
 from .launch import unresolved
 from .ports import check_port_free, listens_to_strangers, valid_keys
 
@@ -164,9 +165,7 @@ def check_memory() -> Check:
 
 
 def check_disk(home: Home) -> Check:
-    folder = home.root
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    folder = existing(home.root)
     free = shutil.disk_usage(folder).free
     found = f"{free / _GIB:.0f} GiB free at {folder}"
     if free < _DISK_BYTES_MIN:

@@ -66,7 +66,7 @@ def checks(node: Node, weights_bytes: int = 0) -> list[Check]:
 
 
 def _sleep(keeps_awake: bool) -> Check | None:
-    minutes = re.search(r"^\s*sleep\s+(\d+)", _asked("pmset", "-g"), re.MULTILINE)
+    minutes = re.search(r"^\s*sleep\s+(\d+)", asked("pmset", "-g"), re.MULTILINE)
     if minutes is None:
         return None
     if minutes[1] == "0":
@@ -95,7 +95,7 @@ def _gpu_memory(weights_bytes: int) -> Check | None:
 
 
 def _firewall() -> Check | None:
-    said = _asked(FIREWALL, "--getglobalstate")
+    said = asked(FIREWALL, "--getglobalstate")
     if "State = 0" in said or "disabled" in said:
         return Check("firewall", "ok", "macOS's firewall is off")
     if "State = 1" not in said and "State = 2" not in said and "enabled" not in said:
@@ -128,11 +128,18 @@ def reach(nodes: Sequence[Node], port: int = _SSH_PORT) -> list[Check]:
 
 def _number(name: str) -> int | None:
     """Returns a number of `sysctl`."""
-    said = _asked("sysctl", "-n", name).strip()
+    said = asked("sysctl", "-n", name).strip()
     return int(said) if said.isdecimal() else None
 
 
-def _asked(*command: str) -> str:
+def hardware_ports() -> list[tuple[str, str]]:
+    """Returns this Mac's network ports as macOS calls them, with their devices: `("Thunderbolt Bridge", "bridge0")`."""
+    return re.findall(
+        r"^Hardware Port: (.+)\nDevice: (\S+)", asked("networksetup", "-listallhardwareports"), re.MULTILINE
+    )
+
+
+def asked(*command: str) -> str:
     """Returns what one of macOS's programs prints, "" if it cannot say."""
     try:
         return subprocess.run(

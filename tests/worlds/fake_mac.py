@@ -13,6 +13,22 @@ import pytest
 
 GIB = 2**30
 
+VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               65536.
+Pages active:                           1048576.
+Pages inactive:                          917504.
+Pages speculative:                        65536.
+Pages throttled:                              0.
+Pages wired down:                        524288.
+Pages purgeable:                         131072.
+"Translation faults":                 917530001.
+Pages copy-on-write:                   60000001.
+File-backed pages:                       786432.
+Anonymous pages:                        1245184.
+Pages stored in compressor:             2000000.
+Pages occupied by compressor:            655360.
+"""
+
 MEMORY = {"hw.memsize": 64 * GIB, "iogpu.wired_limit_mb": 0, "machdep.cpu.brand_string": "Apple M4"}
 
 
@@ -23,13 +39,19 @@ class FakeMac:
     Attributes:
         folder: has the tools, and for each that was called a file `NAME.calls` with the arguments, a line a call.
         sysctl: values by name; others are unknown.
+        vm_stat: what `vm_stat` prints.
         pmset: what `pmset -g` prints.
+        ports: its network ports and their devices.
+        addresses: IPv4 addresses by device, as `ifconfig` prints them.
         firewall: what `socketfilterfw --getglobalstate` prints.
     """
 
     folder: Path
     sysctl: dict[str, int | str] = field(default_factory=lambda: dict(MEMORY))
+    vm_stat: str = VM_STAT
     pmset: str = "System-wide power settings:\nCurrently in use:\n sleep                1\n displaysleep         10\n"
+    ports: dict[str, str] = field(default_factory=lambda: {"Wi-Fi": "en0", "Thunderbolt Bridge": "bridge0"})
+    addresses: dict[str, str] = field(default_factory=lambda: {"en0": "192.168.1.10"})
     firewall: str = "Firewall is disabled. (State = 0)\n"
 
     def tell(self) -> None:
@@ -38,6 +60,9 @@ class FakeMac:
         self._tool("sysctl", f'case "$2" in\n{cases}*) echo "unknown oid" >&2; exit 1;;\nesac')
         self._tool("pmset", f"cat <<'END'\n{self.pmset}END")
         self._tool("socketfilterfw", f"cat <<'END'\n{self.firewall}END")
+        ports = "".join(f"Hardware Port: {name}\nDevice: {device}\n\n" for name, device in self.ports.items())
+        self._tool("networksetup", f"cat <<'END'\n\n{ports}END")
+        self._tool("vm_stat", f"cat <<'END'\n{self.vm_stat}END")
         # As macOS's: it lives as long as the process of `-w`.
         self._tool("caffeinate", 'while kill -0 "$3" 2>/dev/null; do sleep 0.05; done')
 

@@ -39,6 +39,11 @@ class Wired:
         self._bytes = 0
         self._refused = device_kind() != "metal"
 
+    @property
+    def bytes(self) -> int:
+        """What MLX may keep resident now."""
+        return self._bytes
+
     def keep(self, held: int) -> None:
         """Lets MLX keep `held` bytes resident, as far as the system allows."""
         if self._refused:

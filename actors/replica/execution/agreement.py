@@ -35,6 +35,14 @@ def agree(expected: Logits, got: Logits, tolerance: float | None = None) -> bool
     )
 
 
+def farthest(expected: Logits, got: Logits) -> float:
+    """Returns how far logits are from those expected: the largest difference, relative to their scale."""
+    return max(
+        float(mx.abs(one - other).astype(mx.float32).max() / mx.maximum(mx.abs(one).max(), 1e-30))
+        for one, other in zip(expected, got, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The result of a test.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..kv.paged_cache import Reads
@@ -31,6 +32,32 @@ class DecodeWay:
         """Returns it as text, such as `by a kernel, compiled`."""
         way = ", ".join([self.reads.value, *["compiled"] * self.compiled, *["with norms and rotations"] * self.fused])
         return f"{way} ({self.reason})" if self.reason else way
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A way that was tried on this device.
+
+    Attributes:
+        way: in words, such as `by a kernel`.
+        off: how far its logits were from the reference's, relative to their scale; None if it computed none.
+        reason: why it is not used; empty if it agreed.
+        reference_s, step_s: the shortest times of the reference's steps and of its own, in seconds; None if not timed.
+    """
+
+    way: str
+    off: float | None = None
+    reason: str = ""
+    reference_s: float | None = None
+    step_s: float | None = None
+
+
+Tried = Callable[[Trial], None]
+"""Is told each way that was tried."""
+
+
+def nobody(trial: Trial) -> None:
+    """Ignores a trial."""
 
 
 DEQUANTIZED = DecodeWay(Reads.DEQUANTIZED)

@@ -21,9 +21,9 @@ from ....cluster.environment import kernels_wanted
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import on_gpu
-from ..execution.agreement import TOLERANCE_16, Logits, Verdict, agree, try_change, unless_equal
+from ..execution.agreement import TOLERANCE_16, Logits, Verdict, agree, farthest, try_change
 from ..execution.compiled_step import CompiledStep
-from ..execution.decode_way import DecodeWay
+from ..execution.decode_way import DecodeWay, Trial, Tried, nobody
 from ..execution.deferral import Deferral
 from ..execution.findings import NOWHERE, Findings
 from ..execution.pieces import IN_ONE_PIECE, Pieces
@@ -56,6 +56,7 @@ def fastest(
     context_tokens: int,
     findings: Findings = NOWHERE,
     pieces: Pieces = IN_ONE_PIECE,
+    tried: Tried = nobody,
 ) -> DecodeWay:
     """Tests the ways of this device, or takes what an earlier load found. Failed tests are logged.
 
@@ -63,6 +64,7 @@ def fastest(
         context_tokens: the most tokens that a sequence has.
         findings: of this model with KV of this spec.
         pieces: a piece ends after each step of a test, and after each layer of a prompt.
+        tried: is told each way that is tested now.
     """
     if on_gpu() and kernels_wanted() is False:
         # Not stored: the variable may be gone at the next load.
@@ -80,7 +82,7 @@ def fastest(
     if kernels:
         # A kernel can end the process. What it leaves is read at the next load.
         findings.note(_TRYING, _VERSION, tries + 1)
-    found = _found(model, spec, context_tokens, pieces)
+    found = _found(model, spec, context_tokens, pieces, tried)
     if kernels:
         findings.note(_TRYING, _VERSION, 0)
     if _FAILS not in found.reason:
@@ -104,11 +106,11 @@ def _known(found: Any) -> DecodeWay | None:
     return None
 
 
-def _found(model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces) -> DecodeWay:
+def _found(model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces, tried: Tried) -> DecodeWay:
     wanted = Reads.KERNEL if gpu_kernels.is_available() else Reads.IN_PLACE
     if on_gpu() and wanted is not Reads.KERNEL:
         return DecodeWay(Reads.DEQUANTIZED, reason="this device has no kernels")
-    reason = _why_not(model, spec, wanted, pieces)
+    reason = _why_not(model, spec, wanted, pieces, tried)
     if reason:
         logger.warning("decode steps gather blocks: %s", reason)
         return DecodeWay(Reads.DEQUANTIZED, reason=reason)
@@ -117,21 +119,23 @@ def _found(model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces
     deferral = Deferral(model)
     reason = "it has none of the kinds that are known"
     if not deferral.is_empty:
-        reason = _why_not_compiled(model, spec, context_tokens, pieces, deferral)
+        reason = _why_not_compiled(model, spec, context_tokens, pieces, tried, deferral)
     if not reason:
         return DecodeWay(wanted, compiled=True, fused=True)
     logger.info("norms and rotations are not left to the kernel: %s", reason)
-    reason = _why_not_compiled(model, spec, context_tokens, pieces)
+    reason = _why_not_compiled(model, spec, context_tokens, pieces, tried)
     if reason:
         logger.warning("decode steps are not compiled: %s", reason)
     return DecodeWay(wanted, compiled=not reason, reason=reason)
 
 
-def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads, pieces: Pieces) -> str:
+def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads, pieces: Pieces, told: Tried) -> str:
     """Returns why blocks are not read in this way; empty if they may be. Then all sealed layers go through
     `attention.py` in decode steps and agree there with dequantized blocks, and a kernel is not slower."""
     kernels = reads is Reads.KERNEL
     tried: list[list[Any]] = []
+    off: list[float] = []
+    timed: list[tuple[float, float]] = []
 
     def steps(way: Reads) -> list[mx.array]:
         caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=kernels), way)
@@ -140,6 +144,7 @@ def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads, pieces: Pieces) -> 
         return [_step(model, caches, token, pieces) for token in (0, 1, 0)]
 
     def why_not(expected: Logits, got: Logits) -> str:
+        off.append(farthest(expected, got))
         sealed = [cache for cache in tried[-1] if isinstance(cache, PagedKVCache)]
         if any(cache.view is not None for cache in sealed):
             return "the model computes attention itself"
@@ -147,22 +152,28 @@ def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads, pieces: Pieces) -> 
             return "a kernel writes blocks wrongly"
         if not agree(expected, got):
             return f"reading {reads.value} differs from the reference"
-        return "the kernel is slower" if kernels and _is_slower(model, tried[0], tried[1]) else ""
+        return "the kernel is slower" if kernels and _is_slower(model, tried[0], tried[1], timed) else ""
 
     verdict = try_change(lambda: steps(Reads.DEQUANTIZED), lambda: steps(reads), why_not)
-    return _in_words(verdict, f"reading {reads.value}")
+    reason = _in_words(verdict, f"reading {reads.value}")
+    reference_s, step_s = map(min, zip(*timed, strict=True)) if timed else (None, None)
+    told(Trial(reads.value, off[0] if off else None, reason, reference_s, step_s))
+    return reason
 
 
 def _in_words(verdict: Verdict, what: str) -> str:
     return verdict.reason if verdict.error is None else f"{what} {_FAILS} {first_sentence(verdict.error)}"
 
 
-def _is_slower(model: Any, dequantized: Sequence[Any], kernel: Sequence[Any]) -> bool:
+def _is_slower(model: Any, dequantized: Sequence[Any], kernel: Sequence[Any], timed: list[tuple[float, float]]) -> bool:
     """Whether steps with the second caches take clearly longer in every round: a process's first steps on a device may
-    be slow for other reasons."""
+    be slow for other reasons. Adds the times of each round to `timed`."""
     # Timed in one piece.
-    rounds = range(TIMED_ROUNDS)
-    return all(is_slower(_step_s(model, dequantized), _step_s(model, kernel)) for _ in rounds)
+    for _ in range(TIMED_ROUNDS):
+        timed.append((_step_s(model, dequantized), _step_s(model, kernel)))
+        if not is_slower(*timed[-1]):
+            return False
+    return True
 
 
 def is_slower(dequantized_s: float, kernel_s: float) -> bool:
@@ -171,7 +182,12 @@ def is_slower(dequantized_s: float, kernel_s: float) -> bool:
 
 
 def _why_not_compiled(
-    model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces, deferral: Deferral | None = None
+    model: Any,
+    spec: ModelCacheSpec,
+    context_tokens: int,
+    pieces: Pieces,
+    told: Tried,
+    deferral: Deferral | None = None,
 ) -> str:
     """Returns why a recorded step does not compute what the model does; empty if it does. If a model's code depends on
     lengths, it cannot be recorded."""
@@ -182,9 +198,17 @@ def _why_not_compiled(
     def steps(step: CompiledStep | None) -> list[mx.array]:
         return _batch_steps(model, spec, step, far_blocks, pieces)
 
-    why_not = unless_equal("a recorded step computes something else", TOLERANCE_16)
+    off: list[float] = []
+
+    def why_not(expected: Logits, got: Logits) -> str:
+        off.append(farthest(expected, got))
+        return "" if agree(expected, got, TOLERANCE_16) else "a recorded step computes something else"
+
     verdict = try_change(lambda: steps(None), lambda: steps(CompiledStep(model, deferral)), why_not)
-    return _in_words(verdict, "recording")
+    reason = _in_words(verdict, "recording")
+    way = DecodeWay(Reads.KERNEL, compiled=True, fused=deferral is not None).describe()
+    told(Trial(way, off[0] if off else None, reason))
+    return reason
 
 
 def _batch_steps(

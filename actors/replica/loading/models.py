@@ -36,7 +36,7 @@ from ...model_files.weights import WeightFile, bytes_in_memory, missing_files, r
 from ..device import blas
 from ..device.device import device_bytes, on_cuda, on_gpu
 from ..execution import vision
-from ..execution.decode_way import DEQUANTIZED, DecodeWay
+from ..execution.decode_way import DEQUANTIZED, DecodeWay, Tried, nobody
 from ..execution.findings import Findings
 from ..execution.hidden_states import HiddenStates, find_hidden_states
 from ..execution.loaded_model import IN_CONFIG, LoadedModel
@@ -85,6 +85,7 @@ def load(
     claim: Callable[[int], None] = lambda weights_bytes: None,
     served: Callable[[LoadedModel, bool], None] = lambda plain, known: None,
     pieces: Pieces = IN_ONE_PIECE,
+    tried: Tried = nobody,
 ) -> LoadedModel:
     """Loads a source and runs two tokens through it. Then tests which way of computing it is best, if no earlier load
     did, and warms the device up with the shapes of a first request.
@@ -105,6 +106,7 @@ def load(
         served: called before the tests with the model in plain mode (see `_plain`), and with whether an earlier load
             has findings.
         pieces: the pieces of the tests.
+        tried: is told each way to decode that is tested.
 
     Raises:
         ModelLoadError: the model cannot be loaded; the message says why in one sentence.
@@ -116,7 +118,17 @@ def load(
     what = f"loading {source}"
     progress(what, None)
     how = _How(
-        source, folder, adapter_folder, _pick_dtype(dtype), weights, kv, numerics, trust_remote_code, what, progress
+        source,
+        folder,
+        adapter_folder,
+        _pick_dtype(dtype),
+        weights,
+        kv,
+        numerics,
+        trust_remote_code,
+        what,
+        progress,
+        tried,
     )
     weight_files = _claimed_weights(how, claim)
     # Before loading, which then reads the files from the system's cache if memory allows.
@@ -192,6 +204,7 @@ class _How:
     trusted: bool
     what: str
     progress: Progress
+    tried: Tried
 
 
 @dataclass(frozen=True)
@@ -272,7 +285,7 @@ def _keeping(
     if installed and how.numerics == "fast":
         how.progress(f"testing how {how.source} reads its KV", None)
         known = Findings(trials, ModelIdentity(files, _computing(how, running, _format(spec))).model_id)
-        return spec, decode_ways.fastest(model, spec, context_tokens, known, pieces), why
+        return spec, decode_ways.fastest(model, spec, context_tokens, known, pieces, how.tried), why
     return spec, DEQUANTIZED, why
 
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.memory import kernel_check
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.device.device import size_class
 from satchel.actors.replica.kernels import block_kernels, decode_kernel, gpu_kernels, sealing
@@ -21,6 +20,7 @@ from satchel.actors.replica.kernels.decode_views import GROUPS_WANTED, KernelSte
 from satchel.actors.replica.kernels.head_transform import HeadTransform, Rotation
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.pool import Field, LayerFields, SlotGroup, slots_of
+from satchel.actors.replica.selftest import kernel_check
 from tests.worlds.replica import cuda_on_cpu, metal_on_cpu
 
 

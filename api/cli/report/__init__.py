@@ -1,0 +1,1 @@
+"""A report of this machine in one file: `satchel doctor --report`."""
