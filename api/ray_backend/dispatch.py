@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import asdict, replace
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import RayError
 
@@ -16,6 +15,7 @@ from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.replica_messages import GenerateRequest, PoolingRequest, ReplicaStats
 from ...actors.protocol.router_messages import NodeReport
 from ...actors.start import forget_node
+from ...cluster.available_memory import available_bytes
 from ...cluster.config import Config
 from ...cluster.environment import default_home
 from ...cluster.errors import (
@@ -148,7 +148,7 @@ def _seen_nodes() -> SeenNodes:
         alive += node.resources
         if node.node_id == own:
             here = next((name for name in node.resources if name.startswith("satchel-node-")), "")
-    return SeenNodes(registry.nodes(), frozenset(alive), here, psutil.virtual_memory().available)
+    return SeenNodes(registry.nodes(), frozenset(alive), here, available_bytes())
 
 
 def cluster_config() -> Config:

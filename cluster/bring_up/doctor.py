@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
+from ..available_memory import available_bytes
 from ..config import Config, Endpoint, Home, Model
 from ..connection import find_cluster
 from ..environment import is_macos, short_temporary_root
@@ -87,7 +88,7 @@ def examine(config: Config, home: Home) -> list[Check]:
     certificate = [] if node else check_tls(config.endpoint, datetime.now(UTC))
     hosts = [] if node else [*check_hosts(config.machines), *mac.reach(config.machines[1:])]
     here = next((each for each in config.machines if each.name == node), head)
-    system = mac.checks(here, _largest_weights(config))
+    system = mac.checks(here, _largest_weights(config)) if is_macos() else []
     return [*(check() for check in checks), *system, *hosts, *certificate, *check_lately(home, time.time())]
 
 
@@ -155,11 +156,11 @@ def check_mlx() -> Check:
 
 
 def check_memory() -> Check:
-    memory = psutil.virtual_memory()
-    found = f"{memory.total / _GIB:.0f} GiB, {memory.available / _GIB:.1f} GiB available"
-    if memory.total < _MEMORY_BYTES_MIN:
+    total, available = psutil.virtual_memory().total, available_bytes()
+    found = f"{total / _GIB:.0f} GiB, {available / _GIB:.1f} GiB available"
+    if total < _MEMORY_BYTES_MIN:
         return Check("memory", "warn", found, "choose small models; 16 GiB is comfortable")
-    if memory.available < 2 * _GIB:
+    if available < 2 * _GIB:
         return Check("memory", "warn", found, "close other programs before serving")
     return Check("memory", "ok", found)
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 from packaging.requirements import Requirement
 
+from ..available_memory import available_bytes
 from ..config import Home
 from ..environment import is_macos
 from . import mac
@@ -86,7 +87,7 @@ def _memory() -> dict[str, int]:
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     return {
         "total_bytes": memory.total,
-        "available_bytes": memory.available,
+        "available_bytes": available_bytes(),
         "swap_total_bytes": swap.total,
         "swap_used_bytes": swap.used,
     }

@@ -6,11 +6,18 @@ Satchel asks macOS's own programs. A program that is missing, fails or says some
 from __future__ import annotations
 
 import errno
+import ipaddress
+import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
 
 from ..environment import is_macos
 from ..nodes import Node
@@ -61,7 +68,7 @@ def checks(node: Node, weights_bytes: int = 0) -> list[Check]:
     """
     if not is_macos():
         return []
-    found = [_sleep(node.keep_awake), _gpu_memory(weights_bytes), _firewall()]
+    found = [_sleep(node.keep_awake), _gpu_memory(weights_bytes), _firewall(node), *_thunderbolt(node)]
     return [check for check in found if check is not None]
 
 
@@ -94,36 +101,79 @@ def _gpu_memory(weights_bytes: int) -> Check | None:
     return Check("gpu memory", "warn", found, f"sudo sysctl iogpu.wired_limit_mb={most} (until the next restart)")
 
 
-def _firewall() -> Check | None:
+def _firewall(node: Node) -> Check | None:
     said = asked(FIREWALL, "--getglobalstate")
     if "State = 0" in said or "disabled" in said:
         return Check("firewall", "ok", "macOS's firewall is off")
-    if "State = 1" not in said and "State = 2" not in said and "enabled" not in said:
+    if "State = 2" in said:
+        found = "macOS's firewall blocks all incoming connections"
+        return Check("firewall", "warn", found, f"sudo {FIREWALL} --setblockall off")
+    if "State = 1" not in said and "enabled" not in said:
         return None
+    python = os.path.realpath(sys.executable)
+    rule, allow = asked(FIREWALL, "--getappblocked", python), f"sudo {FIREWALL} --unblockapp {shlex.quote(python)}"
+    if "permitted" in rule:
+        return Check("firewall", "ok", f"macOS's firewall lets {python} accept connections")
+    if "block" in rule and "not" not in rule:
+        return Check("firewall", "warn", f"macOS's firewall refuses connections to {python}", allow)
     found = "macOS's firewall is on: it asks whether Python may accept connections, and refuses them until you allow it"
-    return Check("firewall", "ok", found)
+    if node.is_loopback:
+        return Check("firewall", "ok", f"{found}; connections of this Mac itself are not asked about")
+    add = f"sudo {FIREWALL} --add {shlex.quote(python)}"
+    return Check("firewall", "warn", found, f"answer its question, or for a service, which nobody sees: {add}; {allow}")
+
+
+def _thunderbolt(node: Node) -> list[Check]:
+    """Returns checks of bridges of Thunderbolt cables: each needs a fixed address, and its node a link with it."""
+    links = {link.address for link in node.links}
+    own, checks = psutil.net_if_addrs(), []
+    for port, device in hardware_ports():
+        if not port.startswith("Thunderbolt Bridge"):
+            continue
+        found = [each.address for each in own.get(device, []) if each.family == socket.AF_INET]
+        for address in found:
+            checks.append(_bridge(port, device, address, known=address in links, alone=node.is_loopback))
+    for link in node.links:
+        if not any(link.address == each.address for addresses in own.values() for each in addresses):
+            found = f"{link.address}, a link of {node.name}, is no address of this Mac now"
+            checks.append(Check("link", "warn", found, "plug the cable in, or correct `links` in the config"))
+    return checks
+
+
+def _bridge(port: str, device: str, address: str, *, known: bool, alone: bool) -> Check:
+    name = f"thunderbolt ({device})"
+    if ipaddress.ip_address(address).is_link_local:
+        # Such an address may be another one after the next start.
+        fixed = f'networksetup -setmanual "{port}" 10.10.10.1 255.255.255.0'
+        mend = f"give each Mac a fixed one, here for example: {fixed}; on the next 10.10.10.2"
+        return Check(name, "warn", f"its address {address} is self-assigned", mend)
+    if known or alone:
+        return Check(name, "ok", f"its address is {address}")
+    mend = f"give its node this link in the config: links: [{{address: {address}, kind: thunderbolt}}]"
+    return Check(name, "warn", f"its address is {address}, and KV does not use it", mend)
 
 
 def reach(nodes: Sequence[Node], port: int = _SSH_PORT) -> list[Check]:
-    """Tries a connection to each of `nodes`, all machines of the cluster but this one, for 3 s each at most.
+    """Tries connections to all of `nodes` at once, the machines of the cluster but this one, for 3 s at most.
 
     A refused connection is a machine that is there.
     """
-    found = []
-    for node in nodes:
-        name = f"network to {node.name}"
-        try:
-            socket.create_connection((node.address, port), _CONNECT_S).close()
-        except ConnectionRefusedError:
-            pass
-        except OSError as error:
-            said = f"{node.address}: {error.strerror or 'no answer'}"
-            blocked = error.errno == errno.EHOSTUNREACH and is_macos()
-            advice = LOCAL_NETWORK if blocked else "switch the machine on, and check its address and the network"
-            found.append(Check(name, "warn", said, advice))
-            continue
-        found.append(Check(name, "ok", f"{node.address} answers"))
-    return found
+    with ThreadPoolExecutor(max(1, len(nodes))) as threads:
+        return list(threads.map(lambda node: _reached(node, port), nodes))
+
+
+def _reached(node: Node, port: int) -> Check:
+    name = f"network to {node.name}"
+    try:
+        socket.create_connection((node.address, port), _CONNECT_S).close()
+    except ConnectionRefusedError:
+        pass
+    except OSError as error:
+        said = f"{node.address}: {error.strerror or 'no answer'}"
+        blocked = error.errno == errno.EHOSTUNREACH and is_macos()
+        advice = LOCAL_NETWORK if blocked else "switch the machine on, and check its address and the network"
+        return Check(name, "warn", said, advice)
+    return Check(name, "ok", f"{node.address} answers")
 
 
 def _number(name: str) -> int | None:

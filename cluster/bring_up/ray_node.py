@@ -14,6 +14,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..environment import is_macos
 from ..patches import start_ray_node
 from ..processes import ProcessMark, UnixSession, end_session
 from .keeper import keep_logs
@@ -69,6 +70,8 @@ def start_ray(spec: RaySpec) -> RayReport:
         temp_dir=spec.temp_dir,
         object_store_memory=spec.object_store_bytes,
         num_cpus=spec.cpus,
+        # MLX uses the GPU, and Ray is not to count it: on a Mac it would start a program to look for one.
+        num_gpus=0 if is_macos() else None,
         resources={spec.resource: RESOURCE_AMOUNT},
     )
     return RayReport(address=address, essential_pids=processes)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,13 +128,14 @@ class Ledger:
         assert all(said[name] == said[home] for name in copied), f"{agent}: a copy differs, {said}"
 
 
-def simulate(make: Callable[[], Ledger], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def simulate(
+    make: Callable[[], Ledger], name: str, monkeypatch: pytest.MonkeyPatch, clock: Clock | None = None
+) -> None:
     """Plays, heals and checks in virtual time; prints `name` if that fails."""
-    clock = Clock()
+    clock = clock or Clock()
     for module in (tombstones, conversations, copying, moving, tending, turns, node_blocks, router, agent_locator):
         monkeypatch.setattr(module, "time", clock)
-    memory = SimpleNamespace(available=2**34)
-    monkeypatch.setattr(reports, "psutil", SimpleNamespace(virtual_memory=lambda: memory), raising=False)
+    monkeypatch.setattr(reports, "available_bytes", lambda: 2**34)
 
     async def whole() -> None:
         ledger = make()

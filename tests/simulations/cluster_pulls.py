@@ -74,8 +74,8 @@ class _Session:
         self, world: ClusterWorld, store: KVStore, wanted: Wanted, source: str, owner: str, deadline_s: float
     ) -> None:
         self.world, self.store, self.wanted, self.owner = world, store, wanted, owner
-        self._source, self._begun = source, world.loop.time()
-        self._until = self._begun + deadline_s
+        self._source, self._begun, self._awake = source, world.now_of(store.name), world.awake_s(store.name)
+        self._deadline_s = deadline_s
         self.cancelled = asyncio.Event()
         self.over = False
         self._writing: deque[asyncio.Task[None]] = deque()
@@ -90,8 +90,9 @@ class _Session:
         here, blocks = loop.here(self._installed, self._retracted)
         if not self.cancelled.is_set():
             await self.store.owned.fenced(self._touch(here))
-        assert self.world.loop.time() <= self._until + 40.0, "a pull ends"
-        seconds, count = self.world.loop.time() - self._begun, len(self._installed)
+        took_s = self.world.awake_s(self.store.name) - self._awake
+        assert took_s <= self._deadline_s + 40.0, "a pull ends"
+        seconds, count = self.world.now_of(self.store.name) - self._begun, len(self._installed)
         return PullResult(
             stop, reason, blocks, here, count, count * ENTRY_BYTES, seconds, loop.connections, list(self._retracted)
         )
@@ -104,7 +105,7 @@ class _Session:
 
     async def pause(self, seconds: float) -> None:
         """Waits; raises `PullEnded` if that takes too long or the pull is cancelled."""
-        left_s = max(0.0, self._until - self.world.loop.time())
+        left_s = max(0.0, self._begun + self._deadline_s - self.world.now_of(self.store.name))
         try:
             await asyncio.wait_for(self.cancelled.wait(), min(seconds, left_s))
         except TimeoutError:

@@ -80,12 +80,13 @@ class _Jump(selectors.SelectSelector):
 
 
 class Process:
-    """What runs in one process of a node: tasks, and all that these start. They end with it."""
+    """What runs in one process of a node: tasks, and all that these start. They end with it. `host` is its machine, ""
+    if no machine ever sleeps."""
 
     current: ContextVar[Process | None] = ContextVar("process", default=None)
 
     def __init__(self, name: str) -> None:
-        self.name, self.alive = name, True
+        self.name, self.alive, self.host = name, True, ""
         self.tasks: set[asyncio.Task[Any]] = set()
         self._context = copy_context()
         self._context.run(Process.current.set, self)

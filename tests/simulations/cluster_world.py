@@ -222,6 +222,14 @@ class ClusterWorld(World):
             disk = self.kv[name] = KVDisk(self.loop.time, self._entries_max)
         return disk
 
+    def now_of(self, name: str) -> float:
+        """The clock of a node."""
+        return self.loop.time()
+
+    def awake_s(self, name: str) -> float:
+        """The time in which a node did not sleep."""
+        return self.loop.time()
+
     def restart_router(self) -> None:
         # Prompts are short here.
         self.config = replace(self.config, routing=replace(self.config.routing, split_tokens_min=500))

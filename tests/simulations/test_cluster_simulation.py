@@ -54,13 +54,15 @@ SYSTEM = [7] * 600
 class Cluster(Ledger):
     """One simulation of `mode` with so many nodes."""
 
+    world_of: type[ClusterWorld] = ClusterWorld
+
     def __init__(self, seed: int, mode: str, nodes: int, events: int) -> None:
         rng = random.Random(f"{seed} {mode} {nodes}")
         self._kinds, self._events = MODES[mode], events
         bad = 0.1 if mode == "links" else 0.0
         names = [f"n{number}" for number in range(nodes)]
         given = {"replication": rng.choice((1, 1, 2)), "entries_max": rng.choice((8, 40, 200))}
-        world = ClusterWorld(seed, names, loss=bad, twice=bad, uneven=rng.random() < 0.5, **given)
+        world = self.world_of(seed, names, loss=bad, twice=bad, uneven=rng.random() < 0.5, **given)
         super().__init__(world, [f"t/{letter}" for letter in "uvwxyz"[: rng.randint(2, 3 if nodes < 5 else 6)]])
         self.cluster, self.one_at_a_time = world, mode != "links"
         self.store = world.api

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 GIB = 2**30
@@ -42,7 +45,8 @@ class FakeMac:
         vm_stat: what `vm_stat` prints.
         pmset: what `pmset -g` prints.
         ports: its network ports and their devices.
-        addresses: IPv4 addresses by device, as `ifconfig` prints them.
+        addresses: IPv4 addresses by device.
+        allowed: what `socketfilterfw --getappblocked` prints.
         firewall: what `socketfilterfw --getglobalstate` prints.
     """
 
@@ -52,6 +56,7 @@ class FakeMac:
     pmset: str = "System-wide power settings:\nCurrently in use:\n sleep                1\n displaysleep         10\n"
     ports: dict[str, str] = field(default_factory=lambda: {"Wi-Fi": "en0", "Thunderbolt Bridge": "bridge0"})
     addresses: dict[str, str] = field(default_factory=lambda: {"en0": "192.168.1.10"})
+    allowed: str = "The application is not part of the firewall"
     firewall: str = "Firewall is disabled. (State = 0)\n"
 
     def tell(self) -> None:
@@ -59,12 +64,18 @@ class FakeMac:
         cases = "".join(f"{name}) echo '{value}';;\n" for name, value in self.sysctl.items())
         self._tool("sysctl", f'case "$2" in\n{cases}*) echo "unknown oid" >&2; exit 1;;\nesac')
         self._tool("pmset", f"cat <<'END'\n{self.pmset}END")
-        self._tool("socketfilterfw", f"cat <<'END'\n{self.firewall}END")
+        allowed = f'[ "$1" = --getappblocked ] && echo "{self.allowed}" && exit'
+        self._tool("socketfilterfw", f"{allowed}\ncat <<'END'\n{self.firewall}END")
         ports = "".join(f"Hardware Port: {name}\nDevice: {device}\n\n" for name, device in self.ports.items())
         self._tool("networksetup", f"cat <<'END'\n\n{ports}END")
         self._tool("vm_stat", f"cat <<'END'\n{self.vm_stat}END")
         # As macOS's: it lives as long as the process of `-w`.
         self._tool("caffeinate", 'while kill -0 "$3" 2>/dev/null; do sleep 0.05; done')
+
+    def interfaces(self) -> dict[str, list[SimpleNamespace]]:
+        """As `psutil.net_if_addrs` returns them."""
+        own = {"lo0": "127.0.0.1", **self.addresses}
+        return {name: [SimpleNamespace(family=socket.AF_INET, address=own[name])] for name in own}
 
     def calls(self, tool: str) -> list[str]:
         """The arguments of a tool's calls so far."""
@@ -86,6 +97,7 @@ def fake_mac(folder: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMac:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     monkeypatch.setattr(platform, "mac_ver", lambda *_: ("15.1", ("", "", ""), "arm64"))
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: mac.interfaces())
     monkeypatch.setattr("satchel.cluster.bring_up.mac.FIREWALL", str(folder / "socketfilterfw"))
     return mac
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import psutil
 
+from ....cluster.available_memory import available_bytes
 from ....cluster.environment import mlx_rounding
 from .device_errors import on_device
 
@@ -77,8 +78,7 @@ def device_bytes(*, free: bool = False) -> int:
         for name in (*(["free_memory"] if free else []), "total_memory", "memory_size"):
             if isinstance(size := info.get(name), int):
                 return size
-    memory = psutil.virtual_memory()
-    return memory.available if free else memory.total
+    return available_bytes() if free else psutil.virtual_memory().total
 
 
 def as_numpy(array: mx.array) -> np.ndarray:

@@ -8,18 +8,20 @@ import plistlib
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from satchel.cluster.bring_up import mac
+from satchel.cluster.bring_up import doctor, mac
 from satchel.cluster.bring_up.check import Check
 from satchel.cluster.bring_up.doctor import examine
 from satchel.cluster.bring_up.services import Service, daemon_advice, launchd_plist, systemd_unit
-from satchel.cluster.config import Config, Home, Model
-from satchel.cluster.nodes import Node
+from satchel.cluster.config import Config, Home, Model, parse_config
+from satchel.cluster.nodes import Link, Node
 from tests.worlds.fake_mac import GIB, FakeMac, fake_mac, other_values
 
 HERE = Node(name="mac0")
@@ -63,12 +65,64 @@ def test_a_model_that_the_gpu_may_not_hold_is_named(
 
 
 @pytest.mark.parametrize(
-    ("says", "then"), [("Firewall is disabled. (State = 0)", "off"), ("enabled. (State = 1)", "asks")]
+    ("state", "rule", "result", "says"),
+    [
+        ("Firewall is disabled. (State = 0)", "", "ok", "is off"),
+        ("Firewall is enabled. (State = 1)", "The application is not part of the firewall", "warn", "--add"),
+        ("Firewall is enabled. (State = 1)", "Incoming connection to the application is permitted", "ok", "lets"),
+        (
+            "Firewall is enabled. (State = 1)",
+            "Incoming connection to the application is blocked",
+            "warn",
+            "--unblockapp",
+        ),
+        ("Firewall is blocking all non-essential (State = 2)", "", "warn", "--setblockall off"),
+    ],
 )
-def test_the_firewalls_question_is_explained(apple: FakeMac, says: str, then: str):
-    apple.firewall = f"{says}\n"
+def test_the_firewalls_question_is_explained(apple: FakeMac, state: str, rule: str, result: str, says: str):
+    apple.firewall, apple.allowed = f"{state}\n", rule
     apple.tell()
-    assert then in found("firewall").found
+    check = found("firewall", node=Node(name="mac0", address="192.168.1.10"))
+    assert check.result == result and says in f"{check.found}; {check.mend}"
+    if "--" in says:
+        assert check.mend.count("sudo ") == (2 if "--add" in says else 1)
+
+
+def test_a_mac_alone_need_not_answer_the_firewall(apple: FakeMac):
+    apple.firewall = "Firewall is enabled. (State = 1)\n"
+    apple.tell()
+    assert found("firewall").result == "ok" and "asks whether Python" in found("firewall").found
+
+
+def bridges(node: Node) -> list[Check]:
+    return [check for check in mac.checks(node) if check.name.startswith(("thunderbolt", "link"))]
+
+
+def test_a_bridge_of_thunderbolt_cables_needs_a_fixed_address_and_a_link(apple: FakeMac):
+    node = Node(name="mac0", address="192.168.1.10")
+    assert bridges(node) == [], "no cable"
+    apple.addresses["bridge0"] = "169.254.17.4"
+    (check,) = bridges(node)
+    assert check.result == "warn" and "self-assigned" in check.found
+    assert 'networksetup -setmanual "Thunderbolt Bridge" 10.10.10.1 255.255.255.0' in check.mend
+    apple.addresses["bridge0"] = "10.10.10.1"
+    (check,) = bridges(node)
+    assert check.result == "warn" and "links: [{address: 10.10.10.1, kind: thunderbolt}]" in check.mend
+    linked = Node(name="mac0", address="192.168.1.10", links=(Link(address="10.10.10.1", kind="thunderbolt"),))
+    assert [check.result for check in bridges(linked)] == ["ok"]
+    assert [check.result for check in bridges(Node(name="mac0"))] == ["ok"], "alone it needs none"
+    del apple.addresses["bridge0"]
+    (check,) = bridges(linked)
+    assert check.result == "warn" and "10.10.10.1" in check.found
+
+
+def test_what_is_advised_for_a_bridge_is_a_config(apple: FakeMac):
+    apple.addresses["bridge0"] = "10.10.10.1"
+    (check,) = bridges(Node(name="mac0", address="192.168.1.10"))
+    links = yaml.safe_load(check.mend[check.mend.index("links:") :])
+    node = {"name": "mac0", "address": "192.168.1.10", **links}
+    config = parse_config({"models": [{"name": "x", "source": "x"}], "nodes": [node]})
+    assert config.machines[0].links == (Link(address="10.10.10.1", kind="thunderbolt"),)
 
 
 def test_tools_that_are_missing_or_say_something_else_leave_their_check_out(apple: FakeMac):
@@ -96,6 +150,13 @@ def test_the_doctor_says_it(apple: FakeMac, tmp_path: Path):
     said = {check.name: check for check in examine(config, Home(tmp_path / "home"))}
     assert said["gpu memory"].result == "warn" and "wired_limit_mb" in said["gpu memory"].mend
     assert {"sleep", "firewall"} <= said.keys()
+
+
+def test_weights_are_only_looked_at_on_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    looked: list[Config] = []
+    monkeypatch.setattr(doctor, "_largest_weights", lambda config: (looked.append(config), 0)[1])
+    examine(Config(models=(Model(name="a/large", source=str(tmp_path)),)), Home(tmp_path / "home"))
+    assert looked == []
 
 
 @pytest.fixture
@@ -136,6 +197,22 @@ def test_a_node_that_refuses_is_there_and_one_without_a_route_is_named(apple: Fa
     monkeypatch.setattr(sys, "platform", "linux")
     (check,) = mac.reach([Node(name="mac1", address="192.168.1.11")])
     assert check.result == "warn" and "Local Network" not in check.mend
+
+
+def test_machines_that_are_off_are_waited_for_together(monkeypatch: pytest.MonkeyPatch):
+    together = threading.Barrier(4)
+
+    def silent(*_: object) -> socket.socket:
+        # Breaks if the next one is only tried when this one has ended.
+        together.wait(10)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", silent)
+    nodes = [Node(name=f"mac{number}", address=f"192.168.1.{number}") for number in range(1, 5)]
+    assert [(check.name, check.result) for check in mac.reach(nodes)] == [
+        (f"network to mac{number}", "warn") for number in range(1, 5)
+    ]
+    assert mac.reach([]) == []
 
 
 def test_silence_is_waited_for_a_moment(monkeypatch: pytest.MonkeyPatch):
