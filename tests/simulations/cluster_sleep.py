@@ -21,6 +21,8 @@ from .cluster_disk import KVDisk
 from .cluster_time import Clock, Process, VirtualLoop
 from .cluster_world import ClusterWorld
 
+TICK_S = 1e-6
+
 LOST_S = 20.0
 """After so long without a node's answers Ray counts it as lost, and its processes end when they hear of it."""
 
@@ -66,6 +68,9 @@ class SleepyLoop(VirtualLoop):
         return self._when_awake(super().call_soon, callback, args, context)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+        # Differences of two clocks are rounded: who waits for less than time can advance would wait for ever.
+        when = max(when, self.now + TICK_S)
+
         def plan(work: Any, context: Context) -> asyncio.TimerHandle:
             return super(SleepyLoop, self).call_at(when, work, context=context)
 

@@ -20,6 +20,9 @@ from .test_cluster_simulation import REQUEST_S, Cluster
 SEEDS = int(os.environ.get("SATCHEL_SIMULATIONS", "40")) // 8
 FIRST = int(os.environ.get("SATCHEL_SEED", "0"))
 HOUR_S = 3600.0
+BACK_S, TURNS_MAX = 20.0, 3
+"""How long after its sleep a cluster has its nodes again, and in how many turns each agent is answered."""
+
 NAPS_S = (3.0, 15.0, 40.0, 600.0, 5 * HOUR_S)
 
 
@@ -65,6 +68,19 @@ class Night(Cluster):
             if name not in world.stores:
                 await asyncio.sleep(rng.random() * JOIN_S)
                 world.start_node(name)
+        await asyncio.sleep(BACK_S)
+        assert {*world.alive()} == {*world.names}, "nodes come back"
+        for agent in self.agents:
+            await self.goes_on(agent)
+
+    async def goes_on(self, agent: str) -> None:
+        """Checks that an agent can be asked again. A turn that is still held is waited for at first."""
+        before = len(self.acknowledged[agent])
+        for _ in range(TURNS_MAX):
+            await self.cluster.client.start(self.turn(agent, answer=self.cluster.answer))
+            if len(self.acknowledged[agent]) > before:
+                return
+        raise AssertionError(f"{agent} is not answered any more")
 
     async def ends(self, work: Coroutine[Any, Any, None]) -> None:
         """Checks that a request ends while its endpoint is awake for so long."""

@@ -21,6 +21,7 @@ from satchel.actors.protocol.store_messages import Commit, CommitOutcome, Conten
 from satchel.cluster.config import Config, parse_config
 from satchel.cluster.errors import AgentBusy, AgentExists, AgentNotFound, Unavailable
 from satchel.cluster.timing import Timing
+from tests.worlds.kv_store.kv_files import chain, checked
 from tests.worlds.kv_store.lone_store import LoneStore
 
 MODEL, OTHER = b"m" * 32, b"o" * 32
@@ -262,3 +263,34 @@ async def test_who_shares_with_nobody_has_no_blocks_to_be_found_by(share):
     await keep(store, "t/x", "a", tokens=600)
     blocks = await store.client.blocks("t/x")
     assert bool(blocks) == (share == "agent")
+
+
+async def test_agents_whose_names_a_mac_would_not_tell_apart_share_no_file(tmp_path: Path):
+    """A Mac's disk takes `Ann` and `ann` for one file, and an accent before or after composition. Names on disk are not
+    made of what callers write."""
+    names = ["Ann", "ann", "ANN", "Zo\u00eb", "Zoe\u0308", "ZOE\u0308", "\u212bngstr\u00f6m", "stra\u00dfe", "STRASSE"]
+    store = LoneStore(config(), tmp_path)
+    for tenant in ("t", "T"):
+        for name in names:
+            await keep(store, f"{tenant}/{name}", f"{tenant} is {name}")
+    store.close()
+    again = LoneStore(config(), tmp_path)
+    for tenant in ("t", "T"):
+        for name in names:
+            assert json.loads(await again.client.transcript(f"{tenant}/{name}")) == [{"content": f"{tenant} is {name}"}]
+    again.close()
+    check_names(tmp_path)
+
+
+def test_files_of_kv_of_such_agents_have_names_of_lower_case(tmp_path: Path):
+    with checked(tmp_path / "kv") as made:
+        for name in ("Ann", "ann", "Zo\u00eb", "Zoe\u0308"):
+            made.put(chain(2, parent=root_id(MODEL, name), owners=(name,)))
+    assert check_names(tmp_path / "kv") > 4
+
+
+def check_names(folder: Path) -> int:
+    """Checks that every file is the same on any file system. Returns how many there are."""
+    paths = [str(path.relative_to(folder)) for path in folder.rglob("*")]
+    assert all(path.isascii() and path == path.lower() for path in paths), paths
+    return len(paths)
