@@ -100,7 +100,8 @@ def launchd_advice(service: Service, path: Path, uid: int) -> list[str]:
     """Returns how to start it, how to remove it, and where its output is."""
     return [
         f"Start it, now and at every login:  launchctl bootstrap gui/{uid} {shlex.quote(str(path))}",
-        f"Stop it for good:                  launchctl bootout gui/{uid}/{service.name}",
+        # With the file there it would start again at the next login.
+        f"Stop it for good:                  launchctl bootout gui/{uid}/{service.name} && rm {shlex.quote(str(path))}",
         f"What it says:                      {service.log}",
     ]
 

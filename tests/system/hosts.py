@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,20 @@ class Host:
 
     def heal(self) -> None:
         _ip("link", "set", self.link, "up")
+
+    def sleep(self) -> list[int]:
+        """Stops every process, and nothing answers on the network, as with a closed lid. Returns who is to wake."""
+        self.cut()
+        pids = self.pids()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        return pids
+
+    def wake(self, pids: Sequence[int]) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self.heal()
 
     def slow(self, mbit_s: int) -> None:
         """Bound what goes to and from the host."""

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import mlx.core as mx
 import psutil
 import pytest
 
 GIB = 2**30
+
+LAUNCHD = Path(__file__).with_name("fake_launchd.py")
 
 VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
 Pages free:                               65536.
@@ -47,6 +50,7 @@ class FakeMac:
         ports: its network ports and their devices.
         addresses: IPv4 addresses by device.
         allowed: what `socketfilterfw --getappblocked` prints.
+        wired: what MLX was told to keep resident (`fake_gpu`), the latest last.
         firewall: what `socketfilterfw --getglobalstate` prints.
     """
 
@@ -56,6 +60,7 @@ class FakeMac:
     pmset: str = "System-wide power settings:\nCurrently in use:\n sleep                1\n displaysleep         10\n"
     ports: dict[str, str] = field(default_factory=lambda: {"Wi-Fi": "en0", "Thunderbolt Bridge": "bridge0"})
     addresses: dict[str, str] = field(default_factory=lambda: {"en0": "192.168.1.10"})
+    wired: list[int] = field(default_factory=list)
     allowed: str = "The application is not part of the firewall"
     firewall: str = "Firewall is disabled. (State = 0)\n"
 
@@ -69,6 +74,8 @@ class FakeMac:
         ports = "".join(f"Hardware Port: {name}\nDevice: {device}\n\n" for name, device in self.ports.items())
         self._tool("networksetup", f"cat <<'END'\n\n{ports}END")
         self._tool("vm_stat", f"cat <<'END'\n{self.vm_stat}END")
+        # Of a Python of its own: this one may be told what runs it by the environment that launchd does not pass on.
+        self._tool("launchctl", f'exec "{sys.executable}" -I "{LAUNCHD}" "{self.folder}" "$@"')
         # As macOS's: it lives as long as the process of `-w`.
         self._tool("caffeinate", 'while kill -0 "$3" 2>/dev/null; do sleep 0.05; done')
 
@@ -100,6 +107,30 @@ def fake_mac(folder: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMac:
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: mac.interfaces())
     monkeypatch.setattr("satchel.cluster.bring_up.mac.FIREWALL", str(folder / "socketfilterfw"))
     return mac
+
+
+def fake_gpu(mac: FakeMac, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes MLX in this process say that it computes on the Mac's GPU, which keeps resident what it is told."""
+
+    def recommended() -> int:
+        memory, limit = int(mac.sysctl["hw.memsize"]), int(mac.sysctl["iogpu.wired_limit_mb"]) * 2**20
+        return limit or int(memory * (2 / 3 if memory <= 36 * GIB else 3 / 4))
+
+    def device_info(*_: object) -> dict[str, int | str]:
+        memory = int(mac.sysctl["hw.memsize"])
+        sizes = {"memory_size": memory, "max_recommended_working_set_size": recommended()}
+        return {"device_name": "Apple M4", "architecture": "applegpu_g16s", **sizes}
+
+    def set_wired_limit(limit: int) -> int:
+        if limit > recommended():
+            raise ValueError("[metal::set_wired_limit] Setting a wired limit larger than the maximum working set size")
+        mac.wired.append(limit)
+        return 0
+
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", device_info)
+    monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
 
 
 def other_values(mac: FakeMac, values: Mapping[str, int | str]) -> None:
