@@ -19,6 +19,9 @@ from .hosts_world import NODES, RETURN_S, START_S, World, succeeds
 
 pytestmark = pytest.mark.slow
 
+NUMBERS = "Say the numbers from one to forty."
+NAP_S = 30.0
+
 SLEPT_S = 75.0
 """Longer than Ray and Satchel wait for a node or a head."""
 
@@ -70,6 +73,39 @@ def test_all_that_slept_go_on(world: World):
     talk.settled(gina, "mac1", ["mac0"])
     slept(world, [world.head, world.second])
     ask(world, gina, "What is the code of ibis?", "3773")
+
+
+def test_streams_go_on_when_those_who_compute_them_fall_asleep(world: World):
+    """Elsewhere, if only their node sleeps; where they were, if all do."""
+    talk, plain, hana = world.talk, named("plain", "mac0", NODES), named("hana", "mac1", NODES)
+    whole = talk.ask(plain, NUMBERS, max_tokens=400).text
+    stopped: list[tuple[Host, list[int]]] = []
+
+    def wake() -> None:
+        while stopped:
+            machine, pids = stopped.pop()
+            machine.wake(pids)
+
+    def node_sleeps(pieces: int) -> None:
+        if pieces == 3:
+            stopped.append((world.second, world.second.sleep()))
+
+    def all_sleep(pieces: int) -> None:
+        if pieces == 3:
+            stopped.extend((machine, machine.sleep()) for machine in (world.head, world.second))
+            time.sleep(NAP_S)
+            wake()
+
+    try:
+        assert talk.stream(hana, NUMBERS, node_sleeps, max_tokens=400) == whole
+    finally:
+        wake()
+    wait_until(lambda: _whole(world), 2 * RETURN_S)
+    try:
+        assert talk.stream(named("iris", "mac1", NODES), NUMBERS, all_sleep, max_tokens=400) == whole
+    finally:
+        wake()
+    wait_until(lambda: _whole(world), 2 * RETURN_S)
 
 
 def ask(world: World, agent: str, question: str, answer: str) -> float:
