@@ -32,7 +32,7 @@ class Redaction:
 
     def __call__(self, text: str) -> str:
         """Returns the text without them."""
-        for secret in sorted({each for each in self.secrets if len(each) >= 4}, key=len, reverse=True):
+        for secret in sorted({*self.secrets}, key=len, reverse=True):
             text = text.replace(secret, "<secret>")
         text = _KEYS.sub(lambda found: f"{found[1]}<secret>", text)
         text = _IN_URLS.sub("<secret>@", text)

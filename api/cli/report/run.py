@@ -45,6 +45,7 @@ _SHOWN = ("satchel", "mlx", "mlx-lm", "ray")
 """Packages whose versions are in the report's head; all are in its JSON."""
 
 _NO_NAMES = {"", "local", "localhost"}
+SECRET_CHARACTERS_MIN = 8
 _SECRET_VARIABLES = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 _TEXTS_OF_CALLERS = ("last 24 h: given_up", "last 24 h: refused")
 """Checks whose text may name tenants, or say what a request was."""
@@ -135,7 +136,9 @@ def _redaction(config: Config, home: Home, status: dict[str, Any], environment: 
         call([membership.door.rpartition(":")[0]], "the-head")
     call([own, own.partition(".")[0]], "this-machine")
     secrets = [value for name, value in environment.items() if any(part in name.upper() for part in _SECRET_VARIABLES)]
-    return Redaction(str(Path.home()), names, [value for value in secrets if not value.startswith(("/", "~"))])
+    # Shorter ones are switches, and a path is no secret.
+    secrets = [value for value in secrets if len(value) >= SECRET_CHARACTERS_MIN and value[0] not in "/~"]
+    return Redaction(str(Path.home()), names, secrets)
 
 
 def as_markdown(found: dict[str, Any]) -> str:
