@@ -38,7 +38,10 @@ _BODY = """
   constexpr float LOW = -1e30f;
   #define ROUND(x) static_cast<float>(static_cast<T>(x))
   #if PLAIN
-  struct alignas(16) Eight { P x[8]; };
+  // Read by words: Metal cannot copy a struct from memory of the device.
+  constexpr int EW = sizeof(P) / 2;
+  union Eight { uint4 words[EW]; P x[8]; };
+  #define READ(eight, from) Eight eight; for (int i = 0; i < EW; i++) eight.words[i] = (from)[i];
   #endif
   SHARED float q_s[(GC + 1) * DK];
   SHARED float buf[NW * GC * BW];
@@ -109,7 +112,7 @@ _BODY = """
       float bias[GC];
       for (int g = 0; g < GC; g++) bias[g] = 0.f;
       #if PLAIN
-      const DEVICE Eight* keys = (const DEVICE Eight*)block_keys + base * DK * 32 + quarter * 8 + piece;
+      const DEVICE uint4* keys = (const DEVICE uint4*)block_keys + (base * DK * 32 + quarter * 8 + piece) * EW;
       #else
       const long codes_at = base * DK * KW, scales_at = base * DK * KS + (quarter * 64 + piece * 8) / KG;
       #endif
@@ -117,7 +120,7 @@ _BODY = """
       for (int d = LANE >> 3; d < DK; d += 4) {
         float k[8];
         #if PLAIN
-        const Eight eight = keys[d * 32];
+        READ(eight, keys + d * 32 * EW)
         for (int j = 0; j < 8; j++) k[j] = static_cast<float>(eight.x[j]);
         #else
         const float s = static_cast<float>(key_scales[scales_at + d * KS]);
@@ -208,7 +211,7 @@ _BODY = """
           const long at = base * 256 + quarter * 64 + t;
           float v[8];
           #if PLAIN
-          const Eight eight = ((const DEVICE Eight*)block_values)[at * WD + word];
+          READ(eight, (const DEVICE uint4*)block_values + (at * WD + word) * EW)
           for (int j = 0; j < 8; j++) v[j] = static_cast<float>(eight.x[j]);
           #else
           const unsigned int c = value_codes[at * WD + word];

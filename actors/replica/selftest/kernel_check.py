@@ -143,12 +143,18 @@ def expected(queries: mx.array, view: DecodeView, policy: str, scale: float, sin
 
 
 def error(
-    dims: tuple[int, int], grouped: int, policy: str, window: int, dtype: mx.Dtype, transform: HeadTransform = NOTHING
+    dims: tuple[int, int],
+    grouped: int,
+    policy: str,
+    window: int,
+    dtype: mx.Dtype,
+    transform: HeadTransform = NOTHING,
+    lengths: Sequence[int] = LENGTHS,
 ) -> float:
     """How far the kernel is off, of the largest output, and checks that it appends the new token; with sinks for some
     shapes."""
     # Behind a window sequences have few blocks.
-    lengths = [min(length, 900 if window else length) for length in LENGTHS]
+    lengths = [min(length, 900 if window else length) for length in lengths]
     queries, reference, view = world(lengths, max(1, 8 // grouped), dims, grouped, policy, window, dtype, transform)
     sinks = mx.random.normal((queries.shape[1],)).astype(dtype) if grouped == 8 else None
     scale, seal = dims[0] ** -0.5, POLICIES[policy]

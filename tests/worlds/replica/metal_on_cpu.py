@@ -1,72 +1,15 @@
-"""Metal's arithmetic on a CPU, where it is another one: what MLX's kernels for Metal do, by plain operations; and
-kernels of ours from their own text, as `cuda_on_cpu` runs them."""
+"""Metal's arithmetic on a CPU, where it is another one: what MLX's kernels for Metal do, by plain operations."""
 
 from __future__ import annotations
 
 import ctypes
 import ctypes.util
-from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.replica.kernels import gpu_kernels
-
-from . import cuda_on_cpu
-
 _argmax, _concatenate = mx.argmax, mx.concatenate
-
-_SHIM = r"""
-#include <cmath>
-#define __METAL_VERSION__ 310
-#define threadgroup static
-#define device
-typedef unsigned int uint;
-typedef unsigned short ushort;
-struct Place { uint x, y, z; };
-namespace mem_flags { enum flags { mem_threadgroup }; }
-static void threadgroup_barrier(mem_flags::flags) { wait_for(arrived_block, round_block, (int)threads.size()); }
-static void simdgroup_barrier(mem_flags::flags) { wait_for(arrived[running >> 5], rounds[running >> 5], 32); }
-static float exchanged[32][32];
-static float simd_shuffle_xor(float x, ushort other) {
-  const int warp = running >> 5, lane = running & 31;
-  exchanged[warp][lane] = x;
-  wait_for(arrived[warp], rounds[warp], 32);
-  const float got = exchanged[warp][lane ^ other];
-  wait_for(arrived[warp], rounds[warp], 32);
-  return got;
-}
-namespace metal {
-inline float exp(float x) { return expf(x); }
-inline float exp2(float x) { return exp2f(x); }
-inline float max(float a, float b) { return fmaxf(a, b); }
-namespace precise {
-inline float rsqrt(float x) { return 1.f / sqrtf(x); }
-inline float cos(float x) { return cosf(x); }
-inline float sin(float x) { return sinf(x); }
-}
-// As the chip does it: by the part of a turn, in float32.
-namespace fast {
-inline double turned(float x) {
-  const float turns = x * 0.15915494309189535f;
-  return (double)(turns - floorf(turns)) * 6.283185307179586;
-}
-inline float cos(float x) { return (float)::cos(turned(x)); }
-inline float sin(float x) { return (float)::sin(turned(x)); }
-}
-}
-"""
-
-_INDICES = """
-  const Place threadgroup_position_in_grid{(uint)group, 0, 0}, thread_position_in_threadgroup{(uint)thread, 0, 0};
-  const uint thread_index_in_simdgroup = thread & 31, simdgroup_index_in_threadgroup = thread >> 5;
-"""
-
-
-def kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str) -> Callable[..., list[mx.array]]:
-    """Stands for `gpu_kernels.kernel`, with Metal's prelude."""
-    return cuda_on_cpu.kernel(name, inputs, outputs, body, before=_SHIM, indices=_INDICES + gpu_kernels._METAL)
 
 
 def rotate(x: np.ndarray, position: int, base: float) -> np.ndarray:

@@ -1,9 +1,11 @@
 """The decode kernel compared with the reference in plain MLX operations, for sequences of any lengths; and how work is
-divided."""
+divided. Where there is no GPU, its text for Metal runs on the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -14,14 +16,65 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.device.device import size_class
-from satchel.actors.replica.kernels import block_kernels, decode_kernel, gpu_kernels, sealing
+from satchel.actors.replica.device.device import on_gpu, size_class
+from satchel.actors.replica.kernels import block_kernels, decode_kernel, decode_views, sealing
 from satchel.actors.replica.kernels.decode_views import GROUPS_WANTED, KernelStep, KernelView, SequenceBlocks
 from satchel.actors.replica.kernels.head_transform import HeadTransform, Rotation
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.pool import Field, LayerFields, SlotGroup, slots_of
 from satchel.actors.replica.selftest import kernel_check
-from tests.worlds.replica import cuda_on_cpu, metal_on_cpu
+from tests.worlds.kernels import emulator, metal_source, shapes
+from tests.worlds.kernels.faults import fault
+from tests.worlds.replica import metal_on_cpu
+
+
+LENGTHS = (1, 256, 257, 90, 700)
+"""Of sequences, where a GPU's threads take turns."""
+
+SHAPES = [
+    pytest.param(shape, id="-".join(map(str, shape)), marks=() if shape in shapes.usual() else pytest.mark.metal)
+    for shape in shapes.ALL
+]
+
+WATCHED = shapes.Shape("q4", "float32", (128, 128), 4, 0, 2, False)
+"""The shape in which faults are to be noticed."""
+
+FAULTS: dict[str, tuple[ModuleType, str, str]] = {
+    "a barrier is missing": (decode_kernel, "  SYNC();\n  if (ROPE)", "  if (ROPE)"),
+    "a barrier before others' results is missing": (
+        *(decode_kernel, "  SYNC();\n  for (int i = THREAD; i < GC * DV;"),
+        "  for (int i = THREAD; i < GC * DV;",
+    ),
+    "a lane is off by one": (decode_kernel, "x += XOR(x, 8);", "x += XOR(x, 9);"),
+    "half of a warp is added up": (
+        *(decode_kernel, "for (int o = 16; o; o >>= 1) sum += XOR(sum, o);"),
+        "for (int o = 8; o; o >>= 1) sum += XOR(sum, o);",
+    ),
+    "a token too many is seen": (decode_kernel, "if (t < tl &&", "if (t <= tl &&"),
+    "the new token goes to another place": (decode_kernel, "(tail_at + tl - 1) * DV", "(tail_at + 256 - tl) * DV"),
+    "a lane leaves": (decode_kernel, "if (sequence < 0) return;", "if (sequence < 0 || LANE == 7) return;"),
+    "a thread leaves": (decode_kernel, "if (sequence < 0) return;", "if (sequence < 0 || THREAD == 40) return;"),
+    "parts are joined without the last": (decode_kernel, "job < jobs[sequence + 1]", "job < jobs[sequence + 1] - 1"),
+    "an output ends later": (decode_kernel, "out[(long)GROUP * DV + d]", "out[(long)GROUP * DV + d + 1]"),
+    "more memory is shared than Metal has": (decode_kernel, "SHARED float rm[NW * GC];", "SHARED float rm[8192];"),
+    "a block goes to the next slot": (block_kernels, "const long to = slots[n];", "const long to = slots[n] + 1;"),
+}
+
+
+def error_of(shape: shapes.Shape, lengths: Sequence[int]) -> float:
+    dtype = kernel_check.DTYPES[shape.dtype]
+    transform = kernel_check.all_transforms(shape.dims[0], dtype)[shape.transform]
+    return kernel_check.error(
+        shape.dims, shape.grouped, shape.policy, shape.window, dtype, transform, lengths=lengths
+    )
+
+
+def is_wrong(shape: shapes.Shape) -> bool:
+    try:
+        return not error_of(shape, LENGTHS) <= kernel_check.BOUND
+    except (AssertionError, RuntimeError):
+        # Of what is written in place, or of threads that wait for ever.
+        return True
 
 
 @given(sequences=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 256)), min_size=1, max_size=40))
@@ -80,13 +133,11 @@ def test_a_kernel_gets_what_it_names(
     decode_kernel._plan.cache_clear()
 
 
-@pytest.mark.skipif(not cuda_on_cpu.can_run(), reason="no compiler")
+@pytest.mark.skipif(emulator.lacks() is not None, reason=str(emulator.lacks()))
 @pytest.mark.parametrize("position", [0, 5003, 131_071, 1_000_003])
-def test_far_tokens_are_rotated_as_metal_rotates_a_prompt(position: int, monkeypatch: pytest.MonkeyPatch):
+def test_far_tokens_are_rotated_as_metal_rotates_a_prompt(position: int):
     """The kernel's text for Metal, run here, puts the same new key into a sequence's open block as MLX's rotations with
     their fast cosines do in prefill, wherever the sequence is."""
-    monkeypatch.setattr(decode_kernel, "kernel", metal_on_cpu.kernel)
-    decode_kernel._plan.cache_clear()
     dim, policy, numbers = 64, POLICIES["q4"], np.random.default_rng(position)
     rotation = Rotation.of(nn.RoPE(dim, base=1e6), dim, mx.float32)
     pool = block_kernels.empty_slot(1, dim, dim, mx.float32, policy)
@@ -97,34 +148,32 @@ def test_far_tokens_are_rotated_as_metal_rotates_a_prompt(position: int, monkeyp
     step = KernelStep(tails, pool, sequences, nothing)
     view = KernelView(key, value, step, lambda _: HeadTransform(rotation=rotation))
     mx.eval(tails)
-    mx.eval(decode_kernel.attend(query, view, policy, 1))
-    decode_kernel._plan.cache_clear()
+    with metal_source.kernels(metal_source.emulated):
+        mx.eval(decode_kernel.attend(query, view, policy, 1))
     got = np.array(tails[0])[0, 0, position % BLOCK_TOKENS]
     assert np.abs(got - metal_on_cpu.rotate(np.array(key)[0, 0, 0], position, 1e6)).max() < 1e-5
     assert np.array_equal(np.array(tails[1])[0, 0, position % BLOCK_TOKENS], np.array(value)[0, 0, 0])
 
 
-@pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
-@pytest.mark.parametrize("window", kernel_check.WINDOWS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("grouped", kernel_check.GROUPED)
-@pytest.mark.parametrize("dims", kernel_check.HEAD_SIZES)
-def test_the_kernel_agrees_with_the_reference(dims: tuple[int, int], grouped: int, policy: str, window: int):
-    assert kernel_check.error(dims, grouped, policy, window, mx.bfloat16) <= kernel_check.BOUND_16
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_agrees_with_the_reference(shape: shapes.Shape, monkeypatch: pytest.MonkeyPatch):
+    if shape.whole:
+        monkeypatch.setattr(decode_views, "GROUPS_WANTED", 1)
+    off = error_of(shape, kernel_check.LENGTHS if on_gpu() else LENGTHS)
+    assert off <= (kernel_check.BOUND if shape.dtype == "float32" else kernel_check.BOUND_16)
 
 
-@pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("grouped", [1, 2, 8])
-@pytest.mark.parametrize("dim", [64, 80, 128])
-def test_norms_and_rotations_in_the_kernel_agree_with_the_modules(dim: int, grouped: int, number: int):
-    for dtype in (mx.float32, mx.bfloat16):
-        transform = kernel_check.all_transforms(dim, dtype)[number]
-        off = kernel_check.error((dim, dim), grouped, "q4", 0, dtype, transform)
-        assert off <= (kernel_check.BOUND if dtype == mx.float32 else kernel_check.BOUND_16)
+@pytest.mark.skipif(emulator.lacks() is not None, reason=str(emulator.lacks()))
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_the_text_is_noticed(name: str):
+    with metal_source.kernels(metal_source.emulated):
+        assert not is_wrong(WATCHED)
+    with fault(*FAULTS[name]), metal_source.kernels(metal_source.emulated):
+        assert is_wrong(WATCHED)
 
 
-@pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_blocks_are_written_from_their_records(policy: str, dtype: mx.Dtype):
@@ -153,7 +202,7 @@ def test_blocks_are_written_from_their_records(policy: str, dtype: mx.Dtype):
             assert mx.array_equal(one[numbers + group.written(place)], wanted)
 
 
-@pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("policy", [policy.name for policy in POLICIES.values() if policy.quantizes])
 @pytest.mark.parametrize("key_dim, value_dim", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])

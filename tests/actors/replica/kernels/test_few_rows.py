@@ -14,7 +14,7 @@ import pytest
 from satchel.actors.replica.device.device import on_cuda
 from satchel.actors.replica.kernels import few_rows
 from satchel.actors.replica.loading import few_rows_check, joined, prepare
-from tests.worlds.replica import cuda_on_cpu
+from tests.worlds.kernels import cuda_on_cpu, emulator
 
 ROUNDING = {mx.bfloat16: 2**-8, mx.float16: 2**-11}
 """Of the largest number: half a step of its last bit, and what the additions make of it."""
@@ -26,8 +26,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if on_cuda():
         yield
         return
-    if not cuda_on_cpu.can_run():
-        pytest.skip("this machine has neither CUDA nor a compiler")
+    if lacks := emulator.lacks():
+        pytest.skip(lacks)
     monkeypatch.setattr(few_rows, "kernel", cuda_on_cpu.kernel)
     few_rows._plan.cache_clear()
     mx.disable_compile()

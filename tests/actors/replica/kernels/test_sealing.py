@@ -8,12 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from satchel.actors.replica.kernels import gpu_kernels, sealing
+from satchel.actors.replica.device.device import on_gpu
+from satchel.actors.replica.kernels import sealing
 from satchel.actors.replica.kernels.sealing import POLICIES, Quantized, SealPolicy
 
 QUANTIZING = [policy for policy in POLICIES.values() if policy.quantizes]
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-KERNELS = [False, *[True] * gpu_kernels.is_available()]
+KERNELS = pytest.mark.parametrize("kernels", [False, True], indirect=True)
 OFFSETS = (0, 3, -3, 40, -40, 359, -359, 500, -500)
 
 
@@ -54,7 +55,7 @@ def check(array: mx.array, back: mx.array, policy: SealPolicy, scale: mx.Dtype, 
     assert (np.abs(got - wanted) <= room).all(), (np.abs(got - wanted) / step).max()
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@KERNELS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("policy", QUANTIZING, ids=lambda policy: policy.name)
 def test_a_channel_keeps_its_steps_wherever_it_lies(policy: SealPolicy, dtype: mx.Dtype, kernels: bool):
@@ -68,7 +69,7 @@ def test_a_channel_keeps_its_steps_wherever_it_lies(policy: SealPolicy, dtype: m
         check(values, back[1], policy, sealing.scale_dtype(dtype), keys=False)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@KERNELS
 @pytest.mark.parametrize("policy", QUANTIZING, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (192, 128), (256, 256)])
 def test_every_head_size_keeps_its_steps(dims: tuple[int, int], policy: SealPolicy, kernels: bool):
@@ -81,7 +82,7 @@ def test_every_head_size_keeps_its_steps(dims: tuple[int, int], policy: SealPoli
     assert back[1].shape == values.shape
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@KERNELS
 @pytest.mark.parametrize("policy", QUANTIZING, ids=lambda policy: policy.name)
 def test_the_first_token_of_a_block_is_kept_as_computed_and_widens_no_group(policy: SealPolicy, kernels: bool):
     """Heads that look for nothing attend to it, and its keys are unlike all others."""
@@ -95,7 +96,7 @@ def test_the_first_token_of_a_block_is_kept_as_computed_and_widens_no_group(poli
         assert mx.array_equal(mx.where(firsts[:, None], 0, got), mx.where(firsts[:, None], 0, without))
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@KERNELS
 @pytest.mark.parametrize("number", [0.0, 1.0, -1.0, 500.0, -500.0, 1e-6, 0.1])
 @pytest.mark.parametrize("policy", QUANTIZING, ids=lambda policy: policy.name)
 def test_a_constant_is_kept(policy: SealPolicy, number: float, kernels: bool):
@@ -108,7 +109,7 @@ def test_a_constant_is_kept(policy: SealPolicy, number: float, kernels: bool):
             assert (np.abs(as_numpy(back) - as_numpy(array)) <= abs(number) * fraction + 1e-7).all()
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@KERNELS
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("policy", QUANTIZING, ids=lambda policy: policy.name)
 def test_what_is_no_number_stays_none_and_stays_where_it_is(policy: SealPolicy, wrong: float, kernels: bool):
@@ -122,7 +123,7 @@ def test_what_is_no_number_stays_none_and_stays_where_it_is(policy: SealPolicy, 
     assert finite[0].sum() == finite[0].size - policy.key_group and finite[1].sum() == finite[1].size - 64
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@KERNELS
 @pytest.mark.parametrize("number", [1e5, -1e5])
 def test_what_is_too_large_for_16_bits_is_no_number(number: float, kernels: bool):
     """The self-test notices a model with such keys, and its KV is kept as computed."""
@@ -155,12 +156,12 @@ def test_codes_are_a_stream_of_bits(bits: int):
     assert (np.array(sealing._packed(mx.array(codes), bits)) == wanted).all()
 
 
-@pytest.mark.skipif(not gpu_kernels.is_available(), reason="this device runs no kernels")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("policy", QUANTIZING, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)])
 def test_the_kernel_seals_as_plain_operations_do(dims: tuple[int, int], policy: SealPolicy, dtype: mx.Dtype):
-    for offset in OFFSETS:
+    for offset in OFFSETS if on_gpu() else OFFSETS[::4]:
         given = drawn(offset, dtype, dims, blocks=3)
         sealed, plain = (sealing.seal(*given, policy, kernels=kernels) for kernels in (True, False))
         assert sealing.are_alike(sealed, plain), offset

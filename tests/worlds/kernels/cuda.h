@@ -1,0 +1,59 @@
+// What our kernels use of CUDA, for a compiler for CPUs. A warp's product waits for all its lanes.
+#pragma once
+#include "numbers.h"
+#include "threads.h"
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static unsigned __byte_perm(unsigned low, unsigned high, unsigned order) {
+  const unsigned long long both = (unsigned long long)high << 32 | low;
+  unsigned out = 0;
+  for (int i = 0; i < 4; i++) out |= (unsigned)(both >> 8 * (order >> 4 * i & 7) & 255) << 8 * i;
+  return out;
+}
+
+struct Operands { unsigned a[4], b[2]; float c[4], d[4]; };
+static Operands operands[32][32];
+
+template <class H> static float half_of(unsigned pair, int which) {
+  const unsigned short bits = pair >> 16 * which;
+  H half;
+  memcpy(&half, &bits, 2);
+  return half;
+}
+
+// PTX, "Matrix Fragments for mma.m16n8k16 with floating point type".
+template <class H> static void multiply_warp(Operands* lanes) {
+  float a[16][16], b[16][8], c[16][8];
+  for (int lane = 0; lane < 32; lane++) {
+    const int group = lane >> 2, in_group = lane & 3;
+    for (int i = 0; i < 8; i++) {
+      const int row = (i < 2 || (4 <= i && i < 6)) ? group : group + 8;
+      const int column = in_group * 2 + (i & 1) + (i < 4 ? 0 : 8);
+      a[row][column] = half_of<H>(lanes[lane].a[i / 2], i & 1);
+    }
+    for (int i = 0; i < 4; i++) {
+      const int row = in_group * 2 + (i & 1) + (i < 2 ? 0 : 8);
+      b[row][group] = half_of<H>(lanes[lane].b[i / 2], i & 1);
+    }
+    for (int i = 0; i < 4; i++) c[i < 2 ? group : group + 8][in_group * 2 + (i & 1)] = lanes[lane].c[i];
+  }
+  for (int row = 0; row < 16; row++) for (int column = 0; column < 8; column++)
+    for (int k = 0; k < 16; k++) c[row][column] += a[row][k] * b[k][column];
+  for (int lane = 0; lane < 32; lane++) for (int i = 0; i < 4; i++)
+    lanes[lane].d[i] = c[i < 2 ? lane >> 2 : (lane >> 2) + 8][(lane & 3) * 2 + (i & 1)];
+}
+
+template <class H> static void multiply(
+    float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  const int warp = running >> 5, lane = running & 31;
+  operands[warp][lane] = {{a0, a1, a2, a3}, {b0, b1}, {c[0], c[1], c[2], c[3]}, {}};
+  if (of_warps[warp].arrived == 31) multiply_warp<H>(operands[warp]);
+  wait_for_warp();
+  memcpy(c, operands[warp][lane].d, 16);
+}
+#define bf16 bfloat16
+#define f16 float16
+#define SHARED static
+#define DEVICE
+#define SYNC() wait_for_group()

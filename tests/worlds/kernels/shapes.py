@@ -1,0 +1,98 @@
+"""The shapes of which kernels are checked: those that models have (`kernel_check.py`), with every policy and dtype."""
+
+from __future__ import annotations
+
+from itertools import accumulate, product
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from benchmarks.memory.kernel_check import DTYPES, GROUPED, HEAD_SIZES, WINDOWS, all_transforms
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.replica.kernels import block_kernels, decode_kernel, sealing
+from satchel.actors.replica.kernels.decode_views import KernelStep, KernelView, SequenceBlocks
+from satchel.actors.replica.kernels.sealing import POLICIES
+from satchel.actors.replica.kv.paged_batch import SLOTS_MIN
+from satchel.actors.replica.kv.pool import slots_of
+
+from . import metal_source
+from .metal_source import Source
+
+TRANSFORMS = 3
+"""How many `all_transforms` there are."""
+
+
+class Shape(NamedTuple):
+    """A shape of the decode kernel. `transform` is a number among `all_transforms`; if `whole`, no sequence is divided
+    among several groups of threads."""
+
+    policy: str
+    dtype: str
+    dims: tuple[int, int]
+    grouped: int
+    window: int
+    transform: int
+    whole: bool
+
+
+ALL = [
+    Shape(*each)
+    for each in product(POLICIES, DTYPES, HEAD_SIZES, GROUPED, WINDOWS, range(TRANSFORMS), (False, True))
+]
+
+
+def usual() -> list[Shape]:
+    """Returns shapes with every policy, dtype and head size; the rest takes turns, so that each of it meets every
+    policy and head size."""
+    turns = list(product((False, True), range(TRANSFORMS), WINDOWS))
+    return [
+        Shape(*each, GROUPED[at % len(GROUPED)], *reversed(turns[(at // len(GROUPED) + at) % len(turns)]))
+        for at, each in enumerate(product(POLICIES, DTYPES, HEAD_SIZES))
+    ]
+
+
+def launch(policy: str, dtype: mx.Dtype, dims: tuple[int, int]) -> None:
+    """Launches each kernel, in all of its forms, for KV of these heads: with few numbers, which Metal puts into another
+    address space, and with many."""
+    seal, transforms = POLICIES[policy], all_transforms(dims[0], dtype)
+    for grouped, transform, sinks, lengths in product(GROUPED, transforms, (False, True), ((3,), (9000, 3))):
+        tails = zeros(len(lengths), 1, BLOCK_TOKENS, dims, dtype)
+        pool = sealing.seal(*zeros(1, 1, BLOCK_TOKENS, dims, dtype), seal)
+        step = KernelStep(tails, pool, blocks_of(lengths), mx.zeros((1,), mx.uint32))
+        view = KernelView(*zeros(len(lengths), 1, 1, dims, dtype), step, lambda _, done=transform: done)
+        queries, sink = mx.zeros((len(lengths), grouped, 1, dims[0]), dtype), mx.zeros((grouped,), dtype)
+        decode_kernel.attend(queries, view, seal, 0.1, sink if sinks else None)
+    for kv_heads, blocks in product((1, 8), (1, 9)):
+        fresh = zeros(1, kv_heads, blocks * BLOCK_TOKENS, dims, dtype)
+        sealed = slots_of(sealing.seal(*fresh, seal, kernels=True), blocks)
+        numbers, order = mx.zeros((blocks,), mx.uint32), mx.zeros((1,), mx.uint32)
+        block_kernels.write(sealed, numbers, sealed, order)
+        starts = list(accumulate((array.nbytes // blocks for array in sealed), initial=0))
+        records = mx.zeros((blocks, starts.pop()), mx.uint8)
+        block_kernels.write_records(sealed, numbers, records, starts, order)
+        if seal.quantizes:
+            block_kernels.unseal(sealed, numbers[None], *zeros(1, kv_heads, blocks, dims, dtype), seal, order)
+
+
+def zeros(
+    sequences: int, kv_heads: int, tokens: int, dims: tuple[int, int], dtype: mx.Dtype
+) -> tuple[mx.array, mx.array]:
+    """Returns keys and values."""
+    keys, values = (mx.zeros((sequences, kv_heads, tokens, dim), dtype) for dim in dims)
+    return keys, values
+
+
+def blocks_of(lengths: tuple[int, ...]) -> SequenceBlocks:
+    """Returns sequences with these tokens, without the new one, whose blocks are all in slot 0."""
+    starts = [0, *accumulate(length // BLOCK_TOKENS for length in lengths)]
+    slots = mx.zeros((max(SLOTS_MIN, starts[-1]),), mx.uint32)
+    return SequenceBlocks.of(slots, starts, lengths, [0] * len(lengths), 1)
+
+
+def sources() -> dict[str, Source]:
+    """Returns the text of every kernel in every shape, by MLX's own names."""
+    found: dict[str, Source] = {}
+    with metal_source.kernels(metal_source.recorded(found)):
+        for policy, dtype, dims in product(POLICIES, DTYPES.values(), HEAD_SIZES):
+            launch(policy, dtype, dims)
+    return found
