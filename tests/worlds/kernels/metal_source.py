@@ -76,18 +76,15 @@ class Source:
     @cached_property
     def on_cpu(self) -> str:
         """A text for `emulator.built`."""
-        head, function, arguments = self.parts
-        given = [
-            f"{'*' if kind == '&' else ''}({name}*)given[{at}]" for at, (name, kind) in enumerate(self.buffers)
-        ] + _ATTRIBUTE.findall(function)
-        call = f"{self.name}<{', '.join(arguments)}>({', '.join(given)});"
+        given = [f"{'*' if kind == '&' else ''}({name}*)given[{at}]" for at, (name, kind) in enumerate(self.buffers)]
+        # No template, for compilers put what it shares not into the section where it is counted.
         return (
-            f'#include "metal.h"\ntemplate <{head}>\n{function}\n'
+            f'#include "metal.h"\n{self.plain}\n'
             "static void body(void** given, int group, int thread) {\n"
             "  const uint3 threadgroup_position_in_grid{(uint)group, 0, 0};\n"
             "  const uint3 thread_position_in_threadgroup{(uint)thread, 0, 0};\n"
             "  const uint thread_index_in_simdgroup = thread & 31, simdgroup_index_in_threadgroup = thread >> 5;\n"
-            f"  {call}\n}}\n"
+            f"  {self.name}({', '.join([*given, *_ATTRIBUTE.findall(self.plain)])});\n}}\n"
         )
 
 
