@@ -99,7 +99,7 @@ def empty_slot(kv_heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, pol
 
 
 def write(pool: Sealed, slots: mx.array, blocks: Sealed, order: mx.array) -> mx.array:
-    """Writes blocks into slots, in place. Nothing may read these slots yet.
+    """Writes blocks into slots, in place (`gpu_kernels.py`). Nothing may read these slots yet.
 
     MLX's own assignment would copy a whole array of the pool if a step in flight reads it.
 

@@ -2,6 +2,19 @@
 
 For CUDA they are compiled by NVRTC without any header, which takes a tenth of the time of MLX's own way, and are stored
 on disk: MLX compiles a custom kernel anew in every process, 2 to 4 s each. Without NVRTC MLX's way is used.
+
+**Writes in place.** Some kernels write into arrays that they get as inputs: `block_kernels.write` and `write_records`
+into slots of the pool, `decode_kernel.attend` into sequences' open blocks. MLX believes that inputs stay as they are.
+CUDA runs kernels in the order of their launch. Metal runs kernels of one stream at the same time, unless one takes
+another's output. So, all on the engine's thread and stream:
+
+- Nobody needs what was at the place that is written: a slot is written before a sequence that uses it reads it, and a
+  token's place in an open block lies behind all that was read of it.
+- Who reads a slot takes an output of what wrote the pool: the zero that each write returns and takes from the write
+  before it (`SlotGroup.written`). A kernel takes it as `order`; for MLX's own operations it is added to slot numbers.
+- The next decode step takes tokens that were computed from the last step's output.
+- Who takes no such output, or writes what a step in flight may still read, waits for the step's end first: the places
+  with `mx.synchronize` in `BatchExecutor`.
 """
 
 from __future__ import annotations

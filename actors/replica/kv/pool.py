@@ -89,7 +89,7 @@ class SlotGroup:
         self.kernels = kernels
         self.capacity_max: float = inf
         self._told_bytes = slot_bytes
-        # By layer, a zero that is computed after all writes into the layer's arrays, so that readers can depend on it.
+        # By layer, as `written`.
         nothing = mx.zeros((1,), mx.uint32)
         mx.eval(nothing)
         self._written = [nothing] * len(self.layers)
@@ -234,8 +234,8 @@ class SlotGroup:
         return arrays
 
     def written(self, place: int) -> mx.array:
-        """Returns `(1,) uint32`, a zero. If a kernel writes the layer's slots and they are read in the same evaluation,
-        the reader must depend on this zero."""
+        """Returns `(1,) uint32`, a zero that is computed after all writes into the layer's slots. Who reads slots takes
+        it, as `gpu_kernels.py` says."""
         return self._written[place]
 
     def gather(self, place: int, table: mx.array) -> Sealed:

@@ -66,6 +66,7 @@ class Story:
     def fill(self, tokens: mx.array) -> None:
         """Seals blocks in two chunks, the second with two."""
         self.add(tokens[:, :, :300])
+        self.done += self.group._written
         self.add(tokens[:, :, 300:800])
         self.written()
 
