@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 # `docs` and `examples` are folders too.
-.PHONY: help serve install formula docs examples test test-slow test-clients test-real test-zoo test-mutants check format lock clean train-recall eval-recall train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
+.PHONY: help serve install formula docs examples test test-slow test-metal test-clients test-real test-zoo test-mutants check format lock clean train-recall eval-recall train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
 	bench-vision bench-templates bench-recipe bench-quality bench-checkpoints soak attack
 
 PYTHON ?= python3
@@ -52,6 +52,9 @@ test: .venv/.development ## Run all tests
 test-slow: .venv/.development ## Run the tests that take long and say little that others do not, and long simulations
 	@$(BIN)/python -m pytest tests -m slow $(NO_HURRY)
 	@SATCHEL_SIMULATIONS=300 $(BIN)/python -m pytest $(NO_HURRY) tests/simulations tests/actors/kv_store/agents/test_roles_simulation.py
+
+test-metal: .venv/.development ## Compare kernels' text for Metal with the reference in every shape, on a CPU (20 minutes)
+	@$(BIN)/python -m pytest tests/actors/replica/kernels -m metal $(NO_HURRY)
 
 test-clients: .venv/.development build/clients/.ready build/clients/venv/.ready ## Run agent programs and frameworks against a server; needs Node.js
 	@$(BIN)/python -m pytest tests/clients -m clients $(NO_HURRY)

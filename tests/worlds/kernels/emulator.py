@@ -66,8 +66,8 @@ def run(
     output_shapes: Sequence[tuple[int, ...]],
     output_dtypes: Sequence[mx.Dtype],
 ) -> list[mx.array]:
-    """Launches a kernel; its arguments are those of MLX's kernels. What it changes in place is changed, and outputs hold
-    what was in their memory before.
+    """Launches a kernel; its arguments are those of MLX's kernels. What it changes in place is changed, and outputs are
+    memory in which something was before.
 
     Raises:
         RuntimeError: threads wait for each other for ever, or an output was written beyond its ends.

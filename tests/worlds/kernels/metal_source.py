@@ -105,7 +105,7 @@ def kernels(launched: Launched) -> Iterator[None]:
     """Lets MLX think that it has Metal, and `launched` do what a launch does."""
 
     def metal_kernel(**named: Any) -> Callable[..., list[mx.array]]:
-        real = _metal_kernel(**named)
+        real: Any = _metal_kernel(**named)
 
         def launch(*, inputs: Sequence[mx.array], **how: Any) -> list[mx.array]:
             return launched(Launch(_written(real, inputs, how), inputs, how))

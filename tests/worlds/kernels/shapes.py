@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, product
+from collections.abc import Iterator
+from itertools import accumulate, cycle, product
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -35,20 +36,21 @@ class Shape(NamedTuple):
     whole: bool
 
 
-ALL = [
-    Shape(*each)
-    for each in product(POLICIES, DTYPES, HEAD_SIZES, GROUPED, WINDOWS, range(TRANSFORMS), (False, True))
-]
+def every() -> Iterator[Shape]:
+    """Yields all; only the window, which changes no kernel, takes turns."""
+    windows = cycle(WINDOWS)
+    for *kind, transform, whole in product(POLICIES, DTYPES, HEAD_SIZES, GROUPED, range(TRANSFORMS), (False, True)):
+        yield Shape(*kind, next(windows), transform, whole)
 
 
 def usual() -> list[Shape]:
-    """Returns shapes with every policy, dtype and head size; the rest takes turns, so that each of it meets every
-    policy and head size."""
-    turns = list(product((False, True), range(TRANSFORMS), WINDOWS))
-    return [
-        Shape(*each, GROUPED[at % len(GROUPED)], *reversed(turns[(at // len(GROUPED) + at) % len(turns)]))
-        for at, each in enumerate(product(POLICIES, DTYPES, HEAD_SIZES))
-    ]
+    """Returns some, in which each two values of any two fields meet."""
+    turns = list(product(WINDOWS, range(TRANSFORMS), (False, True)))
+    shapes = []
+    for at, kind in enumerate(product(POLICIES, DTYPES, HEAD_SIZES)):
+        window, transform, whole = turns[(at // len(GROUPED) + at) % len(turns)]
+        shapes.append(Shape(*kind, GROUPED[at % len(GROUPED)], window, transform, whole))
+    return shapes
 
 
 def launch(policy: str, dtype: mx.Dtype, dims: tuple[int, int]) -> None:

@@ -1,8 +1,8 @@
 """Does a strict compiler take a kernel's text for Metal? clang reads it twice, and compiles nothing.
 
 As OpenCL C++ without generic pointers every pointer has an address space, as in Metal, and what lies in another space
-than a pointer, a reference or a constructor wants is an error (`spaces.h`). As C++ numbers of 16 bits are made of others
-explicitly only, as bfloat16 in Metal (`metal.h`); what is one of these depends on the types among a template's
+than a pointer, a reference or a constructor wants is an error (`spaces.h`). As C++ numbers of 16 bits are made of
+others explicitly only, as bfloat16 in Metal (`metal.h`); whether that is so depends on the types among a template's
 arguments, not on the numbers.
 """
 

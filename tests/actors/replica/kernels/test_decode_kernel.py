@@ -3,8 +3,7 @@ divided. Where there is no GPU, its text for Metal runs on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise, product
 from types import ModuleType
 from typing import Any
 
@@ -27,14 +26,8 @@ from tests.worlds.kernels import emulator, metal_source, shapes
 from tests.worlds.kernels.faults import fault
 from tests.worlds.replica import metal_on_cpu
 
-
 LENGTHS = (1, 256, 257, 90, 700)
 """Of sequences, where a GPU's threads take turns."""
-
-SHAPES = [
-    pytest.param(shape, id="-".join(map(str, shape)), marks=() if shape in shapes.usual() else pytest.mark.metal)
-    for shape in shapes.ALL
-]
 
 WATCHED = shapes.Shape("q4", "float32", (128, 128), 4, 0, 2, False)
 """The shape in which faults are to be noticed."""
@@ -61,17 +54,23 @@ FAULTS: dict[str, tuple[ModuleType, str, str]] = {
 }
 
 
-def error_of(shape: shapes.Shape, lengths: Sequence[int]) -> float:
-    dtype = kernel_check.DTYPES[shape.dtype]
+def error_of(shape: shapes.Shape) -> float:
+    dtype, lengths = kernel_check.DTYPES[shape.dtype], kernel_check.LENGTHS if on_gpu() else LENGTHS
+    mx.random.seed(5)
     transform = kernel_check.all_transforms(shape.dims[0], dtype)[shape.transform]
-    return kernel_check.error(
-        shape.dims, shape.grouped, shape.policy, shape.window, dtype, transform, lengths=lengths
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if shape.whole:
+            patch.setattr(decode_views, "GROUPS_WANTED", 1)
+        return kernel_check.error(shape.dims, shape.grouped, shape.policy, shape.window, dtype, transform, lengths)
+
+
+def bound_of(shape: shapes.Shape) -> float:
+    return kernel_check.BOUND if shape.dtype == "float32" else kernel_check.BOUND_16
 
 
 def is_wrong(shape: shapes.Shape) -> bool:
     try:
-        return not error_of(shape, LENGTHS) <= kernel_check.BOUND
+        return not error_of(shape) <= bound_of(shape)
     except (AssertionError, RuntimeError):
         # Of what is written in place, or of threads that wait for ever.
         return True
@@ -156,12 +155,25 @@ def test_far_tokens_are_rotated_as_metal_rotates_a_prompt(position: int):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_kernel_agrees_with_the_reference(shape: shapes.Shape, monkeypatch: pytest.MonkeyPatch):
-    if shape.whole:
-        monkeypatch.setattr(decode_views, "GROUPS_WANTED", 1)
-    off = error_of(shape, kernel_check.LENGTHS if on_gpu() else LENGTHS)
-    assert off <= (kernel_check.BOUND if shape.dtype == "float32" else kernel_check.BOUND_16)
+@pytest.mark.parametrize("shape", shapes.usual(), ids=lambda shape: "-".join(map(str, shape)))
+def test_the_kernel_agrees_with_the_reference(shape: shapes.Shape):
+    assert error_of(shape) <= bound_of(shape)
+
+
+def test_in_the_usual_shapes_each_two_values_meet():
+    usual, every = ([shape._replace(window=0) for shape in found] for found in (shapes.usual(), shapes.every()))
+    for one, other in combinations(range(len(shapes.Shape._fields)), 2):
+        assert {(shape[one], shape[other]) for shape in usual} == {(shape[one], shape[other]) for shape in every}
+    assert {shape.window for shape in shapes.usual()} == set(kernel_check.WINDOWS)
+
+
+@pytest.mark.metal
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", [*product(POLICIES, kernel_check.DTYPES, kernel_check.HEAD_SIZES)], ids=str)
+def test_the_kernel_agrees_with_the_reference_in_every_shape(kind: tuple[str, str, tuple[int, int]]):
+    for shape in shapes.every():
+        if shape[:3] == kind:
+            assert error_of(shape) <= bound_of(shape), shape
 
 
 @pytest.mark.skipif(emulator.lacks() is not None, reason=str(emulator.lacks()))
@@ -205,19 +217,34 @@ def test_blocks_are_written_from_their_records(policy: str, dtype: mx.Dtype):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("policy", [policy.name for policy in POLICIES.values() if policy.quantizes])
-@pytest.mark.parametrize("key_dim, value_dim", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
-def test_blocks_are_dequantized_as_by_mlx(key_dim: int, value_dim: int, policy: str, dtype: mx.Dtype):
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_blocks_are_dequantized_as_by_mlx(dims: tuple[int, int], policy: str, dtype: mx.Dtype):
+    assert dequantizes(dims, policy, dtype)
+
+
+@pytest.mark.skipif(emulator.lacks() is not None, reason=str(emulator.lacks()))
+@pytest.mark.parametrize("barrier", ["    SYNC();\n    for (int i = THREAD; i < 256 * n;", "    SYNC();\n  }\n"])
+def test_a_missing_barrier_between_tiles_of_a_block_is_noticed(barrier: str):
+    without = fault(block_kernels, barrier, barrier.replace("    SYNC();\n", ""))
+    with without, metal_source.kernels(metal_source.emulated):
+        assert not dequantizes((128, 128), "q4", mx.float32)
+
+
+def dequantizes(dims: tuple[int, int], policy: str, dtype: mx.Dtype) -> bool:
+    """Whether the kernel does as MLX."""
     mx.random.seed(3)
-    keys, values = (mx.random.normal((1, 2, 5 * BLOCK_TOKENS, dim)).astype(dtype) for dim in (key_dim, value_dim))
+    keys, values = (mx.random.normal((1, 2, 5 * BLOCK_TOKENS, dim)).astype(dtype) for dim in dims)
     group, seal = SlotGroup([0], kernels=True), POLICIES[policy]
     slots = group.take(5)
     numbers = mx.array([slot.number for slot in slots], mx.uint32)
     group.write(0, numbers, slots_of(sealing.seal(keys, values, seal), 5))
     mx.eval(group.arrays())
     table = mx.array([[4, 0, 2], [1, 1, 3]], mx.uint32)
-    open_keys, open_values = (mx.random.normal((2, 2, 300, dim)).astype(dtype) for dim in (key_dim, value_dim))
+    open_keys, open_values = (mx.random.normal((2, 2, 300, dim)).astype(dtype) for dim in dims)
     got = block_kernels.unseal(group.layer(0), table, open_keys, open_values, seal, group.written(0))
-    before = sealing.unseal(group.gather(0, table), seal, value_dim, dtype)
+    before = sealing.unseal(group.gather(0, table), seal, dims[1], dtype)
     for one, sealed, fresh in zip(got, before, (open_keys, open_values), strict=True):
         wanted = mx.concatenate([sealed, fresh], axis=2).astype(mx.float32)
-        assert bool(mx.abs(one.astype(mx.float32) - wanted).max() <= 1e-2 * mx.abs(wanted).max())
+        if not bool(mx.abs(one.astype(mx.float32) - wanted).max() <= 1e-2 * mx.abs(wanted).max()):
+            return False
+    return True

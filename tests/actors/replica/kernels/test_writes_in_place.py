@@ -111,17 +111,21 @@ def unordered(run: Callable[[mx.array], list[mx.array]]) -> list[str]:
     operations = [step for step in steps if step["type"] == "primitive"]
     made = {name: at for at, step in enumerate(operations) for name, *_ in step["outputs"]}
     behind: list[set[int]] = []
-    same: dict[str, str] = {}
+    viewed: dict[str, str] = {}
+
+    def memory_of(name: str) -> str:
+        return viewed.get(name, name)
+
     users: defaultdict[str, set[int]] = defaultdict(set)
     for at, step in enumerate(operations):
         inputs = [name for name, *_ in step["inputs"]]
         makers = {made[name] for name in inputs if name in made}
         behind.append(makers.union(*(behind[maker] for maker in makers)))
         if step["name"] in VIEWS:
-            same[step["outputs"][0][0]] = same.get(inputs[0], inputs[0])
+            viewed[step["outputs"][0][0]] = memory_of(inputs[0])
             continue
         for name in inputs:
-            users[same.get(name, name)].add(at)
+            users[memory_of(name)].add(at)
     wrong, read = [], False
     writers = [at for at, step in enumerate(operations) if titled(step).startswith(WRITERS)]
     assert writers
@@ -129,7 +133,7 @@ def unordered(run: Callable[[mx.array], list[mx.array]]) -> list[str]:
         inputs = [name for name, *_ in operations[writer]["inputs"]]
         kinds = int(titled(operations[writer]).removeprefix(WRITERS).removeprefix("records_").partition("_")[0])
         for name in inputs[:kinds]:
-            for user in users[same.get(name, name)] - {writer}:
+            for user in users[memory_of(name)] - {writer}:
                 read = read or user not in writers
                 if writer not in behind[user] and user not in behind[writer]:
                     wrong.append(f"{titled(operations[user])} and {titled(operations[writer])} of {name}")
