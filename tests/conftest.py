@@ -50,6 +50,8 @@ LONG = (
     "execution/test_families.py",
     "simulations/test_cluster_simulation.py",
     "execution/test_compiled_step.py",
+    "kernels/test_metal_text.py",
+    "kernels/test_decode_kernel.py",
     "protocols/all_protocols/test_constrained_answers.py",
     "benchmarks/test_memory.py",
     "media/test_video.py",

@@ -22,6 +22,9 @@ from .metal_source import Source
 TRANSFORMS = 3
 """How many `all_transforms` there are."""
 
+OTHER_SIZES = [(dim, dim) for dim in range(8, 257, 8) if (dim, dim) not in HEAD_SIZES]
+"""Of heads for which the decode kernel is made too: a lane has eight of at most 256 channels."""
+
 
 class Shape(NamedTuple):
     """A shape of the decode kernel. `transform` is a number among `all_transforms`; if `whole`, no sequence is divided
@@ -39,8 +42,9 @@ class Shape(NamedTuple):
 def every() -> Iterator[Shape]:
     """Yields all; only the window, which changes no kernel, takes turns."""
     windows = cycle(WINDOWS)
-    for *kind, transform, whole in product(POLICIES, DTYPES, HEAD_SIZES, GROUPED, range(TRANSFORMS), (False, True)):
-        yield Shape(*kind, next(windows), transform, whole)
+    for policy, dtype, dims, grouped in product(POLICIES, DTYPES, HEAD_SIZES, GROUPED):
+        for transform, whole in product(range(TRANSFORMS), (False, True)):
+            yield Shape(policy, dtype, dims, grouped, next(windows), transform, whole)
 
 
 def usual() -> list[Shape]:
@@ -54,10 +58,13 @@ def usual() -> list[Shape]:
 
 
 def launch(policy: str, dtype: mx.Dtype, dims: tuple[int, int]) -> None:
-    """Launches each kernel, in all of its forms, for KV of these heads: with few numbers, which Metal puts into another
-    address space, and with many."""
+    """Launches each kernel, in all of its forms, or in some for the other sizes: with few numbers, which Metal puts into
+    another address space, and with many."""
     seal, transforms = POLICIES[policy], all_transforms(dims[0], dtype)
-    for grouped, transform, sinks, lengths in product(GROUPED, transforms, (False, True), ((3,), (9000, 3))):
+    forms = product(GROUPED, transforms, (False, True), ((3,), (9000, 3)))
+    if dims in OTHER_SIZES:
+        forms = product(GROUPED[::3], transforms[:1], (False,), ((3,), (9000, 3)))
+    for grouped, transform, sinks, lengths in forms:
         tails = zeros(len(lengths), 1, BLOCK_TOKENS, dims, dtype)
         pool = sealing.seal(*zeros(1, 1, BLOCK_TOKENS, dims, dtype), seal)
         step = KernelStep(tails, pool, blocks_of(lengths), mx.zeros((1,), mx.uint32))
@@ -95,6 +102,6 @@ def sources() -> dict[str, Source]:
     """Returns the text of every kernel in every shape, by MLX's own names."""
     found: dict[str, Source] = {}
     with metal_source.kernels(metal_source.recorded(found)):
-        for policy, dtype, dims in product(POLICIES, DTYPES.values(), HEAD_SIZES):
+        for policy, dtype, dims in product(POLICIES, DTYPES.values(), (*HEAD_SIZES, *OTHER_SIZES)):
             launch(policy, dtype, dims)
     return found
