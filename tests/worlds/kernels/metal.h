@@ -20,7 +20,7 @@ static inline void threadgroup_barrier(mem_flags) { wait_for_group(); }
 static inline void simdgroup_barrier(mem_flags) { wait_for_warp(); }
 static inline float simd_shuffle_xor(float x, ushort other) {
   static float exchanged[2][1024];
-  // Before this one's numbers are read, none gets to the next but one.
+  // Two by turns: none gets to the next exchange but one before all have read from this one.
   float* numbers = exchanged[of_warps[running >> 5].round & 1];
   const int self = running;
   numbers[self] = x;

@@ -58,8 +58,8 @@ def usual() -> list[Shape]:
 
 
 def launch(policy: str, dtype: mx.Dtype, dims: tuple[int, int]) -> None:
-    """Launches each kernel, in all of its forms, or in some for the other sizes: with few numbers, which Metal puts into
-    another address space, and with many."""
+    """Launches each kernel, in all of its forms, or in some for the other sizes: with few numbers, which Metal puts
+    into another address space, and with many."""
     seal, transforms = POLICIES[policy], all_transforms(dims[0], dtype)
     forms = product(GROUPED, transforms, (False, True), ((3,), (9000, 3)))
     if dims in OTHER_SIZES:

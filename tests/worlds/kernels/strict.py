@@ -25,7 +25,7 @@ _CLANG = ("clang++", "-fsyntax-only", "-w", "-ferror-limit=1", "-fno-caret-diagn
 _GENERIC = ("generic_address_space", "pipes", "device_enqueue", "program_scope_global_variables")
 _SPACES = (
     *_CLANG,
-    *("-x", "clcpp", "-cl-std=clc++2021", "-target", "spir64"),
+    *("-x", "cl", "-cl-std=clc++2021", "-target", "spir64"),
     *("-Xclang", "-cl-ext=" + ",".join(f"-__opencl_c_{name}" for name in _GENERIC)),
 )
 _CONVERSIONS = (*_CLANG, "-x", "c++", "-std=c++17", "-DONLY_CHECKED")
