@@ -53,7 +53,7 @@ test-slow: .venv/.development ## Run the tests that take long and say little tha
 	@$(BIN)/python -m pytest tests -m slow $(NO_HURRY)
 	@SATCHEL_SIMULATIONS=300 $(BIN)/python -m pytest $(NO_HURRY) tests/simulations tests/actors/kv_store/agents/test_roles_simulation.py
 
-test-metal: .venv/.development ## Compare kernels' text for Metal with the reference in every shape, on a CPU (20 minutes)
+test-metal: .venv/.development ## Compare kernels' text for Metal with the reference in every shape, on a CPU (30 minutes)
 	@$(BIN)/python -m pytest tests/actors/replica/kernels -m metal $(NO_HURRY)
 
 test-clients: .venv/.development build/clients/.ready build/clients/venv/.ready ## Run agent programs and frameworks against a server; needs Node.js
