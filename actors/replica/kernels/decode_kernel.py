@@ -38,7 +38,7 @@ _BODY = """
   constexpr float LOW = -1e30f;
   #define ROUND(x) static_cast<float>(static_cast<T>(x))
   #if PLAIN
-  // Read by words: Metal cannot copy a struct from memory of the device.
+  // Read by words: a strict compiler copies no struct from the device's memory.
   constexpr int EW = sizeof(P) / 2;
   union Eight { uint4 words[EW]; P x[8]; };
   #define READ(eight, from) Eight eight; for (int i = 0; i < EW; i++) eight.words[i] = (from)[i];

@@ -64,17 +64,10 @@ _METAL = """
   #define ABS(x) metal::fabs(x)
   #define RINT(x) metal::rint(x)
   #define RSQRT(x) metal::precise::rsqrt(x)
-  #ifdef __METAL_VERSION__
   // The same as in MLX's own rotations, whose angles are off by up to 0.01 at 131,072 tokens.
   #define EXP2(x) metal::exp2(x)
   #define COS(x) metal::fast::cos(x)
   #define SIN(x) metal::fast::sin(x)
-  #else
-  // Other compilers, which only check this text, have no fast ones.
-  #define EXP2(x) metal::exp((x) * 0.6931471805599453f)
-  #define COS(x) metal::precise::cos(x)
-  #define SIN(x) metal::precise::sin(x)
-  #endif
 """
 
 # CUDA's own 16-bit types need headers.

@@ -3,7 +3,6 @@
 #include "numbers.h"
 #include "threads.h"
 #include <stdint.h>
-#define __METAL_VERSION__ 310
 #define device
 #define constant
 #define threadgroup static __attribute__((section("threadgroup_memory")))

@@ -1,7 +1,6 @@
 // What our kernels use of Metal, for clang as a compiler of OpenCL C++: its address spaces are Metal's by other names.
 // It knows no bfloat16, which is a number of 16 bits here; `metal.h` checks what is converted to it.
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
-#define __METAL_VERSION__ 310
 #define device __global
 #define threadgroup __local
 typedef uint uint32_t;
