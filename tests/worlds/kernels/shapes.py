@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from benchmarks.memory.kernel_check import DTYPES, GROUPED, HEAD_SIZES, WINDOWS, all_transforms
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kernels import block_kernels, decode_kernel, sealing
 from satchel.actors.replica.kernels.decode_views import KernelStep, KernelView, SequenceBlocks
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.paged_batch import SLOTS_MIN
 from satchel.actors.replica.kv.pool import slots_of
+from satchel.actors.replica.selftest.kernel_check import DTYPES, GROUPED, HEAD_SIZES, WINDOWS, all_transforms
 
 from . import metal_source
 from .metal_source import Source
