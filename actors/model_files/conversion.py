@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 from mlx_lm.utils import compute_bits_per_weight, quantize_model, save_config, save_model
 
@@ -90,9 +90,8 @@ def convert(source: str, target: Path, recipe: str, dtype: str, progress: Progre
     refuse_model_file(source, config, trusted=False)
     read_weight_files(folder)
     seeing = sees(folder)
-    model = _load(source, folder, seeing=seeing)
-    if any("scales" in module for _, module in model.named_modules()):
-        raise ModelLoadError(f"{source} is quantized already: convert the model of which it was made, in 16 bits")
+    model = lazy_model(source, folder, seeing=seeing)
+    _refuse_quantized(source, model)
     if dtype != "auto":
         _cast(model, getattr(mx, dtype))
     chosen = _Choice(model, _bits_of(source, model, recipe, seeing=seeing), seeing=seeing)
@@ -117,6 +116,35 @@ def convert(source: str, target: Path, recipe: str, dtype: str, progress: Progre
             shutil.rmtree(partial, ignore_errors=True)
     size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
     return Converted(target, dict(chosen.layers), chosen.plain, per_weight, size)
+
+
+def recipe_bytes(source: str, model: Any, recipe: str, *, seeing: bool) -> int:
+    """Returns the bytes that a model's weights would have after a recipe. Nothing is computed.
+
+    Args:
+        model: with lazy weights.
+
+    Raises:
+        ModelLoadError: it is quantized already, or the recipe does not suit it.
+    """
+    _refuse_quantized(source, model)
+    chosen = _Choice(model, _bits_of(source, model, recipe, seeing=seeing), seeing=seeing)
+    total = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    for path, layer in model.named_modules():
+        if isinstance(how := chosen(path, layer), dict):
+            weight = layer.weight
+            # A group has a scale and a bias in the weights' precision.
+            total += int(weight.size * (how["bits"] / 8 + 2 * weight.itemsize / how["group_size"])) - weight.nbytes
+    return total
+
+
+def _refuse_quantized(source: str, model: Any) -> None:
+    """
+    Raises:
+        ModelLoadError: the model is quantized already.
+    """
+    if any("scales" in module for _, module in model.named_modules()):
+        raise ModelLoadError(f"{source} is quantized already: convert the model of which it was made, in 16 bits")
 
 
 def attention_layers(model: Any) -> set[int]:
@@ -217,8 +245,12 @@ def _fitting(layer: Any, sizes: Sequence[int]) -> int:
     return next((size for size in sizes if layer.weight.shape[-1] % size == 0), 0)
 
 
-def _load(source: str, folder: Path, *, seeing: bool) -> Any:
-    """The model with lazy weights."""
+def lazy_model(source: str, folder: Path, *, seeing: bool) -> Any:
+    """Returns the model in a folder with lazy weights.
+
+    Raises:
+        ModelLoadError: it cannot be loaded.
+    """
     try:
         if seeing:
             from mlx_vlm.utils import load_model

@@ -48,10 +48,21 @@ def resolve(source: str, progress: Progress, *, code: bool = False) -> Path:
     if source.startswith("embedded:"):
         folder = EMBEDDED / source.removeprefix("embedded:")
         if not (folder / "config.json").is_file():
-            known = ", ".join(sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))) or "none"
+            known = ", ".join(embedded_names()) or "none"
             raise ModelLoadError(f"no embedded model {folder.name!r}; there are: {known}")
         return folder
     return _find(source, ("config.json",), [*HUB_PATTERNS, CODE] if code else HUB_PATTERNS, progress)
+
+
+def embedded_names() -> list[str]:
+    """Returns the names of the models that ship with Satchel."""
+    return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
+
+
+def default_name(source: str) -> str:
+    """Returns what clients call a model if nobody says: the Hub id without its revision, or the folder's name."""
+    folder = Path(source).expanduser()
+    return folder.resolve().name if folder.is_dir() else source.removeprefix("embedded:").partition("@")[0]
 
 
 def resolve_adapter(source: str, progress: Progress) -> Path:

@@ -300,6 +300,12 @@ class ReplicaStats:
     proving: str = ""
     proving_since: float = 0.0
     """The library that multiplies matrices on a CPU, and why not a faster one; see `blas.py`. Empty for a GPU."""
+    folder: str = ""
+    """The model's, on the replica's node."""
+    weights_bytes: int = 0
+    """Of the model's weights as stored."""
+    idle_s: float = 0.0
+    """For how long it has had no sequence and no text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 import ray
@@ -30,6 +31,7 @@ from ...cluster.errors import (
 )
 from ...cluster.nodes import Node
 from ...cluster.timing import Timing
+from ..model_files.weights import bytes_in_memory, read_weight_files
 from ..protocol import registry
 from ..protocol.clients import ReplicaClient
 from ..protocol.entries import unpack_tokens
@@ -105,6 +107,7 @@ class ReplicaActor:
         self._loading = _LoadProgress()
         self._engine: Engine | None = None
         self._plain_since = 0.0
+        self._stored_bytes: int | None = None
         self._draining = False
         self._proven: Proven | None = None
         self._disk: DiskTier | None = None
@@ -178,6 +181,9 @@ class ReplicaActor:
             computing=dict(engine.loaded.identity.computing),
             decoding=engine.loaded.way.describe(),
             multiplying=engine.loaded.multiplying,
+            folder=str(engine.loaded.folder),
+            weights_bytes=self._weights_bytes(engine.loaded.folder),
+            idle_s=engine.idle_s,
             **self._proving(),
             answers=not self._watchdog.is_slow(ENGINE),
             running=engine.scheduler.running,
@@ -199,6 +205,15 @@ class ReplicaActor:
             **engine.room.usage,
             **self._disk_stats(),
         )
+
+    def _weights_bytes(self, folder: Path) -> int:
+        if self._stored_bytes is None:
+            try:
+                self._stored_bytes = bytes_in_memory(read_weight_files(folder), None)
+            except ModelLoadError as error:
+                logger.warning("the size of the weights is not known: %s", error.message)
+                self._stored_bytes = 0
+        return self._stored_bytes
 
     def _disk_stats(self) -> dict[str, int]:
         if self._disk is None:

@@ -15,7 +15,7 @@ import typer
 
 from ...cluster.errors import InvalidRequest, SatchelError
 from ...cluster.keys import check_agent_id
-from .models import HomeOption, JsonOption, chosen_home
+from .options import HomeOption, JsonOption, chosen_home
 
 if TYPE_CHECKING:
     import httpx
@@ -88,7 +88,7 @@ def show(
     from rich.console import Console
     from rich.text import Text
 
-    from .views import size, table
+    from .tables import size, table
 
     console = Console(markup=False, highlight=False)
     where = f" on {found['home']}" if found.get("home") else ""
@@ -125,7 +125,7 @@ def move(
     elif not done["moved"]:
         print(f"{agent} already lives on {node}")
     else:
-        from .views import size
+        from .tables import size
 
         what = f"{done['tokens']:,} tokens, {done['blocks']:,} blocks, {size(done['bytes'])}"
         print(f"{agent} has moved from {done['from'] or 'nowhere'} to {node}: {what} in {done['seconds']:.2f} s")
@@ -196,7 +196,7 @@ def _list(given: Path | None, tenant: str, limit: int, after: str, as_json: bool
     from rich.console import Console
     from rich.text import Text
 
-    from .views import size, table
+    from .tables import size, table
 
     # Only columns with at least one value, because a terminal is narrow.
     owner = ["tenant"] if tenant == EVERY else []

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
-from ...cluster.config import Config, Home, default_config, load_config
+from ...cluster.config import Home, load_config
 from ...cluster.errors import ClusterError, ConfigError
-from .models import HomeOption, chosen_home
+from .models.choosing import Choice, ContextOption, KVOption, ServedNameOption, WhatArgument
+from .options import HomeOption, ListenOption, NoSelfTestOption, PortOption, chosen_home
 
 InvitationArgument = Annotated[
     Optional[str],  # noqa: UP045
@@ -32,14 +32,6 @@ WaitOption = Annotated[
 ConfigArgument = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Argument(metavar="CONFIG", help="A YAML file."),
-]
-PortOption = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option("--port", min=1, max=65535, help="The endpoint's port (else the config's)."),
-]
-ListenOption = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--listen", metavar="ADDR", help="The endpoint's address (else the config's); 0.0.0.0 is all."),
 ]
 OrderedOption = Annotated[bool, typer.Option("--ordered", hidden=True)]
 KeptOption = Annotated[bool, typer.Option("--kept", hidden=True)]
@@ -98,29 +90,35 @@ def promote(
     """Make this machine the head of its cluster, after the head was lost. The other machines find it by themselves."""
     from .machines.promote import promote as run
 
-    config = run(chosen_home(home), listen=listen, force=force, say=_say)
-    up(config, home=home)
+    where = chosen_home(home)
+    config = run(where, listen=listen, force=force, say=_say)
+    start_in_background(Choice(config=config), where)
     _say(f"To start it again: satchel up {config}; a service: satchel install-service {config}")
     _say("The lost head may come back as a node (`satchel invite` here), and must not serve its own config again.")
 
 
 def up(
-    config: ConfigArgument = None,
+    what: WhatArgument = None,
+    name: ServedNameOption = None,
     port: PortOption = None,
     listen: ListenOption = None,
+    kv: KVOption = None,
+    context: ContextOption = None,
+    no_self_test: NoSelfTestOption = False,
     home: HomeOption = None,
 ) -> None:
     """Serve in the background. Like `serve`, but returns once the server is ready."""
+    start_in_background(Choice(what or (), None, name, kv, context, port, listen, not no_self_test), chosen_home(home))
+
+
+def start_in_background(choice: Choice, where: Home) -> None:
+    """Starts a server, shows its start, and says how to see and end it."""
     from .machines.service import log_file, satchel_command
     from .machines.service import up as run
     from .serve import for_clients
 
-    where = chosen_home(home)
-    chosen = with_endpoint(load_config(config) if config is not None else default_config(), port, listen)
-    command = satchel_command("serve", "--home", str(where.root))
-    options = {"--config": config and config.expanduser().absolute(), "--port": port, "--listen": listen}
-    for option, value in options.items():
-        command += [] if value is None else [option, str(value)]
+    chosen = choice.read()
+    command = satchel_command("serve", "--home", str(where.root), *choice.arguments())
     record = run(command, chosen, where, _say)
     _say(f"Ready: {for_clients(record.endpoint_url or '', chosen.endpoint)[0]}/v1")
     _say(f"The server runs in the background (process {record.pid}); its log is {log_file(where)}")
@@ -176,16 +174,6 @@ def install_service(
             let_in(where, node, invitation)
         service = node_service(invitation.door, name, own_address, where)
     install(service, where, daemon=daemon, only_print=only_print, say=_say)
-
-
-def with_endpoint(config: Config, port: int | None, listen: str | None) -> Config:
-    """Returns the config with the endpoint's port and address from the command line."""
-    endpoint = config.endpoint
-    if port is not None:
-        endpoint = replace(endpoint, port=port)
-    if listen is not None:
-        endpoint = replace(endpoint, listen=listen)
-    return replace(config, endpoint=endpoint)
 
 
 def _say(line: str) -> None:

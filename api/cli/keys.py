@@ -12,7 +12,7 @@ import typer
 from ...cluster.audit import Audit
 from ...cluster.errors import InvalidRequest
 from ...cluster.keys import Key, create_key, read_keys, remove_keys, revoke_key
-from .models import HomeOption, JsonOption, chosen_home
+from .options import HomeOption, JsonOption, chosen_home
 
 app = typer.Typer(help="Make, list, revoke and remove the endpoint's keys. Each is a tenant.", no_args_is_help=True)
 
@@ -70,7 +70,7 @@ def list_keys(json: JsonOption = False, home: HomeOption = None) -> None:
         return
     from rich.console import Console
 
-    from .views import table
+    from .tables import table
 
     shown = table("name", "key", "made", "may", "state")
     for key in keys:

@@ -7,30 +7,30 @@ traceback. Nothing heavy is imported until a command needs it.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
-from ...cluster.config import Config, default_config, load_config
 from ...cluster.errors import SatchelError
-from .cluster import ListenOption, PortOption, down, install_service, invite, join, leave, promote, up, with_endpoint
+from .cluster import down, install_service, invite, join, leave, promote, up
 from .configs import configs
-from .convert import convert
 from .keys import app as keys
 from .machines.cert import cert
 from .machines.nodes import app as nodes
-from .models import HomeOption, JsonOption, NoSelfTestOption, chosen_home
-from .models import app as models
-from .probe import probe
+from .models.choosing import Choice, ContextOption, KVOption, ServedNameOption, WhatArgument
+from .models.convert import convert
+from .models.listing import list_local, rm
+from .models.probe import probe
+from .models.served import app as models
+from .options import HomeOption, JsonOption, ListenOption, NoSelfTestOption, PortOption, chosen_home
 from .satchels import app as agents
+from .watch.ps import ps
 
 app = typer.Typer(
     name="satchel",
     help="Serves MLX language models as one OpenAI endpoint, for agents that keep their memory.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -48,10 +48,6 @@ ConfigOption = Annotated[
         help="A YAML file; without one, the two small models that ship with Satchel are served.",
     ),
 ]
-
-
-def _config(path: Path | None, port: int | None, listen: str | None) -> Config:
-    return with_endpoint(load_config(path) if path is not None else default_config(), port, listen)
 
 
 def _show_version(wanted: bool) -> None:
@@ -73,27 +69,33 @@ def satchel(
 
 @app.command()
 def serve(
+    what: WhatArgument = None,
     config: ConfigOption = None,
+    name: ServedNameOption = None,
     port: PortOption = None,
     listen: ListenOption = None,
+    kv: KVOption = None,
+    context: ContextOption = None,
     no_self_test: NoSelfTestOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Serve the configured models until Ctrl-C or SIGTERM."""
+    """Serve models, or those of a config, until Ctrl-C or SIGTERM; `satchel up` does it in the background."""
     from .serve import serve as run
 
-    chosen = _config(config, port, listen)
-    if no_self_test:
-        chosen = replace(chosen, models=tuple(replace(model, self_test=False) for model in chosen.models))
-    run(chosen, chosen_home(home))
+    choice = Choice(what or (), config, name, kv, context, port, listen, not no_self_test)
+    run(choice.read(), chosen_home(home))
 
 
 @app.command()
-def status(json: JsonOption = False, home: HomeOption = None) -> None:
+def status(
+    json: JsonOption = False,
+    long: Annotated[bool, typer.Option("--long", "-l", help="Show tables and details for one machine, too.")] = False,
+    home: HomeOption = None,
+) -> None:
     """Show the running server, its nodes, its models and its replicas."""
     from .views import show_status
 
-    show_status(chosen_home(home), as_json=json)
+    show_status(chosen_home(home), as_json=json, long=long)
 
 
 @app.command()
@@ -110,7 +112,7 @@ def chat(
     home: HomeOption = None,
 ) -> None:
     """Talk to a model of the running server."""
-    from .chat import chat as run
+    from .talk.chat import chat as run
 
     run(chosen_home(home), agent=agent, model=model, text=text, new=new)
 
@@ -129,6 +131,9 @@ def explain(
     show_decision(chosen_home(home), request_id, as_json=json)
 
 
+app.command()(ps)
+app.command("list")(list_local)
+app.command()(rm)
 app.command()(configs)
 app.command()(probe)
 app.command()(convert)
@@ -164,7 +169,8 @@ def doctor(
     """Check this machine; exit code 1 if something must be fixed. --report also measures a model, for minutes."""
     from .views import show_doctor
 
-    show_doctor(_config(config, port, listen), chosen_home(home), as_json=json, report=report, file=file, model=model)
+    chosen = Choice(config=config, port=port, listen=listen).read()
+    show_doctor(chosen, chosen_home(home), as_json=json, report=report, file=file, model=model)
 
 
 def main() -> None:

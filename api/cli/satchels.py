@@ -13,7 +13,7 @@ import typer
 
 from ...cluster.errors import InvalidRequest
 from .agents import AgentArgument, TenantOption, app, endpoint, json_of, path_of, print_json
-from .models import HomeOption, JsonOption
+from .options import HomeOption, JsonOption
 
 if TYPE_CHECKING:
     import httpx
@@ -150,6 +150,6 @@ def _shown(what: str, nbytes: int, *, quiet: bool) -> Iterator[Any]:
 
 
 def _size(nbytes: int) -> str:
-    from .views import size
+    from .tables import size
 
     return size(nbytes)

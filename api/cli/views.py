@@ -14,14 +14,13 @@ from urllib.parse import quote
 import httpx
 import typer
 from prometheus_client.parser import text_string_to_metric_families
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ...cluster.config import Config, Home
 from ...cluster.errors import ConfigError, NotRunning, SatchelError
 from .endpoint import FoundEndpoint, find_endpoint
+from .tables import NameTable, duration, size, table
 
 if TYPE_CHECKING:
     from ...cluster.bring_up.doctor import Check
@@ -31,6 +30,7 @@ _OF_REPLICA = (
     "tokens_per_s",
     "pid",
     "model_id",
+    "idle_s",
     "differs",
     "decoding",
     "multiplying",
@@ -52,6 +52,9 @@ _COLUMNS = {
 """A replica's columns, by their names in `/metrics`."""
 
 
+_BUSY = ("running", "waiting")
+
+
 def _replicas(metrics: str) -> dict[str, dict[str, Any]]:
     """Reads the replicas in Prometheus' text: name -> model, up, and the numbers of `_COLUMNS` by metric name."""
     replicas: dict[str, dict[str, Any]] = {}
@@ -68,31 +71,6 @@ def _replicas(metrics: str) -> dict[str, dict[str, Any]]:
     return replicas
 
 
-def table(*titles: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Makes a table that wraps long names and paths.
-
-    Args:
-        numbers: titles of further columns, whose cells are not wrapped.
-    """
-    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0) if numbers else (0, 1))
-    for title in titles:
-        made.add_column(title, overflow="fold")
-    for title in numbers:
-        made.add_column(title, justify="right", no_wrap=True)
-    return made
-
-
-def size(count: int | None) -> str:
-    """Formats a number of bytes; "" if unknown."""
-    if count is None:
-        return ""
-    amount, units = float(count), ["B", "kB", "MB", "GB", "TB"]
-    while amount >= 999.5 and len(units) > 1:
-        amount /= 1000
-        units.pop(0)
-    return f"{amount:.0f} {units[0]}" if amount >= 10 or units[0] == "B" else f"{amount:.1f} {units[0]}"
-
-
 def _cluster(session: httpx.Client) -> dict[str, Any]:
     """Returns the view of the cluster without its agents; {} if there is no answer, so that the rest is still shown."""
     answer = session.get("/v1/cluster", params={"agents": "0"})
@@ -107,7 +85,7 @@ def _rate(bytes_per_s: float | None) -> str:
     return "rate unknown" if bytes_per_s is None else f"{size(int(bytes_per_s))}/s"
 
 
-def node_table(nodes: list[dict[str, Any]]) -> Table:
+def node_table(nodes: list[dict[str, Any]]) -> NameTable:
     """Returns the cluster's nodes as a table."""
     made = table("node", "up", "address", "links", numbers=("memory free", "KV memory", "KV disk", "agents"))
     for node in nodes:
@@ -129,8 +107,11 @@ def node_table(nodes: list[dict[str, Any]]) -> Table:
     return made
 
 
-def show_status(home: Home, *, as_json: bool) -> None:
-    """Prints the server, its models and its replicas.
+def show_status(home: Home, *, as_json: bool, long: bool = False) -> None:
+    """Prints the server, its models and its replicas: for one machine in three lines and what is not as it should be.
+
+    Args:
+        long: whether it prints tables and details for one machine, too.
 
     Raises:
         NotRunning: no server runs on the home, or it does not answer.
@@ -144,18 +125,56 @@ def show_status(home: Home, *, as_json: bool) -> None:
     console.print(f"{found['url']}  {found['status'] or 'unknown'}  ({process})")
     if found["head"] != found["node"]:
         console.print(f"This machine is {found['node']}, a node of the cluster that {found['head']} leads.")
-    if nodes := found["nodes"]:
+    nodes = found["nodes"]
+    short = len(nodes) == 1 and not long
+    if short:
+        console.print(Text(_models_line(found)))
+        console.print(Text(_memory_line(found)))
+    elif nodes:
         console.print(node_table(nodes))
-        for name, why in found["disk_errors"].items():
-            console.print(Text(f"{name} cannot write KV to disk, and tries again: {why}"))
-        for node in nodes:
-            if node.get("agents_let_go"):
-                count = node["agents_let_go"]
-                console.print(Text(f"{node['name']} evicted {count} agents to make room (transcripts_bytes_max)"))
-    console.print(_replica_table(found["replicas"], found["models"]))
+    for name, why in found["disk_errors"].items():
+        console.print(Text(f"{name} cannot write KV to disk, and tries again: {why}"))
+    for node in nodes:
+        if node.get("agents_let_go"):
+            count = node["agents_let_go"]
+            console.print(Text(f"{node['name']} evicted {count} agents to make room (transcripts_bytes_max)"))
+    if not short:
+        console.print(_replica_table(found["replicas"], found["models"]))
     for name, entry in sorted(found["replicas"].items()):
-        for line in _replica_lines(entry):
+        for line in _replica_lines({"proving": entry.get("proving")} if short else entry):
             console.print(Text(f"{name} {line}"))
+
+
+def _models_line(found: dict[str, Any]) -> str:
+    """Returns what each model does now."""
+    said = []
+    for name, answers in found["models"].items():
+        own = [entry for entry in found["replicas"].values() if entry.get("model") == name]
+        running, waiting = (sum(entry.get(f"satchel_requests_{what}", 0) for entry in own) for what in _BUSY)
+        rate = sum(entry.get("tokens_per_s") or 0.0 for entry in own)
+        idle = min((entry.get("idle_s") or 0.0 for entry in own), default=0.0)
+        if not answers:
+            does = "does not answer"
+        elif running or waiting:
+            does = f"{running} running, {waiting} waiting, {rate:g} tokens/s"
+        else:
+            does = f"idle for {duration(idle)}"
+        said.append(f"{name}: {does}")
+    return "; ".join(said)
+
+
+def _memory_line(found: dict[str, Any]) -> str:
+    """Returns what the only machine's memory and disk hold."""
+    (node,), replicas = found["nodes"], found["replicas"].values()
+    held, most = (sum(entry.get(name) or 0 for entry in replicas) for name in ("memory_bytes", "memory_bytes_max"))
+    parts = [f"KV and pictures {size(held)} of {size(most)}"]
+    if (disk := node["tiers"]["disk_bytes"]) is not None:
+        parts.append(f"{size(disk)} of KV on disk")
+    if (agents := node["agents"]) is not None:
+        parts.append(f"{agents} agent{'s' * (agents != 1)}")
+    if (free := node["memory_free_bytes"]) is not None:
+        parts.append(f"{size(free)} of memory free")
+    return "; ".join(parts)
 
 
 def server_status(home: Home) -> dict[str, Any]:
@@ -192,7 +211,7 @@ def server_status(home: Home) -> dict[str, Any]:
     }
 
 
-def _replica_table(replicas: dict[str, dict[str, Any]], models: dict[str, bool]) -> Table:
+def _replica_table(replicas: dict[str, dict[str, Any]], models: dict[str, bool]) -> NameTable:
     made = table("replica", "node", "model", "up", numbers=(*_COLUMNS.values(), "tokens/s"))
     for name, entry in sorted(replicas.items()):
         numbers = [str(entry.get(metric, "")) for metric in _COLUMNS]

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ...actors.model_files.source import default_name
 from ...actors.protocol import registry
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.replica_messages import ModelInfo
@@ -433,7 +434,7 @@ async def _config() -> Config:
 
 
 def _model(source: str, *, name: str | None = None, **fields: Any) -> Model:
-    return parse_model(source=source, name=_default_name(source) if name is None else name, **fields)
+    return parse_model(source=source, name=default_name(source) if name is None else name, **fields)
 
 
 def _secret(passphrase: str | None) -> bytes:
@@ -444,12 +445,6 @@ def _secret(passphrase: str | None) -> bytes:
     if not passphrase:
         raise InvalidRequest("the satchel needs a passphrase" if passphrase is None else "the passphrase is empty")
     return passphrase.encode()
-
-
-def _default_name(source: str) -> str:
-    """Returns the Hub id without its revision, or the folder's name."""
-    folder = Path(source).expanduser()
-    return folder.resolve().name if folder.is_dir() else source.removeprefix("embedded:").partition("@")[0]
 
 
 def _check_text(info: ModelInfo) -> None:

@@ -196,6 +196,9 @@ def _replica_view(
         "pid": pids.get(stats.replica),
         "model": stats.model,
         "model_id": stats.model_id or None,
+        "folder": stats.folder or None,
+        "weights_bytes": stats.weights_bytes or None,
+        "idle_s": round(stats.idle_s, 1),
         # Replicas with different settings do not share KV.
         "differs": _differing(stats, every),
         "up": stats.answers,

@@ -111,8 +111,9 @@ def test_a_wrong_config_names_its_place(tmp_path: Path) -> None:
 
 def test_the_command_line_starts_quickly() -> None:
     """`satchel status` must not wait for Ray or MLX to be imported."""
-    program = "import sys, satchel.api.cli.main, satchel.api.cli.views, satchel.api.cli.serve, satchel.api.cli.chat\n"
-    program += "import satchel.api.cli.models, satchel.api.cli.progress\n"
+    program = "import sys, satchel.api.cli.main, satchel.api.cli.views, satchel.api.cli.serve\n"
+    program += "import satchel.api.cli.talk.chat, satchel.api.cli.completing\n"
+    program += "import satchel.api.cli.models.served, satchel.api.cli.progress\n"
     program += "import satchel.api.cli.agents, satchel.api.cli.machines.service\n"
     program += "print(*sorted({'ray', 'mlx', 'transformers', 'mlx_lm'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -241,6 +241,11 @@ class Engine:
         return self.scheduler.waiting + len(self.pictures) + len(self.embed.queue)
 
     @property
+    def idle_s(self) -> float:
+        """For how long there has been no work."""
+        return self._idle.idle_s(time.monotonic())
+
+    @property
     def pending_tokens(self) -> int:
         """Tokens still to prefill or to embed, over all requests."""
         return self.scheduler.pending_tokens + self.pictures.pending_tokens + self.embed.queue.pending_tokens

@@ -13,10 +13,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import mlx.core as mx
 import psutil
@@ -29,6 +29,7 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import device_bytes, device_kind, on_cuda
 from ..device.wired import Wired
 from ..execution.loaded_model import LoadedModel
+from ..kv.caches import ModelCacheSpec
 from .budget import MemoryClaim, share_bytes, workspace_bytes
 from .room import limits_of
 
@@ -76,7 +77,7 @@ class ReplicaMemory:
         self._sequences_bytes = scheduling.kv_bytes_max if node.kv_bytes_max is None else node.kv_bytes_max
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path = folder / f"{replica}-{os.getpid()}.claim"
-        self._own = _Noted(0, 0, max([_device_now(), *(other.device for other in self._others())]))
+        self._own = _Noted(0, 0, max([node_bytes(), *(other.device for other in self._others())]))
         # The file gets its name once it is locked: other replicas remove claims that are not locked.
         started = self._path.with_suffix(".new")
         self._file = os.open(started, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -107,7 +108,14 @@ class ReplicaMemory:
         """
         weights = max(0, mx.get_active_memory() - (loaded.pool.nbytes if loaded.pool is not None else 0))
         self.note(weights)
-        self._workspace = _workspace_of(loaded, self._scheduling.prefill_chunk_tokens, self.share_bytes())
+        self._workspace = workspace_of(
+            read_json(loaded.folder / "config.json"),
+            loaded.spec,
+            loaded.context_tokens,
+            loaded.dtype,
+            self._scheduling.prefill_chunk_tokens,
+            self.share_bytes(),
+        )
         self.note(weights, self._workspace)
         share = self.share_bytes()
         if limits_of(loaded, self._scheduling, share).prompt_tokens_max < 1:
@@ -185,7 +193,7 @@ def _read_claim(path: Path) -> _Noted | None:
     return None
 
 
-def _device_now() -> int:
+def node_bytes() -> int:
     """Returns the bytes that the device can give the replicas of a node, if none of them runs yet."""
     kind, whole = device_kind(), psutil.virtual_memory().total
     if kind == "metal":
@@ -200,19 +208,25 @@ def usable_bytes(kind: str, whole: int) -> int:
     return int(whole * PARTS[kind])
 
 
-def _workspace_of(loaded: LoadedModel, chunk_tokens: int, memory_bytes: int) -> int:
+def workspace_of(
+    config: Mapping[str, Any],
+    spec: ModelCacheSpec,
+    context_tokens: int,
+    dtype: str,
+    chunk_tokens: int,
+    memory_bytes: int,
+) -> int:
     """Returns the temporary memory of a model's prefill and of its growing block pool, given `memory_bytes`."""
-    config = read_json(loaded.folder / "config.json")
     config = {**config, **(config.get("text_config") or {})}
-    spec, hidden = loaded.spec, int(config.get("hidden_size") or 0)
+    hidden = int(config.get("hidden_size") or 0)
     experts = int(config.get("num_experts_per_tok") or 1) * int(config.get("moe_intermediate_size") or 0)
     layers = [layer.token_bytes for layer in spec.layers]
     prefill = workspace_bytes(
         tokens=chunk_tokens,
-        context=min(loaded.context_tokens, memory_bytes // spec.bytes_per_token),
+        context=min(context_tokens, memory_bytes // spec.bytes_per_token),
         hidden=hidden,
         intermediate=max(experts, int(config.get("intermediate_size") or 4 * hidden)),
-        itemsize=4 if loaded.dtype == "float32" else 2,
+        itemsize=4 if dtype == "float32" else 2,
         layer=max(layer.open_bytes // BLOCK_TOKENS or layer.token_bytes for layer in spec.layers),
         # A mask of booleans, and on CUDA the same mask as 16-bit numbers.
         mask=3 if on_cuda() else 1,

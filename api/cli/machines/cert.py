@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from ..models import HomeOption, JsonOption, chosen_home
+from ..options import HomeOption, JsonOption, chosen_home
 
 DaysOption = Annotated[
     Optional[int],  # noqa: UP045

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 from rich.console import Console
 
-from ..models import HomeOption, JsonOption, chosen_home
+from ..options import HomeOption, JsonOption, chosen_home
 from ..views import client, error_of, get_json, node_table
 
 app = typer.Typer(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from satchel.actors.protocol.store_messages import Commit, Content
-from satchel.api.cli.views import size
+from satchel.api.cli.tables import size
 from satchel.api.requests.backend import NodeState
 from satchel.api.text.templates.habits import TemplateHabits
 from satchel.cluster.errors import SatchelError

@@ -63,9 +63,9 @@ def test_without_a_figure_the_device_says_and_a_later_replica_believes_the_first
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is free on a card when the second model is loaded lacks what the first one has taken."""
-    monkeypatch.setattr(replica_memory, "_device_now", lambda: 16 * GIB)
+    monkeypatch.setattr(replica_memory, "node_bytes", lambda: 16 * GIB)
     first = replica(tmp_path, "m-0", memory_bytes_max=None)
-    monkeypatch.setattr(replica_memory, "_device_now", lambda: 3 * GIB)
+    monkeypatch.setattr(replica_memory, "node_bytes", lambda: 3 * GIB)
     second = replica(tmp_path, "n-0", memory_bytes_max=None)
     assert first.share_bytes() == second.share_bytes() == 8 * GIB
     second.note(60 * GIB)
@@ -76,7 +76,7 @@ def test_on_metal_the_plan_stays_below_where_mlx_gives_its_buffers_back(monkeypa
     """That is 95% of the working set, with the buffers that are kept for later."""
     monkeypatch.setattr(replica_memory, "device_kind", lambda: "metal")
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 100 * GIB})
-    assert 85 * GIB <= replica_memory._device_now() <= 92 * GIB
+    assert 85 * GIB <= replica_memory.node_bytes() <= 92 * GIB
     assert replica_memory.usable_bytes("cuda", 16 * GIB) == 15 * GIB
     assert replica_memory.usable_bytes("cpu", 16 * GIB) == 8 * GIB
 

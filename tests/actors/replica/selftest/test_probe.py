@@ -28,8 +28,8 @@ from satchel.actors.replica.selftest.probe import (
     spec_of,
 )
 from satchel.actors.replica.selftest.probe_texts import Quiz, Texts, load_tokenizer
-from satchel.api.cli import probe as cli_probe
 from satchel.api.cli.main import app
+from satchel.api.cli.models import probe as cli_probe
 from satchel.cluster.errors import GenerationFailed, InvalidRequest, ModelLoadError
 from tests.worlds.models.table_model import VOCABULARY, Table, Tape
 

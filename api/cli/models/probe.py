@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .models import Dtype, JsonOption
+from ..options import Dtype, JsonOption
 
 if TYPE_CHECKING:
-    from ...actors.replica.selftest.probe import KVSize, ProbeResult, Report
+    from ....actors.replica.selftest.probe import KVSize, ProbeResult, Report
 
 _SAMPLES_MAX = 100
 _SEED = 1
@@ -38,7 +38,7 @@ def probe(
 ) -> None:
     """Measure how quantized KV changes a model's answers, and recommend a format."""
     chosen_lengths, chosen_policies = _numbers(lengths), _names(policies)
-    from .progress import ProgressDisplay
+    from ..progress import ProgressDisplay
 
     progress = ProgressDisplay()
 
@@ -79,9 +79,9 @@ def _names(text: str) -> list[str]:
 
 def _measure(model: str, lengths: list[int], policies: list[str], samples: int, dtype: Dtype, tell: Tell) -> Report:
     # MLX and transformers take seconds to import.
-    from ...actors.replica.loading.models import load
-    from ...actors.replica.selftest.probe import probe as measure
-    from ...actors.replica.selftest.probe_texts import Texts, load_tokenizer
+    from ....actors.replica.loading.models import load
+    from ....actors.replica.selftest.probe import probe as measure
+    from ....actors.replica.selftest.probe_texts import Texts, load_tokenizer
 
     loaded = load(
         model,

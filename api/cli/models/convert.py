@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from .models import Dtype
+from ..options import Dtype
 
 if TYPE_CHECKING:
-    from ...actors.model_files.conversion import Converted
+    from ....actors.model_files.conversion import Converted
 
 _SHOWN_MAX = 3
 """How many of the layers that stay unquantized are named."""
@@ -55,8 +55,8 @@ def convert(
 ) -> None:
     """Quantize a model's weights into a folder that can be served."""
     # MLX takes seconds to import.
-    from ...actors.model_files.conversion import convert as run
-    from .progress import ProgressDisplay
+    from ....actors.model_files.conversion import convert as run
+    from ..progress import ProgressDisplay
 
     target = (to if to is not None else Path(f"{_name(model)}-{recipe.value}")).expanduser().absolute()
     progress = ProgressDisplay()

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 
-from ...cluster.config import Home
-from ...cluster.errors import InvalidRequest, SatchelError
-from ...cluster.keys import check_agent_id
-from .views import client, error_of, get_json
+from ....cluster.config import Home
+from ....cluster.errors import InvalidRequest, SatchelError
+from ....cluster.keys import check_agent_id
+from ..views import client, error_of, get_json
 
 _SILENCE_S_MAX = 600.0
 """How long the endpoint may send nothing, such as during the prefill of a long prompt."""

@@ -4,52 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from ...cluster.config import Home
-from ...cluster.connection import find_cluster
-from ...cluster.environment import default_home
+from ....cluster.connection import find_cluster
+from ..options import Dtype, HomeOption, JsonOption, NoSelfTestOption, TextOption, chosen_home
 
 if TYPE_CHECKING:
-    from ..client.cluster import Cluster
-    from .progress import ProgressDisplay
+    from ...client.cluster import Cluster
+    from ..progress import ProgressDisplay
 
 app = typer.Typer(
     help="List the models of the running server, load another one, or unload one.", invoke_without_command=True
 )
-
-# typer reads these annotations at run time; it supports `Optional`, but not every form of `X | None`.
-HomeOption = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--home", metavar="DIR", help="Where the cluster keeps its state (else SATCHEL_HOME, ~/.satchel)."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-TextOption = Optional[str]  # noqa: UP045
-NoSelfTestOption = Annotated[
-    bool,
-    typer.Option(
-        "--no-self-test",
-        "--no-trial",
-        help="Skip the self-test of models; untested ones may give wrong answers when batched.",
-    ),
-]
-
-
-class Dtype(StrEnum):
-    """The values of `Model.dtype`."""
-
-    auto = "auto"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
-def chosen_home(given: Path | None) -> Home:
-    return Home(given.expanduser().absolute()) if given is not None else default_home()
 
 
 @app.callback()
@@ -122,12 +91,12 @@ def unload(
 @contextmanager
 def _connected(given: Path | None) -> Iterator[tuple[Cluster, ProgressDisplay]]:
     """Connects to the running server, and shows a progress bar meanwhile."""
-    from .progress import ProgressDisplay
+    from ..progress import ProgressDisplay
 
     home = chosen_home(given)
     # Fails early, because importing Ray takes seconds.
     find_cluster(home)
-    from ..client.cluster import connect
+    from ...client.cluster import connect
 
     progress = ProgressDisplay()
     try:
@@ -138,6 +107,6 @@ def _connected(given: Path | None) -> Iterator[tuple[Cluster, ProgressDisplay]]:
 
 
 def _list(home: Path | None, as_json: bool) -> None:
-    from .views import show_models
+    from ..views import show_models
 
     show_models(chosen_home(home), as_json=as_json)

@@ -1,0 +1,1 @@
+"""Commands that talk to the endpoint, or start programs that do."""

@@ -1,0 +1,1 @@
+"""Commands that watch a running server: what runs, how fast, and its logs."""
