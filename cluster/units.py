@@ -22,6 +22,18 @@ def _parse_bytes(value: Any) -> Any:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def bytes_of(text: str) -> int:
+    """Returns the number of bytes that a size such as `48 GB` says.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    found = _parse_bytes(text)
+    if found <= 0:
+        raise ValueError("a size is more than 0")
+    return found
+
+
 def _parse_seconds(value: Any) -> Any:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*s\s*", value) if isinstance(value, str) else None
     return float(match[1]) if match is not None else value

@@ -129,10 +129,11 @@ def recipe_bytes(source: str, model: Any, recipe: str, *, seeing: bool) -> int:
     """
     _refuse_quantized(source, model)
     chosen = _Choice(model, _bits_of(source, model, recipe, seeing=seeing), seeing=seeing)
-    total = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    parameters: Any = tree_flatten(model.parameters())
+    total = sum(array.nbytes for _, array in parameters)
     for path, layer in model.named_modules():
         if isinstance(how := chosen(path, layer), dict):
-            weight = layer.weight
+            weight: mx.array = layer.weight
             # A group has a scale and a bias in the weights' precision.
             total += int(weight.size * (how["bits"] / 8 + 2 * weight.itemsize / how["group_size"])) - weight.nbytes
     return total

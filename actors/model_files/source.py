@@ -8,11 +8,14 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...cluster.errors import ModelLoadError
@@ -110,17 +113,111 @@ def _find(source: str, needed: Sequence[str], patterns: Sequence[str], progress:
         return folder
     repository, at, revision = source.partition("@")
     if source.startswith(("/", ".", "~")) or repository.count("/") != 1 or (at and not revision):
-        raise ModelLoadError(
-            f"{source!r} is neither a folder nor a Hub id of the form owner/name or owner/name@revision"
-        )
+        raise ModelLoadError(_no_source(source))
     wanted = _Download(source, repository, revision or None, needed, patterns, progress)
-    try:
+    with _in_words(wanted):
         return wanted.run()
+
+
+@contextmanager
+def _in_words(wanted: _Download) -> Iterator[None]:
+    """
+    Raises:
+        ModelLoadError: for every error of the Hub's client.
+    """
+    try:
+        yield
     except ModelLoadError:
         raise
     except Exception as error:
         # The Hub's client passes on errors of three HTTP stacks.
         raise ModelLoadError(_sentence(wanted, error)) from error
+
+
+@dataclass(frozen=True)
+class DownloadPlan:
+    """What the download of a model fetches.
+
+    Attributes:
+        commit: of the revision.
+        files: bytes by name, of all files of the model.
+        missing: names of those that are not in the Hub's cache yet.
+        place: the cache, or the folder in which it will be made, with `free_bytes` on its disk.
+    """
+
+    repository: str
+    commit: str
+    files: Mapping[str, int]
+    missing: Sequence[str]
+    place: Path
+    free_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.files.values())
+
+    @property
+    def missing_bytes(self) -> int:
+        return sum(self.files[name] for name in self.missing)
+
+
+def plan_download(source: str) -> DownloadPlan:
+    """Returns what the download of a Hub id would fetch. Nothing is put into the Hub's cache.
+
+    Raises:
+        ModelLoadError: it is no Hub id, the Hub has no such model, or it does not answer.
+    """
+    with _of_hub(source) as wanted, TemporaryDirectory(prefix="satchel-") as scratch:
+        return wanted.plan(Path(scratch))
+
+
+@contextmanager
+def headers_of(source: str) -> Iterator[Path]:
+    """Makes a folder with the config of a model on the Hub, and weight files with their headers and with holes instead
+    of the weights. The headers come by range requests.
+
+    Raises:
+        ModelLoadError: as for `plan_download`, or a header makes no sense.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+
+    with TemporaryDirectory(prefix="satchel-") as folder:
+        with _of_hub(source) as wanted:
+            plan = wanted.plan(Path(folder))
+            hf_hub_download(plan.repository, "config.json", revision=plan.commit, local_dir=folder)
+            for name in [name for name in plan.files if fnmatch(name, WEIGHTS)]:
+                found = HfApi().parse_safetensors_file_metadata(plan.repository, name, revision=plan.commit)
+                _write_holes(Path(folder) / name, found.tensors)
+        yield Path(folder)
+
+
+def _write_holes(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Writes a safetensors file with these tensors, whose data take no place on the disk."""
+    entries = {
+        name: {"dtype": each.dtype, "shape": list(each.shape), "data_offsets": list(each.data_offsets)}
+        for name, each in tensors.items()
+    }
+    header = json.dumps(entries).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(file.tell() + max((each.data_offsets[1] for each in tensors.values()), default=0))
+
+
+@contextmanager
+def _of_hub(source: str) -> Iterator[_Download]:
+    """Gives the download of a Hub id, and turns errors of the Hub's client into sentences."""
+    from huggingface_hub.errors import DryRunError
+
+    repository, _, revision = source.partition("@")
+    if repository.count("/") != 1 or source.startswith(("/", ".", "~")):
+        raise ModelLoadError(_no_source(source))
+    wanted = _Download(source, repository, revision or None, ("config.json",), HUB_PATTERNS, lambda what, done: None)
+    with _in_words(wanted):
+        try:
+            yield wanted
+        except DryRunError as error:
+            cause = error.__cause__ or error
+            raise ModelLoadError(_unreachable(wanted, "not in the local Hub cache", cause)) from error
 
 
 @dataclass(frozen=True)
@@ -143,17 +240,41 @@ class _Download:
 
         self.progress(f"downloading {self.source}", None)
         try:
-            files = {file.filename: file for file in self._snapshot(allow_patterns=list(self.patterns), dry_run=True)}
+            plan = self.plan()
         except DryRunError as error:
             return self._from_cache(error.__cause__ or error)
+        if plan.missing_bytes > plan.free_bytes:
+            raise ModelLoadError(
+                f"{self.source} takes {plan.missing_bytes / _GB:.2f} GB more on the disk, of which "
+                f"{plan.free_bytes / _GB:.2f} GB are free at {plan.place}; make room, or set HF_HOME to a folder on "
+                "another disk"
+            )
+        names = [escape(name) for name in plan.files]
+        return Path(self._snapshot(allow_patterns=names, tqdm_class=self._bar(plan.missing_bytes)))
+
+    def plan(self, scratch: Path | None = None) -> DownloadPlan:
+        """Returns what the download fetches.
+
+        Args:
+            scratch: a folder for files that are read meanwhile; None is the Hub's cache.
+
+        Raises:
+            DryRunError: the Hub does not answer.
+            ModelLoadError: a file that is needed is missing there.
+        """
+        files = {file.filename: file for file in self._snapshot(allow_patterns=list(self.patterns), dry_run=True)}
         for name in self.needed:
             if name not in files:
                 raise ModelLoadError(f"{self.source} on the Hub has no {name}")
-        wanted = self._without_other_weights(files)
-        missing_bytes = sum(files[name].file_size or 0 for name in wanted if files[name].will_download)
-        self._check_room(missing_bytes)
-        return Path(
-            self._snapshot(allow_patterns=[escape(name) for name in wanted], tqdm_class=self._bar(missing_bytes))
+        wanted = self._without_other_weights(files, scratch)
+        place = _cache_folder()
+        return DownloadPlan(
+            repository=self.repository,
+            commit=files[wanted[0]].commit_hash,
+            files={name: files[name].file_size or 0 for name in wanted},
+            missing=[name for name in wanted if files[name].will_download],
+            place=place,
+            free_bytes=shutil.disk_usage(place).free,
         )
 
     def _snapshot(self, ignored: Sequence[str] = _OTHER_SUBFOLDERS, **options: Any) -> Any:
@@ -161,31 +282,18 @@ class _Download:
 
         return snapshot_download(self.repository, revision=self.revision, ignore_patterns=list(ignored), **options)
 
-    def _without_other_weights(self, files: dict[str, Any]) -> list[str]:
+    def _without_other_weights(self, files: dict[str, Any], scratch: Path | None) -> list[str]:
         """Returns the files without weights that the index does not name: some repositories have the weights twice."""
         if INDEX not in files:
             return list(files)
         from huggingface_hub import hf_hub_download
 
-        index = hf_hub_download(self.repository, INDEX, revision=files[INDEX].commit_hash)
+        index = hf_hub_download(self.repository, INDEX, revision=files[INDEX].commit_hash, local_dir=scratch)
         named = named_by_index(Path(index))
         # An index that names absent files is left over from another layout; mlx-lm ignores it.
         if not named or not named <= files.keys():
             return list(files)
         return [name for name in files if name in named or not fnmatch(name, WEIGHTS)]
-
-    def _check_room(self, needed_bytes: int) -> None:
-        from huggingface_hub.constants import HF_HUB_CACHE
-
-        folder = Path(HF_HUB_CACHE)
-        while not folder.exists() and folder != folder.parent:
-            folder = folder.parent
-        free = shutil.disk_usage(folder).free
-        if needed_bytes > free:
-            raise ModelLoadError(
-                f"{self.source} takes {needed_bytes / _GB:.2f} GB more on the disk, of which {free / _GB:.2f} GB are "
-                f"free at {folder}; make room, or set HF_HOME to a folder on another disk"
-            )
 
     def _from_cache(self, cause: BaseException) -> Path:
         """Returns the snapshot of an earlier download; `cause` is why the Hub does not answer."""
@@ -232,6 +340,16 @@ class _Download:
                 return result
 
         return Bar
+
+
+def _cache_folder() -> Path:
+    """Returns the Hub's cache, or the folder in which it will be made."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
 
 
 class _Nowhere:

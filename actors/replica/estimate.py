@@ -95,11 +95,8 @@ class ModelEstimate:
         usable = MemoryBudget(room_bytes, self.spec.bytes_per_token, 0, 1, paged=True).usable
         own, token = self.spec.bytes_per_sequence, self.spec.bytes_per_token
         longest = min(self.context_tokens, max(0, usable - own) // token)
-        return Fit(
-            room_bytes,
-            longest,
-            {tokens: usable // (own + tokens * token) for tokens in AGENTS_TOKENS if tokens <= longest},
-        )
+        lengths = [tokens for tokens in AGENTS_TOKENS if tokens <= self.context_tokens] or [self.context_tokens]
+        return Fit(room_bytes, longest, {tokens: usable // (own + tokens * token) for tokens in lengths})
 
     def fitting_recipe(self, memory_bytes: int, others: Sequence[MemoryClaim] = ()) -> str | None:
         """Returns the recipe that keeps most bits, and with which an agent of the shortest usual length fits; None if

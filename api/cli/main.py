@@ -20,8 +20,10 @@ from .machines.cert import cert
 from .machines.nodes import app as nodes
 from .models.choosing import Choice, ContextOption, KVOption, ServedNameOption, WhatArgument
 from .models.convert import convert
+from .models.fit import fit
 from .models.listing import list_local, rm
 from .models.probe import probe
+from .models.pull import pull
 from .models.served import app as models
 from .options import HomeOption, JsonOption, ListenOption, NoSelfTestOption, PortOption, chosen_home
 from .satchels import app as agents
@@ -133,7 +135,9 @@ def explain(
 
 app.command()(ps)
 app.command("list")(list_local)
+app.command()(pull)
 app.command()(rm)
+app.command()(fit)
 app.command()(configs)
 app.command()(probe)
 app.command()(convert)

@@ -64,9 +64,11 @@ def hub_models() -> list[LocalModel]:
         source = root.name.removeprefix("models--").replace("--", "/", 1)
         folder = _newest_snapshot(root)
         nbytes = sum(_bytes_of(path) for path in (root / "blobs").glob("*"))
-        if folder is None and nbytes == 0:
+        begun = any((root / "blobs").glob("*.incomplete"))
+        if not begun and not any(root.glob(f"snapshots/*/{WEIGHTS}")):
+            # Its tokenizer alone, or the model of another program.
             continue
-        whole = folder is not None and not any((root / "blobs").glob("*.incomplete")) and _has_weights(folder)
+        whole = folder is not None and not begun and _has_weights(folder)
         found.append(LocalModel(source, "hub", folder, root, nbytes, precision(folder), whole))
     return found
 

@@ -82,7 +82,7 @@ def _in_cache(model: str) -> LocalModel:
 
 
 def _served(home: Home, *, must_know: bool = False) -> dict[str, str]:
-    """Returns models' names by the folders from which they are served.
+    """Returns models' names by the folders of this machine from which they are served.
 
     Args:
         must_know: whether a server that is starting or does not answer is an error.
@@ -95,7 +95,7 @@ def _served(home: Home, *, must_know: bool = False) -> dict[str, str]:
     from ..views import client, get_json
 
     try:
-        find_cluster(home)
+        node = find_cluster(home).node
     except NotRunning:
         return {}
     try:
@@ -107,7 +107,7 @@ def _served(home: Home, *, must_know: bool = False) -> dict[str, str]:
         return {}
     if must_know and any(not each.get("folder") for each in replicas):
         raise SatchelError("a model of the running server is still loading, and it may be this one: try again later")
-    return {each["folder"]: each["model"] for each in replicas if each.get("folder")}
+    return {each["folder"]: each["model"] for each in replicas if each.get("folder") and each["node"] == node}
 
 
 def _name_of(model: LocalModel, served: dict[str, str]) -> str | None:
