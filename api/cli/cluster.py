@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -111,18 +112,23 @@ def up(
     start_in_background(Choice(what or (), None, name, kv, context, port, listen, not no_self_test), chosen_home(home))
 
 
-def start_in_background(choice: Choice, where: Home) -> None:
-    """Starts a server, shows its start, and says how to see and end it."""
+def start_in_background(choice: Choice, where: Home, say: Callable[[str], None] | None = None) -> None:
+    """Starts a server, shows its start, and says how to see and end it.
+
+    Args:
+        say: prints a line; None prints it on standard output.
+    """
     from .machines.service import log_file, satchel_command
     from .machines.service import up as run
     from .serve import for_clients
 
     chosen = choice.read()
     command = satchel_command("serve", "--home", str(where.root), *choice.arguments())
-    record = run(command, chosen, where, _say)
-    _say(f"Ready: {for_clients(record.endpoint_url or '', chosen.endpoint)[0]}/v1")
-    _say(f"The server runs in the background (process {record.pid}); its log is {log_file(where)}")
-    _say("`satchel status` shows it, `satchel down` ends it.")
+    say = say or _say
+    record = run(command, chosen, where, say)
+    say(f"Ready: {for_clients(record.endpoint_url or '', chosen.endpoint)[0]}/v1")
+    say(f"The server runs in the background (process {record.pid}); its log is {log_file(where)}")
+    say("`satchel status` shows it, `satchel down` ends it.")
 
 
 def down(

@@ -14,6 +14,7 @@ import typer
 
 from ...cluster.errors import SatchelError
 from .cluster import down, install_service, invite, join, leave, promote, up
+from .completing import complete_model
 from .configs import configs
 from .keys import app as keys
 from .machines.cert import cert
@@ -27,7 +28,13 @@ from .models.pull import pull
 from .models.served import app as models
 from .options import HomeOption, JsonOption, ListenOption, NoSelfTestOption, PortOption, chosen_home
 from .satchels import app as agents
+from .talk.bench import bench
+from .talk.chat import AgentOption
+from .talk.launch import launch
+from .talk.run import run
+from .watch.logs import logs
 from .watch.ps import ps
+from .watch.top import top
 
 app = typer.Typer(
     name="satchel",
@@ -103,20 +110,21 @@ def status(
 @app.command()
 def chat(
     text: Annotated[Optional[str], typer.Argument(help="One message; without it, a conversation.")] = None,  # noqa: UP045
-    agent: Annotated[
-        str | None,
-        typer.Option("--agent", metavar="NAME", help="The agent that continues and remembers the conversation."),
-    ] = None,
+    agent: AgentOption = None,
     new: Annotated[
         bool, typer.Option("--new", help="Start a new conversation, as another branch of the agent's memory.")
     ] = False,
-    model: Annotated[Optional[str], typer.Option("--model", metavar="NAME", help="The model (else the first).")] = None,  # noqa: UP045
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--model", metavar="NAME", help="The model (else the first).", autocompletion=complete_model),
+    ] = None,
+    json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
     """Talk to a model of the running server."""
     from .talk.chat import chat as run
 
-    run(chosen_home(home), agent=agent, model=model, text=text, new=new)
+    run(chosen_home(home), agent=agent, model=model, text=text, new=new, as_json=json)
 
 
 @app.command()
@@ -133,7 +141,12 @@ def explain(
     show_decision(chosen_home(home), request_id, as_json=json)
 
 
+app.command()(run)
+app.command()(launch)
+app.command()(bench)
 app.command()(ps)
+app.command()(top)
+app.command()(logs)
 app.command("list")(list_local)
 app.command()(pull)
 app.command()(rm)

@@ -165,6 +165,7 @@ class Cluster:
         context_tokens_max: int | None = None,
         dtype: str = "auto",
         self_test: bool = True,
+        kv: str | None = None,
         report: Report | None = None,
     ) -> str:
         """Serves one more model, until the server stops, and returns its name once it answers.
@@ -174,6 +175,7 @@ class Cluster:
             name: its name for clients; by default the Hub id, or the folder's name.
             adapter: a LoRA or DoRA adapter as mlx-lm writes them, a folder or a Hub id.
             self_test: whether it runs its self-test (`Model.self_test`).
+            kv: the format of cached KV (`Model.kv`).
             report: called with the current step and the fraction done, None if unknown.
 
         Raises:
@@ -189,6 +191,7 @@ class Cluster:
             context_tokens_max=context_tokens_max,
             dtype=dtype,
             self_test=self_test,
+            kv=kv,
         )
         await load_model(model, self.config, report or _say_nothing, _check_text)
         return model.name

@@ -183,8 +183,8 @@ def _advice(model: str, needs: ModelEstimate, node: _OnNode) -> Iterator[str]:
         return
     what = "does not fit" if not node.fit.context_tokens else "has little room for KV"
     if node.recipe is not None:
-        less = size(needs.recipes[node.recipe])
-        yield f"It {what} ({node.name}): `satchel convert {model} --recipe {node.recipe}` makes {less} of it, which fits."
+        command = f"`satchel convert {model} --recipe {node.recipe}`"
+        yield f"It {what} ({node.name}): {command} makes {size(needs.recipes[node.recipe])} of it, which fits."
     elif needs.recipes:
         least = size(min(needs.recipes.values()))
         yield f"It {what} ({node.name}), nor would it in fewer bits ({least} at least): take a smaller model."

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TextIO
 
 import typer
 
+from ....cluster.config import Home
 from ....cluster.connection import find_cluster
 from ..options import Dtype, HomeOption, JsonOption, NoSelfTestOption, TextOption, chosen_home
 
@@ -61,19 +62,16 @@ def load(
     home: HomeOption = None,
 ) -> None:
     """Serve one more model, until it is unloaded or the server stops. It is downloaded if necessary."""
-    with _connected(home or context.obj) as (cluster, progress):
-        loaded = cluster.load_sync(
-            source,
-            name=name,
-            adapter=adapter,
-            replicas=replicas,
-            context_tokens_max=context_tokens_max,
-            dtype=dtype.value,
-            self_test=not no_self_test,
-            report=progress.report,
-        )
-        notes = cluster.notes_sync(loaded)
-    progress.say(*(f"{loaded}: {note}" for note in notes), f"Loaded {loaded}")
+    load_into(
+        chosen_home(home or context.obj),
+        source,
+        name=name,
+        adapter=adapter,
+        replicas=replicas,
+        context_tokens_max=context_tokens_max,
+        dtype=dtype.value,
+        self_test=not no_self_test,
+    )
 
 
 @app.command()
@@ -88,9 +86,23 @@ def unload(
     progress.say(f"Unloaded {name}")
 
 
+def load_into(home: Home, source: str, *, output: TextIO | None = None, **how: Any) -> str:
+    """Loads a model into the running server, shows its notes, and returns its name.
+
+    Args:
+        output: for progress and notes; None is standard output.
+        how: as `Cluster.load` takes it.
+    """
+    with _connected(home.root, output) as (cluster, progress):
+        loaded = cluster.load_sync(source, report=progress.report, **how)
+        notes = cluster.notes_sync(loaded)
+    progress.say(*(f"{loaded}: {note}" for note in notes), f"Loaded {loaded}")
+    return loaded
+
+
 @contextmanager
-def _connected(given: Path | None) -> Iterator[tuple[Cluster, ProgressDisplay]]:
-    """Connects to the running server, and shows a progress bar meanwhile."""
+def _connected(given: Path | None, output: TextIO | None = None) -> Iterator[tuple[Cluster, ProgressDisplay]]:
+    """Connects to the running server, and shows a progress bar meanwhile, on standard output or `output`."""
     from ..progress import ProgressDisplay
 
     home = chosen_home(given)
@@ -98,7 +110,7 @@ def _connected(given: Path | None) -> Iterator[tuple[Cluster, ProgressDisplay]]:
     find_cluster(home)
     from ...client.cluster import connect
 
-    progress = ProgressDisplay()
+    progress = ProgressDisplay(output)
     try:
         with connect(home.root) as cluster:
             yield cluster, progress

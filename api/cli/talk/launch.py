@@ -1,0 +1,151 @@
+"""`satchel launch`: starts an agent program against the running endpoint."""
+
+from __future__ import annotations
+
+import json as json_text
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, Optional
+
+import httpx
+import typer
+
+from ....cluster.environment import snapshot
+from ....cluster.errors import InvalidRequest, SatchelError
+from ..completing import complete_model
+from ..endpoint import FoundEndpoint, find_endpoint
+from ..options import HomeOption, JsonOption, chosen_home
+from ..views import client_of, get_json
+
+_ANSWER_S = 15.0
+_ANY_KEY = "satchel"
+"""What programs send while the endpoint has no keys: they do not start without any."""
+
+
+class Program(StrEnum):
+    """Agent programs, by their commands."""
+
+    claude = "claude"
+    codex = "codex"
+    opencode = "opencode"
+    qwen = "qwen"
+
+
+_PACKAGES = {
+    Program.claude: "@anthropic-ai/claude-code",
+    Program.codex: "@openai/codex",
+    Program.opencode: "opencode-ai",
+    Program.qwen: "@qwen-code/qwen-code",
+}
+"""Of npm."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A program's command line and what its environment has besides this shell's."""
+
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def launch(
+    program: Annotated[Program, typer.Argument(metavar="PROGRAM", help="claude, codex, opencode or qwen.")],
+    arguments: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="[-- ARGUMENTS…]", help="What the program gets, after `--`."),
+    ] = None,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--model", metavar="NAME", help="The model (else the first).", autocompletion=complete_model),
+    ] = None,
+    key: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--key", metavar="KEY", help="A key of the endpoint, if it has keys (else SATCHEL_KEY)."),
+    ] = None,
+    only_print: Annotated[bool, typer.Option("--print", help="Print the environment and the command line.")] = False,
+    json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Start an agent program that uses the running server."""
+    found = find_endpoint(chosen_home(home))
+    with client_of(found, timeout_s=_ANSWER_S) as session:
+        names = [each["id"] for each in get_json(session, "/v1/models")["data"]]
+        if not names:
+            raise SatchelError("the endpoint serves no model yet")
+        secret = _checked_key(session, key or snapshot().get("SATCHEL_KEY"))
+    if model is not None and model not in names:
+        raise InvalidRequest(f"no model {model} is served; there are: {', '.join(names)}")
+    made = launched(program, found, model or names[0], secret, arguments or [])
+    if json:
+        described = {"program": program.value, "command": made.command, "environment": made.environment}
+        print(json_text.dumps(described, indent=2))
+        return
+    if only_print:
+        for name, value in made.environment.items():
+            print(f"export {name}={shlex.quote(value)}")
+        print(shlex.join(made.command))
+        return
+    if shutil.which(program.value) is None:
+        raise SatchelError(f"{program.value} is not installed: `npm install -g {_PACKAGES[program]}`")
+    sys.stdout.flush()
+    try:
+        os.execvpe(made.command[0], made.command, {**snapshot(), **made.environment})
+    except OSError as error:
+        raise SatchelError(f"{program.value} cannot be started: {error.strerror or error}") from None
+
+
+def launched(program: Program, found: FoundEndpoint, model: str, key: str, arguments: list[str]) -> Launch:
+    """Returns how a program is started."""
+    url, name = found.url, program.value
+    trust = _trust(found)
+    if program is Program.claude:
+        own = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": model}
+        # Its side requests, such as titles.
+        own |= {"ANTHROPIC_SMALL_FAST_MODEL": model, "ANTHROPIC_DEFAULT_HAIKU_MODEL": model}
+        return Launch([name, *arguments], {**own, **trust})
+    if program is Program.codex:
+        provider = f'{{name="Satchel",base_url={_toml(url + "/v1")},wire_api="responses",env_key="SATCHEL_KEY"}}'
+        settings = (f"model={_toml(model)}", "model_provider=satchel", f"model_providers.satchel={provider}")
+        options = [word for setting in settings for word in ("-c", setting)]
+        return Launch([name, *options, *arguments], {"SATCHEL_KEY": key, **trust})
+    if program is Program.qwen:
+        own = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
+        return Launch([name, *arguments], {**own, **trust})
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "Satchel",
+        "options": {"baseURL": f"{url}/v1", "apiKey": key},
+        "models": {model: {"name": model}},
+    }
+    config = {"model": f"satchel/{model}", "provider": {"satchel": provider}}
+    return Launch([name, *arguments], {"OPENCODE_CONFIG_CONTENT": json_text.dumps(config), **trust})
+
+
+def _toml(text: str) -> str:
+    """Returns a TOML string. JSON's strings are TOML's too."""
+    return json_text.dumps(text)
+
+
+def _trust(found: FoundEndpoint) -> dict[str, str]:
+    """Returns the variables by which programs trust the endpoint's certificate: those of Node.js and of OpenSSL."""
+    if found.certificate is None or "\n" in found.certificate:
+        return {}
+    return {"NODE_EXTRA_CA_CERTS": found.certificate, "SSL_CERT_FILE": found.certificate}
+
+
+def _checked_key(session: httpx.Client, given: str | None) -> str:
+    """Returns the key that the program sends. It never gets the owner's.
+
+    Raises:
+        InvalidRequest: the endpoint does not take it.
+    """
+    key = given or _ANY_KEY
+    answer = session.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+    if answer.status_code == 401:
+        why = "takes only its keys" if given is None else "does not take that key"
+        raise InvalidRequest(f"the endpoint {why}: make one with `satchel keys create NAME`, and give it with --key")
+    return key
