@@ -18,6 +18,7 @@ from pydantic import AfterValidator, Field, JsonValue, TypeAdapter, ValidationEr
 from pydantic.dataclasses import dataclass as validated
 
 from .errors import ConfigError
+from .key_hints import key_hint
 from .nodes import Node, host_port
 from .timing import Timing, broken
 from .units import STRICT, AbsolutePath, Bytes, Count, Seconds, StrictOrSeconds, also_named
@@ -576,8 +577,9 @@ def _validated(kind: type[T], data: Any, source: str) -> T:
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
-        details = [f"{_where(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
-        raise ConfigError(f"{source}: " + "; ".join(details), param=_where(error.errors()[0]["loc"])) from None
+        errors = error.errors(include_url=False)
+        details = [f"{_where(e['loc'])}: {e['msg']}{key_hint(kind, e['type'], e['loc'])}" for e in errors]
+        raise ConfigError(f"{source}: " + "; ".join(details), param=_where(errors[0]["loc"])) from None
 
 
 def load_config(path: Path) -> Config:

@@ -15,6 +15,7 @@ import typer
 
 from ...cluster.errors import InvalidRequest, SatchelError
 from ...cluster.keys import check_agent_id
+from .completing import complete_agent
 from .options import HomeOption, JsonOption, chosen_home
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _ANSWER_S = 30.0
 _MOVE_S = 3600.0
 """Longer than any move takes: the server limits it itself (`timeouts.request_s`)."""
 
-AgentArgument = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.")]
+AgentArgument = Annotated[str, typer.Argument(metavar="AGENT", help="The agent's id.", autocompletion=complete_agent)]
 LimitOption = Annotated[int, typer.Option("--limit", min=1, max=100, help="How many agents to list.")]
 TenantOption = Annotated[str, typer.Option("--tenant", metavar="KEY", help="The agents of this key, by its name.")]
 AllOption = Annotated[bool, typer.Option("--all", help="The agents of all keys and of the owner.")]

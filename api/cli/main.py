@@ -1,4 +1,4 @@
-"""The command line: `satchel serve | up | down | invite | join | leave | status | models | convert | agents | …`.
+"""The command line: `satchel run | serve | up | down | list | ps | status | models | agents | …`.
 
 A mistake or a failure is one sentence on standard error and exit code 1 (2 for a wrong command line), never a
 traceback. Nothing heavy is imported until a command needs it.
@@ -44,10 +44,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.add_typer(models, name="models")
-app.add_typer(nodes, name="nodes")
-app.add_typer(agents, name="agents")
-app.add_typer(keys, name="keys")
+TALK, SERVE, MODELS, WATCH, MACHINES = "Talk", "Serve", "Models", "Watch", "Machines and keys"
+"""Headings of the help."""
+
+app.add_typer(models, name="models", rich_help_panel=MODELS)
+app.add_typer(nodes, name="nodes", rich_help_panel=MACHINES)
+app.add_typer(agents, name="agents", rich_help_panel=TALK)
+app.add_typer(keys, name="keys", rich_help_panel=MACHINES)
 
 ConfigOption = Annotated[
     Optional[Path],  # noqa: UP045
@@ -76,7 +79,7 @@ def satchel(
     """Serves MLX language models from a handful of Macs as one OpenAI endpoint."""
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def serve(
     what: WhatArgument = None,
     config: ConfigOption = None,
@@ -95,7 +98,7 @@ def serve(
     run(choice.read(), chosen_home(home))
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def status(
     json: JsonOption = False,
     long: Annotated[bool, typer.Option("--long", "-l", help="Show tables and details for one machine, too.")] = False,
@@ -107,7 +110,7 @@ def status(
     show_status(chosen_home(home), as_json=json, long=long)
 
 
-@app.command()
+@app.command(rich_help_panel=TALK)
 def chat(
     text: Annotated[Optional[str], typer.Argument(help="One message; without it, a conversation.")] = None,  # noqa: UP045
     agent: AgentOption = None,
@@ -127,7 +130,7 @@ def chat(
     run(chosen_home(home), agent=agent, model=model, text=text, new=new, as_json=json)
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def explain(
     request_id: Annotated[
         str, typer.Argument(metavar="REQUEST_ID", help="The `x-request-id` of a response, one of the last thousand.")
@@ -141,30 +144,20 @@ def explain(
     show_decision(chosen_home(home), request_id, as_json=json)
 
 
-app.command()(run)
-app.command()(launch)
-app.command()(bench)
-app.command()(ps)
-app.command()(top)
-app.command()(logs)
-app.command("list")(list_local)
-app.command()(pull)
-app.command()(rm)
-app.command()(fit)
-app.command()(configs)
-app.command()(probe)
-app.command()(convert)
-app.command()(cert)
-app.command()(up)
-app.command()(down)
-app.command()(invite)
-app.command()(join)
-app.command()(leave)
-app.command()(promote)
-app.command()(install_service)
+for command in (run, launch, bench):
+    app.command(rich_help_panel=TALK)(command)
+for command in (pull, rm, fit, probe, convert):
+    app.command(rich_help_panel=MODELS)(command)
+app.command("list", rich_help_panel=MODELS)(list_local)
+for command in (ps, top, logs):
+    app.command(rich_help_panel=WATCH)(command)
+for command in (up, down, configs, install_service, cert):
+    app.command(rich_help_panel=SERVE)(command)
+for command in (invite, join, leave, promote):
+    app.command(rich_help_panel=MACHINES)(command)
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def doctor(
     file: Annotated[
         Optional[Path],  # noqa: UP045

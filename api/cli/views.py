@@ -167,9 +167,8 @@ def _memory_line(found: dict[str, Any]) -> str:
     """Returns what the only machine's memory and disk hold."""
     (node,), replicas = found["nodes"], found["replicas"].values()
     held, most = (sum(entry.get(name) or 0 for entry in replicas) for name in ("memory_bytes", "memory_bytes_max"))
-    parts = [f"KV and pictures {size(held)} of {size(most)}"]
-    if (disk := node["tiers"]["disk_bytes"]) is not None:
-        parts.append(f"{size(disk)} of KV on disk")
+    disk = node["tiers"]["disk_bytes"]
+    parts = [f"KV {size(held)} of {size(most)} in memory{'' if disk is None else f', {size(disk)} on disk'}"]
     if (agents := node["agents"]) is not None:
         parts.append(f"{agents} agent{'s' * (agents != 1)}")
     if (free := node["memory_free_bytes"]) is not None:

@@ -11,7 +11,10 @@ import typer
 
 from ....cluster.config import Home
 from ....cluster.connection import find_cluster
+from ....cluster.errors import ModelNotFound
+from ..completing import complete_model
 from ..options import Dtype, HomeOption, JsonOption, NoSelfTestOption, TextOption, chosen_home
+from .choosing import meant
 
 if TYPE_CHECKING:
     from ...client.cluster import Cluster
@@ -77,12 +80,21 @@ def load(
 @app.command()
 def unload(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="The model's name, as `satchel models` shows it.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="The model's name, as `satchel models` shows it.", autocompletion=complete_model),
+    ],
     home: HomeOption = None,
 ) -> None:
     """Unload a model. Its running requests finish first."""
     with _connected(home or context.obj) as (cluster, progress):
-        cluster.unload_sync(name, report=progress.report)
+        try:
+            cluster.unload_sync(name, report=progress.report)
+        except ModelNotFound as error:
+            from ....actors.protocol import registry
+
+            served = [entry.model.name for entry in registry.entries()]
+            raise ModelNotFound(error.message + meant(name, served)) from None
     progress.say(f"Unloaded {name}")
 
 

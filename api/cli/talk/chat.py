@@ -14,6 +14,7 @@ from ....cluster.config import Home
 from ....cluster.errors import InvalidRequest, SatchelError
 from ....cluster.keys import check_agent_id
 from ..completing import complete_agent
+from ..models.choosing import meant
 from ..views import client, error_of, get_json
 
 _SILENCE_S_MAX = 600.0
@@ -101,7 +102,7 @@ class _Conversation:
         with self._session.stream("POST", "/v1/chat/completions", json=body, headers=self._headers) as response:
             if not response.is_success:
                 response.read()
-                raise error_of(response)
+                raise self._refusal(response)
             for chunk in _chunks(response):
                 self.usage = chunk.get("usage") or self.usage
                 for choice in chunk.get("choices", []):
@@ -112,6 +113,14 @@ class _Conversation:
         if not self._quiet:
             print()
         return "".join(parts)
+
+    def _refusal(self, response: httpx.Response) -> SatchelError:
+        """Returns the error of a failed response; for an unknown model with the most similar one."""
+        error = error_of(response)
+        if response.status_code != 404:
+            return error
+        names = [each["id"] for each in get_json(self._session, "/v1/models").get("data", [])]
+        return SatchelError(error.message + meant(self.model, names))
 
 
 def _converse(talk: _Conversation) -> None:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -23,6 +24,10 @@ _POLL_S = 0.3
 _ANSWER_S = 5.0
 _BYTES_MAX = 2**20
 """How much of a file's end is read at the start."""
+
+_ACTOR = ":actor_name:"
+_OF_RAY = (_ACTOR, ":job_id:", ":task_name:")
+"""Lines with which Ray marks whose the next lines are."""
 
 _OF_ACTORS = ("worker-*.out", "worker-*.err", "serve/*.log")
 """In the folder of Ray's logs."""
@@ -127,22 +132,34 @@ class _Tail:
         except OSError:
             return
         *whole, self._partial = text.split("\n")
-        yield from whole
+        yield from (line for line in whole if not line.startswith(_OF_RAY))
 
 
 class _Printer:
-    """Prints lines, with the file's name before lines of another file."""
+    """Prints lines, with the file's name before lines of another file, and the actor's if the file is of one."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         self._last: Path | None = None
+        self._actors: dict[Path, str] = {}
 
     def say(self, path: Path, lines: Iterable[str]) -> None:
         for line in lines:
             if self._as_json:
-                print(json_text.dumps({"file": str(path), "line": line}), flush=True)
+                named = {"file": str(path), "actor": self._actor(path), "line": line}
+                print(json_text.dumps(named), flush=True)
                 continue
             if path != self._last:
-                print(f"{'' if self._last is None else chr(10)}==> {path} <==")
+                actor = self._actor(path)
+                print(f"{'' if self._last is None else chr(10)}==> {f'{actor}: ' if actor else ''}{path} <==")
                 self._last = path
             print(line, flush=True)
+
+    def _actor(self, path: Path) -> str | None:
+        """Returns the actor that writes a file, as Ray notes it there."""
+        if path not in self._actors:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                head = [line.strip() for line in islice(file, 5)]
+            names = [line.removeprefix(_ACTOR) for line in head if line.startswith(_ACTOR)]
+            self._actors[path] = names[-1] if names else ""
+        return self._actors[path] or None

@@ -61,9 +61,10 @@ def totals(view: dict[str, Any]) -> dict[str, Any]:
 
 def _shown(view: dict[str, Any]) -> Group:
     found = totals(view)
-    agents = "" if found["agents"] is None else f", {found['agents']}{'+' * view['agents_has_more']} agents"
+    count = found["agents"]
+    agents = "" if count is None else f", {count}{'+' * view['agents_has_more']} agent{'s' * (count != 1)}"
     busy = f"{found['running']} running, {found['waiting']} waiting, {found['tokens_per_s']:g} tokens/s"
-    held = f"KV and pictures {size(found['memory_bytes'])} of {size(found['memory_bytes_max'])}"
+    held = f"KV {size(found['memory_bytes'])} of {size(found['memory_bytes_max'])} in memory"
     return Group(
         Text(f"{time.strftime('%H:%M:%S')}  {busy}{agents}; {held}"),
         node_table(view["nodes"]),
