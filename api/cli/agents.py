@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -17,6 +16,7 @@ from ...cluster.errors import InvalidRequest, SatchelError
 from ...cluster.keys import check_agent_id
 from .completing import complete_agent
 from .options import HomeOption, JsonOption, chosen_home
+from .printing import print_json
 
 if TYPE_CHECKING:
     import httpx
@@ -287,10 +287,6 @@ def _print_done(answer: Any, sentence: str, as_json: bool) -> None:
         print_json(answer)
     else:
         print(sentence)
-
-
-def print_json(data: Any) -> None:
-    print(json_text.dumps(data, indent=2))
 
 
 def _used(shown: dict[str, Any]) -> str:

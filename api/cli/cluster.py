@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
 from ...cluster.config import Home, load_config
 from ...cluster.errors import ClusterError, ConfigError
 from .models.choosing import Choice, ContextOption, KVOption, ServedNameOption, WhatArgument
-from .options import HomeOption, ListenOption, NoSelfTestOption, PortOption, chosen_home
+from .options import HomeOption, JsonOption, ListenOption, NoSelfTestOption, PortOption, chosen_home
+from .printing import line_printer, print_json
 
 InvitationArgument = Annotated[
     Optional[str],  # noqa: UP045
@@ -38,7 +39,7 @@ OrderedOption = Annotated[bool, typer.Option("--ordered", hidden=True)]
 KeptOption = Annotated[bool, typer.Option("--kept", hidden=True)]
 
 
-def invite(home: HomeOption = None) -> None:
+def invite(json: JsonOption = False, home: HomeOption = None) -> None:
     """Print an invitation with which another machine can join this cluster. It is valid once, for an hour."""
     from ...cluster.connection import find_cluster, is_loopback
     from ...cluster.trust.invitations import LIFE_S
@@ -48,6 +49,9 @@ def invite(home: HomeOption = None) -> None:
     if record.joined:
         raise ClusterError(f"{record.node} is not the head of its cluster; run this on the head, at {record.door}")
     invitation = run(Home(Path(record.home)), record.door)
+    if json:
+        print_json({"invitation": invitation.to_text(), "valid_s": LIFE_S})
+        return
     _say(f"On the other machine, once and within {LIFE_S / 60:.0f} minutes:")
     _say(f"  satchel join '{invitation.to_text()}'")
     if is_loopback(record.door):
@@ -76,26 +80,31 @@ def join(
     stay(found, named_node(name, own_address, found, where), where)
 
 
-def leave(wait: WaitOption = 30.0, home: HomeOption = None) -> None:
+def leave(wait: WaitOption = 30.0, json: JsonOption = False, home: HomeOption = None) -> None:
     """Take this machine out of the cluster that it has joined. This ends the `satchel join` of this home."""
     from .machines.service import leave as run
 
-    run(chosen_home(home), wait_s=wait, say=_say)
+    run(chosen_home(home), wait_s=wait, say=line_printer(as_json=json))
+    if json:
+        print_json({"left": True})
 
 
 def promote(
     listen: ListenOption = None,
     force: Annotated[bool, typer.Option("--force", help="Promote this machine even if the head answers.")] = False,
+    json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
     """Make this machine the head of its cluster, after the head was lost. The other machines find it by themselves."""
     from .machines.promote import promote as run
 
-    where = chosen_home(home)
-    config = run(where, listen=listen, force=force, say=_say)
-    start_in_background(Choice(config=config), where)
-    _say(f"To start it again: satchel up {config}; a service: satchel install-service {config}")
-    _say("The lost head may come back as a node (`satchel invite` here), and must not serve its own config again.")
+    where, say = chosen_home(home), line_printer(as_json=json)
+    config = run(where, listen=listen, force=force, say=say)
+    started = start_in_background(Choice(config=config), where, say)
+    say(f"To start it again: satchel up {config}; a service: satchel install-service {config}")
+    if json:
+        print_json({**started, "config": str(config)})
+    say("The lost head may come back as a node (`satchel invite` here), and must not serve its own config again.")
 
 
 def up(
@@ -106,40 +115,45 @@ def up(
     kv: KVOption = None,
     context: ContextOption = None,
     no_self_test: NoSelfTestOption = False,
+    json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
     """Serve in the background. Like `serve`, but returns once the server is ready."""
-    start_in_background(Choice(what or (), None, name, kv, context, port, listen, not no_self_test), chosen_home(home))
+    choice = Choice(what or (), None, name, kv, context, port, listen, not no_self_test)
+    started = start_in_background(choice, chosen_home(home), line_printer(as_json=json))
+    if json:
+        print_json(started)
 
 
-def start_in_background(choice: Choice, where: Home, say: Callable[[str], None] | None = None) -> None:
-    """Starts a server, shows its start, and says how to see and end it.
-
-    Args:
-        say: prints a line; None prints it on standard output.
-    """
+def start_in_background(choice: Choice, where: Home, say: Callable[[str], None]) -> dict[str, Any]:
+    """Starts a server, shows its start with `say`, and says how to see and end it. Returns what `up --json` prints."""
     from .machines.service import log_file, satchel_command
     from .machines.service import up as run
     from .serve import for_clients
 
     chosen = choice.read()
     command = satchel_command("serve", "--home", str(where.root), *choice.arguments())
-    say = say or _say
     record = run(command, chosen, where, say)
-    say(f"Ready: {for_clients(record.endpoint_url or '', chosen.endpoint)[0]}/v1")
+    url = for_clients(record.endpoint_url or "", chosen.endpoint)[0]
+    say(f"Ready: {url}/v1")
     say(f"The server runs in the background (process {record.pid}); its log is {log_file(where)}")
     say("`satchel status` shows it, `satchel down` ends it.")
+    models = [model.name for model in chosen.models]
+    return {"url": url, "pid": record.pid, "log": str(log_file(where)), "models": models}
 
 
 def down(
     now: Annotated[bool, typer.Option("--now", help="Do not wait until running requests finish.")] = False,
     wait: WaitOption = 120.0,
+    json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
     """Stop the running server of this home in order, however it was started."""
     from .machines.service import down as run
 
-    run(chosen_home(home), at_once=now, wait_s=wait, say=_say)
+    run(chosen_home(home), at_once=now, wait_s=wait, say=line_printer(as_json=json))
+    if json:
+        print_json({"stopped": True})
 
 
 def install_service(
@@ -151,6 +165,7 @@ def install_service(
     name: NameOption = None,
     own_address: OwnAddressOption = "",
     only_print: Annotated[bool, typer.Option("--print", help="Print the service file instead of writing it.")] = False,
+    json: JsonOption = False,
     daemon: Annotated[
         bool, typer.Option("--daemon", help="macOS: start it at boot, without a login; an administrator installs it.")
     ] = False,
@@ -179,7 +194,10 @@ def install_service(
             # The service joins by its certificate.
             let_in(where, node, invitation)
         service = node_service(invitation.door, name, own_address, where)
-    install(service, where, daemon=daemon, only_print=only_print, say=_say)
+    said: list[str] = []
+    install(service, where, daemon=daemon, only_print=only_print, say=said.append if json else _say)
+    if json:
+        print_json({"service": service.name, "command": service.command, "said": said})
 
 
 def _say(line: str) -> None:

@@ -8,6 +8,8 @@ from typing import Annotated, Optional
 import typer
 
 from ...cluster.errors import ConfigError
+from .options import JsonOption
+from .printing import print_json
 
 # Beside the packages, in a checkout and in a wheel.
 FOLDER = Path(__file__).parents[2] / "configs"
@@ -15,13 +17,20 @@ FOLDER = Path(__file__).parents[2] / "configs"
 
 def configs(
     name: Annotated[Optional[str], typer.Argument(help="Print this one; without a name, list them.")] = None,  # noqa: UP045
+    json: JsonOption = False,
 ) -> None:
     """Print a configuration that ships with Satchel: `satchel configs three-macs > my.yaml`."""
     texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.yaml"))}
     if name is not None:
         if name not in texts:
             raise ConfigError(f"no configuration {name!r} ships with Satchel; there are {', '.join(texts)}")
-        print(texts[name], end="")
+        if json:
+            print_json({"name": name, "text": texts[name]})
+        else:
+            print(texts[name], end="")
+        return
+    if json:
+        print_json([{"name": each, "what": _first_sentence(text)} for each, text in texts.items()])
         return
     width = max(map(len, texts))
     for each, text in texts.items():

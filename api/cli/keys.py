@@ -34,6 +34,7 @@ def create(
     memory: Annotated[Optional[str], _limit("--memory", "SIZE", "KV that a replica keeps for reuse.")] = None,  # noqa: UP045
     disk: Annotated[Optional[str], _limit("--disk", "SIZE", "Disk for its agents on each node.")] = None,  # noqa: UP045
     model: Annotated[Optional[list[str]], _limit("--model", "NAME", "Only this model; may be repeated.")] = None,  # noqa: UP045
+    json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
     """Make a key and print it. It is shown only now."""
@@ -50,7 +51,7 @@ def create(
     first = read_keys(where) is None
     key, secret = create_key(where, name, admin=admin, **limits)
     Audit(where).note("key created", tenant=key.name, key=key.id, admin=key.admin)
-    typer.echo(secret)
+    typer.echo(json_text.dumps({**_shown(key), "secret": secret}, indent=2) if json else secret)
     typer.echo(
         f"This is the key of {name!r}; it is shown only now. Clients send it as Authorization: Bearer KEY.", err=True
     )
@@ -81,18 +82,21 @@ def list_keys(json: JsonOption = False, home: HomeOption = None) -> None:
 
 @app.command()
 def revoke(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The key's name or id.")], home: HomeOption = None
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The key's name or id.")],
+    json: JsonOption = False,
+    home: HomeOption = None,
 ) -> None:
     """Revoke a key at once. Its tenant's agents stay; a new key of the same name has them again."""
     where = chosen_home(home)
     key = revoke_key(where, name)
     Audit(where).note("key revoked", tenant=key.name, key=key.id)
-    typer.echo(f"Revoked the key of {key.name!r}.")
+    typer.echo(json_text.dumps(_shown(key), indent=2) if json else f"Revoked the key of {key.name!r}.")
 
 
 @app.command()
 def remove(
     every: Annotated[bool, typer.Option("--all", help="Required, so that nobody does it by mistake.")] = False,
+    json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
     """Remove all keys at once: every caller is the owner again. Tenants' agents stay theirs."""
@@ -101,6 +105,9 @@ def remove(
     where = chosen_home(home)
     remove_keys(where)
     Audit(where).note("all keys removed")
+    if json:
+        typer.echo(json_text.dumps({"removed": True}))
+        return
     typer.echo(
         "All keys are removed. If other machines can reach the endpoint, it now answers only this machine's owner."
     )

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from ...cluster.errors import InvalidRequest
-from .agents import AgentArgument, TenantOption, app, endpoint, json_of, path_of, print_json
+from .agents import AgentArgument, TenantOption, app, endpoint, json_of, path_of
 from .options import HomeOption, JsonOption
+from .printing import print_json
 
 if TYPE_CHECKING:
     import httpx

@@ -44,6 +44,7 @@ def remove(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="The name of a machine that has joined by an invitation.")
     ],
+    json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
     """Remove a machine that has joined: it needs an invitation to come back. If it is running, it leaves in order."""
@@ -52,7 +53,9 @@ def remove(
         if not answer.is_success:
             raise error_of(answer)
         leaves = answer.json().get("leaves")
-    if leaves:
+    if json:
+        print(json_text.dumps(answer.json(), indent=2))
+    elif leaves:
         print(f"{name} moves its agents to other nodes and leaves, which takes up to half a minute")
     else:
         print(f"{name} is removed; `satchel invite` lets a machine of that name in again")

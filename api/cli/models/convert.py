@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from ..options import Dtype
+from ..options import Dtype, JsonOption
+from ..printing import print_json
 
 if TYPE_CHECKING:
     from ....actors.model_files.conversion import Converted
@@ -52,6 +54,7 @@ def convert(
     dtype: Annotated[
         Dtype, typer.Option("--dtype", help="The data type of weights that are not quantized (else as stored).")
     ] = Dtype.auto,
+    json: JsonOption = False,
 ) -> None:
     """Quantize a model's weights into a folder that can be served."""
     # MLX takes seconds to import.
@@ -59,11 +62,16 @@ def convert(
     from ..progress import ProgressDisplay
 
     target = (to if to is not None else Path(f"{_name(model)}-{recipe.value}")).expanduser().absolute()
-    progress = ProgressDisplay()
+    progress = ProgressDisplay(sys.stderr if json else None)
     try:
         converted = run(model, target, recipe.value, dtype.value, progress.report)
     finally:
         progress.close()
+    if json:
+        layers = [{"bits": bits, "group": size, "layers": n} for (bits, size), n in sorted(converted.layers.items())]
+        sizes = {"bytes": converted.nbytes, "bits_per_weight": round(converted.bits_per_weight, 3)}
+        print_json({"folder": str(converted.folder), **sizes, "layers": layers, "plain": converted.plain})
+        return
     for line in _told(converted):
         print(line)
     print(f"Serve it: satchel models load {converted.folder}")

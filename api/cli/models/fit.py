@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from ....cluster.connection import find_cluster
 from ....cluster.errors import ConfigError, NotRunning
 from ....cluster.units import bytes_of
 from ..options import KV, HomeOption, JsonOption, chosen_home
+from ..printing import print_json
 from ..tables import size
 from .choosing import source_of
 from .disk import complete_source, hub_models, precision_of
@@ -50,7 +50,7 @@ def fit(
     needs = estimated(model, kv)
     nodes = [_given(needs, memory)] if memory is not None else list(_nodes(needs, chosen_home(home)))
     if json:
-        print(json_text.dumps(_described(model, needs, nodes), indent=2))
+        print_json(_described(model, needs, nodes))
     else:
         _show(model, needs, nodes)
     if not any(node.fit.context_tokens for node in nodes):

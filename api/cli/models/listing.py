@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 import shutil
 import sys
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ import typer
 from ....cluster.config import Home
 from ....cluster.errors import InvalidRequest, ModelLoadError, NotRunning, SatchelError
 from ..options import HomeOption, JsonOption, chosen_home
+from ..printing import print_json
 from .choosing import meant
 from .disk import LocalModel, complete_source, hub_models, local_models
 
@@ -23,7 +23,7 @@ def list_local(json: JsonOption = False, home: HomeOption = None) -> None:
     served = _served(chosen_home(home))
     found = [_entry(each, served) for each in local_models(served)]
     if json:
-        print(json_text.dumps(found, indent=2))
+        print_json(found)
         return
     from rich.console import Console
     from rich.text import Text
@@ -62,7 +62,7 @@ def rm(
     except OSError as error:
         raise SatchelError(f"{found.root} cannot be removed: {error.strerror or error}") from None
     if json:
-        print(json_text.dumps({"source": found.source, "removed": True, "bytes": found.nbytes}, indent=2))
+        print_json({"source": found.source, "removed": True, "bytes": found.nbytes})
     else:
         print(f"Removed {found.source}: {size(found.nbytes)} are free again")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 from ....actors.model_files.source import DownloadPlan, plan_download, resolve
 from ....cluster.errors import ModelLoadError, SatchelError
 from ..options import JsonOption
+from ..printing import print_json
 from ..tables import size
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def pull(
         sizes = {"bytes": plan.total_bytes, "missing_bytes": plan.missing_bytes, "free_bytes": plan.free_bytes}
         found = {"source": model, "commit": plan.commit, "files": dict(plan.files), **sizes}
         memory.pop("said")
-        print(json_text.dumps({**found, **memory, "folder": folder}, indent=2))
+        print_json({**found, **memory, "folder": folder})
 
 
 def _sizes(model: str, plan: DownloadPlan) -> str:

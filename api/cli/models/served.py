@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from ....cluster.connection import find_cluster
 from ....cluster.errors import ModelNotFound
 from ..completing import complete_model
 from ..options import Dtype, HomeOption, JsonOption, NoSelfTestOption, TextOption, chosen_home
+from ..printing import print_json
 from .choosing import meant
 
 if TYPE_CHECKING:
@@ -62,12 +64,14 @@ def load(
     ] = None,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="The data type in which it computes.")] = Dtype.auto,
     no_self_test: NoSelfTestOption = False,
+    json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
     """Serve one more model, until it is unloaded or the server stops. It is downloaded if necessary."""
-    load_into(
+    loaded = load_into(
         chosen_home(home or context.obj),
         source,
+        output=sys.stderr if json else None,
         name=name,
         adapter=adapter,
         replicas=replicas,
@@ -75,6 +79,8 @@ def load(
         dtype=dtype.value,
         self_test=not no_self_test,
     )
+    if json:
+        print_json({"model": loaded, "loaded": True})
 
 
 @app.command()
@@ -84,10 +90,11 @@ def unload(
         str,
         typer.Argument(help="The model's name, as `satchel models` shows it.", autocompletion=complete_model),
     ],
+    json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
     """Unload a model. Its running requests finish first."""
-    with _connected(home or context.obj) as (cluster, progress):
+    with _connected(home or context.obj, sys.stderr if json else None) as (cluster, progress):
         try:
             cluster.unload_sync(name, report=progress.report)
         except ModelNotFound as error:
@@ -96,6 +103,8 @@ def unload(
             served = [entry.model.name for entry in registry.entries()]
             raise ModelNotFound(error.message + meant(name, served)) from None
     progress.say(f"Unloaded {name}")
+    if json:
+        print_json({"model": name, "loaded": False})
 
 
 def load_into(home: Home, source: str, *, output: TextIO | None = None, **how: Any) -> str:

@@ -17,6 +17,7 @@ import typer
 from ....cluster.errors import ConfigError, SatchelError
 from ..completing import complete_model
 from ..options import HomeOption, JsonOption, chosen_home
+from ..printing import print_json
 from ..views import client, error_of, get_json
 
 _SILENCE_S_MAX = 600.0
@@ -60,7 +61,7 @@ def bench(
     if json:
         lengths = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens}
         results = [asdict(each) for each in found]
-        print(json_text.dumps({"model": asking.model, **lengths, "results": results}, indent=2))
+        print_json({"model": asking.model, **lengths, "results": results})
         return
     from rich.console import Console
 

@@ -19,6 +19,7 @@ from ....cluster.errors import InvalidRequest, SatchelError
 from ..completing import complete_model
 from ..endpoint import FoundEndpoint, find_endpoint
 from ..options import HomeOption, JsonOption, chosen_home
+from ..printing import print_json
 from ..views import client_of, get_json
 
 _ANSWER_S = 15.0
@@ -82,7 +83,7 @@ def launch(
     made = launched(program, found, model or names[0], secret, arguments or [])
     if json:
         described = {"program": program.value, "command": made.command, "environment": made.environment}
-        print(json_text.dumps(described, indent=2))
+        print_json(described)
         return
     if only_print:
         for name, value in made.environment.items():

@@ -17,6 +17,7 @@ from ..models.choosing import Choice, ContextOption, KVOption, source_of
 from ..models.disk import complete_source
 from ..models.served import load_into
 from ..options import HomeOption, JsonOption, PortOption, chosen_home
+from ..printing import line_printer
 from ..views import client, get_json
 from .chat import AgentOption, chat
 
@@ -72,7 +73,7 @@ def _served(model: str, home: Home, choice: Choice) -> tuple[bool, str]:
         find_cluster(home)
     except NotRunning:
         (chosen,) = choice.read().models
-        start_in_background(_with_port(choice), home, lambda line: print(line, file=sys.stderr, flush=True))
+        start_in_background(_with_port(choice), home, line_printer(as_json=True))
         return True, chosen.name
     _await_endpoint(home)
     with client(home, timeout_s=_ANSWER_S) as session:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +9,7 @@ from rich.text import Text
 
 from ....cluster.config import Home
 from ..options import HomeOption, JsonOption, chosen_home
+from ..printing import print_json
 from ..tables import duration, size, table
 from ..views import client, get_json
 
@@ -20,7 +20,7 @@ def ps(json: JsonOption = False, home: HomeOption = None) -> None:
     """List the models that run: size, node, sequences, idle time and context."""
     found = running_models(chosen_home(home))
     if json:
-        print(json_text.dumps(found, indent=2))
+        print_json(found)
         return
     shown = table("model", "node", numbers=("size", "KV", "sequences", "idle", "context"))
     for each in found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 import sys
 import time
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ from rich.text import Text
 
 from ....cluster.errors import NotRunning
 from ..options import HomeOption, JsonOption, chosen_home
+from ..printing import print_json
 from ..tables import NameTable, duration, size, table
 from ..views import client, get_json, node_table
 
@@ -29,7 +29,7 @@ def top(
     with client(chosen_home(home), timeout_s=_ANSWER_S) as session:
         view = get_json(session, "/v1/cluster")
         if json:
-            print(json_text.dumps({**view, "totals": totals(view)}, indent=2))
+            print_json({**view, "totals": totals(view)})
             return
         console = Console(highlight=False)
         if not sys.stdout.isatty():
