@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...cluster.errors import ModelLoadError
+from .resuming import fetch
 
 EMBEDDED = Path(__file__).parent / "embedded"
 WEIGHTS = "model*.safetensors"
@@ -37,6 +38,8 @@ Progress = Callable[[str, float | None], None]
 """Called with the present activity and the fraction done, None if unknown."""
 
 _GB = 1e9
+_RESUMED_BYTES_MIN = 8 * 2**20
+"""Smaller files are fetched by the Hub's client, which does not continue them."""
 
 
 def resolve(source: str, progress: Progress, *, code: bool = False) -> Path:
@@ -142,6 +145,7 @@ class DownloadPlan:
         commit: of the revision.
         files: bytes by name, of all files of the model.
         missing: names of those that are not in the Hub's cache yet.
+        cache: the Hub's.
         place: the cache, or the folder in which it will be made, with `free_bytes` on its disk.
     """
 
@@ -149,6 +153,7 @@ class DownloadPlan:
     commit: str
     files: Mapping[str, int]
     missing: Sequence[str]
+    cache: Path
     place: Path
     free_bytes: int
 
@@ -249,8 +254,18 @@ class _Download:
                 f"{plan.free_bytes / _GB:.2f} GB are free at {plan.place}; make room, or set HF_HOME to a folder on "
                 "another disk"
             )
-        names = [escape(name) for name in plan.files]
-        return Path(self._snapshot(allow_patterns=names, tqdm_class=self._bar(plan.missing_bytes)))
+        whole = plan.missing_bytes
+        large = [name for name in plan.missing if plan.files[name] >= _RESUMED_BYTES_MIN]
+        small = [escape(name) for name in plan.files if name not in large]
+        folder = self._snapshot(allow_patterns=small, tqdm_class=self._bar(whole))
+        done = whole - sum(plan.files[name] for name in large)
+        for name in large:
+            fetch(plan.repository, plan.commit, name, plan.cache, self._bar(whole, done))
+            done += plan.files[name]
+        if large:
+            # Puts the files into the snapshot.
+            folder = self._snapshot(allow_patterns=[escape(name) for name in plan.files], tqdm_class=self._bar(0))
+        return Path(folder)
 
     def plan(self, scratch: Path | None = None) -> DownloadPlan:
         """Returns what the download fetches.
@@ -262,17 +277,24 @@ class _Download:
             DryRunError: the Hub does not answer.
             ModelLoadError: a file that is needed is missing there.
         """
-        files = {file.filename: file for file in self._snapshot(allow_patterns=list(self.patterns), dry_run=True)}
+        files = {
+            file.filename: file
+            for file in self._snapshot(allow_patterns=list(self.patterns), dry_run=True, tqdm_class=self._bar(0))
+        }
         for name in self.needed:
             if name not in files:
                 raise ModelLoadError(f"{self.source} on the Hub has no {name}")
         wanted = self._without_other_weights(files, scratch)
-        place = _cache_folder()
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        cache = Path(HF_HUB_CACHE)
+        place = next(folder for folder in (cache, *cache.parents) if folder.exists())
         return DownloadPlan(
             repository=self.repository,
             commit=files[wanted[0]].commit_hash,
             files={name: files[name].file_size or 0 for name in wanted},
             missing=[name for name in wanted if files[name].will_download],
+            cache=cache,
             place=place,
             free_bytes=shutil.disk_usage(place).free,
         )
@@ -317,8 +339,13 @@ class _Download:
                 break
         raise ModelLoadError(_unreachable(self, there, cause)) from cause
 
-    def _bar(self, total: int) -> type:
-        """Returns a progress bar class that forwards the Hub's byte counters to `progress`."""
+    def _bar(self, total: int, before: int = 0) -> type:
+        """Returns a progress bar class that forwards the Hub's byte counters to `progress`.
+
+        Args:
+            total: bytes of the whole download; 0 shows nothing.
+            before: bytes of it that came before.
+        """
         from tqdm.auto import tqdm
 
         progress, what = self.progress, f"downloading {self.source}"
@@ -336,20 +363,10 @@ class _Download:
                 result = super().update(n)
                 if self.unit == "B" and total and self.n > most[0]:
                     most[0] = self.n
-                    progress(what, min(1.0, self.n / total))
+                    progress(what, min(1.0, (before + self.n) / total))
                 return result
 
         return Bar
-
-
-def _cache_folder() -> Path:
-    """Returns the Hub's cache, or the folder in which it will be made."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    folder = Path(HF_HUB_CACHE)
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder
 
 
 class _Nowhere:

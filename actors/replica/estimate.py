@@ -27,6 +27,7 @@ from .execution.vision import LanguagePart
 from .kernels.sealing import POLICIES
 from .kv.caches import ModelCacheSpec, read_spec
 from .loading.kv_choice import AUTO, USUAL
+from .loading.models import pick_dtype
 from .loading.quirks import FlatCaches, with_windows
 from .memory.budget import MemoryBudget, MemoryClaim, share_bytes
 from .memory.replica_memory import workspace_of
@@ -57,10 +58,10 @@ class ModelEstimate:
     """What a model needs.
 
     Attributes:
-        weights_bytes: once loaded.
+        weights_bytes: once loaded, as this machine's device computes.
         spec: of its layers.
         context_tokens: the model's own limit.
-        recipes: bytes of the weights after each recipe of `satchel convert` that suits it; {} if it is quantized.
+        recipes: bytes of the files after each recipe of `satchel convert` that suits it; {} if it is quantized.
         why_not: why it cannot be quantized again, "" if it can.
     """
 
@@ -122,6 +123,10 @@ def estimate(source: str, folder: Path, kv: str = AUTO) -> ModelEstimate:
     files = read_weight_files(folder)
     seeing = sees(folder)
     whole = lazy_model(source, folder, seeing=seeing)
+    recipes, why_not = _recipes(source, whole, seeing=seeing)
+    dtype = pick_dtype("auto")
+    if dtype is not None:
+        whole.set_dtype(dtype)
     called: Any = LanguagePart(whole) if seeing else whole
     try:
         model: Any = FlatCaches.of(called)
@@ -130,9 +135,8 @@ def estimate(source: str, folder: Path, kv: str = AUTO) -> ModelEstimate:
         spec = with_windows(model, read_spec(caches, 2, POLICIES[USUAL if kv == AUTO else kv]))
     except _ERRORS as error:
         raise ModelLoadError(f"{source} cannot be estimated: {first_sentence(error)}") from error
-    recipes, why_not = _recipes(source, whole, seeing=seeing)
     return ModelEstimate(
-        weights_bytes=bytes_in_memory(files, None),
+        weights_bytes=bytes_in_memory(files, None if dtype is None else dtype.size),
         spec=spec,
         context_tokens=context_length(config, getattr(whole, "args", None)).tokens,
         dtype=str(logits.dtype).removeprefix("mlx.core."),

@@ -25,6 +25,7 @@ class Hub(http.server.ThreadingHTTPServer):
         refuses: (method, status, error code) by file name, or for every file with the key "".
         refuses_after: files that are fetched before a refusal is answered, as several are asked for at a time.
         cut_after: the connection breaks once, after so many bytes of model.safetensors.
+        gone_after_cut: whether no file's bytes come any more after that; then it is `gone`.
         bodies: the requests for a file's bytes: its name, and the Range asked for.
     """
 
@@ -34,6 +35,8 @@ class Hub(http.server.ThreadingHTTPServer):
         self.refuses: dict[str, tuple[str, int, str]] = {}
         self.refuses_after: set[str] = set()
         self.cut_after: int | None = None
+        self.gone_after_cut = False
+        self.gone = False
         self.bodies: list[tuple[str, str | None]] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -80,14 +83,19 @@ class Answers(http.server.BaseHTTPRequestHandler):
         if data is None:
             self.answer(b"", status=404, code="EntryNotFound")
             return
+        if self.server.gone and self.command == "GET":
+            self.answer(b"", status=500)
+            return
         if self.command == "GET":
             self.server.bodies.append((name, self.headers.get("range")))
         self.answer(data, cut_after=self.take_cut() if name == "model.safetensors" else None)
 
     def take_cut(self) -> int | None:
-        if self.command != "GET":
+        bounded = re.search(r"-\d", self.headers.get("range") or "")
+        if self.command != "GET" or bounded:
             return None
         cut, self.server.cut_after = self.server.cut_after, None
+        self.server.gone = self.server.gone or (cut is not None and self.server.gone_after_cut)
         return cut
 
     def answer(self, data: bytes, status: int = 200, code: str = "", cut_after: int | None = None) -> None:

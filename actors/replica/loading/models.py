@@ -121,7 +121,7 @@ def load(
         source,
         folder,
         adapter_folder,
-        _pick_dtype(dtype),
+        pick_dtype(dtype),
         weights,
         kv,
         numerics,
@@ -503,7 +503,7 @@ def _add_adapter(model: Any, folder: Path) -> None:
         raise ModelLoadError(f"the adapter {folder} is incomplete: it lacks {missing[0] if missing else 'all tensors'}")
 
 
-def _pick_dtype(wanted: str) -> mx.Dtype | None:
+def pick_dtype(wanted: str) -> mx.Dtype | None:
     """Returns the compute dtype. For `auto` it is float32 on a CPU, where half precision is slow and less exact, else
     None: the model's own."""
     if wanted != "auto":

@@ -163,6 +163,8 @@ def _show(model: str, needs: ModelEstimate, nodes: list[_OnNode]) -> None:
 
     console = Console(markup=False, highlight=False)
     kept = precision_of(needs.config)
+    if kept and kept != needs.dtype and needs.dtype == "float32":
+        kept = f"{kept}, computed in float32"
     own = f" and {size(needs.spec.bytes_per_sequence)} a sequence" if needs.spec.bytes_per_sequence else ""
     console.print(f"{model}: {size(needs.weights_bytes)} of weights{f' ({kept})' if kept else ''}")
     console.print(f"KV: {size(1000 * needs.spec.bytes_per_token)} for 1,000 tokens{own} ({needs.spec.describe()})")

@@ -10,7 +10,7 @@ import typer
 from ....actors.model_files.source import DownloadPlan, plan_download, resolve
 from ....cluster.errors import ModelLoadError, SatchelError
 from ..options import JsonOption
-from ..printing import print_json
+from ..printing import line_printer, print_json
 from ..tables import size
 
 if TYPE_CHECKING:
@@ -23,8 +23,11 @@ def pull(
     json: JsonOption = False,
 ) -> None:
     """Download a model from the Hub. If it is interrupted, the same command continues the download."""
-    # Not on standard output, where `--json` is read.
-    say = (lambda line: print(line, file=sys.stderr)) if json else print
+    from huggingface_hub.utils import logging
+
+    # Its warnings about every try again.
+    logging.set_verbosity_error()
+    say = line_printer(as_json=json)
     plan = plan_download(model)
     say(_sizes(model, plan))
     memory = _memory(model, plan)

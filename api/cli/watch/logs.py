@@ -98,9 +98,7 @@ def _check_node(node: str | None, home: Home) -> None:
     with client(home, timeout_s=_ANSWER_S) as session:
         names = [each["name"] for each in get_json(session, "/v1/cluster?agents=0")["nodes"]]
     if node in names:
-        raise ClusterError(
-            f"the logs of {node} are on its machine and not reachable from {here}: run `satchel logs` there"
-        )
+        raise ClusterError(f"the logs of {node} cannot be read from {here}: run `satchel logs` on that machine")
     raise ClusterError(f"there is no node {node}; there are: {', '.join(names)}")
 
 

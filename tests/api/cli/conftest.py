@@ -29,14 +29,14 @@ from tests.worlds.api.remembering import Remembering
 class Served:
     """A server that the command line finds in a home."""
 
-    def __init__(self, home: Home, endpoint: Remembering, store: HomesStore) -> None:
+    def __init__(self, home: Home, endpoint: Remembering, store: HomesStore, url: str) -> None:
         self.home, self.endpoint, self.store = home, endpoint, store
+        self.endpoint_url = url
 
     async def run(self, *arguments: str, input: str | None = None) -> Result:
-        where = ["--home", str(self.home.root)]
-        return await asyncio.to_thread(
-            CliRunner().invoke, app, [*arguments, *where], input=input, env={"COLUMNS": "100"}
-        )
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        given = [*arguments[:end], "--home", str(self.home.root), *arguments[end:]]
+        return await asyncio.to_thread(CliRunner().invoke, app, given, input=input, env={"COLUMNS": "100"})
 
     async def says(self, *arguments: str, input: str | None = None) -> str:
         result = await self.run(*arguments, input=input)
@@ -75,7 +75,7 @@ async def served(backend, config, tmp_path: Path) -> AsyncIterator[Served]:
     url = f"http://127.0.0.1:{port}"
     record = ClusterRecord("127.0.0.1:1", "t", "satchel", "0", url, mark.pid, mark.created_s, "/tmp/x", 0)
     write_private_json(home.cluster_file, asdict(record))
-    yield Served(home, endpoint, store)
+    yield Served(home, endpoint, store, url)
     await server.close(5)
     await endpoint.client.aclose()
     store.actor.close()

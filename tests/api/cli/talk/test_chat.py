@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from .conftest import Served
+from ..conftest import Served
 
 
 async def heard(served: Served, agent: str) -> list[str]:

@@ -1,0 +1,95 @@
+"""`satchel logs`: the files of this machine's server, by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from satchel.api.cli.main import app
+from satchel.cluster.config import Home
+from satchel.cluster.connection import ClusterRecord
+from satchel.cluster.errors import SatchelError
+from satchel.cluster.home import prepare_home, write_private_json
+from satchel.cluster.processes import ProcessMark
+
+from ..conftest import Served
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """A home with a server's lines, and the files of Ray's processes."""
+    made = Home(tmp_path / "home")
+    prepare_home(made)
+    mark = ProcessMark.of(os.getpid())
+    assert mark is not None
+    record = ClusterRecord("127.0.0.1:1", "t", "satchel", "0", None, mark.pid, mark.created_s, str(tmp_path / "ray"), 0)
+    write_private_json(made.cluster_file, asdict(record))
+    record.log_dir.mkdir(parents=True)
+    (record.log_dir / "worker-1.err").write_text(":job_id:01\n:actor_name:ReplicaActor\nloaded\n")
+    (record.log_dir / "worker-2.err").write_text(":job_id:01\n:actor_name:RouterActor\n")
+    (record.log_dir / "raylet.out").write_text("raylet\n")
+    (made.run / "server.log").write_text("".join(f"line {number}\n" for number in range(50)))
+    return made
+
+
+def logs(home: Home, *arguments: str) -> str:
+    result = CliRunner().invoke(app, ["logs", *arguments, "--home", str(home.root)])
+    assert result.exit_code == 0, result.output + str(result.exception)
+    return result.output
+
+
+def test_the_last_lines_of_each_file(home: Home) -> None:
+    server, worker = logs(home, "-n", "2").split("\n\n")
+    assert server.splitlines() == [f"==> {home.run / 'server.log'} <==", "line 48", "line 49"]
+    assert worker.splitlines()[0].startswith("==> ReplicaActor: ") and worker.splitlines()[1:] == ["loaded"]
+
+
+def test_lines_for_programs(home: Home) -> None:
+    found = [json.loads(line) for line in logs(home, "-n", "1", "--json").splitlines()]
+    assert [(Path(each["file"]).name, each["actor"], each["line"]) for each in found] == [
+        ("server.log", None, "line 49"),
+        ("worker-1.err", "ReplicaActor", "loaded"),
+    ]
+    files = json.loads(logs(home, "--files", "--json"))
+    assert [Path(file).name for file in files] == ["server.log", "worker-1.err", "worker-2.err"]
+
+
+def test_following_shows_what_is_added(home: Home) -> None:
+    command = [sys.executable, "-m", "satchel.api.cli", "logs", "-f", "-n", "1", "--home", str(home.root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            seen = [process.stdout.readline() for _ in range(5)]
+            assert seen[1] == "line 49\n"
+            with (home.run / "server.log").open("a") as file:
+                file.write("half a ")
+                file.flush()
+                time.sleep(0.5)
+                file.write("line\n")
+            (home.run / "ray.log").write_text("new\n")
+            added = [process.stdout.readline() for _ in range(6)]
+        finally:
+            process.send_signal(2)
+        assert process.wait(20) == 0 and process.stderr.read() == ""
+    assert "half a line\n" in added and "new\n" in added
+
+
+async def test_another_nodes_logs_are_said_to_be_there(served: Served) -> None:
+    assert await served.refuses("logs", "--node", "mac1") == (
+        "the logs of mac1 cannot be read from local: run `satchel logs` on that machine"
+    )
+    assert await served.refuses("logs", "--node", "mac9") == "there is no node mac9; there are: mac0, mac1"
+
+
+def test_a_home_without_logs_says_so(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["logs", "--home", str(tmp_path)])
+    assert isinstance(result.exception, SatchelError)
+    assert result.exception.message == f"nothing was written on {tmp_path} yet: no server or node has run there"
