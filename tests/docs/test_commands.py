@@ -33,6 +33,8 @@ NOT_HERE = {
     r"satchel (invite|join|leave|nodes|promote)\b": "several machines; tests/system/test_members.py runs them",
     r"https://studio\.lan|SSL_CERT_FILE": "a name of the reader's own network; tests/system/test_tls.py speaks HTTPS",
     r"\.ci/run": "all tests",
+    r"satchel (run|serve|fit|pull) mlx-community": "models on the Hub; tests/api/cli/models/test_pull.py has a Hub",
+    r"satchel launch (claude\s*(#|$)|qwen --)": "agent programs of npm",
     r"satchel serve(?![ \w])": "it runs until it is stopped, and all of these tests have a server",
     r"uv tool install|requirements\.lock >pins|^pipx |^brew ": "they install, from an index or with programs of a Mac",
     r"networksetup": "a Mac",

@@ -98,6 +98,18 @@ def test_after_a_cut_connection_the_same_command_continues(machine: Machine, hub
     assert (machine.snapshot() / "model.safetensors").read_bytes() == RECALL["model.safetensors"]
 
 
+def test_what_came_damaged_is_not_used(machine: Machine, hub: Hub) -> None:
+    hub.cut_after, hub.gone_after_cut = PIECE + 1000, True
+    machine.satchel("pull", "owner/model")
+    (begun,) = (machine.snapshot().parents[1] / "blobs").glob("*.incomplete")
+    begun.write_bytes(b"x" * PIECE)
+    hub.gone_after_cut, hub.gone = False, False
+    failed = machine.satchel("pull", "owner/model")
+    assert failed.returncode == 1 and "model.safetensors came damaged and was removed" in failed.stderr
+    machine.says("pull", "owner/model")
+    assert (machine.snapshot() / "model.safetensors").read_bytes() == RECALL["model.safetensors"]
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [
@@ -126,9 +138,10 @@ def test_a_model_on_the_hub_is_estimated_from_headers(machine: Machine, hub: Hub
     assert ranges(hub) == ["bytes=0-100000"] and hub.fetched == {"model.safetensors", "config.json"}
     assert not (machine.folder / "hf" / "hub" / "models--owner--model" / "snapshots").exists()
     assert {**there, "source": None} == {**here, "source": None}
-    assert here["weights_bytes"] == 11_018_240 and here["nodes"][0]["agents"] == {
-        "8000": here["nodes"][0]["agents"]["8000"]
-    }
+    # A CPU computes in float32.
+    assert here["weights_bytes"] in (11_018_240, 2 * 11_018_240)
+    (node,) = here["nodes"]
+    assert node["agents"].keys() == {"8000"} and node["agents"]["8000"] > 100
 
 
 def test_a_model_that_fits_nowhere_has_another_exit_code_and_advice(machine: Machine) -> None:
