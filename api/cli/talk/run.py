@@ -24,6 +24,7 @@ from .chat import AgentOption, chat
 _START_S = 3600.0
 """How long to wait for a server that is starting already."""
 
+_KNOWN_S = 60.0
 _POLL_S = 0.3
 _ANSWER_S = 15.0
 
@@ -84,7 +85,23 @@ def _served(model: str, home: Home, choice: Choice) -> tuple[bool, str]:
     if name in names:
         return False, name
     kv = None if choice.kv is None else choice.kv.value
-    return False, load_into(home, source, output=sys.stderr, name=name, kv=kv, context_tokens_max=choice.context)
+    loaded = load_into(home, source, output=sys.stderr, name=name, kv=kv, context_tokens_max=choice.context)
+    _await_model(home, loaded)
+    return False, loaded
+
+
+def _await_model(home: Home, name: str) -> None:
+    """Waits until the endpoint knows a model that was loaded: it looks for new ones from time to time.
+
+    Raises:
+        NotRunning: it does not within a minute.
+    """
+    ends = time.monotonic() + _KNOWN_S
+    with client(home, timeout_s=_ANSWER_S) as session:
+        while name not in [each["id"] for each in get_json(session, "/v1/models")["data"]]:
+            if time.monotonic() > ends:
+                raise NotRunning(f"{name} is loaded, but the endpoint does not serve it yet; try again in a moment")
+            time.sleep(_POLL_S)
 
 
 def _with_port(choice: Choice) -> Choice:
