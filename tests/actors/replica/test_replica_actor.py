@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from satchel.actors.model_files.source import EMBEDDED
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, PooledTexts, PoolingRequest, Sampling
 from satchel.actors.replica import actor
@@ -165,14 +166,17 @@ async def test_an_engine_that_is_stuck_makes_the_replica_not_ready(
     numbers = MagicMock(running=0, blocks=0, nbytes=0, embeddings=MagicMock(hits=0, encodes=0, nbytes=0))
     for name in ("scheduler", "prefixes", "pictures"):
         monkeypatch.setattr(replica._engine, name, numbers, raising=False)
-    for name in ("waiting", "failed_checks"):
+    for name in ("waiting", "failed_checks", "idle_s"):
         monkeypatch.setattr(replica._engine, name, 0, raising=False)
     usage = dict.fromkeys(("slots_running", "slots_kept", "slots_free", "memory_bytes", "memory_bytes_max"), 0)
     monkeypatch.setattr(replica._engine, "room", SimpleNamespace(usage=usage), raising=False)
     replica._engine.loaded.identity = SimpleNamespace(computing={})  # type: ignore[union-attr]
     replica._engine.loaded.multiplying = ""  # type: ignore[union-attr]
     replica._engine.loaded.way = DEQUANTIZED  # type: ignore[union-attr]
-    assert (await client(replica).stats()).answers is False
+    replica._engine.loaded.folder = EMBEDDED / "recall"  # type: ignore[union-attr]
+    stats = await client(replica).stats()
+    assert stats.answers is False
+    assert (stats.folder, stats.weights_bytes) == (str(EMBEDDED / "recall"), 11_018_240)
     monkeypatch.setattr(replica._watchdog, "is_slow", lambda part: False)
     assert (await client(replica).stats()).answers is True
 
