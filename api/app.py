@@ -22,6 +22,7 @@ from .http.exchange import BodyReader, Refused, RequestContext, add_error_handle
 from .http.guard import KeyGuard
 from .http.metrics import AgentMetrics, Metrics
 from .http.paths import Paths, heads_of
+from .page.routes import PageRoutes
 from .pipeline.embedding import Embedder
 from .pipeline.generation import Generator
 from .protocols.anthropic.routes import MessageRoutes
@@ -33,6 +34,8 @@ from .protocols.responses.conversation_routes import ConversationRoutes
 from .protocols.responses.routes import ResponseRoutes
 from .protocols.satchel.agent_routes import AgentRoutes
 from .protocols.satchel.cluster_routes import ClusterRoutes
+from .protocols.satchel.live_routes import LiveRoutes
+from .protocols.satchel.request_routes import RequestRoutes
 from .protocols.satchel.status_routes import StatusRoutes
 from .requests.backend import Backend
 
@@ -49,7 +52,8 @@ def create_app(
     refused: Refused = lambda why: None,
     batches: Path | None = None,
 ) -> FastAPI:
-    """Makes the application, one per event loop.
+    """Makes the application, one per event loop. Call its `state.end_streams` before its server closes: streams of
+    events have no other end.
 
     Args:
         keys: the valid keys; None allows everybody.
@@ -61,9 +65,20 @@ def create_app(
         batches: the folder of uploaded files and batches; None for none. `app.state.batches`, a `BatchRunner`, must be
             run.
     """
-    app = FastAPI(title="Satchel", version=_version(), redirect_slashes=False)
     metrics = Metrics()
     generator = generator or Generator(backend, config, memory=memory)
+    cluster = ClusterRoutes(backend, generator.memory, audit)
+    live = LiveRoutes(backend, generator.running, cluster.machines, _version())
+    # The description is shown without a CDN (`page/`).
+    app = FastAPI(
+        title="Satchel",
+        version=_version(),
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=live.sampling,
+    )
+    app.state.end_streams = live.close
     if generator.memory is not None:
         metrics.registry.register(AgentMetrics(generator.memory))
     answering = Answering(generator, config, metrics, BodyReader(config, refused))
@@ -92,7 +107,10 @@ def create_app(
     OllamaRoutes(answering, embedder).add_to(app)
     StatusRoutes(backend, answering, metrics).add_to(app)
     AgentRoutes(generator, answering.bodies, audit, keys).add_to(app)
-    ClusterRoutes(backend, generator.memory, audit).add_to(app)
+    cluster.add_to(app)
+    live.add_to(app)
+    RequestRoutes(generator.running, audit).add_to(app)
+    PageRoutes().add_to(app)
     if batches is not None:
         handlers = {
             "/v1/chat/completions": openai.chat_completions,

@@ -134,6 +134,7 @@ class HttpEndpoint:
             connections_max=at.connections_max,
             certificate=certificate,
             refused=refused,
+            closing=app.state.end_streams,
         )
         await self._server.start()
         await self.check_health()

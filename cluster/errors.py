@@ -15,6 +15,7 @@
     │   ├── ResponseNotFound        404
     │   ├── FileNotFound            404  no uploaded file of that id
     │   ├── BatchNotFound           404
+    │   ├── RequestNotFound         404
     │   ├── PreviousResponseNotFound 400
     │   ├── SlowBody                408  the request came too slowly
     │   ├── SlowReader              408  the answer was read too slowly
@@ -24,7 +25,8 @@
     │   ├── RequestTooLarge         413
     │   ├── UnsupportedMediaType    415
     │   ├── RateLimited             429  more than the key's limits allow
-    │   └── QuotaExceeded           429  the key's agents have filled their disk quota
+    │   ├── QuotaExceeded           429  the key's agents have filled their disk quota
+    │   └── RequestAborted          499  by its owner or an administrator, by its id
     ├── Unavailable                 503  try again after `retry_after_s`
     │   ├── QueueFull               503
     │   ├── NoReplica               503
@@ -189,6 +191,13 @@ class PreviousResponseNotFound(RequestError):
     code = "previous_response_not_found"
 
 
+class RequestNotFound(RequestError):
+    """No such request runs."""
+
+    status = 404
+    code = "request_not_found"
+
+
 class SlowBody(RequestError):
     status = 408
     code = "slow_body"
@@ -232,6 +241,13 @@ class RateLimited(RequestError):
 class QuotaExceeded(RequestError):
     status = 429
     code = "insufficient_quota"
+
+
+class RequestAborted(RequestError):
+    """Its status is nginx's for a request that was given up: clients do not repeat it."""
+
+    status = 499
+    code = "request_aborted"
 
 
 class Unavailable(SatchelError):

@@ -24,6 +24,7 @@ from .replica_messages import (
 )
 from .router_messages import (
     Decision,
+    Decisions,
     Explanation,
     NodeReport,
     Places,
@@ -88,6 +89,16 @@ class RouterClient(Client):
 
         Args:
             request_id: the `x-request-id` of a response.
+        """
+        ...
+
+    @method()
+    def decisions(self, after: int, most: int) -> Decisions:
+        """Returns the latest decisions that are remembered.
+
+        Args:
+            after: only those with a higher number.
+            most: how many at most.
         """
         ...
 

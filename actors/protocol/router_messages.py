@@ -193,6 +193,32 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
+class MadeDecision:
+    """A decision, with what it was about: the sequence's id, the agent's key ("" for none), and when it was made, in
+    Unix time. Decisions are numbered from 1 since the router's start."""
+
+    number: int
+    sequence: str
+    agent: str
+    model: str
+    prompt_tokens: int
+    at_s: float
+    why: Explanation
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """Some of the router's latest decisions, in the order of their numbers, and the `last` number of all.
+
+    `router` is new at every start of the router.
+    """
+
+    router: str
+    last: int
+    decisions: list[MadeDecision] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class AgentPlace:
     """Where an agent's memory is: its `home` node, "" if none is known; whether that node's store reported lately; the
     highest home `epoch` reported; and the other nodes with a copy, the newest first, without those whose stores are

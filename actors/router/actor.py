@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+import uuid
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -20,7 +22,9 @@ from ..protocol.names import ROUTER
 from ..protocol.router_messages import (
     AgentPlace,
     Decision,
+    Decisions,
     Explanation,
+    MadeDecision,
     NodeReport,
     Places,
     ReplicaReport,
@@ -35,6 +39,7 @@ from .policy import Policy
 from .splitting import Rules
 
 DECISIONS_KEPT = 1000
+LISTED_MAX = 200
 WATCH_S = 1.0
 LOST_LOOKS = 3
 """A node that is silent at this many checks in a row becomes an incident."""
@@ -66,6 +71,10 @@ class RouterActor:
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
         self._left: dict[str, SequenceLeft] = {}
         """How the sequences of those decisions went."""
+        self._incarnation = uuid.uuid4().hex
+        self._numbered = 0
+        self._latest: deque[tuple[int, float, RouteRequest, Decision]] = deque(maxlen=LISTED_MAX)
+        """The latest decisions with their numbers and times."""
         self._observing = asyncio.Lock()
         self._unheard = set(_joined() if joined is None else joined)
         self._listens_until = time.monotonic() + routing.replica_timeout_s
@@ -108,6 +117,10 @@ class RouterActor:
         self._left.pop(request.request_id, None)
         if len(self._decisions) > DECISIONS_KEPT:
             self._left.pop(self._decisions.popitem(last=False)[0], None)
+        self._numbered += 1
+        # Without the lists of ids, which may be long.
+        about = replace(request, block_ids=[], pictures=[], others=[])
+        self._latest.append((self._numbered, time.time(), about, decision))
         return decision
 
     @answers(RouterClient.report)
@@ -152,10 +165,29 @@ class RouterActor:
             ),
             None,
         )
-        if sequence is None:
-            return None
-        decision = self._decisions[sequence]
-        left = self._left.get(sequence, SequenceLeft(decision.replica, sequence))
+        return None if sequence is None else self._explained(sequence, self._decisions[sequence])
+
+    @answers(RouterClient.decisions)
+    async def decisions(self, after: int, most: int) -> Decisions:
+        found = [each for each in self._latest if each[0] > after][-most:] if most > 0 else []
+        made = [
+            MadeDecision(
+                number,
+                about.request_id,
+                about.agent,
+                about.model,
+                about.prompt_tokens,
+                at_s,
+                self._explained(about.request_id, decision),
+            )
+            for number, at_s, about, decision in found
+        ]
+        return Decisions(self._incarnation, self._numbered, made)
+
+    def _explained(self, sequence: str, decision: Decision) -> Explanation:
+        left = self._left.get(sequence)
+        if left is None or left.replica != decision.replica:
+            left = SequenceLeft(decision.replica, sequence)
         return Explanation(
             decision.replica,
             decision.why,

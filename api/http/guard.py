@@ -1,5 +1,5 @@
-"""Authenticates callers. Every request except `/health` and `HEAD /` needs a key, if keys were made or other machines
-can reach the endpoint. Pure ASGI."""
+"""Authenticates callers. Every request except `/health` and those for the page's files needs a key, if keys were made
+or other machines can reach the endpoint. Pure ASGI."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ CHECKS_MAX = 32
 
 HEALTH = "/health"
 GREETING = "/"
-"""This path answers without a key, and reveals nothing about the server."""
+DOCS = "/docs"
+PAGE = "/page/"
+"""These paths, and those that begin with `PAGE`, answer without a key: files that are the same on every server."""
 
 EVERY = "*"
 """The value of `?tenant=` for all tenants."""
@@ -81,7 +83,8 @@ class KeyGuard:
         if keys is None or keys.is_open:
             return Caller(host=host)
         secret = _secret(Headers(scope=scope))
-        if not secret and scope["path"] in (HEALTH, GREETING):
+        path = scope["path"]
+        if not secret and (path in (HEALTH, GREETING, DOCS) or path.startswith(PAGE)):
             return Caller(tenant="", host=host, admin=False)
         if not secret:
             raise KeyRefused("this endpoint needs a key: Authorization: Bearer KEY, or x-api-key: KEY")

@@ -8,6 +8,7 @@ import json
 import socket
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 
 import uvicorn
@@ -33,6 +34,7 @@ class HttpServer:
     Args:
         certificate: for HTTPS; None means HTTP.
         refused: called with the reason if a request is refused for lack of capacity.
+        closing: called when it begins to close, to end answers that have no other end.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class HttpServer:
         connections_max: int = 1000,
         certificate: ShownCertificate | None = None,
         refused: Refused = lambda why: None,
+        closing: Callable[[], None] = lambda: None,
     ) -> None:
         self._protocol = partial(HttpProtocol, connections_max=connections_max, refused=refused, error=_error)
         settings = uvicorn.Config(
@@ -61,6 +64,7 @@ class HttpServer:
         self._address = host, port
         self._certificate = certificate
         self._refused = refused
+        self._closing = closing
         self._tls: TlsListener | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -90,6 +94,7 @@ class HttpServer:
 
     async def close(self, timeout_s: float) -> None:
         """Stops accepting connections, and lets clients read the rest of their answers for at most `timeout_s`."""
+        self._closing()
         self._server.should_exit = True
         if self._tls is not None:
             self._tls.close()

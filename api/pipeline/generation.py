@@ -57,6 +57,7 @@ from ..tools.call_finder import CallFinder
 from ..tools.formats.call_format import ConstrainedCalls
 from .constrained_answers import ModelGrammars, constrained_calls, scripted_grammar
 from .prompts import check_vocabulary, prepare_completion, text_tokens
+from .running import RunningSequences
 from .streams import TextStream, Usage, abort_all
 from .truncation import truncated
 
@@ -83,6 +84,7 @@ class Generator:
         self.config = config
         self.memory = memory
         self.loader = PictureLoader(config.media)
+        self.running = RunningSequences()
         self._load_text = load_text
         self._texts: dict[tuple[str, bytes], asyncio.Task[TextModel]] = {}
         self._grammars: dict[TextModel, ModelGrammars] = {}
@@ -472,7 +474,12 @@ class Generator:
         generation = await self.backend.generate(model, sequence, cache_salt=request.cache_salt, beside=beside)
         if prepared.shown:
             self._shown[generation] = prepared.shown
-        return TextStream(
+
+        def on_end(tokens: int) -> None:
+            self.running.end(sequence.request_id)
+            admission.end_sequence(tokens)
+
+        stream = TextStream(
             generation,
             prepared.sequence_text(),
             model=model,
@@ -480,12 +487,14 @@ class Generator:
             choice=choice,
             deadline=deadline,
             abort=self._begin_abort,
-            on_end=admission.end_sequence,
+            on_end=on_end,
             keeper=TurnKeeper(turn, prepared) if turn is not None and isinstance(prepared, Chat) else None,
             prompt=text.plain(prompt) if request.return_token_ids else None,
             truncated_messages=prepared.truncated_messages,
             learner=prepared.learner(),
         )
+        self.running.begin(sequence, stream)
+        return stream
 
     def _max_tokens(self, request: Request, left: int) -> int:
         wanted = request.options.max_tokens

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ...actors.protocol.replica_messages import SequenceUpdate
-from ...cluster.errors import DeadlineExceeded, GenerationFailed, from_wire
+from ...cluster.errors import DeadlineExceeded, GenerationFailed, RequestAborted, from_wire
 from ..requests.backend import Generation, ServedModel
 from ..requests.history import Message, answer_message
 from ..requests.remembered import Remembered
@@ -154,6 +154,8 @@ class TextStream:
         self._learner = learner
         self._over = False
         self._reading = False
+        self._stopped = False
+        self._waiting: asyncio.Timeout | None = None
         self._cached_tokens = 0
         self._tokens: list[int] = []
         self._sent: list[Event] = []
@@ -162,6 +164,11 @@ class TextStream:
     def model_id(self) -> bytes:
         """The model's id at the replica that has the sequence now."""
         return self._generation.model_id
+
+    @property
+    def where(self) -> tuple[str, str]:
+        """The replica and the node that have the sequence now; after a failover not those that it began on."""
+        return self._generation.replica, self._generation.node
 
     @property
     def cached_tokens(self) -> int:
@@ -263,8 +270,14 @@ class TextStream:
             return Usage(0, sequence.tokens, 0, sequence.reasoning_tokens)
         return Usage(self.prompt_tokens, sequence.tokens, self._cached_tokens, sequence.reasoning_tokens)
 
+    def stop(self) -> None:
+        """Ends the sequence for its reader too, who gets `RequestAborted`. Does nothing once the last token came."""
+        self._stopped = True
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(0.0)
+
     async def _next(self) -> SequenceUpdate:
-        timeout = asyncio.timeout_at(self._deadline)
+        timeout = self._waiting = asyncio.timeout_at(0.0 if self._stopped else self._deadline)
         try:
             async with timeout:
                 return await anext(self._updates)
@@ -272,10 +285,14 @@ class TextStream:
             raise GenerationFailed("the replica ended the sequence before its answer was complete") from None
         except TimeoutError:
             if timeout.expired():
+                if self._stopped:
+                    raise RequestAborted("this request was aborted by its id") from None
                 raise DeadlineExceeded(
                     "the request took longer than its timeout_s or timeouts.request_s allows"
                 ) from None
             raise
+        finally:
+            self._waiting = None
 
     async def collect(self) -> Answer:
         """Returns the whole answer.

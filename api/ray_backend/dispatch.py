@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,8 +13,8 @@ from ray.exceptions import RayError
 from ...actors.protocol import control_store, registry
 from ...actors.protocol.block_ids import is_shared, scope_of
 from ...actors.protocol.clients import ReplicaClient, RouterClient
-from ...actors.protocol.replica_messages import GenerateRequest, PoolingRequest, ReplicaStats
-from ...actors.protocol.router_messages import NodeReport
+from ...actors.protocol.replica_messages import GenerateRequest, PoolingRequest, ReplicaProgress, ReplicaStats
+from ...actors.protocol.router_messages import Decisions, NodeReport
 from ...actors.start import forget_node
 from ...cluster.available_memory import available_bytes
 from ...cluster.config import Config
@@ -23,6 +24,7 @@ from ...cluster.errors import (
     NoAnswer,
     NodeNotFound,
     NoReplica,
+    SatchelError,
 )
 from ...cluster.timing import USUAL
 from ...cluster.trust.members import remove as remove_members
@@ -121,6 +123,27 @@ class RayBackend:
         return asdict(
             decision if decision.node else replace(decision, node=await self.routing.placed_on(decision.replica))
         )
+
+    async def decisions(self, after: int, most: int) -> Decisions:
+        found = await self.routing.router.decisions(after, most)
+        placed = {name: node for name, (_, node) in (await self.routing.placed()).items()}
+        named = [
+            each if each.why.node else replace(each, why=replace(each.why, node=placed.get(each.why.replica, "")))
+            for each in found.decisions
+        ]
+        return replace(found, decisions=named)
+
+    async def loading(self, replicas: Sequence[str]) -> dict[str, ReplicaProgress]:
+        async def ask(name: str) -> ReplicaProgress | None:
+            try:
+                return await ReplicaClient(name, self.config.timing).progress()
+            except NoAnswer:
+                return None
+            except SatchelError as error:
+                return ReplicaProgress(f"it cannot be loaded: {error.message}", None, False)
+
+        found = await asyncio.gather(*map(ask, replicas))
+        return {name: each for name, each in zip(replicas, found, strict=True) if each is not None and not each.ready}
 
     async def close(self) -> None:
         """Stops reading, and aborts the sequences still running."""

@@ -6,7 +6,7 @@ objects.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,9 +15,11 @@ from ...actors.protocol.replica_messages import (
     ModelInfo,
     PooledTexts,
     PoolingRequest,
+    ReplicaProgress,
     ReplicaStats,
     SequenceUpdate,
 )
+from ...actors.protocol.router_messages import Decisions
 
 
 @dataclass(frozen=True)
@@ -183,4 +185,20 @@ class Backend(Protocol):
         Raises:
             Unavailable: the router does not answer.
         """
+        ...
+
+    async def decisions(self, after: int, most: int) -> Decisions:
+        """Returns the router's latest decisions, also about requests of other endpoints and handles.
+
+        Args:
+            after: only those with a higher number.
+            most: how many at most.
+
+        Raises:
+            Unavailable: the router does not answer.
+        """
+        ...
+
+    async def loading(self, replicas: Sequence[str]) -> dict[str, ReplicaProgress]:
+        """Returns what replicas that are not ready do now; without those that do not say."""
         ...

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...actors.protocol.replica_messages import ReplicaProgress
 from ...actors.protocol.router_messages import NodeEntry, NodeReport
 from ...cluster.errors import SatchelError
 from ...cluster.nodes import Node
@@ -142,10 +143,15 @@ async def cluster_view(backend: Backend, store: Store | None, rates: TokenRates,
     nodes, (stats, tokens_per_s), pids = await asyncio.gather(
         backend.nodes(), rates.read(backend.stats), backend.pids()
     )
+    silent = [each.replica for each in stats if not each.answers]
+    loading = await backend.loading(silent) if silent else {}
     return {
         "object": "cluster",
         "nodes": node_views(nodes, stats),
-        "replicas": [_replica_view(each, stats, pids, tokens_per_s) for each in stats],
+        "replicas": [
+            {**_replica_view(each, stats, pids, tokens_per_s), **_progress_view(each, loading.get(each.replica))}
+            for each in stats
+        ],
         **await _agents_view(store, tenant, nodes),
     }
 
@@ -211,6 +217,20 @@ def _replica_view(
         "slots": {"running": stats.slots_running, "kept": stats.slots_kept, "free": stats.slots_free},
         "memory_bytes": stats.memory_bytes,
         "memory_bytes_max": stats.memory_bytes_max,
+    }
+
+
+def _progress_view(stats: ReplicaStats, loading: ReplicaProgress | None) -> dict[str, Any]:
+    """Returns what the replica does until it answers, and what it has done since it was started."""
+    totals = {
+        "requests": stats.requests_total,
+        "prompt_tokens": stats.prompt_tokens_total,
+        "cached_tokens": stats.cached_tokens_total,
+        "generated_tokens": stats.generated_tokens_total,
+    }
+    return {
+        "loading": {"what": loading.what, "fraction": loading.fraction} if loading is not None else None,
+        "totals": totals if stats.answers else None,
     }
 
 

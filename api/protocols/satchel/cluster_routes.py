@@ -51,14 +51,22 @@ class ClusterRoutes:
         caller: Caller = request.state.caller
         require_admin(caller)
         # Shielded, because other requests may wait for the same view.
-        view = await asyncio.shield(self._view(tenant_of(request, every=True) if agents else None))
+        view = await asyncio.shield(self.view(tenant_of(request, every=True) if agents else None))
         shown = view["agents"][:agents]
         if len(shown) < len(view["agents"]):
             view = {**view, "agents": shown, "agents_count": len(shown), "agents_has_more": True}
         return JSONResponse(view)
 
-    def _view(self, tenant: str | None) -> asyncio.Task[dict[str, Any]]:
-        """Returns the task of the current or a fresh view, else starts one."""
+    async def machines(self) -> dict[str, Any]:
+        """Returns the view without agents.
+
+        Raises:
+            Unavailable: the cluster does not answer.
+        """
+        return await asyncio.shield(self.view(None))
+
+    def view(self, tenant: str | None) -> asyncio.Task[dict[str, Any]]:
+        """Returns the task of the current or a fresh view, else starts one; None for a view without agents."""
         begun_at, task = self._views.get(tenant, (0.0, None))
         if task is None or (task.done() and time.monotonic() - begun_at > FRESH_S):
             # A new context: otherwise Ray would cancel these calls together with the first request.

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 
 from ....cluster.errors import SatchelError
 from ...http.adding import TEXT, add_route
@@ -31,15 +31,10 @@ class StatusRoutes:
 
     def add_to(self, app: FastAPI) -> None:
         """Adds the routes to `app`."""
-        add_route(app, "GET", "/", self.greet, shown=False)
         add_route(app, "GET", "/v1/models", self.list_models)
         add_route(app, "GET", "/v1/models/{model_id:path}", self.get_model)
         add_route(app, "GET", "/health", self.health)
         add_route(app, "GET", "/metrics", self.show_metrics, answers=(TEXT,))
-
-    async def greet(self, request: Request) -> Response:
-        """Answers that the server runs: Claude Code and programs for Ollama check this."""
-        return PlainTextResponse("Satchel is running")
 
     async def list_models(self, request: Request) -> Response:
         """Lists every loaded model that the caller may use, the default first."""

@@ -11,6 +11,7 @@ import pytest
 
 from satchel.actors.protocol.store_messages import Commit, Content
 from satchel.api.cli.tables import size
+from satchel.api.protocols.satchel import cluster_routes
 from satchel.api.requests.backend import NodeState
 from satchel.api.text.templates.habits import TemplateHabits
 from satchel.cluster.errors import SatchelError
@@ -159,7 +160,7 @@ async def test_what_cannot_be_is_one_sentence(served: Served, arguments: list[st
 
 
 async def test_a_decision_is_shown_the_cheapest_first(served: Served, backend) -> None:
-    backend.decisions["r/1"] = {
+    backend.explained["r/1"] = {
         "replica": "m-0",
         "node": "mac0",
         "why": "hot: 512 tokens",
@@ -173,14 +174,14 @@ async def test_a_decision_is_shown_the_cheapest_first(served: Served, backend) -
     assert "pulled from mac1" in text and text.index("0.1250") < text.index("0.5000")
     assert json.loads(await served.says("explain", "r/1", "--json"))["pull_from"] == "mac1"
     assert "The actual values are shown once the request has ended." in text
-    backend.decisions["r/1"] |= {"actual_cached_tokens": 256, "actual_first_token_s": 0.375}
+    backend.explained["r/1"] |= {"actual_cached_tokens": 256, "actual_first_token_s": 0.375}
     text = await served.says("explain", "r/1")
     assert "Cached tokens: 512 estimated, 256 actual." in text
     assert "Seconds to the first token: 0.1250 estimated, 0.3750 actual." in text
 
 
 async def test_a_split_request_says_what_both_do(served: Served, backend) -> None:
-    backend.decisions["r/2"] = {
+    backend.explained["r/2"] = {
         "replica": "m-0",
         "node": "air",
         "why": "prefill on studio, decode on air",
@@ -224,6 +225,7 @@ async def test_status_shows_the_rest_where_the_cluster_cannot_be_asked(served: S
     async def fails() -> list[NodeState]:
         raise SatchelError("no")
 
+    monkeypatch.setattr(cluster_routes, "FRESH_S", -1.0)
     monkeypatch.setattr(backend, "nodes", fails)
     assert "m-0" in await served.says("status")
     assert json.loads(await served.says("status", "--json"))["nodes"] == []

@@ -30,7 +30,7 @@ from tests.worlds.api.remembering import Remembering
 from ..protocols.satchel.test_operations import samples
 
 SLOTS = {"running": 0, "kept": 0, "free": 0}
-PLAIN = {"decoding": None, "multiplying": None, "proving": None}
+PLAIN = {"decoding": None, "multiplying": None, "proving": None, "loading": None}
 PLAIN |= {"folder": None, "weights_bytes": None, "idle_s": 0.0}
 MEMORY = {**PLAIN, "slots": SLOTS, "memory_bytes": 0, "memory_bytes_max": 0}
 
@@ -142,6 +142,7 @@ async def test_nodes_and_replicas_are_shown_with_what_is_known_and_null_for_what
             "running": 0,
             "waiting": 2,
             "tokens_per_s": 0.0,
+            "totals": {"requests": 0, "prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 50},
             **MEMORY,
         },
         {
@@ -155,6 +156,7 @@ async def test_nodes_and_replicas_are_shown_with_what_is_known_and_null_for_what
             "running": 0,
             "waiting": 0,
             "tokens_per_s": None,
+            "totals": None,
             **MEMORY,
         },
     ]
@@ -496,7 +498,7 @@ async def settled(endpoint: Remembering) -> None:
 
 async def test_a_decision_is_explained(endpoint, backend):
     decision = {"replica": "m-0", "node": "mac0", "why": "hot", "costs_s": {"m-0": {"total": 0.1}}}
-    backend.decisions = {"r/1": decision}
+    backend.explained = {"r/1": decision}
     response = await endpoint.client.get("/v1/cluster/decisions/r/1")
     assert response.json() == {"object": "decision", "id": "r/1", **decision}
     assert error(await endpoint.client.get("/v1/cluster/decisions/other")) == (404, "decision_not_found", "request_id")

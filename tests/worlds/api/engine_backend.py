@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,7 +14,14 @@ from typing import Any
 from fastapi import FastAPI
 
 from satchel.actors.protocol.block_ids import is_shared, scope_of
-from satchel.actors.protocol.replica_messages import GenerateRequest, PooledTexts, PoolingRequest, SequenceUpdate
+from satchel.actors.protocol.replica_messages import (
+    GenerateRequest,
+    PooledTexts,
+    PoolingRequest,
+    ReplicaProgress,
+    SequenceUpdate,
+)
+from satchel.actors.protocol.router_messages import Decisions
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.actors.replica.memory.disk_tier import DiskTier
@@ -142,6 +149,12 @@ class EngineBackend:
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
         return None
+
+    async def decisions(self, after: int, most: int) -> Decisions:
+        return Decisions("router", 0)
+
+    async def loading(self, replicas: Sequence[str]) -> dict[str, ReplicaProgress]:
+        return {}
 
     async def pool(self, model: ServedModel, request: PoolingRequest) -> Vectors:
         answer: Future[PooledTexts | SatchelError] = Future()

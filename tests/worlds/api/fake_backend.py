@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from satchel.actors.protocol.replica_messages import (
     GenerateRequest,
     PooledTexts,
     PoolingRequest,
+    ReplicaProgress,
     Sampling,
     SequenceUpdate,
     TokenLogprobs,
 )
+from satchel.actors.protocol.router_messages import Decisions
 from satchel.api.requests.backend import NodeState, ReplicaStats, ServedModel, Vectors
 from satchel.api.text.model import TextModel
-from satchel.cluster.errors import NodeNotFound
+from satchel.cluster.errors import NodeNotFound, NoReplica
 from tests.worlds.api.served_models import served_model
 
 DIMENSIONS = 8
@@ -87,7 +89,10 @@ class FakeBackend:
         self.computes_as = b""
         """The model id of the replica where sequences run; if empty, that of the served model."""
         self.processes: dict[str, int] = {}
-        self.decisions: dict[str, dict[str, Any]] = {}
+        self.explained: dict[str, dict[str, Any]] = {}
+        self.made: Decisions | None = Decisions("router", 0)
+        """The router's decisions; None if it does not answer."""
+        self.progress: dict[str, ReplicaProgress] = {}
         self.pooled: list[PoolingRequest] = []
         self.pooling: asyncio.Event | None = None
         """The event that requests for vectors wait for; None for none."""
@@ -175,7 +180,16 @@ class FakeBackend:
         return node.up
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
-        return self.decisions.get(request_id)
+        return self.explained.get(request_id)
+
+    async def decisions(self, after: int, most: int) -> Decisions:
+        if self.made is None:
+            raise NoReplica("the router does not answer now")
+        new = [each for each in self.made.decisions if each.number > after][-most:]
+        return replace(self.made, decisions=new)
+
+    async def loading(self, replicas: Sequence[str]) -> dict[str, ReplicaProgress]:
+        return {name: self.progress[name] for name in replicas if name in self.progress}
 
     @property
     def sampling(self) -> Sampling:
