@@ -195,7 +195,7 @@ class Explanation:
 @dataclass(frozen=True, slots=True)
 class MadeDecision:
     """A decision, with what it was about: the sequence's id, the agent's key ("" for none), and when it was made, in
-    Unix time. Decisions are numbered from 1 since the router's start."""
+    Unix time. Decisions are numbered from 1 since the router's start, and get a new number when their sequences end."""
 
     number: int
     sequence: str

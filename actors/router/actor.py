@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -45,6 +45,16 @@ LOST_LOOKS = 3
 """A node that is silent at this many checks in a row becomes an incident."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Numbered:
+    """A decision in the list of the latest; `about` has no ids of blocks and pictures."""
+
+    number: int
+    at_s: float
+    about: RouteRequest
+    decision: Decision
+
+
 class RouterActor:
     """The actor that chooses a replica for each request. Named `router` in the cluster's namespace.
 
@@ -73,8 +83,8 @@ class RouterActor:
         """How the sequences of those decisions went."""
         self._incarnation = uuid.uuid4().hex
         self._numbered = 0
-        self._latest: deque[tuple[int, float, RouteRequest, Decision]] = deque(maxlen=LISTED_MAX)
-        """The latest decisions with their numbers and times."""
+        self._latest: OrderedDict[str, _Numbered] = OrderedDict()
+        """The latest decisions by sequence, in the order of their numbers."""
         self._observing = asyncio.Lock()
         self._unheard = set(_joined() if joined is None else joined)
         self._listens_until = time.monotonic() + routing.replica_timeout_s
@@ -117,11 +127,19 @@ class RouterActor:
         self._left.pop(request.request_id, None)
         if len(self._decisions) > DECISIONS_KEPT:
             self._left.pop(self._decisions.popitem(last=False)[0], None)
-        self._numbered += 1
         # Without the lists of ids, which may be long.
         about = replace(request, block_ids=[], pictures=[], others=[])
-        self._latest.append((self._numbered, time.time(), about, decision))
+        self._number(_Numbered(0, time.time(), about, decision))
         return decision
+
+    def _number(self, entry: _Numbered) -> None:
+        """Makes a decision the latest one."""
+        self._numbered += 1
+        sequence = entry.about.request_id
+        self._latest[sequence] = replace(entry, number=self._numbered)
+        self._latest.move_to_end(sequence)
+        if len(self._latest) > LISTED_MAX:
+            self._latest.popitem(last=False)
 
     @answers(RouterClient.report)
     async def report(self, report: ReplicaReport) -> bool:
@@ -152,6 +170,9 @@ class RouterActor:
         decision = self._decisions.get(left.request_id)
         if decision is not None and decision.replica == left.replica:
             self._left[left.request_id] = left
+            if (entry := self._latest.get(left.request_id)) is not None:
+                # Those who have seen it get it again, with what it took.
+                self._number(entry)
 
     @answers(RouterClient.explain)
     async def explain(self, request_id: str) -> Explanation | None:
@@ -169,18 +190,18 @@ class RouterActor:
 
     @answers(RouterClient.decisions)
     async def decisions(self, after: int, most: int) -> Decisions:
-        found = [each for each in self._latest if each[0] > after][-most:] if most > 0 else []
+        found = [each for each in self._latest.values() if each.number > after][-most:] if most > 0 else []
         made = [
             MadeDecision(
-                number,
-                about.request_id,
-                about.agent,
-                about.model,
-                about.prompt_tokens,
-                at_s,
-                self._explained(about.request_id, decision),
+                each.number,
+                each.about.request_id,
+                each.about.agent,
+                each.about.model,
+                each.about.prompt_tokens,
+                each.at_s,
+                self._explained(each.about.request_id, each.decision),
             )
-            for number, at_s, about, decision in found
+            for each in found
         ]
         return Decisions(self._incarnation, self._numbered, made)
 

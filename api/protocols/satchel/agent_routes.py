@@ -62,6 +62,7 @@ class AgentRoutes:
         add_route(app, "GET", "/v1/agents", self.list_agents)
         add_route(app, "GET", "/v1/agents/{agent_id}", self.get_agent)
         add_route(app, "DELETE", "/v1/agents/{agent_id}", self.forget)
+        add_route(app, "GET", "/v1/agents/{agent_id}/transcript", self.transcript)
         add_route(app, "POST", "/v1/agents/{agent_id}/inject", self.inject, InjectBody)
         add_route(app, "POST", "/v1/agents/{agent_id}/fork", self.fork, ForkBody)
         add_route(app, "POST", "/v1/agents/{agent_id}/release", self.release)
@@ -85,6 +86,15 @@ class AgentRoutes:
     async def get_agent(self, request: Request, agent_id: str) -> Response:
         """Shows one agent."""
         return JSONResponse(await agent_info(self._memory.store, self._generator.backend, _key(request, agent_id)))
+
+    async def transcript(self, request: Request, agent_id: str) -> Response:
+        """Shows the conversation of an agent's main branch as OpenAI messages. Pictures are references."""
+        key = _key(request, agent_id)
+        await self._memory.store.info(key)
+        messages = await self._memory.store.transcript(key)
+        # The id needs no escaping in JSON.
+        head = f'{{"object":"agent.transcript","id":"{agent_id}","messages":'
+        return Response(head.encode() + messages + b"}", media_type="application/json")
 
     async def inject(self, request: Request, agent_id: str) -> Response:
         """Puts messages into an agent's memory, without a reply."""
