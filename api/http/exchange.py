@@ -388,10 +388,11 @@ class CancelOnDisconnect:
         self._watcher = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        message = await self._receive()
-        if message["type"] == "http.disconnect":
-            self._gone = True
-            self._task.cancel()
+        # The empty body of a GET request comes first if nothing has read it.
+        while (await self._receive())["type"] != "http.disconnect":
+            continue
+        self._gone = True
+        self._task.cancel()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -55,6 +55,37 @@ async def test_a_decision_travels_and_can_be_explained():
     assert explained.costs_s["a"]["prefill"] < explained.costs_s["b"]["prefill"]
 
 
+async def test_the_latest_decisions_are_told_to_those_who_have_not_seen_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("satchel.actors.router.actor.LISTED_MAX", 3)
+    router = Router()
+    await router.report(report("a", announced=BLOCKS))
+    await router.report(report("b"))
+    for number in range(1, 6):
+        await ask(router, f"r{number}/1")
+    found = await router.decisions(0, 10)
+    assert [(each.number, each.sequence) for each in found.decisions] == [(3, "r3/1"), (4, "r4/1"), (5, "r5/1")]
+    first = found.decisions[0]
+    assert (first.agent, first.model, first.prompt_tokens) == ("t/agent", "m", 1100)
+    assert first.why == await router.explain("r3")
+    assert [each.number for each in (await router.decisions(3, 1)).decisions] == [5]
+    assert (await router.decisions(5, 10)).decisions == [] and found.last == 5
+    assert found.router == (await router.decisions(0, 0)).router != (await Router().decisions(0, 0)).router
+
+
+async def test_a_decision_is_told_again_with_what_it_took():
+    router = Router()
+    await router.report(report("a"))
+    for name in ("r1/1", "r2/1"):
+        await ask(router, name)
+    await router.release(SequenceLeft("elsewhere", "r1/1", 3, 0.5))
+    assert (await router.decisions(2, 10)).decisions == []
+    await router.release(SequenceLeft("a", "r1/1", 3, 0.5))
+    (again,) = (await router.decisions(2, 10)).decisions
+    assert (again.number, again.sequence) == (3, "r1/1")
+    assert (again.why.actual_cached_tokens, again.why.actual_first_token_s) == (3, 0.5)
+    assert [each.sequence for each in (await router.decisions(0, 10)).decisions] == ["r2/1", "r1/1"]
+
+
 async def test_what_a_request_took_is_told_beside_what_was_estimated():
     """Once it has ended where it was sent last."""
     router = Router()
