@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 # `docs` and `examples` are folders too.
-.PHONY: help serve install formula docs examples test test-slow test-metal test-clients test-real test-zoo test-mutants check format lock clean train-recall eval-recall train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
+.PHONY: help serve install formula docs examples test test-slow test-metal test-clients test-page test-real test-zoo test-mutants check format lock clean train-recall eval-recall train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
 	bench-vision bench-templates bench-recipe bench-quality bench-checkpoints soak attack
 
 PYTHON ?= python3
@@ -58,6 +58,9 @@ test-metal: .venv/.development ## Compare kernels' text for Metal with the refer
 
 test-clients: .venv/.development build/clients/.ready build/clients/venv/.ready ## Run agent programs and frameworks against a server; needs Node.js
 	@$(BIN)/python -m pytest tests/clients -m clients $(NO_HURRY)
+
+test-page: .venv/.development build/page/venv/.ready ## Use the page in a headless Chromium, against a cluster; needs a chromium on the path
+	@$(BIN)/python -m pytest tests/page -m page $(NO_HURRY)
 
 test-real: .venv/.development ## Serve real checkpoints and compare with mlx-lm: MODELS="folder folder"
 	@test -n "$(MODELS)" || { echo "Name the folders of some models, as mlx-lm loads them: make test-real MODELS=folder" >&2; exit 1; }
@@ -141,6 +144,7 @@ lock: .venv/bin/python ## Write the lock files anew from pyproject.toml; UPGRADE
 	@$(COMPILE) --group dev --constraint requirements.lock --output-file tests/requirements.lock
 	@$(COMPILE) --group docs --constraint requirements.lock --output-file docs/requirements.lock
 	@$(COMPILE) tests/clients/requirements.in --output-file tests/clients/requirements.lock
+	@$(COMPILE) tests/page/requirements.in --output-file tests/page/requirements.lock
 
 formula: .venv/.runtime ## Build a wheel, and a Homebrew formula for it: WHEEL_URL=where the wheel will be
 	@test -n "$(WHEEL_URL)" || { echo "Say where the wheel will be: make formula WHEEL_URL=.../satchel-VERSION-py3-none-any.whl" >&2; exit 1; }
@@ -216,6 +220,12 @@ build/clients/venv/.ready: tests/clients/requirements.lock | .venv/bin/python
 	@echo "Installing the frameworks into build/clients/venv"
 	@$(UV) venv --quiet --clear --python $(BIN)/python build/clients/venv
 	@$(UV) pip sync --quiet --python build/clients/venv/bin/python --require-hashes tests/clients/requirements.lock
+	@touch $@
+
+build/page/venv/.ready: tests/page/requirements.lock | .venv/bin/python
+	@echo "Installing Playwright into build/page/venv"
+	@$(UV) venv --quiet --clear --python $(BIN)/python build/page/venv
+	@$(UV) pip sync --quiet --python build/page/venv/bin/python --require-hashes tests/page/requirements.lock
 	@touch $@
 
 build/docs/venv/.ready: docs/requirements.lock | .venv/bin/python

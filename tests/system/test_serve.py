@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from io import BytesIO
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -27,11 +26,11 @@ import httpx
 import psutil
 import pytest
 from openai import OpenAI
-from PIL import Image, ImageDraw
 
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.processes import OPEN_FILES, session_members
 from tests.system.serving import COMMAND, RECALL, kill_everything, serving, sessions_of
+from tests.worlds.pictures import red_circle
 
 CODES = {"Anna": "6305", "Ben": "3471", "Carla": "7468", "David": "1791", "Emma": "2186", "Felix": "9779"}
 SETTLE_S = 5.0
@@ -71,13 +70,6 @@ def user(text: str) -> dict[str, str]:
 def asked_of(url: str) -> dict[str, Any]:
     picture = {"type": "image_url", "image_url": {"url": url}}
     return {"role": "user", "content": [picture, {"type": "text", "text": "What is in the picture?"}]}
-
-
-def red_circle() -> bytes:
-    picture, written = Image.new("RGB", (96, 96), "white"), BytesIO()
-    ImageDraw.Draw(picture).ellipse((30, 30, 70, 70), fill="red")
-    picture.save(written, "PNG")
-    return written.getvalue()
 
 
 def data_url(png: bytes) -> str:

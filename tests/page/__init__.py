@@ -1,0 +1,1 @@
+"""The page in a headless browser, against a real cluster."""

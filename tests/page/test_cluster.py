@@ -1,0 +1,194 @@
+"""The rest of the page: keys, what runs, moves, requests with abort, decisions, and a node that goes down."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from satchel.cluster.config import Home
+from satchel.cluster.connection import find_cluster
+from tests.system.hosts import named, wait_until
+from tests.system.serving import COMMAND
+
+from .conftest import NODES, World
+from .test_chat import from_memory, say
+
+pytestmark = pytest.mark.page
+
+HELLO = {"model": "satchel/recall", "messages": [{"role": "user", "content": "Remember: the code of yak is 4242."}]}
+LONG = {
+    "model": "satchel/recall",
+    "messages": [{"role": "user", "content": "Say the numbers from one to sixty."}],
+    "ignore_eos": True,
+    "max_tokens": 4000,
+}
+
+
+def test_a_refused_key_is_said_and_a_right_one_opens_the_page(open_page: Callable[..., Any], world: World):
+    page = open_page(key="")
+    dialog = page.locator("dialog")
+    dialog.wait_for()
+    assert "needs a key" in dialog.inner_text()
+    page.keyboard.type("sk-satchel-wrong")
+    page.keyboard.press("Enter")
+    page.locator("dialog [role=alert]").get_by_text("This key was refused").wait_for()
+    dialog.locator("input").fill(world.keys["default"])
+    page.keyboard.press("Enter")
+    dialog.wait_for(state="detached")
+    page.get_by_text("live", exact=True).wait_for()
+    page.locator("#chat-model option").first.wait_for(state="attached")
+    assert world.keys["default"] not in page.url
+    assert page.evaluate("[sessionStorage.getItem('satchel-key'), localStorage.length, document.cookie]") == [
+        world.keys["default"],
+        0,
+        "",
+    ]
+
+
+def test_a_key_without_admin_sees_its_own_agents_and_no_cluster(open_page: Callable[..., Any], world: World):
+    world.ask("POST", "/v1/chat/completions", {**HELLO, "agent_id": "of-default"})
+    world.ask("POST", "/v1/chat/completions", {**HELLO, "agent_id": "of-bob"}, key="bob")
+    page = open_page("agents", key="bob")
+    page.locator("#agents tr").first.wait_for()
+    assert page.locator("#agents th").all_inner_texts() == ["of-bob"]
+    assert page.locator("#agents-all").is_hidden() and page.get_by_role("button", name="Move").count() == 0
+    page.click("text=Cluster")
+    page.get_by_text("This needs a key made with --admin.").first.wait_for()
+    assert page.locator("#nodes tr").count() == 0
+
+
+def test_the_page_and_the_command_line_agree(open_page: Callable[..., Any], world: World):
+    world.whole()
+    command = [*COMMAND, "status", "--json", "--home", str(world.home)]
+    page = open_page("cluster")
+    page.locator("#replicas tr").nth(2).wait_for()
+
+    def agree() -> bool:
+        said = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+        rows = [row.inner_text() for row in page.locator("#replicas tr").all()]
+        assert len(rows) == len(said["replicas"]) == 3
+        slots = {
+            name: f"{each['slots']['kept']:,} kept, {each['slots']['free']:,} free"
+            for name, each in said["replicas"].items()
+        }
+        nodes = [cell.split()[0] for cell in page.locator("#nodes th").all_inner_texts()]
+        tiles = page.locator("#tiles").inner_text()
+        return (
+            all(any(row.startswith(name) and text in row for row in rows) for name, text in slots.items())
+            and nodes == [node["name"] for node in said["nodes"]] == NODES
+            and "2 of 2" in tiles
+        )
+
+    wait_until(agree, 30)
+    page.locator("#plots canvas").nth(3).wait_for()
+    assert page.locator("#plots figcaption").count() == 4
+    page.get_by_text(re.compile(r"Now: running \d+, waiting \d+")).wait_for()
+
+
+def test_an_agent_moves_and_its_memory_goes_with_it(open_page: Callable[..., Any], world: World):
+    world.whole()
+    agent, other = named("page", "mac0", NODES), "mac1"
+    page = open_page(f"chat/{agent}")
+    say(page, "Remember: the code of ada is 1815.")
+    say(page, "Tell me a story.")
+    page.get_by_text(re.compile("on mac0, copied to mac1")).wait_for()
+    page.click(f'button[aria-label="Move {agent}"]')
+    dialog = page.locator("dialog")
+    assert dialog.locator("option").all_inner_texts() == [other]
+    dialog.get_by_role("button", name="Move").click()
+    dialog.wait_for(state="detached")
+    page.get_by_text(re.compile("on mac1, copied to mac0")).wait_for()
+    answer = say(page, "What is the code of ada?")
+    assert "1815" in answer.inner_text() and "On mac1: this node has the agent's memory" in answer.inner_text()
+    assert from_memory(answer)[0] > 100
+    answer.locator(".chip.disk").wait_for()
+    page.click("text=Requests")
+    latest = page.locator("#decisions li").filter(has_text=agent).first
+    latest.get_by_text(re.compile(r"prompt tokens \(\d+%\) from memory; first token after")).wait_for()
+    assert f"{agent} → mac1" in latest.inner_text()
+    latest.locator("summary").click()
+    assert "reading KV from disk" in latest.locator("table").inner_text()
+    page.click("text=Agents")
+    row = page.locator("#agents tr").filter(has_text=agent)
+    row.wait_for()
+    assert row.locator('[data-title="Primary"]').inner_text() == "mac1"
+    assert row.locator('[data-title="Copies"]').inner_text() == "mac0"
+
+
+def test_an_agent_is_forked_packed_and_forgotten(open_page: Callable[..., Any], world: World):
+    world.ask("POST", "/v1/chat/completions", {**HELLO, "agent_id": "scribe"})
+    page = open_page("agents")
+    page.click('button[aria-label="Fork scribe"]')
+    page.locator("dialog input").fill("scribe")
+    page.keyboard.press("Enter")
+    page.locator("dialog [role=alert]").get_by_text("scribe").wait_for()
+    page.locator("dialog input").fill("scribe-copy")
+    page.keyboard.press("Enter")
+    page.locator('button[aria-label="Pack scribe-copy"]').click()
+    with page.expect_download() as downloading:
+        page.locator("dialog").get_by_role("button", name="Download").click()
+    assert downloading.value.suggested_filename == "scribe-copy.satchel"
+    assert downloading.value.path().stat().st_size > 1000
+    for name in ("scribe", "scribe-copy"):
+        page.click(f'button[aria-label="Forget {name}"]')
+        page.locator("dialog").get_by_role("button", name="Forget").click()
+        page.locator(f'button[aria-label="Forget {name}"]').wait_for(state="detached")
+        assert world.ask("GET", f"/v1/agents/{name}").status_code == 404
+
+
+def test_a_running_request_is_shown_and_aborted(open_page: Callable[..., Any], world: World):
+    page = open_page("requests")
+    page.get_by_text("Nothing runs now.").wait_for()
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(world.ask, "POST", "/v1/chat/completions", {**LONG, "agent_id": "talker"}, "root")
+        page.click('button[aria-label="Abort talker"]')
+        assert not asking.done()
+        page.locator("dialog").get_by_role("button", name="Abort").click()
+        answer = asking.result(30)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (499, "request_aborted")
+    page.get_by_text("Nothing runs now.").wait_for()
+
+
+def test_the_models_are_shown(open_page: Callable[..., Any]):
+    page = open_page("models")
+    page.locator("#models li h3").nth(1).wait_for()
+    assert page.locator("#models h3").all_inner_texts() == ["satchel/recall", "satchel/shapes"]
+    assert "text, image, video" in page.locator("#models > li").nth(1).inner_text()
+
+
+def test_the_description_of_the_api_is_shown(open_page: Callable[..., Any], world: World):
+    page = open_page()
+    page.goto(f"{world.url}/docs")
+    page.fill("#find", "chat completions")
+    page.locator("li[data-text]:not([hidden]) summary").first.click()
+    assert "agent_continue" in page.locator("li[data-text]:not([hidden]) table").first.inner_text()
+
+
+def test_a_node_that_goes_down_is_said_and_the_chat_goes_on(open_page: Callable[..., Any], world: World):
+    world.whole()
+    agent = named("stays", "mac1", NODES)
+    page = open_page(f"chat/{agent}")
+    say(page, "Remember: the code of ada is 1815.")
+    page.get_by_text(re.compile("on mac1, copied to mac0")).wait_for()
+    page.click("text=Cluster")
+    row = page.locator("#nodes tr").filter(has_text="mac1")
+    row.get_by_text("up", exact=True).wait_for()
+    killed = find_cluster(Home(world.home / "nodes" / "mac1"))
+    os.killpg(os.getpgid(killed.pid), signal.SIGKILL)
+    row.get_by_text("down", exact=True).wait_for()
+    page.get_by_text("1 of 2", exact=True).wait_for()
+    page.click("text=Chat")
+    answer = say(page, "What is the code of ada?")
+    assert "1815" in answer.inner_text() and "On mac0" in answer.inner_text()
+    assert from_memory(answer)[0] > 0
+    page.click("text=Cluster")
+    page.set_default_timeout(90_000)
+    row.get_by_text("up", exact=True).wait_for()
