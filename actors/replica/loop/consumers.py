@@ -119,6 +119,7 @@ def _merge(before: SequenceUpdate, update: SequenceUpdate) -> SequenceUpdate:
         update,
         tokens=before.tokens + update.tokens,
         cached_tokens=before.cached_tokens if update.cached_tokens is None else update.cached_tokens,
+        disk_tokens=before.disk_tokens if update.cached_tokens is None else update.disk_tokens,
         # Logprobs have one entry per token, or are missing; an update without tokens has no entry either way.
         logprobs=(before.logprobs or []) + (update.logprobs or []) if before.logprobs or update.logprobs else None,
     )

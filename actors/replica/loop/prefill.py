@@ -88,14 +88,19 @@ class PrefillLoop:
         """Opens a sequence after the attempt to read its KV back, if it still waits for that."""
         if self._restores.end(reading):
             request_id = reading.prompt.request_id
-            self._delivery.attempt(request_id, self._open, request_id, restored)
+            self._delivery.attempt(request_id, self._open, request_id, restored, reading.hot_tokens)
 
     def open_overdue(self) -> None:
         """Opens sequences whose KV was not read back in time, without it."""
         for request_id in self._restores.overdue():
             self._delivery.attempt(request_id, self._open, request_id)
 
-    def _open(self, request_id: str, restored: Restored | None = None) -> None:
+    def _open(self, request_id: str, restored: Restored | None = None, hot: int = 0) -> None:
+        """Opens a sequence with the KV that memory has of it.
+
+        Args:
+            restored: what was read from disk for it, beside the `hot` first tokens that memory had.
+        """
         sequence = self._delivery.sequences[request_id]
         scheduled = self._scheduler.sequence(request_id)
         assert scheduled is not None
@@ -111,7 +116,8 @@ class PrefillLoop:
             counters.cached_tokens += reused
             counters.prefix_hits += reused > 0
             counters.prefix_misses += reused == 0
-            self._delivery.tell(sequence, SequenceUpdate(request_id, [], cached_tokens=reused))
+            read = max(0, reused - hot) if restored is not None else 0
+            self._delivery.tell(sequence, SequenceUpdate(request_id, [], cached_tokens=reused, disk_tokens=read))
         self._scheduler.reused(request_id, reused)
         if reused == scheduled.prompt:
             self._start_decoding(sequence)

@@ -1,7 +1,7 @@
 // What can be done with an agent: buttons, and the dialogs behind them.
 
 import { agentPath, post, send } from "./api.js";
-import { announce, ask, bytes, el } from "./dom.js";
+import { $, announce, ask, bytes, el } from "./dom.js";
 import { state } from "./state.js";
 
 /** Makes an agent's buttons. `agent` has `id`, `home` (null if unknown), and `tenant` if it is another one's. */
@@ -57,7 +57,10 @@ async function forget(agent) {
     action: "Forget", danger: true,
     act: async () => (await send("DELETE", agentPath(agent))).json(),
   });
-  if (done) changed(`${agent.id} was forgotten`);
+  if (!done) return;
+  // The button that had the focus is gone.
+  $("main").focus();
+  changed(`${agent.id} was forgotten`);
 }
 
 async function pack(agent) {

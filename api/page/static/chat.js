@@ -290,7 +290,13 @@ async function showTurn(answer, turn) {
     return;
   }
   try {
-    const explained = await get(`/v1/cluster/decisions/${encodeURIComponent(headers.get("x-request-id"))}`);
+    const path = `/v1/cluster/decisions/${encodeURIComponent(headers.get("x-request-id"))}`;
+    let explained = await get(path);
+    if (explained.actual_cached_tokens === null) {
+      // The router hears of the end a moment later than this page.
+      await new Promise((done) => setTimeout(done, 500));
+      explained = await get(path);
+    }
     chips.append(...sources(explained, cached));
     details.append(costs(explained));
   } catch (error) {

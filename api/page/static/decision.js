@@ -22,18 +22,16 @@ const TERMS = {
 
 export const reason = (why) => REASONS[why] ?? why;
 
-/** What of a prompt came from memory: one chip for each place where its KV was. */
+/** What of a prompt came from memory: a chip for each place where its KV was. */
 export function sources(why, cached) {
-  const chips = [];
-  const pulled = Math.min(why.pull_tokens, cached);
-  const kept = cached - pulled;
-  const restored = (why.costs_s[why.replica]?.restore ?? 0) > 0;
-  if (kept > 0) {
-    chips.push(el("span", { class: `chip ${restored ? "disk" : "hot"}` },
-      `${restored ? "hot and disk" : "hot"} ${number(kept)}`));
-  }
-  if (pulled > 0) chips.push(el("span", { class: "chip moved" }, `moved from ${why.pull_from} ${number(pulled)}`));
-  return chips;
+  const read = Math.min(why.actual_disk_tokens ?? 0, cached);
+  const moved = Math.min(why.pull_from ? why.pull_tokens : 0, read);
+  const chip = (kind, text, count) => (count > 0 ? el("span", { class: `chip ${kind}` }, `${text} ${number(count)}`) : null);
+  return [
+    chip("hot", "hot", cached - read),
+    chip("disk", "from disk", read - moved),
+    chip("moved", `moved from ${why.pull_from}`, moved),
+  ].filter(Boolean);
 }
 
 /** The estimated seconds to the first token by replica, the chosen one first. */

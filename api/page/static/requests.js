@@ -68,7 +68,8 @@ function outcome({ why, prompt_tokens: prompt }) {
     return `${fromMemory(why.cached_tokens, prompt)} expected from memory${moved}; first token ${expected || "not estimated"}`;
   }
   const first = why.actual_first_token_s === null ? "no token came" : `first token after ${seconds(why.actual_first_token_s)}`;
-  return `${fromMemory(why.actual_cached_tokens, prompt)} from memory${moved}; ${first}${expected && ` (${expected})`}`;
+  const disk = why.actual_disk_tokens ? `, ${number(why.actual_disk_tokens)} of them from disk` : "";
+  return `${fromMemory(why.actual_cached_tokens, prompt)} from memory${disk}${moved}; ${first}${expected && ` (${expected})`}`;
 }
 
 function makeDecision(each) {
