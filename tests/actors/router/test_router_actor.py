@@ -79,10 +79,11 @@ async def test_a_decision_is_told_again_with_what_it_took():
         await ask(router, name)
     await router.release(SequenceLeft("elsewhere", "r1/1", 3, 0.5))
     assert (await router.decisions(2, 10)).decisions == []
-    await router.release(SequenceLeft("a", "r1/1", 3, 0.5))
+    await router.release(SequenceLeft("a", "r1/1", 3, 0.5, 2))
     (again,) = (await router.decisions(2, 10)).decisions
     assert (again.number, again.sequence) == (3, "r1/1")
     assert (again.why.actual_cached_tokens, again.why.actual_first_token_s) == (3, 0.5)
+    assert again.why.actual_disk_tokens == 2
     assert [each.sequence for each in (await router.decisions(0, 10)).decisions] == ["r2/1", "r1/1"]
 
 

@@ -150,6 +150,18 @@ async def test_an_agent_tells_what_is_remembered_of_it(endpoint, backend):
     assert (await endpoint.client.get("/v1/agents/ann")).json()["tier"] == "hot"
 
 
+async def test_the_conversation_is_shown(endpoint):
+    await endpoint.say("Hi", agent="ann")
+    shown = (await endpoint.client.get("/v1/agents/ann/transcript")).json()
+    assert (shown["id"], shown["object"]) == ("ann", "agent.transcript")
+    assert [(each["role"], each["content"]) for each in shown["messages"]] == [
+        ("user", "Hi"),
+        ("assistant", "Hello there"),
+    ]
+    unknown = await endpoint.client.get("/v1/agents/nobody/transcript")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "agent_not_found")
+
+
 async def test_agents_are_listed_page_by_page(endpoint):
     for agent in ("c", "a", "b"):
         await endpoint.say("Hi", agent=agent)

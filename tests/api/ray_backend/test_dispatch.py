@@ -183,11 +183,12 @@ async def test_the_router_hears_what_a_sequence_took():
         await sequence.start()
         link = ReplicaConnection.__new__(ReplicaConnection)
         link.sequences = backend.links["a"].sequences
-        link._deal(SequenceUpdate(REQUEST.request_id, [7], "stop" if ends else None, cached_tokens=2))
+        link._deal(SequenceUpdate(REQUEST.request_id, [7], "stop" if ends else None, cached_tokens=2, disk_tokens=1))
         if not ends:
             await sequence.abort()
         left = backend.left.pop()
         assert (left.replica, left.request_id, left.cached_tokens) == ("a", REQUEST.request_id, 2)
+        assert left.disk_tokens == 1
         assert left.first_token_s is not None and left.first_token_s > 0.0
 
 

@@ -39,6 +39,8 @@ class Received:
     tokens: list[int] = dataclasses.field(default_factory=list)
     finish: str | None = None
     cached: int | None = None
+    read: int = 0
+    """How many of the cached tokens came from disk."""
     error: dict | None = None
     logprobs: list = dataclasses.field(default_factory=list)
 
@@ -109,7 +111,7 @@ class Bench:
             sequence.logprobs += update.logprobs or []
             if update.cached_tokens is not None:
                 assert sequence.cached is None
-                sequence.cached = update.cached_tokens
+                sequence.cached, sequence.read = update.cached_tokens, update.disk_tokens
 
     def submit(
         self,

@@ -91,6 +91,18 @@ def test_what_was_known_is_found_however_much_follows(loaded: LoadedModel, node:
     assert warm.cached is not None and warm.cached >= known
 
 
+def test_what_memory_has_is_not_counted_as_read(loaded: LoadedModel, node: Node):
+    """Of a prompt whose first block another request has left in memory, only the rest comes from disk."""
+    bench, disk = process(loaded, node)
+    bench.run("first", prompt_of(600), agent=AGENT, max_tokens=1)
+    write_down(bench, disk)
+    node.restart()
+    bench, disk = process(loaded, node)
+    bench.run("another", [*prompt_of(300)[:256], *prompt_of(9, seed=9)], max_tokens=1)
+    warm = bench.run("warm", prompt_of(600), agent=AGENT)
+    assert (warm.cached, warm.read) == (599, 599 - 256)
+
+
 @pytest.fixture(scope="module", params=["q4", "fp16"])
 def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     """The tiny model, by how it keeps KV."""
@@ -110,6 +122,7 @@ def test_the_same_prompt_costs_one_token_hot_and_warm(kept: LoadedModel, node: N
     other, disk = process(kept, node)
     warm = other.run("warm", prompt, agent=AGENT)
     assert (cold.cached, hot.cached, warm.cached) == (0, length - 1, length - 1)
+    assert (cold.read, hot.read, warm.read) == (0, 0, length - 1)
     assert cold.tokens == hot.tokens == warm.tokens
     # Neither the blocks nor the tail of the prompt are written a second time.
     write_down(other, disk)
