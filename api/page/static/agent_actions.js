@@ -30,7 +30,7 @@ async function move(agent) {
   const done = await ask({
     title: `Move ${agent.id}`,
     text: options.length
-      ? "Its branches and KV are copied first; then this node commits its turns. A turn that runs goes on."
+      ? "Its branches and KV are copied there first; then that node commits its turns. A turn that runs goes on."
       : "No other node is up.",
     fields: options.length ? [{ name: "to", label: "To node", options }] : [],
     action: "Move",

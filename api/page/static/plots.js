@@ -84,13 +84,19 @@ function draw() {
   }
 }
 
+/** The last hour, less if the server has not run as long, but five minutes at least. */
+function shownTime() {
+  const now = Date.now() / 1000;
+  return [Math.max(now - 3600, Math.min(columns.at[0] ?? now, now - 300)), now];
+}
+
 function options({ plot, box }) {
   const style = getComputedStyle(document.documentElement);
   const color = (name) => style.getPropertyValue(name).trim();
   const axis = { stroke: color("--quiet"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") } };
   return {
     width: box.clientWidth, height: HEIGHT, cursor: { y: false }, legend: { show: plot.lines.length > 1, live: false },
-    scales: { x: { range: () => [Date.now() / 1000 - 3600, Date.now() / 1000] }, y: { range: (_, __, most) => plot.range ?? [0, most > 0 ? 1.1 * most : 1] } },
+    scales: { x: { range: shownTime }, y: { range: (_, __, most) => plot.range ?? [0, most > 0 ? 1.1 * most : 1] } },
     axes: [axis, { ...axis, size: 64, values: (_, marks) => marks.map(plot.shown) }],
     series: [{}, ...plot.lines.map(([label], position) => ({
       label, stroke: color(`--plot-${position + 1}`), width: 2, // A share is known only where prompts came.

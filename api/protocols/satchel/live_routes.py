@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 
+from ....actors.protocol.router_messages import Decisions
 from ....cluster.errors import SatchelError, Unavailable
 from ...http.adding import EVENTS, add_route
 from ...http.answering import probe
@@ -29,6 +30,7 @@ from ...views.requests import running_views
 EVENT_S = 1.0
 """How often a reader of the events gets what has changed."""
 
+ANSWER_S = 10.0
 READERS_MAX = 64
 DECISIONS_MAX = 200
 
@@ -115,6 +117,7 @@ class LiveRoutes:
 
     async def _events(self, caller: Caller) -> AsyncGenerator[bytes, None]:
         self._readers += 1
+        closing = asyncio.create_task(self._closing.wait())
         try:
             who = {"tenant": caller.tenant, "admin": caller.admin, "version": self._version}
             yield _event("caller", who)
@@ -127,22 +130,20 @@ class LiveRoutes:
                 if caller.admin:
                     for news in await self._seen_by_administrators(reader):
                         yield news
-                try:
-                    await asyncio.wait_for(self._closing.wait(), EVENT_S)
-                except TimeoutError:
-                    continue
+                # Not `wait_for`, which may swallow the cancellation when the reader leaves.
+                await asyncio.wait({closing}, timeout=EVENT_S)
         finally:
+            closing.cancel()
             self._readers -= 1
 
     async def _seen_by_administrators(self, reader: _Reader) -> list[bytes]:
         news = []
         try:
             news.append(reader.changed("cluster", await self._look()))
-            after = reader.decision
-            found = await probe(self._backend.decisions(after, DECISIONS_MAX))
+            found = await self._latest(reader.decision)
             if found.router != reader.router:
                 # A new router counts from 1 again.
-                found = found if after == 0 else await probe(self._backend.decisions(0, DECISIONS_MAX))
+                found = found if reader.decision == 0 else await self._latest(0)
                 reader.router = found.router
             if found.decisions:
                 news.append(_event("decisions", [asdict(each) for each in found.decisions]))
@@ -153,6 +154,13 @@ class LiveRoutes:
         news += [_event("sample", sample) for sample in self._history.after(reader.sample)]
         reader.sample = self._history.count
         return news
+
+    async def _latest(self, after: int) -> Decisions:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._backend.decisions(after, DECISIONS_MAX)
+        except TimeoutError:
+            raise Unavailable(f"the router did not answer within {ANSWER_S:.0f} s") from None
 
 
 class _Reader:

@@ -26,7 +26,9 @@ from satchel.actors.protocol.replica_messages import (
 from satchel.actors.protocol.router_messages import (
     AgentPlace,
     Decision,
+    Decisions,
     Explanation,
+    MadeDecision,
     NodeReport,
     Places,
     RouteRequest,
@@ -73,6 +75,7 @@ ROUTE = RouteRequest("r", "m", "t/a", [b"x" * 32], 300)
 ROW = GenerateRequest("r", "c", "m", "", [1], [], b"r" * 32, Sampling(), deadline_s=60.0)
 TEXTS = PoolingRequest("r", "m", [[1, 2], [3]], [1, 0], [5, 6], deadline_s=60.0)
 KEPT = KVSelection(b"r" * 32, [b"x" * 32], b"", [b"f"])
+DECISIONS = Decisions("router", 4, [MadeDecision(4, "r/1", "t/a", "m", 9, 1.5, Explanation("a", "why"))])
 PLACES = Places([AgentPlace("t/a", "mac0", True, 2, ["mac1"])], ["mac2"])
 NODES = [NodeReport("mac0", True, 0.5, blocks=3)]
 FRAME = [SequenceUpdate("r", [1, 2])]
@@ -110,6 +113,7 @@ OF_ROUTER: list[Case] = [
     (router.release(SequenceLeft("a", "r")), "release", [SequenceLeft("a", "r")], None),
     (router.explain("r"), "explain", ["r"], Explanation("a", "why")),
     (router.explain("r"), "explain", ["r"], None),
+    (router.decisions(3, 10), "decisions", [3, 10], DECISIONS),
     (router.alive("m"), "alive", ["m"], ["a"]),
     (router.places(("t/a", "t/b")), "places", [["t/a", "t/b"]], PLACES),
     (router.moved("t/a", "mac0", 3), "moved", ["t/a", "mac0", 3], None),

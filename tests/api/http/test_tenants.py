@@ -245,6 +245,7 @@ async def test_a_turn_of_another_process_ends_before_its_agent_is_given(endpoint
         ("POST", "/v1/agents/a/inject?tenant=bob", {"messages": "x"}),
         ("POST", "/v1/agents/a/release?tenant=bob", None),
         ("GET", "/v1/agents/a/satchel?tenant=bob", None),
+        ("GET", "/v1/agents/a/transcript?tenant=bob", None),
         ("PUT", "/v1/agents/a/satchel?tenant=bob&replace=true", None),
         ("POST", "/v1/agents/a/give", {"to": "ann"}),
         ("POST", "/v1/agents/a/give?tenant=bob", {"to": "ann"}),
@@ -263,6 +264,8 @@ ADMINISTRATORS = [
     ("GET", "/v1/cluster", None),
     ("GET", "/v1/cluster/agents/a", None),
     ("GET", "/v1/cluster/decisions/x", None),
+    ("GET", "/v1/cluster/decisions", None),
+    ("GET", "/v1/cluster/history", None),
     ("DELETE", "/v1/cluster/nodes/local", None),
     ("GET", "/v1/cache/stats", None),
     ("DELETE", "/v1/cache", None),
@@ -326,6 +329,7 @@ async def test_two_tenants_have_agents_of_one_name_and_see_only_their_own(endpoi
         ("POST", "/v1/agents/mine/release", None),
         ("POST", "/v1/agents/mine/fork", {"as": "stolen"}),
         ("GET", "/v1/agents/mine/satchel", None),
+        ("GET", "/v1/agents/mine/transcript", None),
     ):
         answer = await endpoint.call("bob", method, path, body)
         never = await endpoint.call("bob", method, path.replace("mine", "none"), body)
