@@ -126,8 +126,8 @@ export function seconds(count) {
 
 export function ago(unixTime) {
   const past = Math.max(0, Date.now() / 1000 - unixTime);
-  if (past < 60) return "just now";
-  if (past < 3600) return `${Math.floor(past / 60)} min ago`;
-  if (past < 86400) return `${Math.floor(past / 3600)} h ago`;
-  return `${Math.floor(past / 86400)} d ago`;
+  if (past < 60) return "just\u00a0now";
+  if (past < 3600) return `${Math.floor(past / 60)}\u00a0min\u00a0ago`;
+  if (past < 86400) return `${Math.floor(past / 3600)}\u00a0h\u00a0ago`;
+  return `${Math.floor(past / 86400)}\u00a0d\u00a0ago`;
 }
