@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from ..cluster.audit import Audit
-from ..cluster.config import Config
+from ..cluster.config import Config, Endpoint
 from ..cluster.keys import KeyRing
 from .agents.memory import AgentMemory
 from .batches.routes import BatchRoutes
@@ -84,15 +84,7 @@ def create_app(
     answering = Answering(generator, config, metrics, BodyReader(config, refused))
     add_error_handlers(app)
     app.add_middleware(KeyGuard, keys=keys, audit=audit)
-    if origins := [origin.lower() for origin in config.endpoint.origins]:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["GET", "HEAD", "POST", "PUT", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["*"],
-        )
-    app.add_middleware(BrowserGuard, hosts=Hosts(config.endpoint, certified), origins=origins)
+    _guard_browsers(app, config.endpoint, certified)
     app.add_middleware(RequestContext, metrics=metrics)
     openai = OpenAIRoutes(answering, app.version)
     openai.add_to(app)
@@ -124,6 +116,19 @@ def create_app(
     # The outermost one, because all others look at the path.
     app.add_middleware(Paths, heads=heads_of(app.routes))
     return app
+
+
+def _guard_browsers(app: FastAPI, endpoint: Endpoint, certified: Callable[[], Sequence[str]]) -> None:
+    """Lets only pages of the endpoint itself and of `endpoint.origins` use the application."""
+    if origins := [origin.lower() for origin in endpoint.origins]:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "HEAD", "POST", "PUT", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    app.add_middleware(BrowserGuard, hosts=Hosts(endpoint, certified), origins=origins)
 
 
 def _version() -> str:
