@@ -53,12 +53,13 @@ def start_actors(config: Config) -> dict[str, ReplicaClient]:
     Replicas load in the background; see `wait_until_ready`. Those of other nodes start when their nodes join.
     """
     machines = config.machines
-    ray.remote(RouterActor).options(name=ROUTER, **_on(machines[0])).remote(config)
+    ray.remote(RouterActor).options(name=ROUTER, **on_node(machines[0])).remote(config)
     names = [node.name for node in machines]
     for model in map(located, config.models):
         registry.add(model)
-        for replica, node in place(model, names).items():
-            registry.place(model, replica, node)
+        if model.load == "start":
+            for replica, node in place(model, names).items():
+                registry.place(model, replica, node)
     return start_node(config, machines[0])
 
 
@@ -73,14 +74,15 @@ def start_node(config: Config, node: Node) -> dict[str, ReplicaClient]:
     entry = registry.NodeEntry(node.name, node.address, links, satchel_version(), home, time.time())
     registry.add_node(entry)
     config = replace(config, disk_bytes_max=node.disk_bytes_max or config.disk_bytes_max)
-    store = ray.remote(KVStoreActor).options(name=store_actor_name(node.name), get_if_exists=True, **_on(node))
+    store = ray.remote(KVStoreActor).options(name=store_actor_name(node.name), get_if_exists=True, **on_node(node))
     store.remote(config, node)
     known = {machine.name for machine in config.machines}
     served = registry.entries()
     if node.name not in known:
         # A machine that the config does not name gets the models that run on every node.
         for entry in served:
-            if entry.model.replicas is None and not entry.model.nodes and node.name not in entry.replicas.values():
+            everywhere = entry.model.replicas is None and not entry.model.nodes and not entry.comes_and_goes
+            if everywhere and node.name not in entry.replicas.values():
                 for replica in place(entry.model, [node.name], taken=entry.replicas):
                     registry.place(entry.model, replica, node.name)
         served = registry.entries()
@@ -90,7 +92,7 @@ def start_node(config: Config, node: Node) -> dict[str, ReplicaClient]:
     }
 
 
-def _on(node: Node) -> dict[str, Any]:
+def on_node(node: Node) -> dict[str, Any]:
     """Options of an actor that belongs to a node: it waits for that node, and comes back with it."""
     return {**_OPTIONS, "resources": {node.resource: 1}}
 
@@ -101,7 +103,7 @@ def _start_replica(replica: str, model: Model, config: Config, node: Node, **mor
     Raises:
         ValueError: it runs already, unless `more` has `get_if_exists`.
     """
-    options = ray.remote(ReplicaActor).options(name=replica_actor_name(replica), **_on(node), **more)
+    options = ray.remote(ReplicaActor).options(name=replica_actor_name(replica), **on_node(node), **more)
     started = options.remote(replica, model, config.scheduling, node, config.timing)
     return ReplicaClient(replica, config.timing, started)
 
@@ -334,13 +336,18 @@ async def unload_model(name: str, config: Config, report: Report | None = None) 
     if report is not None:
         report(f"Finishing what runs on {name}", None)
     replicas = await asyncio.to_thread(find_replicas, [entry], config.timing)
+    # A process with a cached registry still sends requests here for a moment.
+    await asyncio.sleep(2 * config.timing.registry_s)
+    await end_replicas(replicas, config.timing, config.timeouts.drain_s)
+
+
+async def end_replicas(replicas: Replicas, timing: Timing, drain_s: float) -> None:
+    """Drains replicas, for at most `drain_s`, ends them, and waits until their names are free."""
     try:
-        # A process with a cached registry still sends requests here for a moment.
-        await asyncio.sleep(2 * config.timing.registry_s)
-        await drain(replicas, config.timeouts.drain_s, config.timing)
+        await drain(replicas, drain_s, timing)
     finally:
         kill(replicas)
-    await _forget(replicas, config.timing)
+    await forget_replicas(replicas, timing)
 
 
 def find_replicas(entries: Iterable[registry.ServedEntry], timing: Timing) -> dict[str, ReplicaClient]:
@@ -390,7 +397,7 @@ async def _each(calls: Iterable[Awaitable[T]]) -> list[T | NoAnswer]:
     return await asyncio.gather(*map(ask, calls))
 
 
-async def _forget(replicas: Replicas, timing: Timing) -> None:
+async def forget_replicas(replicas: Replicas, timing: Timing) -> None:
     """Tells the router that the replicas are gone, and waits until Ray has freed their names."""
     ends = time.monotonic() + NAME_FREE_S
     try:

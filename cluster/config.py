@@ -113,8 +113,15 @@ class Model:
     source: Annotated[str, Field(min_length=1)]
     """A Hub id (`mlx-community/Qwen3-0.6B-4bit`, with `@REVISION` to pin it), a folder, or `embedded:NAME` for one that
     ships with Satchel."""
+    aliases: tuple[Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")], ...] = ()
+    """Further names by which clients may call it."""
+    load: Literal["start", "request"] = "start"
+    """`start` loads it when the server starts, and it stays loaded. `request` loads it when a request names it, and
+    unloads it when another such model needs its room, or after `idle_s`."""
+    idle_s: Seconds | None = None
+    """With `load: request`: it is unloaded after this long without a request. None unloads it only for room."""
     replicas: Count | None = None
-    """How many replicas it has; None puts one on each of its nodes."""
+    """How many replicas it has; None puts one on each of its nodes, with `load: request` on each that has room."""
     nodes: tuple[str, ...] = ()
     """Names of the nodes on which its replicas may run; empty means all."""
     context_tokens_max: Count | None = None
@@ -155,6 +162,14 @@ class Model:
     trust_remote_code: bool = False
     """Whether Python code in the model's folder may run, in its replicas and in the endpoint. A Hub id must name the
     reviewed commit: `owner/name@` and 40 hexadecimal digits."""
+
+    @model_validator(mode="after")
+    def _comes_and_goes(self) -> Self:
+        if self.idle_s is not None and self.load == "start":
+            raise ValueError(
+                "idle_s is for models with load: request; a model that loads at the start stays loaded"
+            )
+        return self
 
     @model_validator(mode="after")
     def _pins_code(self) -> Self:
@@ -518,6 +533,10 @@ def parse_config(data: Any, *, source: str = "config") -> Config:
         if refusal is not None:
             where = f"models[{index}].name"
             raise ConfigError(f"{source}: {where}: {refusal}", param=where)
+        refusal = aliases_refusal(model, config.models[:index])
+        if refusal is not None:
+            where = f"models[{index}].aliases"
+            raise ConfigError(f"{source}: {where}: {refusal}", param=where)
     for where, refusal in _node_refusals(config):
         raise ConfigError(f"{source}: {where}: {refusal}", param=where)
     if unfitting := tuple(broken(config)):
@@ -570,6 +589,19 @@ def name_refusal(model: Model, others: Iterable[Model]) -> str | None:
             return (
                 f"two models are called {other.name!r}" if other.name == model.name else f"too much like {other.name!r}"
             )
+        if model.name in other.aliases:
+            return f"it is an alias of {other.name!r}"
+    return None
+
+
+def aliases_refusal(model: Model, others: Iterable[Model]) -> str | None:
+    """Returns why the model's aliases cannot be used beside the names of `others`; None if they can."""
+    taken = {name: other.name for other in others for name in (other.name, *other.aliases)}
+    for alias in model.aliases:
+        if alias in taken:
+            return f"{alias!r} is a name of {taken[alias]!r}"
+        if model.aliases.count(alias) > 1 or alias == model.name:
+            return f"{alias!r} is there twice"
     return None
 
 

@@ -45,6 +45,7 @@
     ├── DeadlineExceeded            504
     ├── GenerationFailed            500  one sequence failed inside the model; the others in the batch did not
     ├── ModelLoadError              500
+    │   └── NoRoom                  500  the memory of its node has no room for it beside the models that are loaded
     ├── DiskError                   500  a call to the disk tier failed; it goes on
     │   ├── DiskFull                507
     │   ├── StoreInUse              500  another process has the folder
@@ -326,6 +327,10 @@ class GenerationFailed(SatchelError):
 
 class ModelLoadError(SatchelError):
     code = "model_load_error"
+
+
+class NoRoom(ModelLoadError):
+    code = "no_room"
 
 
 class DiskError(SatchelError):

@@ -71,6 +71,25 @@ def default_name(source: str) -> str:
     return folder.resolve().name if folder.is_dir() else source.removeprefix("embedded:").partition("@")[0]
 
 
+def found_here(source: str) -> Path | None:
+    """Returns the folder of a model as `resolve` does, without asking the Hub; None if it is not on this machine.
+
+    Raises:
+        ModelLoadError: as `resolve`.
+    """
+    if source.startswith("embedded:") or Path(source).expanduser().is_dir():
+        return resolve(source, lambda what, fraction: None)
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, _, revision = source.partition("@")
+    try:
+        config = try_to_load_from_cache(repository, "config.json", revision=revision or None)
+    except ValueError:
+        # It is not a Hub id.
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
 def resolve_adapter(source: str, progress: Progress) -> Path:
     """Returns the folder of an adapter; otherwise as `resolve`."""
     files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)

@@ -1,5 +1,5 @@
-"""The methods of the router and of replicas. Each returns a `Call`, which is made when it is awaited, or by `wait` in a
-thread; `within` changes its time limit. `rpc/client.py` describes the errors.
+"""The methods of the router, of the pool and of replicas. Each returns a `Call`, which is made when it is awaited, or
+by `wait` in a thread; `within` changes its time limit. `rpc/client.py` describes the errors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from ...cluster.config import Config
 from ...cluster.timing import Timing
 from ..rpc.client import ActorRef, Call
 from ..rpc.spec import Client, method
-from .names import ROUTER, replica_actor_name
+from .names import POOL, ROUTER, replica_actor_name
+from .pool_messages import PooledModel
 from .replica_messages import (
     GenerateRequest,
     KVSelection,
@@ -133,6 +134,33 @@ class RouterClient(Client):
     @method()
     def nodes(self) -> list[NodeReport]:
         """Returns every node, sorted by name; those whose stores have not reported yet come last."""
+        ...
+
+
+def _within_wait(timing: Timing, name: str, wait_s: float) -> float:
+    return wait_s + timing.answer_s
+
+
+class PoolClient(Client):
+    """The pool of models that come and go."""
+
+    def __init__(self, timing: Timing) -> None:
+        super().__init__(ActorRef(POOL, "the pool of models does not answer now"), timing)
+
+    @method(_within_wait)
+    def ensure(self, name: str, wait_s: float) -> PooledModel:
+        """Begins to load a model, unless it is loaded or on its way. Returns its state once it is loaded, and at the
+        latest after `wait_s`. The load goes on whether anybody waits for it or not.
+
+        Raises:
+            ModelNotFound: it is not a model that comes and goes.
+            ModelLoadError: it cannot be loaded, or could not a moment ago.
+        """
+        ...
+
+    @method()
+    def models(self) -> list[PooledModel]:
+        """Returns the models that come and go, in the order of the registry."""
         ...
 
 

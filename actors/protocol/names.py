@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 ROUTER = "router"
+POOL = "pool"
 
 
 def store_actor_name(node: str) -> str:

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...cluster.config import Model, name_refusal, parse_model
+from ...cluster.config import Model, aliases_refusal, name_refusal, parse_model
 from ...cluster.errors import InvalidRequest, ModelNotFound
 from . import control_store
 from .router_messages import NodeEntry
@@ -27,12 +27,18 @@ _STARTS = "starts:"
 class ServedEntry:
     """A served model. No two entries ever have the same `order`; the default model has the lowest.
 
-    `replicas` has the node of each replica by the replica's id, whether or not it is present now.
+    `replicas` has the node of each replica by the replica's id, whether or not it is present now. A model that comes
+    and goes has none while it is not loaded.
     """
 
     order: int
     model: Model
     replicas: dict[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether the pool loads and unloads it."""
+        return self.model.load == "request"
 
 
 def entries() -> tuple[ServedEntry, ...]:
@@ -118,9 +124,13 @@ def check_name(model: Model) -> tuple[ServedEntry, ...]:
         InvalidRequest: its name is taken, or its replicas would have the names of another model's.
     """
     served = entries()
-    refusal = name_refusal(model, (entry.model for entry in served))
+    others = [entry.model for entry in served]
+    refusal = name_refusal(model, others)
     if refusal is not None:
         raise InvalidRequest(f"the name {model.name!r}: {refusal}; choose another", param="name")
+    refusal = aliases_refusal(model, others)
+    if refusal is not None:
+        raise InvalidRequest(f"aliases: {refusal}; choose another", param="aliases")
     return served
 
 
@@ -160,9 +170,9 @@ def remove(name: str) -> ServedEntry:
     return found
 
 
-def holds(model: Model) -> bool:
-    """Returns whether a model of that slug is served."""
-    return control_store.holds(_key(model))
+def places(replica: str) -> bool:
+    """Returns whether the replica has an entry."""
+    return control_store.holds(_REPLICA + replica)
 
 
 def _key(model: Model) -> str:

@@ -255,9 +255,10 @@ class ReplicaStats:
 
     A block has a slot of the pool in each group of equal layers. `slots_running` are held by sequences and by KV that
     waits to be written, `slots_kept` by cached prefixes that no sequence uses. `memory_bytes` is all that the replica
-    holds besides its model, out of `memory_bytes_max`. `split_requests_total` counts the sequences that another node
-    prefilled, and `split_fallbacks_total` those of them for which some KV did not arrive. `proving` and `proving_since`
-    as in `ModelInfo`.
+    holds besides its model, out of `memory_bytes_max`. `claimed_bytes` is what its model needs (weights, and temporary
+    memory), out of `claimable_bytes` for all replicas of its node, their KV included. `split_requests_total` counts the
+    sequences that another node prefilled, and `split_fallbacks_total` those of them for which some KV did not arrive.
+    `proving` and `proving_since` as in `ModelInfo`.
     """
 
     replica: str
@@ -292,6 +293,8 @@ class ReplicaStats:
     slots_free: int = 0
     memory_bytes: int = 0
     memory_bytes_max: int = 0
+    claimed_bytes: int = 0
+    claimable_bytes: int = 0
     node: str = ""
     model_id: str = ""
     computing: dict[str, str] = field(default_factory=dict)

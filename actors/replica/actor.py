@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .execution.vision import ImageEmbeddings
     from .loop.engine import Engine
     from .memory.disk_tier import DiskTier
+    from .memory.replica_memory import ReplicaMemory
     from .selftest.self_test import Proven
 
 logger = logging.getLogger(__name__)
@@ -89,8 +90,8 @@ class ReplicaActor:
 
     It is called through `ReplicaClient`, which documents its methods.
 
-    It ends itself if its model is not served (see `registry`) and nobody calls `progress` or `stats`, as a driver does
-    while it loads or unloads the model. So if that driver is killed, no replica is left behind.
+    It ends itself if it has no entry in the `registry` and nobody calls `progress` or `stats`, as a driver or the pool
+    does while it loads or unloads the model. So if that process is killed, no replica is left behind.
 
     Args:
         name: the replica's id, unique in the cluster.
@@ -111,6 +112,7 @@ class ReplicaActor:
         self._draining = False
         self._proven: Proven | None = None
         self._disk: DiskTier | None = None
+        self._memory: ReplicaMemory | None = None
         self._looking: set[str] = set()
         self._following: set[str] = set()
         self._waiting: set[asyncio.Task[None]] = set()
@@ -202,6 +204,8 @@ class ReplicaActor:
             vision_cache_hits_total=engine.pictures.embeddings.hits,
             vision_encodes_total=engine.pictures.embeddings.encodes,
             vision_bytes=engine.pictures.embeddings.nbytes,
+            claimed_bytes=self._memory.claimed_bytes if self._memory is not None else 0,
+            claimable_bytes=self._memory.bytes_max if self._memory is not None else 0,
             **engine.room.usage,
             **self._disk_stats(),
         )
@@ -500,11 +504,11 @@ class ReplicaActor:
             time.sleep(poll_s)
             asked, self._asked = self._asked, False
             try:
-                idle_s = 0.0 if asked or registry.holds(self._model) else idle_s + poll_s
+                idle_s = 0.0 if asked or registry.places(self._name) else idle_s + poll_s
             except Exception as error:
                 # This thread must survive any error, or the process never ends.
                 logger.warning("the control store does not answer: %s", error)
-        logger.warning("%s is not served and nobody asks about %s: it ends", self._model.name, self._name)
+        logger.warning("%s has no entry and nobody asks about it: it ends", self._name)
         try:
             ray.kill(actor_handle(replica_actor_name(self._name)), no_restart=True)
         except (RayError, ValueError):
@@ -540,6 +544,9 @@ class _Shell:
 
     def note_progress(self, what: str, fraction: float | None) -> None:
         self._actor._note_progress(what, fraction)
+
+    def note_memory(self, memory: ReplicaMemory) -> None:
+        self._actor._memory = memory
 
     def send(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         self._actor._send(updates)

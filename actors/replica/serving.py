@@ -72,6 +72,9 @@ class Shell(Protocol):
     def note_progress(self, what: str, fraction: float | None) -> None:
         """Notes which step of loading or of the self-test runs now."""
 
+    def note_memory(self, memory: ReplicaMemory) -> None:
+        """Notes the replica's part of the node's memory."""
+
     def send(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         """Delivers sequences' updates, by consumer."""
 
@@ -94,7 +97,14 @@ class Serving:
     def run(self) -> None:
         """Loads the model and serves it for as long as the process lives; returns if it cannot be loaded."""
         try:
-            with ReplicaMemory(default_home().memory_claims, self._name, self._node, self._scheduling) as memory:
+            with ReplicaMemory(
+                default_home().memory_claims,
+                self._name,
+                self._node,
+                self._scheduling,
+                comes_and_goes=self._model.load == "request",
+            ) as memory:
+                self._shell.note_memory(memory)
 
                 def begin(plain: LoadedModel) -> Engine:
                     return self._begin(Proven(plain, together=False), memory, memory.settle(plain))

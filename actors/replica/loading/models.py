@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_adapters as mlx_lm_load_adapters
 
-from ....cluster.errors import ModelLoadError
+from ....cluster.errors import ModelLoadError, NoRoom
 from ...model_files.checkpoints import load_checkpoint
 from ...model_files.context import context_length
 from ...model_files.digests import check_unchanged, digest_files
@@ -463,11 +463,11 @@ def _check_memory(source: str, needed: int) -> None:
     """Refuses weights that do not fit into the free memory: the machine would swap, or the kernel would kill a process.
 
     Raises:
-        ModelLoadError: they do not fit; the message has both sizes.
+        NoRoom: they do not fit; the message has both sizes.
     """
     free = device_bytes(free=True)
     if needed > free:
-        raise ModelLoadError(
+        raise NoRoom(
             f"{source} needs {needed / _GIB:.2f} GiB of memory for its weights alone, and {free / _GIB:.2f} GiB are "
             "free: end other programs, unload another model, or take a smaller or more quantized one"
         )

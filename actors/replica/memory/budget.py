@@ -25,6 +25,9 @@ not have to at every token. It also grows by at least this part of itself."""
 OPEN_PART = 8
 """At most this part of the memory is reserved for open blocks of future sequences."""
 
+LEAST_PART = 16
+"""A model that comes and goes is loaded beside others only if each of them is left this part of the memory for KV."""
+
 FREE_PART = 32
 """The part of the device's memory that is left free for other programs."""
 
@@ -45,6 +48,13 @@ def share_bytes(memory_bytes: int, claims: Sequence[MemoryClaim]) -> int:
     """Returns each replica's part of a node's memory for KV and pictures; 0 if the models alone take all of it."""
     taken = sum(claim.weights + claim.workspace for claim in claims)
     return max(0, memory_bytes - taken) // max(1, len(claims))
+
+
+def has_room(memory_bytes: int, claims: Sequence[MemoryClaim], need: MemoryClaim) -> bool:
+    """Returns whether a model that comes and goes has room beside the `claims` of others. If there are none, what it
+    leaves for KV need only be more than nothing."""
+    least = max(1, memory_bytes // LEAST_PART) if claims else 1
+    return share_bytes(memory_bytes, [*claims, need]) >= least
 
 
 def bearable_bytes(share: int, used: int, free: int, total: int) -> int:

@@ -22,15 +22,19 @@ import mlx.core as mx
 import psutil
 
 from ....cluster.config import Scheduling
-from ....cluster.errors import ModelLoadError
+from ....cluster.errors import NoRoom
 from ....cluster.nodes import Node
 from ...model_files.source import read_json
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import device_bytes, device_kind, on_cuda
 from ..device.wired import Wired
 from ..execution.loaded_model import LoadedModel
+<<<<<<< HEAD
 from ..kv.caches import ModelCacheSpec
 from .budget import MemoryClaim, share_bytes, workspace_bytes
+=======
+from .budget import MemoryClaim, has_room, share_bytes, workspace_bytes
+>>>>>>> ef0970bb (Models that come and go: config, registry, memory claims, policy, pool and its actor (not wired to requests yet))
 from .room import limits_of
 
 logger = logging.getLogger(__name__)
@@ -45,6 +49,9 @@ POLL_S = 1.0
 
 YIELD_S = 10.0
 """How long loading waits for the other replicas to make room for the weights."""
+
+ENDING_S = 2.0
+"""How long loading waits for the processes of other replicas to end, which may have been unloaded to make room."""
 
 CLAIM_BYTES = 256
 POOL_ARRAY_PART = 2 / 3
@@ -67,12 +74,16 @@ class ReplicaMemory:
         folder: where all replicas of the node write their claims.
         replica: this one's name.
         node, scheduling: what the config allows.
+        comes_and_goes: whether others may be unloaded for its model, so that it need not squeeze in beside them.
     """
 
-    def __init__(self, folder: Path, replica: str, node: Node, scheduling: Scheduling) -> None:
+    def __init__(
+        self, folder: Path, replica: str, node: Node, scheduling: Scheduling, *, comes_and_goes: bool = False
+    ) -> None:
         self._folder, self._scheduling, self._workspace = folder, scheduling, 0
+        self._comes_and_goes = comes_and_goes
         self._noting, self._withdrawn = threading.Lock(), False
-        self._wired = Wired()
+        self._node, self._wired = node.name, Wired()
         self._set_bytes = scheduling.memory_bytes_max if node.memory_bytes_max is None else node.memory_bytes_max
         self._sequences_bytes = scheduling.kv_bytes_max if node.kv_bytes_max is None else node.kv_bytes_max
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -94,17 +105,52 @@ class ReplicaMemory:
                 self._write()
 
     def make_way(self, weights: int) -> None:
-        """Claims a model's weights before they are loaded, and waits until the other replicas have made room."""
+        """Claims a model's weights before they are loaded, and waits until the other replicas have made room.
+
+        Raises:
+            NoRoom: they cannot.
+        """
         self.note(weights)
+        ends = time.monotonic() + ENDING_S
+        while not self._fits():
+            if time.monotonic() > ends:
+                raise NoRoom(self._no_room(weights))
+            time.sleep(POLL_S / 4)
         ends = time.monotonic() + YIELD_S
         while device_bytes(free=True) < weights and self._others() and time.monotonic() < ends:
             time.sleep(POLL_S / 4)
+
+    def _fits(self) -> bool:
+        """Returns whether there is room for the weights. Without a configured figure a model that does not come and go
+        always takes its part."""
+        if self._comes_and_goes:
+            return has_room(self.bytes_max, self._others(), self._own)
+        return self._set_bytes is None or self.share_bytes() > 0
+
+    def _no_room(self, weights: int) -> str:
+        others = self._others()
+        taken = sum(claim.weights + claim.workspace for claim in others)
+        beside = f", and {len(others)} other replicas need {_mib(taken)} besides their KV" if others else ""
+        return (
+            f"no room on {self._node}: its weights take {_mib(weights)}, models and KV may take "
+            f"{_mib(self.bytes_max)}{beside}: raise memory_bytes_max, or unload another model"
+        )
+
+    @property
+    def bytes_max(self) -> int:
+        """What all replicas of the node may use together, in bytes."""
+        return self._own.device if self._set_bytes is None else self._set_bytes
+
+    @property
+    def claimed_bytes(self) -> int:
+        """What this replica needs before anything is divided, in bytes."""
+        return self._own.weights + self._own.workspace
 
     def settle(self, loaded: LoadedModel) -> int:
         """Notes what a loaded model needs. Returns this replica's part for KV and pictures, in bytes.
 
         Raises:
-            ModelLoadError: the part is too small for a single sequence.
+            NoRoom: the part is too small for a single sequence.
         """
         weights = max(0, mx.get_active_memory() - (loaded.pool.nbytes if loaded.pool is not None else 0))
         self.note(weights)
@@ -119,8 +165,8 @@ class ReplicaMemory:
         self.note(weights, self._workspace)
         share = self.share_bytes()
         if limits_of(loaded, self._scheduling, share).prompt_tokens_max < 1:
-            raise ModelLoadError(
-                f"{share / 2**20:.0f} MiB are left beside the weights ({weights / 2**20:.0f} MiB) and other replicas, "
+            raise NoRoom(
+                f"{_mib(share)} are left beside the weights ({_mib(weights)}) and other replicas, "
                 "which is not enough for one sequence: raise memory_bytes_max, or unload another model"
             )
         self._wired.keep(weights + share)
@@ -176,6 +222,10 @@ class ReplicaMemory:
             if path != self._path and (claim := _read_claim(path)) is not None:
                 found.append(claim)
         return found
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.0f} MiB"
 
 
 def _read_claim(path: Path) -> _Noted | None:

@@ -1,0 +1,22 @@
+"""What a model will need, from the headers of its files, if they are on this machine."""
+
+from __future__ import annotations
+
+from ...cluster.config import Model
+from ...cluster.errors import ModelLoadError
+from ..model_files.source import found_here
+from ..model_files.weights import bytes_in_memory, read_weight_files
+
+
+def weights_bytes(model: Model) -> int:
+    """Returns a lower bound of what a model's weights take in memory, in bytes; 0 if its files are not here, or are
+    damaged, which its replica reports. Reads a few files."""
+    try:
+        folder = found_here(model.source)
+        files = read_weight_files(folder) if folder is not None else []
+    except ModelLoadError:
+        return 0
+    # Floats may be stored in a larger type than they are computed in, or in a smaller one.
+    float_bytes = 4 if model.dtype == "float32" else 2
+    stored = bytes_in_memory(files, None)
+    return bytes_in_memory(files, float_bytes) if model.dtype != "auto" else min(stored, bytes_in_memory(files, 2))
