@@ -14,6 +14,7 @@ import httpx
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from ..actors.pool.actor import start_pool
 from ..actors.protocol import registry
 from ..actors.rpc.client import ActorRef
 from ..actors.rpc.shell import answers
@@ -191,6 +192,7 @@ def deploy(config: Config, *, report: Report) -> Deployment:
     """
     _check_alone()
     replicas = start_actors(config)
+    start_pool(config)
     report("Starting the endpoint and loading models", None)
     _start_endpoint(config)
     asyncio.run(wait_until_ready(replicas, config.timeouts.model_load_s, report))

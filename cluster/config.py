@@ -166,9 +166,7 @@ class Model:
     @model_validator(mode="after")
     def _comes_and_goes(self) -> Self:
         if self.idle_s is not None and self.load == "start":
-            raise ValueError(
-                "idle_s is for models with load: request; a model that loads at the start stays loaded"
-            )
+            raise ValueError("idle_s is for models with load: request; a model that loads at the start stays loaded")
         return self
 
     @model_validator(mode="after")

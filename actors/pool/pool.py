@@ -174,12 +174,13 @@ class Pool:
         return [self._shown(member) for member in sorted(self._members.values(), key=lambda one: one.entry.order)]
 
     def _shown(self, member: _Member) -> PooledModel:
-        state = LOADING if member.state == LOADED and member.away_since is not None else member.state
+        restarts = member.state == LOADED and member.away_since is not None
+        state = LOADING if restarts else member.state
         if state == UNLOADED and member.wanted_since is not None:
             state = WAITING
         used = None if member.used_at == -math.inf else max(0.0, self._clock() - member.used_at)
         error = "" if member.error is None else member.error.message
-        return PooledModel(member.model.name, state, member.what, member.fraction, used, error)
+        return PooledModel(member.model.name, state, member.what, member.fraction, used, error, restarts)
 
     async def run(self) -> None:
         """Follows the replicas for ever."""

@@ -17,6 +17,7 @@ class PooledModel:
         fraction: how much of that is done, None if unknown.
         used_s: seconds since a request used it, None if none has.
         error: why it could not be loaded the last time, "" if it could.
+        restarts: whether it is loaded, but none of its replicas answers now.
     """
 
     name: str
@@ -25,6 +26,7 @@ class PooledModel:
     fraction: float | None = None
     used_s: float | None = None
     error: str = ""
+    restarts: bool = False
 
     @property
     def is_loaded(self) -> bool:

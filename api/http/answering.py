@@ -15,7 +15,7 @@ from ...cluster.errors import InvalidRequest, Unavailable
 from ..pipeline.generation import Generator
 from ..pipeline.streams import Answer, TextStream, collect_all
 from ..requests.agent_identity import NOBODY, Identity, identify
-from ..requests.backend import ServedModel
+from ..requests.backend import ListedModel, ServedModel
 from ..requests.callers import Caller
 from ..requests.fields.shared import AgentBody
 from ..requests.remembered import HEADER
@@ -120,6 +120,15 @@ class Answering:
         """
         return any_model if self._unknown_model is None else self._unknown_model == "default"
 
+    async def listed(self, request: Request) -> list[ListedModel]:
+        """Returns every model that the caller may use, loaded or not, the default first.
+
+        Raises:
+            Unavailable: the cluster does not answer.
+        """
+        caller: Caller = request.state.caller
+        return [model for model in await probe(self.generator.backend.listed()) if caller.may_use(model.name)]
+
     async def models(self, request: Request) -> list[ServedModel]:
         """Returns every loaded model that the caller may use, the default first.
 
@@ -130,14 +139,29 @@ class Answering:
         return [model for model in await probe(self.generator.backend.models()) if caller.may_use(model.info.name)]
 
     async def served(self, request: Request, name: str) -> ServedModel:
-        """Returns the model that would answer the caller's request for `name`.
+        """Returns the model that would answer the caller's request for `name`, without loading it.
 
         Raises:
             ModelNotFound, NoReplica: as `Generator.served`.
             Unavailable: the cluster does not answer.
         """
         lenient = self.takes_any(any_model=False)
-        return await probe(self.generator.served(name, request.state.caller, any_model=lenient))
+        return await probe(self.generator.served(name, request.state.caller, any_model=lenient, load=False))
+
+    async def named(self, request: Request, name: str) -> ListedModel:
+        """As `served`, for the entry of a model that may not be loaded."""
+        return await probe(self.generator.named(name, request.state.caller, any_model=self.takes_any(any_model=False)))
+
+    async def loaded(self, request: Request, name: str) -> ServedModel:
+        """As `served`, but loads the model if it comes and goes.
+
+        Raises:
+            ModelLoadError: it cannot be loaded.
+            DeadlineExceeded: it is not loaded in time.
+        """
+        work = Asked(model=name, caller=request.state.caller)
+        async with CancelOnDisconnect(request.receive), self.generator.deadline(work, "the model was not loaded"):
+            return await self.generator.served(name, work.caller, any_model=self.takes_any(any_model=False))
 
     async def start(self, work: ChatRequest | CompletionRequest) -> list[TextStream]:
         """Starts all sequences of a request. Raises as `Generator.start_chats`."""

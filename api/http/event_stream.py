@@ -19,7 +19,7 @@ from ..requests.requests import ChatRequest, CompletionRequest
 from ..text.answers.sequence_text import TextDelta
 from ..tools.answer_pieces import CallArguments, CallBegun, ReasoningDelta, ToolCall
 from .answering import Answering
-from .exchange import CancelOnDisconnect, log_failure
+from .exchange import CancelOnDisconnect, header_text, log_failure
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control":
 
 PING_S = 10.0
 """Seconds without an event after which a ping is sent, because proxies and clients give up silent streams."""
+
+PROGRESS_S = 2.0
+"""How often a stream whose model is being loaded says how far it is."""
 
 
 class Encoder(Protocol):
@@ -69,15 +72,25 @@ class Encoder(Protocol):
     def failed(self, error: SatchelError, request_id: str) -> bytes: ...
 
 
+def comment(progress: str) -> bytes:
+    """Returns a comment, which clients of server-sent events ignore."""
+    return f": {header_text(progress)}\n\n".encode("ascii")
+
+
 class EventStream(Response):
     """An answer as server-sent events.
+
+    If the request waits for its model to be loaded, its headers are sent after `HEADERS_WAIT_S`, without those that
+    name its replica; then the stream says how far the model is, and an error becomes its last event.
 
     Everything from queueing the sequence to stopping it happens in one coroutine, the call of this response, so that no
     cancellation can leave a running sequence behind.
 
     Args:
         encoder: makes the encoder, once the sequences have been accepted.
+        failed: encodes the error of a request whose sequences were not accepted, with the request's id.
         headers: further headers, which may replace those of server-sent events.
+        waits: encodes how far the model is loaded.
     """
 
     def __init__(
@@ -85,7 +98,9 @@ class EventStream(Response):
         answering: Answering,
         work: ChatRequest | CompletionRequest,
         encoder: Callable[[Sequence[TextStream]], Encoder],
+        failed: Callable[[SatchelError, str], bytes],
         headers: Mapping[str, str] | None = None,
+        waits: Callable[[str], bytes] = comment,
     ) -> None:
         # Response's own initializer is not called, because it sets a Content-Length.
         self.status_code = 200
@@ -93,30 +108,67 @@ class EventStream(Response):
         self.init_headers({**_HEADERS, **(headers or {})})
         self._answering = answering
         self._work = work
-        self._encoder = encoder
+        self._encoder, self._failed, self._waits = encoder, failed, waits
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with CancelOnDisconnect(receive):
-                streams = await self._answering.start(self._work)
-                try:
-                    await self._stream(streams, send, scope["state"]["request_id"])
-                finally:
-                    self._answering.observe(streams, scope["state"]["arrived"])
-                    await abort_all(streams)
+                await self._answer(send, scope["state"]["request_id"], scope["state"]["arrived"])
         except ClientDisconnect:
             _log.debug("the client of request %s went away", scope["state"]["request_id"])
+
+    async def _answer(self, send: Send, request_id: str, arrived: float) -> None:
+        try:
+            streams = await self._start(send)
+        except SatchelError as error:
+            if not self._begun:
+                raise
+            log_failure(_log, f"request {request_id} while its model was loaded", error, told=False)
+            await send({"type": "http.response.body", "body": self._failed(error, request_id), "more_body": False})
+            return
+        try:
+            await self._stream(streams, send, request_id)
+        finally:
+            self._answering.observe(streams, arrived)
+            await abort_all(streams)
+
+    async def _start(self, send: Send) -> list[TextStream]:
+        """Starts the sequences. While their model is being loaded, sends how far it is."""
+        starting = asyncio.create_task(self._answering.start(self._work))
+        loading, wait_s = self._work.loading, HEADERS_WAIT_S
+        try:
+            while not (await asyncio.wait({starting}, timeout=wait_s))[0]:
+                wait_s = PROGRESS_S
+                if loading.progress:
+                    await self._begin(send)
+                if self._begun:
+                    told = self._waits(loading.progress or "starting")
+                    await send({"type": "http.response.body", "body": told, "more_body": True})
+            return starting.result()
+        except BaseException:
+            starting.cancel()
+            await asyncio.wait({starting})
+            if not starting.cancelled() and starting.exception() is None:
+                await abort_all(starting.result())
+            raise
+
+    async def _begin(self, send: Send, headers: Mapping[str, str] | None = None) -> None:
+        """Sends the headers, unless they were sent."""
+        if not self._begun:
+            self._begun = True
+            self.headers.update({**(headers or {}), "X-Accel-Buffering": "no"})
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
     async def _stream(self, streams: list[TextStream], send: Send, request_id: str) -> None:
         async with aclosing(interleave(streams)) as events:
             first = asyncio.create_task(anext(events))
             try:
-                await asyncio.wait({first}, timeout=HEADERS_WAIT_S)
-                if first.done():
-                    first.result()
-                headers = {**self._answering.headers(self._work, streams), "X-Accel-Buffering": "no"}
-                self.headers.update(headers)
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                if not self._begun:
+                    await asyncio.wait({first}, timeout=HEADERS_WAIT_S)
+                    if first.done():
+                        first.result()
+                await self._begin(send, self._answering.headers(self._work, streams))
                 encoder = self._encoder(streams)
                 async with (
                     _pinging(send, encoder.idle) as send_chunk,

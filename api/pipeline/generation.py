@@ -34,8 +34,9 @@ from ..agents.streams import TurnKeeper
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
 from ..media.sources import VideoSource
-from ..requests.backend import Backend, Generation, ServedModel
+from ..requests.backend import Backend, Generation, ListedModel, ServedModel
 from ..requests.callers import OWNING, AdmittedSequences, Caller
+from ..requests.loading import Loading
 from ..requests.options import Options
 from ..requests.remembered import OVER_QUOTA, UNANSWERED, Remembered
 from ..requests.requests import (
@@ -93,22 +94,60 @@ class Generator:
         # A sequence that fails over sends its images again, so they stay in memory. The loader counts them until then.
         self._shown: WeakKeyDictionary[Generation, list[Medium]] = WeakKeyDictionary()
 
-    async def served(self, name: str = "", caller: Caller = OWNING, *, any_model: bool = False) -> ServedModel:
-        """Returns the model called `name`. If `name` is "", returns the first one that the caller may use. With
-        `any_model` it also returns that one if `name` does not exist or the caller may not use it.
+    async def named(self, name: str = "", caller: Caller = OWNING, *, any_model: bool = False) -> ListedModel:
+        """Returns the entry of the model called `name`, loaded or not. If `name` is "", returns the first one that the
+        caller may use. With `any_model` it also returns that one if `name` does not exist or the caller may not use it.
 
         Raises:
             ModelNotFound: there is no such model that the caller may use.
+        """
+        listed = [model for model in await self.backend.listed() if caller.may_use(model.name)]
+        for model in listed:
+            if name == model.name or name in model.aliases or not name:
+                return model
+        if any_model and listed:
+            return listed[0]
+        raise ModelNotFound(f"the model {quoted(name)} does not exist", param="model", model=name)
+
+    async def served(
+        self,
+        name: str = "",
+        caller: Caller = OWNING,
+        *,
+        any_model: bool = False,
+        load: bool = True,
+        loading: Loading | None = None,
+    ) -> ServedModel:
+        """Returns the model called `name`, as `named` does. If it comes and goes and is not loaded, waits until it is.
+
+        Args:
+            load: whether to wait for that.
+            loading: learns how far it is.
+
+        Raises:
+            ModelNotFound: there is no such model that the caller may use.
+            ModelLoadError: it cannot be loaded.
+            DeadlineExceeded: it was not loaded within `timeouts.request_s`.
             NoReplica: it has not been loaded yet.
         """
-        names = [name for name in await self.backend.names() if caller.may_use(name)]
-        wanted = name if name and not (any_model and name not in names) else next(iter(names), "")
-        for model in await self.backend.models():
-            if model.info.name == wanted and wanted in names:
-                return model
-        if wanted in names:
-            raise NoReplica(f"the model {wanted!r} is still loading", param="model")
-        raise ModelNotFound(f"the model {quoted(wanted)} does not exist", param="model", model=wanted)
+        wanted = await self.named(name, caller, any_model=any_model)
+        loads, most_s = load and wanted.comes_and_goes, self.config.timeouts.request_s
+        try:
+            async with asyncio.timeout(most_s):
+                while True:
+                    if loads:
+                        await self.backend.load(wanted.name, loading or Loading())
+                    for model in await self.backend.models():
+                        if model.info.name == wanted.name:
+                            return model
+                    if not loads:
+                        break
+                    # Its replica has ended again, or has not answered yet.
+                    await asyncio.sleep(self.config.timing.retry_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the model {wanted.name!r} was not loaded within {most_s:g} s") from None
+        why = "not loaded: a request for it loads it" if wanted.comes_and_goes else "still loading"
+        raise NoReplica(f"the model {wanted.name!r} is {why}", param="model")
 
     async def text_model(self, model: ServedModel) -> TextModel:
         """Returns the text side of `model`, loaded on first use.
@@ -388,7 +427,8 @@ class Generator:
 
     async def _chosen(self, request: Request) -> tuple[ServedModel, TextModel]:
         """Returns the request's model, after checking the options against it."""
-        model = await self.served(request.model, request.caller, any_model=request.any_model)
+        caller, loading = request.caller, request.loading
+        model = await self.served(request.model, caller, any_model=request.any_model, loading=loading)
         request.caller.priority(request.options.priority)
         scheduling = self.config.scheduling
         options, limit = request.options, scheduling.max_tokens_max
@@ -471,7 +511,9 @@ class Generator:
             memory_bytes_max=caller.limits.memory_bytes_max,
             disk_bytes_max=caller.limits.disk_bytes_max,
         )
-        generation = await self.backend.generate(model, sequence, cache_salt=request.cache_salt, beside=beside)
+        generation = await self.backend.generate(
+            model, sequence, cache_salt=request.cache_salt, beside=beside, loading=request.loading
+        )
         if prepared.shown:
             self._shown[generation] = prepared.shown
 

@@ -15,6 +15,7 @@ from ...actors.protocol.block_ids import is_shared, scope_of
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.replica_messages import GenerateRequest, PoolingRequest, ReplicaProgress, ReplicaStats
 from ...actors.protocol.router_messages import Decisions, NodeReport
+from ...actors.protocol.pool_messages import PooledModel
 from ...actors.start import forget_node
 from ...cluster.available_memory import available_bytes
 from ...cluster.config import Config
@@ -28,7 +29,8 @@ from ...cluster.errors import (
 )
 from ...cluster.timing import USUAL
 from ...cluster.trust.members import remove as remove_members
-from ..requests.backend import NodeState, ServedModel, Vectors
+from ..requests.backend import ListedModel, NodeState, ServedModel, Vectors
+from ..requests.loading import Loading
 from ..views.cluster import SeenNodes, node_states
 from .locator import AgentLocator
 from .pooling import RayPooling
@@ -50,18 +52,37 @@ class RayBackend:
     async def models(self) -> list[ServedModel]:
         return await self.routing.served.models()
 
-    async def names(self) -> list[str]:
-        """Returns the name of every served model, loaded or not, the default first."""
-        return [entry.model.name for entry in await self.routing.served.entries()]
+    async def listed(self) -> list[ListedModel]:
+        """As `Backend.listed`."""
+        return [
+            ListedModel(entry.model.name, entry.model.aliases, entry.comes_and_goes, bool(entry.replicas))
+            for entry in await self.routing.served.entries()
+        ]
+
+    async def load(self, name: str, loading: Loading) -> None:
+        """As `Backend.load`."""
+        if not await self.routing.pool.is_loaded(name):
+            await self.routing.pool.load(name, loading)
+
+    async def pool_states(self) -> dict[str, PooledModel]:
+        """As `Backend.pool_states`."""
+        return await self.routing.pool.states()
 
     async def generate(
-        self, model: ServedModel, request: GenerateRequest, *, cache_salt: str = "", beside: str = ""
+        self,
+        model: ServedModel,
+        request: GenerateRequest,
+        *,
+        cache_salt: str = "",
+        beside: str = "",
+        loading: Loading | None = None,
     ) -> RayGeneration:
         name = request.agent.partition("/")[2]
         scope = scope_of(self.config.share, request.tenant, name, request.request_id, cache_salt)
         most = self.config.timeouts.request_s
         bounded = replace(request, deadline_s=min(request.deadline_s, most), reusable=is_shared(scope))
-        generation = RayGeneration(self.routing, await called(bounded, model.info.model_id, scope), beside, scope)
+        made = await called(bounded, model.info.model_id, scope)
+        generation = RayGeneration(self.routing, made, beside, scope, loading)
         await generation.start()
         return generation
 
@@ -70,11 +91,15 @@ class RayBackend:
         return await RayPooling(self.routing, request).run()
 
     async def health(self) -> dict[str, bool]:
-        """Returns, for every served model, whether a replica answers and the model's description is known here."""
+        """Returns, for every served model, whether a replica answers and the model's description is known here. One
+        that comes and goes is healthy while it is not loaded."""
         known = {model.info.name for model in await self.models()}
         stats = await self.stats()
         answering = {stat.model for stat in stats if stat.answers}
-        return {name: name in known and name in answering for name in await self.names()}
+        return {
+            model.name: _rests(model) or (model.name in known and model.name in answering)
+            for model in await self.listed()
+        }
 
     async def stats(self) -> list[ReplicaStats]:
         placed = await self.routing.placed()
@@ -162,6 +187,10 @@ class RayBackend:
                 return await asyncio.to_thread(_seen_nodes)
         except (RayError, RuntimeError, TimeoutError) as error:
             raise NoReplica("the cluster's control store does not answer now", retry_after_s=2.0) from error
+
+
+def _rests(model: ListedModel) -> bool:
+    return model.comes_and_goes and not model.loaded
 
 
 def _seen_nodes() -> SeenNodes:

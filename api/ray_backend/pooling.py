@@ -11,9 +11,10 @@ from ...actors.protocol.replica_messages import PooledTexts, PoolingRequest
 from ...actors.protocol.router_messages import Decision, RouteRequest, SequenceLeft
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, ReplicaLost, Unavailable
 from ..requests.backend import Vectors
+from ..requests.loading import Loading
 from .connection import unless_broken
 from .routing import Routing
-from .sequences import ATTEMPTS, DEATHS_MAX, given_up
+from .sequences import ATTEMPTS, AWAY, DEATHS_MAX, given_up
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,10 @@ class RayPooling:
                     pooled = await self._ask(decision)
                 finally:
                     self._routing.release(SequenceLeft(decision.replica, self._request.request_id))
-            except Unavailable:
+            except Unavailable as refusal:
+                if isinstance(refusal, AWAY) and await self._routing.load_again(self._request.model, Loading()):
+                    self._lost, self._losses, self._deaths = [], 0, 0
+                    self._lost_at = time.monotonic()
                 # The lost replica may be the only one; then it restarts.
                 waited_s = time.monotonic() - self._lost_at
                 if self._losses > ATTEMPTS or waited_s > self._routing.config.timing.recovery_s:
@@ -118,6 +122,8 @@ class RayPooling:
         Raises:
             GenerationFailed: it is given up.
         """
+        if await self._routing.was_unloaded(self._request.model, decision.replica):
+            return
         self._deaths += 1
         if self._deaths < DEATHS_MAX:
             return

@@ -14,8 +14,10 @@ from ...actors.protocol.router_messages import Chain, Decision, RouteRequest, Se
 from ...actors.rpc.client import Call
 from ...cluster.config import Config
 from ...cluster.errors import NoAnswer, NoReplica
+from ..requests.loading import Loading
 from .connection import ReplicaConnection
 from .locator import AgentLocator
+from .model_pool import ModelPool
 from .served import DetachedTasks, ServedModels
 
 
@@ -32,6 +34,7 @@ class Routing:
         self.failovers = 0
         self.router = RouterClient(config.timing)
         self.served = ServedModels(self.info, config.timing)
+        self.pool = ModelPool(self.served, config.timing)
         self._locator = locator
         self._links: dict[str, ReplicaConnection] = {}
         self._model_ids: dict[str, list[bytes]] = {}
@@ -80,6 +83,27 @@ class Routing:
             # The replica has not reported its node yet.
             decision = replace(decision, node=await self.placed_on(decision.replica))
         return decision
+
+    async def load_again(self, model: str, loading: Loading) -> bool | None:
+        """Waits until a model that comes and goes is loaded, after no replica took a request for it.
+
+        Returns:
+            Whether it was unloaded; None if it is none of these models.
+
+        Raises:
+            ModelLoadError, ModelNotFound, Unavailable: as `ModelPool.load`.
+        """
+        if not await self.pool.comes_and_goes(model):
+            return None
+        return await self.pool.load(model, loading)
+
+    async def was_unloaded(self, model: str, replica: str) -> bool:
+        """Returns whether a model that comes and goes no longer has this replica: its process was ended on purpose."""
+        with suppress(NoReplica):
+            if await self.pool.comes_and_goes(model):
+                self.served.refresh()
+                return replica not in await self.placed()
+        return False
 
     def lose(self, replica: str) -> None:
         """Tells the router that a call to the replica failed."""

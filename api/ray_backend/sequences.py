@@ -23,8 +23,10 @@ from ...cluster.errors import (
     ActorLost,
     ActorSilent,
     ComputesOtherwise,
+    Draining,
     GenerationFailed,
     NoAnswer,
+    NoReplica,
     PictureLost,
     ReplicaDied,
     ReplicaLeaves,
@@ -35,6 +37,7 @@ from ...cluster.errors import (
     from_wire,
 )
 from ...cluster.incidents import note_incident_aside
+from ..requests.loading import Loading
 from .connection import ReplicaConnection, unless_broken
 from .routing import Routing
 from .split import Prefill
@@ -46,6 +49,9 @@ ATTEMPTS = 4
 
 DEATHS_MAX = 2
 """A sequence is given up if this many successive replicas' processes ended before its first token there."""
+
+AWAY = (NoReplica, Draining, ReplicaLost)
+"""What a request gets whose model has just been unloaded, or is about to be."""
 
 PROGRESS_TOKENS = 16
 """This many tokens at one replica reset the count of lost replicas."""
@@ -60,9 +66,17 @@ class RayGeneration:
     Args:
         beside: a replica that has just taken a request with the same prompt, "" for none.
         scope: who may reuse its blocks.
+        loading: learns how far the model is loaded, if it was unloaded.
     """
 
-    def __init__(self, routing: Routing, request: GenerateRequest, beside: str = "", scope: str = "") -> None:
+    def __init__(
+        self,
+        routing: Routing,
+        request: GenerateRequest,
+        beside: str = "",
+        scope: str = "",
+        loading: Loading | None = None,
+    ) -> None:
         self.replica = ""
         self.node = ""
         self.why = ""
@@ -71,6 +85,7 @@ class RayGeneration:
         self._request = request
         self._beside = beside
         self._scope = scope
+        self._loading = loading or Loading()
         self._started = time.monotonic()
         self._updates: asyncio.Queue[tuple[int, SequenceUpdate | SatchelError]] = asyncio.Queue()
         self._unread = 0
@@ -142,14 +157,32 @@ class RayGeneration:
             self._routing.background(leaving)
 
     async def start(self, exclude: Sequence[str] = ()) -> None:
-        """Finds a replica that accepts the sequence.
+        """Finds a replica that accepts the sequence. If its model has been unloaded, waits until it is loaded again.
 
         Args:
             exclude: replicas to try last.
 
         Raises:
-            SatchelError: the last refusal, if none accepts it.
+            SatchelError: the last refusal, if none accepts it; or why the model cannot be loaded.
         """
+        began, timing = time.monotonic(), self._routing.config.timing
+        while True:
+            asked = time.monotonic()
+            try:
+                return await self._find_replica(exclude)
+            except AWAY:
+                was_unloaded = await self._routing.load_again(self._request.model, self._loading)
+                if was_unloaded is None or (not was_unloaded and time.monotonic() - began > timing.recovery_s):
+                    raise
+            await asyncio.sleep(timing.retry_s)
+            now = time.monotonic()
+            if was_unloaded:
+                began, exclude, self._deaths = now, (), 0
+            left_s = max(0.1, self._request.deadline_s - (now - asked))
+            self._request, self._started = replace(self._request, deadline_s=left_s), now
+
+    async def _find_replica(self, exclude: Sequence[str]) -> None:
+        """Raises as `start`, at once."""
         tried = list(exclude)
         refusal: SatchelError | None = None
         for _ in range(ATTEMPTS):
@@ -299,6 +332,8 @@ class RayGeneration:
 
     async def _note_death(self) -> None:
         """Counts a replica's process that ended before the sequence's first token there."""
+        if await self._routing.was_unloaded(self._request.model, self.replica):
+            return
         self._deaths += 1
         # If the whole node is gone, the sequence did not cause it.
         if self._deaths == DEATHS_MAX and self.node and not await self._routing.node_lives(self.node):

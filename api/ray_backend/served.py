@@ -81,6 +81,8 @@ class ServedModels:
         self._following: asyncio.Task[None] | None = None
         self._known: dict[ServedEntry, ServedModel] = {}
         self._asking: dict[ServedEntry, _Asking] = {}
+        self._unloaded: set[ServedEntry] = set()
+        """Models that have had no replicas since they were asked: their files may be others when they are loaded."""
 
     async def entries(self) -> tuple[ServedEntry, ...]:
         """Returns every served model, the default first, whether its replicas have answered or not.
@@ -97,6 +99,10 @@ class ServedModels:
             raise NoReplica("the cluster's control store does not answer now", retry_after_s=2.0)
         return self._entries
 
+    def refresh(self) -> None:
+        """Makes the next caller read the registry again: a model has just been loaded."""
+        self._read_at = -math.inf
+
     async def models(self) -> list[ServedModel]:
         """Returns the models whose replicas have ever answered, the default first.
 
@@ -108,13 +114,14 @@ class ServedModels:
         first = []
         for entry in entries:
             known = self._known.get(entry)
-            if known is not None and not known.info.proving:
+            settled = known is not None and not known.info.proving and entry not in self._unloaded
+            if settled or not entry.replicas:
                 continue
             asking = self._asking.get(entry)
             if asking is None or now >= asking.again_at:
                 waits_until = now + FIRST_ANSWER_S if asking is None else now
                 asking = self._asking[entry] = _Asking(detached(self._learn(entry)), waits_until)
-            if known is None and now < asking.waits_until and not asking.task.done():
+            if (known is None or entry in self._unloaded) and now < asking.waits_until and not asking.task.done():
                 first.append(asking)
         if first:
             waits_until = max(asking.waits_until for asking in first)
@@ -151,8 +158,16 @@ class ServedModels:
         self._entries, self._read_at = entries, time.monotonic()
         for gone in (self._known.keys() | self._asking.keys()) - set(entries):
             self._known.pop(gone, None)
-            if (asking := self._asking.pop(gone, None)) is not None:
-                asking.task.cancel()
+            self._forget_asking(gone)
+        for entry in entries:
+            if not entry.replicas:
+                self._unloaded.add(entry)
+                self._forget_asking(entry)
+        self._unloaded &= set(entries)
+
+    def _forget_asking(self, entry: ServedEntry) -> None:
+        if (asking := self._asking.pop(entry, None)) is not None:
+            asking.task.cancel()
 
     async def _learn(self, entry: ServedEntry) -> None:
         """Asks all of the model's replicas at once, and takes the first description, preferably of a replica whose
@@ -163,6 +178,7 @@ class ServedModels:
                 info = await answer
                 if info is not None:
                     self._known[entry] = _served(info, entry)
+                    self._unloaded.discard(entry)
                     if not info.proving:
                         return
         finally:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ...actors.protocol.pool_messages import PooledModel
 from ...actors.protocol.replica_messages import (
     GenerateRequest,
     ModelInfo,
@@ -20,6 +21,7 @@ from ...actors.protocol.replica_messages import (
     SequenceUpdate,
 )
 from ...actors.protocol.router_messages import Decisions
+from .loading import Loading
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,22 @@ class ServedModel:
     marks_are_tokens: bool = False
     schema_in_prompt: bool = True
     omits_unseen: bool = True
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """A model of the registry, loaded or not.
+
+    Attributes:
+        aliases: further names of it.
+        comes_and_goes: whether it is loaded when a request needs it.
+        loaded: whether it has replicas.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    comes_and_goes: bool = False
+    loaded: bool = True
 
 
 @dataclass(frozen=True)
@@ -119,8 +137,24 @@ class Backend(Protocol):
         """How many sequences failed over to another or a restarted replica after theirs was lost."""
         ...
 
-    async def names(self) -> list[str]:
-        """Returns the names of all served models, loaded or not, the default first."""
+    async def listed(self) -> list[ListedModel]:
+        """Returns all served models, loaded or not, the default first."""
+        ...
+
+    async def load(self, name: str, loading: Loading) -> None:
+        """Waits until a model that comes and goes is loaded; returns at once if it is, or stays loaded.
+
+        Args:
+            loading: learns how far it is.
+
+        Raises:
+            ModelLoadError: it cannot be loaded.
+            Unavailable: the cluster does not answer.
+        """
+        ...
+
+    async def pool_states(self) -> dict[str, PooledModel]:
+        """Returns the state of the models that come and go, by name; none if that is not known now."""
         ...
 
     async def models(self) -> list[ServedModel]:
@@ -128,14 +162,22 @@ class Backend(Protocol):
         ...
 
     async def generate(
-        self, model: ServedModel, request: GenerateRequest, *, cache_salt: str = "", beside: str = ""
+        self,
+        model: ServedModel,
+        request: GenerateRequest,
+        *,
+        cache_salt: str = "",
+        beside: str = "",
+        loading: Loading | None = None,
     ) -> Generation:
-        """Routes and queues one sequence. Returns once a replica has accepted it.
+        """Routes and queues one sequence. Returns once a replica has accepted it. If the model is unloaded meanwhile,
+        it is loaded again first.
 
         Args:
             request: complete except for consumer, block ids and model id, which are filled in here.
             cache_salt: KV is shared only between sequences with the same salt.
             beside: the replica that took the first of several sequences with this prompt, "" for none.
+            loading: learns how far the model is loaded.
 
         Raises:
             Unavailable: the queue is full, no replica lives, or the cluster is draining.

@@ -29,6 +29,7 @@ from .callers import OWNING, Caller
 from .conversation import sources_in, with_arguments, with_shown, with_system_first
 from .history import History, Message, digests
 from .left_out import LeftOut
+from .loading import Loading
 from .options import Options
 from .sent import as_shown, with_kept, with_schema
 from .tool_results import in_call_order, ordered, permuted
@@ -52,7 +53,7 @@ class Request:
     the same `caller`'s tenant and the same `cache_salt`. `form` is the form that the answer's content must have. Only
     the last `truncate_prompt_tokens` of a prompt are kept; -1 keeps as many as fit with the answer. `return_token_ids`
     keeps the ids of prompt and answer. With `any_model` the default model answers if there is no `model` of that name.
-    `left_out` collects the names of what the model does not get.
+    `left_out` collects the names of what the model does not get, and `loading` says how far it is loaded.
     """
 
     model: str = ""
@@ -72,6 +73,7 @@ class Request:
     return_token_ids: bool = False
     any_model: bool = False
     left_out: LeftOut = field(default_factory=LeftOut, compare=False)
+    loading: Loading = field(default_factory=Loading, compare=False)
 
     @property
     def agent_key(self) -> str:

@@ -84,8 +84,7 @@ class MessageEvents:
         return _event("message_stop", {})
 
     def failed(self, error: SatchelError, request_id: str) -> bytes:
-        _, body = AnthropicErrors().body(error, request_id)
-        return _event("error", {name: value for name, value in body.items() if name != "type"})
+        return failed_event(error, request_id)
 
     def _switch(self, kind: str, empty: dict[str, Any]) -> bytes:
         """Opens a block of this kind, unless one is open."""
@@ -109,3 +108,9 @@ class MessageEvents:
 def _event(kind: str, body: dict[str, Any]) -> bytes:
     data = json.dumps({"type": kind, **body}, separators=(",", ":"))
     return f"event: {kind}\ndata: {data}\n\n".encode("ascii")
+
+
+def failed_event(error: SatchelError, request_id: str) -> bytes:
+    """Returns the last event of a stream that failed."""
+    _, body = AnthropicErrors().body(error, request_id)
+    return _event("error", {name: value for name, value in body.items() if name != "type"})

@@ -12,7 +12,7 @@ from ...http.event_stream import EventStream
 from ...http.exchange import CancelOnDisconnect
 from .answers import message_body
 from .bodies import CountBody, MessagesBody
-from .events import MessageEvents
+from .events import MessageEvents, failed_event
 
 
 class MessageRoutes:
@@ -44,6 +44,7 @@ class MessageRoutes:
                 self._answering,
                 chat,
                 lambda streams: MessageEvents(chat.model or streams[0].model.info.name, body.max_tokens, edits=edits),
+                failed_event,
             )
         (stream,), (answer,) = await self._answering.answer(request, chat)
         model = chat.model or stream.model.info.name

@@ -35,7 +35,7 @@ class AnswerLines:
     @property
     def idle(self) -> bytes:
         # A space before the next object, not an empty line: clients parse every line as an object.
-        return b" "
+        return waiting("")
 
     def start(self, streams: Sequence[TextStream]) -> bytes:
         self._stream = streams[0]
@@ -67,10 +67,21 @@ class AnswerLines:
         return b""
 
     def failed(self, error: SatchelError, request_id: str) -> bytes:
-        return _line(OllamaErrors().body(error, request_id)[1])
+        return failed_line(error, request_id)
 
     def _more(self, part: dict[str, Any], beside: dict[str, Any] | None = None) -> bytes:
         return _line(answer_body(self._model, part) | (beside or {}))
+
+
+def failed_line(error: SatchelError, request_id: str) -> bytes:
+    """Returns the last line of a stream that failed."""
+    return _line(OllamaErrors().body(error, request_id)[1])
+
+
+def waiting(progress: str) -> bytes:
+    """Returns what keeps a stream alive while its model is being loaded. Clients read every line as a part of the
+    answer, so the progress has no place there."""
+    return b" "
 
 
 def _line(body: dict[str, Any]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,11 @@ from ...http.error_shapes import OLLAMA, error_response
 from ...http.event_stream import EventStream
 from ...http.exchange import CancelOnDisconnect
 from ...pipeline.embedding import Embedder, Embeddings
+from ...pipeline.streams import TextStream
 from ...requests.backend import ServedModel
 from .answers import Part, answer_body, embed_json, embeddings_json, message_part, response_part, whole_body
 from .bodies import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaShowBody
-from .events import LINES, AnswerLines
+from .events import LINES, AnswerLines, failed_line, waiting
 from .models import VERSION, ModelFacts, listed_body, model_facts, running_body, shown_body
 
 _FILES = "the models of a server are in its config; `satchel models load` adds one while it runs"
@@ -67,13 +68,17 @@ class OllamaRoutes:
     async def _answer(self, request: Request, body: OllamaChatBody | OllamaGenerateBody, part: Part) -> Response:
         whose = self._answering.whose(request, agent_id=body.agent_id)
         if body.loads:
-            await self._served(request, body.model)
+            await self._answering.loaded(request, await self._named(body.model))
             return JSONResponse(answer_body(body.model, part("", "", ()), "load"))
         asked = replace(body.request(whose.agent), model=await self._named(body.model))
         work = self._answering.complete(request, asked, whose, any_model=False)
         arrived = request.state.arrived
         if body.streams:
-            return EventStream(self._answering, work, lambda streams: AnswerLines(body.model, part, arrived), LINES)
+
+            def lines(streams: Sequence[TextStream]) -> AnswerLines:
+                return AnswerLines(body.model, part, arrived)
+
+            return EventStream(self._answering, work, lines, failed_line, LINES, waiting)
         (stream,), (answer,) = await self._answering.answer(request, work)
         shown = whole_body(body.model, part, answer, stream, arrived)
         return JSONResponse(shown, headers=self._answering.headers(work, [stream]))
@@ -97,7 +102,7 @@ class OllamaRoutes:
         """Returns the embeddings that a body asks for, None if it only asks to load the model; and the answer's
         headers."""
         if body.loads:
-            await self._served(request, body.model)
+            await self._answering.loaded(request, await self._named(body.model))
             return None, {}
         asked = replace(body.request(), model=await self._named(body.model))
         work = self._answering.complete(request, asked, any_model=False)
@@ -118,15 +123,23 @@ class OllamaRoutes:
         return await self._list(request, listed_body)
 
     async def running(self, request: Request) -> Response:
-        """Lists the same models as running, because all stay in memory."""
-        return await self._list(request, running_body)
+        """Lists those of them that are in memory."""
+        listed = await probe(self._answering.generator.backend.listed())
+        return await self._list(request, running_body, {model.name for model in listed if model.loaded})
 
     async def version(self, request: Request) -> Response:
         """Shows the version of Ollama whose API this is."""
         return JSONResponse({"version": VERSION})
 
-    async def _list(self, request: Request, body: Callable[[ServedModel, ModelFacts], dict[str, Any]]) -> Response:
+    async def _list(
+        self,
+        request: Request,
+        body: Callable[[ServedModel, ModelFacts], dict[str, Any]],
+        names: Collection[str] | None = None,
+    ) -> Response:
         models = await self._answering.models(request)
+        if names is not None:
+            models = [model for model in models if model.info.name in names]
 
         def shown() -> list[dict[str, Any]]:
             return [body(model, model_facts(model.info.folder, model.info.files_id)) for model in models]
@@ -138,7 +151,8 @@ class OllamaRoutes:
 
     async def _named(self, name: str) -> str:
         """Returns the served name of the model that Ollama's clients call `name`."""
-        names = await probe(self._answering.generator.backend.names())
+        listed = await probe(self._answering.generator.backend.listed())
+        names = {known for model in listed for known in (model.name, *model.aliases)}
         return name if name in names else name.removesuffix(":latest")
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ....actors.protocol.pool_messages import LOADED, UNLOADED, PooledModel
 from ....actors.protocol.replica_messages import EmbeddingInfo
 from ....cluster.errors import SatchelError
 from ...http.error_shapes import openai_error
 from ...pipeline.streams import WAITING, Answer, Finished, TextStream, Usage
-from ...requests.backend import ServedModel
+from ...requests.backend import ListedModel, ServedModel
 from ...requests.remembered import Remembered
 from ...text.answers.logprobs import ShownToken, chat_logprobs, completion_logprobs
 from ...text.answers.sequence_text import TextDelta
@@ -155,6 +156,11 @@ def _event(body: dict[str, Any]) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
+def failed_event(error: SatchelError, request_id: str) -> bytes:
+    """Returns the last event of a stream that failed."""
+    return _event(openai_error(error.status, error.message, code=error.code, param=error.param))
+
+
 class _Chunks:
     """Server-sent events of one streamed answer. JSON escapes keep them ASCII, so they contain no line separator."""
 
@@ -189,7 +195,7 @@ class _Chunks:
         return f'{self._head}"choices":[],"usage":{json.dumps(usage_body(total))}}}\n\n'.encode("ascii") + DONE
 
     def failed(self, error: SatchelError, request_id: str) -> bytes:
-        return _event(openai_error(error.status, error.message, code=error.code, param=error.param))
+        return failed_event(error, request_id)
 
 
 class ChatChunks(_Chunks):
@@ -291,6 +297,29 @@ def _field(name: str, tokens: list[int] | None) -> str:
 
 def _logprobs(body: Callable[[list[ShownToken]], dict[str, Any]], tokens: list[ShownToken] | None) -> str:
     return "null" if tokens is None else json.dumps(body(tokens))
+
+
+def state_body(model: ListedModel, state: PooledModel | None) -> dict[str, Any]:
+    """Returns the fields of an entry of the list of models that do not depend on its files. `state` is `unloaded`,
+    `waiting` (for room), `loading`, `loaded` or `unloading`, and `progress` says what is done.
+
+    Args:
+        state: the pool's, None if unknown or for a model that stays loaded.
+    """
+    known = PooledModel(model.name, LOADED if model.loaded else UNLOADED) if state is None else state
+    busy = known.state not in (LOADED, UNLOADED)
+    return {
+        "aliases": list(model.aliases),
+        "load": "request" if model.comes_and_goes else "start",
+        "state": known.state,
+        "progress": {"what": known.what, "fraction": known.fraction} if busy else None,
+        "error": known.error or None,
+    }
+
+
+def unloaded_body(model: ListedModel) -> dict[str, Any]:
+    """Returns an entry of the list of models for one that has not been loaded yet, so that its files are not known."""
+    return {"id": model.name, "object": "model", "created": 0, "owned_by": "satchel"}
 
 
 def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from .answers import (
     best_answers,
     chat_body,
     completion_body,
+    failed_event,
     system_fingerprint,
 )
 from .bodies import ChatBody, CompletionBody, GenerationBody
@@ -54,6 +55,7 @@ class OpenAIRoutes:
                 self._answering,
                 chat,
                 lambda streams: ChatChunks(streams[0].model.info.name, self._style(body, streams, functions=functions)),
+                failed_event,
             )
         streams, answers = await self._answering.answer(request, chat)
         style = self._style(body, streams, functions=functions)
@@ -69,6 +71,7 @@ class OpenAIRoutes:
                 self._answering,
                 work,
                 lambda streams: CompletionChunks(streams[0].model.info.name, self._style(body, streams)),
+                failed_event,
             )
         streams, answers = await self._answering.answer(request, work)
         usage = sum((answer.usage for answer in answers), Usage(0, 0, 0))

@@ -150,14 +150,16 @@ class ResponseRoutes:
     ) -> Response:
         """Starts a background response, and returns it as it is now, or its events as they come."""
         # An unknown model is an error at once.
-        model = await self._answering.served(request, chat.model)
+        model = await self._answering.named(request, chat.model)
+        if not model.comes_and_goes:
+            await self._answering.served(request, chat.model)
         tenant = chat.caller.tenant
-        log, id = self._background.log(tenant, shares=bool(chat.caller.key)), background_id(id, tenant, model.info.name)
+        log, id = self._background.log(tenant, shares=bool(chat.caller.key)), background_id(id, tenant, model.name)
 
         def ended(shown: dict[str, Any], answer: Message) -> None:
             made.answer = _behind(chat.prefill, answer)
 
-        events = ResponseEvents(ResponseObject(id, body, model.info.name), body.offered, ended)
+        events = ResponseEvents(ResponseObject(id, body, model.name), body.offered, ended)
         earlier = None if chat.agent_continue else messages
         made = BackgroundResponse(events, body.input.given, earlier, chat.agent, log, body.item_tools)
         make = self._make(made, chat, body, request.state.arrived)
@@ -364,7 +366,7 @@ class _ResponseStream(EventStream):
         body: ResponseBody,
         events: Callable[[str], ResponseEvents],
     ) -> None:
-        super().__init__(answering, chat, lambda streams: events(streams[0].model.info.name))
+        super().__init__(answering, chat, lambda streams: events(streams[0].model.info.name), self._told)
         self._body = body
         self._events = events
 
@@ -373,14 +375,17 @@ class _ResponseStream(EventStream):
             await super().__call__(scope, receive, send)
         except ContextLengthExceeded as error:
             # This error comes before anything is sent; later errors become events anyway.
-            _log.debug("request %s is too long", scope["state"]["request_id"])
-            await self._fail(_too_long(error, self._body), scope["state"]["request_id"], send)
+            request_id = scope["state"]["request_id"]
+            _log.debug("request %s is too long", request_id)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._told(error, request_id)})
 
-    async def _fail(self, error: SatchelError, request_id: str, send: Send) -> None:
+    def _told(self, error: SatchelError, request_id: str) -> bytes:
+        """Returns the events of a response that failed before it began."""
+        if isinstance(error, ContextLengthExceeded):
+            error = _too_long(error, self._body)
         events = self._events(self._body.model or "")
-        told = events.start([]) + events.failed(error, request_id)
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": told})
+        return events.start([]) + events.failed(error, request_id)
 
 
 def _behind(begun: str, answer: Message) -> Message:

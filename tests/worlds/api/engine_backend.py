@@ -22,6 +22,7 @@ from satchel.actors.protocol.replica_messages import (
     SequenceUpdate,
 )
 from satchel.actors.protocol.router_messages import Decisions
+from satchel.actors.protocol.pool_messages import PooledModel
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.actors.replica.memory.disk_tier import DiskTier
@@ -29,7 +30,8 @@ from satchel.api.agents.memory import AgentMemory
 from satchel.api.app import create_app
 from satchel.api.pipeline.generation import Generator
 from satchel.api.ray_backend.sequences import called
-from satchel.api.requests.backend import NodeState, ReplicaStats, ServedModel, Vectors
+from satchel.api.requests.backend import ListedModel, NodeState, ReplicaStats, ServedModel, Vectors
+from satchel.api.requests.loading import Loading
 from satchel.cluster.config import Config
 from satchel.cluster.errors import NodeNotFound, SatchelError
 from tests.worlds.api.served_models import served_model
@@ -115,8 +117,14 @@ class EngineBackend:
         self.engine.call(lambda: done.set_result(work()))
         return await asyncio.wrap_future(done)
 
-    async def names(self) -> list[str]:
-        return [self.config.models[0].name]
+    async def listed(self) -> list[ListedModel]:
+        return [ListedModel(self.config.models[0].name)]
+
+    async def load(self, name: str, loading: Loading) -> None:
+        return None
+
+    async def pool_states(self) -> dict[str, PooledModel]:
+        return {}
 
     async def models(self) -> list[ServedModel]:
         loaded = self.engine.loaded
@@ -165,7 +173,13 @@ class EngineBackend:
         return Vectors(pooled, "tiny#0", "local", "test: the only one")
 
     async def generate(
-        self, model: ServedModel, request: GenerateRequest, *, cache_salt: str = "", beside: str = ""
+        self,
+        model: ServedModel,
+        request: GenerateRequest,
+        *,
+        cache_salt: str = "",
+        beside: str = "",
+        loading: Loading | None = None,
     ) -> EngineGeneration:
         name = request.agent.partition("/")[2]
         scope = scope_of(self.config.share, request.tenant, name, request.request_id, cache_salt)

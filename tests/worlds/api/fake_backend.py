@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from satchel.actors.protocol.pool_messages import PooledModel
 from satchel.actors.protocol.replica_messages import (
     EmbeddingInfo,
     GenerateRequest,
@@ -24,7 +25,8 @@ from satchel.actors.protocol.replica_messages import (
     TokenLogprobs,
 )
 from satchel.actors.protocol.router_messages import Decisions
-from satchel.api.requests.backend import NodeState, ReplicaStats, ServedModel, Vectors
+from satchel.api.requests.backend import ListedModel, NodeState, ReplicaStats, ServedModel, Vectors
+from satchel.api.requests.loading import Loading
 from satchel.api.text.model import TextModel
 from satchel.cluster.errors import NodeNotFound, NoReplica
 from tests.worlds.api.served_models import served_model
@@ -77,6 +79,10 @@ class FakeBackend:
         self.text = text
         self.served = served
         self.configured = [model.info.name for model in served]
+        self.entries: dict[str, ListedModel] = {}
+        """Entries of models that come and go, or have aliases."""
+        self.states: dict[str, PooledModel] = {}
+        self.loads: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.generations: list[FakeGeneration] = []
         self.scripts: deque[list[Any]] = deque()
@@ -118,14 +124,30 @@ class FakeBackend:
         drawn = -0.25 - token / 1024
         return drawn, [(token + i, drawn - i) for i in range(top)]
 
-    async def names(self) -> list[str]:
-        return self.configured
+    async def listed(self) -> list[ListedModel]:
+        return [self.entries.get(name, ListedModel(name)) for name in self.configured]
+
+    async def load(self, name: str, loading: Loading) -> None:
+        self.loads.append(name)
+        await self.loader(name, loading)
+
+    async def loader(self, name: str, loading: Loading) -> None:
+        """Loads a model that comes and goes; tests replace it."""
+
+    async def pool_states(self) -> dict[str, PooledModel]:
+        return self.states
 
     async def models(self) -> list[ServedModel]:
         return self.served
 
     async def generate(
-        self, model: ServedModel, request: GenerateRequest, *, cache_salt: str = "", beside: str = ""
+        self,
+        model: ServedModel,
+        request: GenerateRequest,
+        *,
+        cache_salt: str = "",
+        beside: str = "",
+        loading: Loading | None = None,
     ) -> FakeGeneration:
         given = {field.name: getattr(request, field.name) for field in fields(request)}
         self.requests.append({**given, "cache_salt": cache_salt, "beside": beside})
