@@ -90,8 +90,17 @@ class Work(Protocol):
 
 @dataclass
 class _Member:
-    """One model. `wanted_since` is when the first of those who wait for it came; `placed` are its replicas and their
-    nodes, in the registry or not yet. `has_changed` says that a view which is being made may already be wrong."""
+    """One model.
+
+    Attributes:
+        placed: its replicas and their nodes, in the registry or not yet.
+        need: what a replica claims, or a lower bound of it before it was ever loaded.
+        requests: how many its replicas have had; -1 if not known yet.
+        away_since: since when none of the replicas answers, None if one does.
+        wanted_since: when the first of those who wait for it came, None if nobody waits.
+        settled: set once they are told.
+        has_changed: whether a view that is being made may already be wrong.
+    """
 
     entry: ServedEntry
     state: str = UNLOADED
@@ -259,6 +268,8 @@ class Pool:
         if member.away_since is not None:
             member.away_since, member.what, member.fraction = None, "", None
             self._settle(member, LOADED)
+        # Besides its weights it needs temporary memory, which its files do not say.
+        member.need = max(one.claimed_bytes for one in stats) or member.need
         requests = sum(one.requests_total for one in stats)
         member.busy = any(one.running or one.waiting for one in stats)
         if member.busy or (requests != member.requests and member.requests >= 0):

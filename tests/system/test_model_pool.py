@@ -1,0 +1,189 @@
+"""Three models in room for one: agents take turns with all of them, while replicas and the pool are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from satchel.cluster.bring_up.ports import free_port
+from satchel.cluster.processes import session_members
+from tests.system.serving import serving
+from tests.system.test_models import process_name, wait_until
+
+# The same weights, but each computes or keeps its KV in its own way, so they are three models.
+MODELS = [
+    {"name": "one", "source": "embedded:recall", "load": "request", "aliases": ["uno", "the/first"]},
+    {"name": "two", "source": "embedded:recall", "load": "request", "numerics": "reproducible"},
+    {"name": "three", "source": "embedded:recall", "load": "request", "kv": "fp16", "idle_s": 600},
+]
+NAMES = [model["name"] for model in MODELS]
+# Weights and temporary memory of one take 35 MiB.
+SCHEDULING = {"memory_bytes_max": "64 MiB", "prefill_chunk_tokens": 256}
+TIMINGS = {"request_s": 300.0}
+
+
+@dataclass
+class Server:
+    home: Path
+    url: str
+
+    def states(self) -> dict[str, str]:
+        with httpx.Client(base_url=self.url, timeout=30, trust_env=False) as http:
+            return {model["id"]: model["state"] for model in http.get("/v1/models").json()["data"]}
+
+    def kill(self, kind: str) -> bool:
+        """Kills one process of an actor, as the kernel does. Returns whether there was one."""
+        session = json.loads((self.home / "run" / "cluster.json").read_text())["ray_sid"]
+        pids = [pid for pid in session_members(session) if process_name(pid).startswith(f"ray::{kind}")]
+        for pid in pids[:1]:
+            os.kill(pid, signal.SIGKILL)
+        return bool(pids)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    home, port = tmp_path_factory.mktemp("home"), free_port()
+    config = {"models": MODELS, "endpoint": {"port": port}, "scheduling": SCHEDULING, "timeouts": TIMINGS}
+    (home / "config.yaml").write_text(json.dumps(config))
+    with serving(home, "--config", str(home / "config.yaml")):
+        yield Server(home, f"http://127.0.0.1:{port}")
+
+
+@dataclass
+class Agent:
+    """An agent that sends its whole conversation with every turn, as clients do."""
+
+    name: str
+    model: str
+    messages: list[dict[str, str]] = field(default_factory=list)
+    before: int = 0
+    """Tokens of its last turn, with the answer."""
+    problems: list[str] = field(default_factory=list)
+
+    async def turn(self, http: httpx.AsyncClient, number: int, *, streamed: bool) -> None:
+        self.messages.append({"role": "user", "content": f"Remember: the code of key{number} is {1000 + number}."})
+        body = {"model": self.model, "messages": self.messages, "max_tokens": 12, "temperature": 0}
+        headers = {"X-Agent-ID": self.name}
+        if streamed:
+            text, usage = await self._streamed(http, body, headers)
+        else:
+            answer = await http.post("/v1/chat/completions", json=body, headers=headers)
+            if answer.status_code != 200:
+                self.problems.append(f"turn {number}: {answer.status_code} {answer.text[:300]}")
+                self.messages.pop()
+                return
+            text, usage = answer.json()["choices"][0]["message"]["content"], answer.json()["usage"]
+        if not usage:
+            self.problems.append(f"turn {number}: {text[:300]}")
+            self.messages.pop()
+            return
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        # The last token of an answer is never computed, and marks may follow it.
+        if self.before and cached < self.before - 8:
+            self.problems.append(f"turn {number}: {cached} tokens from memory of {self.before}")
+        self.before = usage["total_tokens"]
+        self.messages.append({"role": "assistant", "content": text})
+
+    async def _streamed(self, http: httpx.AsyncClient, body: dict, headers: dict) -> tuple[str, dict]:
+        text, usage = "", {}
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with http.stream("POST", "/v1/chat/completions", json=asked, headers=headers) as answer:
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    return str(event["error"]), {}
+                usage = event.get("usage") or usage
+                text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+        return text, usage
+
+
+async def talk(server: Server, agents: int, turns: int, kills: list[tuple[float, str]], seed: int) -> list[Agent]:
+    """Has the agents talk at the same time, and kills processes meanwhile: (seconds after the beginning, kind)."""
+    rng = random.Random(seed)
+    speakers = [Agent(f"agent-{seed}-{number}", NAMES[number % len(NAMES)]) for number in range(agents)]
+    began = time.monotonic()
+
+    async def speak(http: httpx.AsyncClient, agent: Agent, streams: list[bool]) -> None:
+        for number, streamed in enumerate(streams):
+            await agent.turn(http, number, streamed=streamed)
+
+    async def kill() -> None:
+        for after_s, kind in kills:
+            await asyncio.sleep(max(0.0, began + after_s - time.monotonic()))
+            while not await asyncio.to_thread(server.kill, kind):
+                await asyncio.sleep(0.2)
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, trust_env=False) as http:
+        killing = asyncio.create_task(kill())
+        await asyncio.gather(*(speak(http, agent, [rng.random() < 0.5 for _ in range(turns)]) for agent in speakers))
+        killing.cancel()
+    return speakers
+
+
+def check(speakers: list[Agent]) -> None:
+    problems = [f"{agent.name} ({agent.model}): {problem}" for agent in speakers for problem in agent.problems]
+    assert not problems, "\n".join(problems)
+    assert {agent.model for agent in speakers if agent.before} == set(NAMES)
+
+
+def test_a_model_is_loaded_by_a_request_and_another_one_goes_for_it(server: Server):
+    assert server.states() == dict.fromkeys(NAMES, "unloaded"), "nothing is loaded at the start"
+    with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
+        assert http.get("/health").status_code == 200
+        for name, called in (("one", "uno"), ("two", "two")):
+            body = {"model": called, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+            answer = http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == name
+            assert Counter(server.states().values())["loaded"] == 1 and server.states()[name] == "loaded"
+        assert [model["name"] for model in http.get("/api/ps").json()["models"]] == ["two"]
+        assert {model["name"] for model in http.get("/api/tags").json()["models"]} == {"one", "two"}
+        embedded = http.post("/v1/embeddings", json={"model": "three", "input": "Hello"})
+        assert embedded.status_code in (200, 400), embedded.text
+        assert server.states()["three"] == "loaded", "a request for vectors loads it too"
+
+
+def test_every_turn_is_answered_from_memory_while_models_swap_and_processes_die(server: Server):
+    kills = [(4.0, "ReplicaActor"), (9.0, "PoolActor"), (15.0, "ReplicaActor"), (24.0, "PoolActor")]
+    check(asyncio.run(talk(server, agents=6, turns=4, kills=kills, seed=1)))
+
+
+def test_a_model_that_can_never_fit_says_why(tmp_path: Path):
+    port = free_port()
+    models = [{"name": "small", "source": "embedded:recall", "load": "request"}]
+    scheduling = {"memory_bytes_max": "16 MiB"}
+    config = {"models": models, "endpoint": {"port": port}, "scheduling": scheduling}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    with (
+        serving(tmp_path, "--config", str(tmp_path / "config.yaml")),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False) as http,
+    ):
+        body = {"model": "small", "messages": [{"role": "user", "content": "Hello"}]}
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 500 and answer.json()["error"]["code"] == "no_room"
+        assert (
+            "16 MiB" in answer.json()["error"]["message"]
+            and "MiB and it" in answer.json()["error"]["message"]
+            or ("weights take" in answer.json()["error"]["message"])
+        )
+        wait_until(lambda: http.get("/health").status_code == 200)
+
+
+@pytest.mark.slow
+def test_three_hundred_requests_of_twelve_agents(server: Server):
+    rng = random.Random(7)
+    kills = [(after, rng.choice(["ReplicaActor", "ReplicaActor", "PoolActor"])) for after in range(10, 900, 17)]
+    check(asyncio.run(talk(server, agents=12, turns=25, kills=[(float(at), kind) for at, kind in kills], seed=2)))
