@@ -142,10 +142,14 @@ def _within_wait(timing: Timing, name: str, wait_s: float) -> float:
 
 
 class PoolClient(Client):
-    """The pool of models that come and go."""
+    """The pool of models that come and go.
 
-    def __init__(self, timing: Timing) -> None:
-        super().__init__(ActorRef(POOL, "the pool of models does not answer now"), timing)
+    Args:
+        handle: the pool's, if known.
+    """
+
+    def __init__(self, timing: Timing, handle: Any = None) -> None:
+        super().__init__(ActorRef(POOL, "the pool of models does not answer now", handle=handle), timing)
 
     @method(_within_wait)
     def ensure(self, name: str, wait_s: float) -> PooledModel:

@@ -45,9 +45,8 @@ class RayPooling:
                 finally:
                     self._routing.release(SequenceLeft(decision.replica, self._request.request_id))
             except Unavailable as refusal:
-                if isinstance(refusal, AWAY) and await self._routing.load_again(self._request.model, Loading()):
-                    self._lost, self._losses, self._deaths = [], 0, 0
-                    self._lost_at = time.monotonic()
+                if isinstance(refusal, AWAY):
+                    await self._load_again()
                 # The lost replica may be the only one; then it restarts.
                 waited_s = time.monotonic() - self._lost_at
                 if self._losses > ATTEMPTS or waited_s > self._routing.config.timing.recovery_s:
@@ -57,6 +56,14 @@ class RayPooling:
                 continue
             if pooled is not None:
                 return Vectors(pooled, decision.replica, decision.node, decision.why)
+
+    async def _load_again(self) -> None:
+        """If the model comes and goes, waits until it is loaded; then its new replica has its time to answer."""
+        was_unloaded = await self._routing.load_again(self._request.model, Loading())
+        if was_unloaded:
+            self._lost, self._losses, self._deaths = [], 0, 0
+        if was_unloaded or (was_unloaded is not None and self._lost_at == float("-inf")):
+            self._lost_at = time.monotonic()
 
     async def _route(self) -> Decision:
         """Returns where to ask next.

@@ -23,6 +23,7 @@ from ...cluster.errors import (
     ActorLost,
     ActorSilent,
     ComputesOtherwise,
+    DeadlineExceeded,
     Draining,
     GenerationFailed,
     NoAnswer,
@@ -171,7 +172,7 @@ class RayGeneration:
             try:
                 return await self._find_replica(exclude)
             except AWAY:
-                was_unloaded = await self._routing.load_again(self._request.model, self._loading)
+                was_unloaded = await self._load_again()
                 if was_unloaded is None or (not was_unloaded and time.monotonic() - began > timing.recovery_s):
                     raise
             await asyncio.sleep(timing.retry_s)
@@ -180,6 +181,15 @@ class RayGeneration:
                 began, exclude, self._deaths = now, (), 0
             left_s = max(0.1, self._request.deadline_s - (now - asked))
             self._request, self._started = replace(self._request, deadline_s=left_s), now
+
+    async def _load_again(self) -> bool | None:
+        """As `Routing.load_again`, within the sequence's deadline."""
+        within_s = self._request.deadline_s
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._routing.load_again(self._request.model, self._loading)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the model was not loaded again within {within_s:.0f} s") from None
 
     async def _find_replica(self, exclude: Sequence[str]) -> None:
         """Raises as `start`, at once."""

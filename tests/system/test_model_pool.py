@@ -99,6 +99,8 @@ class Agent:
         text, usage = "", {}
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         async with http.stream("POST", "/v1/chat/completions", json=asked, headers=headers) as answer:
+            if answer.status_code != 200:
+                return f"{answer.status_code} {await answer.aread()!r}", {}
             async for line in answer.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -175,10 +177,8 @@ def test_a_model_that_can_never_fit_says_why(tmp_path: Path):
         answer = http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 500 and answer.json()["error"]["code"] == "no_room"
         assert (
-            "16 MiB" in answer.json()["error"]["message"]
-            and "MiB and it" in answer.json()["error"]["message"]
-            or ("weights take" in answer.json()["error"]["message"])
-        )
+            "16 MiB" in answer.json()["error"]["message"] and "MiB and it" in answer.json()["error"]["message"]
+        ) or ("weights take" in answer.json()["error"]["message"])
         wait_until(lambda: http.get("/health").status_code == 200)
 
 

@@ -19,6 +19,7 @@ from satchel.actors.replica.loop.consumers import _merge
 from satchel.actors.rpc.codec import encode, encode_error
 from satchel.api.ray_backend.connection import SENT_MAX, ReplicaConnection, SentPictures
 from satchel.api.ray_backend.sequences import ATTEMPTS, RayGeneration
+from satchel.api.requests.loading import Loading
 from satchel.cluster.config import parse_config
 from satchel.cluster.errors import (
     ComputesOtherwise,
@@ -100,6 +101,10 @@ class FakeBackend:
         self.ended: set[str] = set()
         """Nodes on which no process is left."""
         self.failovers = 0
+        self.unloaded: list[bool] | None = None
+        """Whether the model was unloaded, at each time that it is waited for; None for a model that stays loaded."""
+        self.gone: set[str] = set()
+        """Replicas that were unloaded."""
         self.beside: list[str] = []
         self.ids: list[bytes] = []
         """The model ids that the router knows, and those that replicas have."""
@@ -130,6 +135,14 @@ class FakeBackend:
         name = next((name for name in self.links if name not in exclude), next(iter(self.links)))
         self.loads[name] += 1
         return Decision(name, "why", node=f"node of {name}", model_id=self.computing.get(name, b""))
+
+    async def load_again(self, model: str, loading: Loading) -> bool | None:
+        if self.unloaded is None:
+            return None
+        return self.unloaded.pop(0) if self.unloaded else False
+
+    async def was_unloaded(self, model: str, replica: str) -> bool:
+        return replica in self.gone
 
     def link(self, decision: Decision) -> FakeLink:
         return self.links[decision.replica]
