@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +16,13 @@ import ray
 from ..cluster.config import Config, Model
 from ..cluster.connection import NAMESPACE, satchel_version
 from ..cluster.environment import default_home
-from ..cluster.errors import ActorSilent, InvalidRequest, ModelLoadError, NoAnswer
+from ..cluster.errors import ActorSilent, InvalidRequest, ModelLoadError, NoAnswer, NoRoom, Unavailable
 from ..cluster.nodes import Node
 from ..cluster.placement import place
 from ..cluster.timing import Timing
 from .kv_store.actor import KVStoreActor
 from .protocol import control_store, registry
-from .protocol.clients import ReplicaClient, RouterClient
+from .protocol.clients import PoolClient, ReplicaClient, RouterClient
 from .protocol.names import ROUTER, replica_actor_name, store_actor_name
 from .protocol.replica_messages import ModelInfo, ReplicaStats
 from .replica.actor import ReplicaActor
@@ -269,7 +269,8 @@ def _kill_store(node: str) -> None:
 
 
 async def load_model(model: Model, config: Config, report: Report, check: Callable[[ModelInfo], None]) -> None:
-    """Serves one more model in the running cluster: starts its replicas, waits for them, then registers them.
+    """Serves one more model in the running cluster: starts its replicas, waits for them, then registers them. If it has
+    no room, models that come and go are unloaded for it.
 
     Args:
         check: raises if no request could use the model as a replica has loaded it.
@@ -286,6 +287,33 @@ async def load_model(model: Model, config: Config, report: Report, check: Callab
     nodes = await asyncio.to_thread(present_nodes, config)
     free = await _memory_free_bytes(config.timing)
     placed = {replica: nodes[name] for replica, name in place(model, list(nodes), free_bytes=free).items()}
+    while True:
+        try:
+            return await _load_on(placed, model, config, report, check)
+        except NoRoom:
+            report(f"making room for {model.name}", None)
+            if not await _room_given({node.name for node in placed.values()}, config):
+                raise
+            await forget_replicas(placed, config.timing)
+
+
+async def _room_given(nodes: Collection[str], config: Config) -> bool:
+    """Returns whether the pool has unloaded a model on one of the nodes."""
+    try:
+        return await PoolClient(config.timing).give_room(sorted(nodes), config.timeouts.request_s)
+    except Unavailable:
+        # There may be no pool.
+        return False
+
+
+async def _load_on(
+    placed: Mapping[str, Node],
+    model: Model,
+    config: Config,
+    report: Report,
+    check: Callable[[ModelInfo], None],
+) -> None:
+    """Raises as `load_model`, and `NoRoom`."""
     replicas = await asyncio.to_thread(start_replicas, model, config, placed)
     try:
         await wait_until_ready(replicas, config.timeouts.model_load_s, report)
@@ -397,7 +425,7 @@ async def _each(calls: Iterable[Awaitable[T]]) -> list[T | NoAnswer]:
     return await asyncio.gather(*map(ask, calls))
 
 
-async def forget_replicas(replicas: Replicas, timing: Timing) -> None:
+async def forget_replicas(replicas: Collection[str], timing: Timing) -> None:
     """Tells the router that the replicas are gone, and waits until Ray has freed their names."""
     ends = time.monotonic() + NAME_FREE_S
     try:

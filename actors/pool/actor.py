@@ -65,6 +65,14 @@ class PoolActor:
     async def ensure(self, name: str, wait_s: float) -> PooledModel:
         return await self._pool.ensure(name, wait_s)
 
+    @answers(PoolClient.unload)
+    async def unload(self, name: str) -> None:
+        self._pool.unload(name)
+
+    @answers(PoolClient.give_room)
+    async def give_room(self, nodes: Sequence[str], wait_s: float) -> bool:
+        return await self._pool.give_room(nodes, wait_s)
+
     @answers(PoolClient.models)
     async def models(self) -> list[PooledModel]:
         return self._pool.models()

@@ -155,10 +155,7 @@ class Pool:
                     await self._looked.wait()
             except TimeoutError:
                 return PooledModel(name, UNLOADED, "the pool is starting")
-        member = self._members.get(name)
-        if member is None:
-            raise ModelNotFound(f"the model {name!r} does not come and go", param="model", model=name)
-        now = self._clock()
+        member, now = self._member(name), self._clock()
         if member.is_ready:
             member.used_at = now
             return self._shown(member)
@@ -177,6 +174,35 @@ class Pool:
         if member.error is not None:
             raise member.error
         return self._shown(member)
+
+    def _member(self, name: str) -> _Member:
+        member = self._members.get(name)
+        if member is None:
+            raise ModelNotFound(f"the model {name!r} does not come and go", param="model", model=name)
+        return member
+
+    def unload(self, name: str) -> None:
+        """As `PoolClient.unload`."""
+        member = self._member(name)
+        if member.state == LOADED and member.wanted_since is None:
+            self._begin_unload(member, list(member.placed))
+
+    async def give_room(self, nodes: Sequence[str], wait_s: float) -> bool:
+        """As `PoolClient.give_room`."""
+        now, on_nodes = self._clock(), set(nodes)
+        idle = [
+            member
+            for member in self._members.values()
+            if member.is_ready and not member.busy and member.held_until <= now and member.wanted_since is None
+            if not on_nodes.isdisjoint(member.placed.values())
+        ]
+        if not idle:
+            return False
+        member = min(idle, key=lambda one: one.used_at)
+        self._begin_unload(member, list(member.placed))
+        assert member.task is not None
+        done, _ = await asyncio.wait({member.task}, timeout=wait_s)
+        return bool(done)
 
     def models(self) -> list[PooledModel]:
         """Returns every model of the pool, in the order of the registry."""

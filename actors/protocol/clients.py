@@ -163,6 +163,21 @@ class PoolClient(Client):
         ...
 
     @method()
+    def unload(self, name: str) -> None:
+        """Begins to unload a model, if it is loaded and nobody waits for it. What it has finishes first.
+
+        Raises:
+            ModelNotFound: it is not a model that comes and goes.
+        """
+        ...
+
+    @method(lambda timing, nodes, wait_s: wait_s + timing.answer_s)
+    def give_room(self, nodes: Sequence[str], wait_s: float) -> bool:
+        """Unloads the least recently used idle model on these nodes, for one that stays loaded. Returns whether there
+        was one, and it ended within `wait_s`."""
+        ...
+
+    @method()
     def models(self) -> list[PooledModel]:
         """Returns the models that come and go, in the order of the registry."""
         ...

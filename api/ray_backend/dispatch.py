@@ -64,6 +64,10 @@ class RayBackend:
         if not await self.routing.pool.is_loaded(name):
             await self.routing.pool.load(name, loading)
 
+    async def unload(self, name: str) -> None:
+        """As `Backend.unload`."""
+        await self.routing.pool.unload(name)
+
     async def pool_states(self) -> dict[str, PooledModel]:
         """As `Backend.pool_states`."""
         return await self.routing.pool.states()

@@ -66,6 +66,15 @@ class ModelPool:
         finally:
             loading.progress = ""
 
+    async def unload(self, name: str) -> None:
+        """Begins to unload a model, if it comes and goes and nobody waits for it.
+
+        Raises:
+            Unavailable: the pool does not answer.
+        """
+        if await self.comes_and_goes(name):
+            await self._client.unload(name)
+
     async def states(self) -> dict[str, PooledModel]:
         """Returns the models of the pool by name; none if it does not answer."""
         if not any(entry.comes_and_goes for entry in await self._served.entries()):

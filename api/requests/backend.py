@@ -153,6 +153,14 @@ class Backend(Protocol):
         """
         ...
 
+    async def unload(self, name: str) -> None:
+        """Begins to unload a model, if it comes and goes and nobody waits for it. What it has finishes first.
+
+        Raises:
+            Unavailable: the pool does not answer.
+        """
+        ...
+
     async def pool_states(self) -> dict[str, PooledModel]:
         """Returns the state of the models that come and go, by name; none if that is not known now."""
         ...

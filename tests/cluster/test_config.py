@@ -33,6 +33,29 @@ ROOT = Path(__file__).parents[2]
         ),
         ({"models": [{"name": "a", "source": "b", "schema_in_prompt": "yes"}]}, "models[0].schema_in_prompt"),
         ({"models": [{"name": "a", "source": "b", "unseen_media": "hide"}]}, "models[0].unseen_media"),
+        ({"models": [{"name": "a", "source": "b", "load": "never"}]}, "models[0].load"),
+        ({"models": [{"name": "a", "source": "b", "idle_s": 60}]}, "models[0]"),
+        ({"models": [{"name": "a", "source": "b", "load": "request", "idle_s": 0}]}, "models[0].idle_s"),
+        ({"models": [{"name": "a", "source": "b", "aliases": ["two words"]}]}, "models[0].aliases[0]"),
+        ({"models": [{"name": "a", "source": "b", "aliases": ["a"]}]}, "models[0].aliases"),
+        ({"models": [{"name": "a", "source": "b", "aliases": ["c", "c"]}]}, "models[0].aliases"),
+        (
+            {"models": [{"name": "a", "source": "b", "aliases": ["c"]}, {"name": "c", "source": "d"}]},
+            "models[1].name",
+        ),
+        (
+            {"models": [{"name": "a", "source": "b"}, {"name": "c", "source": "d", "aliases": ["a"]}]},
+            "models[1].aliases",
+        ),
+        (
+            {
+                "models": [
+                    {"name": "a", "source": "b", "aliases": ["x"]},
+                    {"name": "c", "source": "d", "aliases": ["x"]},
+                ]
+            },
+            "models[1].aliases",
+        ),
         ([1], "(top level)"),
     ],
 )
@@ -134,3 +157,17 @@ def test_former_names_are_still_read():
         parse_config({"models": models, "scheduling": {"rows_max": 3, "sequences_max": 3}})
     with pytest.raises(ConfigError, match="greater than 0"):
         parse_config({"models": models, "scheduling": {"rows_max": 0}})
+
+
+def test_models_stay_loaded_unless_the_config_says_that_they_come_and_go() -> None:
+    first, second = parse_config(
+        {
+            "models": [
+                {"name": "a", "source": "s", "aliases": ["gpt-4o", "openai/gpt-4o"]},
+                {"name": "b", "source": "s", "load": "request", "idle_s": 90},
+            ]
+        }
+    ).models
+    assert (first.load, first.idle_s, first.aliases) == ("start", None, ("gpt-4o", "openai/gpt-4o"))
+    assert (second.load, second.idle_s) == ("request", 90.0)
+    assert parse_model(**json.loads(json.dumps(asdict(first)))) == first, "as the registry stores it"

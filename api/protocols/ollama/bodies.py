@@ -41,6 +41,11 @@ def _think(value: Any) -> Any:
     return value
 
 
+def ends_at_once(keep_alive: Any) -> bool:
+    """Returns whether a model is to be unloaded."""
+    return keep_alive in (0, "0") or (isinstance(keep_alive, str) and keep_alive in ("0s", "0m", "0h"))
+
+
 KeepAlive = Annotated[Any, PlainValidator(_keep_alive), WithJsonSchema({"type": ["number", "string", "null"]})]
 Think = Annotated[Any, PlainValidator(_think), WithJsonSchema({"type": ["boolean", "string", "null"]})]
 ModelName = Annotated[str, Field(min_length=1)]

@@ -20,7 +20,14 @@ from ...pipeline.embedding import Embedder, Embeddings
 from ...pipeline.streams import TextStream
 from ...requests.backend import ServedModel
 from .answers import Part, answer_body, embed_json, embeddings_json, message_part, response_part, whole_body
-from .bodies import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaShowBody
+from .bodies import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaShowBody,
+    ends_at_once,
+)
 from .events import LINES, AnswerLines, failed_line, waiting
 from .models import VERSION, ModelFacts, listed_body, model_facts, running_body, shown_body
 
@@ -68,8 +75,8 @@ class OllamaRoutes:
     async def _answer(self, request: Request, body: OllamaChatBody | OllamaGenerateBody, part: Part) -> Response:
         whose = self._answering.whose(request, agent_id=body.agent_id)
         if body.loads:
-            await self._answering.loaded(request, await self._named(body.model))
-            return JSONResponse(answer_body(body.model, part("", "", ()), "load"))
+            unloads = await self._load(request, body)
+            return JSONResponse(answer_body(body.model, part("", "", ()), "unload" if unloads else "load"))
         asked = replace(body.request(whose.agent), model=await self._named(body.model))
         work = self._answering.complete(request, asked, whose, any_model=False)
         arrived = request.state.arrived
@@ -82,6 +89,21 @@ class OllamaRoutes:
         (stream,), (answer,) = await self._answering.answer(request, work)
         shown = whole_body(body.model, part, answer, stream, arrived)
         return JSONResponse(shown, headers=self._answering.headers(work, [stream]))
+
+    async def _load(
+        self,
+        request: Request,
+        body: OllamaChatBody | OllamaGenerateBody | OllamaEmbedBody | OllamaEmbeddingsBody,
+    ) -> bool:
+        """Loads the model of a request that asks for nothing else, or unloads it. Returns whether it unloads it, which
+        only administrators may."""
+        name, caller = await self._named(body.model), request.state.caller
+        if not (caller.admin and ends_at_once(body.keep_alive)):
+            await self._answering.loaded(request, name)
+            return False
+        model = await self._answering.named(request, name)
+        await probe(self._answering.generator.backend.unload(model.name))
+        return True
 
     async def embed(self, request: Request) -> Response:
         """Embeds one or several texts."""
@@ -102,7 +124,7 @@ class OllamaRoutes:
         """Returns the embeddings that a body asks for, None if it only asks to load the model; and the answer's
         headers."""
         if body.loads:
-            await self._answering.loaded(request, await self._named(body.model))
+            await self._load(request, body)
             return None, {}
         asked = replace(body.request(), model=await self._named(body.model))
         work = self._answering.complete(request, asked, any_model=False)

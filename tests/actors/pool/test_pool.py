@@ -309,3 +309,29 @@ async def test_a_model_is_loaded_only_where_it_may_run():
     world.now += ERROR_S
     await world.loaded("a")
     assert world.work.did == ["load a on mac1"]
+
+
+async def test_a_model_may_be_unloaded_unless_somebody_waits_for_it(world: World):
+    await world.loaded("a")
+    world.pool.unload("a")
+    waiting = world.asks("a")
+    await world.settle()
+    assert (await waiting).is_loaded
+    assert world.work.did == ["load a on mac0", "unload a-0", "load a on mac0"]
+    world.pool.unload("b")
+    await world.settle()
+    assert len(world.work.did) == 3
+    with pytest.raises(ModelNotFound):
+        world.pool.unload("pinned")
+
+
+async def test_room_for_a_model_that_stays_is_given_by_the_least_recently_used_one(world: World):
+    world.work.needs = dict.fromkeys(world.work.needs, GIB)
+    await world.loaded("a")
+    await world.loaded("b")
+    assert not await world.pool.give_room(["mac1"], 60.0), "nothing is there"
+    assert await world.pool.give_room(["mac0", "mac1"], 60.0)
+    assert world.states()["a"] == UNLOADED and world.states()["b"] == LOADED
+    world.work.stats["b-0"] = replace(world.work.stats["b-0"], waiting=1)
+    await world.settle()
+    assert not await world.pool.give_room(["mac0"], 60.0), "it has requests"

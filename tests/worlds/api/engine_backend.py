@@ -123,6 +123,9 @@ class EngineBackend:
     async def load(self, name: str, loading: Loading) -> None:
         return None
 
+    async def unload(self, name: str) -> None:
+        return None
+
     async def pool_states(self) -> dict[str, PooledModel]:
         return {}
 

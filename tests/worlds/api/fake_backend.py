@@ -83,6 +83,7 @@ class FakeBackend:
         """Entries of models that come and go, or have aliases."""
         self.states: dict[str, PooledModel] = {}
         self.loads: list[str] = []
+        self.unloads: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.generations: list[FakeGeneration] = []
         self.scripts: deque[list[Any]] = deque()
@@ -133,6 +134,9 @@ class FakeBackend:
 
     async def loader(self, name: str, loading: Loading) -> None:
         """Loads a model that comes and goes; tests replace it."""
+
+    async def unload(self, name: str) -> None:
+        self.unloads.append(name)
 
     async def pool_states(self) -> dict[str, PooledModel]:
         return self.states

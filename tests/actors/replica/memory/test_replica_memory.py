@@ -15,15 +15,18 @@ import pytest
 from satchel.actors.replica.memory import replica_memory
 from satchel.actors.replica.memory.replica_memory import ReplicaMemory
 from satchel.cluster.config import Scheduling
-from satchel.cluster.errors import ModelLoadError
+from satchel.cluster.errors import ModelLoadError, NoRoom
 from satchel.cluster.nodes import Node
 from tests.worlds.replica.bench import load_tiny
 
 GIB = 2**30
 
 
-def replica(folder: Path, name: str, memory_bytes_max: int | None = 8 * GIB, **node: Any) -> ReplicaMemory:
-    return ReplicaMemory(folder, name, Node(name="mac0", **node), Scheduling(memory_bytes_max=memory_bytes_max))
+def replica(
+    folder: Path, name: str, memory_bytes_max: int | None = 8 * GIB, *, comes_and_goes: bool = False, **node: Any
+) -> ReplicaMemory:
+    scheduling = Scheduling(memory_bytes_max=memory_bytes_max)
+    return ReplicaMemory(folder, name, Node(name="mac0", **node), scheduling, comes_and_goes=comes_and_goes)
 
 
 def test_replicas_divide_what_their_models_leave(tmp_path: Path) -> None:
@@ -106,6 +109,61 @@ def test_a_model_that_leaves_no_memory_is_not_served(tmp_path: Path, monkeypatch
     shared = large.settle(loaded)
     small.withdraw()
     assert shared < 2**30 < large.settle(loaded)
+
+
+def test_a_model_without_room_is_refused_before_its_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the others keep their KV, because it never claims what it does not get."""
+    monkeypatch.setattr(replica_memory, "ENDING_S", 0.1)
+    first = replica(tmp_path, "m-0", comes_and_goes=True)
+    first.make_way(6 * GIB)
+    share = first.share_bytes()
+    for come in (True, False):
+        second = replica(tmp_path, f"n-{come}", comes_and_goes=come)
+        with pytest.raises(NoRoom, match=r"3072 MiB.*8192 MiB.*1 other replicas need 6144 MiB"):
+            second.make_way(3 * GIB)
+        second.withdraw()
+    assert first.share_bytes() == share == 2 * GIB
+    pinned, squeezed = replica(tmp_path, "p-0"), replica(tmp_path, "q-0", comes_and_goes=True)
+    pinned.make_way(GIB + GIB // 2)
+    assert first.share_bytes() == GIB // 2 // 3, "one that stays may squeeze in, as before"
+    with pytest.raises(NoRoom):
+        squeezed.make_way(1)
+
+
+def test_a_model_that_comes_and_goes_waits_until_the_one_that_goes_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = replica(tmp_path, "m-0"), replica(tmp_path, "n-0", comes_and_goes=True)
+    first.make_way(6 * GIB)
+    clock = SimpleNamespace(sleep=lambda seconds: first.withdraw(), monotonic=time.monotonic)
+    monkeypatch.setattr(replica_memory, "time", clock)
+    second.make_way(6 * GIB)
+    assert second.share_bytes() == 2 * GIB and second.claimed_bytes == 6 * GIB and second.bytes_max == 8 * GIB
+
+
+def test_without_a_configured_figure_the_device_s_is_the_limit_of_what_comes_and_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_memory, "ENDING_S", 0.0)
+    monkeypatch.setattr(replica_memory, "_device_now", lambda: 8 * GIB)
+    first = replica(tmp_path, "m-0", memory_bytes_max=None, comes_and_goes=True)
+    first.make_way(6 * GIB)
+    with pytest.raises(NoRoom):
+        replica(tmp_path, "n-0", memory_bytes_max=None, comes_and_goes=True).make_way(3 * GIB)
+
+
+def test_temporary_memory_counts_before_it_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_tiny(tmp_path / "model")
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 10 * 2**20)
+    first = replica(tmp_path / "claims", "m-0")
+    first.note(7 * GIB)
+    second = replica(tmp_path / "claims", "n-0", comes_and_goes=True)
+    share = first.share_bytes()
+    with pytest.raises(NoRoom):
+        second.settle(loaded)
+    assert first.share_bytes() > share // 2, "it claims its weights alone"
 
 
 def test_the_engine_is_told_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
