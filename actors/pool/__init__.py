@@ -1,1 +1,1 @@
-"""Loads and unloads the models that come and go. Pure, but for the actor and `needs`."""
+"""Loads and unloads the models that come and go. What is unloaded for what is decided by `policy`, which is pure."""

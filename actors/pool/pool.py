@@ -18,6 +18,7 @@ from typing import Protocol
 
 from ...cluster.config import Model
 from ...cluster.errors import ModelLoadError, ModelNotFound, NoRoom, SatchelError
+from ..protocol.clients import GIVE_ROOM_S
 from ..protocol.pool_messages import LOADED, LOADING, UNLOADED, UNLOADING, WAITING, PooledModel
 from ..protocol.registry import ServedEntry
 from ..protocol.replica_messages import ReplicaStats
@@ -33,6 +34,9 @@ LOADS_MAX = 3
 
 ERROR_S = 5.0
 """So long after a failed load requests for the model fail at once."""
+
+FORGOTTEN_S = 5.0
+"""A model that waits for room is forgotten if nobody has waited for it for this long. Requests ask every second."""
 
 LOST_S = 5.0
 """A loaded model is unloaded if all of its nodes have been absent for this long: it can be loaded elsewhere."""
@@ -98,6 +102,7 @@ class _Member:
         requests: how many its replicas have had; -1 if not known yet.
         away_since: since when none of the replicas answers, None if one does.
         wanted_since: when the first of those who wait for it came, None if nobody waits.
+        waiting, asked_at: how many wait now, and when the last of them left.
         settled: set once they are told.
         has_changed: whether a view that is being made may already be wrong.
     """
@@ -107,7 +112,6 @@ class _Member:
     what: str = ""
     fraction: float | None = None
     placed: dict[str, str] = field(default_factory=dict)
-    claims: dict[str, list[int]] = field(default_factory=dict)
     need: int = 0
     beside_max: int | None = None
     used_at: float = -math.inf
@@ -116,6 +120,8 @@ class _Member:
     requests: int = -1
     away_since: float | None = None
     wanted_since: float | None = None
+    waiting: int = 0
+    asked_at: float = -math.inf
     error: SatchelError | None = None
     failed_at: float = -math.inf
     settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -166,11 +172,15 @@ class Pool:
             member.settled = asyncio.Event()
             self._wake.set()
         settled = member.settled
+        member.waiting += 1
         try:
             async with asyncio.timeout(wait_s):
                 await settled.wait()
         except TimeoutError:
             return self._shown(member)
+        finally:
+            member.waiting -= 1
+            member.asked_at = self._clock()
         if member.error is not None:
             raise member.error
         return self._shown(member)
@@ -189,20 +199,20 @@ class Pool:
 
     async def give_room(self, nodes: Sequence[str], wait_s: float) -> bool:
         """As `PoolClient.give_room`."""
-        now, on_nodes = self._clock(), set(nodes)
-        idle = [
-            member
-            for member in self._members.values()
-            if member.is_ready and not member.busy and member.held_until <= now and member.wanted_since is None
-            if not on_nodes.isdisjoint(member.placed.values())
-        ]
-        if not idle:
-            return False
-        member = min(idle, key=lambda one: one.used_at)
-        self._begin_unload(member, list(member.placed))
-        assert member.task is not None
-        done, _ = await asyncio.wait({member.task}, timeout=wait_s)
-        return bool(done)
+        on_nodes = set(nodes)
+        for _ in range(int(GIVE_ROOM_S / POLL_S)):
+            there = [one for one in self._members.values() if not on_nodes.isdisjoint(one.placed.values())]
+            idle = [one for one in there if one.is_ready and not one.busy and one.held_until <= self._clock()]
+            if idle:
+                member = min(idle, key=lambda one: one.used_at)
+                self._begin_unload(member, list(member.placed))
+                assert member.task is not None
+                done, _ = await asyncio.wait({member.task}, timeout=wait_s)
+                return bool(done)
+            if not there:
+                break
+            await asyncio.sleep(POLL_S)
+        return False
 
     def models(self) -> list[PooledModel]:
         """Returns every model of the pool, in the order of the registry."""
@@ -331,6 +341,9 @@ class Pool:
         wanted = [one for one in self._members.values() if one.wanted_since is not None and one.task is None]
         for member in sorted(wanted, key=lambda one: one.wanted_since or 0.0):
             if member.state == LOADED:
+                continue
+            if not member.waiting and self._clock() - member.asked_at >= FORGOTTEN_S:
+                self._settle(member, UNLOADED)
                 continue
             if not member.need:
                 member.need = await self._work.need(member.model)
@@ -480,7 +493,7 @@ class Pool:
             self._wake.set()
 
     def _settle(self, member: _Member, state: str) -> None:
-        """Tells those who wait for the model that it is loaded."""
+        """Tells those who wait for the model that they need not."""
         member.state, member.what, member.fraction = state, "", None
         member.error, member.wanted_since, member.away_since = None, None, None
         member.settled.set()

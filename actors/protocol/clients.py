@@ -35,6 +35,9 @@ from .router_messages import (
     StoreReport,
 )
 
+GIVE_ROOM_S = 10.0
+"""How long the pool waits for a model to become idle, to give its room away."""
+
 CONFIG_S = 30.0
 """How long the router may take to return the config: this is the first request, and it may be starting."""
 
@@ -171,10 +174,10 @@ class PoolClient(Client):
         """
         ...
 
-    @method(lambda timing, nodes, wait_s: wait_s + timing.answer_s)
+    @method(lambda timing, nodes, wait_s: GIVE_ROOM_S + wait_s + timing.answer_s)
     def give_room(self, nodes: Sequence[str], wait_s: float) -> bool:
-        """Unloads the least recently used idle model on these nodes, for one that stays loaded. Returns whether there
-        was one, and it ended within `wait_s`."""
+        """Unloads the least recently used idle model on these nodes, for one that stays loaded; waits a moment if all
+        are busy. Returns whether there was one, and it ended within `wait_s`."""
         ...
 
     @method()

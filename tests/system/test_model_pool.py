@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,8 +20,8 @@ import pytest
 
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.processes import session_members
-from tests.system.serving import serving
-from tests.system.test_models import process_name, wait_until
+from tests.system.serving import COMMAND, serving
+from tests.system.test_models import process_name
 
 # The same weights, but each computes or keeps its KV in its own way, so they are three models.
 MODELS = [
@@ -41,6 +43,10 @@ class Server:
     def states(self) -> dict[str, str]:
         with httpx.Client(base_url=self.url, timeout=30, trust_env=False) as http:
             return {model["id"]: model["state"] for model in http.get("/v1/models").json()["data"]}
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*COMMAND, *arguments, "--home", str(self.home)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
     def kill(self, kind: str) -> bool:
         """Kills one process of an actor, as the kernel does. Returns whether there was one."""
@@ -112,15 +118,32 @@ class Agent:
         return text, usage
 
 
-async def talk(server: Server, agents: int, turns: int, kills: list[tuple[float, str]], seed: int) -> list[Agent]:
-    """Has the agents talk at the same time, and kills processes meanwhile: (seconds after the beginning, kind)."""
+async def talk(
+    server: Server, agents: int, turns: int, kills: list[tuple[float, str]], pause_s: float, seed: int
+) -> list[Agent]:
+    """Has the agents talk at the same time, and kills processes meanwhile: (seconds after the beginning, kind).
+
+    Args:
+        pause_s: between two turns of an agent.
+    """
     rng = random.Random(seed)
     speakers = [Agent(f"agent-{seed}-{number}", NAMES[number % len(NAMES)]) for number in range(agents)]
     began = time.monotonic()
+    seen: list[str] = []
 
     async def speak(http: httpx.AsyncClient, agent: Agent, streams: list[bool]) -> None:
         for number, streamed in enumerate(streams):
             await agent.turn(http, number, streamed=streamed)
+            await asyncio.sleep(pause_s)
+
+    async def watch(http: httpx.AsyncClient) -> None:
+        while True:
+            states = {model["id"]: model["state"] for model in (await http.get("/v1/models")).json()["data"]}
+            loaded = [name for name, state in states.items() if state == "loaded"]
+            assert len(loaded) <= 1, states
+            if loaded and loaded != seen[-1:]:
+                seen.extend(loaded)
+            await asyncio.sleep(0.5)
 
     async def kill() -> None:
         for after_s, kind in kills:
@@ -129,9 +152,13 @@ async def talk(server: Server, agents: int, turns: int, kills: list[tuple[float,
                 await asyncio.sleep(0.2)
 
     async with httpx.AsyncClient(base_url=server.url, timeout=300, trust_env=False) as http:
-        killing = asyncio.create_task(kill())
+        others = [asyncio.create_task(kill()), asyncio.create_task(watch(http))]
         await asyncio.gather(*(speak(http, agent, [rng.random() < 0.5 for _ in range(turns)]) for agent in speakers))
-        killing.cancel()
+        for other in others:
+            if other.done():
+                other.result()
+            other.cancel()
+    assert len(seen) > len(NAMES), f"models were swapped again and again: {seen}"
     return speakers
 
 
@@ -156,11 +183,33 @@ def test_a_model_is_loaded_by_a_request_and_another_one_goes_for_it(server: Serv
         embedded = http.post("/v1/embeddings", json={"model": "three", "input": "Hello"})
         assert embedded.status_code in (200, 400), embedded.text
         assert server.states()["three"] == "loaded", "a request for vectors loads it too"
+    script = (
+        f"from satchel.api import connect\nwith connect({str(server.home)!r}) as cluster:\n"
+        "    print(cluster.generate_sync('Hello', model='the/first', max_tokens=2).finish_reason)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.stdout.strip() in ("stop", "length"), ran.stderr
+    assert server.states()["one"] == "loaded", "so does a Python handle"
 
 
 def test_every_turn_is_answered_from_memory_while_models_swap_and_processes_die(server: Server):
     kills = [(4.0, "ReplicaActor"), (9.0, "PoolActor"), (15.0, "ReplicaActor"), (24.0, "PoolActor")]
-    check(asyncio.run(talk(server, agents=6, turns=4, kills=kills, seed=1)))
+    check(asyncio.run(talk(server, agents=6, turns=4, kills=kills, pause_s=2.0, seed=1)))
+
+
+def test_a_model_that_stays_takes_the_room_of_those_that_come_and_go(server: Server):
+    with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
+        body = {"model": "one", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        loaded = server.command("models", "load", "embedded:recall", "--name", "pinned")
+        assert loaded.returncode == 0, loaded.stdout + loaded.stderr
+        assert {name for name, state in server.states().items() if state == "loaded"} == {"pinned"}
+        refused = http.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 500 and refused.json()["error"]["code"] == "no_room"
+        assert "models that stay loaded take" in refused.json()["error"]["message"]
+        assert server.command("models", "unload", "pinned").returncode == 0
+        time.sleep(5.0)  # as long as the error is remembered
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def test_a_model_that_can_never_fit_says_why(tmp_path: Path):
@@ -176,14 +225,16 @@ def test_a_model_that_can_never_fit_says_why(tmp_path: Path):
         body = {"model": "small", "messages": [{"role": "user", "content": "Hello"}]}
         answer = http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 500 and answer.json()["error"]["code"] == "no_room"
-        assert (
-            "16 MiB" in answer.json()["error"]["message"] and "MiB and it" in answer.json()["error"]["message"]
-        ) or ("weights take" in answer.json()["error"]["message"])
-        wait_until(lambda: http.get("/health").status_code == 200)
+        message = answer.json()["error"]["message"]
+        assert "weights take 21 MiB" in message and "16 MiB" in message, "what it needs, and what there is"
+        assert http.get("/health").status_code == 200
+        (shown,) = http.get("/v1/models").json()["data"]
+        assert (shown["state"], shown["error"]) == ("unloaded", message)
 
 
 @pytest.mark.slow
 def test_three_hundred_requests_of_twelve_agents(server: Server):
     rng = random.Random(7)
-    kills = [(after, rng.choice(["ReplicaActor", "ReplicaActor", "PoolActor"])) for after in range(10, 900, 17)]
-    check(asyncio.run(talk(server, agents=12, turns=25, kills=[(float(at), kind) for at, kind in kills], seed=2)))
+    kinds = ["ReplicaActor", "ReplicaActor", "PoolActor"]
+    kills = [(float(after), rng.choice(kinds)) for after in range(10, 1200, 9)]
+    check(asyncio.run(talk(server, agents=12, turns=25, kills=kills, pause_s=0.5, seed=2)))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from satchel.actors.pool import pool
 from satchel.actors.pool.pool import ERROR_S, LOADS_MAX, LOST_S, LoadLost, Pool, View
 from satchel.actors.protocol.pool_messages import LOADED, LOADING, UNLOADED, UNLOADING, WAITING, PooledModel
 from satchel.actors.protocol.registry import ServedEntry
@@ -325,7 +326,11 @@ async def test_a_model_may_be_unloaded_unless_somebody_waits_for_it(world: World
         world.pool.unload("pinned")
 
 
-async def test_room_for_a_model_that_stays_is_given_by_the_least_recently_used_one(world: World):
+async def test_room_for_a_model_that_stays_is_given_by_the_least_recently_used_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pool, "POLL_S", 0.01)
+    monkeypatch.setattr(pool, "GIVE_ROOM_S", 0.1)
     world.work.needs = dict.fromkeys(world.work.needs, GIB)
     await world.loaded("a")
     await world.loaded("b")
@@ -335,3 +340,22 @@ async def test_room_for_a_model_that_stays_is_given_by_the_least_recently_used_o
     world.work.stats["b-0"] = replace(world.work.stats["b-0"], waiting=1)
     await world.settle()
     assert not await world.pool.give_room(["mac0"], 60.0), "it has requests"
+    given = asyncio.create_task(world.pool.give_room(["mac0"], 60.0))
+    await asyncio.sleep(0)
+    world.work.stats["b-0"] = replace(world.work.stats["b-0"], waiting=0)
+    await world.settle()
+    assert await given
+
+
+async def test_a_model_that_nobody_waits_for_any_more_takes_no_room(world: World):
+    await world.loaded("a")
+    world.work.stats["a-0"] = replace(world.work.stats["a-0"], running=1)
+    asked = world.asks("b")
+    await world.settle()
+    asked.cancel()
+    await world.settle()
+    world.work.stats["a-0"] = replace(world.work.stats["a-0"], running=0)
+    world.now += pool.FORGOTTEN_S
+    await world.settle()
+    assert world.states() == {"a": LOADED, "b": UNLOADED, "c": UNLOADED} and len(world.work.did) == 1
+    await world.loaded("b")

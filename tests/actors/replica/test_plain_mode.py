@@ -23,6 +23,7 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.pieces import IN_ONE_PIECE, Pieces
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
+from satchel.actors.replica.memory.replica_memory import ReplicaMemory
 from satchel.actors.replica.plain_mode import PlainMode, fault
 from satchel.actors.replica.selftest import self_test
 from satchel.actors.replica.selftest.forced_sequences import ForcedSequence, Scene
@@ -343,6 +344,9 @@ class Shell:
         self.watchdog = SimpleNamespace(watch=lambda *_: None, is_slow=lambda _: False)
         self.changed = threading.Condition()
         self.doing = ""
+
+    def note_memory(self, memory: ReplicaMemory) -> None:
+        self.memory = memory
 
     def note_progress(self, what: str, fraction: float | None) -> None:
         with self.changed:

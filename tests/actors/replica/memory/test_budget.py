@@ -10,6 +10,7 @@ from satchel.actors.replica.memory.budget import (
     MemoryClaim,
     Sequences,
     bearable_bytes,
+    has_room,
     share_bytes,
     workspace_bytes,
 )
@@ -21,6 +22,14 @@ USABLE = 31_000
 def test_replicas_get_equal_parts_of_what_models_and_workspaces_leave():
     assert share_bytes(1000, [MemoryClaim(100, 50), MemoryClaim(300, 50)]) == 250
     assert share_bytes(1000, [MemoryClaim(2000, 0)]) == 0
+
+
+def test_a_model_comes_beside_others_only_if_each_keeps_a_sixteenth():
+    there = [MemoryClaim(500, 100)]
+    assert has_room(1600, there, MemoryClaim(700, 100)), "100 for each"
+    assert not has_room(1600, there, MemoryClaim(700, 102))
+    assert has_room(1600, [], MemoryClaim(1599, 0)) and not has_room(1600, [], MemoryClaim(1600, 0))
+    assert not has_room(8, there, MemoryClaim(1, 0))
 
 
 @pytest.mark.parametrize(
