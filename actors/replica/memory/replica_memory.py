@@ -30,7 +30,140 @@ from ..device.device import device_bytes, device_kind, on_cuda
 from ..device.wired import Wired
 from ..execution.loaded_model import LoadedModel
 from ..kv.caches import ModelCacheSpec
-from .budget import MemoryClaim, share_bytes, workspace_bytes
+from .budget import MemoryClaim, has_room, share_bytes, workspace_bytes
+from .room import limits_of
+
+logger = logging.getLogger(__name__)
+
+PARTS, LEAST_PART = {"cpu": 1 / 2, "metal": 9 / 10, "cuda": 15 / 16}, 1 / 16
+"""The share that a node's replicas use, by kind of device: of a machine's memory on a CPU, of Metal's recommended
+working set, and of a card's free memory on CUDA, where the rest is for kernels and graphs. Above 95% of Metal's working
+set MLX releases its cached buffers at every allocation, so the share is lower than that. The second is the least that a
+replica gets of either if the config names no figure."""
+
+POLL_S = 1.0
+
+YIELD_S = 10.0
+"""How long loading waits for the other replicas to make room for the weights."""
+
+ENDING_S = 2.0
+"""How long loading waits for the processes of other replicas to end, which may have been unloaded to make room."""
+
+CLAIM_BYTES = 256
+POOL_ARRAY_PART = 2 / 3
+"""The largest array of a layer has at most this share of the layer's bytes: 8-bit codes of keys beside 4-bit codes of
+values."""
+
+
+@dataclass(frozen=True)
+class _Noted(MemoryClaim):
+    """A claim as its file has it, with what the device could give when the replica started."""
+
+    device: int = 0
+
+
+class ReplicaMemory:
+    """The node's memory as one replica sees it. For one thread at a time, with `watch` on another. As a context manager
+    it withdraws its claim if an error leaves the context.
+
+    Args:
+        folder: where all replicas of the node write their claims.
+        replica: this one's name.
+        node, scheduling: what the config allows.
+        comes_and_goes: whether others may be unloaded for its model, so that it need not squeeze in beside them.
+    """
+
+    def __init__(
+        self, folder: Path, replica: str, node: Node, scheduling: Scheduling, *, comes_and_goes: bool = False
+    ) -> None:
+        self._folder, self._scheduling, self._workspace = folder, scheduling, 0
+        self._comes_and_goes = comes_and_goes
+        self._noting, self._withdrawn = threading.Lock(), False
+        self._node, self._wired = node.name, Wired()
+        self._set_bytes = scheduling.memory_bytes_max if node.memory_bytes_max is None else node.memory_bytes_max
+        self._sequences_bytes = scheduling.kv_bytes_max if node.kv_bytes_max is None else node.kv_bytes_max
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._path = folder / f"{replica}-{os.getpid()}.claim"
+        self._own = _Noted(0, 0, max([node_bytes(), *(other.device for other in self._others())]))
+        # The file gets its name once it is locked: other replicas remove claims that are not locked.
+        started = self._path.with_suffix(".new")
+        self._file = os.open(started, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._write()
+        started.rename(self._path)
+
+    def note(self, weights: int, workspace: int = 0) -> None:
+        """Notes what the model needs, in bytes."""
+        with self._noting:
+            noted = _Noted(weights, workspace, self._own.device)
+            if noted != self._own:
+                self._own = noted
+                self._write()
+
+    def make_way(self, weights: int) -> None:
+        """Claims a model's weights before they are loaded, and waits until the other replicas have made room.
+
+        Raises:
+            NoRoom: they cannot.
+        """
+        # Not claimed before it is known to fit: the others would give up their KV for nothing, and refuse requests.
+        claim = MemoryClaim(weights, 0)
+        ends = time.monotonic() + ENDING_S
+        while not self._fits(claim):
+            if time.monotonic() > ends:
+                raise NoRoom(self._no_room(weights))
+            time.sleep(POLL_S / 4)
+        self.note(weights)
+        if not self._fits(claim):
+            # Another one was loaded at the same moment.
+            self.note(0)
+            raise NoRoom(self._no_room(weights))
+        ends = time.monotonic() + YIELD_S
+        while device_bytes(free=True) < weights and self._others() and time.monotonic() < ends:
+            time.sleep(POLL_S / 4)
+
+    def _fits(self, claim: MemoryClaim) -> bool:
+        """Returns whether there is room for the model. Without a configured figure one that does not come and go always
+        takes its part."""
+        if self._comes_and_goes:
+            return has_room(self.bytes_max, self._others(), claim)
+        return self._set_bytes is None or share_bytes(self._set_bytes, [claim, *self._others()]) > 0
+
+    def _no_room(self, weights: int) -> str:
+        others = self._others()
+        taken = sum(claim.weights + claim.workspace for claim in others)
+        beside = f", and {len(others)} other replicas need {_mib(taken)} besides their KV" if others else ""
+        return (
+            f"no room on {self._node}: its weights take {_mib(weights)}, models and KV may take "
+            f"{_mib(self.bytes_max)}{beside}: raise memory_bytes_max, or unload another model"
+        )
+
+    @property
+    def bytes_max(self) -> int:
+        """What all replicas of the node may use together, in bytes."""
+        return self._own.device if self._set_bytes is None else self._set_bytes
+
+    @property
+    def claimed_bytes(self) -> int:
+        """What this replica needs before anything is divided, in bytes."""
+        return self._own.weights + self._own.workspace
+
+    def settle(self, loaded: LoadedModel) -> int:
+        """Notes what a loaded model needs. Returns this replica's part for KV and pictures, in bytes.
+
+        Raises:
+            NoRoom: the part is too small for a single sequence.
+        """
+        weights = max(0, mx.get_active_memory() - (loaded.pool.nbytes if loaded.pool is not None else 0))
+        self.note(weights)
+        self._workspace = workspace_of(
+            read_json(loaded.folder / "config.json"),
+            loaded.spec,
+            loaded.context_tokens,
+            loaded.dtype,
+            self._scheduling.prefill_chunk_tokens,
+            self.share_bytes(),
+        )
         if self._comes_and_goes and not self._fits(MemoryClaim(weights, self._workspace)):
             raise NoRoom(self._no_room(weights))
         self.note(weights, self._workspace)

@@ -98,10 +98,10 @@ class OllamaRoutes:
         """Loads the model of a request that asks for nothing else, or unloads it. Returns whether it unloads it, which
         only administrators may."""
         name, caller = await self._named(body.model), request.state.caller
-        if not (caller.admin and ends_at_once(body.keep_alive)):
+        model = await self._answering.named(request, name)
+        if not (model.comes_and_goes and caller.admin and ends_at_once(body.keep_alive)):
             await self._answering.loaded(request, name)
             return False
-        model = await self._answering.named(request, name)
         await probe(self._answering.generator.backend.unload(model.name))
         return True
 

@@ -147,7 +147,7 @@ def test_without_a_configured_figure_the_device_s_is_the_limit_of_what_comes_and
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_memory, "ENDING_S", 0.0)
-    monkeypatch.setattr(replica_memory, "_device_now", lambda: 8 * GIB)
+    monkeypatch.setattr(replica_memory, "node_bytes", lambda: 8 * GIB)
     first = replica(tmp_path, "m-0", memory_bytes_max=None, comes_and_goes=True)
     first.make_way(6 * GIB)
     with pytest.raises(NoRoom):
