@@ -13,9 +13,9 @@ from ray.exceptions import RayError
 from ...actors.protocol import control_store, registry
 from ...actors.protocol.block_ids import is_shared, scope_of
 from ...actors.protocol.clients import ReplicaClient, RouterClient
+from ...actors.protocol.pool_messages import PooledModel
 from ...actors.protocol.replica_messages import GenerateRequest, PoolingRequest, ReplicaProgress, ReplicaStats
 from ...actors.protocol.router_messages import Decisions, NodeReport
-from ...actors.protocol.pool_messages import PooledModel
 from ...actors.start import forget_node
 from ...cluster.available_memory import available_bytes
 from ...cluster.config import Config

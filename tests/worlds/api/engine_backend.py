@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from satchel.actors.protocol.block_ids import is_shared, scope_of
+from satchel.actors.protocol.pool_messages import PooledModel
 from satchel.actors.protocol.replica_messages import (
     GenerateRequest,
     PooledTexts,
@@ -22,7 +23,6 @@ from satchel.actors.protocol.replica_messages import (
     SequenceUpdate,
 )
 from satchel.actors.protocol.router_messages import Decisions
-from satchel.actors.protocol.pool_messages import PooledModel
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loop.engine import Engine
 from satchel.actors.replica.memory.disk_tier import DiskTier
