@@ -40,6 +40,7 @@ START_SERVERS = (
     "system/test_hosts.py",
     "system/test_installed.py",
     "system/test_models.py",
+    "system/test_model_pool.py",
     "system/test_two_nodes.py",
     "system/test_serve.py",
     "bring_up/test_server.py",

@@ -192,11 +192,13 @@ def test_a_model_is_loaded_by_a_request_and_another_one_goes_for_it(server: Serv
     assert server.states()["one"] == "loaded", "so does a Python handle"
 
 
+@pytest.mark.slow
 def test_every_turn_is_answered_from_memory_while_models_swap_and_processes_die(server: Server):
     kills = [(4.0, "ReplicaActor"), (9.0, "PoolActor"), (15.0, "ReplicaActor"), (24.0, "PoolActor")]
     check(asyncio.run(talk(server, agents=6, turns=4, kills=kills, pause_s=2.0, seed=1)))
 
 
+@pytest.mark.slow
 def test_a_model_that_stays_takes_the_room_of_those_that_come_and_go(server: Server):
     with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
         body = {"model": "one", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}

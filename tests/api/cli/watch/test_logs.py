@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,22 +67,34 @@ def test_lines_for_programs(home: Home) -> None:
 
 def test_following_shows_what_is_added(home: Home) -> None:
     command = [sys.executable, "-m", "satchel.api.cli", "logs", "-f", "-n", "1", "--home", str(home.root)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        try:
-            seen = [process.stdout.readline() for _ in range(5)]
-            assert seen[1] == "line 49\n"
-            with (home.run / "server.log").open("a") as file:
-                file.write("half a ")
-                file.flush()
-                time.sleep(0.5)
-                file.write("line\n")
-            (home.run / "ray.log").write_text("new\n")
-            added = [process.stdout.readline() for _ in range(6)]
-        finally:
-            process.send_signal(2)
+    # Where tests run in the background, Ctrl-C is ignored, and so it would be there.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
+    assert process.stdout is not None and process.stderr is not None
+    shown: list[str] = []
+    threading.Thread(target=shown.extend, args=[process.stdout], daemon=True).start()
+
+    def wait_for(line: str) -> None:
+        ends = time.monotonic() + 60
+        while line not in shown and time.monotonic() < ends:
+            time.sleep(0.05)
+        assert line in shown
+
+    try:
+        wait_for("line 49\n")
+        with (home.run / "server.log").open("a") as file:
+            file.write("half a ")
+            file.flush()
+            time.sleep(0.5)
+            file.write("line\n")
+        (home.run / "ray.log").write_text("new\n")
+        wait_for("half a line\n")
+        wait_for("new\n")
+        process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0 and process.stderr.read() == ""
-    assert "half a line\n" in added and "new\n" in added
+    finally:
+        process.kill()
+        process.wait()
 
 
 async def test_another_nodes_logs_are_said_to_be_there(served: Served) -> None:
