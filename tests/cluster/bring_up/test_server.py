@@ -135,7 +135,8 @@ def assert_nothing_left(server: Server, session: UnixSession, private_dir: Path,
 
 def test_the_views_show_the_running_server(shared: Server) -> None:
     home = ("--home", str(shared.home.root))
-    table = satchel("status", *home)
+    short, table = satchel("status", *home), satchel("status", "--long", *home)
+    assert short.returncode == 0 and "recall: 3 running" in short.stdout and short.stdout.count("\n") == 3
     assert table.returncode == 0 and "stub-0" in table.stdout and "recall" in table.stdout
     status = json.loads(satchel("status", "--json", *home).stdout)
     assert status["status"] == "ok" and status["pid"] == shared.process.pid
