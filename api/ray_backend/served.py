@@ -75,8 +75,9 @@ class ServedModels:
     def __init__(self, ask: Ask, timing: Timing) -> None:
         self._ask, self._timing = ask, timing
         self._entries: tuple[ServedEntry, ...] | None = None
-        self._read_at = -math.inf
-        self._wanted_at = -math.inf
+        self._read_at = self._reading_from = self._stale_before = self._wanted_at = -math.inf
+        """When the last reading began that ended, and the one under way; before when readings do not count; and when
+        the view was last asked for."""
         self._reading: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._known: dict[ServedEntry, ServedModel] = {}
@@ -91,7 +92,7 @@ class ServedModels:
             NoReplica: the registry could never be read.
         """
         self._wanted_at = time.monotonic()
-        if self._wanted_at - self._read_at > self._timing.registry_s:
+        if self._wanted_at - self._read_at > self._timing.registry_s or self._read_at < self._stale_before:
             await asyncio.wait({self._begin_reading()}, timeout=self._timing.brief_answer_s)
         if self._following is None or self._following.done():
             self._following = detached(self._follow())
@@ -100,8 +101,8 @@ class ServedModels:
         return self._entries
 
     def refresh(self) -> None:
-        """Makes the next caller read the registry again: a model has just been loaded."""
-        self._read_at = -math.inf
+        """Makes the next caller wait for a reading of the registry that begins now or later: it has just changed."""
+        self._stale_before = time.monotonic()
 
     async def models(self) -> list[ServedModel]:
         """Returns the models whose replicas have ever answered, the default first.
@@ -136,8 +137,9 @@ class ServedModels:
                 task.cancel()
 
     def _begin_reading(self) -> asyncio.Task[None]:
-        if self._reading is None or self._reading.done():
-            self._reading = detached(self._read())
+        if self._reading is None or self._reading.done() or self._reading_from < self._stale_before:
+            self._reading_from = time.monotonic()
+            self._reading = detached(self._read(self._reading_from))
         return self._reading
 
     async def _follow(self) -> None:
@@ -148,14 +150,17 @@ class ServedModels:
             await asyncio.sleep(self._timing.registry_s / 2)
             await asyncio.wait({self._begin_reading()})
 
-    async def _read(self) -> None:
+    async def _read(self, began: float) -> None:
         try:
             entries = await asyncio.to_thread(registry.entries)
         except Exception:
             # The control store may be restarting: what was served before is the best guess.
             logger.warning("the registry cannot be read", exc_info=True)
             return
-        self._entries, self._read_at = entries, time.monotonic()
+        if began < self._read_at:
+            # A later reading has ended already.
+            return
+        self._entries, self._read_at = entries, began
         for gone in (self._known.keys() | self._asking.keys()) - set(entries):
             self._known.pop(gone, None)
             self._forget_asking(gone)

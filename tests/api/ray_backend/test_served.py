@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -144,6 +145,27 @@ async def test_for_a_while_after_a_request_no_request_waits_for_the_registry(
             models.entries().send(None)
         assert [entry.model.name for entry in read.value.value] == ["b"]
         await models._following
+
+
+async def test_a_reading_that_began_before_a_change_does_not_show_it(world: World, monkeypatch: pytest.MonkeyPatch):
+    """Whoever knows of a change asks for another one, and what the first one found is not taken."""
+    began, go_on, readings = threading.Event(), threading.Event(), [(entry(1, A),), (entry(2, B),)]
+
+    def read() -> tuple[ServedEntry, ...]:
+        found = readings.pop(0)
+        if readings:
+            began.set()
+            go_on.wait(5)
+        return found
+
+    monkeypatch.setattr(registry, "entries", read)
+    first = asyncio.create_task(world.models.entries())
+    await asyncio.to_thread(began.wait, 5)
+    world.models.refresh()
+    assert [entry.model.name for entry in await world.models.entries()] == ["b"]
+    go_on.set()
+    await first
+    assert [entry.model.name for entry in await world.models.entries()] == ["b"]
 
 
 async def test_without_the_control_store_what_was_read_last_counts(world: World):
