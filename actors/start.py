@@ -380,12 +380,20 @@ async def end_replicas(replicas: Replicas, timing: Timing, drain_s: float) -> No
 
 def find_replicas(entries: Iterable[registry.ServedEntry], timing: Timing) -> dict[str, ReplicaClient]:
     """Returns the models' replicas by id, without those that Ray does not know."""
-    replicas = {}
-    for name in (name for entry in entries for name in entry.replicas):
-        try:
-            replicas[name] = ReplicaClient(name, timing, actor_handle(replica_actor_name(name)))
-        except ValueError:
+    names = [name for entry in entries for name in entry.replicas]
+    found = known_replicas(names, timing)
+    for name in names:
+        if name not in found:
             logger.warning("there is no replica %s", name)
+    return found
+
+
+def known_replicas(names: Iterable[str], timing: Timing) -> dict[str, ReplicaClient]:
+    """Returns those of these replicas that Ray knows, by id."""
+    replicas = {}
+    for name in names:
+        with suppress(ValueError):
+            replicas[name] = ReplicaClient(name, timing, actor_handle(replica_actor_name(name)))
     return replicas
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 import ray
 
@@ -15,10 +14,9 @@ from ...cluster.nodes import Node
 from ...cluster.placement import place
 from ..protocol import registry
 from ..protocol.clients import PoolClient, ReplicaClient
-from ..protocol.names import POOL, replica_actor_name
+from ..protocol.names import POOL
 from ..protocol.pool_messages import PooledModel
 from ..protocol.replica_messages import ReplicaStats
-from ..rpc.client import actor_handle
 from ..rpc.shell import answers
 from ..start import (
     Replicas,
@@ -28,6 +26,7 @@ from ..start import (
     forget_replicas,
     infos_of,
     kill,
+    known_replicas,
     on_node,
     present_nodes,
     start_replicas,
@@ -181,15 +180,7 @@ class ReplicaWork:
 
     async def _known(self, replicas: Sequence[str]) -> dict[str, ReplicaClient]:
         """Returns those that Ray knows."""
-
-        def find() -> dict[str, ReplicaClient]:
-            known = {}
-            for name in replicas:
-                with suppress(ValueError):
-                    known[name] = ReplicaClient(name, self._timing, actor_handle(replica_actor_name(name)))
-            return known
-
-        return await asyncio.to_thread(find)
+        return await asyncio.to_thread(known_replicas, replicas, self._timing)
 
     async def leftovers(self, model: Model) -> list[str]:
         """As `Work.leftovers`."""
