@@ -12,7 +12,7 @@ sequences with a grammar need the token before; see `grammar.py`.)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -203,6 +203,14 @@ def _put(array: mx.array, indices: list[int], values: mx.array) -> mx.array:
     changed = mx.array(array)
     changed[mx.array(indices)] = values
     return changed
+
+
+def _limited(logits: mx.array, limits: Sequence[tuple[int, Callable[[mx.array], mx.array]]]) -> mx.array:
+    """Returns `logits`, `(sequences, vocabulary) float32`, with each of the `limits` applied to the logits at its
+    index, `(vocabulary,)`."""
+    if not limits:
+        return logits
+    return _put(logits, [index for index, _ in limits], mx.stack([limit(logits[index]) for index, limit in limits]))
 
 
 class _Filter:
@@ -408,9 +416,7 @@ class BatchSampler:
             changed = self._changed(own, layout, held)
             if masks is not None:
                 changed = self._masked(changed, masks)
-            if layout.thinking:
-                mine = mx.stack([limit(changed[index]) for index, limit in layout.thinking])
-                changed = _put(changed, [index for index, _ in layout.thinking], mine)
+            changed = _limited(changed, layout.thinking)
             tokens = self._choose(changed, layout)
             mine = mx.take_along_axis(own, tokens[:, None], axis=-1)[:, 0]
             draw = self._with_logprobs(Draw(tokens, self._sound(own) & mx.isfinite(mine), asking=layout.asking), own)
@@ -465,10 +471,7 @@ class BatchSampler:
         if held:
             logits = mx.array(logits)
             logits[mx.array([index for index, _ in held]), mx.array([token for _, token in held])] = -mx.inf
-        if layout.limited:
-            mine = mx.stack([limits(logits[index]) for index, limits in layout.limited])
-            logits = _put(logits, [index for index, _ in layout.limited], mine)
-        return logits
+        return _limited(logits, layout.limited)
 
     def _masked(self, logits: mx.array, masks: SequenceMasks) -> mx.array:
         """Returns the logits, `(sequences, vocabulary) float32`, with -inf for what the sequences of `masks` may not
