@@ -90,7 +90,7 @@ class TenantFiles:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             path = self.folder / f"new-{secrets.token_hex(12)}.jsonl.part"
             try:
-                with open(path, "xb", opener=_private) as file:
+                with open(path, "xb", opener=private) as file:
                     yield BoundedFile(file, path, self._bytes_max - self.nbytes)
             finally:
                 path.unlink(missing_ok=True)
@@ -149,7 +149,7 @@ def write_json(path: Path, value: object) -> None:
     """
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(new, "x", encoding="utf-8", opener=_private) as file:
+        with open(new, "x", encoding="utf-8", opener=private) as file:
             json.dump(value, file)
             file.flush()
             os.fsync(file.fileno())
@@ -170,7 +170,8 @@ def _described(path: Path) -> StoredFile | None:
         return None
 
 
-def _private(path: str, flags: int) -> int:
+def private(path: str, flags: int) -> int:
+    """Opens a file that only this user may read."""
     return os.open(path, flags, 0o600)
 
 

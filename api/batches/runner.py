@@ -30,8 +30,9 @@ from ...cluster.keys import KeyLimits, KeyRing
 from ..http.error_shapes import shape_of
 from ..requests.callers import Caller, Meter
 from ..requests.left_out import LeftOut
-from .files import TenantFiles
+from .files import TenantFiles, private
 from .input_file import Line, read_lines
+from .patience import until_taken
 from .records import BatchRecord, BatchRecords, all_records
 
 logger = logging.getLogger(__name__)
@@ -39,9 +40,9 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
 
 POLL_S = 1.0
-RETRY_S = (1.0, 30.0)
-"""The least and the most seconds until a request that the cluster could not take is tried again."""
-AGAIN = (429, 503, 504, 529)
+FAILED_S = 30.0
+"""Until a batch that stopped by a fault of this server is tried again."""
+
 SAVED_S = 2.0
 """How often a running batch's counts are saved."""
 
@@ -131,7 +132,7 @@ class BatchRunner:
             await asyncio.to_thread(records.save, record.now("failed", errors=errors))
         except Exception:
             logger.exception("batch %s stopped, and is tried again", record.id)
-            await asyncio.sleep(RETRY_S[1])
+            await asyncio.sleep(FAILED_S)
 
     async def _run(self, records: BatchRecords, record: BatchRecord) -> None:
         """Runs a batch to its end. Raises `SatchelError` if it fails as a whole."""
@@ -144,7 +145,7 @@ class BatchRunner:
         record = replace(record, total=len(lines), completed=0, failed=0, usage={})
         if record.status == "validating":
             record = record.now("in_progress")
-        with open(records.results(record), "ab+", opener=_private) as results:
+        with open(records.results(record), "ab+", opener=private) as results:
             run = _Run(records, record, results)
             done = await asyncio.to_thread(_resume, run)
             await asyncio.to_thread(records.save, run.record)
@@ -183,20 +184,17 @@ class BatchRunner:
 
     async def _answered(self, record: BatchRecord, body: dict[str, Any]) -> tuple[int, str, dict[str, Any]]:
         """Returns a request's status, its id and its answer or error, once there is one."""
-        wait_s = RETRY_S[0]
-        while True:
-            request_id = uuid.uuid4().hex
-            try:
-                async with self._room:
-                    status, shown = await self._ask(record, request_id, body)
-                return status, request_id, shown
-            except SatchelError as error:
-                if error.status not in AGAIN:
-                    status, shown = shape_of(record.endpoint).body(error, request_id)
-                    return status, request_id, shown
-                wait_s = min(max(error.retry_after_s or 0.0, wait_s), RETRY_S[1])
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, RETRY_S[1])
+        request_id = uuid.uuid4().hex
+
+        async def ask() -> tuple[int, dict[str, Any]]:
+            async with self._room:
+                return await self._ask(record, request_id, body)
+
+        try:
+            status, shown = await until_taken(ask)
+        except SatchelError as error:
+            status, shown = shape_of(record.endpoint).body(error, request_id)
+        return status, request_id, shown
 
     async def _ask(self, record: BatchRecord, request_id: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Returns status and body of an answer. Raises `SatchelError`."""
@@ -304,7 +302,3 @@ def _acquired(lock: HomeLock) -> bool:
     except HomeInUse:
         return False
     return True
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from ...actors.protocol.replica_messages import IDLE_PRIORITY
-from ...cluster.errors import DeadlineExceeded, InvalidRequest, SatchelError, Unavailable
+from ...cluster.errors import InvalidRequest, SatchelError
+from ..batches.patience import until_taken
 
 Row = Mapping[str, Any]
 Prompt = str | Callable[[Row], Any]
 """A format string with the row's columns (`"Summarize: {text}"`), or a function that returns a text or messages."""
 
 ANSWER, ERROR = "answer", "error"
-RETRY_S = (0.5, 30.0)
 
 
 class Answered(Protocol):
@@ -46,20 +46,12 @@ async def map_rows(
     async def answer(row: Row) -> dict[str, Any]:
         async with room:
             asked = prompt.format(**row) if isinstance(prompt, str) else prompt(row)
-            wait_s = RETRY_S[0]
-            while True:
-                try:
-                    reply = await generate(asked, **options)
-                except (Unavailable, DeadlineExceeded) as error:
-                    await asyncio.sleep(min(max(wait_s, error.retry_after_s or 0.0), RETRY_S[1]))
-                    wait_s = min(2 * wait_s, RETRY_S[1])
-                except SatchelError as error:
-                    return {**row, ANSWER: None, ERROR: error.message}
-                else:
-                    counts = {
-                        name: getattr(reply, name) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
-                    }
-                    return {**row, ANSWER: reply.text, "finish_reason": reply.finish_reason, **counts, ERROR: None}
+            try:
+                reply = await until_taken(lambda: generate(asked, **options))
+            except SatchelError as error:
+                return {**row, ANSWER: None, ERROR: error.message}
+        counts = {name: getattr(reply, name) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")}
+        return {**row, ANSWER: reply.text, "finish_reason": reply.finish_reason, **counts, ERROR: None}
 
     tasks = [asyncio.ensure_future(answer(row)) for row in rows]
     try:

@@ -15,7 +15,7 @@ import pytest
 
 from satchel.actors.protocol.replica_messages import IDLE_PRIORITY
 from satchel.api.app import create_app
-from satchel.api.batches import runner
+from satchel.api.batches import patience, runner
 from satchel.api.batches.input_file import ERRORS_MAX, read_lines
 from satchel.cluster.config import Config, Home, parse_config
 from satchel.cluster.errors import GenerationFailed, QueueFull
@@ -55,7 +55,7 @@ class Endpoint:
 @pytest.fixture
 def endpoint(backend: FakeBackend, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Endpoint:
     monkeypatch.setattr(runner, "POLL_S", 0.05)
-    monkeypatch.setattr(runner, "RETRY_S", (0.01, 0.05))
+    monkeypatch.setattr(patience, "RETRY_S", (0.01, 0.05))
     monkeypatch.setattr(runner, "SAVED_S", 0.0)
     return Endpoint(backend, config, tmp_path / "batches")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from satchel.actors.protocol.replica_messages import IDLE_PRIORITY
-from satchel.api.client import mapping
+from satchel.api.batches import patience
 from satchel.api.client.mapping import map_batch, map_rows
 from satchel.cluster.errors import GenerationFailed, InvalidRequest, QueueFull
 
@@ -36,7 +36,7 @@ class Model:
 
 
 async def test_rows_are_answered_in_order(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mapping, "RETRY_S", (0.001, 0.002))
+    monkeypatch.setattr(patience, "RETRY_S", (0.001, 0.002))
     model = Model()
     model.fails = {"Say b 1": [QueueFull("full"), QueueFull("full")], "Say c 2": [GenerationFailed("broken")]}
     answered = await map_rows(model, ROWS, "Say {name} {number}", at_once=3, temperature=0.0)
