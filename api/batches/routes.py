@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
@@ -16,6 +15,7 @@ from ...cluster.errors import InvalidRequest, QueueFull, quoted
 from ..http.adding import JSON, add_route
 from ..http.exchange import BodyReader
 from ..requests.callers import Caller
+from ..requests.paging import page_of
 from ..requests.request_body import RequestBody
 from .files import StoredFile
 from .records import BatchRecord, BatchRecords, new_batch
@@ -27,8 +27,6 @@ UNFINISHED_MAX = 100
 """How many batches of a tenant may be unfinished."""
 
 FORM, LINES = "multipart/form-data", "application/jsonl"
-
-Kept = TypeVar("Kept", StoredFile, BatchRecord)
 
 
 class BatchBody(RequestBody):
@@ -88,7 +86,8 @@ class BatchRoutes:
         """Lists files, the newest first."""
         files = await asyncio.to_thread(self._runner.files(_tenant(request)).list)
         found = [file for file in files if purpose in ("", file.purpose)]
-        return JSONResponse(_page(found[::-1] if order == "asc" else found, after, limit, _file))
+        shown = [_file(file) for file in (found[::-1] if order == "asc" else found)]
+        return JSONResponse(page_of(shown, after, limit, "file"))
 
     async def file(self, request: Request, file_id: str) -> Response:
         """Describes a file."""
@@ -132,7 +131,7 @@ class BatchRoutes:
     ) -> Response:
         """Lists batches, the newest first."""
         found = await asyncio.to_thread(self._records(request).list)
-        return JSONResponse(_page(found, after, limit, BatchRecord.shown))
+        return JSONResponse(page_of([record.shown() for record in found], after, limit, "batch"))
 
     async def batch(self, request: Request, batch_id: str) -> Response:
         """Says how far a batch is."""
@@ -171,24 +170,3 @@ def _tenant(request: Request) -> str:
 
 def _file(file: StoredFile) -> dict[str, Any]:
     return {"object": "file", "status": "processed", **asdict(file)}
-
-
-def _page(found: Sequence[Kept], after: str, limit: int, show: Callable[[Kept], dict[str, Any]]) -> dict[str, Any]:
-    """Returns a page of a list in OpenAI's form.
-
-    Raises:
-        InvalidRequest: nothing has the id `after`.
-    """
-    start = 0
-    if after:
-        start = next((index + 1 for index, one in enumerate(found) if one.id == after), 0)
-        if not start:
-            raise InvalidRequest(f"after: there is no {quoted(after)}", param="after")
-    data = [show(one) for one in found[start : start + limit]]
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": len(found) > start + limit,
-    }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from ....cluster.errors import InvalidRequest, quoted
+from ....cluster.errors import InvalidRequest
+from ...requests.paging import page_of
 
 PAGE_MAX = 100
 
@@ -30,19 +31,7 @@ def item_page(items: list[dict[str, Any]], response_id: str, limit: int, order: 
     shown = [_shown(item, response_id, index) for index, item in enumerate(items)]
     if order == "desc":
         shown.reverse()
-    start = 0
-    if after:
-        start = next((index + 1 for index, item in enumerate(shown) if item["id"] == after), 0)
-        if not start:
-            raise InvalidRequest(f"after: there is no item {quoted(after)}", param="after")
-    data = shown[start : start + limit]
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": len(shown) > start + limit,
-    }
+    return page_of(shown, after, limit, "item")
 
 
 def _shown(item: dict[str, Any], response_id: str, index: int) -> dict[str, Any]:
