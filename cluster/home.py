@@ -37,6 +37,18 @@ def write_private(path: Path, text: str) -> None:
     Raises:
         ClusterError: it cannot be written.
     """
+    try:
+        replace_private(path, text)
+    except OSError as error:
+        raise ClusterError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def replace_private(path: Path, text: str) -> None:
+    """As `write_private`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -45,9 +57,9 @@ def write_private(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except OSError:
         temporary.unlink(missing_ok=True)
-        raise ClusterError(f"cannot write {path}: {error.strerror or error}") from None
+        raise
 
 
 def write_private_json(path: Path, data: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...cluster.errors import DiskFull, FileNotFound, RequestTooLarge
+from ...cluster.home import replace_private
 
 _ID = re.compile(r"file-[0-9a-f]{24}")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -142,20 +143,12 @@ class BoundedFile:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes a file that is complete or absent, and lasts.
+    """Writes a file that is complete or absent, and outlasts a power cut.
 
     Raises:
         OSError: it cannot be written.
     """
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(new, "x", encoding="utf-8", opener=private) as file:
-            json.dump(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    replace_private(path, json.dumps(value))
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
