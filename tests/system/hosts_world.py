@@ -7,20 +7,28 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
 from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord, find_cluster
 from satchel.cluster.keys import OWNER, create_key
 from satchel.cluster.trust.invitations import Invitation
 
+from . import hosts as namespaces
 from . import secure_shell
-from .hosts import Host, Talk, stand_in_ssh, wait_until
+from .hosts import Host, Talk, hosts, stand_in_ssh, wait_until
 from .secure_shell import SecureShell
 from .serving import COMMAND, RECALL
 
 NODES = ["mac0", "mac1"]
 """Those that the config names."""
+
+ALL = [*NODES, "mac2"]
 
 PORT = 8000
 START_S = 150.0
@@ -163,3 +171,27 @@ def hear(process: subprocess.Popen[str], words: str, within_s: float = RETURN_S)
             assert said[-1], said
     finally:
         impatient.cancel()
+
+
+@contextmanager
+def three_hosts(folders: pytest.TempPathFactory, name: str) -> Iterator[World]:
+    """The hosts, with nothing running yet. Skips the test if this machine cannot have any."""
+    if (reason := namespaces.missing()) is not None:
+        pytest.skip(reason)
+    folder = folders.mktemp(name)
+    try:
+        with hosts(3) as machines:
+            world = World(folder, machines)
+            try:
+                world.begin()
+                yield world
+            finally:
+                world.end()
+                if (log := world.home("mac0").run / "server.log").exists():
+                    print(log.read_text())
+                if world.secure_shell is not None:
+                    world.secure_shell.stop()
+    finally:
+        # Those that were killed have left Ray's folders behind.
+        for node in ALL:
+            clean_up_after_killed_run(world.home(node))

@@ -19,20 +19,17 @@ import grpc
 import pytest
 
 from satchel.cluster.bring_up.launch import Launcher
-from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
 from satchel.cluster.nodes import Node
 from satchel.cluster.timing import USUAL
 from satchel.cluster.trust.invitations import invite
 
-from . import hosts as namespaces
 from . import secure_shell
-from .hosts import holders, hosts, named, wait_until
-from .hosts_world import NODES, RETURN_S, START_S, World, ended, hear, succeeds
+from .hosts import holders, named, wait_until
+from .hosts_world import ALL, NODES, RETURN_S, START_S, World, ended, hear, succeeds, three_hosts
 from .secure_shell import IMPOSTOR, NOWHERE, STRANGER
 
 CODES = {"Anna": "6305", "Ben": "3471", "Carla": "7468", "David": "1791", "Emma": "2186", "Felix": "9779"}
 NUMBERS = "Say the numbers from one to forty."
-ALL = [*NODES, "mac2"]
 
 ANSWER_S = 30.0
 """For what is asked while a host is cut off: the router takes 5 s to notice."""
@@ -40,25 +37,8 @@ ANSWER_S = 30.0
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    if (reason := namespaces.missing()) is not None:
-        pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("hosts")
-    try:
-        with hosts(3) as machines:
-            found = World(folder, machines)
-            try:
-                found.begin()
-                yield found
-            finally:
-                found.end()
-                if (log := found.home("mac0").run / "server.log").exists():
-                    print(log.read_text())
-                if found.secure_shell is not None:
-                    found.secure_shell.stop()
-    finally:
-        # Those that were killed have left Ray's folders behind.
-        for node in ALL:
-            clean_up_after_killed_run(found.home(node))
+    with three_hosts(tmp_path_factory, "hosts") as found:
+        yield found
 
 
 def test_a_host_joins_by_hand_and_hands_its_agents_over_when_it_leaves(world: World):

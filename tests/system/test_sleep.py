@@ -11,11 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
-
-from . import hosts as namespaces
-from .hosts import Host, hosts, named, wait_until
-from .hosts_world import NODES, RETURN_S, START_S, World, succeeds
+from .hosts import Host, named, wait_until
+from .hosts_world import NODES, RETURN_S, START_S, World, succeeds, three_hosts
 
 pytestmark = pytest.mark.slow
 
@@ -28,24 +25,10 @@ SLEPT_S = 75.0
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    if (reason := namespaces.missing()) is not None:
-        pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("sleep")
-    try:
-        with hosts(3) as machines:
-            found = World(folder, machines)
-            try:
-                found.begin()
-                succeeds(found.up(), START_S)
-                found.whole()
-                yield found
-            finally:
-                found.end()
-                if found.secure_shell is not None:
-                    found.secure_shell.stop()
-    finally:
-        for node in NODES:
-            clean_up_after_killed_run(found.home(node))
+    with three_hosts(tmp_path_factory, "sleep") as found:
+        succeeds(found.up(), START_S)
+        found.whole()
+        yield found
 
 
 def test_a_node_that_slept_comes_back_and_its_agents_went_on(world: World):
