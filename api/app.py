@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -62,47 +63,18 @@ def create_app(
         certified: returns the names of the endpoint's certificate.
         memory: the agents' memory if no `generator` is given; None for none.
         refused: called with the reason if a request is refused for lack of capacity.
-        batches: the folder of uploaded files and batches; None for none. `app.state.batches`, a `BatchRunner`, must be
-            run.
+        batches: the folder of uploaded files and batches, which run while the application does; None for none.
     """
     metrics = Metrics()
     generator = generator or Generator(backend, config, memory=memory)
-    cluster = ClusterRoutes(backend, generator.memory, audit)
-    live = LiveRoutes(backend, generator.running, cluster.machines, _version())
-    # The description is shown without a CDN (`page/`).
-    app = FastAPI(
-        title="Satchel",
-        version=_version(),
-        redirect_slashes=False,
-        docs_url=None,
-        redoc_url=None,
-        lifespan=live.sampling,
-    )
-    app.state.end_streams = live.close
     if generator.memory is not None:
         metrics.registry.register(AgentMetrics(generator.memory))
-    answering = Answering(generator, config, metrics, BodyReader(config, refused))
-    add_error_handlers(app)
-    app.add_middleware(KeyGuard, keys=keys, audit=audit)
-    _guard_browsers(app, config.endpoint, certified)
-    app.add_middleware(RequestContext, metrics=metrics)
-    openai = OpenAIRoutes(answering, app.version)
-    openai.add_to(app)
-    TokenRoutes(answering).add_to(app)
-    embedder = Embedder(generator)
-    embeddings = EmbeddingRoutes(answering, embedder)
-    embeddings.add_to(app)
-    MessageRoutes(answering).add_to(app)
+    answering, embedder = Answering(generator, config, metrics, BodyReader(config, refused)), Embedder(generator)
+    openai, embeddings = OpenAIRoutes(answering, _version()), EmbeddingRoutes(answering, embedder)
     responses = ResponseRoutes(answering, config.endpoint)
-    responses.add_to(app)
-    ConversationRoutes(answering).add_to(app)
-    OllamaRoutes(answering, embedder).add_to(app)
-    StatusRoutes(backend, answering, metrics).add_to(app)
-    AgentRoutes(generator, answering.bodies, audit, keys).add_to(app)
-    cluster.add_to(app)
-    live.add_to(app)
-    RequestRoutes(generator.running, audit).add_to(app)
-    PageRoutes().add_to(app)
+    cluster = ClusterRoutes(backend, generator.memory, audit)
+    live = LiveRoutes(backend, generator.running, cluster.machines, _version())
+    runner = None
     if batches is not None:
         handlers = {
             "/v1/chat/completions": openai.chat_completions,
@@ -110,12 +82,53 @@ def create_app(
             "/v1/embeddings": embeddings.embeddings,
             "/v1/responses": responses.create,
         }
-        app.state.batches = BatchRunner(batches, config, handlers, keys)
-        BatchRoutes(app.state.batches, answering.bodies, config.endpoint).add_to(app)
+        runner = BatchRunner(batches, config, handlers, keys)
+    # The description is shown without a CDN (`page/`).
+    app = FastAPI(
+        title="Satchel",
+        version=_version(),
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=_background(live, runner),
+    )
+    app.state.end_streams = live.close
+    add_error_handlers(app)
+    app.add_middleware(KeyGuard, keys=keys, audit=audit)
+    _guard_browsers(app, config.endpoint, certified)
+    app.add_middleware(RequestContext, metrics=metrics)
+    for routes in (
+        openai,
+        TokenRoutes(answering),
+        embeddings,
+        MessageRoutes(answering),
+        responses,
+        ConversationRoutes(answering),
+        OllamaRoutes(answering, embedder),
+        StatusRoutes(backend, answering, metrics),
+        AgentRoutes(generator, answering.bodies, audit, keys),
+        cluster,
+        live,
+        RequestRoutes(generator.running, audit),
+        PageRoutes(),
+        *([] if runner is None else [BatchRoutes(runner, answering.bodies, config.endpoint)]),
+    ):
+        routes.add_to(app)
     describe_bodies(app)
     # The outermost one, because all others look at the path.
     app.add_middleware(Paths, heads=heads_of(app.routes))
     return app
+
+
+def _background(live: LiveRoutes, runner: BatchRunner | None) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Returns what runs while the application does."""
+
+    @asynccontextmanager
+    async def background(app: FastAPI) -> AsyncIterator[None]:
+        async with live.sampling(), nullcontext() if runner is None else runner.running():
+            yield
+
+    return background
 
 
 def _guard_browsers(app: FastAPI, endpoint: Endpoint, certified: Callable[[], Sequence[str]]) -> None:

@@ -127,7 +127,6 @@ class HttpEndpoint:
             refused=refused,
             batches=home.batches,
         )
-        self._batches = asyncio.create_task(app.state.batches.run())
         self._server = HttpServer(
             app,
             at.listen,
@@ -156,7 +155,6 @@ class HttpEndpoint:
 
     @answers(EndpointClient.close)
     async def close(self, timeout_s: float) -> None:
-        self._batches.cancel()
         await self._server.close(timeout_s)
 
 

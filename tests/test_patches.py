@@ -38,7 +38,7 @@ DOCUMENTED = {
     "Python's functions": {"__name__", "__qualname__", "__module__", "__doc__"},
     "Python's ssl": {"minimum_version", "check_hostname", "verify_mode", "verify_flags"},
     "Python's logging": {"propagate"},
-    "Starlette: an application's own state": {"batches", "end_streams"},
+    "Starlette: an application's own state": {"end_streams"},
     "Python's reprlib": {"maxstring", "maxother", "maxlong"},
 }
 """What the code sets of objects that are not its own: attributes that are there to be set."""

@@ -8,14 +8,15 @@ batches at a time; the kernel frees its lock when it ends, however it ends.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import contextvars
 import json
 import logging
 import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,7 +40,11 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
 
+LOOK_S = 10.0
+"""How often batches are looked for that another process has made."""
+
 POLL_S = 1.0
+"""How often a running batch looks whether it is cancelled or has expired."""
 FAILED_S = 30.0
 """Until a batch that stopped by a fault of this server is tried again."""
 
@@ -101,16 +106,26 @@ class BatchRunner:
         """Tells the runner that there is a new batch, or one to cancel."""
         self._awake.set()
 
-    async def run(self) -> None:
-        """Runs batches until it is cancelled; a tenant's one after the other."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Runs batches in the context; a tenant's one after the other."""
+        # A new context: the calls belong to no request.
+        task = asyncio.create_task(self._run_all(), context=contextvars.Context())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _run_all(self) -> None:
         lock = HomeLock(Home(self.root), self.root / "lock")
         try:
             while True:
                 self._awake.clear()
                 if self.root.is_dir() and (lock.is_held or await asyncio.to_thread(_acquired, lock)):
                     await self._begin()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._awake.wait(), POLL_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._awake.wait(), LOOK_S)
         finally:
             for task in self._running.values():
                 task.cancel()
@@ -133,6 +148,8 @@ class BatchRunner:
         except Exception:
             logger.exception("batch %s stopped, and is tried again", record.id)
             await asyncio.sleep(FAILED_S)
+        # The tenant's next one can begin.
+        self.wake()
 
     async def _run(self, records: BatchRecords, record: BatchRecord) -> None:
         """Runs a batch to its end. Raises `SatchelError` if it fails as a whole."""

@@ -95,8 +95,8 @@ class LiveRoutes:
         self._closing.set()
 
     @asynccontextmanager
-    async def sampling(self, app: FastAPI) -> AsyncIterator[None]:
-        """Takes samples while the application runs."""
+    async def sampling(self) -> AsyncIterator[None]:
+        """Takes samples in the context."""
         # A new context: these calls belong to no request.
         task = asyncio.create_task(self._sample(), context=contextvars.Context())
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ def line(name: str, url: str = CHAT, **body: Any) -> str:
 
 
 class Endpoint:
-    """The application, and its runner while it is in the context `running`."""
+    """The application, which runs its batches in the context `running`."""
 
     def __init__(self, backend: FakeBackend, config: Config, root: Path, keys: KeyRing | None = None) -> None:
+        self.root = root
         self.app = create_app(backend, config, batches=root, keys=keys)
         transport = httpx.ASGITransport(self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
@@ -43,17 +44,13 @@ class Endpoint:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[openai.AsyncOpenAI]:
-        task = asyncio.create_task(self.app.state.batches.run())
-        try:
+        async with self.app.router.lifespan_context(self.app):
             yield self.client()
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
 
 
 @pytest.fixture
 def endpoint(backend: FakeBackend, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Endpoint:
+    monkeypatch.setattr(runner, "LOOK_S", 0.05)
     monkeypatch.setattr(runner, "POLL_S", 0.05)
     monkeypatch.setattr(patience, "RETRY_S", (0.01, 0.05))
     monkeypatch.setattr(runner, "SAVED_S", 0.0)
@@ -103,7 +100,7 @@ async def test_a_batch_goes_on_where_its_endpoint_ended(endpoint: Endpoint, back
         made = await begin(client, *[line(str(number)) for number in range(9)])
         while len(backend.requests) < 4:
             await asyncio.sleep(0.01)
-    root = endpoint.app.state.batches.root
+    root = endpoint.root
     (part,) = root.glob("*/*.part")
     answer = {"id": "x", "custom_id": "3", "response": {"status_code": 200, "body": {"usage": {"prompt_tokens": 5}}}}
     part.write_text(json.dumps(answer) + "\n" + '{"id": "y", "custom_id": "4", "resp')
@@ -135,6 +132,13 @@ async def test_what_the_cluster_cannot_take_now_is_tried_again_and_errors_are_ke
         backend.refusal = GenerationFailed("broken")
         batch = await ended(client, (await begin(client, line("c"))).id)
         assert (batch.status, batch.output_file_id, batch.request_counts.failed) == ("completed", None, 1)
+
+
+async def test_the_next_batch_begins_when_one_ends(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runner, "LOOK_S", 3600.0)
+    async with endpoint.running() as client:
+        made = [await begin(client, line("a")) for _ in range(3)]
+        assert [(await ended(client, each.id)).status for each in made] == ["completed"] * 3
 
 
 async def test_a_cancelled_batch_keeps_the_answers_that_are_there(endpoint: Endpoint, backend: FakeBackend):
@@ -216,7 +220,7 @@ async def test_a_form_that_is_none_is_refused_and_leaves_nothing(
 ):
     answer = await endpoint.http.post("/v1/files", content=content, headers={"content-type": kind})
     assert answer.status_code == status and answer.json()["error"]["message"]
-    assert not list(endpoint.app.state.batches.root.glob("*/*"))
+    assert not list(endpoint.root.glob("*/*"))
 
 
 async def test_files_have_limits(backend: FakeBackend, tmp_path: Path):
@@ -235,6 +239,7 @@ async def test_files_have_limits(backend: FakeBackend, tmp_path: Path):
 async def test_a_tenant_sees_its_own_and_a_revoked_key_answers_nothing(
     backend: FakeBackend, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(runner, "LOOK_S", 0.05)
     monkeypatch.setattr(runner, "POLL_S", 0.05)
     home = Home(tmp_path / "home")
     home.root.mkdir()
@@ -258,7 +263,7 @@ async def test_a_tenant_sees_its_own_and_a_revoked_key_answers_nothing(
 
 
 async def test_only_one_process_runs_batches(endpoint: Endpoint, backend: FakeBackend, config: Config):
-    other = Endpoint(backend, config, endpoint.app.state.batches.root)
+    other = Endpoint(backend, config, endpoint.root)
     async with endpoint.running() as client:
         assert (await ended(client, (await begin(client, line("a"))).id)).status == "completed"
         async with other.running():

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from satchel.api.app import create_app
 from satchel.api.cli.main import app
 from satchel.api.http.server import HttpServer
+from satchel.api.protocols.satchel import cluster_routes
 from satchel.api.requests.backend import NodeState, ReplicaStats
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Home
@@ -52,7 +53,9 @@ class Served:
 
 
 @pytest.fixture
-async def served(backend, config, tmp_path: Path) -> AsyncIterator[Served]:
+async def served(backend, config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    # Tests change the backend while the application takes samples of it.
+    monkeypatch.setattr(cluster_routes, "FRESH_S", 0.0)
     backend.machines = [
         NodeState("mac0", "10.0.0.1", (("10.0.0.1", "ethernet"),), True, rates={"mac1": 1.5e9}, disk_bytes=2_500_000),
         NodeState("mac1", "10.0.0.2", (("10.0.0.2", "thunderbolt"),), False),
