@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from .config import Home
+from .home import Home
 
 _log = logging.getLogger(__name__)
 

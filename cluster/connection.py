@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import environment
-from .config import Home
 from .errors import NotRunning
-from .home import read_json
+from .home import Home, read_json
 from .patches import init_ray, reread_ray_settings
 from .processes import ProcessMark
 

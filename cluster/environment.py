@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from .config import Home
 from .errors import ClusterError
+from .home import Home
 
 _FORBIDDEN_TO_RAY = (
     "RAY_ADDRESS",

@@ -5,13 +5,190 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .config import Home
 from .errors import ClusterError, HomeInUse
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where one cluster keeps its state (SATCHEL_HOME)."""
+
+    root: Path
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def cluster_file(self) -> Path:
+        """Where others find the running cluster; absent while none runs."""
+        return self.run / "cluster.json"
+
+    @property
+    def lock_file(self) -> Path:
+        """Locked (flock) by the server that uses this home; holds its process id."""
+        return self.run / "lock"
+
+    @property
+    def session_file(self) -> Path:
+        """The Ray processes of the last run, for cleaning up after a killed one."""
+        return self.run / "session.json"
+
+    @property
+    def token_file(self) -> Path:
+        """The secret that Ray's processes show each other."""
+        return self.run / "ray_token"
+
+    @property
+    def keys_file(self) -> Path:
+        """The endpoint's keys; absent if none was ever made."""
+        return self.root / "keys.json"
+
+    @property
+    def owner_key_file(self) -> Path:
+        """The secret by which the running endpoint recognizes this user's command line."""
+        return self.run / "owner_key"
+
+    @property
+    def batches(self) -> Path:
+        """Uploaded files and batches, a folder a tenant."""
+        return self.root / "batches"
+
+    @property
+    def audit_file(self) -> Path:
+        """The audit log: what administrators did, and whose keys were refused."""
+        return self.root / "audit.log"
+
+    @property
+    def tls(self) -> Path:
+        """Keys and certificates: the machines', and the endpoint's if it was made here."""
+        return self.root / "tls"
+
+    @property
+    def key_file(self) -> Path:
+        """This machine's own key."""
+        return self.tls / "node.key"
+
+    @property
+    def certificate_file(self) -> Path:
+        """This machine's certificate in its last cluster."""
+        return self.tls / "node.pem"
+
+    @property
+    def authority_file(self) -> Path:
+        """The certificate of that cluster's authority."""
+        return self.tls / "authority.pem"
+
+    @property
+    def former_authorities_file(self) -> Path:
+        """The authorities' certificates of earlier heads, if this machine took over from them."""
+        return self.tls / "former-authorities.pem"
+
+    @property
+    def membership_file(self) -> Path:
+        """The cluster that this machine joined last: the address of its join server, and this machine's name there."""
+        return self.tls / "membership.json"
+
+    @property
+    def members_file(self) -> Path:
+        """On a head: the machines that were admitted, and those that were removed."""
+        return self.tls / "members.json"
+
+    @property
+    def door_file(self) -> Path:
+        """On a head: the port of its join server, which stays the same after a restart."""
+        return self.tls / "door.json"
+
+    @property
+    def estate_file(self) -> Path:
+        """On a joined machine: the takeover state, which it needs to replace the head."""
+        return self.tls / "estate.json"
+
+    @property
+    def promoted_config_file(self) -> Path:
+        """The config of a cluster whose head this machine has become."""
+        return self.root / "promoted.yaml"
+
+    @property
+    def node_file(self) -> Path:
+        """The process that keeps this machine in a cluster; absent while none does."""
+        return self.run / "node.json"
+
+    @property
+    def node_lock_file(self) -> Path:
+        """Locked by that process."""
+        return self.run / "node.lock"
+
+    @property
+    def node_log_file(self) -> Path:
+        """What the node's processes wrote last."""
+        return self.run / "node.log"
+
+    @property
+    def endpoint_key_file(self) -> Path:
+        """The key of the endpoint's certificate that `satchel cert` made."""
+        return self.tls / "endpoint.key"
+
+    @property
+    def endpoint_certificate_file(self) -> Path:
+        """The endpoint's certificate that `satchel cert` made."""
+        return self.tls / "endpoint.pem"
+
+    @property
+    def shown_certificate_file(self) -> Path:
+        """The certificate that the running endpoint shows, wherever it comes from."""
+        return self.run / "endpoint.pem"
+
+    @property
+    def invitations(self) -> Path:
+        """Hashes of the open invitations."""
+        return self.tls / "invitations"
+
+    @property
+    def kv(self) -> Path:
+        """Agents' memory: transcripts, manifests, and blocks of KV."""
+        return self.root / "kv"
+
+    @property
+    def digests_file(self) -> Path:
+        """Digests of models' files, so that each is read once."""
+        return self.root / "digests.json"
+
+    @property
+    def trials_file(self) -> Path:
+        """The results of models' self-tests."""
+        return self.root / "trials.json"
+
+    @property
+    def kernels_folder(self) -> Path:
+        """Compiled kernels, MLX's and Satchel's, for CUDA."""
+        return self.root / "kernels"
+
+    @property
+    def memory_claims(self) -> Path:
+        """How much of the node's memory each replica claims."""
+        return self.run / "memory"
+
+    @property
+    def log_file(self) -> Path:
+        """Ray's output during its start, and its later messages about the cluster's processes."""
+        return self.run / "ray.log"
+
+    @property
+    def incidents_file(self) -> Path:
+        """Recent incidents of this run and earlier ones."""
+        return self.run / "incidents.jsonl"
+
+    @property
+    def ray_logs(self) -> Path:
+        """The logs of Ray's processes from its last failed start or unexpected end."""
+        return self.run / "ray-logs"
+
 
 _LOCK_WAIT_S = 1.0
 """The kernel frees a killed server's lock once the process is gone, which takes a moment."""

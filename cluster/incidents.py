@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .config import Home
+from .home import Home
 
 _log = logging.getLogger(__name__)
 

@@ -23,9 +23,8 @@ from filelock import FileLock
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
-from .config import Home
 from .errors import ConfigError, InvalidRequest, KeysDamaged
-from .home import prepare_home, read_json, write_private, write_private_json
+from .home import Home, prepare_home, read_json, write_private, write_private_json
 from .units import STRICT, Bytes, Count
 
 OWNER = "default"

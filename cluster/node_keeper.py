@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from .config import Home
-from .home import read_json, write_private_json
+from .home import Home, read_json, write_private_json
 from .processes import ProcessMark
 
 

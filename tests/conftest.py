@@ -20,8 +20,7 @@ from satchel.actors.replica.device import blas
 from satchel.actors.replica.device.device import on_gpu
 from satchel.cluster import environment
 from satchel.cluster.bring_up.runtime import LocalCluster
-from satchel.cluster.config import Home
-from satchel.cluster.home import ensure_token, prepare_home
+from satchel.cluster.home import Home, ensure_token, prepare_home
 
 if on_gpu():
     # Float32 of its own precision, in this process and in servers: read at MLX's first product.

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...cluster.bring_up.heartbeats import HeartbeatSender
-from ...cluster.config import Home
 from ...cluster.environment import default_home, heartbeats_path
+from ...cluster.home import Home
 from ...cluster.incidents import note_incident
 from .stall import Pulse, Stall
 

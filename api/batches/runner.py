@@ -24,9 +24,9 @@ from typing import Any, BinaryIO
 from fastapi import Request, Response
 
 from ...actors.protocol.replica_messages import IDLE_PRIORITY
-from ...cluster.config import Config, Home
+from ...cluster.config import Config
 from ...cluster.errors import GenerationFailed, HomeInUse, KeyRefused, SatchelError
-from ...cluster.home import HomeLock
+from ...cluster.home import Home, HomeLock
 from ...cluster.keys import KeyLimits, KeyRing
 from ..http.error_shapes import shape_of
 from ..requests.callers import Caller, Meter

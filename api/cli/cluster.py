@@ -8,8 +8,9 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from ...cluster.config import Home, load_config
+from ...cluster.config import load_config
 from ...cluster.errors import ClusterError, ConfigError
+from ...cluster.home import Home
 from .models.choosing import Choice, ContextOption, KVOption, ServedNameOption, WhatArgument
 from .options import HomeOption, JsonOption, ListenOption, NoSelfTestOption, PortOption, chosen_home
 from .printing import line_printer, print_json

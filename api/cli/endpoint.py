@@ -10,9 +10,9 @@ import json
 import socket
 from dataclasses import asdict, dataclass
 
-from ...cluster.config import Home
 from ...cluster.connection import ClusterRecord, connect_ray, find_cluster, is_loopback
 from ...cluster.errors import ClusterError, NotRunning
+from ...cluster.home import Home
 from ...cluster.keys import owner_key
 
 _TOLD = "endpoint"

@@ -8,8 +8,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from ...cluster.config import Home
 from ...cluster.environment import default_home
+from ...cluster.home import Home
 
 # typer reads these annotations at run time; it supports `Optional`, but not every form of `X | None`.
 HomeOption = Annotated[

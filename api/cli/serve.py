@@ -22,9 +22,9 @@ from typing import NoReturn, Protocol
 from ...cluster.bring_up.launch import Launcher, unresolved
 from ...cluster.bring_up.ports import check_endpoint, check_port_free
 from ...cluster.bring_up.runtime import LocalCluster
-from ...cluster.config import Config, Endpoint, Home
+from ...cluster.config import Config, Endpoint
 from ...cluster.errors import ClusterError, HomeInUse, SatchelError
-from ...cluster.home import prepare_home, write_private
+from ...cluster.home import Home, prepare_home, write_private
 from ...cluster.keys import owner_key, write_owner_key
 from ...cluster.node_keeper import find_keeper
 from ...cluster.trust.admission import led_elsewhere

@@ -17,8 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.text import Text
 
-from ...cluster.config import Config, Home
+from ...cluster.config import Config
 from ...cluster.errors import ConfigError, NotRunning, SatchelError
+from ...cluster.home import Home
 from .endpoint import FoundEndpoint, find_endpoint
 from .tables import NameTable, duration, size, table
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import ray
 
-from ...cluster.config import Home
 from ...cluster.connection import ClusterRecord, connect_ray, connect_ray_address, find_cluster, last_cluster
 from ...cluster.environment import default_home
 from ...cluster.errors import ClusterError, NotRunning
+from ...cluster.home import Home
 from .watch import KNOCK_S, ServerWatch, host_and_port
 
 _changing = threading.Lock()

@@ -18,7 +18,7 @@ from satchel.actors.model_files.source import EMBEDDED
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.router_messages import ReplicaReport, RouteRequest, StoreReport
 from satchel.actors.router.policy import Policy
-from satchel.cluster.config import Home
+from satchel.cluster.home import Home
 from satchel.cluster.keys import OWNER, create_key
 from tests.system import hosts
 

@@ -20,9 +20,8 @@ from pathlib import Path
 
 from satchel.cluster import environment
 from satchel.cluster.bring_up.ray_node import RayReport, RaySpec
-from satchel.cluster.config import Home
 from satchel.cluster.connection import connect_ray_address
-from satchel.cluster.home import ensure_token, prepare_home
+from satchel.cluster.home import Home, ensure_token, prepare_home
 
 from .worker import answer
 

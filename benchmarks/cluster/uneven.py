@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from satchel.actors.model_files.source import EMBEDDED
-from satchel.cluster.config import Home
+from satchel.cluster.home import Home
 from satchel.cluster.keys import OWNER, create_key
 from tests.system import hosts
 from tests.worlds.models.families import write_model

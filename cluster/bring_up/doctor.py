@@ -22,10 +22,11 @@ import psutil
 from packaging.requirements import Requirement
 
 from ..available_memory import available_bytes
-from ..config import Config, Endpoint, Home, Model
+from ..config import Config, Endpoint, Model
 from ..connection import find_cluster
 from ..environment import is_macos, short_temporary_root
 from ..errors import ClusterError, KeysDamaged, NotRunning, PortInUse
+from ..home import Home
 from ..incidents import Incident, incidents
 from ..nodes import Node
 from ..trust.endpoint_certificate import check_certificate

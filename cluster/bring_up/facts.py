@@ -18,8 +18,8 @@ import psutil
 from packaging.requirements import Requirement
 
 from ..available_memory import available_bytes
-from ..config import Home
 from ..environment import is_macos
+from ..home import Home
 from . import mac
 
 _SYSCTL = (

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from .. import environment
-from ..config import Home
 from ..errors import ClusterError
+from ..home import Home
 from ..nodes import Node
 from ..trust.invitations import Invitation
 

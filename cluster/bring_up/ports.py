@@ -7,8 +7,9 @@ import ipaddress
 import socket
 from datetime import UTC, datetime
 
-from ..config import Endpoint, Home
+from ..config import Endpoint
 from ..errors import ClusterError, PortInUse
+from ..home import Home
 from ..keys import Key, read_keys
 from ..trust.endpoint_certificate import Advice, check_certificate
 

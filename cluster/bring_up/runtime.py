@@ -22,10 +22,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from .. import environment
-from ..config import Config, Home, Timeouts
+from ..config import Config, Timeouts
 from ..connection import NAMESPACE, ClusterRecord, connect_ray, satchel_version, versions
 from ..errors import ClusterError, NotRunning
-from ..home import HomeLock, ensure_token, prepare_home, read_json, write_private_json
+from ..home import Home, HomeLock, ensure_token, prepare_home, read_json, write_private_json
 from ..incidents import Kind, note_incident_aside
 from ..nodes import Node
 from ..processes import ProcessMark, UnixSession, end_session, raise_open_files

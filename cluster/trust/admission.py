@@ -12,10 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..config import Home
 from ..connection import versions
 from ..errors import ClusterError, NodeRemoved, NotRunning
-from ..home import read_json, write_private
+from ..home import Home, read_json, write_private
 from ..nodes import Node, host_port
 from .certificates import fingerprint, keep, request
 from .invitations import Invitation, remember

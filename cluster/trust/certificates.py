@@ -34,9 +34,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ..config import Home
 from ..errors import ClusterError
-from ..home import write_private
+from ..home import Home, write_private
 from ..nodes import Node
 
 _VALID = timedelta(days=3650)

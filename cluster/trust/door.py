@@ -20,9 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..config import Home
 from ..errors import ClusterError, PortInUse
-from ..home import read_json, write_private_json
+from ..home import Home, read_json, write_private_json
 from ..nodes import Node, host_port
 from .certificates import Authority, fingerprint, keep, request, requested_fingerprint
 from .estate import Estate, digest

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import Config, Home
-from ..home import write_private
+from ..config import Config
+from ..home import Home, write_private
 from ..nodes import host_port
 from .certificates import trusted_authorities
 from .invitations import Membership

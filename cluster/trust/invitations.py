@@ -17,8 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..config import Home
-from ..home import read_json, write_private, write_private_json
+from ..home import Home, read_json, write_private, write_private_json
 from ..nodes import Node
 from .certificates import own_fingerprint
 

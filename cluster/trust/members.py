@@ -14,9 +14,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ..config import Home
 from ..errors import ClusterError
-from ..home import prepare_home, write_private_json
+from ..home import Home, prepare_home, write_private_json
 
 LOCK_S = 5.0
 """How long to wait for another process that changes them."""

@@ -11,10 +11,10 @@ from datetime import UTC, datetime, timedelta
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from ..config import Home, Tls
+from ..config import Tls
 from ..environment import is_macos
 from ..errors import ClusterError, ConfigError
-from ..home import prepare_home, write_private
+from ..home import Home, prepare_home, write_private
 from .certificates import alternative_names, begun, own_key, signed
 from .endpoint_certificate import Certificate, check_certificate, read_certificate
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ..config import Home, Tls
+from ..config import Tls
 from ..errors import ClusterError
-from ..home import write_private
+from ..home import Home, write_private
 from ..incidents import note_incident
 from .endpoint_certificate import check_certificate, read_certificate, server_context
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import kept, machine
 from benchmarks.programs import RESULTS, ROOT
-from satchel.cluster.config import Home
+from satchel.cluster.home import Home
 from satchel.cluster.keys import create_key
 
 from ..soak import server as soak_server

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from satchel.cluster import environment
-from satchel.cluster.config import Home
+from satchel.cluster.home import Home
 
 NAMES = {"MLX_ENABLE_CACHE_THRASHING_CHECK", "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"}
 

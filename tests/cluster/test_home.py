@@ -11,10 +11,9 @@ import pytest
 
 from satchel.cluster.bring_up.ports import check_port_free, free_port
 from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
-from satchel.cluster.config import Home
 from satchel.cluster.connection import find_cluster
 from satchel.cluster.errors import ClusterError, HomeInUse, NotRunning, PortInUse
-from satchel.cluster.home import HomeLock, ensure_token, prepare_home, read_json, write_private_json
+from satchel.cluster.home import Home, HomeLock, ensure_token, prepare_home, read_json, write_private_json
 from satchel.cluster.processes import ProcessMark, UnixSession, end_session
 
 
@@ -54,7 +53,7 @@ def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_locked_home_names_its_holder_and_the_kernel_frees_it(home: Home) -> None:
     program = (
-        "import sys, pathlib; from satchel.cluster.config import Home; from satchel.cluster.home import HomeLock\n"
+        "import sys, pathlib; from satchel.cluster.home import Home, HomeLock\n"
         "lock = HomeLock(Home(pathlib.Path(sys.argv[1]))); lock.acquire(); print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(home.root)]

@@ -12,8 +12,7 @@ import pytest
 from satchel.api.serve import FLOOD_MIN, Refusals
 from satchel.cluster import incidents as module
 from satchel.cluster.bring_up.doctor import check_lately
-from satchel.cluster.config import Home
-from satchel.cluster.home import prepare_home
+from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.incidents import former, incidents, note_incident, note_incident_aside
 
 

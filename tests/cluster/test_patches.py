@@ -34,7 +34,7 @@ import sys
 from pathlib import Path
 
 def record():
-    from satchel.cluster.config import Home
+    from satchel.cluster.home import Home
     from satchel.cluster.connection import find_cluster
 
     return find_cluster(Home(Path(sys.argv[1])))

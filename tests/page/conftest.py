@@ -18,8 +18,7 @@ import httpx
 import pytest
 
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Home
-from satchel.cluster.home import prepare_home
+from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import create_key
 from tests.system.hosts import wait_until
 from tests.system.serving import RECALL, serving

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from satchel.cluster.config import Home
 from satchel.cluster.connection import find_cluster
+from satchel.cluster.home import Home
 from tests.system.hosts import named, wait_until
 from tests.system.serving import COMMAND
 

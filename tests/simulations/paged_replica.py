@@ -12,7 +12,8 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids
 from satchel.actors.replica.kv.prefix import PrefixCache, PrefixKV
 from satchel.actors.replica.memory.budget import Held, MemoryBudget, Sequences
 from satchel.actors.replica.scheduling.limits import Limits
-from satchel.actors.replica.scheduling.scheduler import ScheduledSequence, Scheduler
+from satchel.actors.replica.scheduling.scheduler import Scheduler
+from satchel.actors.replica.scheduling.sequence import ScheduledSequence
 
 ROOT = bytes(32)
 TOKEN_BYTES, OPEN_TOKEN_BYTES = 4, 16

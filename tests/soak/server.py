@@ -19,7 +19,7 @@ import yaml
 
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
-from satchel.cluster.config import Home
+from satchel.cluster.home import Home
 from satchel.cluster.processes import UnixSession, session_members
 
 COMMAND = (sys.executable, "-P", "-m", "satchel.api.cli")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
-from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord, find_cluster
+from satchel.cluster.home import Home
 from satchel.cluster.keys import OWNER, create_key
 from satchel.cluster.trust.invitations import Invitation
 

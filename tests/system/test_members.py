@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from satchel.cluster.bring_up.runtime import clean_up_after_killed_run
-from satchel.cluster.config import Home
 from satchel.cluster.connection import find_cluster
 from satchel.cluster.errors import NotRunning
+from satchel.cluster.home import Home
 from satchel.cluster.node_keeper import find_keeper
 from satchel.cluster.trust.estate import kept_estate
 

@@ -19,7 +19,7 @@ import pytest
 from openai import AuthenticationError, DefaultHttpxClient, OpenAI
 
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Home
+from satchel.cluster.home import Home
 from tests.authority import authority, key_pem, write_pair
 from tests.system.serving import COMMAND, RECALL, serving
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord, find_cluster
+from satchel.cluster.home import Home
 from satchel.cluster.processes import ProcessMark, session_members
 
 from .hosts import Talk, holders, named, wait_until

@@ -33,7 +33,7 @@ from ..memory.embedding_cache import EmbeddingCache
 from ..memory.embedding_tier import EmbeddingTier
 from ..memory.sequence_memory import Sequence
 from ..scheduling.fairness import FairShares
-from ..scheduling.scheduler import ScheduledSequence
+from ..scheduling.sequence import ScheduledSequence
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from ..execution.loaded_model import LoadedModel
 from ..execution.vision import ImageEmbeddings
 from ..memory.restores import Reading
 from ..memory.sequence_memory import Restored, Sequence, SequenceMemory
-from ..scheduling.scheduler import ScheduledSequence, Scheduler
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.sequence import ScheduledSequence
 from .delivery import Delivery
 from .encode_queue import PictureQueue
 

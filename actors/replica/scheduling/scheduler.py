@@ -26,18 +26,16 @@ raise KeyError for an unknown one.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from heapq import heapify, heappop
 from itertools import pairwise
 from math import inf
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from ...protocol.replica_messages import IDLE_PRIORITY
 from .fairness import DRAWN_TOKENS, FairShares, depths, queues_too_many
 from .limits import STEP_TOKENS, Limits
 from .prefill_budget import stop_beside, stop_inside
+from .sequence import ScheduledSequence, SequenceState
 from .shared_blocks import SharedBlocks
 
 HEADROOM_TOKENS = 256
@@ -46,65 +44,6 @@ HEADROOM_TOKENS = 256
 UNEVEN_TOKENS = 2**14
 """The oldest prompt keeps its prefill turns until another tenant or flow has been given this many tokens less. If
 prompts are prefilled one after the other, each finishes no later than if they share every step."""
-
-
-class SequenceState(Enum):
-    WAITING = "waiting"
-    PREFILLING = "prefilling"
-    RUNNING = "running"
-
-
-@dataclass(eq=False)
-class ScheduledSequence:
-    """One request in the scheduler. Lengths are tokens.
-
-    Attributes:
-        prompt: how many tokens must have KV before decoding starts. The prompt's very last token is not counted: it is
-            the first decode step's input.
-        done: how many of these have KV.
-        generated: tokens decoded since the sequence was last queued.
-        keys: ids of the prompt's whole blocks; empty if blocks cannot be reused.
-        twin: equal for sequences with equal whole prompts; empty if whole prompts cannot be reused.
-        known: how many prompt tokens could be reused when the sequence arrived.
-        pause: a number of tokens after which a chunk must end; 0 for none.
-        unbroken: [start, stop) of tokens that must be computed in one chunk.
-        restoring: whether it has a place and waits for KV that is read back.
-        suspect: whether it was in a batch that failed.
-        passed: whether a shorter sequence took the last prefill turn from this one.
-    """
-
-    request_id: str
-    prompt: int
-    max_tokens: int
-    priority: int = 0
-    deadline: float = float("inf")
-    tenant: str = ""
-    flow: str = ""
-    order: int = 0
-    state: SequenceState = SequenceState.WAITING
-    done: int = 0
-    generated: int = 0
-    suspect: bool = False
-    keys: tuple[bytes, ...] = ()
-    twin: bytes = b""
-    known: int = 0
-    pause: int = 0
-    unbroken: Sequence[tuple[int, int]] = ()
-    restoring: bool = False
-    passed: bool = False
-
-    @property
-    def length(self) -> int:
-        return self.prompt + self.generated
-
-    @property
-    def idle(self) -> bool:
-        """Whether it is computed only while there is nothing else."""
-        return self.priority <= IDLE_PRIORITY
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        return (-self.priority, self.order)
 
 
 @dataclass(frozen=True)
@@ -167,7 +106,7 @@ class Scheduler:
         """Prompt tokens still to prefill, over all sequences."""
         # Copies, because other threads than the engine's ask.
         waiting = sum(sequence.prompt - min(sequence.known, sequence.prompt) for sequence in list(self._waiting))
-        return waiting + sum(sequence.prompt - _reaches(sequence) for sequence in list(self._prefilling.values()))
+        return waiting + sum(sequence.prompt - sequence.reaches for sequence in list(self._prefilling.values()))
 
     @property
     def free_tokens(self) -> int:
@@ -571,15 +510,10 @@ def _too_many(coming: ScheduledSequence, placed: list[ScheduledSequence]) -> lis
     return [sequence for _, _, sequence in sorted(claims, key=lambda one: one[:2])]
 
 
-def _reaches(sequence: ScheduledSequence) -> int:
-    """Returns how many tokens of a sequence in prefill have KV, or will have it once its KV is read back."""
-    return min(sequence.known, sequence.prompt) if sequence.restoring else sequence.done
-
-
 def _computing(sequence: ScheduledSequence) -> tuple[bytes, int, int, bytes | None]:
     """Returns what a sequence in prefill computes that others may reuse: its twin, and the index, the end in tokens and
     the key of its next whole block (None if no whole block is left)."""
-    index = _reaches(sequence) // BLOCK_TOKENS
+    index = sequence.reaches // BLOCK_TOKENS
     end = (index + 1) * BLOCK_TOKENS
     return (
         sequence.twin,

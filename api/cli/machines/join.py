@@ -16,9 +16,9 @@ from typing import Any
 
 from ....cluster.bring_up.launch import READY, JoinOrder
 from ....cluster.bring_up.runtime import LocalCluster
-from ....cluster.config import Config, Home
+from ....cluster.config import Config
 from ....cluster.errors import ActorAway, ClusterError, ModelLoadError, NoAnswer, NodeRemoved, NotRunning, SatchelError
-from ....cluster.home import HomeLock, prepare_home
+from ....cluster.home import Home, HomeLock, prepare_home
 from ....cluster.nodes import Node
 from ....cluster.timing import USUAL
 from ....cluster.trust.admission import Admission, ask_news, enter, knock

@@ -27,11 +27,11 @@ from ....cluster.bring_up.services import (
     systemd_path,
     systemd_unit,
 )
-from ....cluster.config import Config, Home
+from ....cluster.config import Config
 from ....cluster.connection import ClusterRecord, find_cluster
 from ....cluster.environment import is_macos, snapshot
 from ....cluster.errors import ClusterError, ConfigError, HomeInUse, NotRunning
-from ....cluster.home import prepare_home, read_json, write_private
+from ....cluster.home import Home, prepare_home, read_json, write_private
 from ....cluster.node_keeper import find_keeper
 from ....cluster.processes import ProcessMark
 

@@ -18,9 +18,8 @@ from typing import NoReturn
 
 from ....cluster import environment
 from ....cluster.bring_up.launch import LINE_BYTES_MAX, READY, RETRY_FIRST_S, RETRY_MAX_S, SENTENCE, JoinOrder
-from ....cluster.config import Home
 from ....cluster.errors import ClusterError, SatchelError
-from ....cluster.home import HomeLock, prepare_home, write_private
+from ....cluster.home import Home, HomeLock, prepare_home, write_private
 from ....cluster.node_keeper import note_keeper
 from ....cluster.nodes import Node
 from ....cluster.trust.admission import knock

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ....cluster.config import Home
 from ....cluster.errors import InvalidRequest, ModelLoadError, NotRunning, SatchelError
+from ....cluster.home import Home
 from ..options import HomeOption, JsonOption, chosen_home
 from ..printing import print_json
 from .choosing import meant

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional, TextIO
 
 import typer
 
-from ....cluster.config import Home
 from ....cluster.connection import find_cluster
 from ....cluster.errors import ModelNotFound
+from ....cluster.home import Home
 from ..completing import complete_model
 from ..options import Dtype, HomeOption, JsonOption, NoSelfTestOption, TextOption, chosen_home
 from ..printing import print_json

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Optional
 import httpx
 import typer
 
-from ....cluster.config import Home
 from ....cluster.errors import InvalidRequest, SatchelError
+from ....cluster.home import Home
 from ....cluster.keys import check_agent_id
 from ..completing import complete_agent
 from ..models.choosing import meant

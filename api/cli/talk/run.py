@@ -9,9 +9,9 @@ from typing import Annotated, Optional
 import typer
 
 from ....cluster.bring_up.ports import check_port_free, free_port
-from ....cluster.config import Home
 from ....cluster.connection import find_cluster
 from ....cluster.errors import InvalidRequest, NotRunning, PortInUse
+from ....cluster.home import Home
 from ..cluster import start_in_background
 from ..models.choosing import Choice, ContextOption, KVOption, source_of
 from ..models.disk import complete_source

@@ -13,9 +13,9 @@ from typing import Annotated, Optional
 
 import typer
 
-from ....cluster.config import Home
 from ....cluster.connection import last_cluster
 from ....cluster.errors import ClusterError, NotRunning
+from ....cluster.home import Home
 from ..machines.service import log_file
 from ..options import HomeOption, JsonOption, chosen_home
 from ..views import client, get_json

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ....cluster.config import Home
+from ....cluster.home import Home
 from ..options import HomeOption, JsonOption, chosen_home
 from ..printing import print_json
 from ..tables import duration, size, table

@@ -29,8 +29,9 @@ from satchel.actors.replica.selftest import self_test
 from satchel.actors.replica.selftest.forced_sequences import ForcedSequence, Scene
 from satchel.actors.replica.selftest.self_test import Proven, Verdict, prove
 from satchel.actors.replica.serving import Serving
-from satchel.cluster.config import Home, Model, Scheduling
+from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import ComputesOtherwise, ModelLoadError, SatchelError
+from satchel.cluster.home import Home
 from satchel.cluster.incidents import incidents
 from satchel.cluster.nodes import Node
 from satchel.cluster.timing import USUAL

@@ -14,7 +14,7 @@ import pytest
 
 from satchel.actors.supervision.watchdog import Watchdog
 from satchel.cluster import environment
-from satchel.cluster.config import Home
+from satchel.cluster.home import Home
 from satchel.cluster.incidents import incidents
 from satchel.cluster.timing import USUAL
 
@@ -123,7 +123,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from satchel.actors.supervision.watchdog import Watchdog
-from satchel.cluster.config import Home
+from satchel.cluster.home import Home
 dog = Watchdog("it", Home(Path(sys.argv[1])), poll_s=0.01)
 dog.watch("engine", lambda callback: None, lambda: 0.05)
 dog.start()

@@ -17,10 +17,9 @@ from satchel.api.http.server import HttpServer
 from satchel.api.protocols.satchel import cluster_routes
 from satchel.api.requests.backend import NodeState, ReplicaStats
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord
 from satchel.cluster.errors import SatchelError
-from satchel.cluster.home import prepare_home, write_private_json
+from satchel.cluster.home import Home, prepare_home, write_private_json
 from satchel.cluster.keys import KeyRing
 from satchel.cluster.processes import ProcessMark
 from tests.worlds.api.homes import HomesStore

@@ -14,10 +14,9 @@ import pytest
 from satchel.actors.protocol import control_store
 from satchel.api.cli import endpoint
 from satchel.api.cli.endpoint import ToldEndpoint, find_endpoint, tell_nodes
-from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord
 from satchel.cluster.errors import ClusterError, NotRunning
-from satchel.cluster.home import prepare_home, write_private_json
+from satchel.cluster.home import Home, prepare_home, write_private_json
 from satchel.cluster.processes import ProcessMark
 
 

@@ -8,8 +8,7 @@ import httpx
 import pytest
 
 from satchel.api.app import create_app
-from satchel.cluster.config import Home
-from satchel.cluster.home import prepare_home
+from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import KeyRing, create_key
 from tests.worlds.api.served_models import served_model
 

@@ -16,8 +16,7 @@ from satchel.actors.protocol.block_ids import scope_of
 from satchel.api.http import guard
 from satchel.api.views.agents import agent_transcripts
 from satchel.cluster.audit import Audit
-from satchel.cluster.config import Home
-from satchel.cluster.home import prepare_home
+from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import KeyRing, create_key, owner_key, revoke_key, write_owner_key
 from tests.worlds.api.remembering import LocalStore, Remembering
 

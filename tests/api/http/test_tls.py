@@ -24,9 +24,8 @@ from satchel.api.app import create_app
 from satchel.api.http import tls_listener
 from satchel.api.http.server import HttpServer
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Home
 from satchel.cluster.errors import NotRunning
-from satchel.cluster.home import prepare_home
+from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.trust.endpoint_certificate import client_context
 from satchel.cluster.trust.shown_certificate import ShownCertificate
 from tests.authority import Issued, authority, key_pem, new_key, write_pair

@@ -11,8 +11,7 @@ import pytest
 
 from satchel.api import page
 from satchel.api.app import create_app
-from satchel.cluster.config import Home
-from satchel.cluster.home import prepare_home
+from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import KeyRing, create_key
 
 STATIC = Path(page.__file__).parent / "static"

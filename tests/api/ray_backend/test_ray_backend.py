@@ -27,9 +27,9 @@ from satchel.actors.rpc import client as calls
 from satchel.api.ray_backend import dispatch
 from satchel.api.ray_backend.dispatch import RayBackend
 from satchel.api.views.cluster import SeenNodes
-from satchel.cluster.config import Home, Model, parse_config
+from satchel.cluster.config import Model, parse_config
 from satchel.cluster.errors import InvalidRequest, NodeNotFound, NoReplica, Unavailable
-from satchel.cluster.home import prepare_home
+from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.timing import Timing
 from satchel.cluster.trust.members import Member, admit, members
 from tests.worlds.direct import answer_of, model_info

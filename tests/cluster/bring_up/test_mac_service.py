@@ -20,9 +20,9 @@ from satchel.api.cli.main import app
 from satchel.cluster.bring_up import ray_node
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.bring_up.ray_node import RaySpec
-from satchel.cluster.config import Home
 from satchel.cluster.connection import find_cluster
 from satchel.cluster.errors import NotRunning
+from satchel.cluster.home import Home
 from tests.worlds.fake_mac import FakeMac, fake_mac
 
 REPOSITORY = Path(__file__).parents[3]
@@ -105,7 +105,7 @@ import json, os, sys
 from pathlib import Path
 import psutil, pytest, ray
 from satchel.cluster.bring_up.runtime import LocalCluster
-from satchel.cluster.config import Home
+from satchel.cluster.home import Home
 from tests.worlds.fake_mac import fake_mac
 
 with pytest.MonkeyPatch.context() as patch:

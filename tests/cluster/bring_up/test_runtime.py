@@ -13,9 +13,9 @@ import pytest
 
 from satchel.cluster.bring_up.ray_node import RaySpec
 from satchel.cluster.bring_up.runtime import LocalCluster
-from satchel.cluster.config import Home
 from satchel.cluster.connection import NAMESPACE, connect_ray, find_cluster
 from satchel.cluster.errors import HomeInUse
+from satchel.cluster.home import Home
 from satchel.cluster.processes import ProcessMark, UnixSession
 
 
@@ -47,7 +47,7 @@ def test_a_call_after_its_process_left_the_cluster_starts_no_other(cluster: Loca
     program = """
 import sys
 from pathlib import Path
-from satchel.cluster.config import Home
+from satchel.cluster.home import Home
 from satchel.cluster.connection import connect_ray, find_cluster
 
 connect_ray(find_cluster(Home(Path(sys.argv[1]))))

@@ -20,9 +20,8 @@ import psutil
 import pytest
 
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord, find_cluster
-from satchel.cluster.home import read_json
+from satchel.cluster.home import Home, read_json
 from satchel.cluster.processes import UnixSession, end_session, session_members
 
 STUB = Path(__file__).with_name("stub_server.py")

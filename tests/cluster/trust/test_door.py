@@ -19,10 +19,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 from filelock import FileLock
 
-from satchel.cluster.config import Home, parse_config
+from satchel.cluster.config import parse_config
 from satchel.cluster.connection import versions
 from satchel.cluster.errors import ClusterError, NodeRemoved, NotRunning, PortInUse
-from satchel.cluster.home import ensure_token, prepare_home, write_private
+from satchel.cluster.home import Home, ensure_token, prepare_home, write_private
 from satchel.cluster.keys import create_key
 from satchel.cluster.nodes import Node
 from satchel.cluster.trust import admission, invitations

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from satchel.actors.replica.scheduling.limits import Limits
 from satchel.actors.replica.scheduling.prefill_budget import PrefillPace
-from satchel.actors.replica.scheduling.scheduler import PrefillChunk, ScheduledSequence, Scheduler
+from satchel.actors.replica.scheduling.scheduler import PrefillChunk, Scheduler
+from satchel.actors.replica.scheduling.sequence import ScheduledSequence
 
 PAUSE_S = 0.25
 LIMITS = Limits(

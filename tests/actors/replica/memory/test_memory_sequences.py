@@ -10,7 +10,7 @@ import pytest
 from satchel.actors.replica.kv import prefix
 from satchel.actors.replica.loop import intake
 from satchel.actors.replica.loop.engine import Engine
-from satchel.actors.replica.scheduling.scheduler import ScheduledSequence
+from satchel.actors.replica.scheduling.sequence import ScheduledSequence
 from tests.worlds.replica.bench import Bench
 
 MakeBench = Callable[..., Bench]

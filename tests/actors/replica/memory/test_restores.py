@@ -19,7 +19,8 @@ from satchel.actors.replica.memory import disk_tier, restores
 from satchel.actors.replica.memory.disk_tier import DiskTier, Prompt, WriteJob, Written
 from satchel.actors.replica.memory.keeping import Keeping
 from satchel.actors.replica.scheduling.limits import Limits
-from satchel.actors.replica.scheduling.scheduler import ScheduledSequence, Scheduler
+from satchel.actors.replica.scheduling.scheduler import Scheduler
+from satchel.actors.replica.scheduling.sequence import ScheduledSequence
 from satchel.cluster.errors import Unavailable
 from tests.worlds.models.families import write_model
 from tests.worlds.replica.bench import Bench

@@ -17,13 +17,8 @@ from satchel.actors.replica.scheduling.fairness import (
     depths,
     queues_too_many,
 )
-from satchel.actors.replica.scheduling.scheduler import (
-    UNEVEN_TOKENS,
-    Limits,
-    ScheduledSequence,
-    Scheduler,
-    SequenceState,
-)
+from satchel.actors.replica.scheduling.scheduler import UNEVEN_TOKENS, Limits, Scheduler
+from satchel.actors.replica.scheduling.sequence import ScheduledSequence, SequenceState
 
 LIMITS = Limits(
     sequences_max=8, queue_requests_max=100, prefill_chunk_tokens=256, kv_tokens_max=2**22, prefill_sequences_max=4

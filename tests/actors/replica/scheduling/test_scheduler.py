@@ -5,13 +5,8 @@ from __future__ import annotations
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.replica_messages import IDLE_PRIORITY
 from satchel.actors.replica.scheduling.prefill_budget import TOKENS_MIN
-from satchel.actors.replica.scheduling.scheduler import (
-    Limits,
-    PrefillChunk,
-    ScheduledSequence,
-    Scheduler,
-    SequenceState,
-)
+from satchel.actors.replica.scheduling.scheduler import Limits, PrefillChunk, Scheduler
+from satchel.actors.replica.scheduling.sequence import ScheduledSequence, SequenceState
 
 LIMITS = Limits(sequences_max=4, queue_requests_max=6, prefill_chunk_tokens=256, kv_tokens_max=6000)
 

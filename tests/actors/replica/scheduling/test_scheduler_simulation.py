@@ -17,13 +17,8 @@ import pytest
 from satchel.actors.replica.scheduling.fairness import FLOW_TIMES
 from satchel.actors.replica.scheduling.limits import STEP_TOKENS
 from satchel.actors.replica.scheduling.prefill_budget import TOKENS_MIN
-from satchel.actors.replica.scheduling.scheduler import (
-    HEADROOM_TOKENS,
-    PrefillChunk,
-    ScheduledSequence,
-    Scheduler,
-    SequenceState,
-)
+from satchel.actors.replica.scheduling.scheduler import HEADROOM_TOKENS, PrefillChunk, Scheduler
+from satchel.actors.replica.scheduling.sequence import ScheduledSequence, SequenceState
 from tests.worlds.replica.scheduler_worlds import World, make_world
 
 BLOCK = 256

@@ -19,9 +19,8 @@ from satchel.api.cli.machines import stay
 from satchel.api.cli.machines.service import leave
 from satchel.api.cli.machines.stay import invited, named_node, own_node
 from satchel.cluster.bring_up.launch import JoinOrder
-from satchel.cluster.config import Home
 from satchel.cluster.errors import ClusterError, HomeInUse
-from satchel.cluster.home import prepare_home
+from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.node_keeper import find_keeper
 from satchel.cluster.nodes import Node
 from satchel.cluster.trust.estate import Estate, keep_estate
@@ -73,7 +72,7 @@ import sys
 from pathlib import Path
 from satchel.api.cli.machines import stay
 from satchel.cluster.bring_up.launch import JoinOrder
-from satchel.cluster.config import Home
+from satchel.cluster.home import Home
 
 folder = Path(sys.argv[1])
 stay.LOOK_S = stay.RETRY_FIRST_S = 0.1

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from satchel.api.cli.main import app
 from satchel.api.cli.models.choosing import Choice
 from satchel.api.cli.talk import run as cli_run
-from satchel.cluster.config import Home
 from satchel.cluster.errors import PortInUse, SatchelError
+from satchel.cluster.home import Home
 
 from ..conftest import Served
 

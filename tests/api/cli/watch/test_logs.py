@@ -17,10 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 from satchel.api.cli.main import app
-from satchel.cluster.config import Home
 from satchel.cluster.connection import ClusterRecord
 from satchel.cluster.errors import SatchelError
-from satchel.cluster.home import prepare_home, write_private_json
+from satchel.cluster.home import Home, prepare_home, write_private_json
 from satchel.cluster.processes import ProcessMark
 
 from ..conftest import Served

@@ -15,9 +15,8 @@ from satchel.actors.model_files.weights import Tensor
 from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api.app import create_app
 from satchel.api.protocols.ollama.models import ModelFacts, level_of, listed_body, parameters_of
-from satchel.cluster.config import Home
 from satchel.cluster.errors import GenerationFailed, QueueFull
-from satchel.cluster.home import prepare_home
+from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import KeyRing, create_key
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.remembering import Remembering

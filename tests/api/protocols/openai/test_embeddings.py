@@ -23,9 +23,9 @@ from satchel.actors.replica.loading.models import EMBEDDED
 from satchel.api.app import create_app
 from satchel.api.pipeline.vectors import TEXTS_MAX
 from satchel.api.text.model import load_text_model
-from satchel.cluster.config import Config, Home, parse_config
+from satchel.cluster.config import Config, parse_config
 from satchel.cluster.errors import QueueFull
-from satchel.cluster.home import prepare_home
+from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import KeyRing, create_key
 from tests.worlds.api.engine_backend import remembering_app
 from tests.worlds.api.fake_backend import DIMENSIONS, FakeBackend

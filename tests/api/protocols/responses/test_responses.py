@@ -18,9 +18,8 @@ from PIL import Image
 
 from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api.app import create_app
-from satchel.cluster.config import Home
 from satchel.cluster.errors import GenerationFailed
-from satchel.cluster.home import prepare_home
+from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import KeyRing, create_key
 from tests.worlds.api.remembering import Remembering
 from tests.worlds.api.responses_client import Responses

@@ -21,8 +21,7 @@ from satchel.api.http.server import HttpServer
 from satchel.api.protocols.satchel import cluster_routes, live_routes
 from satchel.api.requests.backend import ReplicaStats
 from satchel.cluster.bring_up.ports import free_port
-from satchel.cluster.config import Home
-from satchel.cluster.home import prepare_home
+from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import KeyRing, create_key
 from tests.worlds.api.fake_backend import FakeBackend
 

@@ -12,8 +12,7 @@ import pytest
 from satchel.actors.protocol.replica_messages import SequenceUpdate
 from satchel.api.app import create_app
 from satchel.cluster.audit import Audit
-from satchel.cluster.config import Home
-from satchel.cluster.home import prepare_home
+from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import KeyRing, create_key
 from tests.worlds.api.fake_backend import FakeBackend, events_of
 

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from satchel.api.app import create_app
-from satchel.cluster.config import Home
 from satchel.cluster.errors import (
     AgentBusy,
     DeadlineExceeded,
@@ -21,7 +20,7 @@ from satchel.cluster.errors import (
     QueueFull,
     RateLimited,
 )
-from satchel.cluster.home import prepare_home
+from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.keys import KeyRing, create_key
 from tests.worlds.api.anthropic_client import HELLO, Messages
 
