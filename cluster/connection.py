@@ -46,7 +46,7 @@ class ClusterRecord:
         temp_dir: where Ray keeps its sockets and logs.
         ray_sid: the Unix session in which Ray runs.
         node: this machine's name in the cluster.
-        door: the address of the join server, `HOST:PORT`.
+        join_server: the address of the join server, `HOST:PORT`.
         joined: whether this machine joined a cluster that another server leads.
     """
 
@@ -60,7 +60,7 @@ class ClusterRecord:
     temp_dir: str
     ray_sid: int
     node: str = "local"
-    door: str = ""
+    join_server: str = ""
     joined: bool = False
     certificate: str | None = None
 
@@ -92,8 +92,10 @@ def last_cluster(home: Home) -> ClusterRecord:
     data = read_json(home.cluster_file)
     if data is None:
         raise NotRunning(f"no server runs on {home.root}; {_ADVICE}")
+    # Earlier versions wrote `door`.
+    former = {"join_server": data.pop("door")} if "door" in data else {}
     try:
-        return ClusterRecord(**data)
+        return ClusterRecord(**former, **data)
     except TypeError:
         raise NotRunning(f"{home.cluster_file} was written by another version of Satchel; {_ADVICE}") from None
 

@@ -100,12 +100,12 @@ class Home:
         return self.tls / "members.json"
 
     @property
-    def door_file(self) -> Path:
+    def join_server_file(self) -> Path:
         """On a head: the port of its join server, which stays the same after a restart."""
         return self.tls / "door.json"
 
     @property
-    def estate_file(self) -> Path:
+    def takeover_state_file(self) -> Path:
         """On a joined machine: the takeover state, which it needs to replace the head."""
         return self.tls / "estate.json"
 

@@ -15,14 +15,14 @@ class NodeKeeper:
 
     mark: ProcessMark
     name: str
-    door: str
+    join_server: str
 
 
-def note_keeper(home: Home, name: str, door: str) -> None:
+def note_keeper(home: Home, name: str, join_server: str) -> None:
     """Records this process as the one that keeps the home's machine in a cluster."""
     mark = ProcessMark.of(os.getpid())
     assert mark is not None
-    data = {"pid": mark.pid, "created_s": mark.created_s, "name": name, "door": door}
+    data = {"pid": mark.pid, "created_s": mark.created_s, "name": name, "door": join_server}
     write_private_json(home.node_file, data)
 
 

@@ -81,7 +81,7 @@ class VideoLayout:
 
 
 @dataclass(frozen=True)
-class Film:
+class Video:
     """A video: its frames, `(frames, height, width, 3) uint8`, and the time of each in seconds."""
 
     frames: np.ndarray
@@ -227,21 +227,21 @@ class PictureProcessor:
             )
         return {name: value for name, value in made.items() if name not in _NOT_FOR_THE_MODEL}
 
-    def read(self, text: str, pictures: Sequence[Image.Image], films: Sequence[Film] = ()) -> dict[str, Any]:
+    def read(self, text: str, pictures: Sequence[Image.Image], videos: Sequence[Video] = ()) -> dict[str, Any]:
         """Returns the processor's output for a text with placeholders, their pictures and their videos, by name: the
         `input_ids`, the encoder's inputs, and more. Shapes and dtypes are the processor's.
 
         If the processor marks a picture with a number that is no token, the ids have `token` there, once for each of
         the picture's embeddings.
         """
-        made = self._made(text, pictures, films)
+        made = self._made(text, pictures, videos)
         if self._mark:
             made["input_ids"] = np.array([self._with_tokens(_ids(made), pictures)])
         return made
 
-    def _made(self, text: str, pictures: Sequence[Image.Image], films: Sequence[Film] = ()) -> dict[str, Any]:
-        given: dict[str, Any] = {} if films and not pictures else {"images": list(pictures)}
-        made = dict(self._processor(text=[text], **given, **_of_films(films), return_tensors="mlx"))
+    def _made(self, text: str, pictures: Sequence[Image.Image], videos: Sequence[Video] = ()) -> dict[str, Any]:
+        given: dict[str, Any] = {} if videos and not pictures else {"images": list(pictures)}
+        made = dict(self._processor(text=[text], **given, **_of_videos(videos), return_tensors="mlx"))
         # As mlx-vlm does.
         return {_PIXELS if name == "images" else name: value for name, value in made.items()}
 
@@ -377,7 +377,7 @@ class PictureProcessor:
 
     def _video_layout(self, width: int, height: int, seconds: tuple[float, ...]) -> VideoLayout:
         blank = np.zeros((len(seconds), height, width, 3), np.uint8)
-        made = dict(self._processor(text=[self.video_placeholder], **_of_films([Film(blank, seconds)])))
+        made = dict(self._processor(text=[self.video_placeholder], **_of_videos([Video(blank, seconds)])))
         ids, grid, own = _ids(made), _video_grid(made), self._processor.video_processor
         spans = self._video_spans(ids)
         width, height = grid[2] * own.patch_size, grid[1] * own.patch_size
@@ -433,14 +433,14 @@ class PictureProcessor:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _of_films(films: Sequence[Film]) -> dict[str, Any]:
+def _of_videos(videos: Sequence[Video]) -> dict[str, Any]:
     """Returns a processor's inputs for videos; empty if there are none."""
-    if not films:
+    if not videos:
         return {}
-    ticks = [[round(second * CLOCK_HZ) for second in film.seconds] for film in films]
+    ticks = [[round(second * CLOCK_HZ) for second in video.seconds] for video in videos]
     return {
-        "videos": [film.frames for film in films],
-        "fps": [_rate(film.seconds) for film in films],
+        "videos": [video.frames for video in videos],
+        "fps": [_rate(video.seconds) for video in videos],
         "video_metadata": [
             {"frames_indices": each, "fps": CLOCK_HZ, "total_num_frames": each[-1] + 1} for each in ticks
         ],

@@ -48,14 +48,16 @@ def invite(json: JsonOption = False, home: HomeOption = None) -> None:
 
     record = find_cluster(chosen_home(home))
     if record.joined:
-        raise ClusterError(f"{record.node} is not the head of its cluster; run this on the head, at {record.door}")
-    invitation = run(Home(Path(record.home)), record.door)
+        raise ClusterError(
+            f"{record.node} is not the head of its cluster; run this on the head, at {record.join_server}"
+        )
+    invitation = run(Home(Path(record.home)), record.join_server)
     if json:
         print_json({"invitation": invitation.to_text(), "valid_s": LIFE_S})
         return
     _say(f"On the other machine, once and within {LIFE_S / 60:.0f} minutes:")
     _say(f"  satchel join '{invitation.to_text()}'")
-    if is_loopback(record.door):
+    if is_loopback(record.join_server):
         _say("Only this machine can use that; for other machines the first node in the config needs an address.")
 
 
@@ -194,7 +196,7 @@ def install_service(
         if invitation.secret and not only_print:
             # The service joins by its certificate.
             let_in(where, node, invitation)
-        service = node_service(invitation.door, name, own_address, where)
+        service = node_service(invitation.join_server, name, own_address, where)
     said: list[str] = []
     install(service, where, daemon=daemon, only_print=only_print, say=said.append if json else _say)
     if json:

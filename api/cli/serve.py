@@ -29,8 +29,8 @@ from ...cluster.keys import owner_key, write_owner_key
 from ...cluster.node_keeper import find_keeper
 from ...cluster.trust.admission import led_elsewhere
 from ...cluster.trust.endpoint_certificate import read_certificate
-from ...cluster.trust.estate import estate_of
 from ...cluster.trust.invitations import invite
+from ...cluster.trust.takeover_state import takeover_state_of
 from .endpoint import ToldEndpoint, tell_nodes
 from .progress import ProgressDisplay
 
@@ -126,14 +126,14 @@ class StartUp(threading.Thread):
             self.launcher = Launcher(
                 machines[1:],
                 self._home,
-                lambda: invite(self._home, record.door),
+                lambda: invite(self._home, record.join_server),
                 self._progress.say,
                 self._config.timing.node_leave_s,
             )
         # Relative folders of models are resolved in the folder where this server was started; other machines get
         # absolute paths.
         located = replace(self._config, models=tuple(map(located_model, self._config.models)))
-        self._cluster.lead_with(estate_of(self._home, located))
+        self._cluster.lead_with(takeover_state_of(self._home, located))
         deployment = deploy(self._config, report=self._progress.report)
         if self.launcher is not None:
             self._progress.report("Waiting for the other nodes", None)
@@ -166,11 +166,13 @@ def serve(config: Config, home: Home) -> None:
     check_port_free(config.endpoint.listen, config.endpoint.port)
     prepare_home(home)
     if (keeper := find_keeper(home)) is not None:
-        raise HomeInUse(f"{home.root} is that of {keeper.name}, a node of {keeper.door}; `satchel leave` ends that")
+        raise HomeInUse(
+            f"{home.root} is that of {keeper.name}, a node of {keeper.join_server}; `satchel leave` ends that"
+        )
     if (head := led_elsewhere(home)) is not None:
         raise ClusterError(
-            f"another machine leads this cluster now, at {head.door}: `satchel join '{head.to_text()}'` makes this one "
-            "a node of it"
+            f"another machine leads this cluster now, at {head.join_server}: `satchel join '{head.to_text()}'` makes "
+            "this one a node of it"
         )
     advice = check_endpoint(config.endpoint, home)
     write_owner_key(home)

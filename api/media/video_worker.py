@@ -55,23 +55,23 @@ def read_film(data: bytes, sampling: FrameSampling) -> list[Picture]:
     _check_whole(data, deadline)
     _limit_memory(_BYTES_MAX + _BYTES_A_PIXEL * sampling.pixels_max)
     stream: Any = io.BytesIO(data)
-    film = cv2.VideoCapture(stream, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, _THREADS])
-    if not film.isOpened():
+    video = cv2.VideoCapture(stream, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, _THREADS])
+    if not video.isOpened():
         raise Undecodable(_DAMAGED)
-    width, height = film.get(cv2.CAP_PROP_FRAME_WIDTH), film.get(cv2.CAP_PROP_FRAME_HEIGHT)
+    width, height = video.get(cv2.CAP_PROP_FRAME_WIDTH), video.get(cv2.CAP_PROP_FRAME_HEIGHT)
     check_size(int(width), int(height), sampling.pixels_max)
-    rate = film.get(cv2.CAP_PROP_FPS)
+    rate = video.get(cv2.CAP_PROP_FPS)
     rate = rate if math.isfinite(rate) and rate > 0 else _FRAMES_A_SECOND
     seconds = 0.0
     for index in itertools.count():
-        if not film.grab():
+        if not video.grab():
             break
         deadline.check()
-        stated = film.get(cv2.CAP_PROP_POS_MSEC) / 1000
+        stated = video.get(cv2.CAP_PROP_POS_MSEC) / 1000
         # Some files have no timestamps, or wrong ones.
         seconds = stated if math.isfinite(stated) and stated > seconds else max(seconds, index / rate)
         if sampler.wants(seconds):
-            sampler.take(_picture(film.retrieve(), sampling, seconds))
+            sampler.take(_picture(video.retrieve(), sampling, seconds))
     return sampler.frames()
 
 
@@ -159,7 +159,7 @@ def main() -> None:
     except Undecodable as refusal:
         answer: Any = str(refusal)
     except ImportError:
-        answer = "is a film, and OpenCV, which reads films, does not load here"
+        answer = "is a video, and OpenCV, which reads videos, does not load here"
     else:
         answer = [(frame.width, frame.height, frame.pixels, frame.seconds) for frame in frames]
     sys.stdout.buffer.write(msgpack.packb(answer) or b"")

@@ -31,8 +31,8 @@ from ..nodes import Node
 from ..processes import ProcessMark, UnixSession, end_session, raise_open_files
 from ..timing import USUAL
 from ..trust.admission import Admission
-from ..trust.door import Door, known_door
-from ..trust.estate import Estate
+from ..trust.join_server import JoinServer, known_join_server
+from ..trust.takeover_state import TakeoverState
 from .heartbeats import HeartbeatListener
 from .mac import stay_awake
 from .ray_node import RayReport, RaySpec
@@ -96,7 +96,7 @@ class LocalCluster:
         self._port = port
         self._lock = HomeLock(home)
         self._admission: Admission | None = None
-        self._door: Door | None = None
+        self._join_server: JoinServer | None = None
         self._head: subprocess.Popen[bytes] | None = None
         self._awake: subprocess.Popen[bytes] | None = None
         self._session: UnixSession | None = None
@@ -144,15 +144,15 @@ class LocalCluster:
             self._admission = admission
             ensure_token(self._home)
             if admission is None:
-                self._door = known_door(self._home, self._node, self._port, versions())
+                self._join_server = known_join_server(self._home, self._node, self._port, versions())
             self._launch_head()
             # The import takes a second, while Ray starts.
             environment.enter_ray_environment(self._home, one_machine=self._node.is_loopback)
             import ray  # noqa: F401
 
             report = self._await_head()
-            if self._door is not None:
-                self._door.open(report.address)
+            if self._join_server is not None:
+                self._join_server.open(report.address)
             self._record = self._describe(report)
             write_private_json(self._home.cluster_file, asdict(self._record))
             connect_ray(self._record)
@@ -163,10 +163,10 @@ class LocalCluster:
         self.note_processes()
         return self._record
 
-    def lead_with(self, estate: Callable[[], Estate]) -> None:
+    def lead_with(self, takeover_state: Callable[[], TakeoverState]) -> None:
         """Sends the cluster's machines the takeover state from now on."""
-        if self._door is not None:
-            self._door.estate = estate
+        if self._join_server is not None:
+            self._join_server.takeover_state = takeover_state
 
     def publish_endpoint(self, url: str, certificate: str | None = None) -> ClusterRecord:
         """Records the endpoint's URL and the file with its certificate for other processes."""
@@ -222,8 +222,8 @@ class LocalCluster:
             self._stopping = True
             if not first:
                 return
-            if self._door is not None:
-                self._door.close()
+            if self._join_server is not None:
+                self._join_server.close()
             if self._connected and not abandon:
                 _disconnect_ray()
             self._end_processes(grace_s=0.0 if abandon else _STOP_GRACE_S)
@@ -307,6 +307,12 @@ class LocalCluster:
             line += part
         return RayReport(**json.loads(line))
 
+    def _joined_at(self) -> str:
+        """Returns the join server's address, this machine's own or the one that admitted it."""
+        if self._join_server is not None:
+            return self._join_server.address
+        return self._admission.join_server if self._admission is not None else ""
+
     def _describe(self, report: RayReport) -> ClusterRecord:
         me = ProcessMark.of(os.getpid())
         assert me is not None and self._session is not None and self._private_dir is not None
@@ -321,7 +327,7 @@ class LocalCluster:
             temp_dir=str(self._private_dir / "ray"),
             ray_sid=self._session.sid,
             node=self._node.name,
-            door=self._door.address if self._door is not None else self._admission.door if self._admission else "",
+            join_server=self._joined_at(),
             joined=self._admission is not None,
         )
 

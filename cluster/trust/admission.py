@@ -1,5 +1,4 @@
-"""A machine's side of joining a cluster and asking for news: calls the join server (`door.py`) that its invitation
-names."""
+"""A machine's side of joining a cluster and asking for news: calls the join server that its invitation names."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ ANSWER_BYTES_MAX = 4 * 2**20
 class Admission:
     """The cluster that admitted a machine: the addresses (`HOST:PORT`) of its join server and of its Ray."""
 
-    door: str
+    join_server: str
     ray: str
 
 
@@ -53,11 +52,11 @@ def enter(home: Home, node: Node, invitation: Invitation) -> Admission:
     try:
         ray, token, certificate, authority = (str(answer[key]) for key in ("ray", "token", "certificate", "authority"))
     except KeyError:
-        raise ClusterError(f"{invitation.door} answers as no cluster of this version does") from None
+        raise ClusterError(f"{invitation.join_server} answers as no cluster of this version does") from None
     write_private(home.token_file, token)
     keep(home, certificate, authority)
     remember(home, invitation, node)
-    return Admission(invitation.door, ray)
+    return Admission(invitation.join_server, ray)
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,10 @@ class News:
     has changed, else ""."""
 
     ray: str
-    estate: str
+    takeover_state: str
 
 
-def ask_news(home: Home, name: str, door: Invitation, have: str) -> News:
+def ask_news(home: Home, name: str, invitation: Invitation, have: str) -> News:
     """Asks for news of this machine's cluster.
 
     Args:
@@ -80,8 +79,8 @@ def ask_news(home: Home, name: str, door: Invitation, have: str) -> News:
         NodeRemoved: the head has removed this machine.
         ClusterError: another machine answers, or other versions run there.
     """
-    answer = _ask(home, door, _news_message(have))
-    _check(answer, name, door)
+    answer = _ask(home, invitation, _news_message(have))
+    _check(answer, name, invitation)
     return News(str(answer.get("ray", "")), str(answer.get("estate", "")))
 
 
@@ -89,9 +88,9 @@ def _news_message(have: str) -> bytes:
     return json.dumps({"news": True, "versions": versions(), "have": have}).encode() + b"\n"
 
 
-def knock(door: str) -> Literal["open", "refused", "silent"]:
+def knock(join_server: str) -> Literal["open", "refused", "silent"]:
     """Returns whether a join server listens there: `refused` if its machine answers that nothing listens."""
-    host, _, port = door.rpartition(":")
+    host, _, port = join_server.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
     except ConnectionRefusedError:
@@ -110,22 +109,22 @@ def led_elsewhere(home: Home) -> Invitation | None:
     Raises:
         ClusterError: the members of this home's cluster cannot be read.
     """
-    port = (read_json(home.door_file) or {}).get("port")
+    port = (read_json(home.join_server_file) or {}).get("port")
     others = members(home).admitted.values()
     if port is None or not others:
         return None
 
     def look(member: Member) -> Invitation | None:
-        door = Invitation(host_port(member.address, port), member.fingerprint)
-        if knock(door.door) != "open":
+        invitation = Invitation(host_port(member.address, port), member.fingerprint)
+        if knock(invitation.join_server) != "open":
             return None
         try:
-            answer = _ask(home, door, _news_message(""))
+            answer = _ask(home, invitation, _news_message(""))
         except ClusterError:
             # What listens there is no head.
             return None
         # A machine that has removed this one is a head. So is one with other versions.
-        return None if answer.get("removed") else door
+        return None if answer.get("removed") else invitation
 
     with ThreadPoolExecutor(len(others)) as pool:
         return next((found for found in pool.map(look, others) if found is not None), None)
@@ -134,12 +133,12 @@ def led_elsewhere(home: Home) -> Invitation | None:
 def _check(answer: dict[str, Any], name: str, invitation: Invitation) -> None:
     if "error" in answer:
         kind = NodeRemoved if answer.get("removed") else ClusterError
-        raise kind(f"{invitation.door} does not let {name} in: {answer['error']}")
+        raise kind(f"{invitation.join_server} does not let {name} in: {answer['error']}")
 
 
 def _ask(home: Home, invitation: Invitation, message: bytes) -> dict[str, Any]:
-    door = invitation.door
-    host, _, port = door.rpartition(":")
+    join_server = invitation.join_server
+    host, _, port = join_server.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # The head is identified by its key, not by an authority.
@@ -148,22 +147,24 @@ def _ask(home: Home, invitation: Invitation, message: bytes) -> dict[str, Any]:
         try:
             context.load_cert_chain(home.certificate_file, home.key_file)
         except (OSError, ssl.SSLError):
-            raise ClusterError(f"this machine has no certificate of {door}; `satchel invite` there") from None
+            raise ClusterError(f"this machine has no certificate of {join_server}; `satchel invite` there") from None
     try:
         plain = socket.create_connection((host.strip("[]"), int(port)), CONNECT_S)
     except (OSError, ValueError, OverflowError) as error:
-        raise NotRunning(f"no cluster answers at {door}: {error}") from None
+        raise NotRunning(f"no cluster answers at {join_server}: {error}") from None
     try:
         with plain, context.wrap_socket(plain) as sock:
             shown = sock.getpeercert(binary_form=True)
             if shown is None or not hmac.compare_digest(fingerprint(shown), invitation.fingerprint):
-                raise ClusterError(f"at {door} another machine answers than the inviting one; nothing was sent to it")
+                raise ClusterError(
+                    f"at {join_server} another machine answers than the inviting one; nothing was sent to it"
+                )
             sock.settimeout(TALK_S)
             sock.sendall(message)
             return _line(sock)
     except (OSError, ValueError) as error:
         advice = "" if invitation.secret else "; if it does not know this machine, `satchel invite` there helps"
-        raise NotRunning(f"{door} does not answer as a cluster's join server does: {error}{advice}") from None
+        raise NotRunning(f"{join_server} does not answer as a cluster's join server does: {error}{advice}") from None
 
 
 def _line(sock: ssl.SSLSocket) -> dict[str, Any]:

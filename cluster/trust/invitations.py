@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..home import Home, read_json, write_private, write_private_json
@@ -22,7 +22,7 @@ from ..nodes import Node
 from .certificates import own_fingerprint
 
 LIFE_S = 3600.0
-_TEXT = re.compile(r"(?P<door>[^\s#]+)#(?P<secret>[\w-]{32}|)\.(?P<fingerprint>[\w-]{43})", re.ASCII)
+_TEXT = re.compile(r"(?P<join_server>[^\s#]+)#(?P<secret>[\w-]{32}|)\.(?P<fingerprint>[\w-]{43})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Invitation:
     """One invitation. For a machine that was admitted before it has no secret.
 
     Attributes:
-        door: the join server's address, `HOST:PORT`.
+        join_server: the join server's address, `HOST:PORT`.
         fingerprint: of the head's key.
         secret: valid once; "" for a machine that was admitted before and shows its certificate.
     """
 
-    door: str
+    join_server: str
     fingerprint: str
     secret: str = field(default="", repr=False)
 
     def to_text(self) -> str:
-        return f"{self.door}#{self.secret}.{self.fingerprint}"
+        return f"{self.join_server}#{self.secret}.{self.fingerprint}"
 
     @staticmethod
     def from_text(text: str) -> Invitation:
@@ -55,7 +55,7 @@ class Invitation:
         return Invitation(**found.groupdict())
 
 
-def invite(home: Home, door: str) -> Invitation:
+def invite(home: Home, join_server: str) -> Invitation:
     """Makes an invitation to the cluster that this home leads."""
     home.invitations.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Removes expired ones.
@@ -64,7 +64,7 @@ def invite(home: Home, door: str) -> Invitation:
             path.unlink(missing_ok=True)
     secret = secrets.token_urlsafe(24)
     write_private(home.invitations / _hash(secret), str(int(time.time() + LIFE_S)))
-    return Invitation(door, own_fingerprint(home), secret)
+    return Invitation(join_server, own_fingerprint(home), secret)
 
 
 def find_invitation(home: Home, secret: str) -> Path | None:
@@ -87,27 +87,27 @@ def use_up(invitation: Path) -> bool:
 class Membership:
     """The cluster that admitted a machine last, and the machine's name there ("" if that was not stored)."""
 
-    door: str
+    join_server: str
     fingerprint: str
     name: str = ""
     address: str = ""
 
     @property
     def way_back(self) -> Invitation:
-        return Invitation(self.door, self.fingerprint)
+        return Invitation(self.join_server, self.fingerprint)
 
 
 def remember(home: Home, invitation: Invitation, node: Node) -> None:
     """Stores the cluster that has admitted this machine as `node`."""
-    data = Membership(invitation.door, invitation.fingerprint, node.name, node.address)
-    write_private_json(home.membership_file, asdict(data))
+    where = {"door": invitation.join_server, "fingerprint": invitation.fingerprint}
+    write_private_json(home.membership_file, where | {"name": node.name, "address": node.address})
 
 
 def remembered(home: Home) -> Membership | None:
     """Returns the cluster that this machine joined last; None if there is none."""
     data = read_json(home.membership_file) or {}
-    with suppress(TypeError):
-        return Membership(**data)
+    with suppress(KeyError, TypeError):
+        return Membership(data.pop("door"), **data)
     return None
 
 

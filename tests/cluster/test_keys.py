@@ -48,7 +48,7 @@ def test_a_ring_knows_a_key_at_once_and_forgets_a_revoked_one_at_once(home: Home
     assert ring.check(wrong) is None and ring.remembered(wrong) is False
     revoke_key(home, "ann")
     assert ring.remembered(secret) is False and ring.check(secret) is None
-    assert not ring.is_open, "who revokes the last key does not open the door"
+    assert not ring.is_open, "who revokes the last key does not open the join server"
     _, newer = create_key(home, "ann")
     assert ring.check(newer) and not ring.check(secret)
 

@@ -191,13 +191,13 @@ def test_while_a_host_is_cut_off_its_agents_go_on_and_afterwards_the_newest_home
 
 def test_who_may_not_join_is_told_why_in_a_sentence(world: World):
     good = world.invitation()
-    wrong, nowhere = replace(good, secret="0" * 32), replace(good, door=f"{world.head.address}:9")
+    wrong, nowhere = replace(good, secret="0" * 32), replace(good, join_server=f"{world.head.address}:9")
     impostor = replace(good, fingerprint="0" * 43)
     refused = {
         ".* does not let mac2 in: the invitation is not good": world.join(wrong.to_text(), home="refused0"),
         "no cluster answers at .*:9: .*refused": world.join(nowhere.to_text(), home="refused1"),
         "at .* another machine answers than the inviting one": world.join(impostor.to_text(), home="refused2"),
-        "this machine has joined no cluster yet": world.join(good.door, home="refused3"),
+        "this machine has joined no cluster yet": world.join(good.join_server, home="refused3"),
     }
     for reason, process in refused.items():
         said = ended(process, 30)
@@ -211,10 +211,10 @@ def test_who_may_not_join_is_told_why_in_a_sentence(world: World):
 def start(world: World, nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a head that keeps these nodes says of each when it has tried."""
     monkeypatch.setenv("PATH", world.path)
-    head, door = world.home("mac0"), world.record("mac0").door
+    head, join_server = world.home("mac0"), world.record("mac0").join_server
     said: list[str] = []
     launcher = Launcher(
-        tuple(nodes), world.home("another"), lambda: invite(head, door), said.append, USUAL.node_leave_s
+        tuple(nodes), world.home("another"), lambda: invite(head, join_server), said.append, USUAL.node_leave_s
     )
     try:
         wait_until(lambda: len({line.split()[1] for line in said}) == len(nodes), 60)

@@ -21,7 +21,7 @@ from satchel.cluster.connection import find_cluster
 from satchel.cluster.errors import NotRunning
 from satchel.cluster.home import Home
 from satchel.cluster.node_keeper import find_keeper
-from satchel.cluster.trust.estate import kept_estate
+from satchel.cluster.trust.takeover_state import kept_takeover_state
 
 from . import hosts as namespaces
 from .hosts import Host, Talk, hosts, named, wait_until
@@ -144,7 +144,7 @@ class Streams:
 
 def may_lead(home: Home) -> bool:
     """Returns whether the machine has the takeover state."""
-    found = kept_estate(home)
+    found = kept_takeover_state(home)
     return found is not None and bool(found[0].config)
 
 
@@ -212,7 +212,7 @@ def test_the_heads_word_ends_a_machine_and_it_stays_out_until_it_is_invited(worl
     assert "mac2" in succeeds(world.on("mac0", "nodes"))
     assert "mac2 moves its agents to other nodes and leaves" in succeeds(world.on("mac0", "nodes", "remove", "mac2"))
     assert "mac2 is no node of its cluster any more" in succeeds(world.kept.pop("mac2"), LEAVE_S)
-    assert not world.home("mac2").estate_file.exists() and not world.home("mac2").token_file.exists()
+    assert not world.home("mac2").takeover_state_file.exists() and not world.home("mac2").token_file.exists()
     assert set(talk.nodes()) == {"mac0", "mac1"} and talk.answering() == {"mac0", "mac1"}
     assert "mac2" not in succeeds(world.on("mac0", "nodes", "list"))
     refused = world.on("mac2", "join")
@@ -228,7 +228,7 @@ def test_another_machine_leads_in_the_place_of_a_lost_head(world: Members):
     assert talk.ask(ada, told).node == "mac0"
     wait_until(lambda: talk.where(ada)["copies"], RETURN_S)
     assert "answers" in ended(world.on("mac1", "promote"), 60), "the head is there"
-    wait_until((world.home("mac1").estate_file).exists, 30)
+    wait_until((world.home("mac1").takeover_state_file).exists, 30)
     world.host("mac0").kill_all()
     hear(world.kept["mac1"], "joins again by itself")
 

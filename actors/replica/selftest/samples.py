@@ -17,7 +17,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from PIL import Image
 
-from ...model_files.processors import Film
+from ...model_files.processors import Video
 from ..device.device import as_numpy, multiplies_exactly
 from ..execution.levels import levels_of
 from ..execution.loaded_model import LoadedModel
@@ -50,7 +50,7 @@ class Exhibit:
     text: str
     shown: Sequence[Shown]
     pictures: Sequence[Image.Image] = ()
-    videos: Sequence[Film] = ()
+    videos: Sequence[Video] = ()
 
     @property
     def tokens(self) -> int:
@@ -104,7 +104,7 @@ class Exhibition:
         laid = self.processor.video_layout(*frames[0].size, seconds)
         # In the size that the encoder needs, so that they are not resized again.
         frames = [frame.resize((laid.width, laid.height), Image.Resampling.BICUBIC) for frame in frames]
-        video = Film(np.stack([np.asarray(frame) for frame in frames]), seconds)
+        video = Video(np.stack([np.asarray(frame) for frame in frames]), seconds)
         frames += frames[-1:] * (len(laid.spans) * laid.frames - len(frames))
         shown = []
         for index, span in enumerate(laid.spans):

@@ -22,8 +22,14 @@ from ....cluster.home import Home, HomeLock, prepare_home
 from ....cluster.nodes import Node
 from ....cluster.timing import USUAL
 from ....cluster.trust.admission import Admission, ask_news, enter, knock
-from ....cluster.trust.estate import digest, forget_estate, keep_estate, kept_estate, renounce_estate
 from ....cluster.trust.invitations import Invitation
+from ....cluster.trust.takeover_state import (
+    digest,
+    forget_takeover_state,
+    keep_takeover_state,
+    kept_takeover_state,
+    renounce_takeover_state,
+)
 from ..progress import ProgressDisplay
 from ..serve import POLL_S, StopSignals, as_sentence, leave
 
@@ -130,11 +136,11 @@ def join(order: JoinOrder, home: Home, *, kept: bool) -> None:
         if follower.removed is not None:
             raise follower.removed
         if for_good and in_order:
-            renounce_estate(home)
+            renounce_takeover_state(home)
     except SatchelError as error:
         cluster.stop()
         if isinstance(error, NodeRemoved):
-            forget_estate(home)
+            forget_takeover_state(home)
             home.token_file.unlink(missing_ok=True)
         # The supervising process reads it with the progress, separate from libraries' output.
         print(f"satchel: {error.message}", file=output if kept else sys.stderr, flush=True)
@@ -166,7 +172,7 @@ class _Start(threading.Thread):
             self.error = error
 
     def _join(self) -> None:
-        self._progress.report(f"Joining {self._order.invitation.door}", None)
+        self._progress.report(f"Joining {self._order.invitation.join_server}", None)
         self._cluster.start(let_in(self._cluster.home, self._order.node, self._order.invitation))
         self.connected.set()
         self.go_on.wait()
@@ -242,7 +248,7 @@ class Follower(threading.Thread):
         self.over = ""
         self._silent_at: float | None = None
         self._home, self._name, self._ray = home, order.node.name, ray
-        self._door = replace(order.invitation, secret="")
+        self._invitation = replace(order.invitation, secret="")
         self._refusals = 0
         self._storing = threading.Lock()
         self._ended = False
@@ -263,27 +269,27 @@ class Follower(threading.Thread):
 
     def ask(self) -> None:
         """Polls once."""
-        known = kept_estate(self._home)
+        known = kept_takeover_state(self._home)
         try:
-            news = ask_news(self._home, self._name, self._door, digest(known[1]) if known else "")
+            news = ask_news(self._home, self._name, self._invitation, digest(known[1]) if known else "")
             with self._storing:
-                if news.estate and not self._ended:
-                    keep_estate(self._home, news.estate)
+                if news.takeover_state and not self._ended:
+                    keep_takeover_state(self._home, news.takeover_state)
         except NodeRemoved as error:
             self.removed = error
             return
         except NotRunning:
             self._silent_at = time.monotonic()
-            self._refusals = self._refusals + 1 if knock(self._door.door) == "refused" else 0
+            self._refusals = self._refusals + 1 if knock(self._invitation.join_server) == "refused" else 0
             if self._refusals >= REFUSALS_MAX:
-                self.over = f"the head at {self._door.door} has ended"
+                self.over = f"the head at {self._invitation.join_server} has ended"
             return
         except ClusterError as error:
             logger.warning("no news of the cluster: %s", error.message)
             return
         self._refusals = 0
         if news.ray and news.ray != self._ray:
-            self.over = f"the head at {self._door.door} has started again"
+            self.over = f"the head at {self._invitation.join_server} has started again"
 
 
 def _stay(cluster: LocalCluster, signals: StopSignals, follower: Follower) -> None:

@@ -154,7 +154,7 @@ def leave(home: Home, *, wait_s: float, say: Say) -> None:
         ClusterError: it is the head, its head started it, or it is still running after `wait_s`.
     """
     if (keeper := find_keeper(home)) is not None:
-        say(f"{keeper.name} is leaving the cluster at {keeper.door}")
+        say(f"{keeper.name} is leaving the cluster at {keeper.join_server}")
         end_process(keeper.mark, wait_s)
         say("Gone")
         return
@@ -234,9 +234,9 @@ def head_service(config: Path, home: Home) -> Service:
     return _service("serve", "Satchel: the server of a cluster", command, home)
 
 
-def node_service(door: str, name: str, own_address: str, home: Home) -> Service:
-    """Returns the service that makes this machine a node of the cluster that admitted it at `door` (`host:port`)."""
-    command = satchel_command("join", door, "--name", name)
+def node_service(join_server: str, name: str, own_address: str, home: Home) -> Service:
+    """Returns the service that makes this machine a node of the cluster whose join server (`HOST:PORT`) admitted it."""
+    command = satchel_command("join", join_server, "--name", name)
     command += ["--home", str(home.root), *(["--address", own_address] if own_address else [])]
     return _service("join", f"Satchel: node {name} of a cluster", command, home)
 

@@ -23,8 +23,8 @@ from ....cluster.home import Home, HomeLock, prepare_home, write_private
 from ....cluster.node_keeper import note_keeper
 from ....cluster.nodes import Node
 from ....cluster.trust.admission import knock
-from ....cluster.trust.estate import ways_back
 from ....cluster.trust.invitations import Invitation, remembered
+from ....cluster.trust.takeover_state import ways_back
 from ..serve import POLL_S, StopSignals, leave
 from .join import REMOVED
 
@@ -53,7 +53,7 @@ def invited(where: str | None, home: Home) -> Invitation:
     last = remembered(home)
     if last is None:
         raise ClusterError("this machine has joined no cluster yet: `satchel invite` on a head says what to type here")
-    return Invitation(where or last.door, last.fingerprint)
+    return Invitation(where or last.join_server, last.fingerprint)
 
 
 def named_node(name: str | None, address: str, invitation: Invitation, home: Home) -> Node:
@@ -67,7 +67,7 @@ def named_node(name: str | None, address: str, invitation: Invitation, home: Hom
         name = name or last.name or None
         # The machine may have another address by now.
         address = address or (last.address if _is_own(last.address) else "")
-    return own_node(name, address, invitation.door)
+    return own_node(name, address, invitation.join_server)
 
 
 def own_node(name: str | None, address: str, head: str) -> Node:
@@ -129,7 +129,7 @@ def stay(invitation: Invitation, node: Node, home: Home) -> NoReturn:
     lock.acquire()
     signals = StopSignals()
     signals.install()
-    note_keeper(home, node.name, invitation.door)
+    note_keeper(home, node.name, invitation.join_server)
     try:
         code = _Stay(invitation, node, home, signals).run()
     except SatchelError as error:
@@ -250,7 +250,7 @@ class _Stay:
                 return 0
             last = process.last or f"its process ended with code {code}; its output is in {self._home.node_log_file}"
             if process.ready.is_set():
-                _say(f"{name} has lost the cluster at {invitation.door}: {last}")
+                _say(f"{name} has lost the cluster at {invitation.join_server}: {last}")
                 _say(f"{name} joins again by itself as soon as the cluster answers; `satchel leave` ends that")
                 self._told = last
             elif self._joined:
@@ -270,7 +270,7 @@ class _Stay:
         if self._joined and not node.is_loopback and not _is_own(node.address):
             # The machine may have no address at the moment; then it keeps the old one.
             with suppress(ClusterError):
-                node = self._node = own_node(node.name, "", invitation.door)
+                node = self._node = own_node(node.name, "", invitation.join_server)
         return JoinOrder(invitation, node)
 
     def _await(self, process: NodeProcess, invitation: Invitation) -> None:
@@ -280,17 +280,21 @@ class _Stay:
             time.sleep(POLL_S)
             if process.ready.is_set() and not noted:
                 noted = True
-                self._note_joined(invitation.door)
+                self._note_joined(invitation.join_server)
         if process.is_alive():
             process.leave(self._signals)
 
-    def _note_joined(self, door: str) -> None:
+    def _note_joined(self, join_server: str) -> None:
         name = self._node.name
-        _say(f"{name} is back in the cluster at {door}" if self._joined else f"{name} has joined {door}; Ctrl-C leaves")
+        _say(
+            f"{name} is back in the cluster at {join_server}"
+            if self._joined
+            else f"{name} has joined {join_server}; Ctrl-C leaves"
+        )
         self._joined, self._told, self._pause_s = True, "", RETRY_FIRST_S
         # If the disk is full, the older note stays; it names the same process.
         with suppress(ClusterError):
-            note_keeper(self._home, name, door)
+            note_keeper(self._home, name, join_server)
 
     def _ways(self) -> Iterator[Invitation]:
         """Yields invitations to try, one after the other: each once before the machine has joined, and for ever after
@@ -302,8 +306,8 @@ class _Stay:
             self._tried = False
             last = remembered(self._home)
             for way in [] if last is None else ways_back(self._home, last):
-                was_tried = not self._joined and way.door == self._invitation.door
-                if not was_tried and not self._signals.stop and knock(way.door) == "open":
+                was_tried = not self._joined and way.join_server == self._invitation.join_server
+                if not was_tried and not self._signals.stop and knock(way.join_server) == "open":
                     yield way.way_back
             if not self._joined:
                 return

@@ -134,7 +134,7 @@ def _redaction(config: Config, home: Home, status: dict[str, Any], environment: 
     own = socket.gethostname()
     if (membership := remembered(home)) is not None:
         call([membership.name], "this-node")
-        call([membership.door.rpartition(":")[0]], "the-head")
+        call([membership.join_server.rpartition(":")[0]], "the-head")
     call([own, own.partition(".")[0]], "this-machine")
     secrets = [value for name, value in environment.items() if any(part in name.upper() for part in _SECRET_VARIABLES)]
     # Shorter ones are switches, and a path is no secret.

@@ -19,10 +19,10 @@ from satchel.cluster.home import Home, ensure_token, prepare_home
 from satchel.cluster.keys import create_key
 from satchel.cluster.nodes import Node
 from satchel.cluster.trust.admission import enter
-from satchel.cluster.trust.door import Door
-from satchel.cluster.trust.estate import estate_of, kept_estate
 from satchel.cluster.trust.invitations import invite, remembered
+from satchel.cluster.trust.join_server import JoinServer
 from satchel.cluster.trust.members import remove
+from satchel.cluster.trust.takeover_state import kept_takeover_state, takeover_state_of
 
 RAY = "10.0.0.1:6379"
 MAC1 = Node(name="mac1", address="10.0.0.2")
@@ -34,57 +34,57 @@ class World:
         for home in (self.head, self.home):
             prepare_home(home)
         ensure_token(self.head)
-        self.doors: list[Door] = []
+        self.join_servers: list[JoinServer] = []
         self.open(RAY)
-        invitation = invite(self.head, self.doors[0].address)
+        invitation = invite(self.head, self.join_servers[0].address)
         enter(self.home, MAC1, invitation)
         self.follower = Follower(self.home, JoinOrder(invitation, MAC1), RAY)
 
     def open(self, ray: str) -> None:
         """Starts the head's server at its former port."""
-        port = int(self.doors[-1].address.rpartition(":")[2]) if self.doors else 0
-        door = Door(self.head, Node(name="mac0"), port, versions())
+        port = int(self.join_servers[-1].address.rpartition(":")[2]) if self.join_servers else 0
+        join_server = JoinServer(self.head, Node(name="mac0"), port, versions())
         config = {"models": [{"name": "m", "source": "s"}], "nodes": [{"name": "mac0"}]}
-        door.estate = estate_of(self.head, parse_config(config))
-        door.open(ray)
-        self.doors.append(door)
+        join_server.takeover_state = takeover_state_of(self.head, parse_config(config))
+        join_server.open(ray)
+        self.join_servers.append(join_server)
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     found = World(tmp_path)
     yield found
-    for door in found.doors:
-        door.close()
+    for join_server in found.join_servers:
+        join_server.close()
 
 
 def test_what_the_head_tells_is_kept_as_it_is_now(world: World):
     world.follower.ask()
-    known = kept_estate(world.home)
+    known = kept_takeover_state(world.home)
     assert known is not None and known[0].head == "mac0" and known[0].keys is None
     create_key(world.head, "ann")
     world.follower.ask()
-    known = kept_estate(world.home)
+    known = kept_takeover_state(world.home)
     assert known is not None and known[0].keys == world.head.keys_file.read_text()
     assert not world.follower.over and world.follower.removed is None and not world.follower.silent
 
 
 def test_a_head_that_has_ended_or_started_again_is_noticed_long_before_ray_does(world: World):
-    world.doors[0].close()
+    world.join_servers[0].close()
     for _ in range(REFUSALS_MAX - 1):
         world.follower.ask()
     assert world.follower.silent and not world.follower.over, "it may be starting its server again"
     world.open(RAY)
     world.follower.ask()
     assert not world.follower.over
-    world.doors[-1].close()
+    world.join_servers[-1].close()
     for _ in range(REFUSALS_MAX):
         world.follower.ask()
     assert world.follower.over.endswith("has ended")
 
 
-def test_another_ray_behind_the_door_is_a_cluster_that_was_started_again(world: World):
-    world.doors[0].close()
+def test_another_ray_behind_the_join_server_is_a_cluster_that_was_started_again(world: World):
+    world.join_servers[0].close()
     world.open("10.0.0.1:7000")
     world.follower.ask()
     assert world.follower.over.endswith("has started again")
@@ -92,8 +92,8 @@ def test_another_ray_behind_the_door_is_a_cluster_that_was_started_again(world: 
 
 def test_a_cut_is_no_end(world: World, monkeypatch: pytest.MonkeyPatch):
     """A network partition gives no answer, not even a refused connection."""
-    world.doors[0].close()
-    monkeypatch.setattr(cli_join, "knock", lambda door: "silent")
+    world.join_servers[0].close()
+    monkeypatch.setattr(cli_join, "knock", lambda join_server: "silent")
     for _ in range(2 * REFUSALS_MAX):
         world.follower.ask()
     assert world.follower.silent and not world.follower.over
@@ -103,13 +103,13 @@ def test_once_it_has_ended_nothing_is_stored_any_more(world: World):
     """The machine has left, and its takeover state is erased."""
     world.follower.end()
     world.follower.ask()
-    assert kept_estate(world.home) is None and not world.follower.silent
+    assert kept_takeover_state(world.home) is None and not world.follower.silent
 
 
 def test_what_is_secret_is_erased_where_a_removed_machine_hears_of_it(world: World):
     """It keeps what it needs to learn that again, and to be invited again."""
     world.follower.ask()
-    assert world.home.estate_file.exists()
+    assert world.home.takeover_state_file.exists()
     remove(world.head, "mac1")
     way = remembered(world.home)
     assert way is not None
@@ -125,7 +125,7 @@ def test_what_is_secret_is_erased_where_a_removed_machine_hears_of_it(world: Wor
     finally:
         node.kill()
         node.communicate()
-    assert not world.home.estate_file.exists() and not world.home.token_file.exists()
+    assert not world.home.takeover_state_file.exists() and not world.home.token_file.exists()
     assert remembered(world.home) == way and world.home.certificate_file.exists()
 
 

@@ -254,7 +254,7 @@ async def test_a_node_that_is_down_is_removed_with_all_that_waits_for_it(
         await world.backend.remove_node("mac2")
 
 
-async def test_a_node_that_is_up_is_told_at_the_door_and_leaves_by_itself(
+async def test_a_node_that_is_up_is_told_at_the_join_server_and_leaves_by_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     world = Removals(monkeypatch, Home(tmp_path))

@@ -26,8 +26,8 @@ from satchel.cluster.connection import versions
 from satchel.cluster.errors import ConfigError
 from satchel.cluster.home import Home, ensure_token, prepare_home
 from satchel.cluster.nodes import Node
-from satchel.cluster.trust.door import Door
 from satchel.cluster.trust.invitations import Invitation, invite, remember, remembered
+from satchel.cluster.trust.join_server import JoinServer
 
 COMMAND = ("/opt/my python/bin/python", "-P", "serve", "--config", '/a b/$HOME/50%/"q"\\x.yaml', "it's", "")
 SERVICE = Service("satchel-serve", "Satchel at 100%", COMMAND, Path("/srv/a b%"), Path("/home/me/run/service.log"))
@@ -167,20 +167,20 @@ def test_a_node_is_installed_as_a_launchd_agent(desk: Desk, monkeypatch: pytest.
     head = Home(desk.folder / "head")
     prepare_home(head)
     ensure_token(head)
-    door = Door(head, Node(name="mac0"), 0, versions())
-    door.open("127.0.0.1:6379")
+    join_server = JoinServer(head, Node(name="mac0"), 0, versions())
+    join_server.open("127.0.0.1:6379")
     try:
-        invitation = invite(head, door.address)
+        invitation = invite(head, join_server.address)
         result = desk.install("--join", invitation.to_text(), "--name", "mac1", "--address", "127.0.0.1")
     finally:
-        door.close()
+        join_server.close()
     (path,) = desk.written()
     assert result.exit_code == 0 and "launchctl bootstrap" in result.output
     again = remembered(Home(desk.home))
-    assert again is not None and again.door == door.address, "it has been let in already"
+    assert again is not None and again.join_server == join_server.address, "it has been let in already"
     assert path.parent == desk.folder / "Library/LaunchAgents"
     words = plistlib.loads(path.read_bytes())["ProgramArguments"]
-    assert words[4:6] == ["join", door.address] and "127.0.0.1" in words
+    assert words[4:6] == ["join", join_server.address] and "127.0.0.1" in words
     assert invitation.secret.encode() not in path.read_bytes()
 
 

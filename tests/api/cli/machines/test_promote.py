@@ -28,10 +28,10 @@ from satchel.cluster.nodes import Node
 from satchel.cluster.processes import ProcessMark
 from satchel.cluster.trust.admission import enter
 from satchel.cluster.trust.certificates import own_fingerprint
-from satchel.cluster.trust.door import Door
-from satchel.cluster.trust.estate import estate_of, keep_estate, renounce_estate
 from satchel.cluster.trust.invitations import Invitation, invite
+from satchel.cluster.trust.join_server import JoinServer
 from satchel.cluster.trust.members import Member, members, remove
+from satchel.cluster.trust.takeover_state import keep_takeover_state, renounce_takeover_state, takeover_state_of
 
 OWN = "127.0.0.3"
 HEAD = "127.0.0.2"
@@ -46,19 +46,19 @@ class World:
             prepare_home(home)
         ensure_token(self.head)
         self.port = free_port(OWN)
-        self.door = Door(self.head, Node(name="mac0", address=HEAD), self.port, versions())
-        self.door.open("127.0.0.2:6379")
-        enter(self.home, Node(name="mac1", address=OWN), invite(self.head, self.door.address))
+        self.join_server = JoinServer(self.head, Node(name="mac0", address=HEAD), self.port, versions())
+        self.join_server.open("127.0.0.2:6379")
+        enter(self.home, Node(name="mac1", address=OWN), invite(self.head, self.join_server.address))
         third = Home(folder / "third")
         prepare_home(third)
-        enter(third, Node(name="mac2", address="127.0.0.4"), invite(self.head, self.door.address))
+        enter(third, Node(name="mac2", address="127.0.0.4"), invite(self.head, self.join_server.address))
         self.said: list[str] = []
 
     def tell(self, **more: Any) -> None:
         """The head hands over its takeover state, and is lost."""
         config = parse_config({"models": [{"name": "m", "source": "s"}], **more})
-        keep_estate(self.home, estate_of(self.head, config)().to_text())
-        self.door.close()
+        keep_takeover_state(self.home, takeover_state_of(self.head, config)().to_text())
+        self.join_server.close()
 
     def promote(self, **options: Any) -> Config:
         how: dict[str, Any] = {"listen": None, "force": False, **options}
@@ -69,7 +69,7 @@ class World:
 def world(tmp_path: Path) -> Iterator[World]:
     found = World(tmp_path)
     yield found
-    found.door.close()
+    found.join_server.close()
 
 
 NODES = [
@@ -129,7 +129,7 @@ def test_the_machines_that_the_head_knew_may_come_and_those_that_it_removed_may_
     assert lost == Member("mac0", HEAD, own_fingerprint(world.head)), "it may come back as a node"
     assert members(world.home).removed == {gone.fingerprint: "mac2"}
     assert world.home.former_authorities_file.read_text() == before
-    Door(world.home, Node(name="mac1", address=OWN), 0, versions()).close()
+    JoinServer(world.home, Node(name="mac1", address=OWN), 0, versions()).close()
     assert world.home.authority_file.read_text() != before
     # Again, as after a failure in between.
     world.promote()
@@ -143,27 +143,29 @@ def test_a_machine_that_was_away_while_another_one_led_is_known_to_the_next(worl
     config = world.promote()
     next_home, own = Home(world.folder / "next"), Node(name="mac4", address="127.0.0.5")
     prepare_home(next_home)
-    leads = Door(world.home, config.machines[0], world.port, versions())
+    leads = JoinServer(world.home, config.machines[0], world.port, versions())
     leads.open("127.0.0.3:6379")
     try:
         enter(next_home, own, invite(world.home, leads.address))
-        keep_estate(next_home, estate_of(world.home, config)().to_text())
+        keep_takeover_state(next_home, takeover_state_of(world.home, config)().to_text())
     finally:
         leads.close()
     config = load_config(promote(next_home, listen=None, force=False, say=world.said.append))
-    leads = Door(next_home, own, world.port, versions())
+    leads = JoinServer(next_home, own, world.port, versions())
     leads.open("127.0.0.5:6379")
     try:
         way = Invitation(leads.address, own_fingerprint(next_home))
         for name in ("head", "own", "third"):
             assert enter(Home(world.folder / name), Node(name=name), way).ray == "127.0.0.5:6379"
-        assert estate_of(next_home, config)().authorities.count("BEGIN CERTIFICATE") == 3
+        assert takeover_state_of(next_home, config)().authorities.count("BEGIN CERTIFICATE") == 3
     finally:
         leads.close()
 
 
 def test_a_head_that_answers_is_not_replaced(world: World):
-    keep_estate(world.home, estate_of(world.head, parse_config({"models": [{"name": "m", "source": "s"}]}))().to_text())
+    keep_takeover_state(
+        world.home, takeover_state_of(world.head, parse_config({"models": [{"name": "m", "source": "s"}]}))().to_text()
+    )
     with pytest.raises(ClusterError, match=rf"the head at {HEAD}:\d+ answers"):
         world.promote()
     assert not world.home.promoted_config_file.exists() and not world.home.former_authorities_file.exists()
@@ -185,21 +187,21 @@ def test_who_cannot_lead_is_told_why(world: World, tmp_path: Path):
     with pytest.raises(ClusterError, match="has not told this machine yet"):
         world.promote()
     world.tell(nodes=NODES[:1])
-    told = world.home.estate_file.read_text()
-    renounce_estate(world.home)
+    told = world.home.takeover_state_file.read_text()
+    renounce_takeover_state(world.home)
     with pytest.raises(ClusterError, match="or this machine has left it"):
         world.promote()
-    write_private(world.home.estate_file, told)
+    write_private(world.home.takeover_state_file, told)
     with closing(socket.create_server((OWN, world.port))), pytest.raises(PortInUse):
         world.promote()
     assert not world.home.promoted_config_file.exists()
 
 
-def test_a_config_that_goes_by_way_of_the_door_stays_what_it_was(tmp_path: Path):
+def test_a_config_that_goes_by_way_of_the_join_server_stays_what_it_was(tmp_path: Path):
     """For any content of the config."""
     for path in sorted((Path(__file__).parents[3] / "configs").glob("*.yaml")):
         config = load_config(path)
-        told = estate_of(Home(tmp_path), config)()
+        told = takeover_state_of(Home(tmp_path), config)()
         text = json.loads(told.to_text())
         assert parse_config(text["config"]) == config and told.config == asdict(config), path.name
 

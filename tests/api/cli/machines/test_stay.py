@@ -23,9 +23,9 @@ from satchel.cluster.errors import ClusterError, HomeInUse
 from satchel.cluster.home import Home, prepare_home
 from satchel.cluster.node_keeper import find_keeper
 from satchel.cluster.nodes import Node
-from satchel.cluster.trust.estate import Estate, keep_estate
 from satchel.cluster.trust.invitations import Invitation, remember
 from satchel.cluster.trust.members import Member, Members
+from satchel.cluster.trust.takeover_state import TakeoverState, keep_takeover_state
 
 INVITATION = Invitation("10.0.0.1:6379", "f" * 43, "s" * 32)
 MAC1 = Node(name="mac1", address="127.0.0.1")
@@ -122,7 +122,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.fixture
-def door() -> Iterator[str]:
+def join_server() -> Iterator[str]:
     """An address at which a server listens."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
@@ -136,12 +136,12 @@ def wait_until(true: Callable[[], object], timeout_s: float = 20.0) -> None:
 
 
 @pytest.mark.parametrize("loss", ["lose", "crash"])
-def test_a_machine_that_has_lost_its_cluster_joins_again_until_it_leaves(world: World, door: str, loss: str):
-    remember(world.home, Invitation(door, "f" * 43), MAC1)
-    world.start(f"{loss} refuse {loss} stay", Invitation(door, "f" * 43, "s" * 32))
+def test_a_machine_that_has_lost_its_cluster_joins_again_until_it_leaves(world: World, join_server: str, loss: str):
+    remember(world.home, Invitation(join_server, "f" * 43), MAC1)
+    world.start(f"{loss} refuse {loss} stay", Invitation(join_server, "f" * 43, "s" * 32))
     assert world.order(0).invitation.secret, "the invitation is good once"
     last = world.order(3)
-    assert last.invitation == Invitation(door, "f" * 43), "after that its certificate lets it in"
+    assert last.invitation == Invitation(join_server, "f" * 43), "after that its certificate lets it in"
     assert last.node == MAC1
     wait_until(lambda: (world.folder / "order3").exists() and find_keeper(world.home))
     time.sleep(0.2)
@@ -149,7 +149,7 @@ def test_a_machine_that_has_lost_its_cluster_joins_again_until_it_leaves(world: 
     said = world.heard()
     assert world.process is not None and world.process.returncode == 0
     assert (world.folder / "left").exists()
-    assert said.count(f"mac1 has joined {door}; Ctrl-C leaves") == 1
+    assert said.count(f"mac1 has joined {join_server}; Ctrl-C leaves") == 1
     assert said.count("mac1 is back in the cluster") == 2
     assert said.count("mac1 has lost the cluster at") == 2
     assert "mac1 is not back yet: the invitation is not good" in said
@@ -158,18 +158,18 @@ def test_a_machine_that_has_lost_its_cluster_joins_again_until_it_leaves(world: 
     assert said.count("Joining") == 1, "how it joins is shown once"
 
 
-def test_a_cluster_that_is_led_elsewhere_is_found_by_those_who_may_lead_it(world: World, door: str):
+def test_a_cluster_that_is_led_elsewhere_is_found_by_those_who_may_lead_it(world: World, join_server: str):
     """At the same port, and recognised by the key in the lost head's takeover state."""
-    port = door.rpartition(":")[2]
+    port = join_server.rpartition(":")[2]
     remember(world.home, Invitation(f"127.0.0.2:{port}", "f" * 43), MAC1)
     others = {name: Member(name, "127.0.0.1", name[0] * 43) for name in ("mac1", "other")}
-    keep_estate(world.home, Estate("mac0", {}, Members(others)).to_text())
+    keep_takeover_state(world.home, TakeoverState("mac0", {}, Members(others)).to_text())
     world.start("lose stay", Invitation(f"127.0.0.2:{port}", "f" * 43, "s" * 32))
-    assert world.order(1).invitation == Invitation(door, "o" * 43), "not itself, nor the head that is gone"
+    assert world.order(1).invitation == Invitation(join_server, "o" * 43), "not itself, nor the head that is gone"
 
 
-def test_a_disk_that_is_full_for_a_while_does_not_end_it(world: World, door: str):
-    way = Invitation(door, "f" * 43)
+def test_a_disk_that_is_full_for_a_while_does_not_end_it(world: World, join_server: str):
+    way = Invitation(join_server, "f" * 43)
     remember(world.home, way, MAC1)
     world.start("lose stay", way)
     world.order(0)
@@ -245,7 +245,7 @@ def test_a_machine_keeps_its_name_and_its_address_while_it_has_it(tmp_path: Path
     remember(home, way, Node(name="studio", address="192.0.2.1"))
     assert named_node(None, "", way, home) == Node(name="studio", address="127.0.0.1"), "it has another one now"
     # As earlier versions stored it.
-    home.membership_file.write_text(json.dumps({"door": way.door, "fingerprint": way.fingerprint}))
+    home.membership_file.write_text(json.dumps({"door": way.join_server, "fingerprint": way.fingerprint}))
     assert named_node(None, "", way, home).name
 
 
@@ -276,7 +276,7 @@ def test_without_an_invitation_a_machine_joins_the_cluster_that_it_was_in(tmp_pa
         with pytest.raises(ClusterError, match="satchel invite"):
             invited(where, home)
     remember(home, INVITATION, MAC1)
-    assert invited(None, home) == Invitation(INVITATION.door, INVITATION.fingerprint)
+    assert invited(None, home) == Invitation(INVITATION.join_server, INVITATION.fingerprint)
     assert invited("10.0.0.9:1", home) == Invitation("10.0.0.9:1", INVITATION.fingerprint)
     assert invited(INVITATION.to_text(), home) == INVITATION
     with pytest.raises(ClusterError, match="satchel invite") as refused:

@@ -1,5 +1,4 @@
-"""The takeover state (`Estate`): what a head sends to its machines, so that one of them can replace it (`satchel
-promote`).
+"""The takeover state: what a head sends to its machines, so that one of them can replace it (`satchel promote`).
 
 It has the config, the endpoint's keys (their hashes) and certificate, the members, by which the others recognize the
 new head, and the authorities' certificates, by which the new head recognizes the others. A machine that has it may run
@@ -24,7 +23,7 @@ from .members import Members, members
 
 
 @dataclass(frozen=True)
-class Estate:
+class TakeoverState:
     """The takeover state of one cluster.
 
     Attributes:
@@ -48,7 +47,7 @@ class Estate:
         return json.dumps(asdict(self), sort_keys=True, default=str)
 
     @staticmethod
-    def from_text(text: str) -> Estate:
+    def from_text(text: str) -> TakeoverState:
         """Reads what `to_text` wrote.
 
         Raises:
@@ -56,7 +55,7 @@ class Estate:
         """
         try:
             data = json.loads(text)
-            return Estate(**{**data, "members": Members.from_dict(data["members"])})
+            return TakeoverState(**{**data, "members": Members.from_dict(data["members"])})
         except (KeyError, TypeError) as error:
             raise ValueError(f"no takeover state: {error}") from None
 
@@ -66,13 +65,13 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def estate_of(home: Home, config: Config) -> Callable[[], Estate]:
+def takeover_state_of(home: Home, config: Config) -> Callable[[], TakeoverState]:
     """Returns a function that reads the present takeover state of the cluster that this home leads with `config`."""
     plain = asdict(config)
     tls = config.endpoint.tls
 
-    def read() -> Estate:
-        return Estate(
+    def read() -> TakeoverState:
+        return TakeoverState(
             head=config.machines[0].name,
             config=plain,
             members=members(home),
@@ -85,29 +84,29 @@ def estate_of(home: Home, config: Config) -> Callable[[], Estate]:
     return read
 
 
-def keep_estate(home: Home, text: str) -> None:
+def keep_takeover_state(home: Home, text: str) -> None:
     """Stores the takeover state that the head sent."""
-    write_private(home.estate_file, text)
+    write_private(home.takeover_state_file, text)
 
 
-def renounce_estate(home: Home) -> None:
+def renounce_takeover_state(home: Home) -> None:
     """Erases the parts that only a possible head needs. The rest says where the cluster may be found."""
-    if (found := kept_estate(home)) is not None:
-        keep_estate(home, Estate(found[0].head, {}, found[0].members).to_text())
+    if (found := kept_takeover_state(home)) is not None:
+        keep_takeover_state(home, TakeoverState(found[0].head, {}, found[0].members).to_text())
 
 
-def forget_estate(home: Home) -> None:
+def forget_takeover_state(home: Home) -> None:
     """Erases the takeover state."""
-    home.estate_file.unlink(missing_ok=True)
+    home.takeover_state_file.unlink(missing_ok=True)
 
 
-def kept_estate(home: Home) -> tuple[Estate, str] | None:
+def kept_takeover_state(home: Home) -> tuple[TakeoverState, str] | None:
     """Returns the last takeover state that the head sent, and its text; None if it sent none."""
-    text = _text(home.estate_file)
+    text = _text(home.takeover_state_file)
     if text is None:
         return None
     try:
-        return Estate.from_text(text), text
+        return TakeoverState.from_text(text), text
     except ValueError:
         return None
 
@@ -115,16 +114,16 @@ def kept_estate(home: Home) -> tuple[Estate, str] | None:
 def ways_back(home: Home, last: Membership) -> list[Membership]:
     """Returns where a cluster may be found: at its last join server, and at the same port of every machine that may be
     the head now."""
-    port = last.door.rpartition(":")[2]
-    found = kept_estate(home)
+    port = last.join_server.rpartition(":")[2]
+    found = kept_takeover_state(home)
     others = [] if found is None else [*found[0].members.admitted.values()]
-    doors = [
+    join_servers = [
         Membership(host_port(each.address, port), each.fingerprint, last.name, last.address)
         for each in others
         if each.name != last.name
     ]
-    known = (last.door, last.fingerprint)
-    return [last, *(each for each in doors if (each.door, each.fingerprint) != known)]
+    known = (last.join_server, last.fingerprint)
+    return [last, *(each for each in join_servers if (each.join_server, each.fingerprint) != known)]
 
 
 def _text(path: Path) -> str | None:

@@ -1,11 +1,11 @@
-"""The join server of a cluster (`Door`), on its head: admits machines that have an invitation or were admitted before.
+"""The join server of a cluster, on its head: admits machines that have an invitation or were admitted before.
 
 TLS 1.3 with the head's certificate, one line of JSON each way. A machine checks the fingerprint of the head's key
 before it sends anything. It sends its invitation's secret, unless it shows a certificate of this cluster, and requests
 a certificate. The answer has Ray's address and secret, the machine's certificate, and the authority's.
 
 A machine in the cluster asks for news every few seconds: whether it is still a member, where the cluster's Ray is, and
-the takeover state (`estate.py`).
+the takeover state (`takeover_state.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..errors import ClusterError, PortInUse
 from ..home import Home, read_json, write_private_json
 from ..nodes import Node, host_port
 from .certificates import Authority, fingerprint, keep, request, requested_fingerprint
-from .estate import Estate, digest
 from .invitations import find_invitation, use_up
 from .members import Member, admit, members
 from .strangers import Strangers
+from .takeover_state import TakeoverState, digest
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _PAUSE_S = 0.05
 _CLOSE_S = 5.0
 
 
-class Door:
+class JoinServer:
     """The join server. Listens at one address, for the cluster whose head has the home `home`. Call `open` once;
     `close` may be called repeatedly.
 
@@ -52,7 +52,7 @@ class Door:
 
     Attributes:
         address: `HOST:PORT`.
-        estate: reads the takeover state; None sends none.
+        takeover_state: reads the takeover state; None sends none.
 
     Raises:
         PortInUse: the port cannot be listened on.
@@ -74,12 +74,12 @@ class Door:
         self._listener = _listener(node.address, port)
         host, found = self._listener.getsockname()[:2]
         self.address = host_port(host, found)
-        self.estate: Callable[[], Estate] | None = None
+        self.takeover_state: Callable[[], TakeoverState] | None = None
         self._ray = ""
         self._strangers: Strangers[socket.socket] = Strangers(CALLERS_MAX)
         self._callers: dict[socket.socket, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="door", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="join-server", daemon=True)
         self._closed = False
 
     def open(self, ray_address: str) -> None:
@@ -142,7 +142,7 @@ class Door:
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-            logger.info("somebody at the door has not come in: %s", error)
+            logger.info("somebody at the join server has not come in: %s", error)
         finally:
             if transport is not None:
                 transport.abort()
@@ -212,28 +212,28 @@ class Door:
         }
 
     def _news(self, have: str) -> dict[str, Any]:
-        text = "" if self.estate is None else self.estate().to_text()
+        text = "" if self.takeover_state is None else self.takeover_state().to_text()
         return {"ray": self._ray, "estate": text if text and digest(text) != have else ""}
 
 
-def known_door(home: Home, node: Node, port: int, versions: str) -> Door:
+def known_join_server(home: Home, node: Node, port: int, versions: str) -> JoinServer:
     """Returns a join server at `port`. If `port` is 0, takes the port of the last start if it is free, because machines
     know it. The port is stored for the next start.
 
     Raises:
         PortInUse: `port` is not 0 and is taken.
-        ClusterError: as `Door`.
+        ClusterError: as `JoinServer`.
     """
-    known = (read_json(home.door_file) or {}).get("port", 0)
+    known = (read_json(home.join_server_file) or {}).get("port", 0)
     try:
-        door = Door(home, node, port or (known if isinstance(known, int) else 0), versions)
+        join_server = JoinServer(home, node, port or (known if isinstance(known, int) else 0), versions)
     except (PortInUse, OverflowError):
         if port:
             raise
         logger.warning("port %s, where machines joined, is taken: they have to be told another one", known)
-        door = Door(home, node, 0, versions)
-    write_private_json(home.door_file, {"port": int(door.address.rpartition(":")[2])})
-    return door
+        join_server = JoinServer(home, node, 0, versions)
+    write_private_json(home.join_server_file, {"port": int(join_server.address.rpartition(":")[2])})
+    return join_server
 
 
 _UNKNOWN = {"error": "it does not know this machine; `satchel invite` on the head lets it in"}
