@@ -169,7 +169,9 @@ class CallLimit:
         trial = CallLimit(forced=self._forced, calls_max=self._calls_max if self._forced else None)
         for name, arguments in calls:
             trial.takes(name, arguments)
-        return trial.reached
+            if trial.reached:
+                return True
+        return False
 
 
 def _is_json(arguments: str) -> bool:

@@ -144,6 +144,12 @@ def test_the_result_does_not_depend_on_the_pieces(text: str, cuts: list[int], cu
             assert "".join(map(text_of, out)) == text
 
 
+def test_a_repeated_call_ends_a_forced_answer_whatever_calls_follow():
+    text = f"{RING}{RING}```json\n{CALL}\n``` {CALL}"
+    for pieces in ([text], list(text)):
+        assert told(run(pieces, forced=True)) == ("", [("ring", {})])
+
+
 def test_text_is_not_held_longer_than_it_may_be_a_call():
     made = stage()
     assert made.add("Hello") == ["Hello"]
