@@ -125,7 +125,8 @@ class BatchRunner:
                 if self.root.is_dir() and (lock.is_held or await asyncio.to_thread(_acquired, lock)):
                     await self._begin()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._awake.wait(), LOOK_S)
+                    async with asyncio.timeout(LOOK_S):
+                        await self._awake.wait()
         finally:
             for task in self._running.values():
                 task.cancel()

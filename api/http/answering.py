@@ -227,7 +227,8 @@ async def probe(answer: Awaitable[T]) -> T:
         Unavailable: it does not answer in time.
     """
     try:
-        return await asyncio.wait_for(answer, _PROBE_TIMEOUT_S)
+        async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            return await answer
     except TimeoutError:
         raise Unavailable(f"the cluster did not answer within {_PROBE_TIMEOUT_S:.0f} s") from None
 

@@ -83,7 +83,8 @@ async def hand_over(agents: list[str], move: Callable[[str], Awaitable[bool]], w
         nonlocal moved
         for agent in waiting:
             try:
-                has_moved = await asyncio.wait_for(move(agent), max(0.0, ends - time.monotonic()))
+                async with asyncio.timeout(max(0.0, ends - time.monotonic())):
+                    has_moved = await move(agent)
                 moved += has_moved
             except (NoAnswer, TimeoutError) as error:
                 logger.warning("agent %s is not handed over: %s", agent, type(error).__name__)

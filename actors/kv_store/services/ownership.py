@@ -250,7 +250,8 @@ class Ownership:
             if not left or not alive or rest <= 0:
                 return left
             with suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), rest)
+                async with asyncio.timeout(rest):
+                    await news.wait()
 
     async def _claims(self, agent: str) -> tuple[bool, Claims]:
         """Returns whether the agent lives or may soon, and what its branches claim."""

@@ -47,7 +47,8 @@ class Tending:
         for this."""
         if not self.introduced.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.introduced.wait(), self._timing.learn_s)
+                async with asyncio.timeout(self._timing.learn_s):
+                    await self.introduced.wait()
             self.introduced.set()
 
     async def learn(self) -> None:
@@ -81,7 +82,8 @@ class Tending:
         learned_at = time.monotonic()
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._succession.awake.wait(), TEND_S)
+                async with asyncio.timeout(TEND_S):
+                    await self._succession.awake.wait()
             self._succession.awake.clear()
             try:
                 await self.tend()

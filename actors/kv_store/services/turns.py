@@ -89,7 +89,8 @@ class Turns:
                     break
                 # Woken when the turn before it ends; a lease that runs out wakes nobody.
                 try:
-                    await asyncio.wait_for(waiting.woken.wait(), min(1.0, left))
+                    async with asyncio.timeout(min(1.0, left)):
+                        await waiting.woken.wait()
                 except TimeoutError:
                     continue
                 waiting.woken.clear()

@@ -82,7 +82,8 @@ class StatusRoutes:
         """Returns the nodes; none if they are not known in time, because health and metrics must not fail because of
         them."""
         try:
-            return await asyncio.wait_for(self._backend.nodes(), _NODES_TIMEOUT_S)
+            async with asyncio.timeout(_NODES_TIMEOUT_S):
+                return await self._backend.nodes()
         except (SatchelError, TimeoutError):
             return []
 

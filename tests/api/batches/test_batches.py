@@ -142,6 +142,14 @@ async def test_the_next_batch_begins_when_one_ends(endpoint: Endpoint, monkeypat
         assert [(await ended(client, each.id)).status for each in made] == ["completed"] * 3
 
 
+async def test_a_runner_ends_though_it_is_woken_at_that_moment(config: Config, tmp_path: Path):
+    made = runner.BatchRunner(tmp_path, config, {}, None)
+    async with asyncio.timeout(30):
+        async with made.running():
+            await asyncio.sleep(0.1)
+            made.wake()
+
+
 async def test_a_cancelled_batch_keeps_the_answers_that_are_there(endpoint: Endpoint, backend: FakeBackend):
     async with endpoint.running() as client:
         backend.refusal = QueueFull("full")
