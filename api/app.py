@@ -67,9 +67,10 @@ def create_app(
     """
     metrics = Metrics()
     generator = generator or Generator(backend, config, memory=memory)
+    metrics.registry.register(generator.metrics.registry)
     if generator.memory is not None:
         metrics.registry.register(AgentMetrics(generator.memory))
-    answering, embedder = Answering(generator, config, metrics, BodyReader(config, refused)), Embedder(generator)
+    answering, embedder = Answering(generator, config, BodyReader(config, refused)), Embedder(generator)
     openai, embeddings = OpenAIRoutes(answering, _version()), EmbeddingRoutes(answering, embedder)
     responses = ResponseRoutes(answering, config.endpoint)
     cluster = ClusterRoutes(backend, generator.memory, audit)

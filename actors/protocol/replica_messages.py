@@ -176,8 +176,10 @@ class SequenceUpdate:
 
     `finish` is None while the sequence runs, then `stop`, `length`, `abort` or `error`. `cached_tokens` comes with the
     first update, and `disk_tokens` with it: how many of them were read from the node's disk, also those that were
-    pulled there from another node. `error` is `SatchelError.to_wire()` if `finish` is `error`. `logprobs` has an entry
-    for every token if the request asked for them.
+    pulled there from another node. `queued_s` comes with it too: for how long the sequence waited for a place in the
+    batch. `prefill_s` comes with the first token, or with the end of a sequence that draws none: the time since it got
+    its place, which includes reading KV back. `error` is `SatchelError.to_wire()` if `finish` is `error`. `logprobs`
+    has an entry for every token if the request asked for them.
     """
 
     request_id: str
@@ -187,6 +189,8 @@ class SequenceUpdate:
     error: dict[str, Any] | None = None
     logprobs: list[TokenLogprobs] | None = None
     disk_tokens: int = 0
+    queued_s: float | None = None
+    prefill_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +257,11 @@ class ModelInfo:
 class ReplicaStats:
     """A replica's current figures. `answers` is False if it did not reply in time, is loading or is stuck.
 
+    `requests_total` counts accepted requests. Their prompts count once they have a place in the batch:
+    `prompt_tokens_total`, those of them whose KV was reused (`cached_tokens_total`), and those that memory had
+    (`hot_tokens_total`). `kv_tokens` is what the KV of sequences with a place costs, out of `kv_tokens_max`, which it
+    may cost now.
+
     A block has a slot of the pool in each group of equal layers. `slots_running` are held by sequences and by KV that
     waits to be written, `slots_kept` by cached prefixes that no sequence uses. `memory_bytes` is all that the replica
     holds besides its model, out of `memory_bytes_max`. `claimed_bytes` is what its model needs (weights, and temporary
@@ -274,6 +283,10 @@ class ReplicaStats:
     prefix_bytes: int = 0
     prefix_hits_total: int = 0
     prefix_misses_total: int = 0
+    hot_tokens_total: int = 0
+    preemptions_total: int = 0
+    kv_tokens: int = 0
+    kv_tokens_max: int = 0
     unwritten_bytes: int = 0
     written_blocks_total: int = 0
     written_bytes_total: int = 0
@@ -311,6 +324,11 @@ class ReplicaStats:
     """Of the model's weights as stored."""
     idle_s: float = 0.0
     """For how long it has had no sequence and no text."""
+
+    @property
+    def kv_usage(self) -> float:
+        """The part of `kv_tokens_max` that is used, at most 1."""
+        return min(1.0, self.kv_tokens / self.kv_tokens_max) if self.kv_tokens_max else float(self.kv_tokens > 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,6 +199,8 @@ class ReplicaActor:
             prefix_bytes=engine.prefixes.nbytes,
             prefix_hits_total=counters.prefix_hits,
             prefix_misses_total=counters.prefix_misses,
+            hot_tokens_total=counters.hot_tokens,
+            preemptions_total=counters.preemptions,
             failed_checks_total=engine.failed_checks,
             device_failures_total=counters.device_failures,
             vision_cache_hits_total=engine.pictures.embeddings.hits,

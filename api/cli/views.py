@@ -43,12 +43,12 @@ _OF_REPLICA = (
 """The fields of a replica in the cluster's view that are not in its metrics."""
 
 _COLUMNS = {
-    "satchel_requests_running": "runs",
-    "satchel_requests_waiting": "waits",
+    "vllm:num_requests_running": "runs",
+    "vllm:num_requests_waiting": "waits",
     "satchel_requests_total": "requests",
-    "satchel_prompt_tokens_total": "in",
-    "satchel_cached_tokens_total": "cached",
-    "satchel_generated_tokens_total": "out",
+    "vllm:prompt_tokens_total": "in",
+    "vllm:prompt_tokens_cached_total": "cached",
+    "vllm:generation_tokens_total": "out",
 }
 """A replica's columns, by their names in `/metrics`."""
 
@@ -61,14 +61,17 @@ def _replicas(metrics: str) -> dict[str, dict[str, Any]]:
     replicas: dict[str, dict[str, Any]] = {}
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
-            name = sample.labels.get("replica")
+            name = sample.labels.get("replica") or sample.labels.get("engine")
             if name is None:
                 continue
-            entry = replicas.setdefault(name, {})
             if sample.name == "satchel_replica_up":
-                entry.update(model=sample.labels.get("model", ""), up=sample.value == 1.0)
+                found = {"model": sample.labels.get("model", ""), "up": sample.value == 1.0}
             elif sample.name in _COLUMNS:
-                entry[sample.name] = int(sample.value)
+                found = {sample.name: int(sample.value)}
+            else:
+                # Replicas that are gone still have histograms.
+                continue
+            replicas.setdefault(name, {}).update(found)
     return replicas
 
 
@@ -151,7 +154,7 @@ def _models_line(found: dict[str, Any]) -> str:
     said = []
     for name, answers in found["models"].items():
         own = [entry for entry in found["replicas"].values() if entry.get("model") == name]
-        running, waiting = (sum(entry.get(f"satchel_requests_{what}", 0) for entry in own) for what in _BUSY)
+        running, waiting = (sum(entry.get(f"vllm:num_requests_{what}", 0) for entry in own) for what in _BUSY)
         rate = sum(entry.get("tokens_per_s") or 0.0 for entry in own)
         idle = min((entry.get("idle_s") or 0.0 for entry in own), default=0.0)
         if not answers:

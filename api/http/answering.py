@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -22,7 +21,6 @@ from ..requests.remembered import HEADER
 from ..requests.requests import ChatRequest, CompletionRequest
 from ..requests.requests import Request as Asked
 from .exchange import BodyReader, CancelOnDisconnect, header_text
-from .metrics import Metrics
 
 _PROBE_TIMEOUT_S = 10.0
 
@@ -48,17 +46,16 @@ class Placed(Protocol):
 
 
 class Answering:
-    """Starts requests, waits for whole answers, and records their latency.
+    """Starts requests, and waits for whole answers.
 
     Args:
         bodies: the reader of the requests' bodies.
     """
 
-    def __init__(self, generator: Generator, config: Config, metrics: Metrics, bodies: BodyReader) -> None:
+    def __init__(self, generator: Generator, config: Config, bodies: BodyReader) -> None:
         self.generator = generator
         self.bodies = bodies
         self._unknown_model = config.endpoint.unknown_model
-        self._metrics = metrics
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """Returns the body, changed by the header `X-Agent-Continue`.
@@ -108,7 +105,7 @@ class Answering:
             parent=whose.parent if own else "",
             request_id=request.state.request_id,
             left_out=request.state.left_out,
-            waited_s=time.perf_counter() - request.state.arrived,
+            arrived=request.state.arrived,
             any_model=self.takes_any(any_model=any_model),
         )
 
@@ -181,7 +178,6 @@ class Answering:
         async with CancelOnDisconnect(request.receive):
             streams = await self.start(work)
             answers = await collect_all(streams)
-        self.observe(streams, request.state.arrived)
         return streams, answers
 
     def headers(self, work: ChatRequest | CompletionRequest, streams: Sequence[TextStream]) -> dict[str, str]:
@@ -207,12 +203,6 @@ class Answering:
             "x-satchel-model": [served] if work.model and work.model != served else [],
         }
         return _joined(headers)
-
-    def observe(self, streams: Sequence[TextStream], arrived: float) -> None:
-        """Records times to first token; `arrived` is by `time.perf_counter`."""
-        for stream in streams:
-            if stream.first_event_at is not None:
-                self._metrics.first_token(stream.model.info.name, stream.first_event_at - arrived)
 
 
 def _joined(headers: Mapping[str, Iterable[str]]) -> dict[str, str]:

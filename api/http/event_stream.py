@@ -114,11 +114,11 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with CancelOnDisconnect(receive):
-                await self._answer(send, scope["state"]["request_id"], scope["state"]["arrived"])
+                await self._answer(send, scope["state"]["request_id"])
         except ClientDisconnect:
             _log.debug("the client of request %s went away", scope["state"]["request_id"])
 
-    async def _answer(self, send: Send, request_id: str, arrived: float) -> None:
+    async def _answer(self, send: Send, request_id: str) -> None:
         try:
             streams = await self._start(send)
         except SatchelError as error:
@@ -130,7 +130,6 @@ class EventStream(Response):
         try:
             await self._stream(streams, send, request_id)
         finally:
-            self._answering.observe(streams, arrived)
             await abort_all(streams)
 
     async def _start(self, send: Send) -> list[TextStream]:

@@ -1,6 +1,7 @@
-"""The metrics of `/metrics`: the replicas' numbers, read at every scrape, and this process's request counts.
+"""The metrics of `/metrics`: the replicas' and nodes' numbers, read at every scrape, and what this process counts.
 
-Names, units and labels follow Prometheus' conventions.
+Names, units and labels follow Prometheus' conventions. What vLLM measures too has vLLM's names and labels
+(`pipeline/sequence_metrics.py` has more of these), all else begins with `satchel_`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ..agents.memory import AgentMemory
+from ..pipeline.sequence_metrics import LABELS
 from ..requests.backend import NodeState, ReplicaStats
 from ..views.cluster import disk_errors
 
@@ -42,8 +44,7 @@ class _Replicas(Collector):
         for stats in self._stats:
             proving.add_metric([stats.replica], float(bool(stats.proving)))
         yield proving
-        yield self._gauge("satchel_requests_running", "Requests in the replica's batch.", "running")
-        yield self._gauge("satchel_requests_waiting", "Requests in the replica's queue.", "waiting")
+        yield from self._vllm()
         yield self._gauge("satchel_prefix_blocks", "Cached KV blocks.", "prefix_blocks")
         yield self._gauge("satchel_prefix_bytes", "Bytes of cached KV.", "prefix_bytes")
         yield self._slots()
@@ -53,9 +54,6 @@ class _Replicas(Collector):
             "satchel_memory_bytes_max", "The most bytes that satchel_memory_bytes may reach now.", "memory_bytes_max"
         )
         yield self._counter("satchel_requests", "Requests accepted.", "requests_total")
-        yield self._counter("satchel_prompt_tokens", "Prompt tokens of accepted requests.", "prompt_tokens_total")
-        yield self._counter("satchel_cached_tokens", "Prompt tokens whose KV was reused.", "cached_tokens_total")
-        yield self._counter("satchel_generated_tokens", "Tokens generated.", "generated_tokens_total")
         yield self._counter("satchel_embedded_tokens", "Tokens of texts embedded or ranked.", "embedded_tokens_total")
         yield self._counter("satchel_restored_tokens", "Tokens whose KV came back from disk.", "restored_tokens_total")
         yield self._counter("satchel_written_bytes", "Bytes of KV written to disk.", "written_bytes_total")
@@ -80,6 +78,32 @@ class _Replicas(Collector):
         went_on = "Answers that failed over after their replica was lost."
         yield CounterMetricFamily("satchel_failovers", went_on, value=self._failovers)
 
+    def _vllm(self) -> Iterable[Metric]:
+        """Yields what vLLM measures too, under its names and labels."""
+        usage = "The part of the KV memory for sequences that they hold: 1 is all of it."
+        for name, what, field in (
+            ("num_requests_running", "Requests in the replica's batch.", "running"),
+            ("num_requests_waiting", "Requests in the replica's queue.", "waiting"),
+            ("kv_cache_usage_perc", usage, "kv_usage"),
+        ):
+            family = GaugeMetricFamily(f"vllm:{name}", what, labels=LABELS)
+            for stats in self._stats:
+                family.add_metric([stats.model, stats.replica], getattr(stats, field))
+            yield family
+        for name, what, field in (
+            ("num_preemptions", "Times that a sequence lost its place in the batch to another.", "preemptions_total"),
+            ("prompt_tokens", "Prompt tokens of requests that got a place in the batch.", "prompt_tokens_total"),
+            ("prompt_tokens_cached", "Prompt tokens whose KV was reused, from memory or disk.", "cached_tokens_total"),
+            ("prefix_cache_queries", "Prompt tokens that were looked up in memory.", "prompt_tokens_total"),
+            ("prefix_cache_hits", "Prompt tokens that were found in memory.", "hot_tokens_total"),
+            ("generation_tokens", "Tokens generated.", "generated_tokens_total"),
+        ):
+            counter = CounterMetricFamily(f"vllm:{name}", what, labels=LABELS)
+            for stats in self._stats:
+                if stats.answers:
+                    counter.add_metric([stats.model, stats.replica], getattr(stats, field))
+            yield counter
+
     def _slots(self) -> Metric:
         what = "Slots of the block pool by their use."
         family = GaugeMetricFamily("satchel_slots", what, labels=["replica", "state"])
@@ -103,20 +127,29 @@ class _Replicas(Collector):
 
 
 class _NodeCollector(Collector):
-    """One reading of the nodes, without those that did not report."""
+    """One reading of the nodes, without what those that did not report would say."""
 
     def __init__(self, nodes: Sequence[NodeState]) -> None:
         self._nodes = nodes
 
     def collect(self) -> Iterable[Metric]:
+        up = GaugeMetricFamily("satchel_node_up", "Whether the node reported lately.", labels=["node"])
+        used = GaugeMetricFamily("satchel_disk_bytes", "Bytes of KV on the node's disk.", labels=["node"])
+        room = GaugeMetricFamily("satchel_disk_free_bytes", "Further bytes of KV that may be written.", labels=["node"])
         opened = GaugeMetricFamily("satchel_disk_open", "Whether KV is written to the node's disk.", labels=["node"])
         closed = disk_errors(self._nodes)
         gone = "Agents that were evicted to make room (transcripts_bytes_max)."
         let_go = CounterMetricFamily("satchel_agents_let_go", gone, labels=["node"])
         for node in self._nodes:
+            up.add_metric([node.name], float(node.up))
+            if node.disk_bytes is not None:
+                used.add_metric([node.name], node.disk_bytes)
+            if node.disk_free_bytes is not None:
+                room.add_metric([node.name], node.disk_free_bytes)
             if node.agents_let_go is not None:
                 opened.add_metric([node.name], float(node.name not in closed))
                 let_go.add_metric([node.name], node.agents_let_go)
+        yield from (up, used, room)
         yield opened
         yield let_go
 
@@ -136,21 +169,11 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self._first_token = Histogram(
-            "satchel_time_to_first_token_seconds",
-            "From a request's arrival to the first text of its answer.",
-            ["model"],
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
 
     def request_ended(self, route: str, status: int, duration_s: float) -> None:
         """Counts one request. `route` is a route's pattern, never a caller's path, which would be unbounded."""
         self._requests.labels(route, str(status)).inc()
         self._duration.labels(route).observe(duration_s)
-
-    def first_token(self, model: str, duration_s: float) -> None:
-        self._first_token.labels(model).observe(duration_s)
 
     def render(self, stats: Sequence[ReplicaStats], failovers: int, nodes: Sequence[NodeState] = ()) -> bytes:
         """Renders all metrics in Prometheus' text format.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -59,6 +60,7 @@ from ..tools.formats.call_format import ConstrainedCalls
 from .constrained_answers import ModelGrammars, constrained_calls, scripted_grammar
 from .prompts import check_vocabulary, prepare_completion, text_tokens
 from .running import RunningSequences
+from .sequence_metrics import SequenceMetrics, SequenceTimes
 from .streams import TextStream, Usage, abort_all
 from .truncation import truncated
 
@@ -86,6 +88,7 @@ class Generator:
         self.memory = memory
         self.loader = PictureLoader(config.media)
         self.running = RunningSequences()
+        self.metrics = SequenceMetrics()
         self._load_text = load_text
         self._texts: dict[tuple[str, bytes], asyncio.Task[TextModel]] = {}
         self._grammars: dict[TextModel, ModelGrammars] = {}
@@ -415,7 +418,8 @@ class Generator:
         limit_s = self.config.timeouts.request_s
         if request.options.timeout_s is not None:
             limit_s = min(limit_s, request.options.timeout_s)
-        deadline = asyncio.get_running_loop().time() + limit_s - request.waited_s
+        waited_s = time.perf_counter() - request.arrived
+        deadline = asyncio.get_running_loop().time() + limit_s - waited_s
         timeout = asyncio.timeout_at(deadline)
         try:
             async with timeout:
@@ -528,6 +532,9 @@ class Generator:
             prompt_tokens=len(prompt),
             choice=choice,
             deadline=deadline,
+            times=SequenceTimes(
+                self.metrics, model.info.name, generation, arrived=request.arrived, prompt_tokens=len(prompt)
+            ),
             abort=self._begin_abort,
             on_end=on_end,
             keeper=TurnKeeper(turn, prepared) if turn is not None and isinstance(prepared, Chat) else None,

@@ -19,6 +19,7 @@ from ..text.answers.sequence_text import SequenceText, TextDelta
 from ..text.callers_text import AnswerLearner
 from ..text.lone_surrogates import of_characters
 from ..tools.answer_pieces import CallArguments, CallBegun, ReasoningDelta, ToolCall
+from .sequence_metrics import SequenceTimes
 
 _ABORT_WAIT_S = 5.0
 _INTERLEAVED_EVENTS_MAX = 256
@@ -104,6 +105,7 @@ class TextStream:
         prompt_tokens: length of the prompt in tokens.
         choice: which of the prompt's choices it is.
         deadline: by the event loop's clock.
+        times: measures the sequence.
         abort: starts removing a generation from its batch, in a task that the caller's cancellation does not end.
         on_end: called once with the number of answer tokens, when the sequence has ended or its abort has begun.
         keeper: stores the answer of an agent's turn, which is abandoned if the stream is left early.
@@ -128,6 +130,7 @@ class TextStream:
         prompt_tokens: int,
         choice: int = 0,
         deadline: float,
+        times: SequenceTimes,
         abort: Callable[[Generation], asyncio.Task[None]],
         on_end: Callable[[int], None] = lambda tokens: None,
         keeper: AnswerKeeper | None = None,
@@ -147,6 +150,7 @@ class TextStream:
         self._sequence = sequence
         self._choice = choice
         self._deadline = deadline
+        self._times = times
         self._abort = abort
         self._on_end = on_end
         self._keeper = keeper
@@ -210,6 +214,7 @@ class TextStream:
             finish = None
             while finish is None:
                 update = await self._next()
+                self._times.note(update)
                 if update.cached_tokens is not None:
                     self._cached_tokens = update.cached_tokens
                 finish = update.finish
@@ -240,8 +245,12 @@ class TextStream:
             finish = "stop" if self._sequence.called_enough else finish
             if self._keeper is not None:
                 await self._keeper.keep(self._tokens, _message(self._sent), self._generation)
+            self._times.end(finish)
             reason = "tool_calls" if self._sequence.called and finish == "stop" else finish
             yield self._record(Finished(reason, self._usage(), self._sequence.stop_string))
+        except Exception as error:
+            self._times.end("abort" if isinstance(error, RequestAborted) else "error")
+            raise
         finally:
             self._reading = False
             try:
@@ -337,8 +346,10 @@ class TextStream:
     def begin_abort(self) -> asyncio.Task[None] | None:
         """Starts an `abort` without waiting for it. None if the sequence has ended."""
         # A stopped sequence aborts itself while it is read. Any other abort means that nobody reads it any more.
-        if self._keeper is not None and not self._reading:
-            self._keeper.leave()
+        if not self._reading:
+            self._times.end("abort")
+            if self._keeper is not None:
+                self._keeper.leave()
         if self._over:
             return None
         self._end()

@@ -49,11 +49,12 @@ class Request:
     `model` "" is the default model. `agent` is the agent's id or "" for none; `program` and `parent` are as in
     `Identity`. `request_id` appears in logs and need not be unique. `choices` is the number of answers for every
     prompt. If `options` have no `max_tokens`, a sequence generates at most `max_tokens_default`; `max_tokens_field` is
-    the caller's name of that option. `waited_s` is how long ago the request arrived. KV is shared only with requests of
-    the same `caller`'s tenant and the same `cache_salt`. `form` is the form that the answer's content must have. Only
-    the last `truncate_prompt_tokens` of a prompt are kept; -1 keeps as many as fit with the answer. `return_token_ids`
-    keeps the ids of prompt and answer. With `any_model` the default model answers if there is no `model` of that name.
-    `left_out` collects the names of what the model does not get, and `loading` says how far it is loaded.
+    the caller's name of that option. `arrived` is when the request came, by `time.perf_counter`. KV is shared
+    only with requests of the same `caller`'s tenant and the same `cache_salt`. `form` is the form that the answer's
+    content must have. Only the last `truncate_prompt_tokens` of a prompt are kept; -1 keeps as many as fit with the
+    answer. `return_token_ids` keeps the ids of prompt and answer. With `any_model` the default model answers if there
+    is no `model` of that name. `left_out` collects the names of what the model does not get, and `loading` says how far
+    it is loaded.
     """
 
     model: str = ""
@@ -65,7 +66,7 @@ class Request:
     choices: int = 1
     max_tokens_default: int | None = None
     max_tokens_field: str = "max_tokens"
-    waited_s: float = 0.0
+    arrived: float = field(default_factory=time.perf_counter, compare=False)
     caller: Caller = OWNING
     cache_salt: str = ""
     form: AnswerForm | None = None

@@ -69,8 +69,8 @@ class Desk:
         """Returns all prompt tokens since the server's start, and how many of them were cached."""
         text = httpx.get(f"http://127.0.0.1:{self.port}/metrics").text
         return tuple(  # type: ignore[return-value]
-            sum(map(float, re.findall(rf"^satchel_{name}_tokens_total{{.*}} (\S+)$", text, re.M)))
-            for name in ("prompt", "cached")
+            sum(map(float, re.findall(rf"^vllm:{name}_total{{.*}} (\S+)$", text, re.M)))
+            for name in ("prompt_tokens", "prompt_tokens_cached")
         )
 
     def agents(self) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from openai import APIConnectionError, APIError, APIStatusError, AsyncOpenAI, De
 from .server import MODEL
 
 TIMEOUT_S = 660.0
-_SAMPLE = re.compile(r"^(satchel_\w+?)(?:\{(.*)\})? (\S+)$")
+_SAMPLE = re.compile(r"^(?:satchel_|vllm:)(\w+?)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(match|reason|outcome|status|route)="([^"]*)"')
 MEMORY_HEADER, MEMORY_FIELD = "x-satchel-memory", "satchel"
 """Where an answer says what its agent's memory lacks; it says nothing where it lacks nothing."""
@@ -180,6 +180,6 @@ class Http:
             if match is None or not match[1].endswith("_total"):
                 continue
             labels = " ".join(value for _, value in _LABEL.findall(match[2] or ""))
-            name = f"{match[1].removeprefix('satchel_').removesuffix('_total')} {labels}".strip()
+            name = f"{match[1].removesuffix('_total')} {labels}".strip()
             found[name] = found.get(name, 0.0) + float(match[3])
         return found

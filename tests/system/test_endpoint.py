@@ -34,7 +34,7 @@ def user(text: str) -> dict[str, str]:
 
 def running(http: httpx.Client) -> float:
     lines = http.get("/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("satchel_requests_running{"))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
 
 def wait_until(what: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -183,8 +183,8 @@ def test_models_health_and_metrics(http: httpx.Client):
     assert http.get("/health").status_code == 200
     metrics = http.get("/metrics").text
     for replica in ("satchel-recall-0", "satchel-recall-1"):
-        assert f'satchel_requests_running{{replica="{replica}"}}' in metrics
-        assert f'satchel_requests_waiting{{replica="{replica}"}}' in metrics
+        assert f'vllm:num_requests_running{{engine="{replica}",model_name="{MODEL}"}}' in metrics
+        assert f'vllm:num_requests_waiting{{engine="{replica}",model_name="{MODEL}"}}' in metrics
 
 
 @pytest.mark.parametrize(

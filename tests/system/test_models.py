@@ -248,8 +248,8 @@ print(sorted(cluster.replicas()))
 def test_a_client_that_never_reads_holds_no_sequence(server: Server):
     """Only a limited number of tokens waits for it in the server, besides those in the system's socket buffers. All
     sequences end long before they are complete, and no other client is disturbed."""
-    wait_until(lambda: server.metric("satchel_requests_running") == 0)
-    before = server.metric("satchel_generated_tokens_total")
+    wait_until(lambda: server.metric("vllm:num_requests_running") == 0)
+    before = server.metric("vllm:generation_tokens_total")
     prompts, each = 16, 8000
     body = json.dumps(
         {
@@ -271,9 +271,9 @@ def test_a_client_that_never_reads_holds_no_sequence(server: Server):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", server.port))
         client.sendall(head.encode() + body)
-        wait_until(lambda: server.metric("satchel_requests_running") == prompts)
-        wait_until(lambda: server.metric("satchel_requests_running") == 0, timeout_s=120)
-        taken = server.metric("satchel_generated_tokens_total") - before
+        wait_until(lambda: server.metric("vllm:num_requests_running") == prompts)
+        wait_until(lambda: server.metric("vllm:num_requests_running") == 0, timeout_s=120)
+        taken = server.metric("vllm:generation_tokens_total") - before
         assert taken < prompts * each / 2, "they were not simply finished"
         assert said(server, "plain", max_tokens=3)
 

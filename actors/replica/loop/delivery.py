@@ -37,9 +37,11 @@ class Counters:
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    hot_tokens: int = 0
     generated_tokens: int = 0
     embedded_tokens: int = 0
     steps: int = 0
+    preemptions: int = 0
     prefix_hits: int = 0
     prefix_misses: int = 0
     device_failures: int = 0
@@ -86,7 +88,6 @@ class Delivery:
         """Adds an accepted sequence."""
         self.sequences[sequence.id] = sequence
         self.counters.requests += 1
-        self.counters.prompt_tokens += len(sequence.tokens)
 
     # Tokens.
 
@@ -123,7 +124,8 @@ class Delivery:
         stopped = ends or token in sampling.stop_token_ids
         finish = "stop" if stopped else "length" if scheduled.generated + 1 >= scheduled.max_tokens else None
         logprobs = None if drawn.logprobs is None else [drawn.logprobs]
-        return SequenceUpdate(drawn.sequence_id, [token], finish, logprobs=logprobs)
+        prefill_s = None if sequence.emitted else sequence.placed_s
+        return SequenceUpdate(drawn.sequence_id, [token], finish, logprobs=logprobs, prefill_s=prefill_s)
 
     def _note_drawn(self, sequence: Sequence, drawn: Ready) -> None:
         self._scheduler.decoded(drawn.sequence_id)

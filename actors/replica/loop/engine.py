@@ -356,6 +356,7 @@ class Engine:
                 most = self.scheduler.limits.prompt_tokens_max
                 delivery.end(request_id, "error", ContextLengthExceeded(f"memory holds {most} tokens on this machine"))
         delivery.check()
+        self.counters.preemptions += len(plan.preempted)
         for request_id in plan.preempted:
             delivery.attempt(request_id, self.decode.send_back, request_id)
         if plan.expired or plan.cut or plan.preempted:

@@ -75,6 +75,8 @@ class PrefillLoop:
     def _admit(self, request_id: str) -> None:
         """Opens an admitted sequence, or first begins to read its KV back."""
         sequence = self._delivery.sequences[request_id]
+        if sequence.placed_at is None:
+            sequence.placed_at = time.monotonic()
         hot = self._memory.peek(sequence)
         if self._restores.asks(sequence, hot, plain=self._memory.prefixes.is_plain):
             # Other sequences must not evict these blocks while it waits.
@@ -112,12 +114,17 @@ class PrefillLoop:
         reused = hit.tokens
         if sequence.cached is None:
             sequence.cached = reused
+            read = max(0, reused - hot) if restored is not None else 0
             counters = self._delivery.counters
+            counters.prompt_tokens += len(sequence.tokens)
             counters.cached_tokens += reused
+            counters.hot_tokens += reused - read
             counters.prefix_hits += reused > 0
             counters.prefix_misses += reused == 0
-            read = max(0, reused - hot) if restored is not None else 0
-            self._delivery.tell(sequence, SequenceUpdate(request_id, [], cached_tokens=reused, disk_tokens=read))
+            self._delivery.tell(
+                sequence,
+                SequenceUpdate(request_id, [], cached_tokens=reused, disk_tokens=read, queued_s=sequence.queued_s),
+            )
         self._scheduler.reused(request_id, reused)
         if reused == scheduled.prompt:
             self._start_decoding(sequence)
@@ -177,7 +184,7 @@ class PrefillLoop:
         request = sequence.request
         self._pictures.drop_embeddings(sequence)
         if not request.sampling.max_tokens:
-            self._delivery.finish(sequence, SequenceUpdate(sequence.id, [], "length"))
+            self._delivery.finish(sequence, SequenceUpdate(sequence.id, [], "length", prefill_s=sequence.placed_s))
             return
         drawn = request.generated + sequence.emitted
         self._executor.join(sequence.id, sequence.given(), request.sampling, drawn, sequence.grammar)

@@ -145,6 +145,8 @@ class MemoryRoom:
             "slots_free": counts["slots_free"],
             "memory_bytes": self.budget.used(sequences, held),
             "memory_bytes_max": self.budget.bytes_max,
+            "kv_tokens": sequences.held,
+            "kv_tokens_max": int(min(self._scheduler.limits.kv_tokens_max, self._scheduler.room_tokens)),
         }
 
     def resize(self, share_bytes: int, free_bytes: int, device_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator
 from collections.abc import Sequence as Tokens
@@ -38,6 +39,7 @@ class Sequence:
         prompt_end: the prompt's open tail with a snapshot of recurrent layers, up to where later prompts diverge.
         snapshots: blocks with a snapshot that are not on their way to disk yet; a state cannot be cut out later.
         grammar: what constrains the answer; None for nothing.
+        submitted_at, placed_at: when it came and when it got its first place in the batch, by `time.monotonic`.
     """
 
     request: GenerateRequest
@@ -52,6 +54,18 @@ class Sequence:
     snapshots: dict[bytes, PrefixKV[Piece]] = field(default_factory=dict)
     pictures: SequencePictures | None = None
     grammar: SequenceGrammar | None = None
+    submitted_at: float = field(default_factory=time.monotonic)
+    placed_at: float | None = None
+
+    @property
+    def queued_s(self) -> float | None:
+        """For how long it waited for its first place; None before it has one."""
+        return None if self.placed_at is None else self.placed_at - self.submitted_at
+
+    @property
+    def placed_s(self) -> float | None:
+        """How long ago it got its first place; None before it has one."""
+        return None if self.placed_at is None else time.monotonic() - self.placed_at
 
     @property
     def id(self) -> str:

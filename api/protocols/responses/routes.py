@@ -162,13 +162,13 @@ class ResponseRoutes:
         events = ResponseEvents(ResponseObject(id, body, model.name), body.offered, ended)
         earlier = None if chat.agent_continue else messages
         made = BackgroundResponse(events, body.input.given, earlier, chat.agent, log, body.item_tools)
-        make = self._make(made, chat, body, request.state.arrived)
+        make = self._make(made, chat, body)
         self._background.begin(tenant, id, made, make, lambda kept: self._chains.keep(tenant, id, kept))
         if body.stream:
             return FollowedStream(log.follow(-1), events.idle)
         return JSONResponse(events.now)
 
-    async def _make(self, made: BackgroundResponse, chat: ChatRequest, body: ResponseBody, arrived: float) -> None:
+    async def _make(self, made: BackgroundResponse, chat: ChatRequest, body: ResponseBody) -> None:
         """Makes a background response. Its log gets all of its events, however it ends."""
         add, events, request_id = made.log.add, made.events, chat.request_id
         try:
@@ -181,7 +181,6 @@ class ResponseRoutes:
                     async for chunk in chunks:
                         add(chunk)
             finally:
-                self._answering.observe(streams, arrived)
                 await abort_all(streams)
         except asyncio.CancelledError:
             if not events.last:

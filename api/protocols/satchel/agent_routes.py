@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -100,14 +99,13 @@ class AgentRoutes:
         """Puts messages into an agent's memory, without a reply."""
         _key(request, agent_id)
         body = await self._bodies.read(request, InjectBody)
-        waited_s = time.perf_counter() - request.state.arrived
         work = ChatRequest(
             messages=body.messages,
             model=body.model or "",
             agent=agent_id,
             agent_continue=True,
             request_id=request.state.request_id,
-            waited_s=waited_s,
+            arrived=request.state.arrived,
             caller=replace(request.state.caller, tenant=tenant_of(request)),
             left_out=request.state.left_out,
         )

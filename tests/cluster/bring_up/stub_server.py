@@ -19,8 +19,8 @@ from satchel.cluster.config import Config
 
 METRICS = """# TYPE satchel_replica_up gauge
 satchel_replica_up{replica="stub-0",model="recall"} 1.0
-# TYPE satchel_requests_running gauge
-satchel_requests_running{replica="stub-0"} 3.0
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{model_name="recall",engine="stub-0"} 3.0
 # TYPE satchel_requests counter
 satchel_requests_total{replica="stub-0"} 7.0
 """

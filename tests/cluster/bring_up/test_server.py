@@ -139,7 +139,7 @@ def test_the_views_show_the_running_server(shared: Server) -> None:
     assert table.returncode == 0 and "stub-0" in table.stdout and "recall" in table.stdout
     status = json.loads(satchel("status", "--json", *home).stdout)
     assert status["status"] == "ok" and status["pid"] == shared.process.pid
-    assert status["replicas"]["stub-0"]["satchel_requests_running"] == 3
+    assert status["replicas"]["stub-0"]["vllm:num_requests_running"] == 3
     assert status["replicas"]["stub-0"]["node"] == "local" and status["nodes"][0]["memory_free_bytes"] == 12.3e9
     assert "12 GB" in table.stdout and "4.6 MB" in table.stdout
     assert "recall" in satchel("models", *home).stdout

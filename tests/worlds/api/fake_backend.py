@@ -32,6 +32,8 @@ from satchel.cluster.errors import NodeNotFound, NoReplica
 from tests.worlds.api.served_models import served_model
 
 DIMENSIONS = 8
+QUEUED_S, PREFILL_S = 0.25, 0.5
+"""How long each sequence waits for its place, and from there for its first token."""
 CONTEXT_TOKENS = 1000
 EMBEDS = EmbeddingInfo(DIMENSIONS, "last", True, False, "")
 
@@ -110,8 +112,9 @@ class FakeBackend:
     def sequence(self, text: str, *, finish: str = "stop", cached: int = 0, step: int = 1) -> list[Any]:
         tokens = self.text.tokenizer.encode(text)
         cuts = [tokens[i : i + step] for i in range(0, len(tokens), step)]
-        updates = [SequenceUpdate("row", cut, cached_tokens=cached if i == 0 else None) for i, cut in enumerate(cuts)]
-        return [*updates, SequenceUpdate("row", [], finish=finish, cached_tokens=None if cuts else cached)]
+        updates = [SequenceUpdate("row", cut) for cut in cuts] + [SequenceUpdate("row", [], finish=finish)]
+        first = replace(updates[0], cached_tokens=cached, queued_s=QUEUED_S, prefill_s=PREFILL_S)
+        return [first, *updates[1:]]
 
     def say(self, *texts: str, **how: Any) -> None:
         self.scripts = deque(self.sequence(text, **how) for text in texts)

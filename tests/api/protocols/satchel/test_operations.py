@@ -6,7 +6,7 @@ import re
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from satchel.api.requests.backend import ReplicaStats
+from satchel.api.requests.backend import NodeState, ReplicaStats
 from tests.worlds.api.served_models import served_model
 
 
@@ -51,25 +51,43 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 async def test_metrics_are_read_live(api, backend):
+    counters = {"embedded_tokens_total": 9, "hot_tokens_total": 30, "preemptions_total": 6}
     backend.replicas = [
-        ReplicaStats("r0", "m", True, 3, 1, 100, 40, 20, 5, 2, 1024, embedded_tokens_total=9),
+        ReplicaStats("r0", "m", True, 3, 1, 100, 40, 20, 5, 2, 1024, kv_tokens=64, kv_tokens_max=256, **counters),
         ReplicaStats("r1", "m", False),
     ]
     response = await api.client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     found = samples(response.text)
     r0, r1 = (("replica", "r0"),), (("replica", "r1"),)
-    assert found["satchel_requests_running", r0] == 3
-    assert found["satchel_requests_waiting", r0] == 1
+    e0, e1 = ((("engine", name), ("model_name", "m")) for name in ("r0", "r1"))
+    assert found["vllm:num_requests_running", e0] == 3
+    assert found["vllm:num_requests_waiting", e0] == 1
+    assert found["vllm:kv_cache_usage_perc", e0] == 0.25
+    assert found["vllm:num_preemptions_total", e0] == 6
     assert found["satchel_requests_total", r0] == 5
-    assert found["satchel_prompt_tokens_total", r0] == 100
-    assert found["satchel_cached_tokens_total", r0] == 40
-    assert found["satchel_generated_tokens_total", r0] == 20
+    assert found["vllm:prompt_tokens_total", e0] == 100
+    assert found["vllm:prompt_tokens_cached_total", e0] == 40
+    assert found["vllm:prefix_cache_queries_total", e0] == 100
+    assert found["vllm:prefix_cache_hits_total", e0] == 30
+    assert found["vllm:generation_tokens_total", e0] == 20
     assert found["satchel_embedded_tokens_total", r0] == 9
-    assert found["satchel_requests_running", r1] == 0
-    assert ("satchel_requests_total", r1) not in found
+    assert found["vllm:num_requests_running", e1] == found["vllm:kv_cache_usage_perc", e1] == 0
+    assert ("satchel_requests_total", r1) not in found and ("vllm:prompt_tokens_total", e1) not in found
     backend.replicas = [ReplicaStats("r0", "m", True, 7)]
-    assert samples((await api.client.get("/metrics")).text)["satchel_requests_running", r0] == 7
+    assert samples((await api.client.get("/metrics")).text)["vllm:num_requests_running", e0] == 7
+
+
+async def test_a_node_says_whether_it_is_up_and_what_is_on_its_disk(api, backend):
+    backend.machines = [
+        NodeState("a", "127.0.0.1", (), True, disk_bytes=5, disk_free_bytes=7),
+        NodeState("b", "127.0.0.2", (), False),
+    ]
+    found = samples((await api.client.get("/metrics")).text)
+    a, b = (("node", "a"),), (("node", "b"),)
+    assert (found["satchel_node_up", a], found["satchel_node_up", b]) == (1, 0)
+    assert (found["satchel_disk_bytes", a], found["satchel_disk_free_bytes", a]) == (5, 7)
+    assert ("satchel_disk_bytes", b) not in found and ("satchel_disk_free_bytes", b) not in found
 
 
 async def test_requests_are_counted_by_route_and_status(api, backend):
@@ -86,7 +104,6 @@ async def test_requests_are_counted_by_route_and_status(api, backend):
     assert count("/v1/chat/completions", "400") == 1
     assert count("other", "404") == 1
     assert "/made/up" not in str(found)
-    assert found["satchel_time_to_first_token_seconds_count", (("model", "satchel/tiny"),)] == 2
     assert found["satchel_http_request_duration_seconds_count", (("route", "/v1/chat/completions"),)] == 3
 
 
