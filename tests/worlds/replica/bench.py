@@ -41,6 +41,8 @@ class Received:
     cached: int | None = None
     read: int = 0
     """How many of the cached tokens came from disk."""
+    queued_s: float | None = None
+    prefill_s: float | None = None
     error: dict | None = None
     logprobs: list = dataclasses.field(default_factory=list)
 
@@ -112,6 +114,11 @@ class Bench:
             if update.cached_tokens is not None:
                 assert sequence.cached is None
                 sequence.cached, sequence.read = update.cached_tokens, update.disk_tokens
+                assert update.queued_s is not None
+                sequence.queued_s = update.queued_s
+            if update.prefill_s is not None:
+                assert sequence.prefill_s is None and len(sequence.tokens) == len(update.tokens)
+                sequence.prefill_s = update.prefill_s
 
     def submit(
         self,

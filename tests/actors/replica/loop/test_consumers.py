@@ -55,6 +55,14 @@ async def test_a_frame_has_all_that_is_new_and_an_empty_one_says_that_nothing_is
     assert await readers.hears("c", 3) == {}
 
 
+async def test_updates_that_share_a_frame_lose_nothing_that_one_of_them_says(readers: Readers):
+    assert await readers.hears("c", 0) == {}
+    admitted = SequenceUpdate("r", [], cached_tokens=5, disk_tokens=2, queued_s=0.5)
+    readers.all.deliver({"c": [admitted, SequenceUpdate("r", [1], prefill_s=0.25), SequenceUpdate("r", [2], "stop")]})
+    whole = SequenceUpdate("r", [1, 2], "stop", cached_tokens=5, disk_tokens=2, queued_s=0.5, prefill_s=0.25)
+    assert await readers.all.next_frame("c", 1) == [whole]
+
+
 async def test_a_frame_that_was_lost_on_the_way_ends_the_consumer(readers: Readers):
     """If a consumer asks for the first frame again, it has not received it."""
     assert await readers.hears("c", 0) == {}
