@@ -66,8 +66,8 @@ def test_running_sequences_use_a_part_of_the_memory_for_kv(bench: MakeBench, pro
 
     def usage() -> float:
         engine.engine.room.fit()
-        known = {name: value for name, value in engine.engine.room.usage.items() if name.startswith("kv_")}
-        return ReplicaStats("r", "m", True, **known).kv_usage
+        used = engine.engine.room.usage
+        return ReplicaStats("r", "m", True, kv_tokens=used["kv_tokens"], kv_tokens_max=used["kv_tokens_max"]).kv_usage
 
     assert usage() == 0.0
     engine.submit("r", prompts[7], max_tokens=40)
@@ -77,3 +77,14 @@ def test_running_sequences_use_a_part_of_the_memory_for_kv(bench: MakeBench, pro
     engine.drain()
     assert usage() == 0.0, "what is kept for later prompts is free for sequences"
     assert ReplicaStats("r", "m", True, kv_tokens=9, kv_tokens_max=3).kv_usage == 1.0
+
+
+def test_a_sequence_that_gives_its_place_to_another_is_counted(bench: MakeBench, prompts: list[list[int]]):
+    engine = bench(sequences_max=1)
+    engine.submit("first", prompts[2], max_tokens=40)
+    engine.turn()
+    assert engine.engine.counters.preemptions == 0
+    engine.submit("urgent", prompts[1], priority=1)
+    engine.drain()
+    assert engine.engine.counters.preemptions == 1
+    assert len(engine.sequences["first"].tokens) == 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -51,11 +52,9 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 async def test_metrics_are_read_live(api, backend):
-    counters = {"embedded_tokens_total": 9, "hot_tokens_total": 30, "preemptions_total": 6}
-    backend.replicas = [
-        ReplicaStats("r0", "m", True, 3, 1, 100, 40, 20, 5, 2, 1024, kv_tokens=64, kv_tokens_max=256, **counters),
-        ReplicaStats("r1", "m", False),
-    ]
+    first = ReplicaStats("r0", "m", True, 3, 1, 100, 40, 20, 5, 2, 1024, hot_tokens_total=30, embedded_tokens_total=9)
+    first = replace(first, preemptions_total=6, kv_tokens=64, kv_tokens_max=256)
+    backend.replicas = [first, ReplicaStats("r1", "m", False)]
     response = await api.client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     found = samples(response.text)
