@@ -1,7 +1,8 @@
-"""`satchel configs`: the configurations that ship with Satchel, to copy and change."""
+"""`satchel configs`: the configurations and the dashboard that ship with Satchel, to copy and change."""
 
 from __future__ import annotations
 
+from json import loads
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -20,7 +21,8 @@ def configs(
     json: JsonOption = False,
 ) -> None:
     """Print a configuration that ships with Satchel: `satchel configs three-macs > my.yaml`."""
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.yaml"))}
+    paths = [*sorted(FOLDER.glob("*.yaml")), *sorted(FOLDER.glob("*.json"))]
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     if name is not None:
         if name not in texts:
             raise ConfigError(f"no configuration {name!r} ships with Satchel; there are {', '.join(texts)}")
@@ -38,6 +40,8 @@ def configs(
 
 
 def _first_sentence(text: str) -> str:
-    """Returns the first sentence of the comment at the head of a file."""
+    """Returns the first sentence of the comment at the head of a file; of a dashboard, which has none, its description."""
+    if text.startswith("{"):
+        return loads(text)["description"].partition(". ")[0].removesuffix(".")
     lines = [line.removeprefix("#").strip() for line in text.splitlines()[:3] if line.startswith("#")]
     return " ".join(lines).partition(". ")[0].removesuffix(".")

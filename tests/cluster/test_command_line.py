@@ -47,7 +47,9 @@ def test_version_and_help(tmp_path: Path) -> None:
 def test_configurations_that_ship_are_listed_and_printed(tmp_path: Path) -> None:
     listed = satchel("configs", cwd=tmp_path).stdout.splitlines()
     names = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-    assert [line.split()[0] for line in listed] == names
+    assert [line.split()[0] for line in listed] == [*names, "grafana"]
+    assert listed[-1].endswith("for Grafana over Prometheus")
+    assert satchel("configs", "grafana", cwd=tmp_path).stdout == (CONFIGS / "grafana.json").read_text()
     assert "two-replicas     One machine, two replicas of one model" in listed
     assert satchel("configs", "three-macs", cwd=tmp_path).stdout == (CONFIGS / "three-macs.yaml").read_text()
     unknown = satchel("configs", "four-macs", cwd=tmp_path)
