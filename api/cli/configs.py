@@ -40,7 +40,7 @@ def configs(
 
 
 def _first_sentence(text: str) -> str:
-    """Returns the first sentence of the comment at the head of a file; of a dashboard, which has none, its description."""
+    """Returns the first sentence of the comment at the head of a file; of a dashboard, of its description."""
     if text.startswith("{"):
         return loads(text)["description"].partition(". ")[0].removesuffix(".")
     lines = [line.removeprefix("#").strip() for line in text.splitlines()[:3] if line.startswith("#")]
