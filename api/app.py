@@ -21,7 +21,7 @@ from .http.answering import Answering
 from .http.browser import BrowserGuard, Hosts
 from .http.exchange import BodyReader, Refused, RequestContext, add_error_handlers
 from .http.guard import KeyGuard
-from .http.metrics import AgentMetrics, Metrics
+from .http.metrics import Metrics
 from .http.paths import Paths, heads_of
 from .page.routes import PageRoutes
 from .pipeline.embedding import Embedder
@@ -65,11 +65,8 @@ def create_app(
         refused: called with the reason if a request is refused for lack of capacity.
         batches: the folder of uploaded files and batches, which run while the application does; None for none.
     """
-    metrics = Metrics()
     generator = generator or Generator(backend, config, memory=memory)
-    metrics.registry.register(generator.metrics.registry)
-    if generator.memory is not None:
-        metrics.registry.register(AgentMetrics(generator.memory))
+    metrics = Metrics(generator)
     answering, embedder = Answering(generator, config, BodyReader(config, refused)), Embedder(generator)
     openai, embeddings = OpenAIRoutes(answering, _version()), EmbeddingRoutes(answering, embedder)
     responses = ResponseRoutes(answering, config.endpoint)

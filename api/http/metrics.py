@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ..agents.memory import AgentMemory
+from ..pipeline.generation import Generator
 from ..pipeline.sequence_metrics import LABELS
 from ..requests.backend import NodeState, ReplicaStats
 from ..views.cluster import disk_errors
@@ -155,10 +156,13 @@ class _NodeCollector(Collector):
 
 
 class Metrics:
-    """The metrics of one application."""
+    """The metrics of one application, with those of its sequences and of its agents' memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, generator: Generator) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(generator.metrics.registry)
+        if generator.memory is not None:
+            self.registry.register(AgentMetrics(generator.memory))
         self._requests = Counter(
             "satchel_http_requests", "HTTP requests by route and status.", ["route", "status"], registry=self.registry
         )

@@ -532,9 +532,7 @@ class Generator:
             prompt_tokens=len(prompt),
             choice=choice,
             deadline=deadline,
-            times=SequenceTimes(
-                self.metrics, model.info.name, generation, arrived=request.arrived, prompt_tokens=len(prompt)
-            ),
+            times=SequenceTimes(self.metrics, model.info.name, generation, request.arrived, len(prompt)),
             abort=self._begin_abort,
             on_end=on_end,
             keeper=TurnKeeper(turn, prepared) if turn is not None and isinstance(prepared, Chat) else None,

@@ -91,7 +91,7 @@ class SequenceTimes:
     """
 
     def __init__(
-        self, metrics: SequenceMetrics, model: str, generation: Generation, *, arrived: float, prompt_tokens: int
+        self, metrics: SequenceMetrics, model: str, generation: Generation, arrived: float, prompt_tokens: int
     ) -> None:
         self._metrics = metrics
         self._model = model
