@@ -88,8 +88,8 @@ async def test_each_request_is_answered_with_its_usage(endpoint: Endpoint, backe
         assert batch.request_counts.model_dump() == {"total": 20, "completed": 20, "failed": 0}
         answers = await results(client, batch.output_file_id)
         metrics = (await endpoint.http.get("/metrics")).text
-    ended = [line for line in metrics.splitlines() if line.startswith("vllm:request_success_total{")]
-    assert sum(float(line.split()[-1]) for line in ended if 'finished_reason="stop"' in line) == 20
+    counted = [line for line in metrics.splitlines() if line.startswith("vllm:request_success_total{")]
+    assert sum(float(line.split()[-1]) for line in counted if 'finished_reason="stop"' in line) == 20
     assert {*answers} == {*map(str, range(20))}
     bodies = [answer["body"] for answer in answers.values()]
     assert all(body["choices"][0]["message"]["content"] == "Yes." for body in bodies)
