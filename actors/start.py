@@ -104,7 +104,7 @@ def _start_replica(replica: str, model: Model, config: Config, node: Node, **mor
         ValueError: it runs already, unless `more` has `get_if_exists`.
     """
     options = ray.remote(ReplicaActor).options(name=replica_actor_name(replica), **on_node(node), **more)
-    started = options.remote(replica, model, config.scheduling, node, config.timing)
+    started = options.remote(replica, model, config.scheduling, node, config.timing, config.logs, config.traces)
     return ReplicaClient(replica, config.timing, started)
 
 

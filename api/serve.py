@@ -30,6 +30,8 @@ from ..cluster.incidents import note_incident_aside
 from ..cluster.keys import KeyRing
 from ..cluster.patches import keep_ray_serve_on_this_machine
 from ..cluster.processes import give_freed_memory_back
+from ..cluster.telemetry.context import TRACING
+from ..cluster.telemetry.process import begin_telemetry, with_collector
 from ..cluster.timing import Timing
 from ..cluster.trust.endpoint_certificate import client_context
 from ..cluster.trust.shown_certificate import ShownCertificate
@@ -98,6 +100,7 @@ class HttpEndpoint:
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]
         keep_ray_serve_on_this_machine()
+        begin_telemetry("endpoint", config.logs, config.traces)
         # Bodies may be large.
         give_freed_memory_back()
         # Ray gives a process without reserved CPUs five threads, too few for tokenizing and everything else.
@@ -156,6 +159,7 @@ class HttpEndpoint:
     @answers(EndpointClient.close)
     async def close(self, timeout_s: float) -> None:
         await self._server.close(timeout_s)
+        await asyncio.to_thread(TRACING.close)
 
 
 class Deployment:
@@ -187,7 +191,9 @@ def deploy(config: Config, *, report: Report) -> Deployment:
     Raises:
         ModelLoadError: a model cannot be loaded, or not within `timeouts.model_load_s`.
         ClusterError: the endpoint does not come up, or this Ray cluster serves something else; nothing is changed then.
+        ConfigError: the environment names a collector of traces, but not by a URL.
     """
+    config = with_collector(config)
     _check_alone()
     replicas = start_actors(config)
     start_pool(config)

@@ -270,6 +270,27 @@ class Media:
 
 
 @validated(frozen=True, config=STRICT)
+class Logs:
+    """The logs, one file a process in `run/logs` of the home."""
+
+    format: Literal["text", "json"] = "text"
+    """How a line is written: for people, or as a JSON object."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least important of Satchel's own lines that are written. Of libraries there are warnings and errors."""
+
+
+@validated(frozen=True, config=STRICT)
+class Traces:
+    """Traces of requests, for an OpenTelemetry collector."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")] | None = None
+    """The collector's URL for OTLP over HTTP, without `/v1/traces`: `http://127.0.0.1:4318`. None takes the environment
+    variable OTEL_EXPORTER_OTLP_ENDPOINT; without that there are no traces."""
+    sample: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """The share of requests that are traced. If a caller has decided for its own trace, that counts."""
+
+
+@validated(frozen=True, config=STRICT)
 class Timeouts:
     """Time limits for requests, models and processes."""
 
@@ -308,6 +329,8 @@ class Config:
     media: Media = field(default_factory=Media)
     timeouts: Timeouts = field(default_factory=Timeouts)
     timing: Timing = field(default_factory=Timing)
+    logs: Logs = field(default_factory=Logs)
+    traces: Traces = field(default_factory=Traces)
     transcripts_bytes_max: Bytes = 256 * 2**20
     """Agents' transcripts and manifests on disk; the least recently used agents are evicted first."""
     branches_max: Count = 8

@@ -138,6 +138,11 @@ def kernels_wanted() -> bool | None:
     return {"0": False, "1": True}.get(os.environ.get("SATCHEL_KERNELS", ""))
 
 
+def trace_collector() -> str | None:
+    """Returns the URL of OpenTelemetry's collector that OTEL_EXPORTER_OTLP_ENDPOINT names; None for none."""
+    return os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None
+
+
 @contextmanager
 def set_during(**variables: str) -> Iterator[None]:
     """Sets variables while a library that reads them is loaded."""

@@ -180,6 +180,11 @@ class Home:
         return self.run / "ray.log"
 
     @property
+    def logs(self) -> Path:
+        """The logs of Satchel's processes, one file each."""
+        return self.run / "logs"
+
+    @property
     def incidents_file(self) -> Path:
         """Recent incidents of this run and earlier ones."""
         return self.run / "incidents.jsonl"

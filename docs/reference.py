@@ -24,7 +24,7 @@ from satchel.cluster.timing import Timing
 
 PAGES = Path(__file__).parent / "reference"
 GROUPS = (config.Model, nodes.Node, nodes.Link, config.Endpoint, config.Tls, config.Scheduling, config.Routing)
-GROUPS += (config.Media, config.Timeouts)
+GROUPS += (config.Media, config.Timeouts, config.Logs, config.Traces)
 
 
 def described_fields(group: type) -> dict[str, str]:

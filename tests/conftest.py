@@ -30,6 +30,7 @@ SHARE_CLUSTER = (
     # First, for it measures with nothing remembered there.
     "system/test_stories.py",
     "system/test_endpoint.py",
+    "system/test_telemetry.py",
     "system/test_failures.py",
     "system/test_handles.py",
     "bring_up/test_runtime.py",

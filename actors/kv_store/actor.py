@@ -17,6 +17,7 @@ from ...cluster.config import Config
 from ...cluster.environment import cluster_key, default_home
 from ...cluster.incidents import note_incident
 from ...cluster.nodes import Node
+from ...cluster.telemetry.process import begin_telemetry
 from ..protocol.names import store_actor_name
 from ..protocol.store_client import StoreClient
 from ..rpc.shell import Shell, shell
@@ -62,6 +63,8 @@ class KVStoreActor:
     """
 
     def __init__(self, config: Config, node: Node, given: Surroundings | None = None) -> None:
+        if given is None:
+            begin_telemetry(store_actor_name(node.name), config.logs, config.traces)
         memory = open_memory(config, given.folder if given else default_home().kv)
         peers = given.peers if given else RayPeers(node.name, config.timing)
         self.services = StoreServices(config, node, memory, peers, given.cluster_key if given else cluster_key())

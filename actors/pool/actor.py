@@ -12,6 +12,7 @@ from ...cluster.config import Config, Model
 from ...cluster.errors import InvalidRequest, ModelLoadError, NoAnswer, SatchelError
 from ...cluster.nodes import Node
 from ...cluster.placement import place
+from ...cluster.telemetry.process import begin_telemetry
 from ..protocol import registry
 from ..protocol.clients import PoolClient, ReplicaClient
 from ..protocol.names import POOL
@@ -53,6 +54,7 @@ class PoolActor:
     `PoolClient`, which says what its methods do."""
 
     def __init__(self, config: Config) -> None:
+        begin_telemetry(POOL, config.logs, config.traces)
         self._pool = Pool(ReplicaWork(config))
         loop = asyncio.get_running_loop()
         self._watchdog = Watchdog(POOL, poll_s=config.timing.heartbeat_s)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypedDict
 import ray
 from ray.exceptions import RayError
 
-from ...cluster.config import Model, Scheduling
+from ...cluster.config import Logs, Model, Scheduling, Traces
 from ...cluster.errors import (
     ComputesOtherwise,
     GenerationFailed,
@@ -30,6 +30,7 @@ from ...cluster.errors import (
     Unavailable,
 )
 from ...cluster.nodes import Node
+from ...cluster.telemetry.process import begin_telemetry
 from ...cluster.timing import Timing
 from ..model_files.weights import bytes_in_memory, read_weight_files
 from ..protocol import registry
@@ -98,7 +99,17 @@ class ReplicaActor:
         node: where it runs.
     """
 
-    def __init__(self, name: str, model: Model, scheduling: Scheduling, node: Node, timing: Timing) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        scheduling: Scheduling,
+        node: Node,
+        timing: Timing,
+        logs: Logs | None = None,
+        traces: Traces | None = None,
+    ) -> None:
+        self._logs, self._traces = logs or Logs(), traces or Traces()
         self._timing = timing
         self._name = name
         self._model = model
@@ -454,6 +465,7 @@ class ReplicaActor:
     # The engine's thread.
 
     def _run_engine(self) -> None:
+        begin_telemetry(replica_actor_name(self._name), self._logs, self._traces)
         self._pause()
         try:
             # Imported here, so that callers need not import MLX and the event loop answers meanwhile.

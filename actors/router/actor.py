@@ -16,6 +16,8 @@ from ...cluster.config import Config
 from ...cluster.environment import default_home
 from ...cluster.errors import NoReplica
 from ...cluster.incidents import note_incident_aside
+from ...cluster.telemetry.context import Value, span
+from ...cluster.telemetry.process import begin_telemetry
 from ..protocol import registry
 from ..protocol.clients import RouterClient
 from ..protocol.names import ROUTER
@@ -90,6 +92,7 @@ class RouterActor:
         self._listens_until = time.monotonic() + routing.replica_timeout_s
         self._silent: dict[str, int] = {}
         if joined is None and ray.is_initialized():
+            begin_telemetry(ROUTER, config.logs, config.traces)
             loop = asyncio.get_running_loop()
             self._watchdog = Watchdog(ROUTER, poll_s=config.timing.heartbeat_s)
             self._watchdog.watch("event loop", loop.call_soon_threadsafe)
@@ -123,6 +126,7 @@ class RouterActor:
         asyncio.get_running_loop().call_soon(self._policy.members.settle)
         if decision is None:
             raise NoReplica(f"no replica of {request.model} answers now", retry_after_s=2.0)
+        span().set(_attributes(decision))
         self._decisions[request.request_id] = decision
         self._left.pop(request.request_id, None)
         if len(self._decisions) > DECISIONS_KEPT:
@@ -259,6 +263,24 @@ class RouterActor:
         heard = [NodeReport(**node) for node in self._policy.members.node_views(time.monotonic())]
         names = {node.name for node in heard}
         return heard + [NodeReport(name, True) for name in self._awaited() if name not in names]
+
+
+def _attributes(decision: Decision) -> dict[str, Value | None]:
+    """Returns a decision as attributes of its span: with the cost terms of the chosen replica, in seconds."""
+    chosen = decision.candidates.index(decision.replica) if decision.replica in decision.candidates else None
+    costs = (
+        {} if chosen is None else {f"satchel.cost_s.{term}": each[chosen] for term, each in decision.costs_s.items()}
+    )
+    return {
+        "satchel.replica": decision.replica,
+        "satchel.node": decision.node or None,
+        "satchel.why": decision.why,
+        "satchel.candidates": len(decision.candidates),
+        "satchel.cached_tokens": decision.cached_tokens,
+        "satchel.pull_from": decision.pull_from or None,
+        "satchel.prefill_on": decision.prefill_on or None,
+        **costs,
+    }
 
 
 def _joined() -> list[str]:

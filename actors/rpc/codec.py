@@ -29,9 +29,13 @@ def encode(value: Any) -> bytes:
     return packed
 
 
-def encode_all(values: Iterable[Any]) -> bytes:
-    """Returns values of different types as bytes."""
-    packed = msgpack.packb([VERSION, [_plain(value) for value in values]])
+def encode_call(values: Iterable[Any], context: Sequence[str] = ()) -> bytes:
+    """Returns a call's arguments as bytes.
+
+    Args:
+        context: what travels with a call besides its arguments.
+    """
+    packed = msgpack.packb([VERSION, [_plain(value) for value in values], *([list(context)] if context else [])])
     assert packed is not None
     return packed
 
@@ -60,13 +64,29 @@ def unpack(data: bytes) -> Any:
         SatchelError: the error that `encode_error` encoded.
         ValueError: another protocol version, or no message.
     """
+    values, error = _parts(data)
+    if error is not None:
+        raise from_wire(error)
+    return values
+
+
+def unpack_call(data: bytes) -> tuple[Any, list[str]]:
+    """Returns what readers build a call's arguments from, and its context.
+
+    Raises:
+        ValueError: another protocol version, or no call.
+    """
+    values, context = _parts(data)
+    return values, context or []
+
+
+def _parts(data: bytes) -> tuple[Any, Any]:
+    """Returns what is packed, and what comes with it, None for nothing."""
     # Tables by branch have integer keys.
-    version, values, *error = msgpack.unpackb(data, strict_map_key=False)
+    version, values, *more = msgpack.unpackb(data, strict_map_key=False)
     if version != VERSION:
         raise ValueError(f"message version {version}, this process speaks {VERSION}")
-    if error:
-        raise from_wire(error[0])
-    return values
+    return values, more[0] if more else None
 
 
 _FORMS: dict[Any, type | tuple[type, ...]] = {

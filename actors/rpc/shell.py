@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...cluster.errors import NoAnswer, OtherVersion, SatchelError, Unavailable
+from ...cluster.telemetry.context import answering
 from .codec import encode, encode_error
 from .spec import Method
 
@@ -43,16 +45,20 @@ def shell(
         module, actor: names of the actor's module and class, where Ray's processes find the method.
     """
 
+    span_name = f"{actor.rpartition('.')[2].removesuffix('Actor')}.{declared.name}"
+
     async def answer(self: Any, data: bytes) -> bytes:
         try:
-            values = declared.asked(data)
+            values, context = declared.received(data)
         except (TypeError, ValueError) as error:
             return encode_error(OtherVersion(str(error)))
         except SatchelError as error:
             return encode_error(error)
         try:
-            answer = declared.do(find(self), values)
-            return encode(await answer if inspect.isawaitable(answer) else answer)
+            # Most calls are made for no request.
+            with answering(span_name, context) if context else nullcontext():
+                answer = declared.do(find(self), values)
+                return encode(await answer if inspect.isawaitable(answer) else answer)
         except NoAnswer as error:
             # A third process did not answer; the caller must not take this actor for lost.
             return encode_error(Unavailable(error.message, retry_after_s=error.retry_after_s))

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_type_hints, overload
 
+from ...cluster.telemetry.context import carried
 from ...cluster.timing import Timing
 from .client import ActorRef, Call
-from .codec import encode_all, reader, unpack
+from .codec import encode_call, reader, unpack, unpack_call
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,7 +80,7 @@ class Method(Generic[P, R]):
         values = self._values(*args, **kwargs)
 
         def send(handle: Any) -> Any:
-            return getattr(handle, self.name).remote(encode_all(values))
+            return getattr(handle, self.name).remote(encode_call(values, carried()))
 
         return client.actor.call(send, self.answered, self._limit(client.timing, *values), large=self._large)
 
@@ -93,16 +94,20 @@ class Method(Generic[P, R]):
         return values
 
     def asked(self, data: bytes) -> list[Any]:
-        """Returns the arguments of a call, in the order of the declaration.
+        """Returns the arguments of a call, in the order of the declaration. Raises as `received`."""
+        return self.received(data)[0]
+
+    def received(self, data: bytes) -> tuple[list[Any], list[str]]:
+        """Returns the arguments of a call, as `asked`, and what `carried` returned to its caller.
 
         Raises:
             ValueError, TypeError: another version's.
             SatchelError: a damaged KV entry is among them.
         """
-        values, readers = unpack(data), self._readers[:-1]
+        (values, context), readers = unpack_call(data), self._readers[:-1]
         if not isinstance(values, list) or len(values) != len(readers):
             raise ValueError(f"{self.name} takes {len(readers)} arguments")
-        return [read(value) for read, value in zip(readers, values, strict=False)]
+        return [read(value) for read, value in zip(readers, values, strict=False)], context
 
     def answered(self, data: bytes) -> R:
         """Returns the answer to a call.

@@ -28,6 +28,7 @@ from ...cluster.config import Config
 from ...cluster.errors import GenerationFailed, HomeInUse, KeyRefused, SatchelError
 from ...cluster.home import Home, HomeLock
 from ...cluster.keys import KeyLimits, KeyRing
+from ...cluster.telemetry.context import TRACING, working_for
 from ..http.error_shapes import shape_of
 from ..requests.callers import Caller, Meter
 from ..requests.left_out import LeftOut
@@ -206,7 +207,12 @@ class BatchRunner:
 
         async def ask() -> tuple[int, dict[str, Any]]:
             async with self._room:
-                return await self._ask(record, request_id, body)
+                begun = TRACING.begin(f"batch {record.endpoint}", {}, {"satchel.request.id": request_id})
+                with working_for(request_id, begun):
+                    try:
+                        return await self._ask(record, request_id, body)
+                    finally:
+                        begun.end()
 
         try:
             status, shown = await until_taken(ask)

@@ -12,7 +12,15 @@ from ...cluster.config import load_config
 from ...cluster.errors import ClusterError, ConfigError
 from ...cluster.home import Home
 from .models.choosing import Choice, ContextOption, KVOption, ServedNameOption, WhatArgument
-from .options import HomeOption, JsonOption, ListenOption, NoSelfTestOption, PortOption, chosen_home
+from .options import (
+    HomeOption,
+    JsonOption,
+    ListenOption,
+    LogFormatOption,
+    NoSelfTestOption,
+    PortOption,
+    chosen_home,
+)
 from .printing import line_printer, print_json
 
 InvitationArgument = Annotated[
@@ -118,11 +126,12 @@ def up(
     kv: KVOption = None,
     context: ContextOption = None,
     no_self_test: NoSelfTestOption = False,
+    log_format: LogFormatOption = None,
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
     """Serve in the background. Like `serve`, but returns once the server is ready."""
-    choice = Choice(what or (), None, name, kv, context, port, listen, not no_self_test)
+    choice = Choice(what or (), None, name, kv, context, port, listen, not no_self_test, log_format)
     started = start_in_background(choice, chosen_home(home), line_printer(as_json=json))
     if json:
         print_json(started)

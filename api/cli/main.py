@@ -26,7 +26,7 @@ from .models.listing import list_local, rm
 from .models.probe import probe
 from .models.pull import pull
 from .models.served import app as models
-from .options import HomeOption, JsonOption, ListenOption, NoSelfTestOption, PortOption, chosen_home
+from .options import HomeOption, JsonOption, ListenOption, LogFormatOption, NoSelfTestOption, PortOption, chosen_home
 from .satchels import app as agents
 from .talk.bench import bench
 from .talk.chat import AgentOption
@@ -89,12 +89,13 @@ def serve(
     kv: KVOption = None,
     context: ContextOption = None,
     no_self_test: NoSelfTestOption = False,
+    log_format: LogFormatOption = None,
     home: HomeOption = None,
 ) -> None:
     """Serve models, or those of a config, until Ctrl-C or SIGTERM; `satchel up` does it in the background."""
     from .serve import serve as run
 
-    choice = Choice(what or (), config, name, kv, context, port, listen, not no_self_test)
+    choice = Choice(what or (), config, name, kv, context, port, listen, not no_self_test, log_format)
     run(choice.read(), chosen_home(home))
 
 

@@ -55,5 +55,18 @@ class KV(StrEnum):
     fp16 = "fp16"
 
 
+class LogFormat(StrEnum):
+    """The values of `Logs.format`."""
+
+    text = "text"
+    json = "json"
+
+
+LogFormatOption = Annotated[
+    Optional[LogFormat],  # noqa: UP045
+    typer.Option("--log-format", help="How lines of the logs are written (else the config's, or text)."),
+]
+
+
 def chosen_home(given: Path | None) -> Home:
     return Home(given.expanduser().absolute()) if given is not None else default_home()

@@ -27,6 +27,7 @@ from ...cluster.errors import ClusterError, HomeInUse, SatchelError
 from ...cluster.home import Home, prepare_home, write_private
 from ...cluster.keys import owner_key, write_owner_key
 from ...cluster.node_keeper import find_keeper
+from ...cluster.telemetry.logs import adopt_ray_loggers, begin_logs
 from ...cluster.trust.admission import led_elsewhere
 from ...cluster.trust.endpoint_certificate import read_certificate
 from ...cluster.trust.invitations import invite
@@ -115,6 +116,7 @@ class StartUp(threading.Thread):
         started = time.monotonic()
         self._progress.report("Starting Ray", None)
         record = self._cluster.start()
+        adopt_ray_loggers()
         self.connected.set()
         self.go_on.wait()
         self._progress.say(f"Ray started in {time.monotonic() - started:.0f} s; its logs are in {record.log_dir}")
@@ -175,6 +177,7 @@ def serve(config: Config, home: Home) -> None:
             "this one a node of it"
         )
     advice = check_endpoint(config.endpoint, home)
+    begin_logs("server", config.logs, home, terminal=True)
     write_owner_key(home)
     signals = StopSignals()
     signals.install()

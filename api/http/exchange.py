@@ -31,6 +31,7 @@ from ...cluster.errors import (
     Unavailable,
     UnsupportedMediaType,
 )
+from ...cluster.telemetry.context import NO_SPAN, TRACING, Span, working_for
 from ..requests.field_aliases import names_for_header
 from ..requests.left_out import HEADER as LEFT_OUT
 from ..requests.left_out import LeftOut
@@ -64,6 +65,12 @@ _SAVED_BYTES = 2**20
 _LENGTH_DIGITS_MAX = 18
 _NO_NUMBER = "Content-Length is not a number"
 
+_UNTRACED = frozenset({"/health", "/metrics", "/"})
+"""Paths that are asked again and again: they are not traced, and only logged with `logs.level: debug`."""
+
+_TRACE_HEADERS = frozenset({"traceparent", "tracestate"})
+"""The headers of W3C Trace Context."""
+
 _CLIENT_GONE = 499
 """nginx's status for a disconnected client, used only in metrics."""
 
@@ -78,10 +85,10 @@ class _Stalled(Exception):
 
 
 class RequestContext:
-    """Outermost middleware: gives every request an id and every response `x-request-id`, counts it, and turns an
-    unexpected exception into a 500 that shows only the id. `x-satchel-ignored` names what was ignored in a body and
-    `x-satchel-left-out` what was left out, even if the request fails. A client that reads nothing for `STALL_S` counts
-    as disconnected.
+    """Outermost middleware: gives every request an id, a span and a line of the log, and every response
+    `x-request-id`, counts it, and turns an unexpected exception into a 500 that shows only the id. `x-satchel-ignored`
+    names what was ignored in a body and `x-satchel-left-out` what was left out, even if the request fails. A client
+    that reads nothing for `STALL_S` counts as disconnected.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -94,6 +101,13 @@ class RequestContext:
             return
         arrived = time.perf_counter()
         request_id = _given_request_id(scope) or uuid.uuid4().hex
+        span = _begin_span(scope, request_id)
+        with working_for(request_id, span):
+            await self._answer(scope, receive, send, request_id, span, arrived)
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, request_id: str, span: Span, arrived: float
+    ) -> None:
         scope.setdefault("state", {}).update(request_id=request_id, arrived=arrived, left_out=LeftOut())
         status = _CLIENT_GONE
         started = False
@@ -128,8 +142,26 @@ class RequestContext:
             hidden = SatchelError(f"internal error in request {request_id}")
             await error_response(scope, hidden)(scope, receive, send_with_id)
         finally:
-            route = getattr(scope.get("route"), "path", "other")
-            self._metrics.request_ended(route, status, time.perf_counter() - arrived)
+            route, took_s = getattr(scope.get("route"), "path", "other"), time.perf_counter() - arrived
+            self._metrics.request_ended(route, status, took_s)
+            _log.log(_level(scope), "%s %s: %d in %.3f s", scope["method"], route, status, took_s)
+            span.rename(f"{scope['method']} {route}")
+            span.set({"http.route": route, "http.response.status_code": status})
+            span.end(str(status) if status >= 500 else "")
+
+
+def _level(scope: Scope) -> int:
+    return logging.DEBUG if scope["path"] in _UNTRACED else logging.INFO
+
+
+def _begin_span(scope: Scope, request_id: str) -> Span:
+    """Begins the span of a request, within the caller's if the caller names one."""
+    if scope["path"] in _UNTRACED:
+        return NO_SPAN
+    named = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+    headers = {name: value for name, value in named if name in _TRACE_HEADERS}
+    about = {"http.request.method": scope["method"], "satchel.request.id": request_id}
+    return TRACING.begin(scope["method"], headers, about)
 
 
 def _given_request_id(scope: Scope) -> str | None:

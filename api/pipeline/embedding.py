@@ -16,11 +16,13 @@ import numpy as np
 from ...actors.model_files.sentence_modules import SentenceModules, read_sentence_modules
 from ...actors.protocol.replica_messages import PoolingRequest
 from ...cluster.errors import InvalidRequest, Unavailable
+from ...cluster.telemetry.context import span
 from ..requests.backend import ServedModel, Vectors
 from ..requests.requests import Request
 from ..text.model import TextModel
 from ..text.pairs import pair_form
 from .generation import Generator
+from .spans import EMBEDDINGS, note_model, note_usage
 from .vectors import EmbeddingRequest, RankingRequest, TokenTexts, embedding_texts, ranking_texts
 
 
@@ -119,6 +121,8 @@ class Embedder:
                 return encode(text, model, read_sentence_modules(Path(model.info.folder)))
 
             texts = await asyncio.to_thread(encoded)
+            note_model(EMBEDDINGS, request.model, model.info.name)
+            note_usage(span(), texts.count)
             admitted = caller.admit(1, texts.count)
             try:
                 pooling = PoolingRequest(

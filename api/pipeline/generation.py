@@ -61,6 +61,7 @@ from .constrained_answers import ModelGrammars, constrained_calls, scripted_gram
 from .prompts import check_vocabulary, prepare_completion, text_tokens
 from .running import RunningSequences
 from .sequence_metrics import SequenceMetrics, SequenceTimes
+from .spans import CHAT, COMPLETION, note_model, note_sequence
 from .streams import TextStream, Usage, abort_all
 from .truncation import truncated
 
@@ -515,6 +516,8 @@ class Generator:
             memory_bytes_max=caller.limits.memory_bytes_max,
             disk_bytes_max=caller.limits.disk_bytes_max,
         )
+        note_model(CHAT if isinstance(prepared, Chat) else COMPLETION, request.model, model.info.name)
+        note_sequence(sequence)
         generation = await self.backend.generate(
             model, sequence, cache_salt=request.cache_salt, beside=beside, loading=request.loading
         )

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from ...actors.protocol.replica_messages import SequenceUpdate
 from ...cluster.errors import DeadlineExceeded, GenerationFailed, RequestAborted, from_wire
+from ...cluster.telemetry.context import span
 from ..requests.backend import Generation, ServedModel
 from ..requests.history import Message, answer_message
 from ..requests.remembered import Remembered
@@ -20,6 +21,7 @@ from ..text.callers_text import AnswerLearner
 from ..text.lone_surrogates import of_characters
 from ..tools.answer_pieces import CallArguments, CallBegun, ReasoningDelta, ToolCall
 from .sequence_metrics import SequenceTimes
+from .spans import note_finish, note_usage
 
 _ABORT_WAIT_S = 5.0
 _INTERLEAVED_EVENTS_MAX = 256
@@ -156,6 +158,7 @@ class TextStream:
         self._keeper = keeper
         self._prompt = prompt
         self._learner = learner
+        self._span = span()
         self._over = False
         self._reading = False
         self._stopped = False
@@ -247,6 +250,7 @@ class TextStream:
                 await self._keeper.keep(self._tokens, _message(self._sent), self._generation)
             self._times.end(finish)
             reason = "tool_calls" if self._sequence.called and finish == "stop" else finish
+            note_finish(self._span, reason)
             yield self._record(Finished(reason, self._usage(), self._sequence.stop_string))
         except Exception as error:
             self._times.end("abort" if isinstance(error, RequestAborted) else "error")
@@ -357,6 +361,8 @@ class TextStream:
 
     def _end(self) -> None:
         self._over = True
+        used = self._usage()
+        note_usage(self._span, used.prompt_tokens, used.cached_tokens, used.completion_tokens)
         self._on_end(self._sequence.tokens)
 
 

@@ -38,6 +38,7 @@ from ...cluster.errors import (
     from_wire,
 )
 from ...cluster.incidents import note_incident_aside
+from ...cluster.telemetry.context import span
 from ..requests.loading import Loading
 from .connection import ReplicaConnection, unless_broken
 from .routing import Routing
@@ -87,6 +88,7 @@ class RayGeneration:
         self._beside = beside
         self._scope = scope
         self._loading = loading or Loading()
+        self._span = span()
         self._started = time.monotonic()
         self._updates: asyncio.Queue[tuple[int, SequenceUpdate | SatchelError]] = asyncio.Queue()
         self._unread = 0
@@ -450,10 +452,13 @@ class RayGeneration:
             deadline_s=max(0.1, first.deadline_s - (now - self._started)),
         )
         self._tokens, self._started, self._beside, self._probation_s = [], now, "", 0.0
-        avoided = [self.replica] if isinstance(loss, ReplicaLost) or split else []
+        before = self.replica
+        avoided = [before] if isinstance(loss, ReplicaLost) or split else []
         while True:
             try:
                 await self.start(avoided)
+                why = {"satchel.from": before, "satchel.replica": self.replica, "error.type": type(loss).__name__}
+                self._span.event("failover", {**why, "satchel.generated_tokens": done})
                 self._routing.failovers += isinstance(loss, ReplicaLost)
                 return
             except Unavailable:

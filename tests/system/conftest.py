@@ -12,6 +12,7 @@ from satchel.api.serve import Deployment, deploy
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Config, parse_config
+from tests.worlds.collector import Collector, collecting
 
 from .serving import RECALL
 
@@ -20,7 +21,14 @@ QUEUE_MAX = 12
 
 
 @pytest.fixture(scope="session")
-def config() -> Config:
+def collector() -> Iterator[Collector]:
+    """Gets the spans of the shared cluster."""
+    with collecting() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def config(collector: Collector) -> Config:
     return parse_config(
         {
             "models": [{**RECALL, "replicas": 2}],
@@ -28,6 +36,8 @@ def config() -> Config:
             "scheduling": {"sequences_max": SEQUENCES_MAX, "queue_requests_max": QUEUE_MAX},
             # Half of what is usual: two tests wait until it has run out.
             "timing": {"consumer_lease_s": 5.0},
+            "logs": {"format": "json"},
+            "traces": {"endpoint": collector.url},
         }
     )
 

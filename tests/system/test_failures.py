@@ -25,6 +25,7 @@ from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Config
 from satchel.cluster.errors import NoAnswer
 from satchel.cluster.incidents import incidents
+from tests.worlds.collector import Collector
 
 from .test_endpoint import ENDLESS, running, user, wait_until
 
@@ -34,10 +35,10 @@ FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "list
 
 @pytest.mark.parametrize("form", [pytest.param({}, marks=pytest.mark.slow, id="free"), pytest.param(FORM, id="bound")])
 def test_streams_survive_the_death_of_their_replica(
-    handles: Cluster, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, form: dict[str, Any]
+    handles: Cluster, http: httpx.Client, collector: Collector, monkeypatch: pytest.MonkeyPatch, form: dict[str, Any]
 ):
     """Sampled, not greedy: noise belongs to seed and position, so the text is exactly the same. Also if the caller gave
-    no seed and one was drawn, and if the answer is constrained."""
+    no seed and one was drawn, and if the answer is constrained. Its trace shows both replicas."""
     drawn: list[int] = []
     draw = secrets.randbits
     monkeypatch.setattr(secrets, "randbits", lambda bits: drawn.append(draw(bits)) or drawn[-1])
@@ -55,7 +56,8 @@ def test_streams_survive_the_death_of_their_replica(
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(without_seed)
         wait_until(lambda: running(http) == 1)
-        text = streamed(http, body, during=lambda pieces: os.kill(pid, signal.SIGKILL) if pieces == 20 else None)
+        traced = f"{home}-{secrets.token_hex(4)}"
+        text = streamed(http, body, lambda pieces: os.kill(pid, signal.SIGKILL) if pieces == 20 else None, traced)
         reply = other.result(timeout=60)
     assert text == expected and (not form or text.startswith("["))
     assert reply.replica == home and handles._backend.failovers == went_on + 1, "both were disturbed"
@@ -63,6 +65,10 @@ def test_streams_survive_the_death_of_their_replica(
     assert again.text == reply.text and again.completion_tokens == 300
     wait_until(lambda: answering(http) == 2, timeout_s=60)
     assert process_id(handles, home) != pid
+    spans = collector.of(traced, lambda spans: any(one.name == "sequence" for one in spans))
+    assert [event for one in spans for event in one.events if one.process == "endpoint"] == ["failover"]
+    (second,) = [one for one in spans if one.name == "sequence"]
+    assert second.process != f"replica:{home}" and second.attributes["satchel.generated_before"] >= 19
 
 
 def test_a_replica_whose_engine_hangs_is_replaced_and_its_stream_goes_on(
@@ -131,10 +137,12 @@ def test_a_request_that_ends_its_replica_is_tried_once_more_and_given_up(
     assert "request poison for satchel/recall" in noted
 
 
-def streamed(http: httpx.Client, body: dict[str, Any], during: Callable[[int], object]) -> str:
+def streamed(
+    http: httpx.Client, body: dict[str, Any], during: Callable[[int], object], request_id: str = "streamed"
+) -> str:
     """The text of a streamed answer; `during` is called after each piece with their number."""
-    text, pieces = "", 0
-    with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+    text, pieces, named = "", 0, {"x-request-id": request_id}
+    with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}, headers=named) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: {"):

@@ -90,7 +90,10 @@ def test_what_watches_it_agrees(shell: Shell) -> None:
 
 def test_logs_have_the_servers_lines_and_the_actors(shell: Shell) -> None:
     text = shell.says("logs", "-n", "1000")
-    assert "Ready: http://127.0.0.1" in text and "==> ReplicaActor: " in text
+    assert "Ready: http://127.0.0.1" in text
+    assert all(
+        f"==> {name}: " in text for name in ("server", "endpoint", "router", "kv_store-local", "replica-recall-0")
+    )
 
 
 def test_a_model_that_would_fit_beside_it(shell: Shell) -> None:

@@ -353,3 +353,8 @@ def test_an_interrupt_in_mid_answer_lets_it_end_and_leaves_nothing(server: tuple
     assert process.wait(timeout=20) == 0
     assert session_members(session) == []
     assert not (home / "run" / "cluster.json").exists()
+    # Also after a replica was killed: only sentences for a person.
+    shown = (home / "output").read_text()
+    assert shown.splitlines()[-2].startswith("Finishing running requests") and shown.splitlines()[-1] == "Stopped"
+    assert "raylet" not in shown and "Traceback" not in shown
+    assert "server begins as process" in (home / "run" / "logs" / "server.log").read_text()

@@ -80,4 +80,5 @@ class DecodeLoop:
             if request_id not in delivery.sequences:
                 return
         self._keeping.keep(sequence, returns=True)
+        sequence.span.preempt()
         delivery.vacate(sequence)

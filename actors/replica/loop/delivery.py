@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ....cluster.errors import GenerationFailed, SatchelError
+from ....cluster.telemetry.context import working_for
 from ...protocol.replica_messages import SequenceUpdate
 from ..device.device_errors import DeviceFailed
 from ..execution.executor import BatchExecutor, Ready
@@ -131,6 +132,7 @@ class Delivery:
         self._scheduler.decoded(drawn.sequence_id)
         sequence.tokens.append(drawn.token)
         sequence.emitted += 1
+        sequence.span.note_token()
         self.counters.generated_tokens += 1
         self.told += 1
 
@@ -194,7 +196,8 @@ class Delivery:
             action(*arguments)
         except Exception as error:
             if not isinstance(error, SatchelError):
-                logger.exception("request %s failed", request_id)
+                with working_for(request_id.rpartition("/")[0]):
+                    logger.exception("request %s failed", request_id)
                 error = GenerationFailed(f"generation failed: {type(error).__name__}")
             self.end(request_id, "error", error)
 
@@ -202,6 +205,7 @@ class Delivery:
         sequence = self.sequences.pop(request_id)
         self._pictures.leave(request_id)
         self.vacate(sequence)
+        sequence.span.leave(last)
         self.tell(sequence, last)
 
     def vacate(self, sequence: Sequence) -> None:

@@ -24,6 +24,7 @@ from ....cluster.errors import (
     SatchelError,
     Unavailable,
 )
+from ....cluster.telemetry.context import span
 from ....cluster.timing import USUAL, Timing
 from ...protocol.replica_messages import GenerateRequest, PoolingRequest
 from ..device.device_errors import DeviceFailed, on_device
@@ -38,6 +39,7 @@ from ..memory.keeping import Keeping
 from ..memory.restores import NotWaiting, Restores
 from ..memory.room import MemoryRoom, limits_of
 from ..memory.sequence_memory import Sequence, SequenceMemory
+from ..memory.sequence_span import sequence_span
 from ..scheduling.prefill_budget import PrefillPace
 from ..scheduling.scheduler import Scheduler
 from .decode import DecodeLoop
@@ -185,7 +187,8 @@ class Engine:
             embeddings: image embeddings read back from disk, by the pictures' indexes.
             grammar: what `grammar_of` returned.
         """
-        sequence = Sequence(request, list(request.prompt), list(request.block_ids), grammar=grammar)
+        traced = sequence_span(request, span())
+        sequence = Sequence(request, list(request.prompt), list(request.block_ids), grammar=grammar, span=traced)
         self._inbox.put(Submit(sequence, reply, known, embeddings or {}))
 
     def pool(self, request: PoolingRequest, reply: Reply) -> None:
@@ -428,6 +431,10 @@ class Engine:
         try:
             refusal = self._intake.accept(command)
         except DeviceFailed:
-            command.reply(Unavailable("the device failed; ask again", retry_after_s=1.0))
+            refusal = Unavailable("the device failed; ask again", retry_after_s=1.0)
+            command.sequence.span.refuse(refusal)
+            command.reply(refusal)
             raise
+        if refusal is not None:
+            command.sequence.span.refuse(refusal)
         command.reply(refusal)

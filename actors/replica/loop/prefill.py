@@ -82,6 +82,7 @@ class PrefillLoop:
             # Other sequences must not evict these blocks while it waits.
             self._memory.pin(sequence, hot)
             self._scheduler.await_restore(request_id, hot)
+            sequence.span.restore()
             self._restores.begin(sequence, hot, self.pace.tokens_per_s)
         else:
             self._open(request_id)
@@ -112,9 +113,10 @@ class PrefillLoop:
         assert not isinstance(hit.tail, PooledBlock), "a tail is not a whole block"
         self._executor.open(request_id, hit.blocks, hit.tail, hit.tail_tokens, sequence.pictures)
         reused = hit.tokens
+        read = max(0, reused - hot) if restored is not None else 0
+        sequence.span.prefill(reused, read)
         if sequence.cached is None:
             sequence.cached = reused
-            read = max(0, reused - hot) if restored is not None else 0
             counters = self._delivery.counters
             counters.prompt_tokens += len(sequence.tokens)
             counters.cached_tokens += reused
@@ -183,6 +185,7 @@ class PrefillLoop:
     def _start_decoding(self, sequence: Sequence) -> None:
         request = sequence.request
         self._pictures.drop_embeddings(sequence)
+        sequence.span.decode()
         if not request.sampling.max_tokens:
             self._delivery.finish(sequence, SequenceUpdate(sequence.id, [], "length", prefill_s=sequence.placed_s))
             return

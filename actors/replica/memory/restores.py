@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from ....cluster.errors import Unavailable
+from ....cluster.telemetry.context import NO_SPAN, Span, working_for
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..kv.caches import PooledBlock, Records
 from .disk_tier import Adopt, DiskTier, Prompt
@@ -43,12 +44,14 @@ class NotWaiting(Exception):
 
 @dataclass(frozen=True)
 class Reading:
-    """A sequence whose KV is being read back since `since` (seconds, monotonic clock). It waits `wait_s` seconds."""
+    """A sequence whose KV is being read back since `since` (seconds, monotonic clock). It waits `wait_s` seconds.
+    Calls to the store belong to `span`."""
 
     prompt: Prompt
     hot_tokens: int
     since: float
     wait_s: float
+    span: Span = NO_SPAN
 
 
 Deliver = Callable[[Reading, Restored | None], None]
@@ -115,7 +118,8 @@ class Restores:
         # Copies, because the sequence may leave, and its tokens may change.
         prompt = Prompt(request.request_id, request.agent, request.root_id, list(sequence.ids), list(sequence.tokens))
         compute_s = (len(prompt.tokens) - hot) / tokens_per_s if tokens_per_s else self.wait_s_max
-        reading = Reading(prompt, hot, time.monotonic(), max(READ_WAIT_S_MIN, 2 * compute_s))
+        wait_s = max(READ_WAIT_S_MIN, 2 * compute_s)
+        reading = Reading(prompt, hot, time.monotonic(), wait_s, sequence.span.phase)
         self._reading[request.request_id] = reading
         self._jobs.put(reading)
 
@@ -151,7 +155,8 @@ class Restores:
             restored = None
             self._working[number] = time.monotonic()
             try:
-                restored = self._read(reading)
+                with working_for(reading.prompt.request_id.rpartition("/")[0], reading.span):
+                    restored = self._read(reading)
             except Exception:
                 # This thread must survive any error, and the sequence is computed instead.
                 logger.exception("request %s: nothing is read back", reading.prompt.request_id)

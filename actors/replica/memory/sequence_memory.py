@@ -17,6 +17,7 @@ from ..execution.grammar import SequenceGrammar
 from ..execution.vision import SequencePictures
 from ..kv.caches import ModelCacheSpec, PooledBlock, Slab
 from ..kv.prefix import Hit, PrefixCache, PrefixKV, covers
+from .sequence_span import SequenceSpan
 
 Piece = Slab | PooledBlock
 
@@ -40,6 +41,7 @@ class Sequence:
         snapshots: blocks with a snapshot that are not on their way to disk yet; a state cannot be cut out later.
         grammar: what constrains the answer; None for nothing.
         submitted_at, placed_at: when it came and when it got its first place in the batch, by `time.monotonic`.
+        span: of its request's trace.
     """
 
     request: GenerateRequest
@@ -66,6 +68,8 @@ class Sequence:
     def placed_s(self) -> float | None:
         """How long ago it got its first place; None before it has one."""
         return None if self.placed_at is None else time.monotonic() - self.placed_at
+
+    span: SequenceSpan = field(default_factory=SequenceSpan)
 
     @property
     def id(self) -> str:

@@ -16,10 +16,11 @@ from typing import Any
 
 from ....cluster.bring_up.launch import READY, JoinOrder
 from ....cluster.bring_up.runtime import LocalCluster
-from ....cluster.config import Config
+from ....cluster.config import Config, Logs
 from ....cluster.errors import ActorAway, ClusterError, ModelLoadError, NoAnswer, NodeRemoved, NotRunning, SatchelError
 from ....cluster.home import Home, HomeLock, prepare_home
 from ....cluster.nodes import Node
+from ....cluster.telemetry.logs import adopt_ray_loggers, begin_logs
 from ....cluster.timing import USUAL
 from ....cluster.trust.admission import Admission, ask_news, enter, knock
 from ....cluster.trust.invitations import Invitation
@@ -99,6 +100,7 @@ def join(order: JoinOrder, home: Home, *, kept: bool) -> None:
         kept: whether `satchel join` supervises this process. Then a signal means to leave for good.
     """
     prepare_home(home)
+    begin_logs("node", Logs(), home, terminal=True)
     signals = StopSignals()
     signals.install()
     output = sys.stdout
@@ -174,6 +176,7 @@ class _Start(threading.Thread):
     def _join(self) -> None:
         self._progress.report(f"Joining {self._order.invitation.join_server}", None)
         self._cluster.start(let_in(self._cluster.home, self._order.node, self._order.invitation))
+        adopt_ray_loggers()
         self.connected.set()
         self.go_on.wait()
         self._await_name()
@@ -183,6 +186,7 @@ class _Start(threading.Thread):
         config: Config = cluster_config()
         self._cluster.go_by(config)
         self.timing = config.timing
+        begin_logs("node", config.logs, self._cluster.home, terminal=True)
         self.begun.set()
         self.replicas = start_node(config, self._order.node)
         self._await_replicas(config)

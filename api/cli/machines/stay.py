@@ -18,10 +18,12 @@ from typing import NoReturn
 
 from ....cluster import environment
 from ....cluster.bring_up.launch import LINE_BYTES_MAX, READY, RETRY_FIRST_S, RETRY_MAX_S, SENTENCE, JoinOrder
+from ....cluster.config import Logs
 from ....cluster.errors import ClusterError, SatchelError
 from ....cluster.home import Home, HomeLock, prepare_home, write_private
 from ....cluster.node_keeper import note_keeper
 from ....cluster.nodes import Node
+from ....cluster.telemetry.logs import begin_logs
 from ....cluster.trust.admission import knock
 from ....cluster.trust.invitations import Invitation, remembered
 from ....cluster.trust.takeover_state import ways_back
@@ -127,6 +129,7 @@ def stay(invitation: Invitation, node: Node, home: Home) -> NoReturn:
     prepare_home(home)
     lock = HomeLock(home, home.node_lock_file)
     lock.acquire()
+    begin_logs("join", Logs(), home, terminal=True)
     signals = StopSignals()
     signals.install()
     note_keeper(home, node.name, invitation.join_server)

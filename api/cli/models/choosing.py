@@ -14,7 +14,7 @@ import typer
 from ....actors.model_files.source import default_name, embedded_names
 from ....cluster.config import Config, Model, default_config, load_config, name_refusal, parse_model
 from ....cluster.errors import ConfigError
-from ..options import KV
+from ..options import KV, LogFormat
 from .disk import complete_source
 
 _SUFFIXES = (".yaml", ".yml")
@@ -61,7 +61,7 @@ class Choice:
         what: sources of models, or one config file.
         config: of `--config`.
         name: of the only model.
-        kv, context, port, listen: None leaves the config's.
+        kv, context, port, listen, log_format: None leaves the config's.
     """
 
     what: Sequence[str] = ()
@@ -72,6 +72,7 @@ class Choice:
     port: int | None = None
     listen: str | None = None
     self_test: bool = True
+    log_format: LogFormat | None = None
 
     @property
     def file(self) -> Path | None:
@@ -111,12 +112,15 @@ class Choice:
         if self.context is not None:
             set_here["context_tokens_max"] = self.context
         config = replace(config, models=tuple(replace(model, **set_here) for model in config.models))
+        if self.log_format is not None:
+            config = replace(config, logs=replace(config.logs, format=self.log_format.value))
         return with_endpoint(config, self.port, self.listen)
 
     def arguments(self) -> list[str]:
         """Returns the arguments of `satchel serve` that say the same."""
         options = {"--name": self.name, "--context": self.context, "--port": self.port, "--listen": self.listen}
         options |= {"--kv": None if self.kv is None else self.kv.value}
+        options |= {"--log-format": None if self.log_format is None else self.log_format.value}
         options |= {"--config": None if self.file is None else self.file.absolute()}
         words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
         words += [] if self.self_test else ["--no-self-test"]

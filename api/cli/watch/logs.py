@@ -1,4 +1,5 @@
-"""`satchel logs`: what the server or node of this machine has written: its own lines, Ray's, and its actors'."""
+"""`satchel logs`: what the processes of this machine have written: Satchel's logs, what else its server and node have
+printed, and Ray's."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def logs(
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Show the last lines of the logs on this machine: the server's or node's, Ray's, and those of replicas."""
+    """Show the last lines of the logs on this machine: of the server or node, of each actor, and Ray's."""
     where = chosen_home(home)
     _check_node(node, where)
     found = log_files(where)
@@ -68,8 +69,16 @@ def logs(
 
 
 def log_files(home: Home) -> list[Path]:
-    """Returns the files of the running server or node, or of the last one, that are not empty."""
-    own = [log_file(home), home.run / "service.log", home.run / "serve.log", home.node_log_file, home.log_file]
+    """Returns the files of the running server or node, or of the last one, that are not empty: first the logs of
+    Satchel's processes."""
+    own = [
+        *sorted(home.logs.glob("*.log")),
+        log_file(home),
+        home.run / "service.log",
+        home.run / "serve.log",
+        home.node_log_file,
+        home.log_file,
+    ]
     try:
         folder = last_cluster(home).log_dir
     except NotRunning:
@@ -154,7 +163,9 @@ class _Printer:
             print(line, flush=True)
 
     def _actor(self, path: Path) -> str | None:
-        """Returns the actor that writes a file, as Ray notes it there."""
+        """Returns the process that writes one of Satchel's logs, or the actor that Ray notes in a file."""
+        if path.parent.name == "logs" and path.parent.parent.name == "run":
+            return path.stem
         if path not in self._actors:
             with path.open(encoding="utf-8", errors="replace") as file:
                 head = [line.strip() for line in islice(file, 5)]

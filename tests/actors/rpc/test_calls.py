@@ -34,7 +34,9 @@ from satchel.cluster.errors import (
     SatchelError,
     Unavailable,
 )
+from satchel.cluster.telemetry.context import NO_SPAN, TRACING, request_id, span, working_for
 from satchel.cluster.timing import USUAL
+from tests.worlds.collector import traced
 
 OTHER_VERSION = bytes(msgpack.packb([VERSION + 1, []]) or b"")
 """As an actor of another version says whatever it says."""
@@ -270,6 +272,31 @@ async def test_what_is_asked_comes_to_the_actor_as_it_was_asked():
     assert client.count("m-0", 3)._timeout_s == 3 * USUAL.answer_s
     with pytest.raises(AgentNotFound, match="nobody"):
         await asking(Counter(AgentNotFound("nobody"))).count("m-0")
+
+
+@pytest.mark.parametrize("how", ["awaited", "waited for"])
+def test_a_call_is_made_for_the_request_of_its_caller(how: str, monkeypatch: pytest.MonkeyPatch):
+    """So a log and a trace say for which request an actor works."""
+    seen: list[tuple[str, bool]] = []
+
+    class Witness(Counter):
+        @answers(CounterClient.count)
+        async def count(self, which: str, times: int = 1, *, kept: KVSelection | None = None) -> int:
+            seen.append((request_id(), span() is not NO_SPAN))
+            return 1
+
+    client = asking(Witness(1))
+    monkeypatch.setattr(calls.ray, "get", lambda sent, timeout: asyncio.run(sent))
+    outcome(client.count("for nobody"), how)
+    with traced("counter") as collector:
+        with working_for("untraced"):
+            outcome(client.count("a"), how)
+        with working_for("traced", TRACING.begin("a request", {})):
+            outcome(client.count("b"), how)
+            span().end()
+        TRACING.close()
+    assert seen == [("", False), ("untraced", False), ("traced", True)]
+    assert collector.named("Witness.count").parent == collector.named("a request").id
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ from satchel.cluster.config import Config, parse_config
 from satchel.cluster.errors import GenerationFailed, QueueFull
 from satchel.cluster.home import Home
 from satchel.cluster.keys import KeyRing, create_key, revoke_key
+from satchel.cluster.telemetry.context import TRACING
 from tests.worlds.api.fake_backend import FakeBackend
+from tests.worlds.collector import traced
 
 CHAT = "/v1/chat/completions"
 
@@ -95,6 +97,18 @@ async def test_each_request_is_answered_with_its_usage(endpoint: Endpoint, backe
     assert all(body["choices"][0]["message"]["content"] == "Yes." for body in bodies)
     assert batch.usage.total_tokens == sum(body["usage"]["total_tokens"] for body in bodies) > 0
     assert {request["priority"] for request in backend.requests} == {IDLE_PRIORITY}
+
+
+async def test_each_request_is_a_trace_of_its_own(endpoint: Endpoint):
+    with traced() as collector:
+        async with endpoint.running() as client:
+            batch = await ended(client, (await begin(client, line("a"), line("b"))).id)
+            answers = (await client.files.content(batch.output_file_id)).text.splitlines()
+        await asyncio.to_thread(TRACING.close)
+    spans = [one for one in collector.spans if one.name == f"batch {CHAT}"]
+    named = {one.attributes["satchel.request.id"] for one in spans}
+    assert named == {json.loads(each)["response"]["request_id"] for each in answers} and len(named) == 2
+    assert all(one.attributes["gen_ai.response.finish_reasons"] == ["stop"] and not one.parent for one in spans)
 
 
 async def test_a_batch_goes_on_where_its_endpoint_ended(endpoint: Endpoint, backend: FakeBackend, config: Config):

@@ -31,7 +31,9 @@ from satchel.cluster.errors import (
     SatchelError,
     SlowReader,
 )
+from satchel.cluster.telemetry.context import TRACING, span, working_for
 from satchel.cluster.timing import USUAL, Timing
+from tests.worlds.collector import traced
 from tests.worlds.direct import Direct, model_info
 
 SAMPLING = Sampling(max_tokens=6, min_tokens=3, logprobs=1)
@@ -232,6 +234,20 @@ async def test_a_sequence_goes_on_with_what_it_has_said_so_far():
     assert (second.sampling.max_tokens, second.sampling.min_tokens, second.choices) == (4, 3, 1)
     assert backend.beside == ["a", ""], "the companions' replica is the one that was lost"
     assert (sequence.replica, sequence.node, backend.failovers) == ("b", "node of b", 1)
+
+
+async def test_a_trace_says_that_a_sequence_went_on_elsewhere():
+    with traced() as collector:
+        backend = FakeBackend(a=[], b=[])
+        with working_for("r", TRACING.begin("a request", {})):
+            sequence = generation(backend)
+            await sequence.start()
+            losing = asyncio.create_task(lose_first_and_finish_on_second(backend))
+            assert await said(sequence) == [9]
+            await losing
+            span().end()
+        TRACING.close()
+    assert collector.named("a request").events == ["failover"]
 
 
 async def test_a_sequence_waits_for_a_lone_replica_to_come_back():

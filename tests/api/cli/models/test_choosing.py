@@ -13,6 +13,7 @@ from satchel.api.cli import cluster as cli_cluster
 from satchel.api.cli import serve as cli_serve
 from satchel.api.cli.main import app
 from satchel.api.cli.models.choosing import Choice
+from satchel.api.cli.options import LogFormat
 from satchel.cluster.config import Config, Model, default_config
 from satchel.cluster.errors import ConfigError, SatchelError
 
@@ -55,10 +56,11 @@ def test_models_are_served_by_their_sources(served: list[Config], tmp_path: Path
 
 def test_options_that_people_expect(served: list[Config]) -> None:
     options = ("--name", "mine", "--port", "8001", "--kv", "k8v4", "--context", "4096", "--no-self-test")
+    options += ("--log-format", "json")
     config = serve(served, "owner/name", *options)
     fields: dict[str, Any] = {"kv": "k8v4", "context_tokens_max": 4096, "self_test": False}
     assert config.models == (Model(name="mine", source="owner/name", **fields),)
-    assert config.endpoint.port == 8001
+    assert config.endpoint.port == 8001 and config.logs.format == "json"
     as_vllm = serve(served, "owner/name", "--served-model-name", "mine", "--max-model-len", "4096")
     assert (as_vllm.models[0].name, as_vllm.models[0].context_tokens_max) == ("mine", 4096)
 
@@ -107,7 +109,7 @@ def test_up_starts_a_server_that_serves_the_same(served: list[Config], tmp_path:
         Choice(("embedded:recall", "owner/name"), port=8003, listen="127.0.0.1"),
         Choice((str(EMBEDDED / "recall"),), name="mine", self_test=False, context=100),
         Choice((str(file),)),
-        Choice(config=file, port=8004),
+        Choice(config=file, port=8004, log_format=LogFormat.json),
     ):
         assert serve(served, *choice.arguments()) == choice.read()
 

@@ -54,6 +54,16 @@ def test_the_last_lines_of_each_file(home: Home) -> None:
     assert worker.splitlines()[0].startswith("==> ReplicaActor: ") and worker.splitlines()[1:] == ["loaded"]
 
 
+def test_the_logs_of_satchels_processes_come_first(home: Home) -> None:
+    home.logs.mkdir()
+    (home.logs / "router.log").write_text("2026-01-31T12:00:05.117Z INFO    router satchel: it begins\n")
+    (home.logs / "router.log.1").write_text("older\n")
+    files = json.loads(logs(home, "--files", "--json"))
+    assert [Path(file).name for file in files] == ["router.log", "server.log", "worker-1.err", "worker-2.err"]
+    assert logs(home, "-n", "1").startswith(f"==> router: {home.logs / 'router.log'} <==\n2026-01-31T12:00:05.117Z")
+    assert json.loads(logs(home, "-n", "1", "--json").splitlines()[0])["actor"] == "router"
+
+
 def test_lines_for_programs(home: Home) -> None:
     found = [json.loads(line) for line in logs(home, "-n", "1", "--json").splitlines()]
     assert [(Path(each["file"]).name, each["actor"], each["line"]) for each in found] == [
