@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import AfterValidator, Field, JsonValue, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass as validated
 
 from .errors import ConfigError
@@ -104,6 +104,11 @@ class Endpoint:
         return f"{scheme}://{host_port(everywhere if self.listens_everywhere else self.listen, self.port)}"
 
 
+def _parse_off(value: object) -> object:
+    """Returns `off` for the False that YAML reads in its place."""
+    return "off" if value is False else value
+
+
 @validated(frozen=True, config=STRICT)
 class Model:
     """One served model. The first one in the list is the default of the endpoint."""
@@ -137,6 +142,9 @@ class Model:
     numerics: Literal["fast", "reproducible"] = "fast"
     """`reproducible`: on a CPU decoding and prefill give the same result to the bit; `fast`: the same within rounding.
     KV is not shared between the two."""
+    drafts: Annotated[Literal["auto", "off"], BeforeValidator(_parse_off)] = "auto"
+    """`auto` guesses the next tokens of a sequence from its own prompt and answer, and computes several in one step
+    where that was measured to be faster. The answer does not change. `off` never does."""
     self_test: Annotated[bool, also_named("self_test", "trial")] = True
     """Whether the model runs a self-test when it is loaded: batched, in chunks and from cached KV it must compute what
     it computes unbatched. The result is stored. Without a self-test an untested model family may give wrong answers

@@ -182,6 +182,7 @@ class Serving:
             lambda why: note_incident_aside(default_home(), "device", f"{self._model.name}: {why}"),
             before,
             trust_remote_code=self._model.trust_remote_code,
+            drafts=self._model.drafts == "auto",
         )
         self._shell.take_up(proven, engine, disk, plain=plain)
         if before is None or self._reports is None:

@@ -14,39 +14,34 @@ each copies the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from ...protocol.replica_messages import Sampling, TokenLogprobs
-from ..device.device import on_gpu, size_class
+from ...protocol.replica_messages import Sampling
+from ..device.device import on_gpu
 from ..device.device_errors import on_device
 from ..kv import caches as kv_cache
-from ..kv.attention import FEW_QUERIES
 from ..kv.caches import PooledBlock, Records, Slab
 from ..kv.paged_cache import PagedKVCache
 from ..kv.sequence_view import SequenceView, Stacks
 from ..kv.unbatched import UnbatchedSequences
 from .compiled_step import CompiledStep
+from .drafts import Drafts, check, padded_width
 from .grammar import MaskMaker, SequenceGrammar, SequenceMasks
 from .loaded_model import LoadedModel
+from .padding import count_together, padded_tokens
 from .pieces import IN_ONE_PIECE
+from .ready import Ready, read
 from .sampling import BatchSampler, Draw
-from .sequence_states import ExecutorSequence, Stage, Together
+from .sequence_states import ExecutorSequence, Stage, Together, arriving
 from .vision import SequencePart, SequencePictures
 
 CLEAR_EVERY_STEPS = 512
 STACKED_SPANS_MAX = 16
-PADDING_MAX = 2.0
-"""A padded batch of prompts may have at most this many times its real tokens."""
-
-SHAPE_TOKENS = 64
-"""Batches of prompts are padded to a `size_class` of units of this many tokens."""
-
 FORCED_MAX = 8
 """The most tokens that one step may compute for a sequence: so many cost a device little more than one."""
 
@@ -58,29 +53,6 @@ CLEAR_EVERY_TOKENS = 8192
 """Prefilled tokens after which MLX's cache of freed buffers is emptied; decoding cannot use many of them."""
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A sequence's next token; `logprobs` if the sequence asked for them. If not `sound`, its logit was not a finite
-    number; if there is a `grammar_error`, the sequence's grammar could not be followed. The token is meaningless in
-    both cases."""
-
-    sequence_id: str
-    token: int
-    sound: bool = True
-    logprobs: TokenLogprobs | None = None
-    grammar_error: str = ""
-
-    @property
-    def failure(self) -> str:
-        """Why the token is meaningless; empty if it is valid."""
-        return self.grammar_error if self.sound else "the model's output is not a number"
-
-
-def padded_tokens(longest: int) -> int:
-    """Returns to how many tokens a batch of prompts is padded."""
-    return SHAPE_TOKENS * size_class(-(-longest // SHAPE_TOKENS))
-
-
 class BatchExecutor:
     """The sequences in prefill and the batch of decoding sequences. Used by the engine.
 
@@ -88,13 +60,17 @@ class BatchExecutor:
     and without a mask array cuDNN makes a plan for every new length. A CPU gains nothing from it, and mlx-lm's Mamba
     layers would take the padding into their state.
 
+    Args:
+        drafts: whether sequences are drafted, if the model allows it. On a CPU only a sequence that is alone is.
+
     Attributes:
         workspace_bytes: the most temporary memory that a prefill has needed.
+        drafts: the drafts of the batch's sequences.
         make_sampler: makes the `BatchSampler` of a batch; self-tests replace it.
         pieces: a piece ends after each layer of a prompt, so that requests are served during self-tests.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, *, drafts: bool = False) -> None:
         self._loaded = loaded
         self._model = loaded.model
         self._on_gpu = on_gpu()
@@ -117,6 +93,7 @@ class BatchExecutor:
         self.pieces = IN_ONE_PIECE
         self.workspace_bytes = 0
         self._steps = 0
+        self.drafts = Drafts(loaded.vocabulary_size, wanted=drafts and not loaded.undrafted)
         self._forget()
 
     @on_device()
@@ -148,10 +125,11 @@ class BatchExecutor:
                 again; if the caches of one were being changed, it fails again.
         """
         sequences = [(self._coming[sequence_id], tokens) for sequence_id, tokens in work]
+        self.drafts.pause()
         self._settle()
         mx.reset_peak_memory()
         while self.batched_prefill and sequences:
-            count = self._count_together(sequences)
+            count = count_together([(sequence.length, len(tokens)) for sequence, tokens in sequences])
             self._prefill_together(sequences[:count])
             sequences = sequences[count:]
         for sequence, tokens in sequences:
@@ -185,20 +163,6 @@ class BatchExecutor:
         """Returns the model's inputs besides tokens and caches, for a padded batch of `width` tokens."""
         vision = self._loaded.vision
         return {} if vision is None else vision.inputs(parts, width)
-
-    @staticmethod
-    def _count_together(sequences: Sequence[tuple[ExecutorSequence, Sequence[int]]]) -> int:
-        """Returns how many of these sequences, from the first on, form the next batch: as many as need little
-        padding."""
-        lengths = [len(tokens) for _, tokens in sequences]
-        held = [sequence.length for sequence, _ in sequences]
-        places = len(sequences) * max(lengths), len(sequences) * max(held)
-        if places[0] > PADDING_MAX * sum(lengths) or places[1] > PADDING_MAX * (sum(held) + sum(lengths)):
-            return 1
-        if padded_tokens(max(lengths)) <= FEW_QUERIES:
-            return len(sequences)
-        # A power of two, for few different shapes: CUDA makes a plan for every new one.
-        return 1 << (len(sequences).bit_length() - 1)
 
     def _prefill_together(self, sequences: Sequence[tuple[ExecutorSequence, Sequence[int]]]) -> None:
         lengths = [len(tokens) for _, tokens in sequences]
@@ -260,7 +224,7 @@ class BatchExecutor:
         if not begun or 2 * len(begun) < len(sequences) or self._inputs is None or self._draw is None:
             return []
         tokens: list[int] = self._inputs.tolist()  # type: ignore[assignment]
-        drawn = _read(*self._draw)
+        drawn = read(*self._draw)
         return [
             Ready(sequence.sequence_id, tokens[index], *drawn[sequence.sequence_id], sequence.grammar_error)
             for index, sequence in begun
@@ -274,7 +238,7 @@ class BatchExecutor:
         tokens: list[int] = self._inputs.tolist()  # type: ignore[assignment]
         for token, sequence in zip(tokens, self._sequences, strict=True):
             if sequence.sequence_id == sequence_id and sequence.fed and sequence_id not in self._leaving:
-                return Ready(sequence_id, token, *_read(*self._draw)[sequence_id], sequence.grammar_error)
+                return Ready(sequence_id, token, *read(*self._draw)[sequence_id], sequence.grammar_error)
         return None
 
     @on_device()
@@ -292,6 +256,10 @@ class BatchExecutor:
         seals = any(sequence.length % BLOCK_TOKENS == BLOCK_TOKENS - 1 for sequence in self._sequences)
         if seals:
             self._settle()
+        elif (len(self._sequences) == 1 or self.batched_prefill) and any(
+            drafts := self.drafts.choose(self._sequences, inputs)
+        ):
+            return self._step_ahead(inputs, drafts)
         forced, self._forced = self._forced if len(self._sequences) == 1 else (), ()
         if forced:
             self._sampler.passed(forced[1:])
@@ -305,8 +273,17 @@ class BatchExecutor:
         if seals:
             self._seal_filled()
         tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
-        drawn = {} if before is None else _read(*before)
-        ready = [
+        ready = self._ready(tokens, before)
+        ready += [Ready(self._sequences[0].sequence_id, token) for token in forced[1:]]
+        self.drafts.note(self._sequences, tokens)
+        self.drafts.note_step(len(self._sequences))
+        self._advance([len(forced) or 1] * len(self._sequences))
+        return ready
+
+    def _ready(self, tokens: Sequence[int], draw: tuple[Draw, list[str | None]] | None) -> list[Ready]:
+        """Returns the inputs of a step, as the step before drew them."""
+        drawn = {} if draw is None else read(*draw)
+        return [
             Ready(
                 sequence.sequence_id,
                 token,
@@ -316,14 +293,57 @@ class BatchExecutor:
             for sequence, token in zip(self._sequences, tokens, strict=True)
             if sequence.fed
         ]
-        ready += [Ready(self._sequences[0].sequence_id, token) for token in forced[1:]]
-        for sequence in self._sequences:
-            sequence.begun, sequence.fed = sequence.fed, True
-            sequence.length += len(forced) or 1
+
+    def _advance(self, computed: Sequence[int]) -> None:
+        """Counts the tokens of each sequence that a step has computed."""
+        for sequence, count in zip(self._sequences, computed, strict=True):
+            sequence.begun, sequence.fed = sequence.fed or count > 1, True
+            sequence.length += count
         self._steps += 1
         if self._steps % CLEAR_EVERY_STEPS == 0:
             mx.clear_cache()
-        return ready
+
+    def _step_ahead(self, inputs: mx.array, drafts: list[list[int]]) -> list[Ready]:
+        """As `step`, but computes a draft after each input; see `drafts.py`. Waits for what is drawn."""
+        assert not isinstance(self._caches, UnbatchedSequences)
+        if self._settles_always:
+            # The step in flight still writes into the open blocks that are read here.
+            mx.synchronize()
+        self._forced = ()
+        first: list[int] = inputs.tolist()  # type: ignore[assignment]
+        tokens = [[token, *draft] for token, draft in zip(first, drafts, strict=True)]
+        logits = self._logits_of_all(self._caches, tokens)
+        sampler = self._sampler.ahead(drafts)
+        draw = sampler(logits, self._masks(inputs, logits, [0, *accumulate(map(len, tokens))]))
+        ready, checked = self._ready(first, self._draw), check(self._sequences, drafts, draw)
+        lengths = [sequence.length + count for sequence, count in zip(self._sequences, checked.computed, strict=True)]
+        kv_cache.take_back(self._caches, lengths, clean=not checked.sound)
+        sampler.keep(checked.last)
+        self._sampler, self._draw = sampler, (draw, checked.owners)
+        self._inputs = draw.tokens[mx.array(checked.last)].astype(mx.uint32)
+        self.drafts.note_wide(checked)
+        self._advance(checked.computed)
+        return ready + checked.ready
+
+    def _logits_of_all(self, caches: list[Any], tokens: Sequence[Sequence[int]]) -> mx.array:
+        """Launches the model for some tokens of every sequence, in a padded batch as for prompts.
+
+        Returns:
+            (tokens, vocabulary), the logits after each of them, sequence after sequence.
+        """
+        parts = [sequence.part(each) for sequence, each in zip(self._sequences, tokens, strict=True)]
+        width = padded_width(tokens) if self.batched_prefill else max(map(len, tokens))
+        padding = [width - len(each) for each in tokens]
+        if self.batched_prefill:
+            for cache in caches:
+                cache.prepare(lengths=[len(each) for each in tokens], right_padding=padding)
+        padded = mx.array([[*each, *[0] * pad] for each, pad in zip(tokens, padding, strict=True)], mx.uint32)
+        logits = self._model(padded, cache=caches, **self._inputs_besides(parts, width))
+        if self.batched_prefill:
+            for cache in caches:
+                cache.finalize()
+        real = [index * width + at for index, each in enumerate(tokens) for at in range(len(each))]
+        return logits.reshape(-1, logits.shape[-1])[mx.array(real)]
 
     def _logits(self, inputs: mx.array | Sequence[int]) -> mx.array:
         """Launches the model for one token of every sequence, `(sequences,)`, or for several of the only one."""
@@ -368,9 +388,15 @@ class BatchExecutor:
             )
         )
 
-    def _masks(self, inputs: mx.array | Sequence[int], logits: mx.array) -> SequenceMasks | None:
+    def _masks(
+        self, inputs: mx.array | Sequence[int], logits: mx.array, places: Sequence[int] | None = None
+    ) -> SequenceMasks | None:
         """Returns which tokens the sequences with grammars may draw next. Reads the inputs, which are as for `_logits`,
-        while the model computes their `logits`."""
+        while the model computes their `logits`.
+
+        Args:
+            places: of every sequence, its place in what is sampled; None if that is the sequence's number.
+        """
         if not any(sequence.grammar is not None for sequence in self._sequences):
             return None
         mx.async_eval(logits)
@@ -382,7 +408,7 @@ class BatchExecutor:
             if self._sequences[index].fed:
                 for token in tokens[index]:
                     grammar.follow(token)
-        masks = self._make_masks(constrained)
+        masks = self._make_masks([(places[index] if places else index, grammar) for index, grammar in constrained])
         if masks is not None and len(self._sequences) == 1:
             self._forced = self._forced_after(self._sequences[0].length + len(tokens[0]), masks.words[0])
         return masks
@@ -518,15 +544,19 @@ class BatchExecutor:
         self._caches: list[Any] | UnbatchedSequences = []
         self._stacks = Stacks()
         self._inputs: mx.array | None = None
-        self._draw: tuple[Draw, list[str]] | None = None
+        # What was drawn, and of which sequence it is; None for drafts that are wrong.
+        self._draw: tuple[Draw, list[str | None]] | None = None
         # The next tokens of the only sequence, at least two, if its grammar allows no others; the first is its input.
         self._forced: Sequence[int] = ()
         self._sampler = self.make_sampler()
+        self.drafts.pause()
 
     def _change_batch(self) -> None:
         """Removes sequences that left and appends sequences that join."""
-        if self._settles_always and (self._leaving or self._joining()):
-            mx.synchronize()
+        if self._leaving or self._joining():
+            self.drafts.pause()
+            if self._settles_always:
+                mx.synchronize()
         if self._leaving:
             keep = [
                 index for index, sequence in enumerate(self._sequences) if sequence.sequence_id not in self._leaving
@@ -540,7 +570,7 @@ class BatchExecutor:
             self._sampler.keep(keep)
             self._sequences = [self._sequences[index] for index in keep]
             self._leaving.clear()
-        for batch, sequences in self._arriving():
+        for batch, sequences in arriving(self._joining(), unbatched=self._loaded.unbatched):
             inputs = mx.array([sequence.tokens[-1] for sequence in sequences], dtype=mx.uint32)
             if self._inputs is None:
                 self._caches, self._inputs = batch, inputs
@@ -553,6 +583,7 @@ class BatchExecutor:
             for sequence in sequences:
                 prompt = len(sequence.tokens) - sequence.drawn
                 self._sampler.add(sequence.sampling, sequence.tokens[:prompt], sequence.tokens[prompt:])
+                self.drafts.join(sequence)
                 sequence.decode()
                 self._sequences.append(self._coming.pop(sequence.sequence_id))
 
@@ -561,32 +592,5 @@ class BatchExecutor:
             sequence_id: sequence for sequence_id, sequence in self._coming.items() if sequence.stage is Stage.JOINING
         }
 
-    def _arriving(self) -> list[tuple[Any, list[ExecutorSequence]]]:
-        """Returns the sequences that join now, as batches: sequences prefilled together stay one batch, the others are
-        merged."""
-        arriving: list[tuple[Any, list[ExecutorSequence]]] = []
-        joining = self._joining()
-        for sequence in list(joining.values()):
-            together = sequence.together
-            if together is None or not together.sequences.keys() <= joining.keys():
-                continue
-            if len(together.sequences) < together.size:
-                kv_cache.keep(together.caches, list(together.sequences.values()))
-            members = [joining.pop(sequence_id) for sequence_id in together.sequences]
-            arriving.append((together.caches, members))
-            for member in members:
-                member.together = None
-        if joining:
-            single = list(joining.values())
-            own = [sequence.own() for sequence in single]
-            arriving.append((UnbatchedSequences(own) if self._loaded.unbatched else kv_cache.merge(own), single))
-        return arriving
-
     def _index(self, sequence_id: str) -> int:
         return next(index for index, sequence in enumerate(self._sequences) if sequence.sequence_id == sequence_id)
-
-
-def _read(draw: Draw, sequence_ids: Sequence[str]) -> dict[str, tuple[bool, TokenLogprobs | None]]:
-    """Returns by sequence whether its token is sound, and its logprobs; waits for the device."""
-    sound: list[bool] = draw.sound.tolist()  # type: ignore[assignment]
-    return dict(zip(sequence_ids, zip(sound, draw.logprobs(), strict=True), strict=True))

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...model_files.model_identity import ModelIdentity
 from ...model_files.sentence_modules import SentenceModules
 from ...protocol.replica_messages import EmbeddingInfo
+from ..device.device import on_gpu
 from ..kernels.sealing import FULL_PRECISION
 from ..kv.caches import ModelCacheSpec, new_caches
 from ..kv.pool import BlockPool
@@ -76,6 +77,18 @@ class LoadedModel:
             return EmbeddingInfo(refusal=refusal)
         assert isinstance(hidden, HiddenStates)
         return EmbeddingInfo(hidden.dimensions, sentences.pooling, sentences.normalizes, sentences.stated, "")
+
+    @property
+    def undrafted(self) -> str:
+        """Why its sequences are not drafted; empty if they may be."""
+        if self.spec.policy is None or self.spec.recurrent or self.unbatched:
+            return "not all of its layers can take tokens back"
+        if self.identity.computing.get("numerics") == "reproducible":
+            if on_gpu() or self.weights == "both":
+                return "its products depend on how many tokens are computed, and its numerics must be reproducible"
+            if self.spec.rule.window:
+                return "windows are added up in another order, and its numerics must be reproducible"
+        return ""
 
     @property
     def kv(self) -> str:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import mlx.core as mx
 import numpy as np
@@ -109,6 +111,14 @@ class _SampledSequence:
     position: int
     limits: TokenLimits | None = None
     thinking: ThinkingLimit | None = None
+
+    def after(self, token: int) -> _SampledSequence:
+        """Returns a copy that has also drawn `token`."""
+        drawn, limits, thinking = mx.array([token]), copy(self.limits), copy(self.thinking)
+        for limit in (limits, thinking):
+            if limit is not None:
+                limit.drawn(drawn)
+        return replace(self, position=self.position + 1, limits=limits, thinking=thinking)
 
     @property
     def counted(self) -> bool:
@@ -428,6 +438,23 @@ class BatchSampler:
         for sequence in self._sequences:
             sequence.position += 1
         return draw
+
+    def ahead(self, drafts: Sequence[Sequence[int]]) -> BatchSampler:
+        """Returns a sampler of each sequence as it is now, followed by what it will be after each token of its draft.
+        This sampler stays as it is.
+
+        Args:
+            drafts: for every sequence, tokens inside the vocabulary that it may draw next; empty for none.
+        """
+        ahead = BatchSampler(self._vocabulary, self._end_tokens)
+        counts, counted = list[mx.array](), iter(() if self._counts is None else self._counts)
+        for sequence, draft in zip(self._sequences, drafts, strict=True):
+            each = replace(sequence, limits=copy(sequence.limits), thinking=copy(sequence.thinking))
+            ahead._sequences += accumulate(draft, _SampledSequence.after, initial=each)
+            if sequence.counted:
+                counts += accumulate(draft, lambda count, token: count.at[token].add(2), initial=next(counted))
+        ahead._counts = mx.stack(counts) if counts else None
+        return ahead
 
     def can_pass(self) -> bool:
         """Whether the batch's only sequence may be given tokens instead of drawing them."""

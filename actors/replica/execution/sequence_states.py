@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 from ...protocol.replica_messages import Sampling
+from ..drafting.drafter import Drafter
 from ..kv import caches as kv_cache
 from ..kv.sequence_view import Stacks
+from ..kv.unbatched import UnbatchedSequences
 from .grammar import SequenceGrammar
 from .vision import SequencePart, SequencePictures
 
@@ -48,6 +50,7 @@ class ExecutorSequence:
         tokens_max: it ends with this many tokens, or with one of the tokens `ends`.
         fed: whether it has had its first decode step.
         begun: whether a step has returned its first token.
+        drafter: drafts its next tokens; None if it is not drafted.
     """
 
     sequence_id: str
@@ -65,6 +68,7 @@ class ExecutorSequence:
     ends: frozenset[int] = frozenset()
     fed: bool = False
     begun: bool = False
+    drafter: Drafter | None = None
 
     @property
     def grammar_error(self) -> str:
@@ -105,3 +109,25 @@ class ExecutorSequence:
         """Removes the sequence from the batch that it was prefilled in."""
         if self.together is not None:
             del self.together.sequences[self.sequence_id]
+
+
+def arriving(joining: Mapping[str, ExecutorSequence], *, unbatched: bool) -> list[tuple[Any, list[ExecutorSequence]]]:
+    """Returns sequences that join now as the caches of batches: sequences prefilled together stay one batch, the others
+    are merged, or stay apart if they are `unbatched`."""
+    found: list[tuple[Any, list[ExecutorSequence]]] = []
+    left = dict(joining)
+    for sequence in joining.values():
+        together = sequence.together
+        if together is None or not together.sequences.keys() <= left.keys():
+            continue
+        if len(together.sequences) < together.size:
+            kv_cache.keep(together.caches, list(together.sequences.values()))
+        members = [left.pop(sequence_id) for sequence_id in together.sequences]
+        found.append((together.caches, members))
+        for member in members:
+            member.together = None
+    if left:
+        single = list(left.values())
+        own = [sequence.own() for sequence in single]
+        found.append((UnbatchedSequences(own) if unbatched else kv_cache.merge(own), single))
+    return found

@@ -414,6 +414,12 @@ def set_bidirectional(batch: Sequence[Any], runs: Sequence[Sequence[tuple[int, i
         pooled.set_bidirectional(runs)
 
 
+def take_back(batch: Sequence[Any], lengths: Sequence[int], *, clean: bool) -> None:
+    """As `PagedKVCache.take_back`, for every layer of a batch in which all are sealed."""
+    for cache in batch:
+        cache.take_back(lengths, clean=clean)
+
+
 def seal_filled(batch: Sequence[Any]) -> None:
     """Seals blocks that became full in a launched step, if that step did not seal them itself."""
     for cache in batch:

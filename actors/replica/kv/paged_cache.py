@@ -223,6 +223,20 @@ class PagedKVCache:
         """Ends the padding."""
         self._ragged = None
 
+    def take_back(self, lengths: Sequence[int], *, clean: bool) -> None:
+        """Shortens every sequence to so many tokens, within its open block.
+
+        Args:
+            clean: fills the places of the others with zeros. It is needed if they may have NaN, which spreads even if
+                it is masked.
+        """
+        assert all(left // BLOCK_TOKENS == now // BLOCK_TOKENS for left, now in zip(lengths, self.lengths, strict=True))
+        self.lengths = list(lengths)
+        if clean and self._keys is not None and self._values is not None:
+            opened = mx.array([length % BLOCK_TOKENS for length in lengths])[:, None, None, None]
+            kept = mx.arange(self._keys.shape[2])[:, None] < opened
+            self._keys, self._values = mx.where(kept, self._keys, 0), mx.where(kept, self._values, 0)
+
     @property
     def state(self) -> list[mx.array]:
         """Returns the arrays to evaluate after a call."""

@@ -19,8 +19,9 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.replica_messages import Sampling
 from ..device.device import device_bytes, size_class
 from ..device.device_errors import DeviceFailed
-from ..execution.executor import SHAPE_TOKENS, BatchExecutor
+from ..execution.executor import BatchExecutor
 from ..execution.loaded_model import LoadedModel
+from ..execution.padding import SHAPE_TOKENS
 from ..execution.vision import SequencePictures, Vision
 from ..kv.attention import FEW_QUERIES
 from ..kv.caches import PooledBlock, Slab

@@ -16,7 +16,8 @@ from ....cluster.errors import GenerationFailed, SatchelError
 from ....cluster.telemetry.context import working_for
 from ...protocol.replica_messages import SequenceUpdate
 from ..device.device_errors import DeviceFailed
-from ..execution.executor import BatchExecutor, Ready
+from ..execution.executor import BatchExecutor
+from ..execution.ready import Ready
 from ..memory.keeping import Keeping
 from ..memory.restores import Restores
 from ..memory.sequence_memory import Sequence, SequenceMemory

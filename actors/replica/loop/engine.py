@@ -69,6 +69,7 @@ class Engine:
         tell: called with a device error's text.
         follows: the engine that this one replaces, with its callers; see `hand_over`.
         trust_remote_code: whether code in the model's folder may run, where its tokenizer is read.
+        drafts: as for `BatchExecutor`.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Engine:
         follows: Engine | None = None,
         *,
         trust_remote_code: bool = False,
+        drafts: bool = False,
     ) -> None:
         self.loaded = loaded
         self._grammars = Grammars(loaded, trusted=trust_remote_code)
@@ -91,7 +93,7 @@ class Engine:
         limits = limits_of(loaded, scheduling, memory_bytes_max)
         self.pace = PrefillPace(limits.prefill_chunk_tokens, scheduling.prefill_pause_s)
         self.scheduler = scheduler = Scheduler(limits)
-        self.executor = executor = BatchExecutor(loaded)
+        self.executor = executor = BatchExecutor(loaded, drafts=drafts)
         self.memory = memory = SequenceMemory(
             loaded.spec, executor, scheduling.prefix_bytes_max, writes=disk is not None
         )

@@ -67,6 +67,12 @@ class Forced:
     def keep(self, indices: Sequence[int]) -> None:
         self._sequences = [self._sequences[index] for index in indices]
 
+    def ahead(self, drafts: Sequence[Sequence[int]]) -> Forced:
+        ahead = Forced(self._scripts, self._noted)
+        for (seed, prompt, drawn), draft in zip(self._sequences, drafts, strict=True):
+            ahead._sequences += [[seed, prompt, drawn + place] for place in range(len(draft) + 1)]
+        return ahead
+
     def __call__(self, logits: mx.array, masks: None) -> Draw:
         values = np.array(logits.astype(mx.float32))
         tokens = []
@@ -89,13 +95,14 @@ class Bench:
         kv_tokens_max: int | None = None,
         memory_bytes_max: int = 2**32,
         disk: DiskTier | None = None,
+        drafts: bool = False,
         **scheduling: int,
     ) -> None:
         self.loaded = loaded
         spec, sequences = loaded.spec, scheduling.get("sequences_max", 8)
         kv_bytes = 100_000 * spec.bytes_per_token + 2 * sequences * spec.bytes_per_sequence
         settings = Scheduling(**{"sequences_max": sequences, "kv_bytes_max": kv_bytes, **scheduling})
-        self.engine = Engine(loaded, settings, memory_bytes_max, self._take, disk)
+        self.engine = Engine(loaded, settings, memory_bytes_max, self._take, disk, drafts=drafts)
         if kv_tokens_max is not None:
             # Open blocks, which are large in these models, cost nothing then.
             scheduler = self.engine.scheduler

@@ -1,0 +1,168 @@
+"""The drafts of a batch, and which of their tokens are kept.
+
+Noise is a function of (seed, choice, position). So what a sequence will draw after its next token is already certain,
+and a draft is right if it equals that. A step computes some sequences' next token and draft as if these tokens were a
+prompt, draws at each place what would be drawn there, and keeps the tokens up to the first that differs. The KV of the
+others is taken back. So a draft changes how long an answer takes, and nothing in it.
+
+A step in flight must have ended before drafts are chosen, because they continue its tokens. So drafts are only asked
+for if it is likely that one pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from time import perf_counter
+
+import mlx.core as mx
+
+from ...protocol.block_ids import BLOCK_TOKENS
+from ..drafting.drafter import Drafter
+from ..drafting.pace import WIDTHS, DraftPace, Hope
+from .ready import Ready
+from .sampling import Draw
+from .sequence_states import ExecutorSequence
+
+NO_DRAFT = Hope(0.0, 0)
+
+
+class Drafts:
+    """The drafts of the sequences of a batch, and the times of its steps. Used by the executor.
+
+    Args:
+        vocabulary: how many tokens can be drawn.
+        wanted: whether there may be any.
+
+    Attributes:
+        drafted, right: how many tokens were computed ahead, and how many of them were right.
+    """
+
+    def __init__(self, vocabulary: int, clock: Callable[[], float] = perf_counter, *, wanted: bool) -> None:
+        self._vocabulary = vocabulary
+        self._wanted = wanted
+        self._clock = clock
+        self.pace = DraftPace()
+        self.drafted = self.right = 0
+        self._width = 1
+        # When the last step of one token ended, if a step before it was in flight, and nothing came between.
+        self._ended: float | None = None
+        # Since when the device has had nothing to do.
+        self._idle_from: float | None = None
+        self._began = 0.0
+
+    def join(self, sequence: ExecutorSequence) -> None:
+        """Begins to draft for a sequence that joins the batch, unless it has a grammar."""
+        if self._wanted and sequence.grammar is None:
+            sequence.drafter = Drafter(sequence.tokens)
+
+    def choose(self, sequences: Sequence[ExecutorSequence], inputs: mx.array) -> list[list[int]]:
+        """Returns what is drafted after every sequence's input; nothing if no draft pays.
+
+        Args:
+            inputs: (sequences,), the next token of each; waits for it only if a draft is likely to pay.
+        """
+        if not self._wanted or self.pace.width([_hope(sequence) for sequence in sequences]) == 1:
+            return []
+        self.note(sequences, inputs.tolist())  # type: ignore[arg-type]
+        self._width = self.pace.width([_hope(sequence) for sequence in sequences])
+        if self._width == 1:
+            return []
+        self._began = self._clock() if self._idle_from is None else self._idle_from
+        return [self._draft(sequence) for sequence in sequences]
+
+    def _draft(self, sequence: ExecutorSequence) -> list[int]:
+        if sequence.drafter is None:
+            return []
+        drafted = sequence.drafter.draft(min(_hope(sequence).most, self._width - 1))
+        return list(takewhile(lambda token: token < self._vocabulary and token not in sequence.ends, drafted))
+
+    def note(self, sequences: Sequence[ExecutorSequence], tokens: Sequence[int]) -> None:
+        """Tells the sequences' drafters the next token of each, if they do not know it yet. Call it before the
+        sequences count it as computed."""
+        for sequence, token in zip(sequences, tokens, strict=True):
+            if sequence.drafter is not None and sequence.drafter.count == sequence.length:
+                sequence.drafter.add(token)
+
+    def pause(self) -> None:
+        """Notes that the device computes something else than a step, so that the next step is not timed."""
+        self._ended = self._idle_from = None
+
+    def note_step(self, sequences: int) -> None:
+        """Notes that a step of one token has ended."""
+        now = self._clock()
+        if self._ended is not None:
+            self.pace.note_step(sequences, now - self._ended)
+        self._ended, self._idle_from = (now if self._idle_from is None else None), None
+
+    def note_wide(self, checked: Checked) -> None:
+        """Notes that a step of several tokens has ended."""
+        now, sequences = self._clock(), len(checked.last)
+        self.drafted += len(checked.owners) - sequences
+        self.right += len(checked.ready)
+        self.pace.note_wide(sequences, self._width, now - self._began)
+        self._ended, self._idle_from = None, now
+
+
+def _hope(sequence: ExecutorSequence) -> Hope:
+    drafter = sequence.drafter
+    if drafter is None or not drafter.drafts:
+        return NO_DRAFT
+    # The step that fills a block has one token: a sealed block cannot be taken back.
+    room = BLOCK_TOKENS - 2 - sequence.length % BLOCK_TOKENS
+    most = min(WIDTHS[-1] - 1, sequence.tokens_max - sequence.length - 1, room)
+    known = drafter.count > sequence.length
+    return Hope(drafter.share, max(0, most), 1.0 if known else drafter.share)
+
+
+def padded_width(tokens: Sequence[Sequence[int]]) -> int:
+    """Returns to how many tokens a step is padded that computes these of its sequences."""
+    longest = max(map(len, tokens))
+    return next(width for width in WIDTHS if width >= longest)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Which tokens of the drafts of a step are right.
+
+    Attributes:
+        ready: the right ones, sequence after sequence.
+        computed: how many tokens of each sequence stay: its input and what is right.
+        last: for every sequence, the place of what it drew after these.
+        owners: for every place, the sequence that draws its next token there; None for the others.
+        sound: whether all draws are sound.
+    """
+
+    ready: list[Ready]
+    computed: list[int]
+    last: list[int]
+    owners: list[str | None]
+    sound: bool
+
+
+def check(sequences: Sequence[ExecutorSequence], drafts: Sequence[Sequence[int]], draw: Draw) -> Checked:
+    """Compares drafts with what was drawn, and tells the drafters what is right. Waits for the device.
+
+    Args:
+        draw: for every sequence what was drawn before its draft and after each of its tokens. What comes after a draw
+            that is not sound has no meaning.
+    """
+    drawn: list[int] = draw.tokens.tolist()  # type: ignore[assignment]
+    sound: list[bool] = draw.sound.tolist()  # type: ignore[assignment]
+    logprobs, first = draw.logprobs(), 0
+    checked = Checked([], [], [], [None] * len(drawn), all(sound))
+    for sequence, draft in zip(sequences, drafts, strict=True):
+        count = 0
+        while count < len(draft) and sound[first + count] and drawn[first + count] == draft[count]:
+            count += 1
+        kept = range(first, first + count)
+        checked.ready.extend(Ready(sequence.sequence_id, drawn[at], logprobs=logprobs[at]) for at in kept)
+        checked.computed.append(1 + count)
+        checked.last.append(first + count)
+        checked.owners[first + count] = sequence.sequence_id
+        if sequence.drafter is not None:
+            for at in kept:
+                sequence.drafter.add(drawn[at])
+        first += 1 + len(draft)
+    return checked

@@ -1,0 +1,120 @@
+"""What drafts save: edits of files of Python, whose answers repeat most of their prompts, and answers that repeat
+nothing, with drafts and without them.
+
+`python -m benchmarks.drafts --model FOLDER` prints for each of the two how many tokens a step computes, which part of
+the drafted tokens was right, and how much faster the answers are; and whether they are the same. Runs with drafts and
+without are taken in turns. `--width N` computes drafts with steps of up to N tokens whatever they cost, so that the
+first two numbers, which hold on every device, can be counted where no draft pays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from tokenizers import Tokenizer
+
+from satchel.actors.protocol.replica_messages import Sampling
+from satchel.actors.replica.execution.executor import BatchExecutor
+from satchel.actors.replica.execution.loaded_model import LoadedModel
+from satchel.actors.replica.loading import models
+
+EDITS = (
+    "Rewrite this file with a one-line docstring for every function. Answer with the whole file and nothing else.",
+    "Rename one variable of this file to a better name. Answer with the whole file and nothing else.",
+)
+STORIES = (
+    "Write a story of a lighthouse keeper who finds a letter. Do not repeat yourself.",
+    "Explain how a sailing boat can go against the wind, to somebody who has never seen one.",
+    "List thirty animals with one peculiar thing about each.",
+)
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+class Run:
+    """Some sequences, decoded together to their ends, or to so many tokens."""
+
+    def __init__(self, loaded: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int, how: dict[str, Any]) -> None:
+        self._loaded, self._prompts, self._tokens, self._how = loaded, prompts, tokens, how
+
+    def __call__(self, drafts: bool, width: int | None) -> dict[str, Any]:
+        executor = BatchExecutor(self._loaded, drafts=drafts)
+        executor.batched_prefill |= len(self._prompts) > 1
+        if width is not None:
+            executor.drafts.pace.width = lambda hopes: width if any(hope.most for hope in hopes) else 1
+        asked = Sampling(max_tokens=self._tokens, **self._how)
+        for number, prompt in enumerate(self._prompts):
+            executor.open(str(number), [], None, 0)
+            executor.prefill([(str(number), prompt[:-1])])
+            executor.join(str(number), prompt, asked, 0)
+        said: dict[str, list[int]] = {str(number): [] for number in range(len(self._prompts))}
+        open_, steps, drafted, right = set(said), 0, 0, 0
+        began = time.perf_counter()
+        while open_:
+            ready = executor.step()
+            steps += 1
+            for drawn in ready:
+                if drawn.sequence_id not in open_:
+                    continue
+                assert not drawn.failure, drawn
+                tokens = said[drawn.sequence_id]
+                tokens.append(drawn.token)
+                if drawn.token in self._loaded.eos_token_ids or len(tokens) == self._tokens:
+                    open_.remove(drawn.sequence_id)
+                    executor.leave([drawn.sequence_id])
+        seconds = time.perf_counter() - began
+        drafted, right = executor.drafts.drafted, executor.drafts.right
+        return {"said": said, "steps": steps, "seconds": seconds, "drafted": drafted, "right": right}
+
+
+def measure(run: Run, rounds: int, width: int | None) -> dict[str, Any]:
+    """Returns what answers take with drafts and without."""
+    found = {True: list[dict[str, Any]](), False: list[dict[str, Any]]()}
+    for _ in range(rounds):
+        for drafts in (True, False):
+            found[drafts].append(run(drafts, width))
+    ahead, single = (min(found[drafts], key=lambda one: one["seconds"]) for drafts in (True, False))
+    tokens = sum(map(len, ahead["said"].values()))
+    return {
+        "tokens": tokens,
+        "steps": (ahead["steps"], single["steps"]),
+        "tokens a step": round(tokens / ahead["steps"], 2),
+        "drafted": ahead["drafted"],
+        "right": round(ahead["right"] / max(1, ahead["drafted"]), 2),
+        "tokens a second": (round(tokens / ahead["seconds"], 1), round(tokens / single["seconds"], 1)),
+        "same": all(one["said"] == single["said"] for one in found[True] + found[False]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=str(models.EMBEDDED / "recall"))
+    parser.add_argument("--files", nargs="*", type=Path, default=[Path("actors/replica/scheduling/limits.py")])
+    parser.add_argument("--streams", type=int, default=1, help="how many answers at once")
+    parser.add_argument("--tokens", type=int, default=400, help="the most tokens of an answer")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--numerics", default="fast")
+    parser.add_argument("--sampling", type=json.loads, default={"temperature": 0.0})
+    given = parser.parse_args()
+    loaded = models.load(
+        given.model, context_tokens_max=None, progress=lambda what, fraction: None, numerics=given.numerics
+    )
+    print(f"{mx.default_device()}, {loaded.spec.describe()}, {loaded.weights}, {loaded.way.describe()}")
+    tokenizer = Tokenizer.from_file(str(loaded.folder / "tokenizer.json"))
+    edits = [f"{edit}\n\n{path.read_text()}" for path in given.files for edit in EDITS]
+    for name, texts in (("edits", edits), ("stories", STORIES)):
+        prompts = [tokenizer.encode(CHAT.format(text)).ids for text in texts]
+        for first in range(0, len(prompts), given.streams):
+            together = prompts[first : first + given.streams]
+            run = Run(loaded, together, given.tokens, given.sampling)
+            print(name, [len(prompt) for prompt in together], measure(run, given.rounds, given.width), flush=True)
+
+
+if __name__ == "__main__":
+    main()
