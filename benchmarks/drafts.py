@@ -20,6 +20,7 @@ import mlx.core as mx
 from tokenizers import Tokenizer
 
 from satchel.actors.protocol.replica_messages import Sampling
+from satchel.actors.replica.drafting.pace import DraftPace, Hope
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
@@ -36,24 +37,35 @@ STORIES = (
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
+class _Always(DraftPace):
+    """A pace that takes every draft."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._always = width
+
+    def width(self, hopes: Sequence[Hope]) -> int:
+        return self._always if any(hope.most for hope in hopes) else 1
+
+
 class Run:
     """Some sequences, decoded together to their ends, or to so many tokens."""
 
     def __init__(self, loaded: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int, how: dict[str, Any]) -> None:
         self._loaded, self._prompts, self._tokens, self._how = loaded, prompts, tokens, how
 
-    def __call__(self, drafts: bool, width: int | None) -> dict[str, Any]:
-        executor = BatchExecutor(self._loaded, drafts=drafts)
+    def __call__(self, drafted: bool, width: int | None) -> dict[str, Any]:
+        executor = BatchExecutor(self._loaded, drafts=drafted)
         executor.batched_prefill |= len(self._prompts) > 1
         if width is not None:
-            executor.drafts.pace.width = lambda hopes: width if any(hope.most for hope in hopes) else 1
+            executor.drafts.pace = _Always(width)
         asked = Sampling(max_tokens=self._tokens, **self._how)
         for number, prompt in enumerate(self._prompts):
             executor.open(str(number), [], None, 0)
             executor.prefill([(str(number), prompt[:-1])])
             executor.join(str(number), prompt, asked, 0)
         said: dict[str, list[int]] = {str(number): [] for number in range(len(self._prompts))}
-        open_, steps, drafted, right = set(said), 0, 0, 0
+        open_, steps = set(said), 0
         began = time.perf_counter()
         while open_:
             ready = executor.step()
@@ -68,8 +80,8 @@ class Run:
                     open_.remove(drawn.sequence_id)
                     executor.leave([drawn.sequence_id])
         seconds = time.perf_counter() - began
-        drafted, right = executor.drafts.drafted, executor.drafts.right
-        return {"said": said, "steps": steps, "seconds": seconds, "drafted": drafted, "right": right}
+        drafts = executor.drafts
+        return {"said": said, "steps": steps, "seconds": seconds, "drafted": drafts.drafted, "right": drafts.right}
 
 
 def measure(run: Run, rounds: int, width: int | None) -> dict[str, Any]:
@@ -100,10 +112,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--width", type=int)
     parser.add_argument("--numerics", default="fast")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--sampling", type=json.loads, default={"temperature": 0.0})
     given = parser.parse_args()
     loaded = models.load(
-        given.model, context_tokens_max=None, progress=lambda what, fraction: None, numerics=given.numerics
+        given.model,
+        dtype=given.dtype,
+        context_tokens_max=None,
+        progress=lambda what, fraction: None,
+        numerics=given.numerics,
     )
     print(f"{mx.default_device()}, {loaded.spec.describe()}, {loaded.weights}, {loaded.way.describe()}")
     tokenizer = Tokenizer.from_file(str(loaded.folder / "tokenizer.json"))

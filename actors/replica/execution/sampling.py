@@ -343,14 +343,21 @@ class BatchSampler:
     Args:
         vocabulary_size: length of the logits' last axis.
         end_tokens: the model's end-of-sequence tokens, all inside the vocabulary.
+        sequences, counts: the sequences that it begins with, and their token counts.
     """
 
-    def __init__(self, vocabulary_size: int, end_tokens: frozenset[int]) -> None:
+    def __init__(
+        self,
+        vocabulary_size: int,
+        end_tokens: frozenset[int],
+        sequences: Sequence[_SampledSequence] = (),
+        counts: mx.array | None = None,
+    ) -> None:
         self._vocabulary = vocabulary_size
         self._end_tokens = end_tokens
-        self._sequences: list[_SampledSequence] = []
+        self._sequences = list(sequences)
         self._layout: _BatchLayout | None = None
-        self._counts: mx.array | None = None
+        self._counts = counts
         """`(counted sequences, vocabulary) int32`: twice the token's count in the answer, plus one if the prompt has
         it."""
 
@@ -446,15 +453,14 @@ class BatchSampler:
         Args:
             drafts: for every sequence, tokens inside the vocabulary that it may draw next; empty for none.
         """
-        ahead = BatchSampler(self._vocabulary, self._end_tokens)
-        counts, counted = list[mx.array](), iter(() if self._counts is None else self._counts)
+        ahead, counts = list[_SampledSequence](), list[mx.array]()
+        counted = iter(() if self._counts is None else self._counts)
         for sequence, draft in zip(self._sequences, drafts, strict=True):
             each = replace(sequence, limits=copy(sequence.limits), thinking=copy(sequence.thinking))
-            ahead._sequences += accumulate(draft, _SampledSequence.after, initial=each)
+            ahead += accumulate(draft, _SampledSequence.after, initial=each)
             if sequence.counted:
                 counts += accumulate(draft, lambda count, token: count.at[token].add(2), initial=next(counted))
-        ahead._counts = mx.stack(counts) if counts else None
-        return ahead
+        return BatchSampler(self._vocabulary, self._end_tokens, ahead, mx.stack(counts) if counts else None)
 
     def can_pass(self) -> bool:
         """Whether the batch's only sequence may be given tokens instead of drawing them."""

@@ -44,7 +44,7 @@ def test_what_followed_the_last_tokens_where_they_were_last_is_drafted(seed: int
 
 def test_an_edit_is_drafted_again_three_tokens_behind_what_was_changed():
     before = list(range(100, 160))
-    made, drafted = Drafter(before + [1]), []
+    made, drafted = Drafter([*before, 1]), []
     for token in [*before[:20], 7, 8, *before[22:]]:
         drafted.append(made.draft(4))
         made.add(token)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from satchel.actors.replica.kv import attention
 from satchel.actors.replica.loading import models
 from tests.worlds.models.families import FAMILIES, VOCABULARY, write_model
 from tests.worlds.replica.bench import Bench, Forced, Logits
+from tests.worlds.replica.drafting import oracle
 
 TOLERANCE = 2e-5
 """Of the logits' scale. In float32 the paths differ by rounding only."""
@@ -211,6 +213,33 @@ def test_short_turns_on_cuda_equal_the_bare_model(
             assert np.abs(noted[key] - logits).max() <= tolerance * np.abs(logits).max(), f"{round_name}, {key}"
         noted.clear()
     assert taken
+
+
+def test_drafted_sequences_equal_the_bare_model(
+    family: Family, forced: Callable[..., tuple[Bench, Logits]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and together, with drafts of which some are wrong: the same logits. Without windows, also the same bits."""
+    identity = family.loaded.identity
+    loaded = replace(family.loaded, identity=replace(identity, computing={**identity.computing, "numerics": "fast"}))
+    if loaded.spec.recurrent:
+        assert loaded.undrafted
+        return
+    alone = run_alone(forced, family)
+    monkeypatch.setattr(family, "loaded", loaded)
+    for together in (False, True) if family.bits is None else (True,):
+        bench, noted = forced(drafts=True, sequences_max=8 if together else 1)
+        bench.engine.executor.batched_prefill = together
+        with oracle(list(family.scripts.values())):
+            for sequence in family.scripts:
+                submit(bench, family, sequence, str(sequence))
+                bench.turn()
+            bench.drain()
+        drafts = bench.engine.executor.drafts
+        assert len(family.scripts) < drafts.right < drafts.drafted
+        for sequence, script in family.scripts.items():
+            assert bench.sequences[str(sequence)].tokens == script[PROMPTS[sequence] :]
+        family.compare(noted, "drafted")
+        assert not family.exact or same_bits(noted, alone, list(family.reference))
 
 
 def test_a_conversation_goes_on_from_where_its_answer_ended(

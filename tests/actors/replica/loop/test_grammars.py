@@ -18,6 +18,7 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import InvalidRequest
 from tests.worlds.replica.bench import Bench, Received
+from tests.worlds.replica.drafting import oracle
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -98,6 +99,29 @@ def test_sequences_with_and_without_grammars_do_not_notice_each_other(
     bench.drain()
     for index, sequence in enumerate(expected):
         got = bench.sequences[str(index)]
+        assert (got.tokens, got.logprobs, got.finish) == (sequence.tokens, sequence.logprobs, sequence.finish)
+
+
+def test_sequences_with_grammars_do_not_notice_that_others_are_drafted(
+    recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]
+):
+    """They are not drafted themselves. The last ones are alone then, and get forced tokens together."""
+    plain = [{"grammar": "", "max_tokens": 40, "logprobs": 3, **how} for how in HOW]
+    bound = [{"logprobs": 2, **HOW[0]}, HOW[1]]
+    expected = [alone(recall, prompt, **fields) for fields in (*plain, *bound)]
+    bench = Bench(recall, drafts=True)
+    bench.engine.executor.batched_prefill = True
+    with oracle([prompt + sequence.tokens for sequence in expected]):
+        for index, fields in enumerate((*plain, *bound)):
+            submit(bench, str(index), prompt, **fields)
+        bench.drain()
+        drafted = bench.engine.executor.drafts.drafted
+        for index, fields in enumerate(bound):
+            submit(bench, f"again {index}", prompt, **fields)
+            bench.drain()
+    assert drafted > 20 and bench.engine.executor.drafts.drafted == drafted
+    for index, sequence in enumerate([*expected, *expected[-2:]]):
+        got = bench.sequences[str(index) if index < 6 else f"again {index - 6}"]
         assert (got.tokens, got.logprobs, got.finish) == (sequence.tokens, sequence.logprobs, sequence.finish)
 
 

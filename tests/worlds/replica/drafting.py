@@ -1,0 +1,58 @@
+"""Drafts that do not depend on chance: of what comes, with faults, and of random widths."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+import pytest
+
+from satchel.actors.replica.drafting.pace import WIDTHS, DraftPace, Hope
+from satchel.actors.replica.execution import drafts
+
+
+class Oracle:
+    """Stands for `Drafter`: drafts what a script has next, with a fault in every third draft or so.
+
+    Attributes:
+        scripts: sequences from their prompts' begin.
+    """
+
+    scripts: ClassVar[list[list[int]]] = []
+    chance: ClassVar[random.Random] = random.Random(0)
+    share = 0.9
+    drafts = True
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+    def add(self, token: int) -> None:
+        self.tokens.append(token)
+
+    def draft(self, most: int) -> list[int]:
+        fits = [script for script in self.scripts if script[: self.count] == self.tokens]
+        draft = fits[0][self.count : self.count + most] if fits else []
+        if draft and self.chance.random() < 0.35:
+            draft[self.chance.randrange(len(draft))] = self.chance.randrange(100)
+        return draft
+
+
+def _any_width(pace: DraftPace, hopes: Sequence[Hope]) -> int:
+    return Oracle.chance.choice((1, *WIDTHS)) if any(hope.most for hope in hopes) else 1
+
+
+@contextmanager
+def oracle(scripts: list[list[int]], seed: int = 0) -> Iterator[None]:
+    """Lets every sequence be drafted by an oracle, in steps of random widths."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Oracle, "scripts", scripts)
+        patch.setattr(Oracle, "chance", random.Random(seed))
+        patch.setattr(drafts, "Drafter", Oracle)
+        patch.setattr(DraftPace, "width", _any_width)
+        yield
