@@ -74,10 +74,10 @@ class Node:
         return await asyncio.to_thread(lambda: self.call(method, asked))
 
 
-def process(loaded: LoadedModel, node: Node, **scheduling: int) -> tuple[Bench, DiskTier]:
+def process(loaded: LoadedModel, node: Node, *, drafts: bool = False, **scheduling: int) -> tuple[Bench, DiskTier]:
     """An engine that remembers nothing, with its disk side."""
     disk = DiskTier(loaded.spec, loaded.model_id, node.client)
-    return Bench(loaded, disk=disk, **scheduling), disk
+    return Bench(loaded, disk=disk, drafts=drafts, **scheduling), disk
 
 
 def write_down(bench: Bench, disk: DiskTier) -> None:

@@ -28,6 +28,7 @@ from tests.worlds.models import vision_families
 from tests.worlds.models.families import write_model
 from tests.worlds.replica import fake_kernels
 from tests.worlds.replica.bench import Bench
+from tests.worlds.replica.drafting import oracle
 
 GREEDY = Sampling(temperature=0.0, max_tokens=1000)
 LENGTHS = (236, 236, 256, 500, 740, 3)
@@ -38,6 +39,29 @@ def kernels() -> Iterator[None]:
     """A GPU's kernels, or what stands for them."""
     with nullcontext() if gpu_kernels.is_available() else fake_kernels.kernels():
         yield
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_sequences_say_the_same_if_steps_with_drafts_come_between_recorded_ones(family: str, tmp_path: Path):
+    """A kernel writes into the open blocks, which a step with drafts reads and replaces; both with one sequence and
+    with several, some of which fill blocks."""
+    folder = str(write_model(tmp_path / "model", family))
+    loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm=False)
+    assert loaded.way.compiled and not loaded.undrafted
+    rng = random.Random(2)
+    prompts = [[rng.randrange(3000) for _ in range(length)] for length in (236, 500, 740, 3)]
+    said = [Bench(loaded).run("one", prompt, max_tokens=40).tokens for prompt in prompts]
+    with oracle([prompt + tokens for prompt, tokens in zip(prompts, said, strict=True)]):
+        bench = Bench(loaded, drafts=True)
+        bench.engine.executor.batched_prefill = True
+        for index, prompt in enumerate(prompts):
+            bench.submit(str(index), prompt, max_tokens=40)
+            bench.turn()
+        bench.drain()
+        alone = bench.run("alone", prompts[1], max_tokens=40)
+    assert [bench.sequences[str(index)].tokens for index in range(4)] == said and alone.tokens == said[1]
+    assert bench.engine.executor.drafts.right > 40
 
 
 @pytest.mark.usefixtures("kernels")
