@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
         ({"models": [{"name": "a", "source": "b", "schema_in_prompt": "yes"}]}, "models[0].schema_in_prompt"),
         ({"models": [{"name": "a", "source": "b", "unseen_media": "hide"}]}, "models[0].unseen_media"),
         ({"models": [{"name": "a", "source": "b", "load": "never"}]}, "models[0].load"),
+        ({"models": [{"name": "a", "source": "b", "drafts": True}]}, "models[0].drafts"),
         ({"models": [{"name": "a", "source": "b", "idle_s": 60}]}, "models[0]"),
         ({"models": [{"name": "a", "source": "b", "load": "request", "idle_s": 0}]}, "models[0].idle_s"),
         ({"models": [{"name": "a", "source": "b", "aliases": ["two words"]}]}, "models[0].aliases[0]"),
@@ -106,6 +107,13 @@ def test_waiting_for_copies_is_a_time_or_strict() -> None:
     for wrong in ("soon", "0s", -1, "1m"):
         with pytest.raises(ConfigError, match="replication_wait"):
             parse_config({**data, "replication_wait": wrong})
+
+
+@pytest.mark.parametrize(("written", "means"), [("", "auto"), ("drafts: off", "off"), ('drafts: "auto"', "auto")])
+def test_drafts_are_turned_off_by_what_yaml_takes_for_false(written: str, means: str, tmp_path: Path) -> None:
+    file = tmp_path / "satchel.yaml"
+    file.write_text(f"models:\n  - name: a\n    source: b\n    {written}\n")
+    assert load_config(file).models[0].drafts == means
 
 
 def test_trusted_code_is_pinned_by_its_commit() -> None:

@@ -11,6 +11,7 @@ finds is compared with the tokens, so a collision is only a miss. Tokens and tab
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 
 import numpy as np
 
@@ -48,7 +49,6 @@ class Drafter:
         self._right = self._guessed = 0.0
         self._make_table()
         self._look_up()
-        self._note_last()
 
     @property
     def share(self) -> float:
@@ -66,9 +66,7 @@ class Drafter:
         self.count += 1
         if len(self._tokens) > 2 * TOKENS_MAX or PLACES_LEAST * len(self._tokens) > len(self._table):
             self._make_table()
-        if self._next is None:
-            self._look_up()
-        self._note_last()
+        self._look_up()
 
     def draft(self, most: int) -> list[int]:
         """Returns what may come next, at most `most` tokens. A repetition that is going on goes on."""
@@ -83,7 +81,7 @@ class Drafter:
         return self._next is not None
 
     def _make_table(self) -> None:
-        """Makes the table of all tokens but the last, which `_note_last` adds."""
+        """Makes the table of all tokens but the last, which `_look_up` adds."""
         dropped = max(0, len(self._tokens) - TOKENS_MAX)
         del self._tokens[:dropped]
         if self._next is not None:
@@ -100,18 +98,14 @@ class Drafter:
             sums = sum(tokens[at : at + starts] * np.uint64(factor) for at, factor in enumerate(_FACTORS))
         self._table[sums >> np.uint64(self._shift)] = np.arange(LOOKED_UP, len(tokens) + 1)
 
-    def _place(self) -> int:
-        """Returns where the table has the last tokens."""
-        last = zip(self._tokens[-LOOKED_UP:], _FACTORS, strict=True)
-        return (sum(token * factor for token, factor in last) & _MASK) >> self._shift
-
     def _look_up(self) -> None:
+        """Looks the last tokens up, unless a draft goes on, and notes that they are here now."""
         if len(self._tokens) < LOOKED_UP:
             return
-        found = int(self._table[self._place()])
-        if found and self._tokens[found - LOOKED_UP : found] == self._tokens[-LOOKED_UP:]:
-            self._next = found
-
-    def _note_last(self) -> None:
-        if len(self._tokens) >= LOOKED_UP:
-            self._table[self._place()] = len(self._tokens)
+        last = self._tokens[-LOOKED_UP:]
+        place = (sum(map(mul, last, _FACTORS)) & _MASK) >> self._shift
+        if self._next is None:
+            found = int(self._table[place])
+            if found and self._tokens[found - LOOKED_UP : found] == last:
+                self._next = found
+        self._table[place] = len(self._tokens)

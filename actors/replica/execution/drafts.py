@@ -36,16 +36,17 @@ class Drafts:
         wanted: whether there may be any.
 
     Attributes:
+        wanted: as given.
         drafted, right: how many tokens were computed ahead, and how many of them were right.
     """
 
     def __init__(self, vocabulary: int, clock: Callable[[], float] = perf_counter, *, wanted: bool) -> None:
         self._vocabulary = vocabulary
-        self._wanted = wanted
+        self.wanted = wanted
         self._clock = clock
         self.pace = DraftPace()
         self.drafted = self.right = 0
-        self._width = 1
+        self._width = WIDTHS[0]
         # When the last step of one token ended, if a step before it was in flight, and nothing came between.
         self._ended: float | None = None
         # Since when the device has had nothing to do.
@@ -54,28 +55,30 @@ class Drafts:
 
     def join(self, sequence: ExecutorSequence) -> None:
         """Begins to draft for a sequence that joins the batch, unless it has a grammar."""
-        if self._wanted and sequence.grammar is None:
+        if self.wanted and sequence.grammar is None:
             sequence.drafter = Drafter(sequence.tokens)
 
     def choose(self, sequences: Sequence[ExecutorSequence], inputs: mx.array) -> list[list[int]]:
-        """Returns what is drafted after every sequence's input; nothing if no draft pays.
+        """Returns what is drafted after every sequence's input; nothing at all if no draft pays.
 
         Args:
             inputs: (sequences,), the next token of each; waits for it only if a draft is likely to pay.
         """
-        if not self._wanted or self.pace.width([_hope(sequence) for sequence in sequences]) == 1:
+        if not self.wanted or self.pace.width([_hope(sequence) for sequence in sequences]) == 1:
             return []
         self.note(sequences, inputs.tolist())  # type: ignore[arg-type]
-        self._width = self.pace.width([_hope(sequence) for sequence in sequences])
-        if self._width == 1:
+        width = self.pace.width([_hope(sequence) for sequence in sequences])
+        if width == 1:
             return []
         self._began = self._clock() if self._idle_from is None else self._idle_from
-        return [self._draft(sequence) for sequence in sequences]
+        drafts = [self._draft(sequence, width - 1) for sequence in sequences]
+        self._width = padded_width(1 + max(map(len, drafts)))
+        return drafts
 
-    def _draft(self, sequence: ExecutorSequence) -> list[int]:
+    def _draft(self, sequence: ExecutorSequence, most: int) -> list[int]:
         if sequence.drafter is None:
             return []
-        drafted = sequence.drafter.draft(min(_hope(sequence).most, self._width - 1))
+        drafted = sequence.drafter.draft(min(_hope(sequence).most, most))
         return list(takewhile(lambda token: token < self._vocabulary and token not in sequence.ends, drafted))
 
     def note(self, sequences: Sequence[ExecutorSequence], tokens: Sequence[int]) -> None:
@@ -116,9 +119,8 @@ def _hope(sequence: ExecutorSequence) -> Hope:
     return Hope(drafter.share, max(0, most), 1.0 if known else drafter.share)
 
 
-def padded_width(tokens: Sequence[Sequence[int]]) -> int:
-    """Returns to how many tokens a step is padded that computes these of its sequences."""
-    longest = max(map(len, tokens))
+def padded_width(longest: int) -> int:
+    """Returns to how many tokens of each sequence a step is padded."""
     return next(width for width in WIDTHS if width >= longest)
 
 

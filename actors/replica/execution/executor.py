@@ -332,7 +332,8 @@ class BatchExecutor:
             (tokens, vocabulary), the logits after each of them, sequence after sequence.
         """
         parts = [sequence.part(each) for sequence, each in zip(self._sequences, tokens, strict=True)]
-        width = padded_width(tokens) if self.batched_prefill else max(map(len, tokens))
+        width = max(map(len, tokens))
+        width = padded_width(width) if self.batched_prefill else width
         padding = [width - len(each) for each in tokens]
         if self.batched_prefill:
             for cache in caches:

@@ -487,3 +487,10 @@ def test_a_model_that_promises_bits_says_the_same_at_every_start(start: Callable
     shell = start(numerics="reproducible")
     shell.until(lambda: shell.engine is not None)
     assert [plain for _, plain in shell.taken] == [False]
+
+
+@pytest.mark.parametrize("drafts", ["auto", "off"])
+def test_sequences_are_drafted_as_the_config_says(start: Callable[..., Shell], drafts: str) -> None:
+    shell = start(numerics="reproducible", drafts=drafts)
+    shell.until(lambda: shell.engine is not None)
+    assert shell.engine is not None and shell.engine.executor.drafts.wanted == (drafts == "auto")
