@@ -172,7 +172,7 @@ def test_the_kv_after_drafts_is_that_without_them_to_the_last_byte(
 def test_a_place_after_a_draft_that_is_no_number_is_forgotten(
     loaded: LoadedModel, asked: list[tuple[list[int], dict[str, Any]]], alone: list[Received]
 ):
-    """A drafted token whose KV is no number, and which is wrong, leaves nothing behind, though it is only masked."""
+    """A drafted token whose KV is no number, and which is wrong, leaves nothing behind."""
     prompt, how = asked[0]
     broken, calls = 3000, []
     plain = loaded.model
@@ -184,8 +184,9 @@ def test_a_place_after_a_draft_that_is_no_number_is_forgotten(
             calls.append(given)
             for each in cache:
                 first = each.lengths[0] % BLOCK_TOKENS - len(given) + given.index(broken)
-                each._keys[:, :, first : first + 1] = float("nan")
-                each._values[:, :, first : first + 1] = float("nan")
+                # What comes after it attends to it.
+                each._keys[:, :, first:] = float("nan")
+                each._values[:, :, first:] = float("nan")
             logits[:, given.index(broken) :] = float("nan")
         return logits
 
@@ -194,9 +195,14 @@ def test_a_place_after_a_draft_that_is_no_number_is_forgotten(
     with oracle([]), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Oracle, "draft", lambda self, most: faulty[self.count : self.count + most])
         bench = Bench(loaded, drafts=True)
-        bench.engine.executor._model = model
-        assert same(bench.run("one", prompt, **how), alone[0])
-    assert calls
+        executor = bench.engine.executor
+        executor._model = model
+        bench.submit("one", prompt, **how)
+        while bench.turn():
+            # Not every BLAS multiplies numbers that are no numbers by zero.
+            caches: Any = executor._caches
+            assert all(mx.isfinite(array).all() for cache in caches for array in cache.state[:2])
+    assert calls and same(bench.sequences["one"], alone[0])
 
 
 def test_what_cannot_be_taken_back_is_not_drafted(loaded: LoadedModel):
