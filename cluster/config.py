@@ -142,10 +142,10 @@ class Model:
     numerics: Literal["fast", "reproducible"] = "fast"
     """`reproducible`: on a CPU decoding and prefill give the same result to the bit; `fast`: the same within rounding.
     KV is not shared between the two."""
-    drafts: Annotated[Literal["auto", "off"], BeforeValidator(_parse_off)] = "auto"
+    drafts: Annotated[Literal["auto", "off"], BeforeValidator(_parse_off)] = "off"
     """`auto` guesses the next tokens of a sequence from its own prompt and answer, and computes several in one step
     where that was measured to be faster. The answer does not change, but with `numerics: fast` by rounding. `off` never
-    does."""
+    does. It is the default, because no GPU has run drafts yet."""
     self_test: Annotated[bool, also_named("self_test", "trial")] = True
     """Whether the model runs a self-test when it is loaded: batched, in chunks and from cached KV it must compute what
     it computes unbatched. The result is stored. Without a self-test an untested model family may give wrong answers
