@@ -36,6 +36,7 @@ from .protocols.responses.routes import ResponseRoutes
 from .protocols.satchel.agent_routes import AgentRoutes
 from .protocols.satchel.cluster_routes import ClusterRoutes
 from .protocols.satchel.live_routes import LiveRoutes
+from .protocols.satchel.model_routes import ModelRoutes
 from .protocols.satchel.request_routes import RequestRoutes
 from .protocols.satchel.status_routes import StatusRoutes
 from .requests.backend import Backend
@@ -103,7 +104,8 @@ def create_app(
         responses,
         ConversationRoutes(answering),
         OllamaRoutes(answering, embedder),
-        StatusRoutes(backend, answering, metrics),
+        ModelRoutes(backend, answering, audit),
+        StatusRoutes(backend, metrics),
         AgentRoutes(generator, answering.bodies, audit, keys),
         cluster,
         live,

@@ -21,6 +21,7 @@
     │   ├── SlowReader              408  the answer was read too slowly
     │   ├── AgentBusy               409
     │   ├── AgentExists             409
+    │   ├── ModelBusy               409  requests wait for the model, so it is not unloaded now
     │   ├── PictureLost             409  a picture of a stored transcript; its KV and its image embeddings are gone
     │   ├── RequestTooLarge         413
     │   ├── UnsupportedMediaType    415
@@ -217,6 +218,11 @@ class AgentBusy(RequestError):
 class AgentExists(RequestError):
     status = 409
     code = "agent_exists"
+
+
+class ModelBusy(RequestError):
+    status = 409
+    code = "model_busy"
 
 
 class PictureLost(RequestError):

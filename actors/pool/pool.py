@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...cluster.config import Model
-from ...cluster.errors import ModelLoadError, ModelNotFound, NoRoom, SatchelError
+from ...cluster.errors import ModelBusy, ModelLoadError, ModelNotFound, NoRoom, SatchelError
 from ..protocol.clients import GIVE_ROOM_S
 from ..protocol.pool_messages import LOADED, LOADING, UNLOADED, UNLOADING, WAITING, PooledModel
 from ..protocol.registry import ServedEntry
@@ -194,7 +194,9 @@ class Pool:
     def unload(self, name: str) -> None:
         """As `PoolClient.unload`."""
         member = self._member(name)
-        if member.state == LOADED and member.wanted_since is None:
+        if member.wanted_since is not None or member.state == LOADING:
+            raise ModelBusy(f"requests wait for the model {name!r}, so it is not unloaded now", param="model")
+        if member.state == LOADED:
             self._begin_unload(member, list(member.placed))
 
     async def give_room(self, nodes: Sequence[str], wait_s: float) -> bool:

@@ -167,10 +167,11 @@ class PoolClient(Client):
 
     @method()
     def unload(self, name: str) -> None:
-        """Begins to unload a model, if it is loaded and nobody waits for it. What it has finishes first.
+        """Begins to unload a model, unless it is not loaded. What it has finishes first.
 
         Raises:
             ModelNotFound: it is not a model that comes and goes.
+            ModelBusy: somebody waits for it.
         """
         ...
 

@@ -164,7 +164,7 @@ def remove(name: str) -> ServedEntry:
     if len(served) == 1:
         raise InvalidRequest(f"{name!r} is the only model; load another one first, or stop the server", param="model")
     if not control_store.delete(_key(found.model)):
-        raise ModelNotFound(f"the model {name!r} has just been unloaded by somebody else", param="model")
+        raise ModelNotFound(f"the model {name!r} has just been removed by somebody else", param="model")
     for replica in found.replicas:
         unplace(replica)
     return found

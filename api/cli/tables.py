@@ -4,8 +4,9 @@ not fit beside each other, each row becomes a few lines."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -74,6 +75,19 @@ class NameTable:
             for title, cell in rest:
                 lines = cell.split("\n")
                 yield Text.assemble(f"  {title}: " if title else "  ", Text(", ").join(lines), style=style)
+
+
+def names_line(name: str, aliases: Sequence[str]) -> str:
+    """Returns a model's name with its aliases, such as `coder (gpt-4o, o3)`."""
+    return f"{name} ({', '.join(aliases)})" if aliases else name
+
+
+def state_line(model: Mapping[str, Any]) -> str:
+    """Returns a model's `state` and `progress`, such as `loading 43%: reading weights`."""
+    progress = model["progress"] or {}
+    done = "" if progress.get("fraction") is None else f" {int(100 * progress['fraction'])}%"
+    what = f": {progress['what']}" if progress.get("what") else ""
+    return f"{model['state']}{done}{what}"
 
 
 def table(*titles: str, numbers: tuple[str, ...] = ()) -> NameTable:

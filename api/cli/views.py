@@ -21,7 +21,7 @@ from ...cluster.config import Config
 from ...cluster.errors import ConfigError, NotRunning, SatchelError
 from ...cluster.home import Home
 from .endpoint import FoundEndpoint, find_endpoint
-from .tables import NameTable, duration, size, table
+from .tables import NameTable, duration, names_line, size, state_line, table
 
 if TYPE_CHECKING:
     from ...cluster.bring_up.doctor import Check
@@ -262,12 +262,16 @@ def show_models(home: Home, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found.get("data", []), indent=2))
         return
-    shown = table("model", "context", "memory")
+    shown = table("model", "context", "memory", "state")
     for model in found.get("data", []):
-        shown.add_row(model.get("id", ""), f"{model.get('max_model_len', 0):,} tokens", model.get("memory", ""))
+        context = f"{model['max_model_len']:,} tokens" if "max_model_len" in model else ""
+        names = names_line(model["id"], model["aliases"])
+        shown.add_row(names, context, model.get("memory", ""), state_line(model))
     console = Console(markup=False, highlight=False)
     console.print(shown)
     for model in found.get("data", []):
+        if model["error"]:
+            console.print(f"{model['id']} could not be loaded the last time: {model['error']}")
         if kept := kv_line(model):
             console.print(f"{model.get('id', '')} keeps its KV as {kept}")
         if proving := model.get("proving"):

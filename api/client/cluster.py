@@ -39,7 +39,9 @@ from ..pipeline.vectors import EmbeddingRequest, RankingRequest
 from ..protocols.openai.messages import read_messages
 from ..ray_backend.dispatch import RayBackend
 from ..ray_backend.locator import AgentLocator
+from ..ray_backend.model_pool import ModelPool
 from ..ray_backend.store import RayStore
+from ..requests.loading import Loading
 from ..requests.options import make_options
 from ..requests.remembered import Remembered
 from ..requests.requests import ChatRequest, CompletionRequest, agent_key
@@ -171,7 +173,8 @@ class Cluster:
         """Serves one more model, until the server stops, and returns its name once it answers.
 
         Args:
-            source: a Hub id (`owner/name`, `owner/name@revision`), a folder, or `embedded:NAME`.
+            source: a Hub id (`owner/name`, `owner/name@revision`), a folder, or `embedded:NAME`. Or the name or an
+                alias of a model that comes and goes: it is loaded, as a request would; it has no other arguments.
             name: its name for clients; by default the Hub id, or the folder's name.
             adapter: a LoRA or DoRA adapter as mlx-lm writes them, a folder or a Hub id.
             self_test: whether it runs its self-test (`Model.self_test`).
@@ -193,6 +196,9 @@ class Cluster:
             self_test=self_test,
             kv=kv,
         )
+        if model == _model(source) and (pooled := await self._pool.pooled(source)) is not None:
+            await self._pool.load(pooled, Loading(), report)
+            return pooled
         await load_model(model, self.config, report or _say_nothing, _check_text)
         return model.name
 
@@ -200,10 +206,33 @@ class Cluster:
 
     @on_loop
     async def unload(self, name: str, *, report: Report | None = None) -> None:
-        """Stops serving a model. Its running requests have `timeouts.drain_s` to finish.
+        """Unloads a model, and returns once it has ended. Its running requests finish first. One that comes and goes
+        stays in the list, and is loaded again when a request names it or an alias of it. Another one is removed.
 
         Args:
             report: called with the current step and None, once no new request can use the model.
+
+        Raises:
+            ModelNotFound: no such model is served.
+            ModelBusy: it comes and goes, and requests wait for it.
+            InvalidRequest: it does not come and go, and is the only one.
+        """
+        pooled = await self._pool.pooled(name)
+        if pooled is None:
+            await unload_model(name, self.config, report)
+            return
+        await self._pool.unload(pooled)
+        (report or _say_nothing)(f"Finishing what runs on {pooled}", None)
+        await self._pool.until_unloaded(pooled)
+
+    unload_sync = blocking(unload)
+
+    @on_loop
+    async def remove(self, name: str, *, report: Report | None = None) -> None:
+        """Stops serving a model, until the server starts again. Its running requests have `timeouts.drain_s` to finish.
+
+        Args:
+            report: as of `unload`.
 
         Raises:
             ModelNotFound: no such model is served.
@@ -211,7 +240,7 @@ class Cluster:
         """
         await unload_model(name, self.config, report)
 
-    unload_sync = blocking(unload)
+    remove_sync = blocking(remove)
 
     def agent(self, agent_id: str, *, model: str = "", system: str | None = None) -> Agent:
         """Returns a handle of the agent `agent_id`, whose transcript the cluster keeps.
@@ -403,6 +432,10 @@ class Cluster:
     def _memory(self) -> AgentMemory:
         assert self._generator.memory is not None
         return self._generator.memory
+
+    @property
+    def _pool(self) -> ModelPool:
+        return self._backend.routing.pool
 
     @property
     def _backend(self) -> RayBackend:

@@ -55,7 +55,9 @@ class RayBackend:
     async def listed(self) -> list[ListedModel]:
         """As `Backend.listed`."""
         return [
-            ListedModel(entry.model.name, entry.model.aliases, entry.comes_and_goes, bool(entry.replicas))
+            ListedModel(
+                entry.model.name, entry.model.aliases, entry.comes_and_goes, bool(entry.replicas), entry.model.source
+            )
             for entry in await self.routing.served.entries()
         ]
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from ...actors.protocol.clients import PoolClient
-from ...actors.protocol.pool_messages import PooledModel
-from ...cluster.errors import Unavailable
+from ...actors.protocol.pool_messages import UNLOADING, PooledModel
+from ...cluster.errors import InvalidRequest, Unavailable
 from ...cluster.timing import Timing
 from ..requests.loading import Loading
 from .served import ServedModels
 
+Report = Callable[[str, float | None], None]
+"""Called with what is done and the fraction of it, None if unknown."""
+
 TOLD_S = 1.0
 """How often the pool says how far it is."""
+
+POLL_S = 0.25
+"""How often the pool is asked whether a model is unloaded."""
 
 
 class ModelPool:
@@ -33,8 +40,17 @@ class ModelPool:
         found = [entry for entry in await self._served.entries() if entry.model.name == name]
         return not (found and found[0].comes_and_goes and not found[0].replicas)
 
-    async def load(self, name: str, loading: Loading) -> bool:
+    async def pooled(self, name: str) -> str | None:
+        """Returns the name of the model that comes and goes and has this name or alias, None if there is none."""
+        found = [entry for entry in await self._served.entries() if entry.comes_and_goes]
+        names = (entry.model.name for entry in found if name == entry.model.name or name in entry.model.aliases)
+        return next(names, None)
+
+    async def load(self, name: str, loading: Loading, report: Report | None = None) -> bool:
         """Waits until a model is loaded. The caller limits the time. If it is cancelled, the load goes on.
+
+        Args:
+            report: called with what is done and the fraction of it, None if unknown.
 
         Returns:
             Whether the model was not loaded. A replica that restarts does not count as such.
@@ -63,17 +79,26 @@ class ModelPool:
                     return was_away
                 was_away = was_away or not state.restarts
                 loading.progress = state.progress
+                if report is not None:
+                    report(f"{name}: {state.what or state.state}", state.fraction)
         finally:
             loading.progress = ""
 
     async def unload(self, name: str) -> None:
-        """Begins to unload a model, if it comes and goes and nobody waits for it.
+        """As `Backend.unload`."""
+        if not await self.comes_and_goes(name):
+            raise InvalidRequest(f"the model {name!r} stays loaded: its config has no `load: request`", param="model")
+        await self._client.unload(name)
+
+    async def until_unloaded(self, name: str) -> None:
+        """Waits until a model is not being unloaded any more. The caller limits the time.
 
         Raises:
             Unavailable: the pool does not answer.
         """
-        if await self.comes_and_goes(name):
-            await self._client.unload(name)
+        while any(model.name == name and model.state == UNLOADING for model in await self._client.models()):
+            await asyncio.sleep(POLL_S)
+        self._served.refresh()
 
     async def states(self) -> dict[str, PooledModel]:
         """Returns the models of the pool by name; none if it does not answer."""

@@ -50,12 +50,14 @@ class ListedModel:
         aliases: further names of it.
         comes_and_goes: whether it is loaded when a request needs it.
         loaded: whether it has replicas.
+        source: where its files come from, as its config says.
     """
 
     name: str
     aliases: tuple[str, ...] = ()
     comes_and_goes: bool = False
     loaded: bool = True
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,9 +156,11 @@ class Backend(Protocol):
         ...
 
     async def unload(self, name: str) -> None:
-        """Begins to unload a model, if it comes and goes and nobody waits for it. What it has finishes first.
+        """Begins to unload a model that comes and goes. What it has finishes first.
 
         Raises:
+            InvalidRequest: it stays loaded.
+            ModelBusy: requests wait for it.
             Unavailable: the pool does not answer.
         """
         ...

@@ -14,6 +14,7 @@ from ...cluster.nodes import Node
 from ..agents.store import Store
 from ..requests.backend import Backend, NodeState, ReplicaStats
 from .agents import agent_id_of
+from .models import model_views
 
 AGENTS_MAX = 1000
 """The most agents in one view of the cluster."""
@@ -131,7 +132,7 @@ class TokenRates:
 
 
 async def cluster_view(backend: Backend, store: Store | None, rates: TokenRates, *, tenant: str) -> dict[str, Any]:
-    """Returns nodes, replicas, and the tenant's first agents in the order of their ids.
+    """Returns nodes, models, replicas, and the tenant's first agents in the order of their ids.
 
     Args:
         store: the agents' store; None leaves agents out.
@@ -140,14 +141,15 @@ async def cluster_view(backend: Backend, store: Store | None, rates: TokenRates,
     Raises:
         Unavailable: the control store does not answer. If the agents' store does not, agents are left out.
     """
-    nodes, (stats, tokens_per_s), pids = await asyncio.gather(
-        backend.nodes(), rates.read(backend.stats), backend.pids()
+    nodes, models, (stats, tokens_per_s), pids = await asyncio.gather(
+        backend.nodes(), model_views(backend), rates.read(backend.stats), backend.pids()
     )
     silent = [each.replica for each in stats if not each.answers]
     loading = await backend.loading(silent) if silent else {}
     return {
         "object": "cluster",
         "nodes": node_views(nodes, stats),
+        "models": models,
         "replicas": [
             {**_replica_view(each, stats, pids, tokens_per_s), **_progress_view(each, loading.get(each.replica))}
             for each in stats

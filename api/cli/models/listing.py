@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
@@ -20,20 +22,23 @@ _ANSWER_S = 10.0
 
 def list_local(json: JsonOption = False, home: HomeOption = None) -> None:
     """List the models on this machine: those that ship, those in the Hub's cache, and folders that are served."""
-    served = _served(chosen_home(home))
-    found = [_entry(each, served) for each in local_models(served)]
+    served = _Served.of(chosen_home(home))
+    folders = served.on_demand() | served.folders
+    found = [_entry(each, folders, served.models) for each in local_models(folders)]
     if json:
         print_json(found)
         return
     from rich.console import Console
     from rich.text import Text
 
-    from ..tables import size, table
+    from ..tables import names_line, size, state_line, table
 
     shown = table("model", "weights", "served as", numbers=("size",))
     for each in found:
         kept = (each["weights"] or "") if each["complete"] else "downloaded in part"
-        shown.add_row(Text(each["source"]), kept, Text(each["served_as"] or ""), size(each["bytes"]))
+        name = names_line(each["served_as"] or "", each["aliases"])
+        state = f": {state_line(each)}" if each["state"] not in (None, "loaded") else ""
+        shown.add_row(Text(each["source"]), kept, Text(f"{name}{state}"), size(each["bytes"]))
     Console(highlight=False).print(shown)
 
 
@@ -48,8 +53,8 @@ def rm(
 ) -> None:
     """Remove a model from the Hub's cache on this machine, all of its revisions."""
     found = _in_cache(model)
-    served = _served(chosen_home(home), must_know=True)
-    if (name := _name_of(found, served)) is not None:
+    served = _Served.of(chosen_home(home), must_know=True)
+    if (name := _name_of(found, served.folders)) is not None:
         raise InvalidRequest(f"{found.source} is served as {name}: `satchel models unload {name}` first")
     from ..tables import size
 
@@ -81,40 +86,73 @@ def _in_cache(model: str) -> LocalModel:
     raise ModelLoadError(f"the Hub's cache has no {model}{meant(model, known) or f'; there are: {there}'}")
 
 
-def _served(home: Home, *, must_know: bool = False) -> dict[str, str]:
-    """Returns models' names by the folders of this machine from which they are served.
+@dataclass(frozen=True)
+class _Served:
+    """What the running server serves.
 
-    Args:
-        must_know: whether a server that is starting or does not answer is an error.
-
-    Raises:
-        SatchelError: it is not known what is served.
+    Attributes:
+        folders: models' names by the folders of this machine from which they are loaded.
+        models: the entries of `/v1/cluster`, by name.
     """
-    # Imported here because completion imports this file.
-    from ....cluster.connection import find_cluster
-    from ..views import client, get_json
 
-    try:
-        node = find_cluster(home).node
-    except NotRunning:
-        return {}
-    try:
-        with client(home, timeout_s=_ANSWER_S) as session:
-            replicas = get_json(session, "/v1/cluster?agents=0").get("replicas", [])
-    except SatchelError as error:
-        if must_know:
-            raise SatchelError(f"it is not known what the running server serves: {error.message}") from None
-        return {}
-    if must_know and any(not each.get("folder") for each in replicas):
-        raise SatchelError("a model of the running server is still loading, and it may be this one: try again later")
-    return {each["folder"]: each["model"] for each in replicas if each.get("folder") and each["node"] == node}
+    folders: dict[str, str] = field(default_factory=dict)
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, home: Home, *, must_know: bool = False) -> _Served:
+        """Asks the server; nothing if none runs.
+
+        Args:
+            must_know: whether a server that is starting or does not answer is an error.
+
+        Raises:
+            SatchelError: it is not known what is served.
+        """
+        # Imported here because completion imports this file.
+        from ....cluster.connection import find_cluster
+        from ..views import client, get_json
+
+        try:
+            node = find_cluster(home).node
+        except NotRunning:
+            return cls()
+        try:
+            with client(home, timeout_s=_ANSWER_S) as session:
+                view = get_json(session, "/v1/cluster?agents=0")
+        except SatchelError as error:
+            if must_know:
+                raise SatchelError(f"it is not known what the running server serves: {error.message}") from None
+            return cls()
+        replicas = view["replicas"]
+        if must_know and any(not each["folder"] for each in replicas):
+            raise SatchelError(
+                "a model of the running server is still loading, and it may be this one: try again later"
+            )
+        here = {each["folder"]: each["model"] for each in replicas if each["folder"] and each["node"] == node}
+        return cls(here, {model["id"]: model for model in view["models"]})
+
+    def on_demand(self) -> dict[str, str]:
+        """Returns the names of the models that come and go and are not loaded here, by their folders on this
+        machine."""
+        from ....actors.model_files.source import found_here
+
+        names = {}
+        for name, model in self.models.items():
+            if model["load"] == "request" and name not in self.folders.values():
+                # Its files may be nowhere yet.
+                with suppress(ModelLoadError):
+                    if (folder := found_here(model["source"])) is not None:
+                        names.setdefault(str(folder), name)
+        return names
 
 
 def _name_of(model: LocalModel, served: dict[str, str]) -> str | None:
     return next((name for folder, name in served.items() if model.holds(folder)), None)
 
 
-def _entry(model: LocalModel, served: dict[str, str]) -> dict[str, Any]:
+def _entry(model: LocalModel, served: dict[str, str], models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    name = _name_of(model, served)
+    known = models.get(name or "", {})
     return {
         "source": model.source,
         "place": model.place,
@@ -122,5 +160,8 @@ def _entry(model: LocalModel, served: dict[str, str]) -> dict[str, Any]:
         "bytes": model.nbytes,
         "weights": model.kept or None,
         "complete": model.complete,
-        "served_as": _name_of(model, served),
+        "served_as": name,
+        "aliases": known.get("aliases", []),
+        "state": known.get("state"),
+        "progress": known.get("progress"),
     }

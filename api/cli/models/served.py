@@ -1,4 +1,4 @@
-"""`satchel models`: list what is served, load a model into the running cluster, unload one."""
+"""`satchel models`: list what is served, load a model into the running cluster, unload or remove one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,18 @@ if TYPE_CHECKING:
     from ..progress import ProgressDisplay
 
 app = typer.Typer(
-    help="List the models of the running server, load another one, or unload one.", invoke_without_command=True
+    help="List the models of the running server; load, unload or remove one.", invoke_without_command=True
 )
+
+
+NameArgument = Annotated[
+    str, typer.Argument(help="The model's name, as `satchel models` shows it.", autocompletion=complete_model)
+]
 
 
 @app.callback()
 def models(context: typer.Context, json: JsonOption = False, home: HomeOption = None) -> None:
-    """List the models of the running server, the default first; or load one, or unload one."""
+    """List the models of the running server, the default first; or load, unload or remove one."""
     context.obj = home
     if context.invoked_subcommand is None:
         _list(home, json)
@@ -45,7 +50,11 @@ def list_models(context: typer.Context, json: JsonOption = False, home: HomeOpti
 def load(
     context: typer.Context,
     source: Annotated[
-        str, typer.Argument(help="A Hub id (owner/name or owner/name@revision), a folder, embedded:NAME.")
+        str,
+        typer.Argument(
+            help="A Hub id (owner/name or owner/name@revision), a folder, embedded:NAME; "
+            "or the name of a listed model that is not loaded."
+        ),
     ],
     name: Annotated[
         TextOption, typer.Option("--name", help="The name for clients (else the Hub id or the folder's name).")
@@ -86,25 +95,32 @@ def load(
 @app.command()
 def unload(
     context: typer.Context,
-    name: Annotated[
-        str,
-        typer.Argument(help="The model's name, as `satchel models` shows it.", autocompletion=complete_model),
-    ],
+    name: NameArgument,
     json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Unload a model. Its running requests finish first."""
-    with _connected(home or context.obj, sys.stderr if json else None) as (cluster, progress):
-        try:
-            cluster.unload_sync(name, report=progress.report)
-        except ModelNotFound as error:
-            from ....actors.protocol import registry
-
-            served = [entry.model.name for entry in registry.entries()]
-            raise ModelNotFound(error.message + meant(name, served)) from None
+    """Unload a model. Its running requests finish first. If its config has `load: request`, it stays in the list and is
+    loaded again when it is needed; else it is removed."""
+    with _connected(home or context.obj, sys.stderr if json else None) as (cluster, progress), _hinting(name):
+        cluster.unload_sync(name, report=progress.report)
     progress.say(f"Unloaded {name}")
     if json:
         print_json({"model": name, "loaded": False})
+
+
+@app.command()
+def remove(
+    context: typer.Context,
+    name: NameArgument,
+    json: JsonOption = False,
+    home: HomeOption = None,
+) -> None:
+    """Stop serving a model, until the server starts again. Its running requests finish first. Its files stay."""
+    with _connected(home or context.obj, sys.stderr if json else None) as (cluster, progress), _hinting(name):
+        cluster.remove_sync(name, report=progress.report)
+    progress.say(f"Removed {name} from the server")
+    if json:
+        print_json({"model": name, "removed": True})
 
 
 def load_into(home: Home, source: str, *, output: TextIO | None = None, **how: Any) -> str:
@@ -137,6 +153,18 @@ def _connected(given: Path | None, output: TextIO | None = None) -> Iterator[tup
             yield cluster, progress
     finally:
         progress.close()
+
+
+@contextmanager
+def _hinting(name: str) -> Iterator[None]:
+    """Adds the most similar name to the error about a model that is not served."""
+    try:
+        yield
+    except ModelNotFound as error:
+        from ....actors.protocol import registry
+
+        served = [entry.model.name for entry in registry.entries()]
+        raise ModelNotFound(error.message + meant(name, served)) from None
 
 
 def _list(home: Path | None, as_json: bool) -> None:

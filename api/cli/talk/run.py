@@ -78,7 +78,8 @@ def _served(model: str, home: Home, choice: Choice) -> tuple[bool, str]:
         return True, chosen.name
     _await_endpoint(home)
     with client(home, timeout_s=_ANSWER_S) as session:
-        names = [each["id"] for each in get_json(session, "/v1/models")["data"]]
+        listed = get_json(session, "/v1/models")["data"]
+    names = [name for each in listed for name in (each["id"], *each["aliases"])]
     if model in names:
         return False, model
     source, name = source_of(model)

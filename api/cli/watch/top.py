@@ -14,7 +14,7 @@ from rich.text import Text
 from ....cluster.errors import NotRunning
 from ..options import HomeOption, JsonOption, chosen_home
 from ..printing import print_json
-from ..tables import NameTable, duration, size, table
+from ..tables import NameTable, duration, size, state_line, table
 from ..views import client, get_json, node_table
 
 _ANSWER_S = 15.0
@@ -69,6 +69,7 @@ def _shown(view: dict[str, Any]) -> Group:
         Text(f"{time.strftime('%H:%M:%S')}  {busy}{agents}; {held}"),
         node_table(view["nodes"]),
         _replica_table(view["replicas"]),
+        *(Text(f"{model['id']}: {state_line(model)}") for model in view["models"] if model["progress"]),
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from ....cluster.errors import SatchelError
+from ....cluster.errors import ModelBusy, SatchelError
 from ...http.adding import JSON, NDJSON, add_route
 from ...http.answering import Answering, probe
 from ...http.error_shapes import OLLAMA, error_response
@@ -102,7 +103,9 @@ class OllamaRoutes:
         if not (model.comes_and_goes and caller.admin and ends_at_once(body.keep_alive)):
             await self._answering.loaded(request, name)
             return False
-        await probe(self._answering.generator.backend.unload(model.name))
+        # While others wait for it, it stays.
+        with suppress(ModelBusy):
+            await probe(self._answering.generator.backend.unload(model.name))
         return True
 
     async def embed(self, request: Request) -> Response:

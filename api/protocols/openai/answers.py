@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ....actors.protocol.pool_messages import LOADED, UNLOADED, PooledModel
 from ....actors.protocol.replica_messages import EmbeddingInfo
 from ....cluster.errors import SatchelError
 from ...http.error_shapes import openai_error
@@ -297,24 +296,6 @@ def _field(name: str, tokens: list[int] | None) -> str:
 
 def _logprobs(body: Callable[[list[ShownToken]], dict[str, Any]], tokens: list[ShownToken] | None) -> str:
     return "null" if tokens is None else json.dumps(body(tokens))
-
-
-def state_body(model: ListedModel, state: PooledModel | None) -> dict[str, Any]:
-    """Returns the fields of an entry of the list of models that do not depend on its files. `state` is `unloaded`,
-    `waiting` (for room), `loading`, `loaded` or `unloading`, and `progress` says what is done.
-
-    Args:
-        state: the pool's, None if unknown or for a model that stays loaded.
-    """
-    known = PooledModel(model.name, LOADED if model.loaded else UNLOADED) if state is None else state
-    busy = known.state not in (LOADED, UNLOADED)
-    return {
-        "aliases": list(model.aliases),
-        "load": "request" if model.comes_and_goes else "start",
-        "state": known.state,
-        "progress": {"what": known.what, "fraction": known.fraction} if busy else None,
-        "error": known.error or None,
-    }
 
 
 def unloaded_body(model: ListedModel) -> dict[str, Any]:

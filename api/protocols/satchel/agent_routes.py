@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -18,6 +18,7 @@ from ....cluster.keys import KeyRing
 from ...agents.memory import AgentMemory
 from ...agents.satchels import packed, unpacked
 from ...http.adding import BYTES, add_route
+from ...http.auditing import note
 from ...http.exchange import BodyReader, CancelOnDisconnect
 from ...http.guard import check_owner, require_admin, tenant_of
 from ...pipeline.generation import Generator
@@ -136,7 +137,7 @@ class AgentRoutes:
         body = await self._bodies.read(request, GiveBody)
         check_owner(self._keys, body.to)
         done = await give_agent(self._memory, key, body.to)
-        self._note(request, "agent given", agent=agent_id, owner=done["from"], to=body.to)
+        note(self._audit, request, "agent given", agent=agent_id, owner=done["from"], to=body.to)
         return JSONResponse(done)
 
     async def release(self, request: Request, agent_id: str) -> Response:
@@ -156,7 +157,7 @@ class AgentRoutes:
         except TimeoutError:
             raise DeadlineExceeded(f"the agent was not moved within {limit_s:g} s (timeouts.request_s)") from None
         if done["moved"]:
-            self._note(request, "agent moved", agent=agent_id, to=body.to)
+            note(self._audit, request, "agent moved", agent=agent_id, to=body.to)
         return JSONResponse(done)
 
     async def pack(self, request: Request, agent_id: str) -> Response:
@@ -193,7 +194,7 @@ class AgentRoutes:
         """Drops the cached KV of all replicas. Agents' memory stays. For administrators."""
         require_admin(request.state.caller)
         freed = await self._memory.store.clear()
-        self._note(request, "cache cleared", bytes=freed)
+        note(self._audit, request, "cache cleared", bytes=freed)
         return JSONResponse({"object": "cache.deleted", "deleted": True, "bytes": freed})
 
     async def cache_stats(self, request: Request) -> Response:
@@ -216,12 +217,6 @@ class AgentRoutes:
             "memory_bytes_max": sum(each.memory_bytes_max for each in stats),
         }
         return JSONResponse(answer)
-
-    def _note(self, request: Request, what: str, **details: Any) -> None:
-        if self._audit is not None:
-            caller: Caller = request.state.caller
-            who = {"tenant": caller.tenant, "key": caller.key, "host": caller.host}
-            self._audit.note(what, **who, request_id=request.state.request_id, **details)
 
     @property
     def _memory(self) -> AgentMemory:

@@ -14,6 +14,7 @@ from ....cluster.audit import Audit
 from ....cluster.errors import Unavailable
 from ...agents.memory import AgentMemory
 from ...http.adding import add_route
+from ...http.auditing import note
 from ...http.error_shapes import openai_error
 from ...http.guard import require_admin, tenant_of
 from ...requests.backend import Backend
@@ -100,13 +101,10 @@ class ClusterRoutes:
 
     async def remove_node(self, request: Request, name: str) -> Response:
         """Removes a machine that has joined. If it is up, it hands its agents over and leaves."""
-        caller: Caller = request.state.caller
-        require_admin(caller)
+        require_admin(request.state.caller)
         up = await self._backend.remove_node(name)
         self._views.clear()
-        if self._audit is not None:
-            who = {"tenant": caller.tenant, "key": caller.key, "host": caller.host}
-            self._audit.note("node removed", **who, request_id=request.state.request_id, node=name)
+        note(self._audit, request, "node removed", node=name)
         return JSONResponse({"object": "node", "name": name, "removed": True, "leaves": up})
 
     async def explain(self, request: Request, request_id: str) -> Response:

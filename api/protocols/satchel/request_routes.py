@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse, Response
 from ....cluster.audit import Audit
 from ....cluster.errors import RequestNotFound
 from ...http.adding import add_route
+from ...http.auditing import note
 from ...http.guard import tenant_of
 from ...pipeline.running import RunningSequences
 from ...requests.callers import Caller
@@ -40,7 +41,6 @@ class RequestRoutes:
         count = self._running.stop(request_id, tenant)
         if not count:
             raise RequestNotFound(f"no request {request_id!r} runs here", param="request_id")
-        if self._audit is not None and tenant != caller.tenant:
-            who = {"tenant": caller.tenant, "key": caller.key, "host": caller.host}
-            self._audit.note("request aborted", **who, request_id=request.state.request_id, aborted=request_id[:200])
+        if tenant != caller.tenant:
+            note(self._audit, request, "request aborted", aborted=request_id[:200])
         return JSONResponse({"id": request_id, "object": "request.aborted", "aborted": count})

@@ -77,6 +77,9 @@ def test_models_that_ship_and_downloaded_ones_are_listed(cache: Path, tmp_path: 
         "weights": "4 bits",
         "complete": True,
         "served_as": None,
+        "aliases": [],
+        "state": None,
+        "progress": None,
     }
     assert not found["owner/begun"]["complete"] and "owner/tokenizer" not in found
     text = satchel("list", home=tmp_path / "home").output
