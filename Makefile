@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 # `docs` and `examples` are folders too.
-.PHONY: help serve install formula docs examples test test-slow test-metal test-clients test-page test-real test-zoo test-mutants check format lock clean train-recall eval-recall train-shapes eval-shapes bench-serve bench-router bench-memory bench-cluster \
+.PHONY: help serve install formula docs examples test test-slow test-metal test-clients test-page test-real test-zoo test-mutants check format lock clean train-recall eval-recall train-shapes eval-shapes bench-serve bench-batch bench-router bench-memory bench-cluster \
 	bench-vision bench-templates bench-recipe bench-quality bench-checkpoints soak attack
 
 PYTHON ?= python3
@@ -100,6 +100,9 @@ eval-recall: .venv/.development ## Measure the small text model that ships with 
 
 bench-serve: .venv/.development ## Measure serving beside other servers; BENCH="--models recall --rounds 1" for options
 	@$(BIN)/python -m benchmarks.serve.run $(BENCH)
+
+bench-batch: .venv/.development ## Measure what a batch of 1,000 items costs 16 streams; BENCH="--rounds 1" for options
+	@$(BIN)/python -m benchmarks.batch $(BENCH)
 
 bench-router: .venv/.development ## Measure the router beside others; TRACES=folder adds recorded conversations, BENCH="--parts nodes-8" options
 	@$(BIN)/python -m benchmarks.router.run $(if $(TRACES),--traces "$(TRACES)") $(BENCH)

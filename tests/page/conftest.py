@@ -26,6 +26,7 @@ from tests.system.serving import RECALL, serving
 VENV = Path(__file__).parents[2] / "build" / "page" / "venv"
 NODES = ["mac0", "mac1"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+COMES_AND_GOES = {"load": "request", "aliases": ["poet"]}
 WAIT_MS = 30_000
 
 # Last, so that everything else comes from the environment of the tests.
@@ -57,7 +58,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     prepare_home(home)
     keys = {name: create_key(home, name, admin=name != "bob")[1] for name in ("default", "root", "bob")}
     config = {
-        "models": [RECALL, {"name": "satchel/shapes", "source": "embedded:shapes", "nodes": ["mac0"]}],
+        "models": [
+            RECALL,
+            {"name": "satchel/shapes", "source": "embedded:shapes", "nodes": ["mac0"]},
+            {"name": "satchel/script", "source": "embedded:script", "nodes": ["mac0"], **COMES_AND_GOES},
+        ],
         "nodes": [{"name": name} for name in NODES],
         "replication": 1,
     }

@@ -7,16 +7,19 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from satchel.api.cli.tables import size
 from satchel.cluster.connection import find_cluster
 from satchel.cluster.home import Home
 from tests.system.hosts import named, wait_until
 from tests.system.serving import COMMAND
+from tests.worlds.api import figures
 
 from .conftest import NODES, World
 from .test_chat import from_memory, say
@@ -65,29 +68,60 @@ def test_a_key_without_admin_sees_its_own_agents_and_no_cluster(open_page: Calla
     assert page.locator("#nodes tr").count() == 0
 
 
+def _rows(view: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """What the page shows of the replicas."""
+    rows = {}
+    for each in view["replicas"]:
+        slots = ", ".join(f"{each['slots'][use]:,} {use}" for use in ("running", "kept", "free"))
+        memory = f"{size(each['memory_bytes'])} of {size(each['memory_bytes_max'])}"
+        rows[each["id"]] = each["node"], str(each["running"]), str(each["waiting"]), slots, memory
+    return rows
+
+
+def _tiles(view: dict[str, Any], totals: dict[str, Any]) -> list[str]:
+    """What the page shows of the whole cluster."""
+    tiers = [node["tiers"] for node in view["nodes"]]
+    kept = [size(sum(each[tier] or 0 for each in tiers)) for tier in ("memory_bytes", "disk_bytes")]
+    up = sum(node["up"] for node in view["nodes"])
+    busy = [f"{totals['tokens_per_s']:g}", str(totals["running"]), str(totals["waiting"])]
+    return [f"{up} of {len(tiers)}", *busy, *kept]
+
+
 def test_the_page_and_the_command_line_agree(open_page: Callable[..., Any], world: World):
     world.whole()
-    command = [*COMMAND, "status", "--json", "--home", str(world.home)]
     page = open_page("cluster")
     page.locator("#replicas tr").nth(2).wait_for()
 
-    def agree() -> bool:
-        said = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
-        rows = [row.inner_text() for row in page.locator("#replicas tr").all()]
-        assert len(rows) == len(said["replicas"]) == 3
-        slots = {
-            name: f"{each['slots']['kept']:,} kept, {each['slots']['free']:,} free"
-            for name, each in said["replicas"].items()
-        }
-        nodes = [cell.split()[0] for cell in page.locator("#nodes th").all_inner_texts()]
-        tiles = page.locator("#tiles").inner_text()
-        return (
-            all(any(row.startswith(name) and text in row for row in rows) for name, text in slots.items())
-            and nodes == [node["name"] for node in said["nodes"]] == NODES
-            and "2 of 2" in tiles
-        )
+    def says(command: str) -> Any:
+        whole = [*COMMAND, command, "--json", "--home", str(world.home)]
+        return json.loads(subprocess.run(whole, capture_output=True, check=True, timeout=60).stdout)
 
-    wait_until(agree, 30)
+    def pairs() -> list[tuple[Any, Any]]:
+        """What must be equal."""
+        view, top, ps, status = world.view(), says("top"), says("ps"), says("status")
+        shown = [row.locator("th, td").all_inner_texts() for row in page.locator("#replicas tr").all()]
+        expected, states = figures.of_view(view), {model["id"]: model["state"] for model in view["models"]}
+        named = [f"{node['name']} {node['address']}" for node in status["nodes"]]
+        return [
+            (len(expected), 3),
+            (figures.of_view(top), expected),
+            (figures.of_ps(ps), expected),
+            (figures.of_status(status), expected),
+            ({row[0]: (row[1], row[3], row[4], row[6], row[7]) for row in shown}, _rows(view)),
+            (
+                {each["model"]: each["state"] for each in ps},
+                {name: states[name] for name in ("satchel/recall", "satchel/shapes")},
+            ),
+            ([node["name"] for node in top["nodes"]], NODES),
+            (page.locator("#nodes th").all_inner_texts(), named),
+            (page.locator("#tiles dd").all_inner_texts(), _tiles(view, top["totals"])),
+        ]
+
+    ends = time.monotonic() + 60
+    while any(left != right for left, right in pairs()) and time.monotonic() < ends:
+        pass
+    for left, right in pairs():
+        assert left == right
     page.locator("#plots canvas").nth(3).wait_for()
     assert page.locator("#plots figcaption").count() == 4
     page.get_by_text(re.compile(r"Now: running \d+, waiting \d+")).wait_for()
@@ -160,9 +194,27 @@ def test_a_running_request_is_shown_and_aborted(open_page: Callable[..., Any], w
 
 def test_the_models_are_shown(open_page: Callable[..., Any]):
     page = open_page("models")
-    page.locator("#models li h3").nth(1).wait_for()
-    assert page.locator("#models h3").all_inner_texts() == ["satchel/recall", "satchel/shapes"]
-    assert "text, image, video" in page.locator("#models > li").nth(1).inner_text()
+    page.locator("#models li h3").nth(2).wait_for()
+    assert page.locator("#models h3").all_inner_texts() == ["satchel/recall", "satchel/shapes", "satchel/script"]
+    page.locator("#models > li").nth(1).get_by_text("text, image, video").wait_for()
+
+
+def test_a_model_that_comes_and_goes_is_loaded_and_unloaded(open_page: Callable[..., Any], world: World):
+    page = open_page("models")
+    card = page.locator("#models > li").nth(2)
+    card.get_by_text("unloaded", exact=True).wait_for()
+    assert "poet" in card.inner_text() and page.get_by_role("button", name="Load satchel/recall").count() == 0
+    page.get_by_role("button", name="Load satchel/script").click()
+    card.get_by_text("loaded", exact=True).wait_for()
+    card.get_by_text("satchel-script-0 on mac0").wait_for()
+    card.get_by_text("tokens", exact=False).first.wait_for()
+    page.get_by_role("button", name="Unload satchel/script").click()
+    card.get_by_text("unloaded", exact=True).wait_for()
+    assert page.get_by_role("button", name="Load satchel/script").is_visible()
+    plain = open_page("models", key="bob")
+    plain.locator("#models > li").nth(2).wait_for()
+    assert plain.get_by_role("button", name="Load satchel/script").count() == 0
+    assert world.ask("POST", "/v1/models/poet/load", key="bob").status_code == 403
 
 
 def test_the_description_of_the_api_is_shown(open_page: Callable[..., Any], world: World):

@@ -193,6 +193,23 @@ def test_a_model_is_loaded_by_a_request_and_another_one_goes_for_it(server: Serv
 
 
 @pytest.mark.slow
+def test_a_model_is_unloaded_and_loaded_by_its_name_and_stays_in_the_list(server: Server):
+    with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
+        assert http.post("/v1/models/uno/load").json()["state"] == "loaded"
+        unloaded = server.command("models", "unload", "one")
+        assert unloaded.returncode == 0, unloaded.stderr
+        assert server.states()["one"] == "unloaded"
+        loaded = server.command("models", "load", "the/first", "--json")
+        assert loaded.returncode == 0 and json.loads(loaded.stdout) == {"model": "one", "loaded": True}, loaded.stderr
+        assert server.states()["one"] == "loaded"
+        refused = server.command("models", "load", "one", "--dtype", "float32")
+        assert refused.returncode == 1 and "two models are called 'one'" in refused.stderr, refused.stderr
+        assert http.post("/v1/models/one/unload").json()["state"] == "unloading"
+        body = {"model": "one", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200, "a request loads it again"
+
+
+@pytest.mark.slow
 def test_every_turn_is_answered_from_memory_while_models_swap_and_processes_die(server: Server):
     kills = [(4.0, "ReplicaActor"), (9.0, "PoolActor"), (15.0, "ReplicaActor"), (24.0, "PoolActor")]
     check(asyncio.run(talk(server, agents=6, turns=4, kills=kills, pause_s=2.0, seed=1)))
@@ -209,7 +226,8 @@ def test_a_model_that_stays_takes_the_room_of_those_that_come_and_go(server: Ser
         refused = http.post("/v1/chat/completions", json=body)
         assert refused.status_code == 500 and refused.json()["error"]["code"] == "no_room"
         assert "models that stay loaded take" in refused.json()["error"]["message"]
-        assert server.command("models", "unload", "pinned").returncode == 0
+        assert server.command("models", "remove", "pinned").returncode == 0
+        assert "pinned" not in server.states()
         time.sleep(5.0)  # as long as the error is remembered
         assert http.post("/v1/chat/completions", json=body).status_code == 200
 

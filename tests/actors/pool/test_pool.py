@@ -14,7 +14,7 @@ from satchel.actors.protocol.pool_messages import LOADED, LOADING, UNLOADED, UNL
 from satchel.actors.protocol.registry import ServedEntry
 from satchel.actors.protocol.replica_messages import ReplicaStats
 from satchel.cluster.config import Model
-from satchel.cluster.errors import ModelLoadError, ModelNotFound, NoRoom, SatchelError
+from satchel.cluster.errors import ModelBusy, ModelLoadError, ModelNotFound, NoRoom, SatchelError
 
 GIB = 2**30
 
@@ -315,7 +315,12 @@ async def test_a_model_is_loaded_only_where_it_may_run():
 async def test_a_model_may_be_unloaded_unless_somebody_waits_for_it(world: World):
     await world.loaded("a")
     world.pool.unload("a")
+    gate = world.work.gates["a"] = asyncio.Event()
     waiting = world.asks("a")
+    await world.settle()
+    with pytest.raises(ModelBusy, match="requests wait for the model 'a'"):
+        world.pool.unload("a")
+    gate.set()
     await world.settle()
     assert (await waiting).is_loaded
     assert world.work.did == ["load a on mac0", "unload a-0", "load a on mac0"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from satchel.actors.model_files.source import EMBEDDED
-from satchel.api.requests.backend import NodeState, ReplicaStats
+from satchel.actors.protocol.pool_messages import LOADING, UNLOADED, PooledModel
+from satchel.api.requests.backend import ListedModel, NodeState, ReplicaStats
+from tests.worlds.api import figures
 
 from ..conftest import Served
 
@@ -60,6 +63,35 @@ async def test_ps_shows_a_replica_that_does_not_answer(one_machine: Served, back
     assert "does not answer" in await one_machine.says("ps")
 
 
+async def test_a_model_that_comes_and_goes_is_shown_with_its_state(
+    one_machine: Served, backend: Any, cache_is_empty: None
+) -> None:
+    backend.replicas = [BUSY]
+    backend.entries["other"] = ListedModel("other", ("gpt-4o",), True, False, "embedded:script")
+    backend.states["other"] = PooledModel("other", LOADING, "reading weights", 0.43)
+    tiny, other = json.loads(await one_machine.says("ps", "--json"))
+    assert (tiny["state"], tiny["aliases"], tiny["progress"]) == ("loaded", [], None)
+    assert (other["state"], other["aliases"], other["replica"]) == ("loading", ["gpt-4o"], None)
+    assert other["progress"] == {"what": "reading weights", "fraction": 0.43}
+    local = {each["source"]: each for each in json.loads(await one_machine.says("list", "--json"))}
+    script = local["embedded:script"]
+    assert (script["served_as"], script["state"], script["aliases"]) == ("other", "loading", ["gpt-4o"])
+    assert script["progress"] == other["progress"]
+    for command in ("ps", "models", "list", "top"):
+        text = await one_machine.says(command)
+        assert "loading 43%:" in text and "other" in text, command
+        assert "gpt-4o" in text or command == "top"
+    backend.states["other"] = PooledModel("other", UNLOADED, error="its weights are gone")
+    assert "other" not in await one_machine.says("ps"), "it does not run"
+    text = await one_machine.says("models")
+    assert "unloaded" in text and "other could not be loaded the last time: its weights are gone" in text
+
+
+@pytest.fixture
+def cache_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
 async def test_top_agrees_with_the_clusters_view(one_machine: Served) -> None:
     found = json.loads(await one_machine.says("top", "--json"))
     async with httpx.AsyncClient(base_url=one_machine.endpoint_url) as client:
@@ -69,6 +101,19 @@ async def test_top_agrees_with_the_clusters_view(one_machine: Served) -> None:
     running = sum(each["running"] for each in json.loads(await one_machine.says("ps", "--json")))
     assert (totals["running"], totals["waiting"], totals["agents"]) == (running, 1, view["agents_count"]) == (2, 1, 2)
     assert (totals["memory_bytes"], totals["memory_bytes_max"]) == (4_000_000, 128_000_000)
+
+
+async def test_every_command_says_the_figures_of_the_clusters_view(one_machine: Served) -> None:
+    async with httpx.AsyncClient(base_url=one_machine.endpoint_url) as client:
+        view = (await client.get("/v1/cluster")).json()
+    top, ps, status = [json.loads(await one_machine.says(name, "--json")) for name in ("top", "ps", "status")]
+    expected = figures.of_view(view)
+    assert expected["tiny-0"] == ("local", True, 2, 1, 3_000_000, 64_000_000) and len(expected) == 2
+    assert figures.of_view(top) == figures.of_ps(ps) == figures.of_status(status) == expected
+    assert top["nodes"] == status["nodes"] == view["nodes"]
+    states = {model["id"]: (model["state"], model["aliases"]) for model in view["models"]}
+    assert {each["model"]: (each["state"], each["aliases"]) for each in ps} == states
+    assert states.keys() == status["models"].keys()
 
 
 async def test_top_shows_one_view_if_it_is_not_in_a_terminal(one_machine: Served) -> None:
