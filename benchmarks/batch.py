@@ -41,22 +41,7 @@ GAPS_MAX = 1.05
 START_S = 600.0
 ANSWER_S = 600.0
 POLL_S = 0.2
-WORDS = (
-    "ada",
-    "byron",
-    "code",
-    "eight",
-    "five",
-    "gull",
-    "heron",
-    "lima",
-    "nine",
-    "oslo",
-    "robot",
-    "seven",
-    "story",
-    "ten",
-)
+WORDS = ("ada", "byron", "code", "eight", "five", "gull", "heron", "lima", "nine", "oslo", "robot", "seven", "story")
 
 
 @dataclass(frozen=True)

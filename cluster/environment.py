@@ -75,6 +75,22 @@ def ray_settings(home: Home, *, one_machine: bool = True) -> dict[str, str]:
     }
 
 
+def ray_client_settings(home: Home, address: str, *, one_machine: bool) -> dict[str, str]:
+    """Returns the variables with which a program that knows only Ray reaches a cluster.
+
+    Args:
+        address: of its control store, `host:port`.
+    """
+    needed = ray_settings(home, one_machine=one_machine)
+    return {
+        "RAY_ADDRESS": address,
+        **{name: needed[name] for name in needed if name.startswith(("RAY_AUTH_", "RAY_TLS_", "RAY_USE_TLS"))},
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": needed["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"],
+        # `ray status` then asks the control store: the process that writes a status for it is not started.
+        "RAY_enable_autoscaler_v2": "1",
+    }
+
+
 _OUTLIVING = {
     # Ray ends a process that has not reached the head for this long (Ray's default: 60 s).
     "RAY_gcs_rpc_server_reconnect_timeout_s": str(10 * 365 * 24 * 3600),

@@ -19,6 +19,7 @@ from .configs import configs
 from .keys import app as keys
 from .machines.cert import cert
 from .machines.nodes import app as nodes
+from .machines.ray_env import ray_env
 from .models.choosing import Choice, ContextOption, KVOption, ServedNameOption, WhatArgument
 from .models.convert import convert
 from .models.fit import fit
@@ -152,6 +153,7 @@ for command in (pull, rm, fit, probe, convert):
 app.command("list", rich_help_panel=MODELS)(list_local)
 for command in (ps, top, logs):
     app.command(rich_help_panel=WATCH)(command)
+app.command("ray-env", rich_help_panel=MACHINES)(ray_env)
 for command in (up, down, configs, install_service, cert):
     app.command(rich_help_panel=SERVE)(command)
 for command in (invite, join, leave, promote):

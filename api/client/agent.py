@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
+
+from pydantic import JsonValue
 
 from ..agents.memory import AgentMemory
 from ..pipeline.generation import Generator
 from ..pipeline.streams import Finished
 from ..protocols.openai.messages import read_messages
 from ..requests.history import Message
-from ..requests.options import make_options
+from ..requests.options import GenerationOptions, make_options
 from ..requests.remembered import Remembered
 from ..requests.requests import ChatRequest, agent_key
 from ..requests.sent import without_kept
@@ -56,7 +58,7 @@ class Agent:
         self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     @on_loop
-    async def ask(self, text: str, **options: Any) -> str:
+    async def ask(self, text: str, **options: Unpack[GenerationOptions]) -> str:
         """Sends `text` and returns the whole answer. Options as in `Cluster.generate`.
 
         Raises:
@@ -67,7 +69,7 @@ class Agent:
 
     ask_sync = blocking(ask)
 
-    async def chat(self, text: str, **options: Any) -> AsyncIterator[str]:
+    async def chat(self, text: str, **options: Unpack[GenerationOptions]) -> AsyncIterator[str]:
         """Sends `text` and yields the answer as it comes. If the iteration is left early, the turn is not kept."""
         feed = await self._loop.wait(self._start_feed(text, options))
         try:
@@ -76,7 +78,7 @@ class Agent:
         finally:
             await self._loop.wait(feed.close())
 
-    def chat_sync(self, text: str, **options: Any) -> Iterator[str]:
+    def chat_sync(self, text: str, **options: Unpack[GenerationOptions]) -> Iterator[str]:
         """`chat` for code without an event loop."""
         feed = self._loop.run(self._start_feed(text, options))
         try:
@@ -86,7 +88,7 @@ class Agent:
             self._loop.run(feed.close())
 
     @on_loop
-    async def inject(self, messages: str | Sequence[Any]) -> Injection:
+    async def inject(self, messages: str | Sequence[Mapping[str, object]]) -> Injection:
         """Puts messages into the agent's memory, without a reply; a string is a user message. Their KV is computed now,
         not in the next turn.
 
@@ -127,7 +129,7 @@ class Agent:
     release_sync = blocking(release)
 
     @on_loop
-    async def move(self, node: str) -> dict[str, Any]:
+    async def move(self, node: str) -> dict[str, JsonValue]:
         """Moves this agent's primary to another node, where its next turns run.
 
         Returns:
@@ -150,7 +152,7 @@ class Agent:
     forget_sync = blocking(forget)
 
     @on_loop
-    async def info(self) -> dict[str, Any]:
+    async def info(self) -> dict[str, JsonValue]:
         """Returns tokens, blocks, bytes, messages, branches, pictures, model and last use (`views.agents.agent_info`).
 
         Raises:
@@ -161,7 +163,7 @@ class Agent:
     info_sync = blocking(info)
 
     @on_loop
-    async def transcript(self) -> list[dict[str, Any]]:
+    async def transcript(self) -> list[dict[str, JsonValue]]:
         """Returns the conversation so far as OpenAI messages; [] for an unknown agent."""
         return without_kept(await asyncio.to_thread(json.loads, await self._memory.store.transcript(self._key)))
 
@@ -172,7 +174,7 @@ class Agent:
         assert self._generator.memory is not None
         return self._generator.memory
 
-    def _request(self, messages: Sequence[Message], options: dict[str, Any]) -> ChatRequest:
+    def _request(self, messages: Sequence[Message], options: GenerationOptions) -> ChatRequest:
         return ChatRequest(
             messages,
             model=self._model,
@@ -182,10 +184,10 @@ class Agent:
             opening=self._opening,
         )
 
-    async def _start_feed(self, text: str, options: dict[str, Any]) -> Feed:
+    async def _start_feed(self, text: str, options: GenerationOptions) -> Feed:
         return Feed(self._turn(text, options), self._generator.config.endpoint.unread_tokens_max)
 
-    async def _turn(self, text: str, options: dict[str, Any]) -> AsyncGenerator[str, None]:
+    async def _turn(self, text: str, options: GenerationOptions) -> AsyncGenerator[str, None]:
         stream = await self._generator.start_chat(self._request(_said(text), options))
         try:
             async with aclosing(aiter(stream)) as events:

@@ -10,14 +10,15 @@ import asyncio
 import importlib
 import inspect
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack, overload
 
 import numpy as np
+from pydantic import JsonValue
 
 from ...actors.model_files.source import default_name
 from ...actors.protocol import registry
@@ -42,7 +43,7 @@ from ..ray_backend.locator import AgentLocator
 from ..ray_backend.model_pool import ModelPool
 from ..ray_backend.store import RayStore
 from ..requests.loading import Loading
-from ..requests.options import make_options
+from ..requests.options import GenerationOptions, make_options
 from ..requests.remembered import Remembered
 from ..requests.requests import ChatRequest, CompletionRequest, agent_key
 from ..text.answers.logprobs import ShownToken
@@ -52,7 +53,7 @@ from ..views.cluster import node_views
 from .agent import Agent
 from .background import BackgroundLoop, blocking, on_loop
 from .driver import connect_driver
-from .mapping import Prompt, map_batch, map_rows
+from .mapping import Data, Dataset, Prompt, Row, map_batch, map_rows
 from .watch import ServerWatch
 
 Client = TypeVar("Client", RouterClient, ReplicaClient)
@@ -255,7 +256,7 @@ class Cluster:
         return Agent(self._generator, self._loop, agent_id, model, system)
 
     @on_loop
-    async def agents(self, *, limit: int = 20, after: str = "") -> list[dict[str, Any]]:
+    async def agents(self, *, limit: int = 20, after: str = "") -> list[dict[str, JsonValue]]:
         """Returns the cluster's agents in the order of their ids, each as `Agent.info`.
 
         Args:
@@ -298,7 +299,7 @@ class Cluster:
         agent: str | None = None,
         replace: bool = False,
         passphrase: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, JsonValue]:
         """Unpacks an agent from a file, as `satchel agents unpack` does. Only on the head's machine.
 
         Args:
@@ -331,7 +332,7 @@ class Cluster:
     unpack_sync = blocking(unpack)
 
     @on_loop
-    async def nodes(self) -> list[dict[str, Any]]:
+    async def nodes(self) -> list[dict[str, JsonValue]]:
         """Returns the machines of the cluster, the head first, as `GET /v1/cluster` does: their names, addresses,
         whether they are up, replicas, links with measured bytes per second, free memory, KV in memory and on disk.
 
@@ -343,12 +344,19 @@ class Cluster:
     nodes_sync = blocking(nodes)
 
     @on_loop
-    async def generate(self, prompt: str | Sequence[Any], *, model: str = "", agent: str = "", **options: Any) -> Reply:
+    async def generate(
+        self,
+        prompt: str | Sequence[Mapping[str, object]],
+        *,
+        model: str = "",
+        agent: str = "",
+        **options: Unpack[GenerationOptions],
+    ) -> Reply:
         """Answers one prompt: a string is continued as it is, a list of messages is a conversation.
 
         Args:
             agent: the agent whose memory is used and extended; "" for none.
-            options: the fields of `generation.options.Options`, such as temperature, seed, max_tokens, stop, logprobs.
+            options: `GenerationOptions`, such as temperature, seed, max_tokens, stop, logprobs.
 
         Raises:
             RequestError: the request is invalid.
@@ -365,15 +373,43 @@ class Cluster:
 
     generate_sync = blocking(generate)
 
+    @overload
+    async def map(
+        self,
+        rows: Data,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        at_once: int = 16,
+        **options: Unpack[GenerationOptions],
+    ) -> Data: ...
+
+    @overload
+    async def map(
+        self,
+        rows: Iterable[Row],
+        prompt: Prompt,
+        *,
+        model: str = "",
+        at_once: int = 16,
+        **options: Unpack[GenerationOptions],
+    ) -> list[dict[str, object]]: ...
+
     @on_loop
     async def map(
-        self, rows: Any, prompt: Prompt, *, model: str = "", at_once: int = 16, **options: Any
-    ) -> list[dict[str, Any]] | Any:
+        self,
+        rows: Iterable[Row] | Data,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        at_once: int = 16,
+        **options: Unpack[GenerationOptions],
+    ) -> list[dict[str, object]] | Data:
         """Answers a prompt for every row, with the lowest priority: the rows are computed while nothing else is.
 
         Args:
-            rows: dictionaries, or a Ray Dataset. Of a Dataset this returns another one, which is computed when it is
-                read (`map_batches`).
+            rows: dictionaries, in any iterable that ends, or a Ray Dataset. Of a Dataset this returns another one,
+                which is computed when it is read (`map_batches`).
             prompt: a format string with the rows' columns, or a function that returns a text or messages.
             at_once: how many rows are asked at the same time.
             options: as of `generate`.
@@ -385,12 +421,12 @@ class Cluster:
         Raises:
             KeyError: the prompt names a column that a row does not have.
         """
-        options = {"model": model, **options}
-        if hasattr(rows, "map_batches"):
-            more = {"connect": connect, "home": str(default_home().root), "prompt": prompt, "at_once": at_once}
-            return rows.map_batches(map_batch, batch_size=4 * at_once, fn_kwargs={**more, "options": options})
+        if isinstance(rows, Dataset):
+            how = {"connect": connect, "home": str(default_home().root), "prompt": prompt, "at_once": at_once}
+            given = {"model": model, **options}
+            return rows.map_batches(map_batch, batch_size=4 * at_once, fn_kwargs={**how, "options": given})
         generate = partial(inspect.unwrap(Cluster.generate), self)
-        return await map_rows(generate, rows, prompt, at_once=at_once, **options)
+        return await map_rows(generate, rows, prompt, at_once=at_once, model=model, **options)
 
     map_sync = blocking(map)
 

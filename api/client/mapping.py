@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ...actors.protocol.replica_messages import IDLE_PRIORITY
 from ...cluster.errors import InvalidRequest, SatchelError
 from ..batches.patience import until_taken
 
 Row = Mapping[str, Any]
-Prompt = str | Callable[[Row], Any]
+"""A row's values by the names of its columns."""
+
+Prompt = str | Callable[[Row], str | Sequence[Mapping[str, object]]]
 """A format string with the row's columns (`"Summarize: {text}"`), or a function that returns a text or messages."""
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """What is used of a `ray.data.Dataset`."""
+
+    def map_batches(self, fn: Any, *, batch_size: int, fn_kwargs: dict[str, Any]) -> Any: ...
+
+
+Data = TypeVar("Data", bound=Dataset)
 
 ANSWER, ERROR = "answer", "error"
 
@@ -27,7 +39,7 @@ class Answered(Protocol):
 
 async def map_rows(
     generate: Callable[..., Awaitable[Answered]], rows: Iterable[Row], prompt: Prompt, *, at_once: int, **options: Any
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Returns the rows, in order, with `answer`, `finish_reason`, `prompt_tokens`, `completion_tokens` and
     `cached_tokens`; where a request was refused or failed, `answer` is None and `error` says why.
 
@@ -43,7 +55,7 @@ async def map_rows(
     options = {"priority": IDLE_PRIORITY, **options}
     room = asyncio.Semaphore(at_once)
 
-    async def answer(row: Row) -> dict[str, Any]:
+    async def answer(row: Row) -> dict[str, object]:
         async with room:
             asked = prompt.format(**row) if isinstance(prompt, str) else prompt(row)
             try:

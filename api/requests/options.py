@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as validated
@@ -218,6 +218,32 @@ class Options:
                     raise InvalidRequest(
                         f"{name} has token id {token}; the model has token ids 0 to {vocabulary_size - 1}", param=name
                     )
+
+
+class GenerationOptions(TypedDict, total=False):
+    """The fields of `Options` as keyword arguments; None means the default."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
+    include_stop_str_in_output: bool | None
+    skip_special_tokens: bool | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    priority: int | None
+    timeout_s: float | None
 
 
 def make_options(**fields: Any) -> Options:

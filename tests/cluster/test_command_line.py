@@ -65,6 +65,8 @@ def test_configurations_that_ship_are_listed_and_printed(tmp_path: Path) -> None
         ["models", "list"],
         ["models", "load", "owner/name"],
         ["models", "unload", "name"],
+        ["models", "remove", "name"],
+        ["ray-env"],
         ["chat", "hello"],
         ["agents"],
         ["agents", "list"],

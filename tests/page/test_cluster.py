@@ -17,7 +17,7 @@ import pytest
 from satchel.api.cli.tables import size
 from satchel.cluster.connection import find_cluster
 from satchel.cluster.home import Home
-from tests.system.hosts import named, wait_until
+from tests.system.hosts import named
 from tests.system.serving import COMMAND
 from tests.worlds.api import figures
 

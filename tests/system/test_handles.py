@@ -52,7 +52,8 @@ async def test_an_agent_goes_into_a_file_and_comes_back_under_another_name(handl
         await handles.unpack(file, passphrase="open sesame")
     came = await handles.unpack(file, agent="vera2", passphrase="open sesame")
     assert (came["id"], came["branches"], came["replaced"]) == ("vera2", 1, False)
-    assert came["kv"]["entries"] == came["kv"]["of"] > 0
+    kv = came["kv"]
+    assert isinstance(kv, dict) and kv["entries"] == kv["of"] != 0
     assert await handles.agent("vera2").ask("What is the code of wren?", temperature=0) == "The code of wren is 4321."
     assert (await handles.unpack(plain, replace=True))["replaced"]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["plain.satchel", "vera.satchel"]

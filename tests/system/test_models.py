@@ -245,6 +245,19 @@ print(sorted(cluster.replicas()))
     wait_until(lambda: server.replica_processes() == 2)
 
 
+@pytest.mark.slow
+def test_ray_s_own_commands_and_programs_reach_the_cluster(server: Server, tmp_path: Path):
+    printed = server.command("ray-env")
+    assert printed.returncode == 0, printed.stderr
+    (tmp_path / "env.sh").write_text(printed.stdout)
+    usage = "python -m ray.scripts.scripts status"
+    program = "python -c 'import ray; ray.init(); print(len(ray.nodes()), \"node\")'"
+    for command, says in ((usage, "Total Usage"), (program, "1 node")):
+        line = f". {tmp_path / 'env.sh'} && {command.replace('python', sys.executable, 1)}"
+        ran = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+        assert says in ran.stdout, ran.stdout + ran.stderr
+
+
 def test_a_client_that_never_reads_holds_no_sequence(server: Server):
     """Only a limited number of tokens waits for it in the server, besides those in the system's socket buffers. All
     sequences end long before they are complete, and no other client is disturbed."""
