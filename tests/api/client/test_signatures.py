@@ -21,7 +21,7 @@ def methods(*classes: type) -> Iterator[Any]:
                 yield pytest.param(inspect.unwrap(found), id=f"{each.__name__}.{name}")
 
 
-@pytest.mark.parametrize("method", methods(Agent, Cluster))
+@pytest.mark.parametrize("method", list(methods(Agent, Cluster)))
 def test_a_public_signature_has_a_type_for_everything(method: Any):
     signature = inspect.signature(method)
     written = {name: each.annotation for name, each in signature.parameters.items() if name != "self"}
