@@ -197,7 +197,8 @@ class Cluster:
             self_test=self_test,
             kv=kv,
         )
-        if model == _model(source) and (pooled := await self._pool.pooled(source)) is not None:
+        plain = _model(source, replicas=1)
+        if model == plain and (pooled := await self._pool.pooled(source)) is not None:
             await self._pool.load(pooled, Loading(), report)
             return pooled
         await load_model(model, self.config, report or _say_nothing, _check_text)
