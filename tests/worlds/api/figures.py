@@ -45,8 +45,8 @@ def of_status(found: dict[str, Any]) -> Figures:
         name: (
             each["node"],
             each["up"],
-            each["satchel_requests_running"],
-            each["satchel_requests_waiting"],
+            each["vllm:num_requests_running"],
+            each["vllm:num_requests_waiting"],
             each["memory_bytes"],
             each["memory_bytes_max"],
         )
