@@ -193,7 +193,7 @@ def test_sequences_that_come_and_end_at_any_time_stay_within_the_budget(loaded: 
     budget = chance.choice((3000, 6000)) * spec.bytes_per_token + 2 * sequences * spec.bytes_per_sequence
     fresh(loaded)
     how = {"memory_bytes_max": budget, "sequences_max": sequences, "prefill_chunk_tokens": chance.choice((256, 512))}
-    bench, disk = process(loaded, Node(tmp_path / "kv"), **how)
+    bench, disk = process(loaded, Node(tmp_path / "kv"), drafts=False, **how)
     texts = [[chance.randrange(64) for _ in range(chance.choice((50, 600, 1200)))] for _ in range(3)]
     for number in range(40):
         if chance.random() < 0.6:
