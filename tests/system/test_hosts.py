@@ -140,7 +140,7 @@ def test_an_agent_moves_and_outlives_its_host_in_the_middle_of_an_answer(world: 
     assert said.prompt - said.cached < 30, "the answer is remembered whole"
     # All that it knew is here too, whoever was at home there.
     assert CODES["Felix"] in talk.ask("mirror", "What is the code of Felix?").text
-    assert talk.nodes() == {"mac0": True, "mac1": False}
+    wait_until(lambda: talk.nodes() == {"mac0": True, "mac1": False}, 20)
 
 
 def test_a_head_that_was_killed_finds_everybody_s_memory_again(world: World):

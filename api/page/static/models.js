@@ -75,8 +75,9 @@ function update(made, model, replicas) {
 
 /** Replaces what an element has, unless it is the same. */
 function renew(element, children) {
-  const next = el(element.tagName, {}, children);
-  if (next.innerHTML !== element.innerHTML) element.replaceChildren(...next.childNodes);
+  const next = element.cloneNode(false);
+  next.append(...el("div", {}, children).childNodes);
+  if (!next.isEqualNode(element)) element.replaceChildren(...next.childNodes);
 }
 
 function facts(model) {

@@ -41,11 +41,14 @@ CLUSTER = {
 }
 
 
+MODEL = {"id": "recall", "object": "model", "aliases": [], "load": "start", "state": "loaded", "progress": None}
+
+
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         bodies = {
             "/health": json.dumps({"status": "ok", "models": {"recall": True}}),
-            "/v1/models": json.dumps({"object": "list", "data": [{"id": "recall", "object": "model"}]}),
+            "/v1/models": json.dumps({"object": "list", "data": [MODEL]}),
             "/metrics": METRICS,
             "/v1/cluster?agents=0": json.dumps(CLUSTER),
         }

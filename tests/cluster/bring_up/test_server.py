@@ -128,7 +128,7 @@ def assert_nothing_left(server: Server, session: UnixSession, private_dir: Path,
     assert session_members(session.sid) == []
     assert not private_dir.exists()
     assert sorted(path.name for path in server.home.run.iterdir()) == sorted(
-        ["lock", "owner_key", "ray.log", "ray_token", *more]
+        ["lock", "logs", "owner_key", "ray.log", "ray_token", *more]
     )
 
 
@@ -191,8 +191,8 @@ def test_nobody_connects_without_the_token(shared: Server) -> None:
 def test_what_the_server_keeps_is_private(shared: Server) -> None:
     record = find_cluster(shared.home)
     assert stat.S_IMODE(Path(record.temp_dir).parent.stat().st_mode) == 0o700
-    for path in shared.home.run.iterdir():
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    for path in shared.home.run.rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
 def test_an_interrupt_ends_everything_and_a_neighbour_lives_on(shared: Server, launch: Callable[..., Server]) -> None:

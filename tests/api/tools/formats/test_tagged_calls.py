@@ -122,7 +122,8 @@ FRAGMENTS = [*"\n> =", "write", "path", "3", "null", *(f"<{tag}>" for tag in TAG
 @given(data=st.data())
 def test_what_is_written_otherwise_is_a_call_all_the_same(text: TextModel, data: st.DataObject):
     """Calls with random changes, whose values may differ from those of the model's parser. All calls that the parser
-    finds are found, except those inside a value without an end, and cuts change nothing."""
+    finds are found, except those inside a value without an end and one that ends before its first argument, and cuts
+    change nothing."""
     arguments = data.draw(st.dictionaries(st.sampled_from(list(PROPERTIES)), st.sampled_from(["", "x", "3", "a\nb "])))
     answer = written(text, (data.draw(st.sampled_from([*NAMES, "other"])), arguments)) * data.draw(st.integers(1, 2))
     for _ in range(data.draw(st.integers(0, 3))):
@@ -136,7 +137,10 @@ def test_what_is_written_otherwise_is_a_call_all_the_same(text: TextModel, data:
         text.calls.marks.start, text.calls.marks.end, call_parser(text.calls.marks.parser or (lambda *_: None), TOOLS)
     )
     # GLM's parser turns any text into a call of "unknown".
-    expected = [name for name, _, _ in told([*whole.add(answer), *whole.flush()])[1] if name != "unknown"]
+    found = [call for call in told([*whole.add(answer), *whole.flush()])[1] if call[0] != "unknown"]
+    if found and found[-1][1] == "{}" and answer.rfind(text.calls.marks.start) > answer.rfind(text.calls.marks.end):
+        found.pop()
+    expected = [name for name, _, _ in found]
     _, calls, parts = told(outs[0])
     names = iter(name for name, _, _ in calls)
     endless = bool(calls) and not is_json(calls[-1][1])
