@@ -63,6 +63,7 @@ def test_every_cache_is_asked_the_same_questions(subject: Subject) -> None:
     assert part.rows[0]["share"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_program_writes_a_page_and_keeps_parts_of_earlier_runs(tmp_path: Path) -> None:
     """Without a name of this machine's folders, and by a part's name alone."""
     for text in ("code", "prose"):

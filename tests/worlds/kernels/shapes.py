@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, cycle, product
 from typing import NamedTuple
 
@@ -98,10 +98,10 @@ def blocks_of(lengths: tuple[int, ...]) -> SequenceBlocks:
     return SequenceBlocks.of(slots, starts, lengths, [0] * len(lengths), 1)
 
 
-def sources() -> dict[str, Source]:
-    """Returns the text of every kernel in every shape, by MLX's own names."""
+def sources(sizes: Iterable[tuple[int, int]]) -> dict[str, Source]:
+    """Returns the text of every kernel in every shape with heads of these sizes, by MLX's own names."""
     found: dict[str, Source] = {}
     with metal_source.kernels(metal_source.recorded(found)):
-        for policy, dtype, dims in product(POLICIES, DTYPES.values(), (*HEAD_SIZES, *OTHER_SIZES)):
+        for policy, dtype, dims in product(POLICIES, DTYPES.values(), sizes):
             launch(policy, dtype, dims)
     return found

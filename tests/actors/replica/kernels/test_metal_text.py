@@ -16,6 +16,7 @@ import pytest
 from satchel.actors.replica import kernels
 from satchel.actors.replica.kernels import block_kernels, decode_kernel, few_rows, gpu_kernels, seal_kernel
 from satchel.actors.replica.kernels.head_transform import HeadTransform
+from satchel.actors.replica.selftest.kernel_check import HEAD_SIZES
 from tests.worlds.kernels import metal_source, shapes, strict
 from tests.worlds.kernels.faults import fault
 from tests.worlds.kernels.metal_source import BUFFERS_MAX, Source
@@ -55,8 +56,11 @@ def sources_of_kinds() -> dict[str, Source]:
 
 
 @strictly
-def test_a_strict_compiler_takes_every_kernel_in_every_shape():
-    sources = shapes.sources().values()
+@pytest.mark.parametrize(
+    "sizes", [HEAD_SIZES, pytest.param(shapes.OTHER_SIZES, marks=pytest.mark.metal)], ids=["models'", "others"]
+)
+def test_a_strict_compiler_takes_every_kernel_in_every_shape(sizes: list[tuple[int, int]]):
+    sources = shapes.sources(sizes).values()
     assert all(len(source.buffers) <= BUFFERS_MAX for source in sources)
     assert strict.refused(sources) == []
 

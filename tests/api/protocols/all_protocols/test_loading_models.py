@@ -126,7 +126,7 @@ async def test_a_load_that_fails_at_once_is_an_http_error(client: httpx.AsyncCli
 
 
 async def test_the_time_of_a_request_limits_its_wait(client: httpx.AsyncClient, pool: Pool):
-    body = {"model": "satchel/tiny", "messages": MESSAGES, "timeout": 0.1}
+    body = {"model": "satchel/tiny", "messages": MESSAGES, "timeout_s": 0.1}
     answer = await client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 504
 
