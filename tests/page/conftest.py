@@ -66,7 +66,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         "nodes": [{"name": name} for name in NODES],
         "replication": 1,
         # Else the limits follow what other programs leave.
-        "scheduling": {"memory_bytes_max": "512 MiB"},
+        "scheduling": {"memory_bytes_max": "2 GiB"},
     }
     (root / "config.yaml").write_text(json.dumps(config))
     with serving(root, "--config", str(root / "config.yaml"), "--port", str(port)):

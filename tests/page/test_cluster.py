@@ -17,6 +17,7 @@ import pytest
 from satchel.api.cli.tables import size
 from satchel.cluster.connection import find_cluster
 from satchel.cluster.home import Home
+from satchel.cluster.processes import session_members
 from tests.system.hosts import named
 from tests.system.serving import COMMAND
 from tests.worlds.api import figures
@@ -235,9 +236,14 @@ def test_a_node_that_goes_down_is_said_and_the_chat_goes_on(open_page: Callable[
     row = page.locator("#nodes tr").nth(1)
     row.get_by_text("up", exact=True).wait_for()
     killed = find_cluster(Home(world.home / "nodes" / "mac1"))
-    os.killpg(os.getpgid(killed.pid), signal.SIGKILL)
+    # What is killed is started again, perhaps before anybody has seen it: first it stands still.
+    processes = [killed.pid, *session_members(killed.ray_sid)]
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
     row.get_by_text("down", exact=True).wait_for()
     page.get_by_text("1 of 2", exact=True).wait_for()
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
     page.click("text=Chat")
     answer = say(page, "What is the code of ada?")
     # The node may be back by now.
