@@ -92,7 +92,9 @@ class Night(Cluster):
 
 
 @pytest.mark.parametrize("stops", [True, False], ids=["the clock stops", "the clock goes on"])
-@pytest.mark.parametrize("who", ["node", "head", "all"])
+@pytest.mark.parametrize(
+    "who", [pytest.param("node", marks=pytest.mark.slow), pytest.param("head", marks=pytest.mark.slow), "all"]
+)
 def test_who_sleeps_loses_nothing(who: str, stops: bool, monkeypatch, caplog):
     caplog.set_level("CRITICAL")
     played: list[Night] = []

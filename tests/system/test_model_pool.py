@@ -232,6 +232,7 @@ def test_a_model_that_stays_takes_the_room_of_those_that_come_and_go(server: Ser
         assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_model_that_can_never_fit_says_why(tmp_path: Path):
     port = free_port()
     models = [{"name": "small", "source": "embedded:recall", "load": "request"}]
