@@ -104,6 +104,11 @@ class MediaSpan:
     video: bool = False
 
 
+def request_of(sequence_id: str) -> str:
+    """Returns the id of the request that a sequence belongs to: all before the last `/` of the sequence's id."""
+    return sequence_id.rpartition("/")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One sequence to generate.

@@ -9,7 +9,6 @@ calls go through a `Store`.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import json
 import logging
 import re
@@ -47,6 +46,7 @@ from ...cluster.errors import (
     Unavailable,
 )
 from ...cluster.timing import USUAL, Timing
+from ..requests.detached import DetachedTasks
 from ..requests.history import History, Message
 from ..requests.remembered import FORGOTTEN, FULL, NO_ROOM, OVER_QUOTA, UNANSWERED, Remembered
 from ..requests.sent import kept_of
@@ -160,7 +160,7 @@ class AgentMemory:
         self.uncopied = 0
         self.moves = AgentMoves(store, self.background)
         self.lines = _Lines(lines_bytes_max)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = DetachedTasks()
         self._open: WeakSet[Turn] = WeakSet()
         self._held: set[str] = set()
 
@@ -196,11 +196,7 @@ class AgentMemory:
         self._open.discard(turn)
 
     def background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        # A new context, because Ray cancels calls that inherit a request's context together with the request.
-        task = asyncio.create_task(work, context=contextvars.Context())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return self._tasks.begin(work)
 
     def count(self, continuation: Continuation | None, lines: Sequence[KnownLine]) -> None:
         """Counts how a prompt continued the agent's lines."""

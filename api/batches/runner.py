@@ -8,15 +8,14 @@ batches at a time; the kernel frees its lock when it ends, however it ends.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import json
 import logging
 import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,6 +30,7 @@ from ...cluster.keys import KeyLimits, KeyRing
 from ...cluster.telemetry.context import TRACING, working_for
 from ..http.error_shapes import shape_of
 from ..requests.callers import Caller, Meter
+from ..requests.detached import background
 from ..requests.left_out import LeftOut
 from .files import TenantFiles, private
 from .input_file import Line, read_lines
@@ -107,16 +107,9 @@ class BatchRunner:
         """Tells the runner that there is a new batch, or one to cancel."""
         self._awake.set()
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """Runs batches in the context; a tenant's one after the other."""
-        # A new context: the calls belong to no request.
-        task = asyncio.create_task(self._run_all(), context=contextvars.Context())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.wait({task})
+        return background(self._run_all())
 
     async def _run_all(self) -> None:
         lock = HomeLock(Home(self.root), self.root / "lock")

@@ -68,7 +68,7 @@ _NO_NUMBER = "Content-Length is not a number"
 _UNTRACED = frozenset({"/health", "/metrics", "/"})
 """Paths that are asked again and again: they are not traced, and only logged with `logs.level: debug`."""
 
-_TRACE_HEADERS = frozenset({"traceparent", "tracestate"})
+_TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 """The headers of W3C Trace Context."""
 
 _CLIENT_GONE = 499
@@ -158,8 +158,7 @@ def _begin_span(scope: Scope, request_id: str) -> Span:
     """Begins the span of a request, within the caller's if the caller names one."""
     if scope["path"] in _UNTRACED:
         return NO_SPAN
-    named = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
-    headers = {name: value for name, value in named if name in _TRACE_HEADERS}
+    headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS}
     about = {"http.request.method": scope["method"], "satchel.request.id": request_id}
     return TRACING.begin(scope["method"], headers, about)
 

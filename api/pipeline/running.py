@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from ...actors.protocol.replica_messages import GenerateRequest
+from ...actors.protocol.replica_messages import GenerateRequest, request_of
 from .streams import TextStream
 
 
@@ -27,7 +27,7 @@ class RunningSequence:
 
     @property
     def request_id(self) -> str:
-        return self.id.rpartition("/")[0]
+        return request_of(self.id)
 
 
 class RunningSequences:

@@ -20,7 +20,7 @@ from ...actors.protocol.clients import ReplicaClient
 from ...actors.protocol.replica_messages import GenerateRequest, MediaSpan, SequenceUpdate
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, ReplicaDied, ReplicaLost, SatchelError
 from ...cluster.timing import Timing
-from .served import detached
+from ..requests.detached import detached
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ The primary of a new agent is chosen by the agent's name alone, so that all proc
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -25,6 +24,7 @@ from ...cluster.config import Config
 from ...cluster.errors import ActorSilent, NoAnswer, SatchelError, Unavailable
 from ...cluster.nodes import Node
 from ...cluster.timing import Timing
+from ..requests.detached import detached
 
 logger = logging.getLogger(__name__)
 
@@ -241,8 +241,7 @@ async def _shared(tasks: dict[str, asyncio.Task[T]], key: str, work: Callable[[]
     """Returns the result of `work`, run once for all concurrent callers; a caller's cancellation does not end it."""
     task = tasks.get(key)
     if task is None:
-        # A new context: Ray cancels calls that it takes for a request's children together with the request.
-        task = tasks[key] = asyncio.create_task(work(), context=contextvars.Context())
+        task = tasks[key] = detached(work())
         task.add_done_callback(lambda _: tasks.pop(key, None))
     return await asyncio.shield(task)
 

@@ -14,11 +14,12 @@ from ...actors.protocol.router_messages import Chain, Decision, RouteRequest, Se
 from ...actors.rpc.client import Call
 from ...cluster.config import Config
 from ...cluster.errors import NoAnswer, NoReplica
+from ..requests.detached import DetachedTasks
 from ..requests.loading import Loading
 from .connection import ReplicaConnection
 from .locator import AgentLocator
 from .model_pool import ModelPool
-from .served import DetachedTasks, ServedModels
+from .served import ServedModels
 
 
 class Routing:

@@ -6,13 +6,12 @@ No request waits for a replica that does not answer.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...actors.protocol import registry
 from ...actors.protocol.registry import ServedEntry
@@ -20,6 +19,7 @@ from ...actors.protocol.replica_messages import ModelInfo
 from ...cluster.errors import NoReplica
 from ...cluster.timing import Timing
 from ..requests.backend import ServedModel
+from ..requests.detached import detached
 
 logger = logging.getLogger(__name__)
 
@@ -35,28 +35,6 @@ FOLLOWED_S = 30.0
 
 Ask = Callable[[str], Awaitable[ModelInfo | None]]
 """Returns a replica's description of its model; None if not loaded, or without an answer in time."""
-
-
-def detached(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Starts a task with a context of its own.
-
-    Ray notes in the context which request it serves. It takes every call made in this context for the request's child,
-    and cancels them all if the client disconnects. A task that serves many requests must not be such a child.
-    """
-    return asyncio.create_task(work, context=contextvars.Context())
-
-
-class DetachedTasks:
-    """Tasks that nothing awaits, referenced until they end, because an event loop has only weak references to tasks."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[object]] = set()
-
-    def begin(self, work: Coroutine[Any, Any, object]) -> None:
-        """Runs `work`, which must not raise, as a `detached` task."""
-        task = detached(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 @dataclass

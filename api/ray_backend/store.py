@@ -39,8 +39,8 @@ from ...cluster.errors import (
     quoted,
 )
 from ...cluster.timing import Timing
+from ..requests.detached import DetachedTasks
 from .locator import AgentLocator, Question
-from .served import DetachedTasks
 
 logger = logging.getLogger(__name__)
 

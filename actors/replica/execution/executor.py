@@ -275,8 +275,9 @@ class BatchExecutor:
         tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
         ready = self._ready(tokens, before)
         ready += [Ready(self._sequences[0].sequence_id, token) for token in forced[1:]]
-        self.drafts.note(self._sequences, tokens)
-        self.drafts.note_step(len(self._sequences))
+        if self.drafts.wanted:
+            self.drafts.note(self._sequences, tokens)
+            self.drafts.note_step(len(self._sequences))
         self._advance([len(forced) or 1] * len(self._sequences))
         return ready
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ....cluster.errors import GenerationFailed, SatchelError
 from ....cluster.telemetry.context import working_for
-from ...protocol.replica_messages import SequenceUpdate
+from ...protocol.replica_messages import SequenceUpdate, request_of
 from ..device.device_errors import DeviceFailed
 from ..execution.executor import BatchExecutor
 from ..execution.ready import Ready
@@ -197,7 +197,7 @@ class Delivery:
             action(*arguments)
         except Exception as error:
             if not isinstance(error, SatchelError):
-                with working_for(request_id.rpartition("/")[0]):
+                with working_for(request_of(request_id)):
                     logger.exception("request %s failed", request_id)
                 error = GenerationFailed(f"generation failed: {type(error).__name__}")
             self.end(request_id, "error", error)

@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from ....cluster.errors import Unavailable
 from ....cluster.telemetry.context import NO_SPAN, Span, working_for
 from ...protocol.block_ids import BLOCK_TOKENS
+from ...protocol.replica_messages import request_of
 from ..kv.caches import PooledBlock, Records
 from .disk_tier import Adopt, DiskTier, Prompt
 from .sequence_memory import Restored, Sequence
@@ -155,7 +156,7 @@ class Restores:
             restored = None
             self._working[number] = time.monotonic()
             try:
-                with working_for(reading.prompt.request_id.rpartition("/")[0], reading.span):
+                with working_for(request_of(reading.prompt.request_id), reading.span):
                     restored = self._read(reading)
             except Exception:
                 # This thread must survive any error, and the sequence is computed instead.

@@ -58,6 +58,7 @@ class Sequence:
     grammar: SequenceGrammar | None = None
     submitted_at: float = field(default_factory=time.monotonic)
     placed_at: float | None = None
+    span: SequenceSpan = field(default_factory=SequenceSpan)
 
     @property
     def queued_s(self) -> float | None:
@@ -68,8 +69,6 @@ class Sequence:
     def placed_s(self) -> float | None:
         """How long ago it got its first place; None before it has one."""
         return None if self.placed_at is None else time.monotonic() - self.placed_at
-
-    span: SequenceSpan = field(default_factory=SequenceSpan)
 
     @property
     def id(self) -> str:

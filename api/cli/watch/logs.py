@@ -54,7 +54,7 @@ def logs(
     if files:
         print(json_text.dumps([str(path) for path in found], indent=2) if json else "\n".join(map(str, found)))
         return
-    printer = _Printer(as_json=json)
+    printer = _Printer(where, as_json=json)
     tails = {path: _Tail(path) for path in found}
     for tail in tails.values():
         printer.say(tail.path, deque(tail.read(), maxlen=lines))
@@ -145,8 +145,8 @@ class _Tail:
 class _Printer:
     """Prints lines, with the file's name before lines of another file, and the actor's if the file is of one."""
 
-    def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
+    def __init__(self, home: Home, *, as_json: bool) -> None:
+        self._home, self._as_json = home, as_json
         self._last: Path | None = None
         self._actors: dict[Path, str] = {}
 
@@ -164,7 +164,7 @@ class _Printer:
 
     def _actor(self, path: Path) -> str | None:
         """Returns the process that writes one of Satchel's logs, or the actor that Ray notes in a file."""
-        if path.parent.name == "logs" and path.parent.parent.name == "run":
+        if path.parent == self._home.logs:
             return path.stem
         if path not in self._actors:
             with path.open(encoding="utf-8", errors="replace") as file:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import time
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from ...http.error_shapes import openai_error
 from ...http.guard import require_admin, tenant_of
 from ...requests.backend import Backend
 from ...requests.callers import Caller
+from ...requests.detached import detached
 from ...requests.requests import agent_key
 from ...views.cluster import AGENTS_MAX, TokenRates, cluster_view
 
@@ -70,8 +70,7 @@ class ClusterRoutes:
         """Returns the task of the current or a fresh view, else starts one; None for a view without agents."""
         begun_at, task = self._views.get(tenant, (0.0, None))
         if task is None or (task.done() and time.monotonic() - begun_at > FRESH_S):
-            # A new context: otherwise Ray would cancel these calls together with the first request.
-            task = asyncio.create_task(self._look(tenant), context=contextvars.Context())
+            task = detached(self._look(tenant))
             self._views = {
                 name: view
                 for name, view in self._views.items()

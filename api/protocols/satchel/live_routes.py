@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -24,6 +23,7 @@ from ...http.guard import require_admin
 from ...pipeline.running import RunningSequences
 from ...requests.backend import Backend
 from ...requests.callers import Caller
+from ...requests.detached import background
 from ...views.history import EVERY_S, History
 from ...views.requests import running_views
 
@@ -94,15 +94,9 @@ class LiveRoutes:
         """Ends the streams of all readers, which have no other end."""
         self._closing.set()
 
-    @asynccontextmanager
-    async def sampling(self) -> AsyncIterator[None]:
+    def sampling(self) -> AbstractAsyncContextManager[None]:
         """Takes samples in the context."""
-        # A new context: these calls belong to no request.
-        task = asyncio.create_task(self._sample(), context=contextvars.Context())
-        try:
-            yield
-        finally:
-            task.cancel()
+        return background(self._sample())
 
     async def _sample(self) -> None:
         while True:
