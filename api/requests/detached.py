@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -37,6 +37,10 @@ class DetachedTasks:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        """Those that have not ended."""
+        return iter(set(self._tasks))
 
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Runs `work` as a `detached` task. It must not raise, unless the caller awaits the task."""

@@ -65,7 +65,8 @@ def test_streams_survive_the_death_of_their_replica(
     assert again.text == reply.text and again.completion_tokens == 300
     wait_until(lambda: answering(http) == 2, timeout_s=60)
     assert process_id(handles, home) != pid
-    spans = collector.of(traced, lambda spans: any(one.name == "sequence" for one in spans))
+    ended = {"POST /v1/chat/completions", "sequence"}
+    spans = collector.of(traced, lambda spans: ended <= {one.name for one in spans})
     assert [event for one in spans for event in one.events if one.process == "endpoint"] == ["failover"]
     (second,) = [one for one in spans if one.name == "sequence"]
     assert second.process != f"replica:{home}" and second.attributes["satchel.generated_before"] >= 19
