@@ -265,7 +265,7 @@ class ReplicaStats:
     `requests_total` counts accepted requests. Their prompts count once they have a place in the batch:
     `prompt_tokens_total`, those of them whose KV was reused (`cached_tokens_total`), and those that memory had
     (`hot_tokens_total`). `kv_tokens` is what the KV of sequences with a place costs, out of `kv_tokens_max`, which it
-    may cost now.
+    may cost now. `drafted_tokens_total` are in `drafts_total` drafts; `accepted_tokens_total` of them were right.
 
     A block has a slot of the pool in each group of equal layers. `slots_running` are held by sequences and by KV that
     waits to be written, `slots_kept` by cached prefixes that no sequence uses. `memory_bytes` is all that the replica
@@ -290,6 +290,9 @@ class ReplicaStats:
     prefix_misses_total: int = 0
     hot_tokens_total: int = 0
     preemptions_total: int = 0
+    drafts_total: int = 0
+    drafted_tokens_total: int = 0
+    accepted_tokens_total: int = 0
     kv_tokens: int = 0
     kv_tokens_max: int = 0
     unwritten_bytes: int = 0

@@ -98,6 +98,9 @@ class _Replicas(Collector):
             ("prefix_cache_queries", "Prompt tokens that were looked up in memory.", "prompt_tokens_total"),
             ("prefix_cache_hits", "Prompt tokens that were found in memory.", "hot_tokens_total"),
             ("generation_tokens", "Tokens generated.", "generated_tokens_total"),
+            ("spec_decode_num_drafts", "Drafts that were computed.", "drafts_total"),
+            ("spec_decode_num_draft_tokens", "Tokens of drafts.", "drafted_tokens_total"),
+            ("spec_decode_num_accepted_tokens", "Tokens of drafts that were right.", "accepted_tokens_total"),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", what, labels=LABELS)
             for stats in self._stats:

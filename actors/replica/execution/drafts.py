@@ -37,7 +37,7 @@ class Drafts:
 
     Attributes:
         wanted: as given.
-        drafted, right: how many tokens were computed ahead, and how many of them were right.
+        count, drafted, right: how many drafts were computed, how many tokens they had, and how many of them were right.
     """
 
     def __init__(self, vocabulary: int, clock: Callable[[], float] = perf_counter, *, wanted: bool) -> None:
@@ -45,7 +45,8 @@ class Drafts:
         self.wanted = wanted
         self._clock = clock
         self.pace = DraftPace()
-        self.drafted = self.right = 0
+        self.count = self.drafted = self.right = 0
+        self._count = 0
         self._width = WIDTHS[0]
         # When the last step of one token ended, if a step before it was in flight, and nothing came between.
         self._ended: float | None = None
@@ -72,7 +73,7 @@ class Drafts:
             return []
         self._began = self._clock() if self._idle_from is None else self._idle_from
         drafts = [self._draft(sequence, width - 1) for sequence in sequences]
-        self._width = padded_width(1 + max(map(len, drafts)))
+        self._width, self._count = padded_width(1 + max(map(len, drafts))), sum(map(bool, drafts))
         return drafts
 
     def _draft(self, sequence: ExecutorSequence, most: int) -> list[int]:
@@ -102,6 +103,7 @@ class Drafts:
     def note_wide(self, checked: Checked) -> None:
         """Notes that a step of several tokens has ended."""
         now, sequences = self._clock(), len(checked.last)
+        self.count += self._count
         self.drafted += len(checked.owners) - sequences
         self.right += len(checked.ready)
         self.pace.note_wide(sequences, self._width, now - self._began)

@@ -54,6 +54,7 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 async def test_metrics_are_read_live(api, backend):
     first = ReplicaStats("r0", "m", True, 3, 1, 100, 40, 20, 5, 2, 1024, hot_tokens_total=30, embedded_tokens_total=9)
     first = replace(first, preemptions_total=6, kv_tokens=64, kv_tokens_max=256)
+    first = replace(first, drafts_total=2, drafted_tokens_total=14, accepted_tokens_total=11)
     backend.replicas = [first, ReplicaStats("r1", "m", False)]
     response = await api.client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
@@ -70,6 +71,9 @@ async def test_metrics_are_read_live(api, backend):
     assert found["vllm:prefix_cache_queries_total", e0] == 100
     assert found["vllm:prefix_cache_hits_total", e0] == 30
     assert found["vllm:generation_tokens_total", e0] == 20
+    assert found["vllm:spec_decode_num_drafts_total", e0] == 2
+    assert found["vllm:spec_decode_num_draft_tokens_total", e0] == 14
+    assert found["vllm:spec_decode_num_accepted_tokens_total", e0] == 11
     assert found["satchel_embedded_tokens_total", r0] == 9
     assert found["vllm:num_requests_running", e1] == found["vllm:kv_cache_usage_perc", e1] == 0
     assert ("satchel_requests_total", r1) not in found and ("vllm:prompt_tokens_total", e1) not in found
