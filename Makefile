@@ -98,8 +98,8 @@ eval-shapes: .venv/.development ## Measure the small vision model that ships wit
 eval-recall: .venv/.development ## Measure the small text model that ships with Satchel
 	@$(BIN)/python -m benchmarks.embedded.recall
 
-bench-serve: .venv/.development ## Measure serving beside other servers; BENCH="--models recall --rounds 1" for options
-	@$(BIN)/python -m benchmarks.serve.run $(BENCH)
+bench-serve: .venv/.development ## Measure serving beside other servers; BENCH="--models recall --agents 8,32" options, TRACES=folder adds recorded agents
+	@$(BIN)/python -m benchmarks.serve.run $(if $(TRACES),--traces "$(TRACES)") $(BENCH)
 
 bench-batch: .venv/.development ## Measure what a batch of 1,000 items costs 16 streams; BENCH="--rounds 1" for options
 	@$(BIN)/python -m benchmarks.batch $(BENCH)

@@ -89,7 +89,7 @@ def _under(load: BurstLoad, target: Target, prompts: Prompts) -> Iterator[list[f
         trace = target.run(
             Burst(prompts.some([load.prompt_tokens] * load.streams, f"profile/{turn}", as_ids=False), tokens, TIMEOUT_S)
         )
-        return level(trace, str(load.prompt_tokens), tokens, 0.0).tokens_per_s
+        return level(trace, str(load.prompt_tokens), tokens, {}).tokens_per_s
 
     def run() -> None:
         while not stop.is_set():

@@ -15,7 +15,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from .protocol import Burst, Mix, StreamedTimes, Trace, answer_commands
+from .protocol import Agents, Burst, Command, Mix, StreamedTimes, Trace, answer_commands
+
+NOT_SENT = "not sent, because an earlier turn failed"
+
+
+def conversation(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
 
 
 class Exchange(asyncio.Protocol):
@@ -53,11 +59,11 @@ class Exchange(asyncio.Protocol):
             self._transport.close()
 
 
-def request_bytes(port: int, model: str, prompt: str, max_tokens: int) -> bytes:
+def request_bytes(port: int, model: str, messages: list[dict[str, str]], max_tokens: int, agent: str = "") -> bytes:
     body = json.dumps(
         {
             "model": model,
-            "messages": [{"role": "user", "content": prompt}],
+            "messages": messages,
             "max_tokens": max_tokens,
             "temperature": 0,
             "stream": True,
@@ -66,9 +72,10 @@ def request_bytes(port: int, model: str, prompt: str, max_tokens: int) -> bytes:
     ).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
-        f"Accept: text/event-stream\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"Accept: text/event-stream\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
     )
-    return head.encode() + body
+    named = f"X-Agent-ID: {agent}\r\n" if agent else ""
+    return f"{head}{named}\r\n".encode() + body
 
 
 class _ResponseBody:
@@ -140,6 +147,7 @@ def _note_event(stream: StreamedTimes, event: dict[str, Any], moment: float) -> 
         delta = choice.get("delta") or {}
         if delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content"):
             stream.times.append(moment)
+            stream.text += delta.get("content") or ""
     usage = event.get("usage")
     if usage and usage.get("completion_tokens"):
         stream.tokens, stream.prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens")
@@ -151,8 +159,8 @@ class LoadClient:
     def __init__(self, port: int, model: str) -> None:
         self._port, self._model = port, model
 
-    def run(self, command: Burst | Mix) -> Trace:
-        return asyncio.run(self._run(command))
+    def run(self, command: Command) -> Trace:
+        return asyncio.run(self._agents(command) if isinstance(command, Agents) else self._run(command))
 
     async def _run(self, command: Burst | Mix) -> Trace:
         wall, cpu = time.perf_counter(), time.process_time()
@@ -163,29 +171,68 @@ class LoadClient:
         await asyncio.wait([exchange.ended for exchange in exchanges])
         return Trace([read_exchange(exchange) for exchange in exchanges], share)
 
-    async def _send(self, prompt: str, max_tokens: int, enough_pieces: int = 0) -> Exchange:
-        exchange = Exchange(request_bytes(self._port, self._model, prompt, max_tokens))
+    async def _send(
+        self, messages: list[dict[str, str]], max_tokens: int, enough_pieces: int = 0, agent: str = ""
+    ) -> Exchange:
+        exchange = Exchange(request_bytes(self._port, self._model, messages, max_tokens, agent))
         exchange.enough_pieces = enough_pieces
         await asyncio.get_running_loop().create_connection(lambda: exchange, "127.0.0.1", self._port)
         return exchange
 
     async def _burst(self, command: Burst) -> list[Exchange]:
-        exchanges = await asyncio.gather(*(self._send(prompt, command.max_tokens) for prompt in command.prompts))
+        exchanges = await asyncio.gather(
+            *(self._send(conversation(prompt), command.max_tokens) for prompt in command.prompts)
+        )
         await asyncio.wait([exchange.ended for exchange in exchanges], timeout=command.timeout_s)
         return exchanges
 
     async def _mix(self, command: Mix) -> list[Exchange]:
         # The first piece is the response's head.
-        sends = (self._send(prompt, command.max_tokens, command.after + 1) for prompt in command.running)
+        sends = (self._send(conversation(prompt), command.max_tokens, command.after + 1) for prompt in command.running)
         running = await asyncio.gather(*sends)
         async with asyncio.timeout(command.timeout_s):
             for exchange in running:
                 await exchange.enough.wait()
-        long = await self._send(command.long, command.long_tokens)
+        long = await self._send(conversation(command.long), command.long_tokens)
         await asyncio.wait([long.ended], timeout=command.timeout_s)
         for exchange in running:
             exchange.dropped = True
         return [*running, long]
+
+    async def _agents(self, command: Agents) -> Trace:
+        wall, cpu = time.perf_counter(), time.process_time()
+        ends = asyncio.get_running_loop().time() + command.timeout_s
+        agents = (self._agent(command, index, ends) for index in range(len(command.turns)))
+        streams = [stream for turns in await asyncio.gather(*agents) for stream in turns]
+        return Trace(streams, (time.process_time() - cpu) / (time.perf_counter() - wall))
+
+    async def _agent(self, command: Agents, index: int, ends: float) -> list[StreamedTimes]:
+        """Returns a stream for every turn of one agent."""
+        first = [{"role": "system", "content": command.system}] if command.system else []
+        messages, turns, streams = first, command.turns[index], []
+        for text, max_tokens in turns:
+            messages = [*(messages if command.grows else first), {"role": "user", "content": text}]
+            stream = await self._turn(messages, max_tokens, command.names[index], ends)
+            streams.append(stream)
+            if stream.error is not None:
+                break
+            messages = [*messages, {"role": "assistant", "content": stream.text}]
+        return streams + [StreamedTimes(error=NOT_SENT)] * (len(turns) - len(streams))
+
+    async def _turn(self, messages: list[dict[str, str]], max_tokens: int, agent: str, ends: float) -> StreamedTimes:
+        sent = time.perf_counter()
+        try:
+            exchange = await self._send(messages, max_tokens, agent=agent)
+        except OSError as error:
+            return StreamedTimes(sent=sent, ended=time.perf_counter(), error=str(error))
+        left_s = max(0.0, ends - asyncio.get_running_loop().time())
+        late = not (await asyncio.wait([exchange.ended], timeout=left_s))[0]
+        exchange.close()
+        await asyncio.wait([exchange.ended])
+        stream = read_exchange(exchange)
+        if late:
+            stream.error = "no whole answer in time"
+        return stream
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,7 +24,9 @@ def gaps_ms(stream: StreamedTimes) -> list[float]:
 @dataclass(frozen=True)
 class BurstMeasures:
     """One burst of `streams` answers to prompts of `load` tokens, or mixed ones. Times are in milliseconds;
-    `tokens_per_piece` says how many tokens a server put into one piece of a stream, of which the gaps are counted."""
+    `tokens_per_piece` says how many tokens a server put into one piece of a stream, of which the gaps are counted.
+    `cpu_us_by_process` is the CPU time of each of the server's processes, in microseconds a token; that of requests'
+    beginnings is in it."""
 
     load: str
     streams: int
@@ -38,6 +40,7 @@ class BurstMeasures:
     tokens_per_piece: float
     client_cpu_share: float | None
     server_cpu_ms_per_token: float
+    cpu_us_by_process: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,14 @@ class Interference:
 @dataclass(frozen=True)
 class Turns:
     """Times to the first token of a conversation of `tokens` tokens, in milliseconds: when it is new, at its next turn,
-    and at those after that (their median)."""
+    and at those after that (their median). `later_outside_ms` is the part of the latter that is spent outside the
+    engine, None if the server does not measure it."""
 
     tokens: int
     cold_ttft_ms: float
     next_ttft_ms: float
     later_ttft_ms: float
+    later_outside_ms: float | None
 
 
 class Incomplete(Exception):
@@ -81,7 +86,14 @@ def check(streams: Sequence[StreamedTimes], tokens: int) -> None:
             raise Incomplete(f"{stream.tokens} tokens in {len(stream.times)} pieces instead of {tokens} tokens")
 
 
-def level(trace: Trace, load: str, max_tokens: int, server_cpu_s: float) -> BurstMeasures:
+def level(trace: Trace, load: str, max_tokens: int, cpu_s: Mapping[str, float]) -> BurstMeasures:
+    """
+    Args:
+        cpu_s: CPU seconds of each of the server's processes during the burst.
+
+    Raises:
+        Incomplete: as `check`.
+    """
     streams = trace.streams
     check(streams, max_tokens)
     wall = max(stream.ended for stream in streams) - min(stream.sent for stream in streams)
@@ -101,19 +113,24 @@ def level(trace: Trace, load: str, max_tokens: int, server_cpu_s: float) -> Burs
         gap_p99_ms=percentile(gaps, 0.99),
         tokens_per_piece=tokens / pieces,
         client_cpu_share=trace.cpu_share,
-        server_cpu_ms_per_token=server_cpu_s * 1e3 / tokens,
+        server_cpu_ms_per_token=sum(cpu_s.values()) * 1e3 / tokens,
+        cpu_us_by_process={name: seconds * 1e6 / tokens for name, seconds in cpu_s.items()},
     )
 
 
-def turns_of(traces: Sequence[Trace], tokens: int, max_tokens: int) -> Turns:
+def turns_of(traces: Sequence[Trace], tokens: int, max_tokens: int, outside_s: Sequence[float | None]) -> Turns:
     """
+    Args:
+        outside_s: of each answer's time to the first token, the seconds that the server spent outside its engine.
+
     Raises:
         Incomplete: an answer failed.
     """
     for trace in traces:
         check(trace.streams, max_tokens)
     cold, following, *later = [(stream.times[0] - stream.sent) * 1e3 for trace in traces for stream in trace.streams]
-    return Turns(tokens, cold, following, percentile(later, 0.5))
+    outside = [seconds * 1e3 for seconds in outside_s[2:] if seconds is not None]
+    return Turns(tokens, cold, following, percentile(later, 0.5), percentile(outside, 0.5) if outside else None)
 
 
 def interference(trace: Trace, long_tokens: int) -> Interference:

@@ -1,7 +1,7 @@
 """How the harness talks to whatever makes load: one JSON object a line, a command in and its result out.
 
-A driver is a process of its own: the HTTP client, or an engine without HTTP. All of them take the same two commands
-and give the same result, so that one piece of code measures servers and engines alike.
+A driver is a process of its own: the HTTP client, or an engine without HTTP. All of them take the same commands and
+give the same result, so that one piece of code measures servers and engines alike. Only the HTTP client takes `Agents`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class StreamedTimes:
         times: when each piece of the answer arrived. A server may put several tokens into a piece.
         tokens: tokens of the answer by the server's own count; None where it gave none.
         error: why the answer is not whole; None where it is.
+        text: the answer's content, if it is needed for the next turn.
     """
 
     sent: float = 0.0
@@ -29,6 +30,7 @@ class StreamedTimes:
     tokens: int | None = None
     prompt_tokens: int | None = None
     error: str | None = None
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,23 +56,43 @@ class Mix:
 
 
 @dataclass(frozen=True)
+class Agents:
+    """Start an agent for each list of `turns`, all at once. An agent sends its next turn once it has read the answer to
+    the one before, and stops if one fails. A turn is a text and the number of tokens of its answer.
+
+    If the conversation `grows`, a turn is added to it behind the last answer; otherwise its text replaces all that came
+    before. `system` begins every conversation, `names` has the agents' ids. All is over after `timeout_s`.
+    """
+
+    system: str
+    names: list[str]
+    turns: list[list[tuple[str, int]]]
+    grows: bool
+    timeout_s: float
+
+
+Command = Burst | Mix | Agents
+
+
+@dataclass(frozen=True)
 class Trace:
-    """What came of a command. For a `Mix` the last stream is the long one. `cpu_share` is the part of one core that an
+    """What came of a command. For a `Mix` the last stream is the long one; for `Agents` there is a stream for every
+    turn, one agent's after the other's, also for those that were not sent. `cpu_share` is the part of one core that an
     HTTP client took while it read; None where the driver is the engine itself."""
 
     streams: list[StreamedTimes]
     cpu_share: float | None = None
 
 
-COMMANDS: dict[str, type[Burst] | type[Mix]] = {"burst": Burst, "mix": Mix}
+COMMANDS: dict[str, type[Command]] = {"burst": Burst, "mix": Mix, "agents": Agents}
 
 
-def to_line(command: Burst | Mix) -> str:
+def to_line(command: Command) -> str:
     name = next(name for name, kind in COMMANDS.items() if isinstance(command, kind))
     return json.dumps([name, asdict(command)]) + "\n"
 
 
-def from_line(line: str) -> Burst | Mix:
+def from_line(line: str) -> Command:
     name, fields = json.loads(line)
     return COMMANDS[name](**fields)
 
@@ -82,7 +104,7 @@ def trace_of(line: str) -> Trace:
     return Trace([StreamedTimes(**stream) for stream in fields.pop("streams")], **fields)
 
 
-def answer_commands(run: Callable[[Burst | Mix], Trace]) -> None:
+def answer_commands(run: Callable[[Any], Trace]) -> None:
     """A driver's main loop: says `ready`, then answers every line of the standard input until it ends."""
     # Libraries print; only this handle reaches the harness.
     out, sys.stdout = sys.stdout, sys.stderr

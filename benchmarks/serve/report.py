@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 SUBJECTS = ("satchel (4-bit KV)", "satchel")
+ENGINE = "satchel engine"
 
 ROWS = 10
 """Of a table of hot spots."""
+
+SHOWN_US = 5.0
+"""Processes that take less CPU time a token are not shown."""
 
 
 class SaidSoFar(Protocol):
@@ -19,6 +23,7 @@ class SaidSoFar(Protocol):
 
     levels: list[Any]
     turns: list[Any]
+    agents: list[Any]
     interference: Any
     start_s: float
     rss_mb: float
@@ -45,6 +50,11 @@ def say_session(session: SaidSoFar, say: Callable[[str], None]) -> None:
         say(
             f"    a conversation of {turns.tokens}: first token after {turns.cold_ttft_ms:.0f} ms, next turn "
             f"{turns.next_ttft_ms:.0f}, later ones {turns.later_ttft_ms:.0f}"
+        )
+    for row in session.agents:
+        say(
+            f"    {row.agents} agents, {row.load}: {row.tokens_per_s:.1f} tok/s in {row.seconds:.1f} s, TTFT "
+            f"{row.ttft_p50_ms:.0f}/{row.ttft_p95_ms:.0f}/{row.ttft_p99_ms:.0f} ms, {row.failed} of {row.turns} failed"
         )
     if session.interference is not None:
         long = session.interference
@@ -77,11 +87,12 @@ class _ModelReport:
     def sessions(self, target: str) -> list[dict[str, Any]]:
         return [row for row in self._rounds if row["target"] == target]
 
-    def values(self, target: str, level: Level, name: str) -> list[float]:
-        """A round's median of a level's field, for every round that has one."""
+    def values(self, target: str, level: Level, name: str, of: str | None = None) -> list[float]:
+        """A round's median of a level's field, or of an entry `of` it, for every round that has one."""
         found = []
         for session in self.sessions(target):
-            rows = [row[name] for row in _of_level(session, level) if row[name] is not None]
+            given = [row[name] for row in _of_level(session, level)]
+            rows = [value for each in given if (value := each if of is None else each.get(of)) is not None]
             if rows:
                 found.append(statistics.median(rows))
         return found
@@ -149,25 +160,93 @@ def _levels(model: _ModelReport, load: str, streams: list[int]) -> list[str]:
     lines += ["Between two pieces of a stream, p50 / p99 in ms (and tokens a piece, where it is not one):", ""]
     lines += _table(["", *columns], [[name, *(gap(name, n) for n in streams)] for name in model.targets])
     lines += ["CPU time of all of the server's processes, ms a token; the client's share of a core:", ""]
-    return lines + _table(["", *columns], [[name, *(cpu(name, n) for n in streams)] for name in model.targets])
+    lines += _table(["", *columns], [[name, *(cpu(name, n) for n in streams)] for name in model.targets])
+    return lines + _way_to_clients(model, load, streams)
+
+
+def _way_to_clients(model: _ModelReport, load: str, streams: list[int]) -> list[str]:
+    """What Satchel's HTTP and Ray cost beside its engine alone, if both were measured with KV in full precision."""
+    ours = "satchel"
+    if ours not in model.targets or ENGINE not in model.targets:
+        return []
+
+    def lost(count: int) -> str:
+        found = []
+        for session in model.sessions(ENGINE):
+            pair = [session, *(row for row in model.sessions(ours) if row["round"] == session["round"])]
+            rates = [[row["tokens_per_s"] for row in _of_level(side, (load, count))] for side in pair]
+            if len(rates) == 2 and all(rates):
+                found.append(100 * (1 - statistics.median(rates[1]) / statistics.median(rates[0])))
+        return _number(found, 1)
+
+    def cpu(name: str, count: int) -> list[float]:
+        return model.values(ours, (load, count), "cpu_us_by_process", of=name)
+
+    def alone(count: int) -> str:
+        return _number([1e3 * spent for spent in model.values(ENGINE, (load, count), "server_cpu_ms_per_token")])
+
+    rows = [row for count in streams for each in model.sessions(ours) for row in _of_level(each, (load, count))]
+    names = {name for row in rows for name, spent in row["cpu_us_by_process"].items() if spent >= SHOWN_US}
+    columns = [f"{count} stream{'s' if count > 1 else ''}" for count in streams]
+    table = [
+        ["the engine alone", *(alone(count) for count in streams)],
+        *([name, *(_number(cpu(name, count)) for count in streams)] for name in sorted(names)),
+        ["lost of its tokens a second, %", *(lost(count) for count in streams)],
+    ]
+    lines = ["From the engine to the client: CPU time of the engine alone and of Satchel's processes, µs a token:", ""]
+    return lines + _table(["", *columns], table)
 
 
 def _turns(model: _ModelReport, lengths: list[int]) -> list[str]:
     lines = [
         "### Conversations that go on",
         "",
-        "Time to first token in ms, of a new prompt and of its next turns:",
+        "Time to first token in ms, of a new prompt and of its next turns, and its part outside the engine for later ones:",
         "",
     ]
+    kinds = {"new": "cold_ttft_ms", "next turn": "next_ttft_ms", "later turns": "later_ttft_ms"}
+    kinds["outside"] = "later_outside_ms"
     rows = []
     for name in model.targets:
         row = [name]
         for length in lengths:
             found = [turns for each in model.sessions(name) for turns in each["turns"] if turns["tokens"] == length]
-            row += [_number([turns[f"{kind}_ttft_ms"] for turns in found]) for kind in ("cold", "next", "later")]
+            for field in kinds.values():
+                known = [turns[field] for turns in found if turns[field] is not None]
+                row.append(_number(known, int(field == "later_outside_ms")))
         rows.append(row)
-    head = [f"{length:,}, {kind}" for length in lengths for kind in ("new", "next turn", "later turns")]
+    head = [f"{length:,}, {kind}" for length in lengths for kind in kinds]
     return [*lines, *_table(["", *head], rows)]
+
+
+def _agents(model: _ModelReport, counts: list[int], loads: dict[str, Any]) -> list[str]:
+    """Tables of agents that run at once."""
+    lines = [
+        "### Agents",
+        "",
+        f"Every agent sends {loads['turns']} turns, each as soon as it has the answer to the one before. Growing: "
+        f"{loads['system_tokens']:,} tokens that all share, {loads['turn_tokens']:,} more with each turn, and answers "
+        f"of {loads['answer_tokens']}. Recorded: sessions of a coding agent, of whose blocks of 64 tokens "
+        f"{loads['block_tokens']} are sent.",
+        "",
+    ]
+    head = ["", "tokens a second", "seconds", "first token, p50", "p95", "p99", "later turns, p50", "p95", "p99"]
+    fields = [f"{kind}_{share}_ms" for kind in ("ttft", "later") for share in ("p50", "p95", "p99")]
+    found = {name: [row for each in model.sessions(name) for row in each["agents"]] for name in model.targets}
+    for kind in ("growing", "recorded"):
+        for count in counts:
+            rows = []
+            for name, measured in found.items():
+                those = [row for row in measured if (row["load"], row["agents"]) == (kind, count)]
+                if those:
+                    figures = [_number([row["tokens_per_s"] for row in those], 1)]
+                    figures += [_number([row["seconds"] for row in those], 1)]
+                    figures += [_number([row[field] for row in those if row[field] == row[field]]) for field in fields]
+                    rows.append([name, *figures, _number([row["failed"] for row in those]), str(those[0]["turns"])])
+            if rows:
+                lines += [f"{count} agents, {kind}, times in ms:", ""]
+                lines += _table([*head, "turns failed", "of"], rows)
+    return lines
 
 
 def _rest(model: _ModelReport, long_prompt_tokens: int) -> list[str]:
@@ -252,9 +331,10 @@ def markdown(result: dict[str, Any]) -> str:
         errors = sorted({f"{row['target']}: {error}" for row in entry["rounds"] for error in row["errors"]})
         lines += [*(f"- {error}" for error in errors), *([""] if model.failures or errors else [])]
         if model.targets:
-            for load in options["prompt_tokens"]:
+            for load in options["prompt_tokens"] if options["streams"] else ():
                 lines += _levels(model, load, options["streams"])
             lines += _turns(model, options["turns"]) if options["turns"] else []
+            lines += _agents(model, options["agents"], result["agent_load"]) if options["agents"] else []
             lines += _rest(model, options["long_prompt_tokens"])
         lines += _profile(entry["profile"])
     return "\n".join(lines)

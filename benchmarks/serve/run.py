@@ -18,14 +18,16 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from .. import machine
 from ..programs import RESULTS, ROOT, program
 from . import report
+from .agents import LOADS, AgentMeasures, growing, measured, recorded
 from .hotspots import BurstLoad, profile
 from .measures import BurstMeasures, Incomplete, Interference, Turns, interference, level, turns_of
 from .prompts import Prompts
@@ -39,6 +41,7 @@ MIXED_TOKENS = (128, 8000, 512, 1500)
 
 TURN_TOKENS = 200
 """What a next turn adds to a conversation."""
+NEXT_TURNS = 5
 
 WARM_UP_TOKENS = 8
 WARM_UP_PROMPT_TOKENS = 32
@@ -62,12 +65,14 @@ class RunOptions:
     tokens: int
     prompt_tokens: list[str]
     turns: list[int]
+    agents: list[int]
     long_prompt_tokens: int
     together: bool
     profile: bool
     budget_s: float
     answer_timeout_s: float
     settle_s: float
+    traces: str
 
 
 @dataclass
@@ -76,6 +81,7 @@ class TargetSession:
 
     levels: list[BurstMeasures] = field(default_factory=list)
     turns: list[Turns] = field(default_factory=list)
+    agents: list[AgentMeasures] = field(default_factory=list)
     interference: Interference | None = None
     start_s: float = 0.0
     self_test_s: float | None = None
@@ -95,7 +101,9 @@ def lengths_of(load: str, streams: int) -> list[int]:
     return [MIXED_TOKENS[index % len(MIXED_TOKENS)] if load == MIXED else int(load) for index in range(streams)]
 
 
-def measure(target: Target, prompts: Prompts, options: RunOptions, round: int, *, long: bool) -> TargetSession:
+def measure(
+    target: Target, prompts: Prompts, options: RunOptions, round: int, device: str, *, long: bool
+) -> TargetSession:
     """One target's figures of one round. What fails is noted in `errors`; the rest is measured all the same."""
     session = TargetSession(start_s=target.start_s, self_test_s=target.self_test_s)
     if target.unproven:
@@ -128,6 +136,18 @@ def measure(target: Target, prompts: Prompts, options: RunOptions, round: int, *
             f"turns of {length}",
             lambda length=length: session.turns.append(_turns(target, prompts, options, length, f"{round}/{length}")),
         )
+    if options.agents and not target.is_engine:
+        seed = f"{round}/agents"
+        warm = Burst(some([WARM_UP_PROMPT_TOKENS], f"{seed}/warm"), WARM_UP_TOKENS, WARM_UP_TIMEOUT_S)
+        attempt("warm-up", lambda: target.run(warm))
+        for agents in options.agents:
+            for load in ("growing", *(["recorded"] if options.traces else [])):
+                attempt(
+                    f"{agents} agents, {load}",
+                    lambda agents=agents, load=load: session.agents.append(
+                        _agents(target, prompts, options, agents, load, f"{seed}/{agents}/{load}", device)
+                    ),
+                )
     if long and options.together and options.long_prompt_tokens:
         attempt("warm-up", lambda: target.run(_mix(target, prompts, options, f"{round}/warm")))
     assert target.server is not None
@@ -154,19 +174,42 @@ def _mix(target: Target, prompts: Prompts, options: RunOptions, seed: str) -> Mi
 
 def _level(target: Target, burst: Burst, load: str) -> BurstMeasures:
     assert target.server is not None
-    before = sum(target.server.cpu_s().values())
+    before = target.server.cpu_s()
     trace = target.run(burst)
-    return level(trace, load, burst.max_tokens, sum(target.server.cpu_s().values()) - before)
+    spent = {name: seconds - before.get(name, 0.0) for name, seconds in target.server.cpu_s().items()}
+    return level(trace, load, burst.max_tokens, spent)
 
 
 def _turns(target: Target, prompts: Prompts, options: RunOptions, length: int, seed: str) -> Turns:
-    """A conversation of that length, and then three times a next turn; the first of these meets what is new to the
+    """A conversation of that length, and then `NEXT_TURNS` next turns; the first of these meets what is new to the
     device."""
-    text, traces = prompts.one(length, seed, as_ids=target.is_engine), []
-    for turn in range(4):
+    text, traces, outside = prompts.one(length, seed, as_ids=target.is_engine), [], [target.outside_s()]
+    for turn in range(1 + NEXT_TURNS):
         traces.append(target.run(Burst([text], WARM_UP_TOKENS, options.answer_timeout_s)))
+        outside.append(target.outside_s())
         text += prompts.one(TURN_TOKENS, f"{seed}/{turn}", as_ids=target.is_engine)
-    return turns_of(traces, length, WARM_UP_TOKENS)
+    spent = [None if one is None or other is None else other - one for one, other in pairwise(outside)]
+    return turns_of(traces, length, WARM_UP_TOKENS, spent)
+
+
+def _agents(
+    target: Target, prompts: Prompts, options: RunOptions, agents: int, kind: str, seed: str, device: str
+) -> AgentMeasures:
+    """So many agents at once, `growing` or `recorded`.
+
+    Raises:
+        Incomplete: the recordings cannot be used.
+        TargetFailed: as `Target.run`.
+    """
+    load, limit_s = LOADS[device], options.answer_timeout_s
+    try:
+        if kind == "recorded":
+            command = recorded(Path(options.traces), prompts, load, agents, seed, limit_s)
+        else:
+            command = growing(prompts, load, agents, seed, limit_s)
+    except (OSError, ValueError) as error:
+        raise Incomplete(str(error)) from error
+    return measured(kind, command, target.run(command).streams)
 
 
 class Targets:
@@ -209,7 +252,7 @@ class Targets:
 
 
 def sessions(
-    targets: Targets, prompts: Prompts, options: RunOptions, ends: float
+    targets: Targets, prompts: Prompts, options: RunOptions, ends: float, device: str
 ) -> Generator[tuple[int, str, TargetSession]]:
     """All rounds of one model, target by target, in another order each time."""
     slow: set[str] = set()
@@ -228,7 +271,7 @@ def sessions(
                 with targets.use(name, keep=options.together) as target:
                     if target is None:
                         continue
-                    session = measure(target, prompts, options, round, long=name not in slow)
+                    session = measure(target, prompts, options, round, device, long=name not in slow)
                 if session.interference and session.interference.long_ttft_ms > LONG_ONCE_S * 1e3:
                     slow.add(name)
                 report.say_session(session, say)
@@ -264,6 +307,8 @@ def read_options() -> tuple[RunOptions, argparse.Namespace]:
     add("--tokens", type=int, default=64, help="tokens of each answer")
     add("--prompt-tokens", type=loads, default=["128", "1500"], help="of each prompt, as 128,512,1500,8000,mixed")
     add("--turns", type=counts, default=[], help="lengths of conversations that go on, as 10000,30000")
+    add("--agents", type=counts, default=[], help="agents at once behind one system prompt, as 8,32")
+    add("--traces", default="", help="a folder with recorded sessions, for --agents")
     add("--long-prompt-tokens", type=int, default=3000, help="0 leaves that measurement out")
     add("--together", action="store_true", help="start all targets once; for a machine with cores to spare")
     add("--profile", action="store_true", help="also look where Satchel's time outside the model goes, with py-spy")
@@ -287,6 +332,12 @@ def write_folder(name: str, work: Path, place: RunFolder) -> tuple[Path, str]:
     if said.returncode:
         raise SystemExit(f"{name} cannot be written:\n{said.stderr}")
     return folder, json.loads(said.stdout.splitlines()[-1])["device"]
+
+
+def fitting_turns(folder: Path, lengths: list[int]) -> list[int]:
+    """Returns the lengths of conversations that the model's context has room for."""
+    context = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    return [length for length in lengths if length + (NEXT_TURNS + 1) * TURN_TOKENS <= context]
 
 
 def all_versions(options: RunOptions, place: RunFolder, failures: dict[str, str]) -> dict[str, dict[str, str]]:
@@ -330,11 +381,14 @@ def main() -> None:
         for name in options.models:
             folder, device = write_folder(name, work, place)
             result.setdefault("machine", machine.facts(device))
+            result.setdefault("agent_load", asdict(LOADS[device]))
             stem = arguments.out / f"serve-{arguments.machine or machine.name_of(result['machine'])}"
             say(f"{name}: {report.describe(result['machine'])}")
             entry: dict[str, Any] = {"rounds": [], "failures": dict(failures), "profile": None}
             result["models"][name] = entry
-            with closing(sessions(Targets(folder, place, entry["failures"]), Prompts(folder), options, ends)) as found:
+            fitting = replace(options, turns=fitting_turns(folder, options.turns))
+            targets = Targets(folder, place, entry["failures"])
+            with closing(sessions(targets, Prompts(folder), fitting, ends, device)) as found:
                 for round, target, session in found:
                     entry["rounds"].append({"round": round, "target": target, **asdict(session)})
                     report.write(result, stem)

@@ -45,6 +45,8 @@ class ServedShape:
 
 SHAPES: dict[str, ServedShape | None] = {
     "recall": None,  # The model that ships with Satchel.
+    # So small that a prompt of 180 KB is soon computed, even on a CPU.
+    "random-tiny": ServedShape(64, 1, 1, 1, 64, 128, 3072, context=65536),
     "random-30m": ServedShape(512, 8, 8, 4, 64, 1792, 3072),
     "qwen3-0.6b-4bit": ServedShape(1024, 28, 16, 8, 128, 3072, 151936, bits=4),
     "qwen3-8b-4bit": ServedShape(4096, 36, 32, 8, 128, 12288, 151936, bits=4),

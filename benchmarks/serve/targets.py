@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..programs import ROOT, program
 from .processes import ProcessGroup
-from .protocol import Burst, Mix, Trace, to_line, trace_of
+from .protocol import Command, Trace, to_line, trace_of
 
 VLLM_MLX = "vllm-mlx==0.6.0"
 MLX_OF_PEERS = ("mlx[cpu]==0.32.4; sys_platform == 'linux'", "mlx==0.32.4; sys_platform != 'linux'")
@@ -174,6 +174,16 @@ def vllm_mlx_python() -> Path:
     return python
 
 
+def outside_engine_s(metrics: str) -> float:
+    """Returns the seconds to first tokens less those in the queue and in prefill, from Satchel's `/metrics`."""
+
+    def total(name: str) -> float:
+        lines = (line for line in metrics.splitlines() if line.startswith(f"vllm:{name}_seconds_sum"))
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    return total("time_to_first_token") - total("request_queue_time") - total("request_prefill_time")
+
+
 class Target:
     """A running server with its client, or a running engine. `server` is what memory and CPU are counted of.
 
@@ -192,6 +202,7 @@ class Target:
         self.unproven = ""
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_behind = False
+        self._port = 0
         self._log = place.work / f"{name.replace(' ', '-')}-{time.monotonic_ns()}"
         self._began = time.perf_counter()
         try:
@@ -207,7 +218,7 @@ class Target:
         if self.is_engine:
             driver = program(ENGINES[self.name], folder)
         else:
-            port = free_port()
+            port = self._port = free_port()
             launch = SERVERS[self.name](folder, port, place)
             self.server = ProcessGroup(launch.command, launch.environment, self._log.with_suffix(".log"))
             self._await_answer(port, launch.ready, place.start_timeout_s)
@@ -272,7 +283,7 @@ class Target:
             raise TargetFailed(f"the driver ended: {self.driver.tail()}")
         return line
 
-    def run(self, command: Burst | Mix) -> Trace:
+    def run(self, command: Command) -> Trace:
         """
         Raises:
             TargetFailed: the command failed, or the target has failed before and cannot be asked any more.
@@ -286,6 +297,14 @@ class Target:
             return trace_of(self._reply(command.timeout_s + REPLY_SLACK_S))
         except (OSError, RuntimeError) as error:
             raise TargetFailed(str(error)) from error
+
+    def outside_s(self) -> float | None:
+        """Returns for how many seconds, in total, requests have waited for their first tokens outside the engine: on
+        their way in, and on the tokens' way back. None if the server does not measure it."""
+        if self.is_engine or not self.name.startswith("satchel"):
+            return None
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=30) as answer:
+            return outside_engine_s(answer.read().decode())
 
     def stop(self) -> None:
         for group in (self.driver, self.server):
