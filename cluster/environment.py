@@ -66,6 +66,9 @@ def ray_settings(home: Home, *, one_machine: bool = True) -> dict[str, str]:
         # the next call opens another one. After a host was cut off for 10 to 25 s, calls to it took as long again with
         # the old connection, which tries ever more rarely. A process that stood still for a while keeps its own.
         "RAY_grpc_client_keepalive_timeout_ms": "8000",
+        # Larger arguments go through Ray's object store, which takes milliseconds. A prompt of 30,000 tokens is larger
+        # than Ray's default of 100 KB.
+        "RAY_max_direct_call_object_size": str(4 * 2**20),
         # Ray's metrics exporter is not started.
         "RAY_enable_metrics_collection": "0",
         **mlx_settings(home),

@@ -10,6 +10,7 @@ from typing import Any
 from ...cluster.config import Config
 from ...cluster.timing import Timing
 from ..rpc.client import ActorRef, Call
+from ..rpc.local import LocalAddress, NearActor
 from ..rpc.spec import Client, method
 from .names import POOL, ROUTER, replica_actor_name
 from .pool_messages import PooledModel
@@ -47,11 +48,17 @@ class RouterClient(Client):
 
     Args:
         handle: the router's, if known.
+        near: as for `ReplicaClient`.
     """
 
-    def __init__(self, timing: Timing, handle: Any = None) -> None:
-        actor = ActorRef(ROUTER, "the router does not answer now", handle=handle, retry_after_s=2.0)
-        super().__init__(actor, timing)
+    def __init__(self, timing: Timing, handle: Any = None, *, near: bool = False) -> None:
+        kind = NearActor if near else ActorRef
+        super().__init__(kind(ROUTER, "the router does not answer now", handle=handle, retry_after_s=2.0), timing)
+
+    @method()
+    def local_address(self) -> LocalAddress:
+        """As `ReplicaClient.local_address`."""
+        ...
 
     @method()
     def route(self, request: RouteRequest) -> Decision:
@@ -197,11 +204,12 @@ class ReplicaClient(Client):
     Args:
         replica: its id.
         handle: its actor's, if known.
+        near: whether to call it without Ray if it is on this machine; for event loops only.
     """
 
-    def __init__(self, replica: str, timing: Timing, handle: Any = None) -> None:
-        silent = f"replica {replica} does not answer now"
-        super().__init__(ActorRef(replica_actor_name(replica), silent, handle=handle), timing)
+    def __init__(self, replica: str, timing: Timing, handle: Any = None, *, near: bool = False) -> None:
+        silent, kind = f"replica {replica} does not answer now", NearActor if near else ActorRef
+        super().__init__(kind(replica_actor_name(replica), silent, handle=handle), timing)
 
     @method()
     def progress(self) -> ReplicaProgress:
@@ -248,6 +256,11 @@ class ReplicaClient(Client):
         Args:
             number: the frame's, counted from 0; acknowledges those before it.
         """
+        ...
+
+    @method()
+    def local_address(self) -> LocalAddress:
+        """Returns where it is called without Ray by its own machine."""
         ...
 
     @method()

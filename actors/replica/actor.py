@@ -48,6 +48,7 @@ from ..protocol.replica_messages import (
     SequenceUpdate,
 )
 from ..rpc.client import actor_handle
+from ..rpc.local import LocalAddress, LocalServer
 from ..rpc.shell import answers
 from ..supervision.stall import pause_s
 from ..supervision.watchdog import ENGINE, Watchdog
@@ -129,6 +130,7 @@ class ReplicaActor:
         self._waiting: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._consumers: Consumers | None = None
+        self._near = LocalServer(self, "next_frame", "submit")
         self._asked = True
         self._watchdog = Watchdog(replica_actor_name(name), poll_s=timing.heartbeat_s)
         self._watchdog.start()
@@ -340,6 +342,10 @@ class ReplicaActor:
     @answers(ReplicaClient.next_frame)
     async def next_frame(self, consumer: str, number: int) -> list[SequenceUpdate] | None:
         return await self._known().next_frame(consumer, number)
+
+    @answers(ReplicaClient.local_address)
+    async def local_address(self) -> LocalAddress:
+        return await self._near.address()
 
     async def _grammar_of(self, request: GenerateRequest) -> SequenceGrammar | None:
         """As `Engine.grammar_of`, without blocking the event loop."""

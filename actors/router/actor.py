@@ -34,6 +34,7 @@ from ..protocol.router_messages import (
     SequenceLeft,
     StoreReport,
 )
+from ..rpc.local import LocalAddress, LocalServer
 from ..rpc.shell import answers
 from ..supervision.watchdog import Watchdog
 from .places import Whereabouts
@@ -98,6 +99,12 @@ class RouterActor:
             self._watchdog.watch("event loop", loop.call_soon_threadsafe)
             self._watchdog.start()
             self._watching = loop.create_task(self._watch_nodes())
+
+        self._near = LocalServer(self, "route", "release")
+
+    @answers(RouterClient.local_address)
+    async def local_address(self) -> LocalAddress:
+        return await self._near.address()
 
     async def _watch_nodes(self) -> None:
         while True:

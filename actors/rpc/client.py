@@ -29,6 +29,11 @@ def actor_handle(name: str) -> Any:
     return ray.get_actor(name, namespace=NAMESPACE)
 
 
+def this_machine() -> str:
+    """Returns the id of Ray's node to which this process belongs."""
+    return ray.get_runtime_context().get_node_id()
+
+
 UNANSWERED = (RayError, ValueError, AttributeError, TimeoutError)
 """What Ray and Python raise if no answer comes: any error of Ray, no such actor, no such method, a timeout."""
 
@@ -84,6 +89,9 @@ class ActorRef:
     async def find_aside(self) -> Any:
         """As `find`, for an event loop."""
         return self._handle if self._handle is not None else await asyncio.to_thread(self.find)
+
+    def close(self) -> None:
+        """Gives up what it keeps open, if anything."""
 
     def answer(self, sent: Any, timeout_s: float) -> Any:
         """Waits in a thread for the answer to a call."""

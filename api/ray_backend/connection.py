@@ -1,7 +1,8 @@
 """A connection to one replica: frames are read there, and each sequence gets its updates.
 
 A connection is a *consumer* at the replica: it asks for one frame after the other, each with the new tokens of all its
-sequences. Sequences of a consumer whose lease ran out are removed.
+sequences. Sequences of a consumer whose lease ran out are removed. Frames are numbered, so they may come over a socket
+or through Ray, each as it is possible.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class ReplicaConnection:
     ) -> None:
         self.replica = replica
         self.node = node
-        self._frame_silence_s = timing.frame_silence_s
-        self.client = ReplicaClient(replica, timing)
+        self.frame_silence_s = timing.frame_silence_s
+        self.client = ReplicaClient(replica, timing, near=True)
         # A new id each time, so that a new connection does not read what a broken one left at a living replica.
         self.consumer = f"consumer-{uuid.uuid4().hex}"
         self.sequences: dict[str, Callable[[SequenceUpdate | SatchelError], None]] = {}
@@ -76,7 +77,7 @@ class ReplicaConnection:
         try:
             while True:
                 asked = time.monotonic()
-                frame = await self.client.next_frame(self.consumer, number)
+                frame = await self._next_frame(number)
                 if frame is None:
                     break
                 self.heard = True
@@ -88,10 +89,21 @@ class ReplicaConnection:
             # timeout itself came late, this process stood still, for example on a Mac that slept, so the replica may be
             # fine.
             reason = type(error.__cause__ or error).__name__
-            late_s = time.monotonic() - asked - self._frame_silence_s
+            late_s = time.monotonic() - asked - self.frame_silence_s
             lost = not isinstance(error, ActorSilent) or late_s < LATE_S
             self.died = isinstance(error, ActorLost)
+        finally:
+            self.client.actor.close()
         self._break(reason, lost)
+
+    async def _next_frame(self, number: int) -> list[SequenceUpdate] | None:
+        """Raises as the client does. If its connection breaks, Ray is asked for the same frame."""
+        try:
+            return await self.client.next_frame(self.consumer, number)
+        except NoAnswer as error:
+            if not _is_cut_off(error):
+                raise
+        return await self.client.next_frame(self.consumer, number)
 
     def _deal(self, update: SequenceUpdate) -> None:
         take = self.sequences.get(update.request_id)
@@ -131,10 +143,18 @@ async def unless_broken(link: ReplicaConnection, call: Awaitable[T]) -> T:
         await asyncio.wait({answer, broken}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             raise ActorSilent(f"replica {link.replica} is silent")
+        if _is_cut_off(answer.exception()):
+            # Ray is being asked for a frame, and knows whether the process has ended.
+            await asyncio.wait({broken}, timeout=link.frame_silence_s)
         return answer.result()
     finally:
         answer.cancel()
         broken.cancel()
+
+
+def _is_cut_off(error: BaseException | None) -> bool:
+    """Returns whether a call without Ray ended with its connection."""
+    return isinstance(error, NoAnswer) and isinstance(error.__cause__, ConnectionError)
 
 
 class SentPictures:

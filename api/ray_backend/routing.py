@@ -33,7 +33,7 @@ class Routing:
     def __init__(self, config: Config, locator: AgentLocator) -> None:
         self.config = config
         self.failovers = 0
-        self.router = RouterClient(config.timing)
+        self.router = RouterClient(config.timing, near=True)
         self.served = ServedModels(self.info, config.timing)
         self.pool = ModelPool(self.served, config.timing)
         self._locator = locator
@@ -155,6 +155,7 @@ class Routing:
     async def close(self) -> None:
         """Stops reading, and aborts the sequences still running."""
         self.served.close()
+        self.router.actor.close()
         links, self._links = list(self._links.values()), {}
         for link in links:
             link.close()

@@ -64,6 +64,7 @@ from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.router.actor import RouterActor
 from satchel.actors.rpc.client import ActorRef, Call
 from satchel.actors.rpc.codec import encode
+from satchel.actors.rpc.local import LocalAddress
 from satchel.actors.rpc.spec import Client, Method
 from satchel.cluster.config import default_config
 from satchel.cluster.errors import OtherVersion
@@ -105,6 +106,7 @@ router, replica, store_of = RouterClient(USUAL), ReplicaClient("m-0", USUAL), St
 Case = tuple[Call[Any], str, list[Any], Any]
 
 OF_ROUTER: list[Case] = [
+    (router.local_address(), "local_address", [], LocalAddress("n", 7, b"s", ["route"])),
     (router.route(ROUTE), "route", [ROUTE], Decision("a", "why")),
     (router.report(report("a")), "report", [report("a")], True),
     (router.store_report(store("mac0")), "store_report", [store("mac0")], False),
@@ -129,6 +131,7 @@ OF_REPLICA: list[Case] = [
     (replica.pool(TEXTS), "pool", [TEXTS], PooledTexts(1, b"1234")),
     (replica.next_frame("c", 7), "next_frame", ["c", 7], FRAME),
     (replica.next_frame("c", 7), "next_frame", ["c", 7], None),
+    (replica.local_address(), "local_address", [], LocalAddress("n", 7, b"s", ["submit"])),
     (replica.abort(("r", "s")), "abort", [["r", "s"]], None),
     (replica.go_on(("r", "s")), "go_on", [["r", "s"]], None),
     (replica.release(KEPT), "release", [KEPT], 9),

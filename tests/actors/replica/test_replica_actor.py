@@ -13,13 +13,21 @@ import pytest
 
 from satchel.actors.model_files.source import EMBEDDED
 from satchel.actors.protocol.clients import ReplicaClient
-from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, PooledTexts, PoolingRequest, Sampling
+from satchel.actors.protocol.replica_messages import (
+    GenerateRequest,
+    MediaSpan,
+    PooledTexts,
+    PoolingRequest,
+    Sampling,
+    SequenceUpdate,
+)
 from satchel.actors.replica import actor
 from satchel.actors.replica import reports as engine_reports
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.replica.execution.decode_way import DEQUANTIZED
 from satchel.actors.replica.loop.delivery import Counters
 from satchel.actors.replica.reports import EngineReports
+from satchel.actors.rpc import local
 from satchel.cluster.config import Model, Scheduling
 from satchel.cluster.errors import InvalidRequest, NoReplica, SatchelError, Unavailable
 from satchel.cluster.nodes import Node
@@ -283,3 +291,18 @@ async def test_a_sequence_that_waits_for_another_nodes_prefill_is_accepted_at_on
     again = await client(replica).next_frame("c", 1)
     assert again is not None and [sequence.request_id for sequence in again] == ["v"]
     assert not replica._known().sequences("c") & {"u", "v"}
+
+
+async def test_frames_come_over_a_socket_too(replica: ReplicaActor, monkeypatch: pytest.MonkeyPatch):
+    """Who asks in one way may go on in the other."""
+    monkeypatch.setattr(local, "this_machine", lambda: "node-1")
+    at, again = await asyncio.gather(*(client(replica).local_address() for _ in range(2)))
+    assert at == again and (at.machine, at.methods) == ("node-1", ["next_frame", "submit"])
+    near = ReplicaClient("m-0", USUAL, Direct(lambda: replica), near=True)
+    for number, who in enumerate((near, near, client(replica), near)):
+        asked = asyncio.ensure_future(who.next_frame("c", number))
+        await asyncio.sleep(0.05)
+        replica._deliver({"c": [SequenceUpdate("r", [number])]})
+        assert await asked == [SequenceUpdate("r", [number])]
+    assert await near.next_frame("c", 1) is None, "this frame has been given"
+    assert near.actor._connection is not None  # type: ignore[attr-defined]

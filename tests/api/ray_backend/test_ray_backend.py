@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,10 +13,15 @@ import pytest
 from ray.exceptions import RayActorError
 
 from satchel.actors.protocol import registry
-from satchel.actors.protocol.clients import RouterClient
+from satchel.actors.protocol.clients import ReplicaClient, RouterClient
 from satchel.actors.protocol.names import ROUTER
 from satchel.actors.protocol.registry import ServedEntry
-from satchel.actors.protocol.replica_messages import GenerateRequest, ReplicaStats, Sampling
+from satchel.actors.protocol.replica_messages import (
+    GenerateRequest,
+    ReplicaStats,
+    Sampling,
+    SequenceUpdate,
+)
 from satchel.actors.protocol.router_messages import (
     Chain,
     Decision,
@@ -24,6 +30,9 @@ from satchel.actors.protocol.router_messages import (
     RouteRequest,
 )
 from satchel.actors.rpc import client as calls
+from satchel.actors.rpc import local
+from satchel.actors.rpc.codec import encode
+from satchel.actors.rpc.local import LocalServer
 from satchel.api.ray_backend import dispatch
 from satchel.api.ray_backend.dispatch import RayBackend
 from satchel.api.views.cluster import SeenNodes
@@ -46,6 +55,8 @@ class Method:
         answer = self._answer(*arguments)
         if isinstance(answer, Never):
             await asyncio.Event().wait()
+        if inspect.isawaitable(answer):
+            answer = await answer
         return await answer_of(answer)
 
 
@@ -214,6 +225,49 @@ async def test_a_replica_whose_process_ends_is_told_from_one_that_is_cut_off(
     async with asyncio.timeout(5):
         await link.broken.wait()
     assert link.died is died and not link.heard
+    await world.backend.close()
+
+
+async def test_frames_come_without_ray_until_their_connection_breaks(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then Ray is asked for the same frame, and knows what became of the replica."""
+    monkeypatch.setattr(local, "this_machine", lambda: "here")
+    near: list[int] = []
+    by_ray: list[int] = []
+    more = asyncio.Event()
+
+    class Served:
+        async def next_frame(self, asked: bytes) -> bytes:
+            near.append(ReplicaClient.next_frame.asked(asked)[1])
+            await (asyncio.Event().wait() if len(near) == 3 else asyncio.sleep(0))
+            return encode([SequenceUpdate("r", [near[-1]])])
+
+    async def through_ray(asked: bytes) -> list[SequenceUpdate]:
+        by_ray.append(ReplicaClient.next_frame.asked(asked)[1])
+        if len(by_ray) == 2:
+            raise RayActorError()
+        await more.wait()
+        return [SequenceUpdate("r", [100 + by_ray[-1]])]
+
+    server = LocalServer(Served(), "next_frame")
+    world.actors["replica:m-1"] = Actor(
+        next_frame=through_ray, abort=lambda ids: None, local_address=lambda _: server.address()
+    )
+    world.restart(lose=lambda replica: None)
+    link = world.backend.routing.link(Decision("m-1", "why"))
+    said: list[int] = []
+    link.sequences["r"] = lambda update: said.extend(update.tokens if isinstance(update, SequenceUpdate) else [])
+    actor: Any = link.client.actor
+    async with asyncio.timeout(5):
+        while actor._connection is None:
+            await asyncio.sleep(0.01)
+        more.set()
+        while near != [1, 2, 3]:
+            await asyncio.sleep(0.01)
+        actor._connection.abort()
+        await link.broken.wait()
+    assert link.died and (said, by_ray) == ([100, 1, 2], [0, 3])
     await world.backend.close()
 
 

@@ -1,0 +1,192 @@
+"""Calls over a socket of the same machine: answers and errors are the method's, and strangers get nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from satchel.actors.protocol.clients import ReplicaClient
+from satchel.actors.protocol.replica_messages import SequenceUpdate
+from satchel.actors.rpc import client as calls
+from satchel.actors.rpc import local
+from satchel.actors.rpc.codec import encode_call
+from satchel.actors.rpc.local import LocalAddress, LocalConnection, LocalServer
+from satchel.actors.rpc.shell import answers
+from satchel.cluster.errors import ActorLost, ActorSilent, NoAnswer, QueueFull
+from satchel.cluster.timing import USUAL
+from tests.worlds.direct import Direct
+
+
+class Replica:
+    """Answers frames with the number and as many tokens."""
+
+    def __init__(self) -> None:
+        self.server = LocalServer(self, "next_frame")
+        self.asked: list[int] = []
+        self.answering: Callable[[int], Awaitable[object]] = lambda number: asyncio.sleep(0)
+
+    @answers(ReplicaClient.next_frame)
+    async def next_frame(self, consumer: str, number: int) -> list[SequenceUpdate] | None:
+        self.asked.append(number)
+        await self.answering(number)
+        return [SequenceUpdate(consumer, list(range(number)))]
+
+    @answers(ReplicaClient.go_on)
+    async def go_on(self, request_ids: list[str]) -> None:
+        self.asked.append(-len(request_ids))
+
+    @answers(ReplicaClient.local_address)
+    async def local_address(self) -> LocalAddress:
+        return await self.server.address()
+
+
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
+    monkeypatch.setattr(local, "this_machine", lambda: "here")
+    return Replica()
+
+
+class ByRay(Direct):
+    """A handle of Ray, which counts the calls made on it."""
+
+    def __init__(self, target: Replica) -> None:
+        super().__init__(lambda: target)
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.called.append(name)
+        return super().__getattr__(name)
+
+
+@pytest.fixture
+async def ray(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ByRay]:
+    handle = ByRay(replica)
+    monkeypatch.setattr(calls, "actor_handle", lambda name: handle)
+    yield handle
+
+
+async def near() -> ReplicaClient:
+    """Returns a client that has found the short way, if there is one."""
+    client = ReplicaClient("m-0", USUAL, near=True)
+    await client.go_on([])
+    await found(client)
+    return client
+
+
+async def found(client: ReplicaClient) -> None:
+    opening = client.actor._opening  # type: ignore[attr-defined]
+    await asyncio.wait({opening}, timeout=5)
+
+
+async def test_calls_take_the_short_way_and_the_other_methods_rays(replica: Replica, ray: ByRay):
+    client = await near()
+    assert await client.next_frame("c", 3) == [SequenceUpdate("c", [0, 1, 2])]
+    many = await client.next_frame("c", 300_000)
+    assert many is not None and many[0].tokens == list(range(300_000)), "it comes in many pieces"
+    await client.go_on(["a"])
+    assert ray.called == ["go_on", "local_address", "go_on"]
+    assert replica.asked == [0, 3, 300_000, -1]
+
+
+async def test_an_actor_on_another_machine_is_called_through_ray(
+    replica: Replica, ray: ByRay, monkeypatch: pytest.MonkeyPatch
+):
+    machines = iter(["there", "here"])
+    monkeypatch.setattr(local, "this_machine", lambda: next(machines))
+    client = await near()
+    assert await client.next_frame("c", 1) == [SequenceUpdate("c", [0])]
+    assert ray.called == ["go_on", "local_address", "next_frame"]
+
+
+async def test_errors_are_the_methods_and_a_failure_is_no_answer(replica: Replica, ray: ByRay):
+    client = await near()
+
+    def fails(number: int) -> Awaitable[object]:
+        raise QueueFull("full") if number == 1 else ZeroDivisionError
+
+    replica.answering = fails
+    with pytest.raises(QueueFull, match="full"):
+        await client.next_frame("c", 1)
+    with pytest.raises(NoAnswer):
+        await client.next_frame("c", 2)
+
+
+async def test_answers_come_in_any_order_and_a_late_one_is_nobodys(replica: Replica, ray: ByRay):
+    client = await near()
+    go_on = asyncio.Event()
+    replica.answering = lambda number: go_on.wait() if number == 1 else asyncio.sleep(0)
+    late = asyncio.ensure_future(client.next_frame("c", 1))
+    with pytest.raises(ActorSilent):
+        await client.next_frame("c", 1).within(0.05)
+    assert await client.next_frame("c", 2) == [SequenceUpdate("c", [0, 1])]
+    go_on.set()
+    assert await late == [SequenceUpdate("c", [0])]
+    assert await client.next_frame("c", 3) == [SequenceUpdate("c", [0, 1, 2])]
+
+
+async def test_a_connection_that_ends_is_no_answer_and_ray_is_asked_again(replica: Replica, ray: ByRay):
+    client = await near()
+    replica.answering = lambda number: asyncio.Event().wait() if number == 1 else asyncio.sleep(0)
+    waiting = asyncio.ensure_future(client.next_frame("c", 1))
+    while replica.asked != [0, 1]:
+        await asyncio.sleep(0.01)
+    client.actor._connection.abort()  # type: ignore[attr-defined]
+    with pytest.raises(NoAnswer) as failed:
+        await waiting
+    assert not isinstance(failed.value, ActorLost | ActorSilent), "only Ray knows whether the process has ended"
+    assert await client.next_frame("c", 2) == [SequenceUpdate("c", [0, 1])]
+    assert ray.called[2:] == ["next_frame", "local_address"]
+    await found(client)
+    assert await client.next_frame("c", 3) == [SequenceUpdate("c", [0, 1, 2])]
+    assert ray.called[4:] == []
+
+
+@pytest.mark.parametrize("secret", [bytes(local.SECRET_BYTES), b"", bytes(local.SECRET_BYTES + 1)])
+async def test_who_does_not_know_the_secret_gets_no_answer(replica: Replica, secret: bytes):
+    at = await replica.server.address()
+    connection = await LocalConnection.open(LocalAddress(at.machine, at.port, secret, at.methods))
+    with pytest.raises(ConnectionError):
+        await connection.ask("next_frame", encode_call(["c", 1]))
+    assert not replica.asked and not len(replica.server.strangers)
+
+
+async def test_only_the_named_methods_are_answered(replica: Replica):
+    connection = await LocalConnection.open(await replica.server.address())
+    with pytest.raises(ConnectionError):
+        await connection.ask("go_on", encode_call([["a"]]))
+    assert not replica.asked
+
+
+async def ended(port: int, sent: bytes = b"") -> bool:
+    """Whether the server ends a connection on which this was sent."""
+    reader, writer = await asyncio.open_connection(local.LOOPBACK, port)
+    writer.write(sent)
+    try:
+        async with asyncio.timeout(5):
+            return await reader.read() == b""
+    except ConnectionResetError:
+        return True
+    finally:
+        writer.close()
+
+
+async def test_who_says_nothing_or_too_much_is_sent_away(replica: Replica, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(local, "SECRET_S", 0.05)
+    port = (await replica.server.address()).port
+    assert await ended(port)
+    monkeypatch.setattr(local, "SECRET_S", 60.0)
+    assert await ended(port, (local.SECRET_BYTES + 1).to_bytes(4, "big") + bytes(4))
+    assert not len(replica.server.strangers)
+
+
+async def test_strangers_keep_nobody_out(replica: Replica, ray: ByRay):
+    port = (await replica.server.address()).port
+    strangers = [await asyncio.open_connection(local.LOOPBACK, port) for _ in range(local.STRANGERS_MAX + 3)]
+    client = await near()
+    assert await client.next_frame("c", 1) == [SequenceUpdate("c", [0])]
+    assert len(replica.server.strangers) <= local.STRANGERS_MAX and "next_frame" not in ray.called
+    for _, writer in strangers:
+        writer.close()
