@@ -18,7 +18,7 @@ import secrets
 import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ...cluster.trust.strangers import Strangers
 from .client import UNANSWERED, ActorRef, this_machine
@@ -64,8 +64,8 @@ class _Messages(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are not instances of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._came += data
@@ -175,13 +175,13 @@ class _Served(_Messages):
 
 
 class LocalConnection(_Messages):
-    """A connection at the caller. `open` makes one."""
+    """A connection at the caller. `open` makes one; it is `lost` once it has ended."""
 
     def __init__(self) -> None:
         super().__init__(MESSAGE_BYTES_MAX)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._number = 0
-        self._lost = False
+        self.lost = False
 
     @classmethod
     async def open(cls, at: LocalAddress) -> LocalConnection:
@@ -199,7 +199,7 @@ class LocalConnection(_Messages):
         Raises:
             ConnectionError: the connection has ended. So does the answer if it ends later.
         """
-        if self._lost:
+        if self.lost:
             raise ConnectionResetError("the connection has ended")
         number = self._number = (self._number + 1) % 2**32
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -217,7 +217,7 @@ class LocalConnection(_Messages):
             waiting.set_exception(ValueError("the method failed"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = True
+        self.lost = True
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(ConnectionResetError("the connection broke"))
@@ -238,6 +238,9 @@ class NearActor(ActorRef):
         self._connection: LocalConnection | None = None
 
     async def find_aside(self) -> Any:
+        if self._connection is not None and self._connection.lost:
+            # The actor's process may be another one now.
+            self._handle = self._connection = None
         if self._handle is not None and self._opening is not None:
             return self._handle
         handle = await super().find_aside()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
+import uvloop
 
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.replica_messages import SequenceUpdate
@@ -91,6 +93,16 @@ async def test_calls_take_the_short_way_and_the_other_methods_rays(replica: Repl
     assert replica.asked == [0, 3, 300_000, -1]
 
 
+def test_it_works_on_the_event_loop_of_rays_actors(replica: Replica):
+    async def asks() -> bytes:
+        connection = await LocalConnection.open(await replica.server.address())
+        return await connection.ask("next_frame", encode_call(["c", 2]))
+
+    with closing(uvloop.new_event_loop()) as loop:
+        answer = loop.run_until_complete(asks())
+    assert ReplicaClient.next_frame.answered(answer) == [SequenceUpdate("c", [0, 1])]
+
+
 async def test_an_actor_on_another_machine_is_called_through_ray(
     replica: Replica, ray: ByRay, monkeypatch: pytest.MonkeyPatch
 ):
@@ -142,6 +154,10 @@ async def test_a_connection_that_ends_is_no_answer_and_ray_is_asked_again(replic
     await found(client)
     assert await client.next_frame("c", 3) == [SequenceUpdate("c", [0, 1, 2])]
     assert ray.called[4:] == []
+    client.actor._connection.abort()  # type: ignore[attr-defined]
+    await asyncio.sleep(0.01)
+    assert await client.next_frame("c", 4) == [SequenceUpdate("c", [0, 1, 2, 3])], "no call was lost with it"
+    assert ray.called[4:] == ["next_frame", "local_address"]
 
 
 @pytest.mark.parametrize("secret", [bytes(local.SECRET_BYTES), b"", bytes(local.SECRET_BYTES + 1)])
