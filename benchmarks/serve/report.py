@@ -201,7 +201,7 @@ def _turns(model: _ModelReport, lengths: list[int]) -> list[str]:
     lines = [
         "### Conversations that go on",
         "",
-        "Time to first token in ms, of a new prompt and of its next turns, and its part outside the engine for later ones:",
+        "Time to first token in ms, of a new prompt and its next turns, and the part of later ones outside the engine:",
         "",
     ]
     kinds = {"new": "cold_ttft_ms", "next turn": "next_ttft_ms", "later turns": "later_ttft_ms"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -37,7 +37,7 @@ class Replica:
         return [SequenceUpdate(consumer, list(range(number)))]
 
     @answers(ReplicaClient.go_on)
-    async def go_on(self, request_ids: list[str]) -> None:
+    async def go_on(self, request_ids: Sequence[str]) -> None:
         self.asked.append(-len(request_ids))
 
     @answers(ReplicaClient.local_address)
