@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -63,11 +65,13 @@ from satchel.actors.protocol.store_messages import (
 from satchel.actors.replica.actor import ReplicaActor
 from satchel.actors.router.actor import RouterActor
 from satchel.actors.rpc.client import ActorRef, Call
-from satchel.actors.rpc.codec import encode
+from satchel.actors.rpc.codec import encode, encode_call
 from satchel.actors.rpc.local import LocalAddress
 from satchel.actors.rpc.spec import Client, Method
 from satchel.cluster.config import default_config
+from satchel.cluster.environment import ray_settings
 from satchel.cluster.errors import OtherVersion
+from satchel.cluster.home import Home
 from satchel.cluster.timing import USUAL
 from tests.worlds.direct import model_info
 from tests.worlds.routing import report, store
@@ -307,3 +311,10 @@ async def test_the_config_is_the_clusters(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(clients, "Config", str)
     with pytest.raises(OtherVersion, match="another config"):
         await own.config()
+
+
+def test_a_long_prompt_does_not_pass_rays_object_store():
+    """Which would take milliseconds more."""
+    most = int(ray_settings(Home(Path("/home")))["RAY_max_direct_call_object_size"])
+    prompt = [151_643] * 131_072
+    assert len(encode_call([replace(ROW, prompt=prompt, block_ids=[bytes(32)] * 512)])) < most / 4
