@@ -206,6 +206,9 @@ class Scheduling:
     """How many prompts share the prefill work of a step."""
     prefill_pause_s: Seconds = 0.25
     """How long running sequences may wait for one prefill chunk; the measured rate determines the size of chunks."""
+    prepare_while_idle: bool = True
+    """Whether a replica that has nothing else to do prefills prompts that agents will probably send next, because their
+    program rewrites its history or the model's template drops reasoning, and reads evicted KV of agents back."""
     max_tokens_max: Count | None = None
     """The most tokens a request may ask for; None is limited by the context alone."""
     memory_bytes_max: Bytes | None = None

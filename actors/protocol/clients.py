@@ -239,6 +239,16 @@ class ReplicaClient(Client):
         """
         ...
 
+    @method()
+    def prepare(self, request: GenerateRequest) -> None:
+        """Has a prompt prefilled while the replica has nothing else to do, instead of the former one of its agent. It
+        is left out if there is no room, or if the replica is still loading.
+
+        Args:
+            request: only its prompt counts, and who shares its KV.
+        """
+        ...
+
     @method(_by_deadline, large=True)
     def pool(self, request: PoolingRequest) -> PooledTexts:
         """Returns the vectors of texts, by the request's deadline.

@@ -272,6 +272,8 @@ class ReplicaStats:
     holds besides its model, out of `memory_bytes_max`. `claimed_bytes` is what its model needs (weights, and temporary
     memory), out of `claimable_bytes` for all replicas of its node, their KV included. `split_requests_total` counts the
     sequences that another node prefilled, and `split_fallbacks_total` those of them for which some KV did not arrive.
+    `prepared_tokens_total` were prefilled before a request needed them; requests used `prepared_tokens_used_total` of
+    them, and `prepared_tokens_wasted_total` were evicted before that.
     `proving` and `proving_since` as in `ModelInfo`.
     """
 
@@ -306,6 +308,9 @@ class ReplicaStats:
     failed_checks_total: int = 0
     device_failures_total: int = 0
     embedded_tokens_total: int = 0
+    prepared_tokens_total: int = 0
+    prepared_tokens_used_total: int = 0
+    prepared_tokens_wasted_total: int = 0
     vision_cache_hits_total: int = 0
     vision_encodes_total: int = 0
     vision_bytes: int = 0
@@ -379,9 +384,10 @@ class PooledTexts:
 @dataclass(frozen=True, slots=True)
 class KVSelection:
     """Blocks of one chain, and ids of image embeddings. If the chain is shorter than a block, `first` has its packed
-    tokens, which follow `root`."""
+    tokens, which follow `root`. What was prepared for `agent` belongs to it too, "" for nothing."""
 
     root: bytes
     block_ids: list[bytes]
     first: bytes
     embeddings: list[bytes] = field(default_factory=list)
+    agent: str = ""

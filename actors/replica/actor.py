@@ -208,6 +208,9 @@ class ReplicaActor:
             cached_tokens_total=counters.cached_tokens,
             generated_tokens_total=counters.generated_tokens,
             embedded_tokens_total=counters.embedded_tokens,
+            prepared_tokens_total=engine.prefixes.prepared_tokens,
+            prepared_tokens_used_total=engine.prefixes.used_tokens,
+            prepared_tokens_wasted_total=engine.prefixes.wasted_tokens,
             prefix_blocks=engine.prefixes.blocks,
             prefix_bytes=engine.prefixes.nbytes,
             prefix_hits_total=counters.prefix_hits,
@@ -312,6 +315,11 @@ class ReplicaActor:
             update = SequenceUpdate(request.request_id, [], "error", error=error.to_wire())
             self._deliver({request.consumer: [update]})
 
+    @answers(ReplicaClient.prepare)
+    async def prepare(self, request: GenerateRequest) -> None:
+        if self._engine is not None and not self._plain_since and self._scheduling.prepare_while_idle:
+            self._engine.prepare_prompt(request)
+
     @answers(ReplicaClient.pool)
     async def pool(self, request: PoolingRequest) -> PooledTexts:
         """If the call is cancelled, the texts are aborted."""
@@ -410,8 +418,9 @@ class ReplicaActor:
         tokens = unpack_tokens(kept.first)
 
         def drop(engine: Engine) -> int:
-            embeddings = engine.pictures.embeddings
-            return engine.prefixes.drop(kept.root, kept.block_ids, tokens) + embeddings.drop(kept.embeddings)
+            embeddings, prefixes = engine.pictures.embeddings, engine.prefixes
+            prepared = engine.forget_prepared(kept.agent) if kept.agent else 0
+            return prefixes.drop(kept.root, kept.block_ids, tokens) + embeddings.drop(kept.embeddings) + prepared
 
         return await self._on_engine(drop)
 

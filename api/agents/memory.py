@@ -49,9 +49,11 @@ from ...cluster.timing import USUAL, Timing
 from ..requests.detached import DetachedTasks
 from ..requests.history import History, Message
 from ..requests.remembered import FORGOTTEN, FULL, NO_ROOM, OVER_QUOTA, UNANSWERED, Remembered
+from ..requests.requests import Past
 from ..requests.sent import kept_of
 from ..text.continuation import Continuation, IndexedLine, Match, StoredBranch
 from ..text.model import TextModel
+from .programs import Programs
 from .store import Store
 
 _log = logging.getLogger(__name__)
@@ -86,6 +88,21 @@ class KnownLine:
     @property
     def nbytes(self) -> int:
         return _TOKEN_BYTES * (len(self.line.tokens) + len(self.media_tokens)) + 2 * len(self.line.data) + 512
+
+
+def past_of(lines: Sequence[KnownLine], date_s: float, messages: Sequence[Message] = ()) -> Past:
+    """Returns an agent's memory as its prompt needs it.
+
+    Args:
+        date_s, messages: as in `Past`.
+    """
+    return Past(
+        messages,
+        [known.line for known in lines],
+        [known.media_tokens for known in lines],
+        [(known.history, known.created) for known in lines],
+        date_s,
+    )
 
 
 class _Lines:
@@ -135,6 +152,7 @@ class AgentMemory:
         unkept: turns that were not committed, by reason.
         uncopied: turns with fewer secondaries than configured.
         moves: of agents to other nodes.
+        programs: how agents' programs rewrite their histories.
     """
 
     def __init__(
@@ -159,6 +177,7 @@ class AgentMemory:
         self.unkept: Counter[str] = Counter()
         self.uncopied = 0
         self.moves = AgentMoves(store, self.background)
+        self.programs = Programs()
         self.lines = _Lines(lines_bytes_max)
         self._tasks = DetachedTasks()
         self._open: WeakSet[Turn] = WeakSet()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from ...cluster.errors import InvalidRequest
 from ..requests.backend import Generation
@@ -16,17 +17,22 @@ from .memory import CommittedTurn, Turn
 
 _CONTEXT_TOKENS = 6
 
+OnKept = Callable[[Chat, Message, Generation], None]
+"""Takes a conversation, its answer, and the sequence that generated it."""
+
 
 class TurnKeeper:
     """Commits the answer of a chat as an agent's turn. Implements `streams.AnswerKeeper`.
 
     Args:
         chat: the conversation that the turn answers.
+        on_kept: called once the turn is committed.
     """
 
-    def __init__(self, turn: Turn, chat: Chat) -> None:
+    def __init__(self, turn: Turn, chat: Chat, on_kept: OnKept | None = None) -> None:
         self._turn = turn
         self._chat = chat
+        self._on_kept = on_kept
 
     @property
     def remembered(self) -> Remembered:
@@ -46,6 +52,8 @@ class TurnKeeper:
         kept = CommittedTurn([*chat.prompt, *tokens], chat.text + spelled, said, chat.continuation, generation.model_id)
         await self._turn.commit(kept)
         self._turn.move_after(generation.move_to)
+        if self._on_kept is not None and not self.remembered.unkept:
+            self._on_kept(chat, message, generation)
 
     def leave(self) -> None:
         self._turn.leave()

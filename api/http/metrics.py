@@ -56,6 +56,13 @@ class _Replicas(Collector):
         )
         yield self._counter("satchel_requests", "Requests accepted.", "requests_total")
         yield self._counter("satchel_embedded_tokens", "Tokens of texts embedded or ranked.", "embedded_tokens_total")
+        yield self._counter(
+            "satchel_prepared_tokens", "Tokens prefilled before a request needed them.", "prepared_tokens_total"
+        )
+        used = "Prepared tokens that a request used."
+        yield self._counter("satchel_prepared_tokens_used", used, "prepared_tokens_used_total")
+        wasted = "Prepared tokens that were evicted before a request used them."
+        yield self._counter("satchel_prepared_tokens_wasted", wasted, "prepared_tokens_wasted_total")
         yield self._counter("satchel_restored_tokens", "Tokens whose KV came back from disk.", "restored_tokens_total")
         yield self._counter("satchel_written_bytes", "Bytes of KV written to disk.", "written_bytes_total")
         yield self._counter("satchel_unwritten_turns", "Turns whose KV could not be written.", "unwritten_turns_total")
@@ -216,6 +223,14 @@ class AgentMetrics(Collector):
         copied = "Turns that were not copied to enough nodes in time (replication)."
         yield CounterMetricFamily("satchel_turns_not_copied", copied, value=memory.uncopied)
         yield CounterMetricFamily("satchel_moves", "Agents moved to another node.", value=memory.moves.total)
+        rewrites = {
+            "predicted": memory.programs.confirmed,
+            "not predicted": memory.programs.contradicted,
+            "not explained": memory.programs.unexplained,
+        }
+        yield _counter(
+            "satchel_history_rewrites", "Histories that programs rewrote, by what was learned.", "outcome", rewrites
+        )
         carried = "Bytes of KV that moved with agents to other nodes."
         yield CounterMetricFamily("satchel_moved_bytes", carried, value=memory.moves.bytes_total)
 

@@ -30,7 +30,8 @@ from ...cluster.errors import (
     Unavailable,
     quoted,
 )
-from ..agents.memory import AgentMemory, CommittedTurn, Turn
+from ..agents.memory import AgentMemory, CommittedTurn, Turn, past_of
+from ..agents.preparing import Preparations
 from ..agents.streams import TurnKeeper
 from ..media.fetch import PictureLoader
 from ..media.prompt import Medium
@@ -44,7 +45,6 @@ from ..requests.requests import (
     Chat,
     ChatRequest,
     CompletionRequest,
-    Past,
     PreparedPrompt,
     Request,
     ToolUse,
@@ -87,6 +87,7 @@ class Generator:
         self.backend = backend
         self.config = config
         self.memory = memory
+        self.preparations = Preparations(backend, config, memory) if memory is not None else None
         self.loader = PictureLoader(config.media)
         self.running = RunningSequences()
         self.metrics = SequenceMetrics()
@@ -317,13 +318,7 @@ class Generator:
             )
             turns.append(turn)
             await turn.open()
-            past = Past(
-                turn.messages,
-                [known.line for known in turn.lines],
-                [known.media_tokens for known in turn.lines],
-                [(known.history, known.created) for known in turn.lines],
-                self.config.date_days * 86_400.0,
-            )
+            past = past_of(turn.lines, self.config.date_days * 86_400.0, turn.messages)
         truncated_messages = 0
         if request.truncates and not request.agent_continue:
             shorter = await asyncio.to_thread(truncated, text, model, request, media)
@@ -538,13 +533,16 @@ class Generator:
             times=SequenceTimes(self.metrics, model.info.name, generation, request.arrived, len(prompt)),
             abort=self._begin_abort,
             on_end=on_end,
-            keeper=TurnKeeper(turn, prepared) if turn is not None and isinstance(prepared, Chat) else None,
+            keeper=self._keeper(turn, prepared) if turn is not None and isinstance(prepared, Chat) else None,
             prompt=text.plain(prompt) if request.return_token_ids else None,
             truncated_messages=prepared.truncated_messages,
             learner=prepared.learner(),
         )
         self.running.begin(sequence, stream)
         return stream
+
+    def _keeper(self, turn: Turn, chat: Chat) -> TurnKeeper:
+        return TurnKeeper(turn, chat, self.preparations.turn_ended if self.preparations is not None else None)
 
     def _max_tokens(self, request: Request, left: int) -> int:
         wanted = request.options.max_tokens

@@ -83,14 +83,25 @@ class RayBackend:
         beside: str = "",
         loading: Loading | None = None,
     ) -> RayGeneration:
-        name = request.agent.partition("/")[2]
-        scope = scope_of(self.config.share, request.tenant, name, request.request_id, cache_salt)
+        scope = self._scope(request, cache_salt)
         most = self.config.timeouts.request_s
         bounded = replace(request, deadline_s=min(request.deadline_s, most), reusable=is_shared(scope))
         made = await called(bounded, model.info.model_id, scope)
         generation = RayGeneration(self.routing, made, beside, scope, loading)
         await generation.start()
         return generation
+
+    async def prepare(self, replica: str, model_id: bytes, request: GenerateRequest) -> None:
+        """As `Backend.prepare`."""
+        scope = self._scope(request)
+        if is_shared(scope):
+            made = await called(request, model_id, scope)
+            await ReplicaClient(replica, self.config.timing).prepare(made)
+
+    def _scope(self, request: GenerateRequest, cache_salt: str = "") -> str:
+        """Returns who may reuse the KV of a request."""
+        name = request.agent.partition("/")[2]
+        return scope_of(self.config.share, request.tenant, name, request.request_id, cache_salt)
 
     async def pool(self, model: ServedModel, request: PoolingRequest) -> Vectors:
         """As `Backend.pool`."""

@@ -196,6 +196,18 @@ class Backend(Protocol):
         """
         ...
 
+    async def prepare(self, replica: str, model_id: bytes, request: GenerateRequest) -> None:
+        """Has a replica prefill a prompt that an agent may send, while it has nothing else to do.
+
+        Args:
+            model_id: the model's id at this replica.
+            request: as for `generate`. Its answer is not generated.
+
+        Raises:
+            Unavailable: the replica does not answer.
+        """
+        ...
+
     async def pool(self, model: ServedModel, request: PoolingRequest) -> Vectors:
         """Routes a request for vectors, and returns its answer. If its replica is lost, the request fails over to
         another one. Cancelling this cancels the request.

@@ -424,8 +424,11 @@ def lasting_tokens(text: TextModel, prompt: list[int], rendered: str, template_k
     """Returns how many of a rendered prompt's tokens come before the part that the template adds only for the next
     answer; 0 if it adds nothing."""
     end = text.template.habits(template_kwargs).passing_end
-    if not end or not rendered.endswith(end):
-        return 0
+    return tokens_before(text, prompt, end) if end and rendered.endswith(end) else 0
+
+
+def tokens_before(text: TextModel, prompt: list[int], end: str) -> int:
+    """Returns how many of a prompt's tokens stay if another text takes the place of `end`, with which it ends."""
     left, count = len(end.encode()), 0
     while left > 0 and count < len(prompt):
         count += 1

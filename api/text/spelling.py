@@ -22,7 +22,7 @@ from .tokenizer import Tokenizer
 SPELLS_OTHERWISE = "tokens spell another text"
 NO_TEXT = "bytes that are no text"
 
-_Items = TypeVar("_Items", bytes, list[int])
+_Items = TypeVar("_Items", bytes, str, list[int])
 
 # SentencePiece's form of a space.
 _META_SPACE = "\u2581"

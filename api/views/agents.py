@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ...actors.protocol.block_ids import BLOCK_TOKENS
@@ -160,7 +161,7 @@ async def release_agent(store: Store, key: str) -> dict[str, Any]:
         AgentNotFound: the agent is unknown.
     """
     await store.info(key)
-    released = await _release(store, await store.blocks(key))
+    released = await _release(store, key, await store.blocks(key))
     return {"id": agent_id_of(key), "object": "agent.release", "bytes": released}
 
 
@@ -170,12 +171,14 @@ async def forget_agent(memory: AgentMemory, key: str) -> bool:
     blocks = await store.blocks(key)
     known = await store.forget(key)
     memory.lines.forget(key)
-    await _release(store, blocks)
+    memory.programs.forget(key)
+    await _release(store, key, blocks)
     return known
 
 
-async def _release(store: Store, branches: list[BranchKV]) -> int:
-    return sum([await store.release(branch) for branch in branches])
+async def _release(store: Store, key: str, branches: list[BranchKV]) -> int:
+    kept = [replace(branch, kept=replace(branch.kept, agent=key)) for branch in branches]
+    return sum([await store.release(branch) for branch in kept])
 
 
 async def _names(backend: Backend) -> dict[bytes, str]:

@@ -32,10 +32,22 @@ from .quality import quality
 from .recall import recall
 from .replay import replay
 from .restoring import restoring
+from .rewriting import rewriting
 from .session import session
 from .sizes import sizes
 
-PARTS = ("sizes", "quality", "recall", "neighbours", "first-token", "restoring", "agents", "replay", "session")
+PARTS = (
+    "sizes",
+    "quality",
+    "recall",
+    "neighbours",
+    "first-token",
+    "restoring",
+    "agents",
+    "replay",
+    "rewriting",
+    "session",
+)
 EMBEDDED, RANDOM = "embedded:recall", "random-30m"
 
 
@@ -76,7 +88,7 @@ def read_options() -> argparse.Namespace:
     models = (EMBEDDED, *(name for name, shape in SHAPES.items() if shape))
     add("--models", type=partial(names, models), default=[EMBEDDED, RANDOM], help=", ".join(models))
     add("--session-tokens", type=int, default=100_000, help="to which the recorded session grows")
-    add("--traces", type=Path, help="the folder with whowhen_conversations.jsonl and claude_code_agents.jsonl.gz")
+    add("--traces", type=Path, help="the folder of recorded agents: whowhen_conversations.jsonl and others")
     add("--work", type=Path, help="where files are written, on the disk that is to be measured (else a temporary one)")
     add("--out", type=Path, default=RESULTS)
     add("--machine", help="the machine's name in the results' file names")
@@ -116,6 +128,10 @@ class MemoryRun:
 
     def _replay(self) -> ResultTable:
         return replay(self._trace("whowhen_conversations.jsonl"), self.budget, say)
+
+    def _rewriting(self) -> ResultTable:
+        texts, blocks = self._trace("agent_text.jsonl.gz"), self._trace("claude_code_agents.jsonl.gz")
+        return rewriting(texts, blocks, self.budget, say)
 
     def _trace(self, name: str) -> Path | None:
         return None if self.options.traces is None else self.options.traces / name

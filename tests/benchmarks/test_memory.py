@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks import parts
-from benchmarks.memory import recall, replay, session, sizes
+from benchmarks.memory import recall, replay, rewriting, session, sizes
 from benchmarks.memory.desk import Desk
 from benchmarks.programs import ROOT, program
 from satchel.actors.model_files.source import EMBEDDED
@@ -131,6 +131,39 @@ def test_a_recorded_session_computes_nothing_twice(tmp_path: Path) -> None:
     assert turns[-1].again == 17 * 64 % 256 and turns[-1].computed == turns[-1].again + 2 * 64
     with pytest.raises(ValueError, match="no session"):
         session.recorded(trace, 60_000)
+
+
+def test_rewrites_of_programs_that_are_known_are_ready(tmp_path: Path) -> None:
+    """Of recorded texts, the agents after the first; of recorded block ids, the kinds."""
+    texts, blocks = tmp_path / "texts.jsonl.gz", tmp_path / "blocks.jsonl.gz"
+    rng = random.Random(4)
+    with gzip.open(texts, "wt") as lines:
+        for _ in range(3):
+            said, calls = "Do it.", list[dict[str, str]]()
+            for turn in range(24):
+                calls.append({"input": said, "output": f"Step {turn}: look further into the files."})
+                said += "\n\n" + "".join(f"Line {rng.random()}\n" for _ in range(40))
+            lines.write(json.dumps({"calls": calls}) + "\n")
+    requests = [
+        {"t": 0.0, "output": 10, "blocks": [[1, 100]]},
+        {"t": 5.0, "output": 10, "blocks": [[1, 102]]},
+        {"t": 90.0, "output": 10, "blocks": [[1, 10], [200, 300]]},
+        {"t": 95.0, "output": 10, "blocks": [[1, 10], [400, 430]]},
+    ]
+    with gzip.open(blocks, "wt") as lines:
+        lines.write(json.dumps({"requests": requests}) + "\n")
+    part = rewriting.rewriting(texts, blocks, parts.Budget(600.0), lambda text: None)
+    assert len(part.rows) == len(rewriting.published())
+    for row in part.rows:
+        assert row["rewritten"] and float(row["share"] or 0) > 0.5, row
+    (kinds,) = (note for note in part.notes if "by the length" in note)
+    assert "as long as before: 1 with 6,464 tokens" in kinds
+    assert "shorter by more than a half: 1 with 1,984 tokens" in kinds
+    plain = rewriting.waits([[*next(rewriting.recorded_sessions(blocks))]], 500, 0)
+    assert plain == [pytest.approx(6400 / 500), pytest.approx(7.8 + 0.025 + 128 / 500, abs=0.01)]
+    assert rewriting.rewriting(None, None, parts.Budget(1.0), print).notes == [
+        "Skipped: it needs agent_text.jsonl.gz (`--traces`)."
+    ]
 
 
 def test_the_command_writes_its_results_and_says_what_it_leaves_out(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ class _KeptEntry(Generic[Value]):
     kept: PrefixKV[Value]
     tenant: str = ""
     age: int = 0
+    prepared: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,13 @@ class PrefixCache(Generic[Value]):
     If a tenant has a limit of its own, its unpinned entries take at most that: its own oldest entries are evicted
     first. `drain_events` returns added and removed block ids for the router's directory.
 
+    KV may be *prepared*: computed before any sequence needs it. Until one does, it is evicted before all other KV.
+
     Attributes:
         nbytes, pool_bytes: as in `PrefixKV`, of all entries.
         loose_bytes, loose_slots: the same of entries that are not pinned.
+        prepared_tokens: tokens of all blocks that were prepared; `used_tokens` of them were used by a sequence, and
+            `wasted_tokens` were evicted before that.
     """
 
     def __init__(self, bytes_max: int, rule: ReuseRule = ReuseRule()) -> None:
@@ -127,6 +132,7 @@ class PrefixCache(Generic[Value]):
         self.nbytes = self.pool_bytes = 0
         self.loose_bytes = self.loose_slots = 0
         self.blocks = 0
+        self.prepared_tokens = self.used_tokens = self.wasted_tokens = 0
         self._inserted = 0
         # A block's key is (id, None), a tail's (parent id, its tokens). One order for both, the oldest first.
         self._entries: OrderedDict[tuple[bytes, tuple[int, ...] | None], _KeptEntry[Value]] = OrderedDict()
@@ -163,6 +169,11 @@ class PrefixCache(Generic[Value]):
         """Returns how many unpinned bytes a tenant may have."""
         own = self._shares.bytes_max(tenant)
         return self.bytes_max if own is None else min(own, self.bytes_max)
+
+    def spare_bytes(self, tenant: str) -> int:
+        """Returns how many bytes of a tenant's KV may be added before anything is evicted."""
+        spare, own = self.bytes_max - self.loose_bytes, self._shares.bytes_max(tenant)
+        return spare if own is None else min(spare, -self._shares.excess(tenant))
 
     @property
     def is_plain(self) -> bool:
@@ -250,16 +261,34 @@ class PrefixCache(Generic[Value]):
                 self._remove((block, None))
         return before - self.nbytes
 
+    def drop_prepared(self, block_ids: Iterable[bytes]) -> int:
+        """Drops those of the blocks that were prepared and not used. Returns the freed bytes."""
+        before = self.nbytes
+        for block in block_ids:
+            entry = self._entries.get((block, None))
+            if entry is not None and entry.prepared:
+                self._remove((block, None))
+        return before - self.nbytes
+
     def ends(self, root: bytes, first: Sequence[int]) -> list[tuple[int, ...]]:
         """Returns the tails after `root` with which `first` begins."""
         return [tail for tail in self._tails.get(root, ()) if tail == tuple(first[: len(tail)])]
 
-    def match(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int], tokens_max: int) -> Hit[Value]:
-        """Finds the longest reusable prefix of `prompt`, of at most `tokens_max` tokens, in O(blocks) look-ups."""
+    def match(
+        self, root: bytes, block_ids: Sequence[bytes], prompt: list[int], tokens_max: int, *, uses: bool = True
+    ) -> Hit[Value]:
+        """Finds the longest reusable prefix of `prompt`, of at most `tokens_max` tokens, in O(blocks) look-ups.
+
+        Args:
+            uses: whether it counts as used.
+        """
         blocks, parent, tail, used = self._search(root, block_ids, prompt, tokens_max)
-        if tail:
-            self._use((parent, tail))
-        self.touch(block_ids[: len(blocks)])
+        if uses:
+            if tail:
+                self._use((parent, tail))
+            for block in block_ids[: len(blocks)]:
+                self._note_used(self._entries[(block, None)])
+            self.touch(block_ids[: len(blocks)])
         return Hit(blocks, self._entries[(parent, tail)].kept.value if tail else None, used)
 
     def reusable_tokens(self, root: bytes, block_ids: Sequence[bytes], prompt: list[int]) -> int:
@@ -291,7 +320,12 @@ class PrefixCache(Generic[Value]):
         return [], root, (), 0
 
     def put_blocks(
-        self, chain: Sequence[bytes], new: Iterable[tuple[int, Sequence[int], PrefixKV[Value]]], tenant: str = ""
+        self,
+        chain: Sequence[bytes],
+        new: Iterable[tuple[int, Sequence[int], PrefixKV[Value]]],
+        tenant: str = "",
+        *,
+        prepared: bool = False,
     ) -> None:
         """Caches whole blocks. The first copy of an id stays, unless a later one adds to it.
 
@@ -299,6 +333,7 @@ class PrefixCache(Generic[Value]):
             chain: the ids of a sequence's blocks, from its first.
             new: (index in `chain`, tokens, KV) of blocks that may not be cached yet.
             tenant: their owner.
+            prepared: whether no sequence needs them yet.
         """
         most = self.most(tenant)
         for index, tokens, kept in new:
@@ -309,11 +344,16 @@ class PrefixCache(Generic[Value]):
                 continue
             if entry is not None:
                 self._remove((block, None))
-            self._insert((block, None), _KeptEntry(list(tokens), kept, tenant))
+            self._insert((block, None), _KeptEntry(list(tokens), kept, tenant, prepared=prepared))
             self.blocks += 1
             self._announced.add(block)
             self._retracted.discard(block)
-        self.touch(chain)
+            if prepared:
+                self.prepared_tokens += BLOCK_TOKENS
+                self._entries.move_to_end((block, None), last=False)
+                self._shares.age(tenant, (block, None))
+        if not prepared:
+            self.touch(chain)
         self._fit(tenant)
         self._evict()
 
@@ -437,6 +477,11 @@ class PrefixCache(Generic[Value]):
         if self._shares:
             self._shares.use(self._entries[key].tenant, key)
 
+    def _note_used(self, entry: _KeptEntry[Value]) -> None:
+        if entry.prepared:
+            entry.prepared = False
+            self.used_tokens += BLOCK_TOKENS
+
     def _insert(self, key: tuple[bytes, tuple[int, ...] | None], entry: _KeptEntry[Value]) -> None:
         self._inserted += 1
         entry.age = self._inserted
@@ -449,6 +494,7 @@ class PrefixCache(Generic[Value]):
         self._tally(entry, -1, loose=not self._is_pinned(key))
         self._shares.remove(entry.tenant, key, self._loose(key, entry))
         block, tail = key
+        self.wasted_tokens += BLOCK_TOKENS * entry.prepared
         if tail is None:
             self.blocks -= 1
             self._retracted.add(block)

@@ -77,6 +77,11 @@ class MemoryShares(Generic[Key]):
         if (share := self._of.get(tenant)) is not None:
             share.keys.move_to_end(key)
 
+    def age(self, tenant: str, key: Key) -> None:
+        """Makes an entry the oldest."""
+        if (share := self._of.get(tenant)) is not None:
+            share.keys.move_to_end(key, last=False)
+
     def excess(self, tenant: str) -> int:
         """Returns the bytes above the tenant's limit; 0 or negative if within it."""
         share = self._of.get(tenant)

@@ -55,6 +55,7 @@ class Delivery:
     Args:
         end_tokens: the model's end-of-sequence tokens.
         outbox: receives the updates, once a step.
+        on_finish: gets each sequence that is complete.
 
     Attributes:
         sequences: sequences that were accepted and have not ended, by request id.
@@ -71,6 +72,7 @@ class Delivery:
         restores: Restores,
         end_tokens: frozenset[int],
         outbox: Outbox,
+        on_finish: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
         self.sequences: dict[str, Sequence] = {}
         self.counters = Counters()
@@ -82,6 +84,7 @@ class Delivery:
         self._restores = restores
         self._end_tokens = end_tokens
         self._outbox = outbox
+        self._on_finish = on_finish
         self._out: dict[str, list[SequenceUpdate]] = defaultdict(list)
         self._failed: DeviceFailed | None = None
         self.told = 0
@@ -152,6 +155,7 @@ class Delivery:
     def finish(self, sequence: Sequence, last: SequenceUpdate) -> None:
         """Ends a sequence that is complete, and keeps its KV."""
         self._keep(sequence, ended=True)
+        self._on_finish(sequence)
         self._scheduler.finish(sequence.id)
         self._leave(sequence.id, last)
         self.told += 1

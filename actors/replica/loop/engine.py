@@ -42,12 +42,14 @@ from ..memory.sequence_memory import Sequence, SequenceMemory
 from ..memory.sequence_span import sequence_span
 from ..scheduling.prefill_budget import PrefillPace
 from ..scheduling.scheduler import Scheduler
+from .bring_back import BringBack
 from .decode import DecodeLoop
 from .delivery import Delivery, Outbox
 from .embed import EmbedLoop, Reply
 from .encode_queue import PictureQueue
 from .intake import Abort, Command, IdleCheck, Inbox, Intake, Pool, ReadBack, RunOnEngine, Submit
 from .prefill import PrefillLoop
+from .prepare import PrepareLoop
 from .recovery import Recovery
 
 T = TypeVar("T")
@@ -112,8 +114,11 @@ class Engine:
             timing.block_lease_s,
         )
         self.keeping = keeping = Keeping(memory, executor, disk, self.call)
+        self.prepare = PrepareLoop(loaded, executor, memory, self.pace)
+        self.bring_back = BringBack(memory, self.restores, self.pace)
+        note_end = self.bring_back.note_end if disk is not None and scheduling.prepare_while_idle else lambda _: None
         self.delivery = delivery = Delivery(
-            scheduler, executor, memory, keeping, pictures, self.restores, loaded.eos_token_ids, outbox
+            scheduler, executor, memory, keeping, pictures, self.restores, loaded.eos_token_ids, outbox, note_end
         )
         if follows is not None:
             delivery.counters = follows.counters
@@ -197,6 +202,16 @@ class Engine:
         """Queues a request for vectors. `reply` gets them, or the refusal, or why it failed; it is called on the
         engine's thread."""
         self._inbox.put(Pool(request, reply))
+
+    def prepare_prompt(self, request: GenerateRequest) -> None:
+        """Has a prompt prefilled while there is no other work, instead of the former one of its agent."""
+        self.call(lambda: self.prepare.add(request))
+
+    def forget_prepared(self, agent: str) -> int:
+        """Drops what was prepared for an agent, and does not read its KV back. Returns the freed bytes. Call it on the
+        engine's thread."""
+        self.bring_back.forget(agent)
+        return self.prepare.forget(agent)
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
         """Aborts requests of either kind before the next step. Unknown ids are ignored."""
@@ -345,6 +360,9 @@ class Engine:
         moved, delivery, done = False, self.delivery, self._done
         self.keeping.hand_over()
         self._take_commands()
+        if delivery.sequences or self.embed.queue:
+            self.prepare.pause()
+            self.bring_back.pause()
         for sequence in self.pictures.step(delivery.attempt):
             self.scheduler.add(sequence)
             moved = True
@@ -388,6 +406,8 @@ class Engine:
         has_sequences, now = bool(self.delivery.sequences), time.monotonic()
         if has_sequences:
             self._idle.note_work()
+        elif self._prepare_further():
+            return
         else:
             self._idle.rest(now)
             if self._warm_up is not None and self._idle.idle_s(now) >= QUIET_S:
@@ -396,6 +416,21 @@ class Engine:
         command = self._inbox.wait(0.05 if has_sequences else 0.5)
         if command is not None:
             self._handle(command)
+
+    def _prepare_further(self) -> bool:
+        """Prefills a chunk of a prompt that may come. Returns False if there is none; then evicted KV may be read
+        back."""
+        if self._intake.closed is not None:
+            self.prepare.clear()
+            return False
+        if self.prepare:
+            self._idle.note_work()
+            self.room.fit()
+            if self.prepare.step():
+                return True
+        if self.bring_back.begin():
+            self._idle.note_work()
+        return False
 
     def _warm_further(self, warm_up: WarmUp) -> None:
         """Runs a step of the warm-up. If it fails, the warm-up ends: it only saves time."""
@@ -424,7 +459,8 @@ class Engine:
                         self.delivery.end(request_id, "abort")
                     self.embed.end(request_id, Unavailable("the request was taken back"))
             case ReadBack():
-                self.prefill.open_restored(command.reading, command.restored)
+                if not self.bring_back.take(command.reading, command.restored):
+                    self.prefill.open_restored(command.reading, command.restored)
             case RunOnEngine():
                 command.action()
         self.delivery.check()

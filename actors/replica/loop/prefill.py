@@ -96,6 +96,9 @@ class PrefillLoop:
     def open_overdue(self) -> None:
         """Opens sequences whose KV was not read back in time, without it."""
         for request_id in self._restores.overdue():
+            # KV may also be read back for no sequence.
+            if request_id not in self._delivery.sequences:
+                continue
             self._delivery.attempt(request_id, self._open, request_id)
 
     def _open(self, request_id: str, restored: Restored | None = None, hot: int = 0) -> None:

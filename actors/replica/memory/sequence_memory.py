@@ -42,6 +42,7 @@ class Sequence:
         grammar: what constrains the answer; None for nothing.
         submitted_at, placed_at: when it came and when it got its first place in the batch, by `time.monotonic`.
         span: of its request's trace.
+        prepares: whether it is only a prompt that may come.
     """
 
     request: GenerateRequest
@@ -59,6 +60,7 @@ class Sequence:
     submitted_at: float = field(default_factory=time.monotonic)
     placed_at: float | None = None
     span: SequenceSpan = field(default_factory=SequenceSpan)
+    prepares: bool = False
 
     @property
     def queued_s(self) -> float | None:
@@ -163,15 +165,27 @@ class SequenceMemory:
     def is_written(self, sequence: Sequence) -> bool:
         """Whether the sequence's KV goes to disk: it is an agent's, and its tenant may have a block there."""
         most = sequence.request.disk_bytes_max
-        return is_remembered(sequence.request) and (most is None or most >= self._block_bytes)
+        return not sequence.prepares and is_remembered(sequence.request) and (most is None or most >= self._block_bytes)
 
     def limit(self, request: GenerateRequest) -> None:
         """Sets the memory limit of the request's tenant."""
         self.prefixes.limit(request.tenant, request.memory_bytes_max)
 
     def pin(self, sequence: Sequence, tokens: int) -> None:
-        """Pins the whole blocks of the sequence's first `tokens` tokens until `find` or `leave`."""
+        """Pins the whole blocks of the sequence's first `tokens` tokens until `find` or `unpin`."""
         self.prefixes.pin(sequence.id, sequence.request.root_id, sequence.ids[: tokens // BLOCK_TOKENS], [])
+
+    def unpin(self, sequence: Sequence) -> None:
+        """Unpins what `pin` and `put_back` pinned."""
+        self._unpin(sequence.id)
+
+    def spare_tokens(self, sequence: Sequence) -> int:
+        """Returns how many whole blocks' tokens of a sequence memory can take without evicting anything; 0 if it keeps
+        none."""
+        if not self._spec.reusable or not self._has_room(sequence):
+            return 0
+        spare = self.prefixes.spare_bytes(sequence.request.tenant)
+        return max(0, spare) // self._block_bytes * BLOCK_TOKENS
 
     def leave(self, sequence: Sequence) -> None:
         """Unpins the KV of a sequence that was preempted or ended."""
@@ -207,7 +221,7 @@ class SequenceMemory:
             return Hit()
         try:
             root, ids, tokens = sequence.request.root_id, sequence.ids, sequence.tokens
-            hit = self.prefixes.match(root, ids, tokens, tokens_max)
+            hit = self.prefixes.match(root, ids, tokens, tokens_max, uses=not sequence.prepares)
             usable = hit.tokens if sequence.pictures is None else sequence.pictures.usable(hit.tokens)
             if usable < hit.tokens:
                 hit = self.prefixes.match(root, ids, tokens, usable)
@@ -385,7 +399,8 @@ class SequenceMemory:
             for index, (start, stop), slab in zip(wanted, spans, slabs, strict=True)
         ]
         self._pin_sequence(sequence, first, last)
-        self.prefixes.put_blocks(sequence.ids[:last], new, sequence.request.tenant)
+        tenant = sequence.request.tenant
+        self.prefixes.put_blocks(sequence.ids[:last], new, tenant, prepared=sequence.prepares)
         sequence.kept = last
         if self._on_disk(sequence):
             sequence.snapshots |= {sequence.ids[index]: kept for index, _, kept in new if kept.snapshot}

@@ -32,6 +32,9 @@ IDLE_PAUSE_S = 0.5
 """Time of a step's prefill while nothing decodes. It is limited because commands are handled only between steps."""
 
 
+SHORT_PAUSE_S = 0.05
+"""Time of a chunk that no request needs yet: so long a request may wait that comes meanwhile."""
+
 STEP_WEIGHT = 0.1
 """Weight of a new measurement in the smoothed time of a decode step."""
 
@@ -67,7 +70,15 @@ class PrefillPace:
         """
         if self.tokens_per_s == 0:
             return min(TOKENS_MIN if decoding else FIRST_CHUNK_TOKENS, self.chunk_tokens)
-        pause_s = self._pause_s if decoding else max(IDLE_PAUSE_S, self._pause_s)
+        return self._tokens_in(self._pause_s if decoding else max(IDLE_PAUSE_S, self._pause_s))
+
+    def short_budget(self) -> int:
+        """Returns how many tokens a chunk has that no request needs yet, as `budget` does."""
+        if self.tokens_per_s == 0:
+            return min(TOKENS_MIN, self.chunk_tokens)
+        return self._tokens_in(min(SHORT_PAUSE_S, self._pause_s))
+
+    def _tokens_in(self, pause_s: float) -> int:
         fixed_s, token_s = self._parts()
         wanted = max(TOKENS_MIN, min(int(max(pause_s - fixed_s, fixed_s) / token_s), self.chunk_tokens))
         # A power of two, so that there are few different shapes: devices compile kernels for every new one.

@@ -46,7 +46,10 @@ async def remembering_app(config: Config, folder: Path) -> AsyncIterator[FastAPI
     store = LocalStore(config, folder)
     backend = EngineBackend(config, store)
     await backend.begin()
-    yield create_app(backend, config, generator=Generator(backend, config, memory=AgentMemory(store.asked)))
+    generator = Generator(backend, config, memory=AgentMemory(store.asked))
+    app = create_app(backend, config, generator=generator)
+    app.state.backend, app.state.generator = backend, generator
+    yield app
     await backend.at_rest()
     await backend.end()
     store.actor.close()
@@ -175,6 +178,13 @@ class EngineBackend:
             raise pooled
         return Vectors(pooled, "tiny#0", "local", "test: the only one")
 
+    async def prepare(self, replica: str, model_id: bytes, request: GenerateRequest) -> None:
+        self.engine.prepare_prompt(await called(request, model_id, self._scope(request)))
+
+    def _scope(self, request: GenerateRequest, cache_salt: str = "") -> str:
+        name = request.agent.partition("/")[2]
+        return scope_of(self.config.share, request.tenant, name, request.request_id, cache_salt)
+
     async def generate(
         self,
         model: ServedModel,
@@ -184,8 +194,7 @@ class EngineBackend:
         beside: str = "",
         loading: Loading | None = None,
     ) -> EngineGeneration:
-        name = request.agent.partition("/")[2]
-        scope = scope_of(self.config.share, request.tenant, name, request.request_id, cache_salt)
+        scope = self._scope(request, cache_salt)
         request = replace(request, consumer="test", reusable=is_shared(scope))
         request = await called(request, model.info.model_id, scope)
         generation = self._sequences[request.request_id] = EngineGeneration(self, request)

@@ -102,6 +102,7 @@ class FakeBackend:
         self.made: Decisions | None = Decisions("router", 0)
         """The router's decisions; None if it does not answer."""
         self.progress: dict[str, ReplicaProgress] = {}
+        self.prepared: list[tuple[str, GenerateRequest]] = []
         self.pooled: list[PoolingRequest] = []
         self.pooling: asyncio.Event | None = None
         """The event that requests for vectors wait for; None for none."""
@@ -169,6 +170,9 @@ class FakeBackend:
         generation.model_id = self.computes_as or model.info.model_id
         self.generations.append(generation)
         return generation
+
+    async def prepare(self, replica: str, model_id: bytes, request: GenerateRequest) -> None:
+        self.prepared.append((replica, request))
 
     async def pool(self, model: ServedModel, request: PoolingRequest) -> Vectors:
         """Returns vectors made from the texts' tokens, so that equal texts have equal vectors."""

@@ -179,6 +179,28 @@ class Bench:
         grammar = _reader.submit(self.engine.grammar_of, request).result()
         self.engine.submit(request, refuse, known, embeddings, grammar)
 
+    def prepare(
+        self, agent: str, prompt: list[int], *, tenant: str = "", memory: int | None = None, most: int = 1000
+    ) -> None:
+        """Have a prompt prepared, and compute at most so many of its chunks."""
+        root = root_id(self.loaded.model_id, f"tenant:{tenant or 'test'}")
+        fields: dict[str, Any] = {"agent": agent, "prompt": prompt, "tenant": tenant, "memory_bytes_max": memory}
+        ids, nothing = block_ids(root, prompt), Sampling(max_tokens=0)
+        self.engine.prepare_prompt(
+            GenerateRequest("prepared", "", "m", block_ids=ids, root_id=root, sampling=nothing, **fields)
+        )
+        self.engine.step()
+        self.rest(most)
+
+    def rest(self, most: int = 1000) -> None:
+        """Let the engine compute at most so many chunks of what is to be prepared."""
+        while self.engine.prepare and most:
+            self.engine.step()
+            self.engine.wait()
+            most -= 1
+            self.engine.prefixes.check()
+            self.engine.executor.check()
+
     def turn(self) -> bool:
         busy = self.engine.step()
         # What is read back comes from another thread.

@@ -341,3 +341,27 @@ def test_a_short_conversation_is_dropped_without_what_others_said_after_the_same
     assert cache.drop(root, [], [1, 2, 3, 4]) == 10
     assert cache.ends(root, [1, 2, 9]) == [(1, 2, 9)] and cache.ends(root, [7]) == [(7,)]
     cache.check()
+
+
+def test_prepared_blocks_are_counted_and_go_first():
+    """They do not count as used by a look-up that only prepares more."""
+    cache: PrefixCache[str] = PrefixCache(6 * 10)
+    old, ahead = [1] * (2 * BLOCK_TOKENS), [2] * (4 * BLOCK_TOKENS)
+
+    def put(tokens: list[int], *, prepared: bool) -> list[bytes]:
+        ids = block_ids(ROOT, tokens)
+        new = [(at, tokens[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS], PrefixKV("", 10)) for at in range(len(ids))]
+        cache.put_blocks(ids, new, prepared=prepared)
+        return ids
+
+    assert cache.spare_bytes("") == 60
+    first, later = put(old, prepared=False), put(ahead, prepared=True)
+    assert cache.spare_bytes("") == 0
+    assert cache.match(ROOT, later, [*ahead, 0], 2000, uses=False).tokens == 4 * BLOCK_TOKENS
+    assert (cache.prepared_tokens, cache.used_tokens, cache.wasted_tokens) == (4 * BLOCK_TOKENS, 0, 0)
+    assert cache.match(ROOT, later[:1], [*ahead, 0], 2000).tokens == BLOCK_TOKENS
+    put([3] * BLOCK_TOKENS * 2, prepared=False)
+    assert (cache.leading(first), cache.leading(later)) == (2, 2), "the end of what was prepared went"
+    assert (cache.used_tokens, cache.wasted_tokens) == (BLOCK_TOKENS, 2 * BLOCK_TOKENS)
+    assert cache.drop_prepared(later) == 10 and cache.leading(later) == 1, "what was used stays"
+    cache.check()

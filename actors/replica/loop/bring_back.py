@@ -1,0 +1,102 @@
+"""Reads evicted KV of agents back from disk while the engine has nothing else to do.
+
+While an agent's program runs a tool, other sequences may evict the agent's KV from memory. Once they have ended there
+is room again, and the agent's next turn need not wait for the disk. Only spare room is used.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from ...protocol.block_ids import BLOCK_TOKENS
+from ...protocol.replica_messages import GenerateRequest
+from ..memory.restores import Reading, Restores
+from ..memory.sequence_memory import Restored, Sequence, SequenceMemory, is_remembered
+from ..scheduling.prefill_budget import PrefillPace
+
+AGENTS_MAX = 16
+"""The KV of so many agents is read back, those of the latest turns."""
+
+
+@dataclass(frozen=True)
+class _EndedTurn:
+    request: GenerateRequest
+    tokens: array[int]
+    ids: list[bytes]
+
+    def sequence(self) -> Sequence:
+        """A sequence with the turn's whole blocks."""
+        tokens = [*self.tokens[: len(self.ids) * BLOCK_TOKENS], 0]
+        return Sequence(replace(self.request, remembered_tokens=len(tokens) - 1), tokens, self.ids, prepares=True)
+
+
+class BringBack:
+    """The agents whose next turn is expected here. Used on the engine's thread.
+
+    Args:
+        pace: tells how long computing the KV would take.
+    """
+
+    def __init__(self, memory: SequenceMemory, restores: Restores, pace: PrefillPace) -> None:
+        self._memory = memory
+        self._restores = restores
+        self._pace = pace
+        self._turns: OrderedDict[str, _EndedTurn] = OrderedDict()
+        self._reading: Sequence | None = None
+
+    def note_end(self, sequence: Sequence) -> None:
+        """Notes an agent's turn that is complete."""
+        request = sequence.request
+        if is_remembered(request) and not request.media:
+            name = f"back {request.request_id}"
+            request = replace(request, request_id=name, prompt=[], block_ids=[])
+            self._turns.pop(request.agent, None)
+            self._turns[request.agent] = _EndedTurn(request, array("I", sequence.tokens), list(sequence.ids))
+            if len(self._turns) > AGENTS_MAX:
+                self._turns.popitem(last=False)
+
+    def forget(self, agent: str) -> None:
+        """Forgets an agent: its KV is not read back."""
+        if self._reading is not None and self._reading.request.agent == agent:
+            self.pause()
+        self._turns.pop(agent, None)
+
+    def begin(self) -> bool:
+        """Begins to read KV back, of the latest turn that memory lacks a part of, if there is room for it. Returns
+        whether something is being read."""
+        if self._reading is not None:
+            return True
+        for agent, turn in reversed(self._turns.items()):
+            hot = self._memory.prefixes.leading(turn.ids)
+            missing = (len(turn.ids) - hot) * BLOCK_TOKENS
+            if not missing:
+                continue
+            sequence, known = turn.sequence(), hot * BLOCK_TOKENS
+            plain = self._memory.prefixes.is_plain
+            if missing <= self._memory.spare_tokens(sequence) and self._restores.asks(sequence, known, plain=plain):
+                self._reading = sequence
+                self._memory.pin(sequence, known)
+                self._restores.begin(sequence, known, self._pace.tokens_per_s)
+                # If the disk lacks it, it is not asked again.
+                del self._turns[agent]
+                return True
+        return False
+
+    def take(self, reading: Reading, restored: Restored | None) -> bool:
+        """Takes what was read back. Returns False if it was read for a request."""
+        sequence = self._reading
+        if sequence is None or reading.prompt.request_id != sequence.id:
+            return False
+        if self._restores.end(reading) and restored is not None:
+            self._memory.put_back(sequence, restored)
+        self.pause()
+        return True
+
+    def pause(self) -> None:
+        """Ends the reading that goes on, if one does: a request has come, which reads its own KV."""
+        if self._reading is not None:
+            self._restores.leave(self._reading.id)
+            self._memory.unpin(self._reading)
+            self._reading = None
