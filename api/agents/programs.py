@@ -26,9 +26,6 @@ CHARACTERS_MAX = 2**25
 LINES_MAX = 4
 """How many conversations of an agent are remembered: it may have side requests, such as for a title."""
 
-SOON_SHARE = 7 / 8
-"""A conversation is expected to be rewritten soon if it is this long, measured by the shortest that was."""
-
 _MESSAGE_CHARACTERS = 256
 """Counted for a message besides its text."""
 
@@ -39,13 +36,15 @@ class _Program:
 
     Attributes:
         contents, reasoning: edits of either kind that explain all rewrites so far; the first one is used.
-        size: of the shortest conversation that was rewritten, in characters; None before the first.
+        shortest: characters of the shortest conversation that was rewritten; None before the first.
+        longest: characters of the longest that was not, though there was something to rewrite.
         every_turn: whether each turn is rewritten; None if not known.
     """
 
     contents: list[Edit] = field(default_factory=list)
     reasoning: list[Edit] = field(default_factory=list)
-    size: int | None = None
+    shortest: int | None = None
+    longest: int = 0
     every_turn: bool | None = None
 
 
@@ -56,12 +55,14 @@ class _Line:
     Attributes:
         rewritten: whether the program rewrote it before that turn.
         predicted: whether a rewrite was predicted since the last one.
+        growth: characters that a turn adds, smoothed.
     """
 
     messages: Sequence[Message]
     size: int
     rewritten: bool = False
     predicted: bool = False
+    growth: float = 0.0
 
 
 def program_of(name: str, tenant: str, tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> bytes:
@@ -105,7 +106,12 @@ class Programs:
         line = _continued(lines, asked)
         rewritten = line is not None and self._compare(program, line, asked)
         said = [*asked, answer]
-        now = _Line(said, size_of(said), rewritten, line is not None and line.predicted and not rewritten)
+        now = _Line(said, size_of(said), rewritten)
+        if line is not None:
+            # What was predicted right after a rewrite tells whether each turn is rewritten.
+            now.predicted = line.predicted and not rewritten and not line.rewritten
+            added = now.size - line.size
+            now.growth = line.growth if rewritten else (line.growth + added) / 2 if line.growth else added
         predicted = _predicted(program, now)
         others = [other for other in lines if other is not line]
         # Another thread may have forgotten the agent meanwhile.
@@ -134,6 +140,7 @@ class Programs:
                 return line.rewritten
             if line.rewritten and program.every_turn is None:
                 program.every_turn = False
+            program.longest = max(program.longest, size_of(asked))
             return False
         found = learned(before, asked)
         if program.contents and explains(program.contents[0], before, asked):
@@ -142,9 +149,10 @@ class Programs:
         else:
             self.contradicted += bool(program.contents)
             self.unexplained += not found
-            program.size = program.every_turn = None
+            program.shortest, program.longest, program.every_turn = None, 0, None
         program.contents = _agreeing(program.contents, found, before, asked)
-        program.size = line.size if program.size is None else min(program.size, line.size)
+        size = line.size + size_of(asked[len(before) :])
+        program.shortest = size if program.shortest is None else min(program.shortest, size)
         return True
 
 
@@ -179,13 +187,24 @@ def _agreeing(known: list[Edit], found: list[Edit], before: Sequence[Message], a
 def _predicted(program: _Program, line: _Line) -> list[Message] | None:
     """Returns a conversation as its program will have rewritten it by the next turn; None if it will not. Notes in the
     line that its contents will be."""
-    coming, said = coming_after(line.messages), list(line.messages)
+    # What comes takes part of what a program keeps.
+    coming, said = coming_after(line.messages, " " * int(line.growth)), list(line.messages)
     edited = program.reasoning[0].apply(said, coming) if program.reasoning else said
-    soon = program.size is not None and line.size >= SOON_SHARE * program.size
-    if program.contents and (program.every_turn or (soon and not line.predicted)):
+    if program.contents and (program.every_turn or (_is_near(program, line) and not line.predicted)):
         before, edited = edited, program.contents[0].apply(edited, coming)
         line.predicted = line.predicted or not _same(before, edited)
     return None if _same(said, edited) else edited
+
+
+def _is_near(program: _Program, line: _Line) -> bool:
+    """Whether the next request will probably be long enough to be rewritten."""
+    if program.shortest is None:
+        return False
+    if line.rewritten and program.every_turn is None:
+        return True
+    known = program.longest < program.shortest
+    limit = (program.shortest + program.longest) / 2 if known and program.longest else program.shortest
+    return line.size + line.growth >= limit
 
 
 def _same(messages: Sequence[Message], edited: Sequence[Message]) -> bool:

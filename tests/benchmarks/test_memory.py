@@ -155,12 +155,14 @@ def test_rewrites_of_programs_that_are_known_are_ready(tmp_path: Path) -> None:
     part = rewriting.rewriting(texts, blocks, parts.Budget(600.0), lambda text: None)
     assert len(part.rows) == len(rewriting.published())
     for row in part.rows:
-        assert row["rewritten"] and float(row["share"] or 0) > 0.5, row
+        assert row["rewritten"] and float(row["share"] or 0) > 0.3, row
     (kinds,) = (note for note in part.notes if "by the length" in note)
     assert "as long as before: 1 with 6,464 tokens" in kinds
     assert "shorter by more than a half: 1 with 1,984 tokens" in kinds
-    plain = rewriting.waits([[*next(rewriting.recorded_sessions(blocks))]], 500, 0)
-    assert plain == [pytest.approx(6400 / 500), pytest.approx(7.8 + 0.025 + 128 / 500, abs=0.01)]
+    recorded = list(rewriting.recorded_sessions(blocks))
+    plain, prepared = (rewriting.waits(recorded, 500, chunk) for chunk in (0, 64))
+    assert plain == pytest.approx([6400 / 500, 6400 / 500 + 0.2 + 128 / 500 - 5, 6464 / 500, 12.096], abs=0.01)
+    assert [0 <= later - before <= 64 / 500 + 1e-9 for before, later in zip(plain, prepared, strict=True)] == [True] * 4
     assert rewriting.rewriting(None, None, parts.Budget(1.0), print).notes == [
         "Skipped: it needs agent_text.jsonl.gz (`--traces`)."
     ]

@@ -22,7 +22,7 @@ from tests.worlds.api.served_models import served_model
 from tests.worlds.models.forgetful_templates import TEMPLATES, write_template
 
 
-def observations(newest: int = 1) -> Rewriter:
+def observations(newest: int = 3) -> Rewriter:
     """A program that shows only the newest observations in full."""
     return Rewriter("user", newest=newest, oldest=1, placeholder="({lines} lines omitted)", every_turn=True)
 
@@ -53,7 +53,7 @@ async def converse(endpoint: Remembering, program: Rewriter, agent: str, turns: 
             yield prepared[-1][1].prompt if prepared else None
         prepared: Any = endpoint.backend.prepared
         prepared.clear()
-        asked = program.request([{"role": "user", "content": f"Observation {turn} of {agent}.\n" * 40}])
+        asked = program.request([{"role": "user", "content": f"Observation {turn} of {agent}.\n" * 12}])
         endpoint.draw(f"Step {turn}.")
         program.answered({"role": "assistant", "content": await endpoint.say(*asked, agent=agent)})
         await at_rest(endpoint)
@@ -63,11 +63,11 @@ async def test_what_is_prepared_is_what_the_program_sends(endpoint: Remembering,
     """After the first rewrite of its first agent, for all its agents. It goes to the replica that has the agent's KV,
     and ends where the user's message begins."""
     program, ready = observations(), list[int]()
-    async for prompt in converse(endpoint, program, "ann", 6):
+    async for prompt in converse(endpoint, program, "ann", 8):
         ready.append(len(prompt or []))
-    assert ready[:2] == [0, 0] and all(ready[2:])
+    assert ready[:4] == [0] * 4 and all(ready[4:])
     program.history.clear()
-    steps = converse(endpoint, program, "bob", 5)
+    steps = converse(endpoint, program, "bob", 7)
     sent: list[list[int]] = []
     async for prompt in steps:
         if prompt is not None:
@@ -86,18 +86,18 @@ async def test_what_is_prepared_is_what_the_program_sends(endpoint: Remembering,
 async def test_the_next_prompt_begins_with_what_was_prepared(endpoint: Remembering):
     program, right = observations(), 0
     last: list[int] | None = None
-    async for prompt in converse(endpoint, program, "ann", 7):
+    async for prompt in converse(endpoint, program, "ann", 9):
         # What was prepared for the turn before, and that turn's prompt.
         if last is not None:
             assert endpoint.prompt[: len(last)] == last
             right += 1
         last = prompt
-    assert right >= 3
+    assert right >= 3, right
 
 
 @pytest.mark.parametrize("endpoint", [False], indirect=True)
 async def test_it_can_be_switched_off(endpoint: Remembering, backend):
-    async for prompt in converse(endpoint, observations(), "ann", 5):
+    async for prompt in converse(endpoint, observations(), "ann", 7):
         assert prompt is None
 
 
@@ -137,14 +137,14 @@ async def answers_of(folder: Path, *, prepares: bool) -> tuple[list[tuple[str, i
     were reused, and how many of those were prepared."""
     source = {"models": [{"name": "recall", "source": "embedded:recall"}]}
     config = parse_config({**source, "scheduling": {"prepare_while_idle": prepares}})
-    program, answers, reused = observations(), list[tuple[str, int]](), 0
+    program, answers, reused = observations(2), list[tuple[str, int]](), 0
     async with remembering_app(config, folder) as app:
         backend: EngineBackend = app.state.backend
         engine = backend.engine
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as client:
-            for turn in range(5):
-                text = "".join(f"The code of {number + turn} is {number * 7}. " for number in range(40))
+            for turn in range(6):
+                text = "".join(f"The code of {number + turn} is {number * 7}. " for number in range(30))
                 asked = program.request([{"role": "user", "content": text}])
                 body = {"messages": asked, "max_tokens": 8, "temperature": 0}
                 answer = await client.post("/v1/chat/completions", json=body, headers={"X-Agent-ID": "ann"})
@@ -158,6 +158,7 @@ async def answers_of(folder: Path, *, prepares: bool) -> tuple[list[tuple[str, i
             return answers, reused, await backend.on_thread(lambda: engine.prefixes.used_tokens)
 
 
+@pytest.mark.slow
 async def test_a_prepared_prompt_is_not_computed_again(tmp_path: Path):
     """Through the whole server: answers are the same as of one that prepares nothing."""
     answers, reused, used = await answers_of(tmp_path / "with", prepares=True)

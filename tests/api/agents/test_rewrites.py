@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.memory.rewriting import Rewriter
 from satchel.api.agents.programs import Programs, program_of
-from satchel.api.agents.rewrites import size_of
 from satchel.api.requests.history import Message
 
 KEY = b"program"
@@ -30,7 +29,7 @@ def turns(rng: random.Random, count: int, tools: Sequence[str] = ("read",)) -> I
             answer["tool_calls"] = [{"id": f"call{turn}", "type": "function", "function": function}]
         yield new, answer
         if "tool_calls" in answer:
-            text = f"result {turn}\n" * rng.randrange(1, 200)
+            text = f"result {turn}\n" * rng.randrange(6, 200)
             new = [{"role": "tool", "tool_call_id": f"call{turn}", "content": text}]
         else:
             new = [{"role": "user", "content": f"Go on {turn}."}]
@@ -62,6 +61,7 @@ REWRITERS = st.builds(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(REWRITERS, st.integers(0, 1000))
 def test_a_program_that_keeps_the_newest_results_is_known_after_one_rewrite(program: Rewriter, seed: int):
     rewrites, right = play(programs := Programs(), "ann", program, turns(random.Random(seed), 25))
@@ -73,38 +73,38 @@ def test_a_program_that_keeps_the_newest_results_is_known_after_one_rewrite(prog
 @pytest.mark.parametrize(
     "program",
     [
-        Rewriter(characters=8000, newest=2),
-        Rewriter(characters=8000, newest_characters=2500),
-        Rewriter(characters=8000, head=100, tail=60, placeholder="\n[{characters} characters left out]\n"),
+        Rewriter(characters=40_000, newest=2),
+        Rewriter(characters=40_000, newest_characters=12_000),
+        Rewriter(characters=40_000, head=100, tail=60, placeholder="\n[{characters} characters left out]\n"),
     ],
     ids=["newest", "budget of characters", "cut in the middle"],
 )
 def test_other_agents_of_a_program_are_predicted_too(program: Rewriter):
-    """The first agent's rewrite comes as a surprise. The second agent's is predicted before it comes, at most once for
-    each, and early enough."""
+    """The first agent's rewrite comes as a surprise. Those of others are mostly predicted before they come, each at most
+    once."""
     programs = Programs()
-    play(programs, "ann", program, turns(random.Random(1), 30))
-    program.history.clear()
+    play(programs, "ann", program, turns(random.Random(1), 100))
+    found: list[int] = []
     for seed in range(2, 8):
         program.history = []
-        sizes: list[int] = []
         predicted = 0
-        for new, answer in turns(random.Random(seed), 12):
-            sizes.append(size_of(program.history))
+        for new, answer in turns(random.Random(seed), 100):
+            before = list(program.history)
             asked = program.request(new)
-            rewritten = size_of(asked) < sizes[-1]
+            predicted_now = programs.turn(KEY, f"agent{seed}", asked, answer) is not None
             program.answered(answer)
-            if rewritten:
-                assert predicted == 1
-                break
-            predicted += programs.turn(KEY, f"agent{seed}", asked, answer) is not None
-    assert programs.contradicted <= 1
+            if asked[: len(before)] != before:
+                found.append(predicted)
+                predicted = 0
+            predicted += predicted_now
+    assert max(found) == 1 and sum(found) > len(found) / 2 > 4
+    assert programs.confirmed > 5 and programs.contradicted <= 3
 
 
 def test_results_of_some_tools_may_stay():
     rng, programs = random.Random(3), Programs()
     steps = list(turns(rng, 40, ["read", "skill"]))
-    spared = {call["id"] for _, answer in steps for call in answer.get("tool_calls", ()) if "skill" in str(call)}
+    spared = {call.get("id") for _, answer in steps for call in answer.get("tool_calls", ()) if "skill" in str(call)}
 
     class Sparing(Rewriter):
         def _rewritten(self) -> list[Message]:
@@ -131,19 +131,20 @@ def test_reasoning_that_is_never_sent_back_is_left_out_of_the_prediction():
     assert programs.turn(b"other", "bob", again, answer) is None
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10_000))
 def test_a_rule_that_is_wrong_once_is_never_used_again(seed: int):
     """A program changes a random result to a new text each time."""
     rng, programs = random.Random(seed), Programs()
     history: list[Message] = []
     wrong = list[str]()
-    for turn, (new, answer) in enumerate(turns(rng, 20)):
+    for new, answer in turns(rng, 20):
         history += new
         sent = history[: len(history) - len(new)]
         results = [place for place, message in enumerate(sent) if message["role"] == "tool"]
         if results and rng.random() < 0.5:
             place = rng.choice(results)
-            text = f"{turn} {rng.random()}"
+            text = "".join(rng.choices("abcdefghijklmnop", k=12))
             wrong.append(text)
             history[place] = {**history[place], "content": text}
         predicted = programs.turn(KEY, "ann", list(history), answer)
