@@ -239,7 +239,7 @@ class ReplicaClient(Client):
         """
         ...
 
-    @method()
+    @method(large=True)
     def prepare(self, request: GenerateRequest) -> None:
         """Has a prompt prefilled while the replica has nothing else to do, instead of the former one of its agent. It
         is left out if there is no room, or if the replica is still loading.

@@ -132,6 +132,7 @@ OF_REPLICA: list[Case] = [
     (replica.info(), "info", [], None),
     (replica.stats(), "stats", [], ReplicaStats("m-0", "m", True)),
     (replica.submit(ROW), "submit", [ROW], None),
+    (replica.prepare(ROW), "prepare", [ROW], None),
     (replica.pool(TEXTS), "pool", [TEXTS], PooledTexts(1, b"1234")),
     (replica.next_frame("c", 7), "next_frame", ["c", 7], FRAME),
     (replica.next_frame("c", 7), "next_frame", ["c", 7], None),
@@ -297,7 +298,7 @@ def test_nothing_is_waited_for_for_ever(call: Call[Any], timeout_s: float):
 
 
 def test_what_may_be_a_megabyte_is_encoded_beside_the_event_loop():
-    assert {case[2] for case in CASES if case[1]._large} == {"commit", "pool"}
+    assert {case[2] for case in CASES if case[1]._large} == {"commit", "pool", "prepare"}
 
 
 async def test_the_config_is_the_clusters(monkeypatch: pytest.MonkeyPatch):

@@ -15,6 +15,7 @@ from satchel.actors.model_files.source import EMBEDDED
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.replica_messages import (
     GenerateRequest,
+    KVSelection,
     MediaSpan,
     PooledTexts,
     PoolingRequest,
@@ -166,12 +167,36 @@ async def test_vectors_are_answered_refused_and_given_up(replica: ReplicaActor):
         await client(replica).pool(PoolingRequest("r", "m", [[1]]))
 
 
+async def test_prompts_are_prepared_only_by_a_proven_model_and_as_the_config_says(replica: ReplicaActor):
+    engine: Engine = replica._engine  # type: ignore[assignment]
+    engine.prepare_prompt = lambda request: engine.taken.append(request.request_id)  # type: ignore[attr-defined]
+    for number, (plain, wanted) in enumerate([(0.0, True), (1.0, True), (0.0, False)]):
+        replica._plain_since, replica._scheduling = plain, Scheduling(prepare_while_idle=wanted)
+        asked = GenerateRequest(str(number), "", "m", "t/ann", [1], [], bytes(32), Sampling())
+        await client(replica).prepare(asked)
+    replica._engine = None
+    await client(replica).prepare(asked)
+    assert engine.taken == ["0"]
+
+
+async def test_what_was_prepared_for_an_agent_is_released_with_its_kv(replica: ReplicaActor):
+    engine: Engine = replica._engine  # type: ignore[assignment]
+    nothing = SimpleNamespace(drop=lambda *_: 0)
+    engine.prefixes, engine.pictures = nothing, SimpleNamespace(embeddings=nothing)  # type: ignore[attr-defined]
+    engine.call = lambda action: action()  # type: ignore[attr-defined]
+    engine.forget_prepared = lambda agent: engine.taken.append(agent) or 7  # type: ignore[attr-defined]
+    assert await client(replica).release(KVSelection(b"r", [], b"", agent="t/ann")) == 7
+    assert await client(replica).release(KVSelection(b"r", [], b"")) == 0
+    assert engine.taken == ["t/ann"]
+
+
 async def test_an_engine_that_is_stuck_makes_the_replica_not_ready(
     replica: ReplicaActor, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(replica._watchdog, "is_slow", lambda part: part == "engine")
     monkeypatch.setattr(replica._engine, "counters", Counters(), raising=False)
-    numbers = MagicMock(running=0, blocks=0, nbytes=0, embeddings=MagicMock(hits=0, encodes=0, nbytes=0))
+    prepared = {"prepared_tokens": 0, "used_tokens": 0, "wasted_tokens": 0}
+    numbers = MagicMock(running=0, blocks=0, nbytes=0, embeddings=MagicMock(hits=0, encodes=0, nbytes=0), **prepared)
     for name in ("scheduler", "prefixes", "pictures"):
         monkeypatch.setattr(replica._engine, name, numbers, raising=False)
     for name in ("waiting", "failed_checks", "idle_s"):

@@ -112,6 +112,7 @@ async def test_a_forgotten_agent_is_not_remembered_here(endpoint: Remembering):
     assert "default/ann" in endpoint.memory.programs._agents
     await endpoint.client.delete("/v1/agents/ann")
     assert "default/ann" not in endpoint.memory.programs._agents
+    assert endpoint.store.released_of == {"default/ann"}, "with what was prepared for it"
 
 
 async def test_reasoning_that_the_template_drops_is_prepared_without(backend, config: Config, tmp_path: Path):

@@ -80,8 +80,8 @@ def test_a_program_that_keeps_the_newest_results_is_known_after_one_rewrite(prog
     ids=["newest", "budget of characters", "cut in the middle"],
 )
 def test_other_agents_of_a_program_are_predicted_too(program: Rewriter):
-    """The first agent's rewrite comes as a surprise. Those of others are mostly predicted before they come, each at most
-    once."""
+    """The first agent's rewrite comes as a surprise. Those of others are mostly predicted before they come, each
+    at most once."""
     programs = Programs()
     play(programs, "ann", program, turns(random.Random(1), 100))
     found: list[int] = []

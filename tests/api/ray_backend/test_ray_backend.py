@@ -13,6 +13,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from satchel.actors.protocol import registry
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient, RouterClient
 from satchel.actors.protocol.names import ROUTER
 from satchel.actors.protocol.registry import ServedEntry
@@ -146,6 +147,21 @@ async def test_a_silent_replica_is_shown_where_it_belongs(world: World) -> None:
     assert (first.running, first.node, first.answers) == (2, "mac0", True)
     assert (second.replica, second.model, second.node, second.answers) == ("m-1", "m", "mac1", False)
     assert await world.backend.pids() == {"m-0": 12}
+
+
+@pytest.mark.parametrize("share", ["tenant", "none"])
+async def test_a_prompt_is_prepared_at_the_replica_that_is_named(world: World, share: str) -> None:
+    """Under the ids that its requests will have there; not if no request could find it."""
+    asked: list[GenerateRequest] = []
+    world.actors["replica:m-1"] = Actor(prepare=lambda request: asked.extend(ReplicaClient.prepare.asked(request)))
+    world.backend.config = replace(world.backend.config, share=share)
+    prompt = list(range(BLOCK_TOKENS + 3))
+    await world.backend.prepare("m-1", b"b", replace(REQUEST, agent="t/ann", tenant="t", prompt=prompt))
+    if share == "none":
+        assert not asked
+        return
+    root = root_id(b"b", "tenant:t")
+    assert [(each.model_id, each.root_id, each.block_ids) for each in asked] == [(b"b", root, block_ids(root, prompt))]
 
 
 async def test_a_replica_that_loads_has_its_node_and_no_process(world: World) -> None:

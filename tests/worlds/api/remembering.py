@@ -38,6 +38,8 @@ class LocalStore:
         self.stuck: set[str] = set()
         self.calls: list[str] = []
         self.released: list[tuple[bytes, bytes, list[bytes], bytes, list[bytes]]] = []
+        self.released_of: set[str] = set()
+        """Agents whose prepared KV is released."""
         self.in_memory = 0
         self.models: list[bytes] = []
         self.cleared = 0
@@ -73,6 +75,7 @@ class LocalStore:
 
     async def release(self, branch: BranchKV) -> int:
         kept = branch.kept
+        self.released_of.add(kept.agent)
         self.released.append((branch.model, kept.root, kept.block_ids, kept.first, kept.embeddings))
         return 1000 * len(kept.block_ids)
 
