@@ -138,7 +138,7 @@ class Programs:
             if _same(before, edited):
                 # Nothing is learned from a turn in which there was nothing to change.
                 return line.rewritten
-            if line.rewritten and program.every_turn is None:
+            if line.rewritten or program.every_turn:
                 program.every_turn = False
             program.longest = max(program.longest, size_of(asked))
             return False
