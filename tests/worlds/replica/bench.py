@@ -101,7 +101,8 @@ class Bench:
         self.loaded = loaded
         spec, sequences = loaded.spec, scheduling.get("sequences_max", 8)
         kv_bytes = 100_000 * spec.bytes_per_token + 2 * sequences * spec.bytes_per_sequence
-        settings = Scheduling(**{"sequences_max": sequences, "kv_bytes_max": kv_bytes, **scheduling})
+        chosen: dict[str, Any] = {"sequences_max": sequences, "kv_bytes_max": kv_bytes, **scheduling}
+        settings = Scheduling(**chosen)
         self.engine = Engine(loaded, settings, memory_bytes_max, self._take, disk, drafts=drafts)
         if kv_tokens_max is not None:
             # Open blocks, which are large in these models, cost nothing then.
