@@ -39,7 +39,8 @@ SEAL_BYTES = 16
 """Bytes that sealing adds."""
 
 FRAMES_MAX = 2**18
-"""Frames sealed with one key: at most 128 GiB, far below what AES-GCM allows. Then the connection ends."""
+"""Frames sealed with one key: at most 128 GiB, far below what AES-GCM allows. Then the connection ends, or both sides
+take the next key."""
 
 _MAGIC = b"satchel\x00"
 
@@ -72,14 +73,21 @@ def body_length(raw: bytes) -> int:
 
 
 class Seal:
-    """Encryption of one direction of one connection. Both sides count the frames, and the count is the nonce."""
+    """Encryption of one direction of one connection. Both sides count the frames, and the count is the nonce.
+
+    Attributes:
+        renews: whether the next key, which follows from this one, is taken after `FRAMES_MAX` frames; both sides must
+            agree.
+    """
 
     def __init__(self, key: bytes) -> None:
-        self._cipher = AESGCM(key)
+        self._key, self._cipher = key, AESGCM(key)
         self._count = 0
+        self.renews = False
 
     def seal_into(self, data: bytes | memoryview, sealed: memoryview) -> None:
-        """Encrypts the next frame into `sealed`, `SEAL_BYTES` longer. Raises `LinkError` after `FRAMES_MAX` frames."""
+        """Encrypts the next frame into `sealed`, `SEAL_BYTES` longer. Raises `LinkError` after `FRAMES_MAX` frames,
+        unless it `renews`."""
         self._cipher.encrypt_into(self._next(), data, None, sealed)
 
     def open_into(self, sealed: bytes | memoryview, data: memoryview) -> None:
@@ -87,7 +95,7 @@ class Seal:
 
         Raises:
             LinkGarbage: it does not verify.
-            LinkError: there were `FRAMES_MAX` frames.
+            LinkError: there were `FRAMES_MAX` frames, and it does not renew.
         """
         try:
             self._cipher.decrypt_into(self._next(), sealed, None, data)
@@ -96,7 +104,10 @@ class Seal:
 
     def _next(self) -> bytes:
         if self._count == FRAMES_MAX:
-            raise LinkError("the connection's keys are used up")
+            if not self.renews:
+                raise LinkError("the connection's keys are used up")
+            self._key = HKDF(SHA256(), PROOF_BYTES, None, b"satchel.link.next").derive(self._key)
+            self._cipher, self._count = AESGCM(self._key), 0
         self._count += 1
         return self._count.to_bytes(12, "big")
 

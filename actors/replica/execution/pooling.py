@@ -15,7 +15,7 @@ import numpy as np
 
 from ....cluster.errors import GenerationFailed
 from ..device.device import as_numpy, on_gpu
-from .executor import CLEAR_EVERY_TOKENS
+from .batch import CLEAR_EVERY_TOKENS
 from .hidden_states import HiddenStates
 from .padding import padded_tokens
 

@@ -94,16 +94,16 @@ class ExecutorSequence:
         grammar: SequenceGrammar | None,
         ends: frozenset[int],
     ) -> None:
-        """Lets the sequence join the batch at the next step."""
+        """Notes with what the sequence will join the batch."""
         if grammar is not None:
             grammar.resume(tokens[len(tokens) - drawn :])
-        self.stage, self.tokens, self.sampling, self.drawn = Stage.JOINING, tokens, sampling, drawn
+        self.tokens, self.sampling, self.drawn = tokens, sampling, drawn
         self.grammar, self.ends = grammar, ends
         self.tokens_max = self.length + 1 + sampling.max_tokens - drawn
 
     def decode(self) -> None:
         """Moves its KV to the batch that it has joined."""
-        self.stage, self.caches, self.together, self.tokens = Stage.DECODE, [], None, ()
+        self.stage, self.caches, self.together = Stage.DECODE, [], None
 
     def leave(self) -> None:
         """Removes the sequence from the batch that it was prefilled in."""

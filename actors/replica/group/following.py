@@ -1,0 +1,84 @@
+"""A follower's side of calls: does what the leader tells, in order, with its own layers."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import mlx.core as mx
+import msgpack
+import numpy as np
+
+from ....cluster.errors import LinkGarbage, SatchelError
+from ..execution.batch import Batch
+from ..kv.caches import PooledBlock, Slab
+from .broken import Wholeness, in_words
+from .connection import FAILED, Connection
+from .leading import END, KEPT, TELL, TOKENS
+
+
+class Following:
+    """One follower.
+
+    Args:
+        calls: the connection to the leader.
+        after: the connection to the next stage, which is told if something fails here.
+    """
+
+    def __init__(self, batch: Batch, calls: Connection, after: Connection, wholeness: Wholeness) -> None:
+        self._batch, self._calls, self._after, self._wholeness = batch, calls, after, wholeness
+        self._kept: dict[int, Slab | PooledBlock] = {}
+        self._next = 0
+
+    @property
+    def kept(self) -> int:
+        """How many pieces of KV it keeps for the leader."""
+        return len(self._kept)
+
+    def run(self) -> None:
+        """Does what it is told until the leader ends the group.
+
+        Raises:
+            GroupBroken: something failed.
+        """
+        with self._wholeness.kept():
+            try:
+                while self._heard():
+                    pass
+            except BaseException as error:
+                if not self._wholeness.why:
+                    with suppress(SatchelError):
+                        self._after.send(FAILED, in_words(error))
+                raise
+
+    def _heard(self) -> bool:
+        """Does what the next message says. Returns False if it is the last."""
+        kind, fields = self._calls.receive() or ("", [])
+        if kind == TELL:
+            dropped, told = fields
+            for call, given, named in told:
+                self._do(call, given, named)
+            # Only now: a call may have been told later than its KV was dropped.
+            for number in dropped:
+                del self._kept[number]
+        elif kind != END:
+            raise LinkGarbage(f"the leader sends {kind!r:.40}")
+        return kind == TELL
+
+    def _do(self, call: str, given: list[Any], named: dict[str, Any]) -> None:
+        method = getattr(Batch, call, None)
+        if not hasattr(method, "replayed"):
+            raise LinkGarbage(f"{call!r:.40} is no call of a batch")
+        result = getattr(self._batch, call)(*map(self._unpacked, given), **named)
+        if call == "cut":
+            for kept in result:
+                self._kept[self._next] = kept
+                self._next += 1
+
+    def _unpacked(self, value: Any) -> Any:
+        if isinstance(value, msgpack.ExtType):
+            if value.code == KEPT:
+                return self._kept[int.from_bytes(value.data, "big")]
+            if value.code == TOKENS:
+                return mx.array(np.frombuffer(value.data, "<u4"))
+        return [self._unpacked(each) for each in value] if isinstance(value, list) else value

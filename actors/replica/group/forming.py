@@ -1,0 +1,224 @@
+"""Forms a group: its processes connect and agree on what they compute. The last stage leads.
+
+Every process listens. The leader connects to each follower twice, for calls and for heartbeats, and says where the next
+stage listens; each stage but the last connects to the next one, for hidden states. Whoever connects must have the
+cluster's key.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from ....cluster.errors import ClusterError, LinkError, LinkGarbage, SatchelError
+from ..execution.batch import Batch
+from ..execution.loaded_model import LoadedModel
+from .broken import Wholeness
+from .connection import FAILED, HANDSHAKE_S, Address, Connection
+from .following import Following
+from .heartbeats import Heartbeats
+from .leading import Leading
+
+logger = logging.getLogger(__name__)
+
+_CALLS, _HEARTBEATS, _STATES = "calls", "heartbeats", "states"
+"""What a connection is for: the kind of its first message."""
+
+_FORM, _RANK = "form", "rank"
+"""Kinds of messages: where the next stage listens, and what a process says of itself."""
+
+
+@dataclass(frozen=True)
+class GroupTimes:
+    """Times of a group.
+
+    Attributes:
+        form_s: for forming, once the model is loaded on all nodes.
+        beat_s: between two heartbeats.
+        silent_s: after which a silent process is lost.
+    """
+
+    form_s: float = 30.0
+    beat_s: float = 0.2
+    silent_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What processes of a group must agree on.
+
+    Attributes:
+        start, stop: the layers of its stage.
+        layers: of the whole model.
+        computing: the model's files and how this process computes, as in its identity, and how it batches.
+    """
+
+    start: int
+    stop: int
+    layers: int
+    computing: Mapping[str, str]
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, batch: Batch) -> Rank:
+        """Returns what a process says of itself."""
+        stage, identity = loaded.model.stage, loaded.identity
+        how = {
+            "padded prompts": str(batch.batched_prefill),
+            "sequences one by one": str(loaded.unbatched),
+            # The leader finds what all processes can reuse by what its own layers can.
+            "a rule for reuse": str(loaded.spec.rule),
+        }
+        return cls(stage.start, stage.stop, stage.count, {**identity.files, **identity.computing, **how})
+
+
+def why_not(ranks: Sequence[Rank]) -> str:
+    """Returns why stages, in order, are not one model; empty if they are. Pure."""
+    leader = ranks[-1]
+    for number, rank in enumerate(ranks):
+        differing = sorted(
+            name
+            for name in {*rank.computing, *leader.computing}
+            if rank.computing.get(name) != leader.computing.get(name)
+        )
+        if differing:
+            name = differing[0]
+            return (
+                f"stage {number} has {name} {rank.computing.get(name)!r}, the last stage {leader.computing.get(name)!r}"
+            )
+    ends = [0, *(rank.stop for rank in ranks)]
+    spans = ", ".join(f"{rank.start} to {rank.stop}" for rank in ranks)
+    if [rank.start for rank in ranks] != ends[:-1] or ends[-1] != leader.layers:
+        return f"their layers, {spans}, are not the {leader.layers} of the model"
+    return ""
+
+
+class Member:
+    """One process of a group, with its connections.
+
+    Args:
+        group: the group's name, a new one each time it is formed.
+        rank: the number of its stage.
+        key: the cluster's.
+        listener: where it listens.
+
+    Attributes:
+        wholeness: whether the group is whole.
+    """
+
+    def __init__(self, group: str, rank: int, key: bytes, listener: socket.socket, times: GroupTimes) -> None:
+        self.wholeness = Wholeness(self._shut)
+        self._group, self._rank, self._key, self._times = group, rank, key, times
+        self._listener = listener
+        self._until = time.monotonic() + times.form_s
+        self._connections: list[Connection] = []
+        # Those of heartbeats, which end by themselves.
+        self._beating: list[Connection] = []
+        self._heartbeats: list[Heartbeats] = []
+        self._leading: Leading | None = None
+
+    def lead(self, loaded: LoadedModel, batch: Batch, addresses: Sequence[Address]) -> None:
+        """Forms the group as its last stage. From then on the followers do the calls of `batch` too.
+
+        Args:
+            loaded: the stage; its model is a `PipelinedStage`.
+            addresses: where each process listens, in the order of stages.
+
+        Raises:
+            GroupBroken: it cannot be formed.
+        """
+        with self.wholeness.kept():
+            calls = []
+            for number, (address, after) in enumerate(pairwise(addresses)):
+                calls.append(self._connect(address, number, _CALLS))
+                calls[-1].send(_FORM, list(after))
+                self._begin_heartbeats(self._connect(address, number, _HEARTBEATS), f"stage {number}")
+            (loaded.model.before,) = self._accept([_STATES])
+            ranks = [Rank(**self._heard(connection, _RANK)) for connection in calls]
+            if why := why_not([*ranks, Rank.of(loaded, batch)]):
+                for connection in calls:
+                    connection.send(FAILED, why)
+                raise ClusterError(f"the stages of the model do not fit together: {why}")
+            batch.followers = self._leading = Leading(calls, self.wholeness)
+
+    def follow(self, loaded: LoadedModel) -> Following:
+        """Joins the group as another stage than the last. Returns the follower, which is to be run.
+
+        Args:
+            loaded: as for `lead`.
+
+        Raises:
+            GroupBroken: the group cannot be formed.
+        """
+        with self.wholeness.kept():
+            calls, beats, *states = self._accept([_CALLS, _HEARTBEATS, *([_STATES] if self._rank else [])])
+            self._begin_heartbeats(beats, "the leader")
+            loaded.model.before = states[0] if states else None
+            host, port = self._heard(calls, _FORM)
+            loaded.model.after = self._connect((host, port), self._rank + 1, _STATES)
+            batch = Batch(loaded)
+            calls.send(_RANK, asdict(Rank.of(loaded, batch)))
+            return Following(batch, calls, loaded.model.after, self.wholeness)
+
+    def close(self) -> None:
+        """Ends the process's part of the group; the leader's ends the group."""
+        if self._leading is not None and not self.wholeness.why:
+            self._leading.end()
+        for heartbeats in self._heartbeats:
+            heartbeats.end(self.wholeness.why)
+            heartbeats.join()
+        for connection in (*self._connections, *self._beating):
+            connection.close()
+        self._listener.close()
+
+    def _connect(self, address: Address, rank: int, what: str) -> Connection:
+        connection = Connection.connect(address, self._key, self._name(rank), self._until)
+        self._connections.append(connection)
+        connection.send(what)
+        return connection
+
+    def _accept(self, wanted: Sequence[str]) -> list[Connection]:
+        """Returns a connection for each of these uses, in order. Others are closed."""
+        found: dict[str, Connection] = {}
+        while len(found) < len(wanted):
+            try:
+                self._listener.settimeout(max(0.001, self._until - time.monotonic()))
+                sock, (host, *_) = self._listener.accept()
+            except TimeoutError:
+                missing = ", ".join(what for what in wanted if what not in found)
+                raise LinkError(f"nobody connects for {missing} within {self._times.form_s:g} s") from None
+            try:
+                connection = Connection.accept(sock, self._key, self._name(self._rank))
+            except SatchelError as error:
+                logger.warning("a connection of %s to a group is refused: %s", host, error)
+                continue
+            self._connections.append(connection)
+            what, _ = connection.receive(HANDSHAKE_S) or ("", [])
+            if what in wanted and what not in found:
+                found[what] = connection
+        return [found[what] for what in wanted]
+
+    def _heard(self, connection: Connection, kind: str) -> Any:
+        found, fields = connection.receive(max(0.0, self._until - time.monotonic())) or ("nothing", [])
+        if found != kind or len(fields) != 1:
+            raise LinkGarbage(f"{kind} was to come, not {found!r:.40}")
+        return fields[0]
+
+    def _begin_heartbeats(self, connection: Connection, peer: str) -> None:
+        times = self._times
+        self._connections.remove(connection)
+        self._beating.append(connection)
+        self._heartbeats.append(Heartbeats(connection, peer, times.beat_s, times.silent_s, self.wholeness.break_off))
+
+    def _name(self, rank: int) -> str:
+        return f"{self._group}/{rank}"
+
+    def _shut(self) -> None:
+        for connection in self._connections:
+            connection.shut()
+        for heartbeats in self._heartbeats:
+            heartbeats.end(self.wholeness.why)

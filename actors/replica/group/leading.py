@@ -1,0 +1,98 @@
+"""The leader's side of calls: each is told to all followers, then done here.
+
+The leader has the last stage, so logits stay where tokens are drawn. A call that only prepares another one waits for it
+and goes with it in one message. KV that was cut out gets a number, the same on all processes; if the leader drops it,
+the followers are told with the next message.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import msgpack
+import numpy as np
+
+from ..kv.caches import PooledBlock, Slab
+from .broken import Wholeness
+from .connection import Connection
+
+T = TypeVar("T")
+
+TELL, END = "tell", "end"
+"""Kinds of messages: calls to do, and the end of the group."""
+
+KEPT, TOKENS = 1, 2
+"""Kinds of msgpack's extension values: KV by its number, and an array of tokens as little-endian uint32."""
+
+_LATER = frozenset({"open", "line_up", "change", "take_back", "advance"})
+"""Calls that are told with the next other one."""
+
+
+class Leading:
+    """Lets followers do the calls of the leader's batch; see `execution.batch.Followers`.
+
+    Args:
+        calls: the connection to each follower.
+    """
+
+    def __init__(self, calls: Sequence[Connection], wholeness: Wholeness) -> None:
+        self._calls, self._wholeness = calls, wholeness
+        self._untold: list[Any] = []
+        # By the id of what was cut out, as long as it exists.
+        self._numbers: dict[int, int] = {}
+        self._next = 0
+        self._dropped: deque[int] = deque()
+
+    def lead(self, call: str, given: Sequence[Any], named: Mapping[str, Any], run: Callable[[], T]) -> T:
+        """Tells a call and does it.
+
+        Raises:
+            GroupBroken: it failed here or on the way, or the group was broken before.
+        """
+        with self._wholeness.kept():
+            self._untold.append([call, self._packed(given), dict(named)])
+            if call not in _LATER:
+                self._tell()
+            result = run()
+            if call == "cut":
+                assert isinstance(result, list)
+                for kept in result:
+                    self._number(kept)
+            return result
+
+    def end(self) -> None:
+        """Tells the followers that the group has ended."""
+        for follower in self._calls:
+            follower.send(END)
+
+    def _tell(self) -> None:
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        told, self._untold = self._untold, []
+        for follower in self._calls:
+            follower.send(TELL, dropped, told)
+
+    def _number(self, kept: Slab | PooledBlock) -> None:
+        key, number = id(kept), self._next
+        self._numbers[key] = number
+        self._next += 1
+        weakref.finalize(kept, self._drop, key, number).atexit = False
+
+    def _drop(self, key: int, number: int) -> None:
+        """On any thread."""
+        del self._numbers[key]
+        self._dropped.append(number)
+
+    def _packed(self, value: Any) -> Any:
+        """Returns arguments in the form in which they are told."""
+        if isinstance(value, Slab | PooledBlock):
+            return msgpack.ExtType(KEPT, self._numbers[id(value)].to_bytes(8, "big"))
+        if isinstance(value, mx.array):
+            return msgpack.ExtType(TOKENS, np.array(value).astype("<u4").tobytes())
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            # Prompts are long.
+            return list(value) if value and isinstance(value[0], int) else [self._packed(each) for each in value]
+        return value

@@ -1,0 +1,129 @@
+"""Loads one stage of a model: only its layers' weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from ....cluster.errors import ModelLoadError, NoRoom
+from ...model_files.checkpoints import load_checkpoint
+from ...model_files.context import context_length
+from ...model_files.digests import check_unchanged, digest_files
+from ...model_files.end_tokens import end_tokens
+from ...model_files.foreign_code import refuse_model_file
+from ...model_files.model_identity import ModelIdentity
+from ...model_files.processors import sees
+from ...model_files.source import Progress, first_sentence, read_json, resolve
+from ...model_files.weights import read_weight_files
+from ..device import blas
+from ..device.device import device_bytes
+from ..execution.loaded_model import LoadedModel
+from ..kernels.sealing import FULL_PRECISION, POLICIES
+from ..kv import attention
+from ..kv.caches import joins, new_pool, read_spec
+from ..loading.model_id import computing, files_of, order_of_weights, refuse_elsewhere
+from ..loading.models import pick_dtype
+from ..loading.prepare import prepare_weights
+from ..loading.quirks import with_windows
+from .pipeline import PipelinedStage
+from .stages import Stage, find_chain
+
+_GIB = 2**30
+
+
+def load_stage(
+    source: str,
+    start: int,
+    stop: int,
+    *,
+    dtype: str = "auto",
+    weights: str = "stored",
+    kv: str = "q4",
+    context_tokens_max: int | None = None,
+    digests: Path | None = None,
+    progress: Progress = lambda what, fraction: None,
+) -> LoadedModel:
+    """Loads layers [start, stop) of a model of text. Its model is a `PipelinedStage`, which computes with zeros until
+    it is connected.
+
+    Args:
+        dtype: `auto`, or the name of an MLX float type.
+        weights: `stored`, `dequantized` or `both`, the same for all stages; see `prepare_weights`.
+        kv: how KV is kept, one of `POLICIES`.
+        digests: a file for the digests of the model's files.
+
+    Raises:
+        ModelLoadError: it cannot be loaded or divided; the message says why in one sentence.
+    """
+    # Before any library takes OpenBLAS for itself.
+    blas.chosen()
+    folder = resolve(source, progress)
+    config = read_json(folder / "config.json")
+    refuse_model_file(source, config, trusted=False)
+    refuse_elsewhere(source, config)
+    if sees(folder):
+        raise ModelLoadError(f"{source} takes pictures: only models of text can be divided among processes")
+    files = read_weight_files(folder)
+    paths = files_of(folder)
+    digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
+    try:
+        whole, config = load_checkpoint(folder, trusted=False)
+        wanted = pick_dtype(dtype)
+        if wanted is not None:
+            # Before it is divided, so that what stands in for other stages has the same type.
+            whole.set_dtype(wanted)
+        stage = Stage(find_chain(whole), start, stop)
+        _check_memory(source, stage)
+        kept = prepare_weights(whole, None, weights, lambda fraction: progress(f"loading {source}", fraction))
+        model = PipelinedStage(stage)
+        caches = make_prompt_cache(model)
+        states = model(mx.array([[0, 0]], mx.uint32), cache=caches)
+        mx.eval(states, [cache.state for cache in caches])
+    except ModelLoadError as error:
+        raise ModelLoadError(f"layers {start} to {stop} of {source} cannot be loaded: {error.message}") from error
+    except (Exception, SystemExit) as error:
+        raise ModelLoadError(
+            f"layers {start} to {stop} of {source} cannot be loaded: {first_sentence(error)}"
+        ) from error
+    check_unchanged(digested, paths)
+    spec = with_windows(model, read_spec(caches, 2, POLICIES[kv]))
+    attention.install(whole)
+    identity = ModelIdentity(
+        files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, files),
+        computing=computing(
+            dtype=str(states.dtype).removeprefix("mlx.core."),
+            weights=kept,
+            kv=f"{FULL_PRECISION}.1" if spec.policy is None else spec.policy.format,
+            # Chips of one kind may differ within a group.
+            numerics="fast",
+            seeing=False,
+        ),
+    )
+    context = context_length(config, getattr(whole, "args", None)).tokens
+    return LoadedModel(
+        model=model,
+        folder=folder,
+        identity=identity,
+        spec=spec,
+        context_tokens=min(context, context_tokens_max or context),
+        vocabulary_size=int(states.shape[-1]) if stage.last else 0,
+        eos_token_ids=end_tokens(folder, source, trusted=False),
+        dtype=identity.computing["dtype"],
+        weights=kept,
+        pool=new_pool(spec),
+        unbatched=not all(map(joins, caches)),
+        hidden="its layers are divided among processes",
+    )
+
+
+def _check_memory(source: str, stage: Stage) -> None:
+    needed = sum(array.nbytes for _, array in tree_flatten(stage.model.parameters()))
+    free = device_bytes(free=True)
+    if needed > free:
+        raise NoRoom(
+            f"its weights need {needed / _GIB:.2f} GiB of memory, and {free / _GIB:.2f} GiB are free: give this node "
+            "fewer layers, or end other programs"
+        )

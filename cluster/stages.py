@@ -1,0 +1,183 @@
+"""Which node has which layers of a model that is divided among several. Pure.
+
+A stage is consecutive layers on one node; the first has the embedding too, the last the output layer. A node's memory
+must hold its stage's weights and the workspace of a prefill; what is left is for KV. A sequence needs KV on all nodes,
+so all that count are the tokens for which every node has room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as validated
+
+from .errors import NoRoom
+from .units import STRICT, Count
+
+GIB = 2**30
+ENDLESS = 2**62
+"""For so many tokens there is room where KV does not grow with them."""
+
+
+@validated(frozen=True, config=STRICT)
+class Split:
+    """How a model is divided among nodes."""
+
+    pipeline: Literal["auto"] | Annotated[tuple[Count, ...], Field(min_length=1)]
+    """How many layers each node has, in the order of the nodes; `auto` divides them by memory."""
+
+
+@dataclass(frozen=True)
+class LayerNeeds:
+    """What one layer needs: bytes of its weights, of a token's KV, and of what a sequence has whatever its length
+    (windows, states and open blocks)."""
+
+    weights_bytes: int
+    token_bytes: int
+    sequence_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ModelNeeds:
+    """What a model needs.
+
+    Attributes:
+        layers: at least one.
+        first_bytes: of the weights before the layers, which the first stage has.
+        last_bytes: of the weights after them, which the last stage has. An embedding that is also the output layer
+            counts in both.
+        workspace_bytes: temporary memory of a prefill, on every node.
+        tokens_min: for so many tokens of KV there must be room.
+        sequences: this many sequences may have them.
+    """
+
+    layers: Sequence[LayerNeeds]
+    first_bytes: int = 0
+    last_bytes: int = 0
+    workspace_bytes: int = 0
+    tokens_min: int = 1
+    sequences: int = 1
+
+    @cached_property
+    def sums(self) -> list[LayerNeeds]:
+        """What all layers before each need together, and at the end what all layers need."""
+        found = [LayerNeeds(0, 0)]
+        for layer in self.layers:
+            last = found[-1]
+            found.append(
+                LayerNeeds(
+                    last.weights_bytes + layer.weights_bytes,
+                    last.token_bytes + layer.token_bytes,
+                    last.sequence_bytes + layer.sequence_bytes,
+                )
+            )
+        return found
+
+
+class Stage(NamedTuple):
+    """Layers [start, stop) on a node, and for how many tokens of KV it has room; negative if they do not fit."""
+
+    node: str
+    start: int
+    stop: int
+    tokens: int
+
+
+def divide(needs: ModelNeeds, memory_bytes: Mapping[str, int], split: Split) -> list[Stage]:
+    """Returns the stages of a model, in order. With `auto` they are as few as have room, so a model that fits on one
+    node is not divided; and among divisions of that many, the one with room for the most tokens.
+
+    Args:
+        memory_bytes: what the model may use on each node that may take part, in the order of stages.
+
+    Raises:
+        NoRoom: it does not fit; the message has all sizes.
+    """
+    if split.pipeline != "auto":
+        return _checked(needs, memory_bytes, split.pipeline)
+    count = len(needs.layers)
+    for nodes in range(1, min(len(memory_bytes), count) + 1):
+        # Those with the most memory, in the order that was given.
+        most = sorted(memory_bytes, key=lambda name: -memory_bytes[name])[:nodes]
+        stages = _best(needs, {name: memory_bytes[name] for name in memory_bytes if name in most})
+        if _fits(needs, stages):
+            return stages
+    raise NoRoom(_why(needs, memory_bytes))
+
+
+def _checked(needs: ModelNeeds, memory_bytes: Mapping[str, int], layers: Sequence[int]) -> list[Stage]:
+    if sum(layers) != len(needs.layers) or len(layers) > len(memory_bytes):
+        raise NoRoom(
+            f"pipeline has {' + '.join(map(str, layers))} = {sum(layers)} layers on {len(layers)} nodes; the model has "
+            f"{len(needs.layers)}, and there are {len(memory_bytes)} nodes"
+        )
+    places = zip(memory_bytes, pairwise([0, *accumulate(layers)]), strict=False)
+    stages = [_stage(needs, node, memory_bytes[node], start, stop) for node, (start, stop) in places]
+    if _fits(needs, stages):
+        return stages
+    raise NoRoom(_why(needs, memory_bytes, stages))
+
+
+def _stage(needs: ModelNeeds, node: str, memory_bytes: int, start: int, stop: int) -> Stage:
+    before, after = needs.sums[start], needs.sums[stop]
+    own = needs.sequences * (after.sequence_bytes - before.sequence_bytes)
+    room = memory_bytes - _fixed(needs, start, stop) - own
+    token = after.token_bytes - before.token_bytes
+    return Stage(node, start, stop, room // token if token else ENDLESS if room >= 0 else room)
+
+
+def _fixed(needs: ModelNeeds, start: int, stop: int) -> int:
+    """Returns the bytes of a stage's weights and its workspace."""
+    fixed = needs.sums[stop].weights_bytes - needs.sums[start].weights_bytes + needs.workspace_bytes
+    fixed += needs.first_bytes if start == 0 else 0
+    return fixed + (needs.last_bytes if stop == len(needs.layers) else 0)
+
+
+def _fits(needs: ModelNeeds, stages: Sequence[Stage]) -> bool:
+    return all(stage.tokens >= needs.tokens_min for stage in stages)
+
+
+def _best(needs: ModelNeeds, memory_bytes: Mapping[str, int]) -> list[Stage]:
+    """Returns the division among all these nodes with room for the most tokens."""
+    count, nodes = len(needs.layers), list(memory_bytes)
+    # For every number of layers, how the nodes so far have them best.
+    best: dict[int, list[Stage]] = {0: []}
+    for number, node in enumerate(nodes):
+        left = len(nodes) - number - 1
+        found: dict[int, list[Stage]] = {}
+        for start, before in best.items():
+            for stop in range(start + 1, count - left + 1) if left else [count]:
+                stages = [*before, _stage(needs, node, memory_bytes[node], start, stop)]
+                if stop not in found or _room(stages) > _room(found[stop]):
+                    found[stop] = stages
+        best = found
+    return best[count]
+
+
+def _room(stages: Sequence[Stage]) -> int:
+    return min(stage.tokens for stage in stages)
+
+
+def _why(needs: ModelNeeds, memory_bytes: Mapping[str, int], stages: Sequence[Stage] = ()) -> str:
+    """Returns why a model does not fit, with sizes."""
+    whole, every = _fixed(needs, 0, len(needs.layers)), needs.sums[-1]
+    kv = needs.tokens_min * every.token_bytes + needs.sequences * every.sequence_bytes
+    said = f"the model needs {_gib(whole)} and {_gib(kv)} of KV for {needs.tokens_min} tokens"
+    if stages:
+        tight = min(stages, key=lambda stage: stage.tokens)
+        fixed, memory = _fixed(needs, tight.start, tight.stop), memory_bytes[tight.node]
+        return (
+            f"{said}: layers {tight.start} to {tight.stop} need {_gib(fixed)} without KV on {tight.node}, which may "
+            f"use {_gib(memory)}"
+        )
+    nodes = ", ".join(f"{node} {_gib(memory)}" for node, memory in memory_bytes.items())
+    return f"{said}, and {_gib(needs.workspace_bytes)} more on each further node; its nodes may use: {nodes}"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
