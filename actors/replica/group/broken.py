@@ -22,7 +22,7 @@ class Wholeness:
         ends: called once, when it breaks, by the thread that broke it; must end all waits for other processes.
     """
 
-    def __init__(self, ends: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, ends: Callable[[], object]) -> None:
         self._lock = threading.Lock()
         self._why, self._ends = "", ends
 

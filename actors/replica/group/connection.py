@@ -111,10 +111,10 @@ class Connection:
         dtype = str(array.dtype).removeprefix("mlx.core.")
         self.send("array", dtype, list(array.shape))
         plain = as_numpy(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
-        data = memoryview(np.ascontiguousarray(plain).reshape(-1).view(np.uint8))
+        data = np.ascontiguousarray(plain).reshape(-1).view(np.uint8)
 
         def read(piece: memoryview, start: int) -> None:
-            piece[:] = data[start : start + len(piece)]
+            np.frombuffer(piece, np.uint8)[:] = data[start : start + len(piece)]
 
         self._link.send_bytes(len(data), read)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 
 from ....cluster.errors import ModelLoadError, NoRoom
 from ...model_files.checkpoints import load_checkpoint
@@ -79,7 +79,7 @@ def load_stage(
         _check_memory(source, stage)
         kept = prepare_weights(whole, None, weights, lambda fraction: progress(f"loading {source}", fraction))
         model = PipelinedStage(stage)
-        caches = make_prompt_cache(model)
+        caches = model.make_cache()
         states = model(mx.array([[0, 0]], mx.uint32), cache=caches)
         mx.eval(states, [cache.state for cache in caches])
     except ModelLoadError as error:
@@ -120,7 +120,8 @@ def load_stage(
 
 
 def _check_memory(source: str, stage: Stage) -> None:
-    needed = sum(array.nbytes for _, array in tree_flatten(stage.model.parameters()))
+    arrays: list[Any] = [array for _, array in tree_flatten(stage.model.parameters())]
+    needed = sum(array.nbytes for array in arrays)
     free = device_bytes(free=True)
     if needed > free:
         raise NoRoom(

@@ -197,14 +197,26 @@ class _StandIn(nn.Module):
         return getattr(vars(self)["_module"], name)
 
 
-class _RecordedLayer(_StandIn):
+class _Passed(_StandIn):
+    """A layer that passes on the hidden states that it gets."""
+
+    def __call__(self, *given: Any, **named: Any) -> mx.array:
+        x, *others = (*given, *named.values())
+        return self._pass_on(x, others)
+
+    def _pass_on(self, x: mx.array, others: list[Any]) -> mx.array:
+        return x
+
+
+class _RecordedLayer(_Passed):
+    """A layer that notes how it is called."""
+
     def __init__(self, module: Any, number: int, record: _Record) -> None:
         super().__init__(module)
         self._number, self._record = number, record
 
-    def __call__(self, x: mx.array, *given: Any, **named: Any) -> mx.array:
-        record = self._record
-        arguments = [value for _, value in tree_flatten([list(given), dict(sorted(named.items()))])]
+    def _pass_on(self, x: mx.array, others: list[Any]) -> mx.array:
+        record, arguments = self._record, [value for _, value in tree_flatten(others)]
         caches = [number for number, cache in enumerate(record.caches) if any(cache is each for each in arguments)]
         others = [each for each in arguments if not any(each is cache for cache in record.caches)]
         # A new array, so that it is seen whether the next layer gets it.
@@ -213,7 +225,37 @@ class _RecordedLayer(_StandIn):
         return returned
 
 
-class _RecordedModule(_StandIn):
+class _Entrance(_Passed):
+    """The layer before a stage: gives what came from the stage before."""
+
+    def __init__(self, module: Any, passing: _Passing) -> None:
+        super().__init__(module)
+        self._passing = passing
+
+    def _pass_on(self, x: mx.array, others: list[Any]) -> mx.array:
+        return mx.zeros(x.shape, x.dtype) if self._passing.given is None else self._passing.given
+
+
+class _Exit(_Passed):
+    """The layer after a stage: takes what the next stage needs."""
+
+    def __init__(self, module: Any, passing: _Passing) -> None:
+        super().__init__(module)
+        self._passing = passing
+
+    def _pass_on(self, x: mx.array, others: list[Any]) -> mx.array:
+        self._passing.taken = x
+        return x
+
+
+class _Absent(_StandIn):
+    """An embedding, a norm or an output layer of another stage. What it computes is never evaluated."""
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return vars(self)["_module"](*given, **named)
+
+
+class _RecordedModule(_Absent):
     """A module outside of the layers whose uses are noted."""
 
     def __init__(self, module: Any, name: str, record: _Record) -> None:
@@ -222,7 +264,7 @@ class _RecordedModule(_StandIn):
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         self._note()
-        return vars(self)["_module"](*given, **named)
+        return super().__call__(*given, **named)
 
     def __getattr__(self, name: str) -> Any:
         self._note()
@@ -231,43 +273,6 @@ class _RecordedModule(_StandIn):
     def _note(self) -> None:
         record = self._record
         (record.after if record.calls else record.before).add(self._name)
-
-
-class _Entrance(_StandIn):
-    """The layer before a stage: gives what came from the stage before."""
-
-    def __init__(self, module: Any, passing: _Passing) -> None:
-        super().__init__(module)
-        self._passing = passing
-
-    def __call__(self, x: mx.array, *given: Any, **named: Any) -> mx.array:
-        return mx.zeros(x.shape, x.dtype) if self._passing.given is None else self._passing.given
-
-
-class _Exit(_StandIn):
-    """The layer after a stage: takes what the next stage needs."""
-
-    def __init__(self, module: Any, passing: _Passing) -> None:
-        super().__init__(module)
-        self._passing = passing
-
-    def __call__(self, x: mx.array, *given: Any, **named: Any) -> mx.array:
-        self._passing.taken = x
-        return x
-
-
-class _Passed(_StandIn):
-    """Any other layer of another stage."""
-
-    def __call__(self, x: mx.array, *given: Any, **named: Any) -> mx.array:
-        return x
-
-
-class _Absent(_StandIn):
-    """An embedding, a norm or an output layer of another stage. What it computes is never evaluated."""
-
-    def __call__(self, x: mx.array, *given: Any, **named: Any) -> Any:
-        return vars(self)["_module"](x, *given, **named)
 
 
 @dataclass(frozen=True)

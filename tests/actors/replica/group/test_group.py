@@ -43,24 +43,31 @@ def last(folder: Path) -> LoadedModel:
     return load_stage(str(folder), CUT, LAYERS)
 
 
-def converse(bench: Bench) -> dict[str, Received]:
-    """Sequences of all lengths in one batch, turns that go on from memory, a branch, one that is left in the middle of
-    its answer, and one that comes alone."""
+def converse(bench: Bench, *, together: bool = True) -> dict[str, Received]:
+    """Sequences of all lengths, `together` or one by one, turns that go on from memory, a branch, one that is left in
+    the middle of its answer, and one that comes alone."""
     rng = random.Random(3)
     prompts = [[rng.randrange(10, 3000) for _ in range(length)] for length in LENGTHS]
+
+    def submit(name: str, prompt: list[int], **how: Any) -> None:
+        bench.submit(name, prompt, temperature=0.8, logprobs=2, **how)
+        if not together:
+            bench.drain()
+
     for number, prompt in enumerate(prompts):
-        bench.submit(f"cold {number}", prompt, temperature=0.8, seed=number, max_tokens=24, logprobs=2)
-    for _ in range(12):
-        bench.turn()
-    bench.engine.abort(("cold 1",))
+        submit(f"cold {number}", prompt, seed=number, max_tokens=24)
+    if together:
+        bench.submit("left", prompts[1][:99], max_tokens=200)
+        while len(bench.sequences["left"].tokens if "left" in bench.sequences else ()) < 5:
+            bench.turn()
+        bench.engine.abort(("left",))
     bench.drain()
     for number, prompt in enumerate(prompts):
-        said = [*prompt, *bench.sequences[f"cold {number}"].tokens, 7, 8, 9]
-        bench.submit(f"next {number}", said, temperature=0.8, seed=number, max_tokens=9, logprobs=2)
-    bench.submit("branch", [*prompts[3][:400], 5, 6], temperature=0.0, max_tokens=8)
+        submit(f"next {number}", [*prompt, *bench.sequences[f"cold {number}"].tokens, 7, 8, 9], seed=9, max_tokens=9)
+    submit("branch", [*prompts[3][:400], 5, 6], max_tokens=8)
     bench.drain()
     bench.run("alone", prompts[0], temperature=0.0, max_tokens=5)
-    return bench.sequences
+    return {name: received for name, received in bench.sequences.items() if name != "left"}
 
 
 def same(one: dict[str, Received], other: dict[str, Received]) -> None:
@@ -158,6 +165,36 @@ def test_a_group_ends_and_what_a_follower_kept_is_gone_with_what_the_leader_drop
         led.bench.engine.executor.leave(["nobody"])
         led.member.close()
     assert done.exception() is None and followers[0].kept == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, layers, more",
+    [
+        ("gpt_oss", 4, {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+        ("gemma3_text", 6, {}),
+        ("qwen3_next", 8, {}),
+        ("deepseek_v2", 3, {}),
+        ("falcon_h1", 2, {}),
+    ],
+)
+def test_layers_of_every_kind_answer_as_in_one_process(tmp_path: Path, family: str, layers: int, more: dict[str, Any]):
+    """Windows and recurrent states too: what one process can reuse, all can."""
+    folder = write_model(tmp_path / family, family, num_hidden_layers=layers, **more)
+    how: dict[str, Any] = {"context_tokens_max": None, "progress": lambda *_: None, "weights": "stored"}
+    loaded = models.load(str(folder), numerics="reproducible", **how)
+    # Scans in chunks of other lengths round otherwise.
+    together = not loaded.spec.recurrent
+    expected = converse(Bench(loaded), together=together)
+    listens = listener()
+    member = Member(GROUP, 0, KEY, listens, TIMES)
+    with on_a_thread(lambda: follower(folder, member, stop=layers // 2)) as done:
+        led = Led(load_stage(str(folder), layers // 2, layers), listens.getsockname()[:2])
+        try:
+            same(expected, converse(led.bench, together=together))
+        finally:
+            led.member.close()
+    assert done.exception() is None
 
 
 def test_three_stages_with_drafts_answer_as_one(folder: Path, whole: LoadedModel):

@@ -19,9 +19,9 @@ from tests.worlds.models.families import write_model
 LAYERS = 4
 
 
-def names(folder: Path, start: int, stop: int, **how: str) -> set[str]:
+def names(folder: Path, start: int, stop: int, weights: str = "stored") -> set[str]:
     """The weights that a stage has in memory."""
-    loaded = load_stage(str(folder), start, stop, **how)
+    loaded = load_stage(str(folder), start, stop, weights=weights)
     return {name for name, _ in tree_flatten(loaded.model.stage.model.parameters())}
 
 

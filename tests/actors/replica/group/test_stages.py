@@ -29,11 +29,34 @@ from tests.worlds.models.families import (
 )
 from tests.zoo.text_types import TYPES
 
-CHUNKS = (5, 1, 250, 3, 1, 1)
+CHUNKS = (5, 1, 210, 1)
 """Tokens of each call: chunks of a prompt, longer than some windows, and decode steps."""
 
-REFUSED: dict[str, str] = {}
-"""Types that cannot be divided, and a part of the reason."""
+_MORE = "its code needs more of a layer than hidden states"
+_TOKENS = "gets more that depends on the tokens than hidden states"
+
+REFUSED = {
+    # Layers attend to other layers' KV, or get other things from them.
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_text+moe", "hunyuan", "kimi_k3", "muse_spark", "rwkv7"), _MORE),
+    "deepseek_v41": _MORE,
+    "talkie": "layer 1 gets something else than what layer 0 returns",
+    # Each layer has an embedding of the tokens.
+    "gemma3n": _TOKENS,
+    # Layers are called several times.
+    **dict.fromkeys(("iquestloopcoder", "nanbeige+loops"), "its layers are not called once each, in order"),
+    # There are more layers, with the KV of others.
+    "afm7": "it has no list of layers",
+    "longcat_flash_ngram": "some of its caches are of no layer",
+    # Linear layers alone do not know positions, which their model takes from other layers' caches.
+    **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear"), "none of its layers counts tokens"),
+}
+"""Types that cannot be divided, or not at every place, and a part of the reason."""
+
+NOT_HERE = ("bitnet", "gear", "olmo", "phi3small")
+"""Types of which the library itself computes nothing here."""
+
+USUAL = ("qwen3", "gpt_oss", "nemotron_h", "gemma3n", "llama4")
+"""Families that are tried every time: each has layers of another kind."""
 
 
 def maker(config: dict[str, Any]) -> Callable[[], nn.Module]:
@@ -86,8 +109,8 @@ def in_stages(stages: Sequence[Stage]) -> list[np.ndarray]:
 
 
 def check(config: dict[str, Any]) -> str:
-    """Compares the model of a config with its stages: in one, two and as many as it has layers. Returns why it cannot
-    be divided, or empty."""
+    """Compares the model of a config with its stages: two, and as many as it has layers. Returns why it cannot be
+    divided, or empty."""
     make = maker(config)
     try:
         count = len(find_chain(make()).layers)
@@ -95,9 +118,9 @@ def check(config: dict[str, Any]) -> str:
         return error.message
     expected = whole(make())
     refusals = []
-    for ends in ([0, count], [0, 1, count], [0, count - 1, count], [*range(count + 1)]):
+    for ends in ([0, 1, count], [0, count - 1, count], [*range(count + 1)])[: None if count > 2 else 1]:
         try:
-            stages = [Stage(find_chain(make()), *span) for span in pairwise(sorted(set(ends)))]
+            stages = [Stage(find_chain(make()), *span) for span in pairwise(ends)]
         except ModelLoadError as error:
             refusals.append(error.message)
             continue
@@ -109,11 +132,12 @@ def check(config: dict[str, Any]) -> str:
 
 def _types() -> Iterator[Any]:
     for name in FAMILIES | PECULIAR | UNBATCHED:
-        yield pytest.param(name, config_of(name), id=f"family {name}")
+        marks = [] if name in USUAL else [pytest.mark.slow]
+        yield pytest.param(name, config_of(name), marks=marks, id=f"family {name}")
     for name, config in TYPES.items():
-        yield pytest.param(
-            name, {"model_type": name.partition("+")[0], **config}, marks=pytest.mark.slow, id=f"type {name}"
-        )
+        if name not in NOT_HERE:
+            whole_config = {"model_type": name.partition("+")[0], **config}
+            yield pytest.param(name, whole_config, marks=pytest.mark.slow, id=f"type {name}")
 
 
 @pytest.mark.parametrize("name, config", list(_types()))
