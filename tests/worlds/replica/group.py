@@ -12,10 +12,12 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
+from satchel.actors.replica.device import blas
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.group.broken import GroupBroken
 from satchel.actors.replica.group.forming import GroupTimes, Member
 from satchel.actors.replica.group.loading import load_stage
+from satchel.cluster import environment
 from tests.worlds.replica.bench import Bench
 
 KEY = b"a cluster's key for tests"
@@ -50,7 +52,9 @@ class Process:
         context = multiprocessing.get_context("spawn")
         self._told, telling = context.Pipe()
         self.process = context.Process(target=follow, args=(str(folder), start, stop, telling), daemon=True)
-        self.process.start()
+        # It must multiply as this process does.
+        with environment.set_during(SATCHEL_OPENBLAS="1" if blas.chosen().name else ""):
+            self.process.start()
         self.address: tuple[str, int] = self.hear()
 
     def hear(self, wait_s: float = 60.0) -> Any:

@@ -55,7 +55,7 @@ REFUSED = {
 NOT_HERE = ("bitnet", "gear", "olmo", "phi3small")
 """Types of which the library itself computes nothing here."""
 
-USUAL = ("qwen3", "gpt_oss", "nemotron_h", "gemma3n", "llama4")
+USUAL = ("gpt_oss", "nemotron_h", "gemma3n")
 """Families that are tried every time: each has layers of another kind."""
 
 
