@@ -99,7 +99,7 @@ class Batch:
         self.pieces = IN_ONE_PIECE
         self.workspace_bytes = 0
         self._steps = 0
-        Batch._forget(self)
+        Batch.forget(self)
 
     # Prefill.
 
@@ -252,13 +252,13 @@ class Batch:
         gone = set(sequence_ids)
         self._leaving.update(sequence.sequence_id for sequence in self._sequences if sequence.sequence_id in gone)
         if self._sequences and len(self._leaving) == len(self._sequences):
-            self._forget()
+            self.forget()
 
     @replayed
     def reset(self) -> None:
         """Forgets every sequence and every block, after the device has failed."""
         self._coming.clear()
-        self._forget()
+        self.forget()
         if self._loaded.pool is not None:
             self._loaded.pool.reset()
 
@@ -266,9 +266,10 @@ class Batch:
     def clear_batch(self) -> None:
         """Forgets every decoding sequence and every sequence that was about to join. Used after a step failed."""
         self._remove(list(self._joining()))
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Forgets the batch; sequences in prefill stay. Called within other calls."""
         self._leaving.clear()
         self._sequences: list[ExecutorSequence] = []
         self._caches: list[Any] | UnbatchedSequences = []

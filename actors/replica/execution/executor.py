@@ -54,7 +54,7 @@ class BatchExecutor(Batch):
         self._make_masks = MaskMaker()
         self.make_sampler: Callable[[], Any] = lambda: BatchSampler(loaded.vocabulary_size, loaded.eos_token_ids)
         self.drafts = Drafts(loaded.vocabulary_size, wanted=drafts and not loaded.undrafted)
-        self._forget()
+        self.forget()
 
     def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
         """As `Batch.prefill`."""
@@ -218,8 +218,9 @@ class BatchExecutor(Batch):
             self._forced = self._forced_after(self._sequences[0].length + len(tokens[0]), masks.words[0])
         return masks
 
-    def _forget(self) -> None:
-        super()._forget()
+    def forget(self) -> None:
+        """As `Batch.forget`, with what was drawn."""
+        super().forget()
         self._inputs: mx.array | None = None
         # What was drawn, and of which sequence it is; None for drafts that are wrong.
         self._draw: tuple[Draw, list[str | None]] | None = None

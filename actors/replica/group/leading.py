@@ -79,7 +79,7 @@ class Leading:
         key, number = id(kept), self._next
         self._numbers[key] = number
         self._next += 1
-        weakref.finalize(kept, self._drop, key, number).atexit = False
+        weakref.finalize(kept, self._drop, key, number)
 
     def _drop(self, key: int, number: int) -> None:
         """On any thread."""

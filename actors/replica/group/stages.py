@@ -280,7 +280,7 @@ class Chain:
     """A model's layers, if they form a chain.
 
     Attributes:
-        parent, key: the module that has the list of layers, and the list's name in it.
+        name: of the list of layers in the model.
         caches: for every layer, the numbers of its caches.
         width: numbers of a hidden state.
         before, after: names of the modules with weights that the model uses before its layers and after them.
@@ -288,8 +288,7 @@ class Chain:
     """
 
     model: Any
-    parent: Any
-    key: str
+    name: str
     layers: list[Any]
     caches: list[list[int]]
     width: int
@@ -299,14 +298,13 @@ class Chain:
 
     def divide(self, passing: _Passing, start: int, stop: int) -> None:
         """Puts stand-ins into the model for all but layers [start, stop) and what belongs to them."""
-        count, layers = len(self.layers), list(self.layers)
-        for number in (*range(start - 1), *range(stop + 1, count)):
-            layers[number] = _Passed(layers[number])
+        count, layers = len(self.layers), self.layers
+        found: dict[int, Any] = {number: _Passed(layers[number]) for number in (*range(start), *range(stop, count))}
         if start > 0:
-            layers[start - 1] = _Entrance(layers[start - 1], passing)
+            found[start - 1] = _Entrance(layers[start - 1], passing)
         if stop < count:
-            layers[stop] = _Exit(layers[stop], passing)
-        setattr(self.parent, self.key, layers)
+            found[stop] = _Exit(layers[stop], passing)
+        _replace(self.model, {f"{self.name}.{number}": layer for number, layer in found.items()})
         used = (self.before if start == 0 else frozenset()) | (self.after if stop == count else frozenset())
         modules = dict(self.model.named_modules())
         absent = (self.before | self.after | self.unused) - used
@@ -319,8 +317,7 @@ def find_chain(model: Any) -> Chain:
     Raises:
         ModelLoadError: they do not; the message says why in one sentence.
     """
-    parent, key = _place_of_layers(model)
-    layers = list(getattr(parent, key))
+    place, layers = _layers_of(model)
     inside = {id(module) for layer in layers for module in layer.modules()}
     outside = {
         name: module
@@ -330,7 +327,7 @@ def find_chain(model: Any) -> Chain:
     records = [_Record([]) for _ in _TOKENS]
     try:
         for number, tokens in enumerate(_TOKENS):
-            records[number] = _recorded(model, parent, key, layers, outside, tokens)
+            records[number] = _recorded(model, place, layers, outside, tokens)
     except _ERRORS as error:
         raise _refused(f"its code needs more of a layer than hidden states ({first_sentence(error)})") from error
     if why := _why_no_chain(records[0], records[1], len(layers)):
@@ -340,8 +337,7 @@ def find_chain(model: Any) -> Chain:
         raise _refused("some of its caches are of no layer")
     return Chain(
         model,
-        parent,
-        key,
+        place,
         layers,
         [call.caches for call in calls],
         calls[0].x.shape[-1],
@@ -355,16 +351,16 @@ def _refused(why: str) -> ModelLoadError:
     return ModelLoadError(f"the model cannot be divided among processes: {why}")
 
 
-def _place_of_layers(model: Any) -> tuple[Any, str]:
-    """Returns the module that has the list of the model's layers, and the list's name in it."""
+def _layers_of(model: Any) -> tuple[str, list[Any]]:
+    """Returns the name of the list of a model's layers, and the layers."""
     try:
         layers = list(model.layers)
     except _ERRORS:
         layers = []
-    for _, module in model.named_modules() if layers else ():
+    for name, module in model.named_modules() if layers else ():
         for key, child in module.children().items():
             if isinstance(child, list) and len(child) == len(layers) and all(map(_same, child, layers)):
-                return module, key
+                return f"{name}.{key}" if name else key, layers
     raise _refused("it has no list of layers")
 
 
@@ -382,17 +378,15 @@ def _replace(model: Any, modules: dict[str, Any]) -> None:
     model.update_modules(tree_unflatten(list(modules.items())))
 
 
-def _recorded(
-    model: Any, parent: Any, key: str, layers: list[Any], outside: dict[str, Any], tokens: Sequence[int]
-) -> _Record:
+def _recorded(model: Any, place: str, layers: list[Any], outside: dict[str, Any], tokens: Sequence[int]) -> _Record:
     record = _Record(make_prompt_cache(model))
-    setattr(parent, key, [_RecordedLayer(layer, number, record) for number, layer in enumerate(layers)])
+    own = {f"{place}.{number}": layer for number, layer in enumerate(layers)}
+    _replace(model, {name: _RecordedLayer(layer, number, record) for number, (name, layer) in enumerate(own.items())})
     _replace(model, {name: _RecordedModule(module, name, record) for name, module in outside.items()})
     try:
         model(mx.array([tokens], mx.uint32), cache=record.caches)
     finally:
-        _replace(model, outside)
-        setattr(parent, key, layers)
+        _replace(model, outside | own)
     return record
 
 
