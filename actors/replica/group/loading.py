@@ -23,7 +23,7 @@ from ..device.device import device_bytes
 from ..execution.loaded_model import LoadedModel
 from ..kernels.sealing import FULL_PRECISION, POLICIES
 from ..kv import attention
-from ..kv.caches import joins, new_pool, read_spec
+from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
 from ..loading.model_id import computing, files_of, order_of_weights, refuse_elsewhere
 from ..loading.models import pick_dtype
 from ..loading.prepare import prepare_weights
@@ -71,36 +71,19 @@ def load_stage(
     digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
     try:
         whole, config = load_checkpoint(folder, trusted=False)
-        wanted = pick_dtype(dtype)
-        if wanted is not None:
-            # Before it is divided, so that what stands in for other stages has the same type.
-            whole.set_dtype(wanted)
-        stage = Stage(find_chain(whole), start, stop)
-        _check_memory(source, stage)
-        kept = prepare_weights(whole, None, weights, lambda fraction: progress(f"loading {source}", fraction))
-        model = PipelinedStage(stage)
+        model, kept = _stage_of(whole, source, start, stop, pick_dtype(dtype), weights, progress)
         caches = model.make_cache()
         states = model(mx.array([[0, 0]], mx.uint32), cache=caches)
         mx.eval(states, [cache.state for cache in caches])
-    except ModelLoadError as error:
-        raise ModelLoadError(f"layers {start} to {stop} of {source} cannot be loaded: {error.message}") from error
     except (Exception, SystemExit) as error:
-        raise ModelLoadError(
-            f"layers {start} to {stop} of {source} cannot be loaded: {first_sentence(error)}"
-        ) from error
+        why = error.message if isinstance(error, ModelLoadError) else first_sentence(error)
+        raise ModelLoadError(f"layers {start} to {stop} of {source} cannot be loaded: {why}") from error
     check_unchanged(digested, paths)
     spec = with_windows(model, read_spec(caches, 2, POLICIES[kv]))
     attention.install(whole)
     identity = ModelIdentity(
         files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, files),
-        computing=computing(
-            dtype=str(states.dtype).removeprefix("mlx.core."),
-            weights=kept,
-            kv=f"{FULL_PRECISION}.1" if spec.policy is None else spec.policy.format,
-            # Chips of one kind may differ within a group.
-            numerics="fast",
-            seeing=False,
-        ),
+        computing=_computing(str(states.dtype).removeprefix("mlx.core."), kept, spec),
     )
     context = context_length(config, getattr(whole, "args", None)).tokens
     return LoadedModel(
@@ -109,7 +92,7 @@ def load_stage(
         identity=identity,
         spec=spec,
         context_tokens=min(context, context_tokens_max or context),
-        vocabulary_size=int(states.shape[-1]) if stage.last else 0,
+        vocabulary_size=int(states.shape[-1]) if model.stage.last else 0,
         eos_token_ids=end_tokens(folder, source, trusted=False),
         dtype=identity.computing["dtype"],
         weights=kept,
@@ -119,7 +102,26 @@ def load_stage(
     )
 
 
-def _check_memory(source: str, stage: Stage) -> None:
+def _stage_of(
+    whole: Any, source: str, start: int, stop: int, dtype: mx.Dtype | None, weights: str, progress: Progress
+) -> tuple[PipelinedStage, str]:
+    """Returns a stage of a model with lazy weights, with its weights in memory, and the form in which they are used."""
+    if dtype is not None:
+        # Before it is divided, so that what stands in for other stages has the same type.
+        whole.set_dtype(dtype)
+    stage = Stage(find_chain(whole), start, stop)
+    _check_memory(stage)
+    kept = prepare_weights(whole, None, weights, lambda fraction: progress(f"loading {source}", fraction))
+    return PipelinedStage(stage), kept
+
+
+def _computing(dtype: str, weights: str, spec: ModelCacheSpec) -> dict[str, str]:
+    """Returns how a stage computes, as in a model's identity; chips of one kind may differ within a group."""
+    kv = f"{FULL_PRECISION}.1" if spec.policy is None else spec.policy.format
+    return computing(dtype=dtype, weights=weights, kv=kv, numerics="fast", seeing=False)
+
+
+def _check_memory(stage: Stage) -> None:
     arrays: list[Any] = [array for _, array in tree_flatten(stage.model.parameters())]
     needed = sum(array.nbytes for array in arrays)
     free = device_bytes(free=True)
