@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from ...actors.protocol.block_ids import BLOCK_TOKENS
-from ...actors.protocol.replica_messages import GenerateRequest, Sampling
+from ...actors.protocol.replica_messages import GenerateRequest, KVSelection, Sampling
+from ...actors.protocol.store_messages import BranchKV
 from ...cluster.config import Config
 from ...cluster.errors import SatchelError
 from ..requests.backend import Backend, Generation
@@ -103,6 +104,10 @@ class Preparations:
             disk_bytes_max=request.caller.limits.disk_bytes_max,
         )
         await self._backend.prepare(turn.replica, turn.model_id, sequence)
+        if not self._lines(turn):
+            # It was forgotten while the prompt was on its way.
+            prepared = KVSelection(b"", [], b"", agent=request.agent_key)
+            await self._memory.store.release(BranchKV(turn.model_id, prepared))
 
     def _lines(self, turn: _Turn) -> list[KnownLine]:
         """Returns what the agent's memory has."""

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.memory.rewriting import Rewriter
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.replica_messages import GenerateRequest
 from satchel.api.text.model import load_text_model
 from satchel.cluster.config import Config, parse_config
 from tests.worlds.api.engine_backend import EngineBackend, remembering_app
@@ -113,6 +114,20 @@ async def test_a_forgotten_agent_is_not_remembered_here(endpoint: Remembering):
     await endpoint.client.delete("/v1/agents/ann")
     assert "default/ann" not in endpoint.memory.programs._agents
     assert endpoint.store.released_of == {"default/ann"}, "with what was prepared for it"
+
+
+async def test_what_is_prepared_for_an_agent_that_is_just_forgotten_is_dropped(endpoint: Remembering, monkeypatch):
+    asked: list[str] = []
+
+    async def forgotten_meanwhile(replica: str, model_id: bytes, request: GenerateRequest) -> None:
+        asked.append(request.agent)
+        await endpoint.client.delete("/v1/agents/ann")
+        endpoint.store.released_of.clear()
+
+    async for _ in converse(endpoint, observations(), "ann", 5):
+        if not asked:
+            monkeypatch.setattr(endpoint.backend, "prepare", forgotten_meanwhile)
+    assert asked and endpoint.store.released_of == {"default/ann"}
 
 
 async def test_reasoning_that_the_template_drops_is_prepared_without(backend, config: Config, tmp_path: Path):
