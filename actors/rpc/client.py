@@ -95,7 +95,8 @@ class ActorRef:
 
     def answer(self, sent: Any, timeout_s: float) -> Any:
         """Waits in a thread for the answer to a call."""
-        return ray.get(sent, timeout=timeout_s)
+        # Not `ray.get`: in every thread of an asynchronous actor it warns that it blocks the event loop.
+        return sent.future().result(timeout_s)
 
     def unanswered(self, error: Exception) -> NoAnswer:
         """Returns the error to raise instead of Ray's or a timeout. Drops the handle, except after a timeout: a slow

@@ -11,7 +11,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ class Desk:
     folder: Path
     port: int
     program: subprocess.Popen[bytes] | None = None
-    environment: dict[str, str] = field(default_factory=dict)
 
     @contextmanager
     def served(self) -> Iterator[None]:
@@ -50,11 +49,11 @@ class Desk:
         with serving(config.parent, "--config", str(config), "--port", str(self.port)) as self.program:
             yield
 
-    def run(self, name: str, *arguments: str, says: str = "", **environment: str) -> str:
-        """Runs a program in the folder, and returns what it prints."""
+    def launch(self, name: str, *arguments: str, says: str = "", **environment: str) -> str:
+        """Runs a program in the folder as `satchel launch` starts it, and returns what it prints."""
         found = {"HOME": str(self.folder / "user"), "PATH": f"{BIN}:{os.environ['PATH']}", "TERM": "dumb"}
         run = subprocess.run(
-            [str(BIN / name), *arguments],
+            [*COMMAND, "launch", name, "--home", str(self.folder / "server"), "--", *arguments],
             cwd=self.folder / "work",
             env=found | environment,
             input=says,
@@ -114,59 +113,39 @@ class Program:
 
 
 def claude_code(desk: Desk) -> Program:
-    settings = {
-        "ANTHROPIC_BASE_URL": f"http://127.0.0.1:{desk.port}",
-        "ANTHROPIC_API_KEY": "none",
-        # Without it the descriptions of tools name another model in every run.
-        "ANTHROPIC_MODEL": "satchel/script",
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "DISABLE_AUTOUPDATER": "1",
-    }
+    quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"}
 
     def asks(prompt: str, goes_on: bool) -> str:
         more = ["--continue"] if goes_on else []
-        return desk.run("claude", "-p", *more, prompt, "--allowedTools", "Read,Task,Agent", **settings)
+        return desk.launch("claude", "-p", *more, prompt, "--allowedTools", "Read,Task,Agent", **quiet)
 
     return Program("claude-code", asks)
 
 
 def codex(desk: Desk) -> Program:
-    settings = {"CODEX_HOME": str(desk.folder / "user" / "codex"), "SATCHEL_KEY": "none"}
-    Path(settings["CODEX_HOME"]).mkdir()
-    fields = f'name="Satchel", base_url="http://127.0.0.1:{desk.port}/v1", wire_api="responses", env_key="SATCHEL_KEY"'
-    asked = ("-m", "satchel/script", "-c", "model_provider=satchel", "-c", f"model_providers.satchel={{{fields}}}")
-    asked = (*asked, "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+    home = desk.folder / "user" / "codex"
+    home.mkdir()
+    options = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 
     def asks(prompt: str, goes_on: bool) -> str:
         more = ["resume", "--last"] if goes_on else []
-        return desk.run("codex", "exec", *asked, *more, prompt, **settings)
+        return desk.launch("codex", "exec", *options, *more, prompt, CODEX_HOME=str(home))
 
     return Program("codex", asks)
 
 
 def qwen_code(desk: Desk) -> Program:
-    settings = {
-        "OPENAI_BASE_URL": f"http://127.0.0.1:{desk.port}/v1",
-        "OPENAI_API_KEY": "none",
-        "OPENAI_MODEL": "satchel/script",
-    }
-
     def asks(prompt: str, goes_on: bool) -> str:
         more = ["--continue"] if goes_on else []
-        return desk.run("qwen", "--yolo", *more, "-p", prompt, **settings)
+        return desk.launch("qwen", "--yolo", *more, "-p", prompt)
 
     return Program("qwen-code", asks)
 
 
 def opencode(desk: Desk) -> Program:
-    models = {"satchel/script": {"name": "script"}}
-    options = {"baseURL": f"http://127.0.0.1:{desk.port}/v1", "apiKey": "none"}
-    provider = {"npm": "@ai-sdk/openai-compatible", "name": "Satchel", "options": options, "models": models}
-    (desk.folder / "work" / "opencode.json").write_text(json.dumps({"provider": {"satchel": provider}}))
-
     def asks(prompt: str, goes_on: bool) -> str:
         more = ["--continue"] if goes_on else []
-        return desk.run("opencode", "run", "-m", "satchel/satchel/script", *more, says=prompt)
+        return desk.launch("opencode", "run", *more, says=prompt)
 
     return Program("opencode", asks)
 

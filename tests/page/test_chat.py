@@ -101,6 +101,11 @@ def test_a_picture_is_shown_to_the_agent(open_page: Callable[..., Any], by: str)
     assert page.locator("#chat-pictures img").count() == 0
     shown = page.locator(".message.user img")
     assert shown.evaluate("(image) => image.naturalWidth") > 0
+    if by == "file":
+        # The agent is shown with its own model again, not with the first one, which sees no pictures.
+        page.reload()
+        page.locator(".message.user .chip").wait_for()
+        page.wait_for_function("document.getElementById('chat-model').value === 'satchel/shapes'")
     answer = say(page, "What color is the circle?")
     assert "red" in answer.inner_text().lower() and from_memory(answer)[0] > 0
 

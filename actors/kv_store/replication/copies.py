@@ -1,5 +1,8 @@
 """Copies agents to their secondaries: branches before a turn's last event is sent, KV afterwards. Retries failures.
 
+A secondary takes only KV of branches that it has. A replica may write a turn's KV before the turn is committed and its
+branch copied; that KV is copied after the branch.
+
 Only one copy of an agent is on its way to a node at a time, so copies arrive in order. A copy that arrives after its
 caller gave up is recognized by its version.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from enum import Enum, auto
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -32,6 +36,17 @@ BEHIND_MAX = 1000
 LATE_MAX = 20_000
 LATE_TOGETHER = 8
 """Failed copies that are retried at most, and how many of them at the same time."""
+
+
+UNPAIRED_MAX = 20_000
+"""Agents of which it is remembered whether a turn or its KV came first."""
+
+
+class Half(Enum):
+    """What has come of a turn without the other half: its branch is copied, or its KV is written."""
+
+    BRANCH = auto()
+    KV = auto()
 
 
 class Copied(NamedTuple):
@@ -86,6 +101,7 @@ class Secondaries:
         self._fetching = asyncio.Semaphore(FETCHING_MAX)
         self._behind: dict[str, asyncio.Task[None]] = {}
         self._again: set[str] = set()
+        self._unpaired: dict[str, Half] = {}
         self.failed_total = 0
 
     async def send(self, agent: str, to: str, timeout_s: float, *, whole: bool = False) -> Memory:
@@ -152,6 +168,8 @@ class Secondaries:
             if all_made or not at_primary or not self._strict or ends - loop.time() <= self._timing.retry_s:
                 break
             await asyncio.sleep(self._timing.retry_s)
+        if not self._is_unpaired(agent, Half.BRANCH):
+            self.blocks_later(agent)
         for node, error in failed.items():
             self.failed_total += 1
             logger.warning("node %s has no copy of the last turn of agent %s: %s", node, agent, error.message)
@@ -217,6 +235,21 @@ class Secondaries:
         return [agent for agent, place in claims if place.role is Role.PRIMARY]
 
     # KV.
+
+    def kv_written(self, agent: str) -> None:
+        """Schedules a copy of KV that a replica has written for the agent, and another after its branch is copied."""
+        self._is_unpaired(agent, Half.KV)
+        self.blocks_later(agent)
+
+    def _is_unpaired(self, agent: str, half: Half) -> bool:
+        """Notes half of a turn. Returns whether the other half has not come yet."""
+        if self._unpaired.get(agent, half) is not half:
+            del self._unpaired[agent]
+            return False
+        self._unpaired[agent] = half
+        if len(self._unpaired) > UNPAIRED_MAX:
+            del self._unpaired[next(iter(self._unpaired))]
+        return True
 
     def blocks_later(self, agent: str) -> None:
         """Schedules a copy of the agent's KV. If one is running, another follows it."""

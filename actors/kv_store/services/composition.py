@@ -99,7 +99,7 @@ class StoreServices:
             timing=memory.timing,
         )
         self.tending = Tending(self.succession, self.copies, self.orphans, self.tombstones, memory.timing)
-        memory.disk.on_touched = self.copies.blocks_later
+        memory.disk.on_touched = self.copies.kv_written
 
     def share_blocks(self) -> None:
         """Serves KV to the other nodes and pulls theirs, from now on or from when the disk can be opened."""

@@ -12,6 +12,8 @@ const PICTURES_MAX = 16;
 let pictures = [];
 let running = null;
 let shown = "";
+// The model that was chosen, by hand or as the agent's; its option may still have to come.
+let model = "";
 
 export function startChat() {
   const first = decodeURIComponent(location.hash.match(/^#chat\/(.+)$/)?.[1] ?? "");
@@ -21,6 +23,7 @@ export function startChat() {
     choose(newId());
     $("chat-text").focus();
   });
+  $("chat-model").addEventListener("change", () => (model = $("chat-model").value));
   $("chat-form").addEventListener("submit", (event) => {
     event.preventDefault();
     say();
@@ -69,7 +72,10 @@ async function choose(id) {
   $("chat-agent").value = id;
   sessionStorage.setItem(AGENT, id);
   $("chat-log").replaceChildren();
-  if (!(await showPlace())) return;
+  const agent = await showPlace();
+  if (!agent) return;
+  model = agent.model;
+  showModel();
   try {
     const { messages } = await get(agentPath({ id }, "/transcript"));
     if (shown === id && !$("chat-log").childElementCount) messages.forEach(showOld);
@@ -82,9 +88,8 @@ async function choose(id) {
 async function listModels() {
   try {
     const { data } = await get("/v1/models");
-    const chosen = $("chat-model").value;
-    $("chat-model").replaceChildren(...data.map((model) => el("option", {}, model.id)));
-    if (data.some((model) => model.id === chosen)) $("chat-model").value = chosen;
+    $("chat-model").replaceChildren(...data.map(({ id }) => el("option", {}, id)));
+    showModel();
     const { data: agents } = await get("/v1/agents?limit=100");
     $("known-agents").replaceChildren(...agents.map((agent) => el("option", { value: agent.id })));
   } catch (error) {
@@ -92,7 +97,11 @@ async function listModels() {
   }
 }
 
-/** Shows where the agent's memory is, and what can be done with it. Returns whether it has one. */
+function showModel() {
+  if ([...$("chat-model").options].some((option) => option.value === model)) $("chat-model").value = model;
+}
+
+/** Shows where the agent's memory is, and what can be done with it. Returns the agent, null if it has no memory. */
 async function showPlace() {
   const id = shown;
   let agent = { id };
@@ -110,10 +119,10 @@ async function showPlace() {
   } catch (error) {
     if (error.status !== 404) text = error.message;
   }
-  if (shown !== id) return false;
+  if (shown !== id) return null;
   write($("chat-place"), text);
   $("chat-actions").replaceChildren(...(agent.turns ? actionsOf(agent, { chat: false }) : []));
-  return Boolean(agent.turns);
+  return agent.turns ? agent : null;
 }
 
 // Pictures.

@@ -14,6 +14,7 @@ export function startCluster() {
     if (name !== "cluster") return;
     showTiles(cluster);
     fill($("nodes"), cluster.nodes, (node) => node.name, () => cells(NODE, NODE.slice(3)), showNode);
+    $("nodes-one").hidden = cluster.nodes.length !== 1;
     fill($("replicas"), cluster.replicas, (each) => each.id, makeReplica, showReplica);
   });
 }

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import msgpack
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from satchel.actors.protocol.clients import ReplicaClient, RouterClient
 from satchel.actors.protocol.replica_messages import KVSelection
@@ -42,15 +44,36 @@ OTHER_VERSION = bytes(msgpack.packb([VERSION + 1, []]) or b"")
 """As an actor of another version says whatever it says."""
 
 
+class Sent:
+    """What a call has sent, as Ray's reference to the answer: it can be awaited, or waited for in a thread."""
+
+    def __init__(self, answer: Coroutine[Any, Any, bytes]) -> None:
+        self._answer = answer
+
+    def __await__(self) -> Generator[Any, None, bytes]:
+        return self._answer.__await__()
+
+    def future(self) -> Future[bytes]:
+        future: Future[bytes] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(asyncio.run(asyncio.wait_for(self._answer, 1.0)))
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
+
 class World:
-    """Actors by name, whose methods all answer with what `said` gives; and Ray, as far as it is asked."""
+    """Actors by name, whose methods all answer with what `said` gives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: Callable[[], bytes] = lambda: encode(None)
         self.looked_up: list[str] = []
         self.names = {"router", "replica:m-0", "kv_store:mac0"}
         monkeypatch.setattr(calls, "actor_handle", self.find)
-        monkeypatch.setattr(calls.ray, "get", self.get)
 
     def find(self, name: str) -> Any:
         self.looked_up.append(name)
@@ -58,28 +81,18 @@ class World:
             raise ValueError(name)
         return Handle(self)
 
-    def get(self, sent: Any, timeout: float) -> Any:
-        async def wait() -> Any:
-            try:
-                async with asyncio.timeout(timeout):
-                    return await sent
-            except TimeoutError as error:
-                raise error if isinstance(error, RayTaskError) else GetTimeoutError() from None
-
-        return asyncio.run(wait())
-
 
 class Handle:
     def __init__(self, world: World) -> None:
         self._world = world
 
     def __getattr__(self, name: str) -> Any:
-        async def remote(asked: bytes) -> bytes:
+        async def answer() -> bytes:
             if self._world.said is never:
                 await asyncio.Event().wait()
             return self._world.said()
 
-        return SimpleNamespace(remote=remote)
+        return SimpleNamespace(remote=lambda asked: Sent(answer()))
 
 
 def never() -> bytes:
@@ -260,7 +273,7 @@ class Counter:
 
 
 def asking(counter: Counter) -> CounterClient:
-    handle = SimpleNamespace(count=SimpleNamespace(remote=counter.count))
+    handle = SimpleNamespace(count=SimpleNamespace(remote=lambda asked: Sent(counter.count(asked))))
     return CounterClient(calls.ActorRef("counter", "it does not count", handle=handle), USUAL)
 
 
@@ -275,7 +288,7 @@ async def test_what_is_asked_comes_to_the_actor_as_it_was_asked():
 
 
 @pytest.mark.parametrize("how", ["awaited", "waited for"])
-def test_a_call_is_made_for_the_request_of_its_caller(how: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_call_is_made_for_the_request_of_its_caller(how: str):
     """So a log and a trace say for which request an actor works."""
     seen: list[tuple[str, bool]] = []
 
@@ -286,7 +299,6 @@ def test_a_call_is_made_for_the_request_of_its_caller(how: str, monkeypatch: pyt
             return 1
 
     client = asking(Witness(1))
-    monkeypatch.setattr(calls.ray, "get", lambda sent, timeout: asyncio.run(sent))
     outcome(client.count("for nobody"), how)
     with traced("counter") as collector:
         with working_for("untraced"):

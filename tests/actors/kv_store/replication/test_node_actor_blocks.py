@@ -7,6 +7,8 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from satchel.actors.kv_store.transfer import node_blocks
 from satchel.actors.kv_store.transfer.pull_writer import PullWriter
 from satchel.actors.protocol.entries import Entry, owner_tag
@@ -41,6 +43,21 @@ async def test_kv_follows_the_words_to_the_copy(tmp_path):
         calls = world.methods()
         await used(world, "a", X, entries)
         assert world.methods().count("fetch") == 1 and "fetch" in calls
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+async def test_kv_that_is_written_before_its_turn_is_committed_follows_the_turn(tmp_path, turns: int):
+    """A replica writes a turn's KV while the endpoint commits the turn."""
+    async with cluster(tmp_path) as world:
+        blocks = chain(turns, owners=(X,))
+        for turn in range(1, turns + 1):
+            entries = [*blocks[:turn], tail([7, 8, turn], 90 + turn, blocks[turn - 1].id, owners=(X,))]
+            await world.put("a", entries[turn - 1 :])
+            await used(world, "a", X, entries)
+            assert not world.has("b", entries[-1])
+            await world.speak("a", X, f"turn {turn}", [token for entry in entries for token in entry.tokens])
+            await world.stores["a"].services.copies.idle()
+            assert world.has("b", *entries)
 
 
 async def test_turns_while_kv_is_copied_are_followed_by_one_more_copying(tmp_path):
