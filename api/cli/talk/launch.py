@@ -9,7 +9,7 @@ import shutil
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import httpx
 import typer
@@ -23,6 +23,11 @@ from ..printing import print_json
 from ..views import client_of, get_json
 
 _ANSWER_S = 15.0
+_ANSWER_PART = 8
+"""A program is told that an answer takes at most the context divided by this."""
+
+_ANSWER_TOKENS_MAX = 32_000
+
 _ANY_KEY = "satchel"
 """What programs send while the endpoint has no keys: they do not start without any."""
 
@@ -74,13 +79,15 @@ def launch(
     """Start an agent program that uses the running server."""
     found = find_endpoint(chosen_home(home))
     with client_of(found, timeout_s=_ANSWER_S) as session:
-        names = [each["id"] for each in get_json(session, "/v1/models")["data"]]
-        if not names:
+        # What the files of a model that is not loaded say is unknown.
+        contexts = {each["id"]: each.get("context_length") for each in get_json(session, "/v1/models")["data"]}
+        if not contexts:
             raise SatchelError("the endpoint serves no model yet")
         secret = _checked_key(session, key or snapshot().get("SATCHEL_KEY"))
-    if model is not None and model not in names:
-        raise InvalidRequest(f"no model {model} is served; there are: {', '.join(names)}")
-    made = launched(program, found, model or names[0], secret, arguments or [])
+    chosen = model or next(iter(contexts))
+    if chosen not in contexts:
+        raise InvalidRequest(f"no model {chosen} is served; there are: {', '.join(contexts)}")
+    made = launched(program, found, chosen, secret, arguments or [], contexts[chosen])
     if json:
         described = {"program": program.value, "command": made.command, "environment": made.environment}
         print_json(described)
@@ -99,31 +106,62 @@ def launch(
         raise SatchelError(f"{program.value} cannot be started: {error.strerror or error}") from None
 
 
-def launched(program: Program, found: FoundEndpoint, model: str, key: str, arguments: list[str]) -> Launch:
-    """Returns how a program is started."""
-    url, name = found.url, program.value
-    trust = _trust(found)
-    if program is Program.claude:
-        own = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": model}
-        # Its side requests, such as titles.
-        own |= {"ANTHROPIC_SMALL_FAST_MODEL": model, "ANTHROPIC_DEFAULT_HAIKU_MODEL": model}
-        return Launch([name, *arguments], {**own, **trust})
-    if program is Program.codex:
-        provider = f'{{name="Satchel",base_url={_toml(url + "/v1")},wire_api="responses",env_key="SATCHEL_KEY"}}'
-        settings = (f"model={_toml(model)}", "model_provider=satchel", f"model_providers.satchel={provider}")
-        options = [word for setting in settings for word in ("-c", setting)]
-        return Launch([name, *options, *arguments], {"SATCHEL_KEY": key, **trust})
-    if program is Program.qwen:
-        own = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
-        return Launch([name, *arguments], {**own, **trust})
+def launched(
+    program: Program, found: FoundEndpoint, model: str, key: str, arguments: list[str], context_tokens: int | None
+) -> Launch:
+    """Returns how a program is started.
+
+    Args:
+        context_tokens: the model's context, so that the program compacts a conversation before it is full; None if it
+            is unknown. Qwen Code cannot be told: it compacts once the endpoint refuses a prompt.
+    """
+    made = {
+        Program.claude: _claude,
+        Program.codex: _codex,
+        Program.opencode: _opencode,
+        Program.qwen: _qwen,
+    }[program](found.url, model, key, context_tokens)
+    return Launch([*made.command, *arguments], {**made.environment, **_trust(found)})
+
+
+def _claude(url: str, model: str, key: str, context_tokens: int | None) -> Launch:
+    environment = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": model}
+    # Its side requests, such as titles.
+    environment |= {"ANTHROPIC_SMALL_FAST_MODEL": model, "ANTHROPIC_DEFAULT_HAIKU_MODEL": model}
+    if context_tokens is not None:
+        environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(context_tokens)
+        environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(_answer_tokens(context_tokens))
+    return Launch(["claude"], environment)
+
+
+def _codex(url: str, model: str, key: str, context_tokens: int | None) -> Launch:
+    provider = f'{{name="Satchel",base_url={_toml(url + "/v1")},wire_api="responses",env_key="SATCHEL_KEY"}}'
+    settings = [f"model={_toml(model)}", "model_provider=satchel", f"model_providers.satchel={provider}"]
+    if context_tokens is not None:
+        settings.append(f"model_context_window={context_tokens}")
+    return Launch(["codex", *(word for setting in settings for word in ("-c", setting))], {"SATCHEL_KEY": key})
+
+
+def _qwen(url: str, model: str, key: str, context_tokens: int | None) -> Launch:
+    return Launch(["qwen"], {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": model})
+
+
+def _opencode(url: str, model: str, key: str, context_tokens: int | None) -> Launch:
+    described: dict[str, Any] = {"name": model}
+    if context_tokens is not None:
+        described["limit"] = {"context": context_tokens, "output": _answer_tokens(context_tokens)}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "Satchel",
         "options": {"baseURL": f"{url}/v1", "apiKey": key},
-        "models": {model: {"name": model}},
+        "models": {model: described},
     }
     config = {"model": f"satchel/{model}", "provider": {"satchel": provider}}
-    return Launch([name, *arguments], {"OPENCODE_CONFIG_CONTENT": json_text.dumps(config), **trust})
+    return Launch(["opencode"], {"OPENCODE_CONFIG_CONTENT": json_text.dumps(config)})
+
+
+def _answer_tokens(context_tokens: int) -> int:
+    return max(1, min(_ANSWER_TOKENS_MAX, context_tokens // _ANSWER_PART))
 
 
 def _toml(text: str) -> str:

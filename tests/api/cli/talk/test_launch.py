@@ -86,5 +86,30 @@ async def test_only_served_models_can_be_chosen(served: Served) -> None:
 def test_programs_trust_the_endpoints_certificate() -> None:
     found = FoundEndpoint(RECORD, "https://studio.lan:8000", "", "/home/me/endpoint.pem")
     for program in Program:
-        environment = launched(program, found, "m", "k", []).environment
+        environment = launched(program, found, "m", "k", [], None).environment
         assert environment["NODE_EXTRA_CA_CERTS"] == environment["SSL_CERT_FILE"] == "/home/me/endpoint.pem"
+
+
+def test_programs_are_told_the_models_context() -> None:
+    """So they compact a conversation before it is full. By the name of a model they take it for a larger one."""
+    found = FoundEndpoint(RECORD, "http://127.0.0.1:8000", "", None)
+    claude, codex, opencode = (
+        launched(program, found, "qwen-small", "k", ["hi"], 32_768)
+        for program in (Program.claude, Program.codex, Program.opencode)
+    )
+    assert claude.environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "32768"
+    assert claude.environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "4096"
+    assert codex.command[-3:] == ["-c", "model_context_window=32768", "hi"]
+    config = json.loads(opencode.environment["OPENCODE_CONFIG_CONTENT"])
+    described = config["provider"]["satchel"]["models"]["qwen-small"]
+    assert described == {"name": "qwen-small", "limit": {"context": 32_768, "output": 4096}}
+    # A model that is not loaded yet.
+    for program in Program:
+        unknown = launched(program, found, "m", "k", [], None)
+        assert "context" not in " ".join([*unknown.command, *unknown.environment, *unknown.environment.values()]).lower()
+
+
+async def test_the_context_is_the_chosen_models(served: Served) -> None:
+    found = json.loads(await served.says("launch", "claude", "--json"))
+    listed = (await served.endpoint.client.get("/v1/models")).json()["data"]
+    assert found["environment"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == str(listed[0]["context_length"])
