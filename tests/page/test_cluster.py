@@ -218,6 +218,24 @@ def test_a_model_that_comes_and_goes_is_loaded_and_unloaded(open_page: Callable[
     assert world.ask("POST", "/v1/models/poet/load", key="bob").status_code == 403
 
 
+def test_the_chat_says_what_a_model_cannot_do_during_its_self_test(open_page: Callable[..., Any], world: World):
+    world.whole()
+    # The models that ship with Satchel have none.
+    view = world.view()
+    for each in view["replicas"]:
+        each["proving"] = {"what": "testing how it reads its KV", "since": 0}
+    caller = {"admin": True, "tenant": "default", "version": "0"}
+    told = "".join(
+        f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in (("caller", caller), ("cluster", view))
+    )
+    page = open_page()
+    page.get_by_text("live", exact=True).wait_for()
+    assert page.locator("#chat-proving").is_hidden()
+    page.route("**/v1/cluster/events", lambda route: route.fulfill(content_type="text/event-stream", body=told))
+    page.reload()
+    page.get_by_text("satchel/recall sees no pictures and keeps no KV until its self-test ends").wait_for()
+
+
 def test_the_description_of_the_api_is_shown(open_page: Callable[..., Any], world: World):
     page = open_page()
     page.goto(f"{world.url}/docs")

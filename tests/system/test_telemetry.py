@@ -72,3 +72,4 @@ def test_every_process_writes_its_own_log(http: httpx.Client, cluster: LocalClus
     (about,) = [line for line in lines if line.get("request_id") == answer.headers["x-request-id"]]
     assert about["message"].startswith("POST /v1/chat/completions: 200 in ") and about["trace_id"] == TRACE
     assert "elmira" not in "".join(texts.values())
+    assert "blocking ray.get" not in "".join(texts.values())

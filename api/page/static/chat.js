@@ -23,7 +23,10 @@ export function startChat() {
     choose(newId());
     $("chat-text").focus();
   });
-  $("chat-model").addEventListener("change", () => (model = $("chat-model").value));
+  $("chat-model").addEventListener("change", () => {
+    model = $("chat-model").value;
+    showProving();
+  });
   $("chat-form").addEventListener("submit", (event) => {
     event.preventDefault();
     say();
@@ -58,6 +61,7 @@ export function startChat() {
   document.addEventListener("agents-changed", showPlace);
   onChange((_, name) => {
     if (name === "caller") showPlace();
+    if (name === "cluster") showProving();
   });
 }
 
@@ -99,6 +103,16 @@ async function listModels() {
 
 function showModel() {
   if ([...$("chat-model").options].some((option) => option.value === model)) $("chat-model").value = model;
+  showProving();
+}
+
+/** Says what the model cannot do yet while its self-test runs. */
+function showProving() {
+  const name = $("chat-model").value;
+  const proving = state.cluster?.replicas.find((each) => each.model === name && each.proving)?.proving;
+  $("chat-proving").hidden = !proving;
+  write($("chat-proving"), proving
+    ? `${name} sees no pictures and keeps no KV until its self-test ends (${proving.what}).` : "");
 }
 
 /** Shows where the agent's memory is, and what can be done with it. Returns the agent, null if it has no memory. */
@@ -286,6 +300,7 @@ async function showTurn(answer, turn) {
   const chips = el("span", { class: "chips" });
   const meter = el("meter", { min: 0, max: Math.max(1, prompt), value: cached, "aria-label": "Share of the prompt from memory" });
   const details = el("details", {}, el("summary", {}, `On ${headers.get("x-satchel-node") || headers.get("x-satchel-replica")}: ${reason(why)}`));
+  details.addEventListener("toggle", () => details.open && details.scrollIntoView({ block: "nearest" }));
   answer.row.append(el("div", { class: "turn" },
     el("p", {}, meter, el("strong", { class: "memory" }, ` From memory: ${fromMemory(cached, prompt)} `), chips),
     details,

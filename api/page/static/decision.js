@@ -4,7 +4,7 @@ import { el, number, seconds, share } from "./dom.js";
 
 const REASONS = {
   agent_home: "this node has the agent's memory",
-  only_replica: "it is the only replica of the model",
+  only_replica: "no other replica of the model answers now",
   home_busy: "the agent's own node was busy, and waiting there would take longer",
   home_lost: "the agent's own node does not answer",
   least_recent: "all replicas would take as long, and this one was idle longest",
