@@ -28,6 +28,10 @@ _ANSWER_PART = 8
 
 _ANSWER_TOKENS_MAX = 32_000
 
+_PATIENCE_MS = 3_600_000
+"""How long programs wait for an answer. By themselves they give up after 5 to 10 minutes, which a long prompt may take
+on a slow machine."""
+
 _ANY_KEY = "satchel"
 """What programs send while the endpoint has no keys: they do not start without any."""
 
@@ -128,6 +132,7 @@ def _claude(url: str, model: str, key: str, context_tokens: int | None) -> Launc
     environment = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key, "ANTHROPIC_MODEL": model}
     # Its side requests, such as titles.
     environment |= {"ANTHROPIC_SMALL_FAST_MODEL": model, "ANTHROPIC_DEFAULT_HAIKU_MODEL": model}
+    environment["API_TIMEOUT_MS"] = str(_PATIENCE_MS)
     if context_tokens is not None:
         environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(context_tokens)
         environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(_answer_tokens(context_tokens))
@@ -135,7 +140,8 @@ def _claude(url: str, model: str, key: str, context_tokens: int | None) -> Launc
 
 
 def _codex(url: str, model: str, key: str, context_tokens: int | None) -> Launch:
-    provider = f'{{name="Satchel",base_url={_toml(url + "/v1")},wire_api="responses",env_key="SATCHEL_KEY"}}'
+    protocol = f'wire_api="responses",env_key="SATCHEL_KEY",stream_idle_timeout_ms={_PATIENCE_MS}'
+    provider = f'{{name="Satchel",base_url={_toml(url + "/v1")},{protocol}}}'
     settings = [f"model={_toml(model)}", "model_provider=satchel", f"model_providers.satchel={provider}"]
     if context_tokens is not None:
         settings.append(f"model_context_window={context_tokens}")
@@ -153,7 +159,7 @@ def _opencode(url: str, model: str, key: str, context_tokens: int | None) -> Lau
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "Satchel",
-        "options": {"baseURL": f"{url}/v1", "apiKey": key},
+        "options": {"baseURL": f"{url}/v1", "apiKey": key, "chunkTimeout": _PATIENCE_MS},
         "models": {model: described},
     }
     config = {"model": f"satchel/{model}", "provider": {"satchel": provider}}

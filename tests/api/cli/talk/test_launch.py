@@ -36,7 +36,7 @@ async def test_the_environment_is_printed(served: Served) -> None:
 async def test_codex_and_opencode_get_a_provider(served: Served) -> None:
     codex = json.loads(await served.says("launch", "codex", "--json", "--", "exec", "hi"))
     assert codex["command"][:3] == ["codex", "-c", 'model="satchel/tiny"'] and codex["command"][-2:] == ["exec", "hi"]
-    assert f'base_url="{served.endpoint_url}/v1",wire_api="responses",env_key="SATCHEL_KEY"' in codex["command"][6]
+    assert f'base_url="{served.endpoint_url}/v1",wire_api="responses",env_key="SATCHEL_KEY",' in codex["command"][6]
     opencode = json.loads(await served.says("launch", "opencode", "--json"))
     config = json.loads(opencode["environment"]["OPENCODE_CONFIG_CONTENT"])
     assert config["model"] == "satchel/satchel/tiny" and config["provider"]["satchel"]["models"].keys() == {
@@ -106,7 +106,20 @@ def test_programs_are_told_the_models_context() -> None:
     # A model that is not loaded yet.
     for program in Program:
         unknown = launched(program, found, "m", "k", [], None)
-        assert "context" not in " ".join([*unknown.command, *unknown.environment, *unknown.environment.values()]).lower()
+        words = [*unknown.command, *unknown.environment, *unknown.environment.values()]
+        assert "context" not in " ".join(words).lower()
+
+
+def test_programs_wait_for_a_long_prompt() -> None:
+    """By themselves some give up after 5 minutes."""
+    found = FoundEndpoint(RECORD, "http://127.0.0.1:8000", "", None)
+    claude, codex, opencode = (
+        launched(program, found, "m", "k", [], None) for program in (Program.claude, Program.codex, Program.opencode)
+    )
+    assert claude.environment["API_TIMEOUT_MS"] == "3600000"
+    assert "stream_idle_timeout_ms=3600000" in codex.command[6]
+    config = json.loads(opencode.environment["OPENCODE_CONFIG_CONTENT"])
+    assert config["provider"]["satchel"]["options"]["chunkTimeout"] == 3_600_000
 
 
 async def test_the_context_is_the_chosen_models(served: Served) -> None:
