@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from enum import Enum, auto
+from math import inf
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -38,15 +38,11 @@ LATE_TOGETHER = 8
 """Failed copies that are retried at most, and how many of them at the same time."""
 
 
-UNPAIRED_MAX = 20_000
-"""Agents of which it is remembered whether a turn or its KV came first."""
+EARLY_S = 10.0
+"""How long before its branch is copied a turn's KV may be written."""
 
-
-class Half(Enum):
-    """What has come of a turn without the other half: its branch is copied, or its KV is written."""
-
-    BRANCH = auto()
-    KV = auto()
+WRITTEN_MAX = 20_000
+"""Agents whose last KV is remembered for that."""
 
 
 class Copied(NamedTuple):
@@ -101,7 +97,8 @@ class Secondaries:
         self._fetching = asyncio.Semaphore(FETCHING_MAX)
         self._behind: dict[str, asyncio.Task[None]] = {}
         self._again: set[str] = set()
-        self._unpaired: dict[str, Half] = {}
+        # When KV of an agent was written, the latest last.
+        self._written: dict[str, float] = {}
         self.failed_total = 0
 
     async def send(self, agent: str, to: str, timeout_s: float, *, whole: bool = False) -> Memory:
@@ -168,7 +165,7 @@ class Secondaries:
             if all_made or not at_primary or not self._strict or ends - loop.time() <= self._timing.retry_s:
                 break
             await asyncio.sleep(self._timing.retry_s)
-        if not self._is_unpaired(agent, Half.BRANCH):
+        if loop.time() - self._written.pop(agent, -inf) < EARLY_S:
             self.blocks_later(agent)
         for node, error in failed.items():
             self.failed_total += 1
@@ -237,19 +234,13 @@ class Secondaries:
     # KV.
 
     def kv_written(self, agent: str) -> None:
-        """Schedules a copy of KV that a replica has written for the agent, and another after its branch is copied."""
-        self._is_unpaired(agent, Half.KV)
+        """Schedules a copy of KV that a replica has written for the agent, and another one after its branch's, if that
+        comes soon."""
+        self._written.pop(agent, None)
+        self._written[agent] = asyncio.get_running_loop().time()
+        if len(self._written) > WRITTEN_MAX:
+            del self._written[next(iter(self._written))]
         self.blocks_later(agent)
-
-    def _is_unpaired(self, agent: str, half: Half) -> bool:
-        """Notes half of a turn. Returns whether the other half has not come yet."""
-        if self._unpaired.get(agent, half) is not half:
-            del self._unpaired[agent]
-            return False
-        self._unpaired[agent] = half
-        if len(self._unpaired) > UNPAIRED_MAX:
-            del self._unpaired[next(iter(self._unpaired))]
-        return True
 
     def blocks_later(self, agent: str) -> None:
         """Schedules a copy of the agent's KV. If one is running, another follows it."""
