@@ -12,7 +12,7 @@ from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Config
 from tests.worlds.collector import Collector, SeenSpan
 
-from .test_endpoint import user
+from .test_endpoint import user, wait_until
 
 WORDS = "Remember: the code of elmira is 7319."
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -62,6 +62,8 @@ def test_a_request_is_one_tree_over_all_processes(http: httpx.Client, collector:
 
 def test_every_process_writes_its_own_log(http: httpx.Client, cluster: LocalCluster, config: Config):
     answer = http.post("/v1/chat/completions", json={"messages": [user(WORDS)]}, headers={"traceparent": CALLER})
+    request_id = answer.headers["x-request-id"]
+    wait_until(lambda: request_id in (cluster.home.logs / "endpoint.log").read_text())
     texts = {path.stem: path.read_text() for path in cluster.home.logs.glob("*.log")}
     replicas = [f"replica-{config.models[0].slug}-{number}" for number in range(2)]
     assert {"endpoint", "router", "kv_store-local", *replicas} <= texts.keys()
@@ -69,7 +71,7 @@ def test_every_process_writes_its_own_log(http: httpx.Client, cluster: LocalClus
         for line in map(json.loads, text.splitlines()):
             assert line["process"].replace(":", "-") == name.partition(".")[0] and line["time"].endswith("Z")
     lines = list(map(json.loads, texts["endpoint"].splitlines()))
-    (about,) = [line for line in lines if line.get("request_id") == answer.headers["x-request-id"]]
+    (about,) = [line for line in lines if line.get("request_id") == request_id]
     assert about["message"].startswith("POST /v1/chat/completions: 200 in ") and about["trace_id"] == TRACE
     assert "elmira" not in "".join(texts.values())
     assert "blocking ray.get" not in "".join(texts.values())

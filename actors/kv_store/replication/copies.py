@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from math import inf
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -38,11 +37,8 @@ LATE_TOGETHER = 8
 """Failed copies that are retried at most, and how many of them at the same time."""
 
 
-EARLY_S = 10.0
-"""How long before its branch is copied a turn's KV may be written."""
-
 WRITTEN_MAX = 20_000
-"""Agents whose last KV is remembered for that."""
+"""Agents of which it is remembered that KV was written since their branch was copied."""
 
 
 class Copied(NamedTuple):
@@ -97,8 +93,7 @@ class Secondaries:
         self._fetching = asyncio.Semaphore(FETCHING_MAX)
         self._behind: dict[str, asyncio.Task[None]] = {}
         self._again: set[str] = set()
-        # When KV of an agent was written, the latest last.
-        self._written: dict[str, float] = {}
+        self._written: dict[str, None] = {}
         self.failed_total = 0
 
     async def send(self, agent: str, to: str, timeout_s: float, *, whole: bool = False) -> Memory:
@@ -165,7 +160,8 @@ class Secondaries:
             if all_made or not at_primary or not self._strict or ends - loop.time() <= self._timing.retry_s:
                 break
             await asyncio.sleep(self._timing.retry_s)
-        if loop.time() - self._written.pop(agent, -inf) < EARLY_S:
+        if agent in self._written:
+            del self._written[agent]
             self.blocks_later(agent)
         for node, error in failed.items():
             self.failed_total += 1
@@ -234,10 +230,8 @@ class Secondaries:
     # KV.
 
     def kv_written(self, agent: str) -> None:
-        """Schedules a copy of KV that a replica has written for the agent, and another one after its branch's, if that
-        comes soon."""
-        self._written.pop(agent, None)
-        self._written[agent] = asyncio.get_running_loop().time()
+        """Schedules a copy of KV that a replica has written for the agent, and another one after its next branch's."""
+        self._written[agent] = None
         if len(self._written) > WRITTEN_MAX:
             del self._written[next(iter(self._written))]
         self.blocks_later(agent)
