@@ -25,6 +25,11 @@ logger = logging.getLogger(__name__)
 RETURN_S = 20.0
 """How long a lost node may take to come back before its agents are copied: a restart moves nothing."""
 
+WAITS_S = 40.0
+"""How long nodes that come and go may put that off."""
+
+RETRY_S = 5.0
+"""After which copies that failed are tried again."""
 
 FETCHES_MAX = 3
 """How often a node is told to fetch an agent's KV, if it cannot."""
@@ -53,8 +58,9 @@ class Orphans:
         self._node, self._roles, self._in_order, self._peers = node, roles, in_order, peers
         self._succession, self._copies, self._count, self._timing = succession, copies, count, timing
         self._members: frozenset[str] | None = None
-        # When to look, None while nothing has changed; and whether nodes changed again since that was set.
+        # When to look, None while nothing has changed, and since when that is put off.
         self._look_at: float | None = None
+        self._since = 0.0
         self._again = False
         self._looking: asyncio.Task[None] | None = None
 
@@ -64,18 +70,20 @@ class Orphans:
         members = frozenset(await self._peers.others())
         if members != self._members:
             self._members = members
-            self._later(now)
+            self._changed(now)
         if self._look_at is None or now < self._look_at or (self._looking is not None and not self._looking.done()):
             return
-        self._look_at = now + RETURN_S if self._again else None
-        self._again = False
+        self._look_at = None
+        if self._again:
+            self._changed(now)
         self._looking = asyncio.create_task(self._look())
 
-    def _later(self, now: float) -> None:
+    def _changed(self, now: float) -> None:
+        """Puts the next look off, so that whoever has just gone can come back."""
         if self._look_at is None:
-            self._look_at = now + RETURN_S
-        else:
-            self._again = True
+            self._since = now
+        self._look_at = min(now + RETURN_S, self._since + WAITS_S)
+        self._again = self._look_at < now + RETURN_S
 
     async def _look(self) -> None:
         try:
@@ -87,8 +95,9 @@ class Orphans:
             # The next time tries again; nobody waits for this task.
             logger.exception("agents without a primary are not copied: %s", type(error).__name__)
             made = False
-        if not made:
-            self._later(asyncio.get_running_loop().time())
+        if not made and self._look_at is None:
+            self._since = asyncio.get_running_loop().time()
+            self._look_at = self._since + RETRY_S
 
     async def copy(self) -> bool:
         """Copies this node's agents whose primary is on no live node to where copies are missing.
