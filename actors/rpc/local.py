@@ -17,7 +17,7 @@ import logging
 import secrets
 import struct
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from ...cluster.trust.strangers import Strangers
@@ -51,7 +51,7 @@ class LocalAddress:
 
     machine: str
     port: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     methods: list[str]
 
 
@@ -227,7 +227,7 @@ class NearActor(ActorRef):
     """An actor whose calls take the short way if it is on this machine. For event loops only.
 
     A connection that ends is a `NoAnswer`, and the next call goes through Ray. Whether the process has ended is known
-    only to Ray.
+    only to Ray. A method that fails does not end the connection, on which other calls wait.
     """
 
     unanswered_by = (*UNANSWERED, ConnectionError)
@@ -236,17 +236,22 @@ class NearActor(ActorRef):
         super().__init__(*args, **named)
         self._opening: asyncio.Task[None] | None = None
         self._connection: LocalConnection | None = None
+        self._near: _Handle | None = None
+        self._closed = False
 
     async def find_aside(self) -> Any:
         if self._connection is not None and self._connection.lost:
             # The actor's process may be another one now.
-            self._handle = self._connection = None
-        if self._handle is not None and self._opening is not None:
-            return self._handle
+            self._handle = None
+        elif self._near is not None:
+            return self._near
+        if self._handle is None:
+            self._hang_up()
         handle = await super().find_aside()
-        self.close()
-        # Ray would take the call for a part of the request that is served now.
-        self._opening = asyncio.get_running_loop().create_task(self._open(handle), context=contextvars.Context())
+        # Another call may have begun to open it meanwhile.
+        if self._opening is None and not self._closed:
+            # Ray would take the call for a part of the request that is served now.
+            self._opening = asyncio.get_running_loop().create_task(self._open(handle), context=contextvars.Context())
         return handle
 
     async def _open(self, handle: Any) -> None:
@@ -255,19 +260,25 @@ class NearActor(ActorRef):
                 at = decode(LocalAddress, await handle.local_address.remote(encode_call([])))
                 if at.machine == this_machine():
                     self._connection = await LocalConnection.open(at)
-                    if self._handle is handle:
-                        self._handle = _Handle(handle, self._connection, frozenset(at.methods))
+                    self._near = _Handle(handle, self._connection, frozenset(at.methods))
+        except TimeoutError:
+            # The actor is starting, or busy: the next call asks again.
+            self._opening = None
         except Exception as error:
             # All calls go through Ray then.
             logger.debug("%s is not reached without Ray: %s", self.name, error)
 
     def close(self) -> None:
-        """Ends the connection. The next call opens another one."""
+        """Ends the connection. Later calls go through Ray."""
+        self._closed = True
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
         if self._connection is not None:
             self._connection.abort()
-        self._opening = self._connection = None
+        self._opening = self._connection = self._near = None
 
 
 class _Handle:

@@ -128,6 +128,7 @@ class ReplicaConnection:
     def close(self) -> None:
         """Stops reading."""
         self._reading.cancel()
+        self.client.actor.close()
 
 
 async def unless_broken(link: ReplicaConnection, call: Awaitable[T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import closing
 from typing import Any
@@ -126,6 +127,26 @@ async def test_errors_are_the_methods_and_a_failure_is_no_answer(replica: Replic
         await client.next_frame("c", 2)
 
 
+async def test_a_method_that_fails_cuts_nobody_off(replica: Replica, ray: ByRay):
+    client, go_on = await near(), asyncio.Event()
+
+    def answering(number: int) -> Awaitable[object]:
+        if number == 2:
+            raise ZeroDivisionError
+        return go_on.wait() if number == 1 else asyncio.sleep(0)
+
+    replica.answering = answering
+    waiting = asyncio.ensure_future(client.next_frame("c", 1))
+    while replica.asked != [0, 1]:
+        await asyncio.sleep(0.01)
+    with pytest.raises(NoAnswer):
+        await client.next_frame("c", 2)
+    assert await client.next_frame("c", 3) == [SequenceUpdate("c", [0, 1, 2])]
+    go_on.set()
+    assert await waiting == [SequenceUpdate("c", [0])]
+    assert ray.called == ["go_on", "local_address"]
+
+
 async def test_answers_come_in_any_order_and_a_late_one_is_nobodys(replica: Replica, ray: ByRay):
     client = await near()
     go_on = asyncio.Event()
@@ -158,6 +179,65 @@ async def test_a_connection_that_ends_is_no_answer_and_ray_is_asked_again(replic
     await asyncio.sleep(0.01)
     assert await client.next_frame("c", 4) == [SequenceUpdate("c", [0, 1, 2, 3])], "no call was lost with it"
     assert ray.called[4:] == ["next_frame", "local_address"]
+
+
+async def test_calls_that_look_for_the_actor_at_once_share_a_connection(
+    replica: Replica, ray: ByRay, monkeypatch: pytest.MonkeyPatch
+):
+    """One that finds it later than the others neither ends their connection nor goes back to Ray."""
+    both, late, go_on = threading.Barrier(2), threading.Lock(), threading.Event()
+
+    def found_slowly(name: str) -> ByRay:
+        both.wait(5)
+        if not late.acquire(blocking=False):
+            go_on.wait(5)
+        return ray
+
+    monkeypatch.setattr(calls, "actor_handle", found_slowly)
+    client = ReplicaClient("m-0", USUAL, near=True)
+    asked = [asyncio.ensure_future(client.go_on([])) for _ in range(2)]
+    _, (last,) = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    await found(client)
+    connection = client.actor._connection  # type: ignore[attr-defined]
+    go_on.set()
+    await last
+    assert await client.next_frame("c", 1) == [SequenceUpdate("c", [0])]
+    assert client.actor._connection is connection and not connection.lost  # type: ignore[attr-defined]
+    assert "next_frame" not in ray.called
+
+
+async def test_after_its_end_calls_go_through_ray(replica: Replica, ray: ByRay):
+    """A connection that they opened would be nobody's to close."""
+    client = await near()
+    client.actor.close()
+    for number in (1, 2):
+        assert len(await client.next_frame("c", number) or []) == 1
+    assert ray.called == ["go_on", "local_address", "next_frame", "next_frame"]
+
+
+async def test_an_actor_that_was_busy_is_asked_again_where_it_listens(
+    replica: Replica, ray: ByRay, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(local, "ADDRESS_S", 0.05)
+    listens, ready = replica.server.address, asyncio.Event()
+
+    async def address() -> LocalAddress:
+        await ready.wait()
+        return await listens()
+
+    monkeypatch.setattr(replica.server, "address", address)
+    client = await near()
+    assert client.actor._connection is None  # type: ignore[attr-defined]
+    ready.set()
+    await client.go_on([])
+    await found(client)
+    assert await client.next_frame("c", 1) == [SequenceUpdate("c", [0])]
+    assert "next_frame" not in ray.called
+
+
+async def test_an_address_is_shown_without_its_secret(replica: Replica):
+    at = await replica.server.address()
+    assert str(at.port) in repr(at) and "secret" not in repr(at)
 
 
 @pytest.mark.parametrize("secret", [bytes(local.SECRET_BYTES), b"", bytes(local.SECRET_BYTES + 1)])

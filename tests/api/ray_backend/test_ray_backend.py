@@ -283,7 +283,9 @@ async def test_frames_come_without_ray_until_their_connection_breaks(
             await asyncio.sleep(0.01)
         actor._connection.abort()
         await link.broken.wait()
+        await asyncio.gather(*world.backend.routing._background)
     assert link.died and (said, by_ray) == ([100, 1, 2], [0, 3])
+    assert actor._opening is None and actor._connection is None, "nobody would close it"
     await world.backend.close()
 
 
