@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +28,7 @@ LINES_MAX = 4
 """How many conversations of an agent are remembered: it may have side requests, such as for a title."""
 
 _MESSAGE_CHARACTERS = 256
-"""Counted for a message besides its text."""
+"""Counted for a message besides its texts."""
 
 
 @dataclass
@@ -74,7 +75,7 @@ def program_of(name: str, tenant: str, tools: Sequence[Mapping[str, Any]], messa
 
 
 class Programs:
-    """The rewriting of programs, in bounded memory.
+    """The rewriting of programs, in bounded memory. `turn` is for one thread at a time, `forget` for any.
 
     Attributes:
         confirmed, contradicted: rewrites of contents that their program's rule explained, and that it did not.
@@ -83,6 +84,8 @@ class Programs:
 
     def __init__(self, programs_max: int = PROGRAMS_MAX, characters_max: int = CHARACTERS_MAX) -> None:
         self.confirmed = self.contradicted = self.unexplained = 0
+        # For the next two.
+        self._lock = threading.Lock()
         self._forgotten = 0
         self._programs: LRUCache[bytes, _Program] = LRUCache(programs_max)
         self._agents: LRUCache[str, list[_Line]] = LRUCache(
@@ -102,7 +105,8 @@ class Programs:
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = _Program()
-        forgotten, lines = self._forgotten, self._agents.pop(agent, [])
+        with self._lock:
+            forgotten, lines = self._forgotten, self._agents.pop(agent, [])
         line = _continued(lines, asked)
         rewritten = line is not None and self._compare(program, line, asked)
         said = [*asked, answer]
@@ -114,15 +118,17 @@ class Programs:
             now.growth = line.growth if rewritten else (line.growth + added) / 2 if line.growth else added
         predicted = _predicted(program, now)
         others = [other for other in lines if other is not line]
-        # Another thread may have forgotten the agent meanwhile.
-        if _memory_of(now) <= self._agents.maxsize and forgotten == self._forgotten:
-            self._remember(agent, [now, *others[: LINES_MAX - 1]])
+        with self._lock:
+            # Another thread may have forgotten the agent meanwhile.
+            if _memory_of(now) <= self._agents.maxsize and forgotten == self._forgotten:
+                self._remember(agent, [now, *others[: LINES_MAX - 1]])
         return predicted
 
     def forget(self, agent: str) -> None:
-        """Forgets an agent's messages. May be called from another thread than `turn`."""
-        self._forgotten += 1
-        self._agents.pop(agent, None)
+        """Forgets an agent's messages."""
+        with self._lock:
+            self._forgotten += 1
+            self._agents.pop(agent, None)
 
     def _remember(self, agent: str, lines: list[_Line]) -> None:
         while sum(map(_memory_of, lines)) > self._agents.maxsize:
@@ -157,7 +163,13 @@ class Programs:
 
 
 def _memory_of(line: _Line) -> int:
-    return line.size + _MESSAGE_CHARACTERS * len(line.messages)
+    # What a prompt may not show, such as reasoning, may be longer than what it shows.
+    others = sum(
+        _MESSAGE_CHARACTERS
+        + len(message.get("reasoning_content", "") + message.get("told", "") + message.get("written", ""))
+        for message in line.messages
+    )
+    return line.size + others
 
 
 def _continued(lines: Sequence[_Line], asked: Sequence[Message]) -> _Line | None:

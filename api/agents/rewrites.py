@@ -34,6 +34,9 @@ TURNS_MAX = 4
 ALIKE_SHARE = 0.5
 """A text of which this share is the begin and the end of the old one was cut in the middle, not replaced."""
 
+PLACEHOLDER_CHARACTERS_MAX = 2000
+"""A longer text is no placeholder."""
+
 
 @dataclass(frozen=True)
 class Shortening:
@@ -142,9 +145,10 @@ class Edit:
         """
         edited, both = list(messages), [*messages, *coming]
         places = self.places(both)
+        tools = called_tools(messages) if self.spared else {}
         for place in places[self.oldest : len(places) - self.keep.count(places, both)]:
-            if place < len(edited):
-                edited[place] = self._edited(messages, place)
+            if place < len(edited) and tools.get(place, "") not in self.spared:
+                edited[place] = self._edited(messages[place])
         return edited
 
     def places(self, messages: Sequence[Message]) -> list[int]:
@@ -155,13 +159,11 @@ class Edit:
             if message["role"] == self.role and (self.shortening is not None or "reasoning_content" in message)
         ]
 
-    def _edited(self, messages: Sequence[Message], place: int) -> Message:
-        message = messages[place]
+    def _edited(self, message: Message) -> Message:
         if self.shortening is None:
             return cast(Message, {key: value for key, value in message.items() if key != "reasoning_content"})
         text = text_of(message)
-        spared = bool(self.spared) and called_tools(messages).get(place, "") in self.spared
-        if spared or len(text) < self.characters_min or (short := self.shortening.of(text)) == text:
+        if len(text) < self.characters_min or (short := self.shortening.of(text)) == text:
             return message
         # What the model wrote is no longer what is shown.
         kept = {key: value for key, value in message.items() if key not in ("told", "written")}
@@ -242,7 +244,8 @@ def learned(before: Sequence[Message], after: Sequence[Message]) -> list[Edit]:
     last = places.index(changed[-1])
     left = [place for place in places[: last + 1] if shortening.of(text_of(before[place])) != text_of(after[place])]
     # Some programs never change the first ones, such as the task.
-    oldest = next((count for count, place in enumerate(places) if place not in left), 0)
+    stayed = set(left)
+    oldest = next((count for count, place in enumerate(places) if place not in stayed), 0)
     spared, least = _exceptions(before, left[oldest:], changed)
     edit = replace(edit, oldest=oldest, spared=spared, characters_min=least)
     edits = [replace(edit, keep=keep) for keep in _keeps(before, after, places, last)]
@@ -318,20 +321,16 @@ def _shortening(texts: Sequence[tuple[str, str]]) -> Shortening | None:
 def _placeholder(texts: Sequence[tuple[str, str]]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Returns the pieces and the counts of a placeholder (see `Shortening`) that stands for each of these texts; None
     if there is none."""
+    if max(len(new) for _, new in texts) > PLACEHOLDER_CHARACTERS_MAX:
+        return None
     rows = [re.split(r"(\d+)", new) for _, new in texts]
     if len({tuple(row[::2]) for row in rows}) != 1:
         return None
+    counted = {name: [str(count(old)) for old, _ in texts] for name, count in _COUNTS.items()}
     pieces, counts = [rows[0][0]], list[str]()
     for column in range(1, len(rows[0]), 2):
         numbers = [row[column] for row in rows]
-        count = next(
-            (
-                name
-                for name, count in _COUNTS.items()
-                if all(number == str(count(old)) for number, (old, _) in zip(numbers, texts, strict=True))
-            ),
-            None,
-        )
+        count = next((name for name, found in counted.items() if found == numbers), None)
         if count is not None:
             counts.append(count)
             pieces.append(rows[0][column + 1])

@@ -4,6 +4,7 @@ predicted is not guessed."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.memory.rewriting import Rewriter
+from satchel.api.agents import rewrites
 from satchel.api.agents.programs import Programs, program_of
+from satchel.api.agents.rewrites import Edit, Keep, Shortening
 from satchel.api.requests.history import Message
 
 KEY = b"program"
@@ -154,6 +157,22 @@ def test_a_rule_that_is_wrong_once_is_never_used_again(seed: int):
             assert old == now or now["content"] == wrong[-1]
 
 
+def test_a_long_text_is_no_placeholder():
+    """It would be kept for every program, and looked through for counts."""
+    told = "".join(f"{number} " for number in range(2000))
+    call: Any = {"id": "a", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+    before: list[Message] = [
+        {"role": "user", "content": "Do it."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": told},
+        {"role": "assistant", "content": "Done."},
+    ]
+    for short, explained in ((told[:1000], True), (told[1:5000], False)):
+        after: list[Message] = [*before, {"role": "user", "content": "And?"}]
+        after[2] = {**before[2], "content": "x" + short}
+        assert bool(rewrites.learned(before, after)) == explained
+
+
 def test_a_summary_is_not_guessed():
     programs = Programs()
     for agent in ("ann", "bob"):
@@ -175,8 +194,42 @@ def test_what_is_remembered_has_a_limit():
     long: Message = {"role": "user", "content": "x" * 60_000}
     assert programs.turn(KEY, "bob", [long], {"role": "assistant", "content": ""}) is None
     assert "bob" not in programs._agents
+    asked: list[Message] = [{"role": "user", "content": "Hi"}]
+    programs.turn(KEY, "bob", asked, {"role": "assistant", "content": "", "reasoning_content": "x" * 60_000})
+    assert "bob" not in programs._agents
     programs.forget("agent49")
     assert "agent49" not in programs._agents
+
+
+def test_an_agent_that_is_forgotten_during_its_turn_is_not_remembered(monkeypatch: pytest.MonkeyPatch):
+    programs = Programs()
+    remember, forgets = programs._remember, threading.Thread(target=programs.forget, args=["ann"])
+
+    def slowly(agent: str, lines: Any) -> None:
+        forgets.start()
+        forgets.join(0.2)
+        remember(agent, lines)
+
+    monkeypatch.setattr(programs, "_remember", slowly)
+    programs.turn(KEY, "ann", [{"role": "user", "content": "Hi"}], {"role": "assistant", "content": ""})
+    forgets.join()
+    assert "ann" not in programs._agents
+
+
+def test_the_tools_of_a_long_conversation_are_looked_up_once(monkeypatch: pytest.MonkeyPatch):
+    asked: list[Message] = []
+    for new, answer in turns(random.Random(4), 60, ["read", "skill"]):
+        asked += [*new, answer]
+    looked = list[int]()
+    find = rewrites.called_tools
+    monkeypatch.setattr(rewrites, "called_tools", lambda messages: looked.append(len(messages)) or find(messages))
+    edit = Edit("tool", Keep("messages", 1, 1), Shortening(0, ("[cleared]",), (), 0), spared=frozenset(["skill"]))
+    edited = edit.apply(asked)
+    assert looked == [len(asked)]
+    names = find(asked)
+    results = [place for place, message in enumerate(asked) if message["role"] == "tool"][:-1]
+    cleared = {place for place in results if edited[place]["content"] == "[cleared]"}
+    assert cleared == {place for place in results if names[place] == "read"} and 0 < len(cleared) < len(results)
 
 
 def test_a_program_is_known_by_its_tools_or_its_system_prompt():
