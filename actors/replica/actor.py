@@ -437,12 +437,7 @@ class ReplicaActor:
 
     @answers(ReplicaClient.clear_cache)
     async def clear_cache(self) -> int:
-        def clear(engine: Engine) -> int:
-            held = engine.prefixes.nbytes
-            engine.prefixes.clear()
-            return held + engine.pictures.embeddings.clear()
-
-        return await self._on_engine(clear)
+        return await self._on_engine(lambda engine: engine.clear_cache())
 
     async def _on_engine(self, action: Callable[[Engine], int]) -> int:
         """Runs `action` between two steps; 0 if there is no engine yet."""

@@ -63,6 +63,11 @@ class BringBack:
             self.pause()
         self._turns.pop(agent, None)
 
+    def clear(self) -> None:
+        """Forgets all agents."""
+        self.pause()
+        self._turns.clear()
+
     def begin(self) -> bool:
         """Begins to read KV back, of the latest turn that memory lacks a part of, if there is room for it. Returns
         whether something is being read."""
@@ -71,17 +76,18 @@ class BringBack:
         for agent, turn in reversed(self._turns.items()):
             hot = self._memory.prefixes.leading(turn.ids)
             missing = (len(turn.ids) - hot) * BLOCK_TOKENS
-            if not missing:
+            # Asked again and again while nothing runs, so before a long prompt's tokens are copied.
+            if not 0 < missing <= self._memory.spare_tokens(turn.request):
                 continue
             sequence, known = turn.sequence(), hot * BLOCK_TOKENS
-            plain = self._memory.prefixes.is_plain
-            if missing <= self._memory.spare_tokens(sequence) and self._restores.asks(sequence, known, plain=plain):
-                self._reading = sequence
-                self._memory.pin(sequence, known)
-                self._restores.begin(sequence, known, self._pace.tokens_per_s)
-                # If the disk lacks it, it is not asked again.
-                del self._turns[agent]
-                return True
+            if not self._restores.asks(sequence, known, plain=self._memory.prefixes.is_plain):
+                return False
+            self._reading = sequence
+            self._memory.pin(sequence, known)
+            self._restores.begin(sequence, known, self._pace.tokens_per_s)
+            # If the disk lacks it, it is not asked again.
+            del self._turns[agent]
+            return True
         return False
 
     def take(self, reading: Reading, restored: Restored | None) -> bool:

@@ -213,6 +213,15 @@ class Engine:
         self.bring_back.forget(agent)
         return self.prepare.forget(agent)
 
+    def clear_cache(self) -> int:
+        """Drops everything that is cached in memory, and what would bring it back while the engine has nothing else to
+        do. Returns the freed bytes. Call it on the engine's thread."""
+        self.bring_back.clear()
+        self.prepare.clear()
+        held = self.prefixes.nbytes
+        self.prefixes.clear()
+        return held + self.pictures.embeddings.clear()
+
     def abort(self, request_ids: tuple[str, ...]) -> None:
         """Aborts requests of either kind before the next step. Unknown ids are ignored."""
         self._inbox.put(Abort(request_ids))
@@ -336,7 +345,7 @@ class Engine:
         try:
             return self._step()
         except DeviceFailed as error:
-            self._recovery.begin_anew(error)
+            self._begin_anew(error)
             return True
 
     def wait(self) -> None:
@@ -349,7 +358,15 @@ class Engine:
         try:
             self._wait()
         except DeviceFailed as error:
-            self._recovery.begin_anew(error)
+            self._begin_anew(error)
+
+    def _begin_anew(self, error: DeviceFailed) -> None:
+        """Raises as `Recovery.begin_anew`."""
+        self._recovery.begin_anew(error)
+        # What is being read back is in blocks that are no longer the pool's. A prompt at which the device always fails
+        # must not end the process.
+        self.bring_back.pause()
+        self.prepare.clear()
 
     @property
     def _done(self) -> int:

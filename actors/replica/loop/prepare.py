@@ -45,13 +45,17 @@ class PrepareLoop:
         return len(self._waiting)
 
     def add(self, request: GenerateRequest) -> None:
-        """Adds a prompt instead of the agent's former one. Prompts that this model cannot prefill are left out."""
+        """Adds a prompt instead of the agent's former one, and drops what was prepared of only that. Prompts that this
+        model cannot prefill are left out."""
         self.drop(request.agent)
         tokens, loaded = request.prompt, self._loaded
         fits = 0 < len(tokens) < loaded.context_tokens and 0 <= min(tokens) <= max(tokens) < loaded.vocabulary_size
         if not fits or request.media or not request.reusable or request.model_id not in (b"", loaded.model_id):
             return
         self._memory.limit(request)
+        stay = set(request.block_ids)
+        former = self._block_ids.get(request.agent, [])
+        self._memory.prefixes.drop_prepared([block for block in former if block not in stay])
         self._block_ids[request.agent] = list(request.block_ids)
         self._waiting[request.agent] = Sequence(request, list(tokens), list(request.block_ids), prepares=True)
         if len(self._waiting) > PROMPTS_MAX:
@@ -63,8 +67,8 @@ class PrepareLoop:
             self._leave(sequence)
 
     def forget(self, agent: str) -> int:
-        """Drops the agent's prompt and what was prepared of it, unless a sequence has used it. Returns the freed
-        bytes."""
+        """Drops the agent's prompt and what was prepared for the agent, unless a sequence has used it. Returns the
+        freed bytes."""
         self.drop(agent)
         return self._memory.prefixes.drop_prepared(self._block_ids.pop(agent, []))
 
@@ -98,13 +102,13 @@ class PrepareLoop:
         if not self._executor.holds(sequence.id):
             self._executor.leave([sequence.id])
             hit = self._memory.find(sequence, end)
-            if hit.tokens >= end or not self._memory.spare_tokens(sequence):
+            if hit.tokens >= end or not self._memory.spare_tokens(sequence.request):
                 return False
             assert not isinstance(hit.tail, PooledBlock), "a tail is not a whole block"
             self._executor.open(sequence.id, hit.blocks, hit.tail, hit.tail_tokens)
         done = self._executor.length(sequence.id)
         # With a block more, because the chunk may begin within one.
-        room = self._memory.spare_tokens(sequence) - BLOCK_TOKENS
+        room = self._memory.spare_tokens(sequence.request) - BLOCK_TOKENS
         budget = self._pace.short_budget()
         stop = end if end - done <= budget else stop_inside(done, budget, budget)
         if stop <= done or stop - done > room:

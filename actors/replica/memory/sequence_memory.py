@@ -152,11 +152,11 @@ class SequenceMemory:
 
     def _keeps(self, sequence: Sequence) -> bool:
         """Whether any KV of the sequence may be cached."""
-        return self._spec.reusable and (self._has_room(sequence) or self._on_disk(sequence))
+        return self._spec.reusable and (self._has_room(sequence.request) or self._on_disk(sequence))
 
-    def _has_room(self, sequence: Sequence) -> bool:
+    def _has_room(self, request: GenerateRequest) -> bool:
         # With room for less than one block nothing could be reused, and new entries would evict old ones.
-        own = sequence.request.memory_bytes_max
+        own = request.memory_bytes_max
         return min(self._bytes_max, self._bytes_max if own is None else own) >= self._block_bytes
 
     def _on_disk(self, sequence: Sequence) -> bool:
@@ -179,12 +179,12 @@ class SequenceMemory:
         """Unpins what `pin` and `put_back` pinned."""
         self._unpin(sequence.id)
 
-    def spare_tokens(self, sequence: Sequence) -> int:
-        """Returns how many whole blocks' tokens of a sequence memory can take without evicting anything; 0 if it keeps
+    def spare_tokens(self, request: GenerateRequest) -> int:
+        """Returns how many whole blocks' tokens of a request memory can take without evicting anything; 0 if it keeps
         none."""
-        if not self._spec.reusable or not self._has_room(sequence):
+        if not self._spec.reusable or not self._has_room(request):
             return 0
-        spare = self.prefixes.spare_bytes(sequence.request.tenant)
+        spare = self.prefixes.spare_bytes(request.tenant)
         return max(0, spare) // self._block_bytes * BLOCK_TOKENS
 
     def leave(self, sequence: Sequence) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
+from satchel.actors.replica.device.device_errors import DeviceFailed
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv.paged_cache import PagedKVCache
 from satchel.actors.replica.loading import models
+from satchel.actors.replica.loop.bring_back import _EndedTurn
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.cluster.errors import Draining
 from tests.worlds.models.families import write_model
@@ -164,6 +166,52 @@ def test_kv_is_not_read_back_where_that_would_harm(why: str, loaded: LoadedModel
     assert engine.prefixes.leading(ids) == 0 and list(engine.memory.recount()) == []
 
 
+def test_where_there_is_no_room_no_prompt_is_copied_to_look_for_it(
+    loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """An idle engine looks all the time."""
+    bench = evicted(loaded, node, words(loaded, 3 * BLOCK_TOKENS + 7))
+    bench.engine.memory.room = lambda: 2 * BLOCK_TOKENS * loaded.spec.bytes_per_token
+    bench.engine.memory.fit()
+    monkeypatch.setattr(_EndedTurn, "sequence", lambda turn: pytest.fail("its prompt is copied"))
+    assert not bench.engine.bring_back.begin()
+
+
+def test_a_memory_that_is_cleared_stays_empty(loaded: LoadedModel, node: Node):
+    prompt, coming = words(loaded, 3 * BLOCK_TOKENS + 7), words(loaded, 600, seed=2)
+    bench = evicted(loaded, node, prompt)
+    engine, ids = bench.engine, ids_of(loaded, prompt)
+    bench.prepare(ANN, coming, most=0)
+    assert engine.bring_back.begin()
+    engine.call(lambda: engine.clear_cache() and None)
+    for _ in range(3):
+        engine.step()
+        engine.wait()
+    assert engine.prefixes.leading(ids) == engine.prefixes.prepared_tokens == 0
+    assert not engine.prepare and not engine.bring_back.begin() and list(engine.memory.recount()) == []
+
+
+def test_what_is_being_read_back_when_the_device_fails_is_dropped(
+    loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """Its blocks are not the pool's any more."""
+    prompt = words(loaded, 3 * BLOCK_TOKENS + 7)
+    bench, came = evicted(loaded, node, prompt), list[Any]()
+    engine, take = bench.engine, bench.engine.bring_back.take
+    monkeypatch.setattr(engine.bring_back, "take", lambda *found: came.append(found) or True)
+    assert engine.bring_back.begin()
+    wait(bench, lambda: bool(came))
+    assert came[0][1] is not None
+
+    def fail() -> None:
+        raise DeviceFailed("test")
+
+    engine.call(fail)
+    engine.step()
+    assert not take(*came[0]) and engine.counters.device_failures == 1
+    assert engine.prefixes.leading(ids_of(loaded, prompt)) == 0 and list(engine.memory.recount()) == []
+
+
 @pytest.mark.parametrize("prompt", [[], [10**6] * 300, list(range(5)), [1] * 10**6])
 def test_what_cannot_be_prepared_is_left_out(bench: MakeBench, prompt: list[int]):
     engine = bench()
@@ -217,16 +265,32 @@ def test_an_agent_that_is_forgotten_leaves_nothing_prepared(bench: MakeBench, lo
     assert list(engine.engine.memory.recount()) == []
 
 
+def test_what_was_prepared_in_vain_goes_once_the_agent_has_another_prompt(bench: MakeBench, loaded: LoadedModel):
+    engine, begin = bench(), words(loaded, BLOCK_TOKENS + 10)
+    first, second = ([*begin, *words(loaded, 2 * BLOCK_TOKENS, seed)] for seed in (2, 3))
+    engine.prepare(ANN, first)
+    engine.prepare(ANN, second)
+    prefixes = engine.engine.prefixes
+    assert [prefixes.leading(ids_of(loaded, prompt)) for prompt in (first, second)] == [1, 3]
+    assert prefixes.wasted_tokens == 2 * BLOCK_TOKENS
+    engine.engine.call(lambda: engine.engine.forget_prepared(ANN) and None)
+    engine.engine.step()
+    assert prefixes.blocks == 0
+
+
+@pytest.mark.parametrize("last", [5, 10**6])
 def test_a_device_that_fails_meanwhile_costs_only_what_was_prepared(
-    bench: MakeBench, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    last: int, bench: MakeBench, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ):
+    """The prompt may be why it fails, so it is not tried again."""
     prompt = words(loaded, 1000)
     alone = bench().run("alone", [*prompt, 5]).tokens
     engine = bench()
-    fault = Fault(PagedKVCache.update_and_fetch, 5, 5)
+    fault = Fault(PagedKVCache.update_and_fetch, 5, last)
     monkeypatch.setattr(PagedKVCache, "update_and_fetch", lambda *given: fault(*given))
     engine.prepare(ANN, prompt)
     assert engine.engine.counters.device_failures == 1 and not engine.engine.prepare
+    monkeypatch.undo()
     assert engine.run("next", [*prompt, 5], agent=ANN).tokens == alone
 
 
