@@ -86,7 +86,11 @@ class Preparations:
     async def _prepare(self, turn: _Turn) -> None:
         request, model = turn.chat.request, turn.chat.model
         made = await asyncio.to_thread(self._made, turn)
-        if made is None or not self._lines(turn):
+        if not self._lines(turn):
+            # It was forgotten meanwhile, perhaps before `programs` noted the turn.
+            self._memory.programs.forget(request.agent_key)
+            return
+        if made is None:
             return
         prompt, known = made
         sequence = GenerateRequest(

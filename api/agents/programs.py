@@ -75,7 +75,8 @@ def program_of(name: str, tenant: str, tools: Sequence[Mapping[str, Any]], messa
 
 
 class Programs:
-    """The rewriting of programs, in bounded memory. `turn` is for one thread at a time, `forget` for any.
+    """The rewriting of programs, in bounded memory. `turn` is for one thread at a time, `forget` for any, also during a
+    turn.
 
     Attributes:
         confirmed, contradicted: rewrites of contents that their program's rule explained, and that it did not.
@@ -84,13 +85,12 @@ class Programs:
 
     def __init__(self, programs_max: int = PROGRAMS_MAX, characters_max: int = CHARACTERS_MAX) -> None:
         self.confirmed = self.contradicted = self.unexplained = 0
-        # For the next two.
-        self._lock = threading.Lock()
-        self._forgotten = 0
         self._programs: LRUCache[bytes, _Program] = LRUCache(programs_max)
         self._agents: LRUCache[str, list[_Line]] = LRUCache(
             characters_max, getsizeof=lambda lines: sum(_memory_of(line) for line in lines)
         )
+        # Of `_agents`.
+        self._lock = threading.Lock()
 
     def turn(self, key: bytes, agent: str, asked: Sequence[Message], answer: Message) -> list[Message] | None:
         """Notes a turn of an agent, and predicts how its program will have rewritten the conversation by the next one.
@@ -106,7 +106,7 @@ class Programs:
         if program is None:
             program = self._programs[key] = _Program()
         with self._lock:
-            forgotten, lines = self._forgotten, self._agents.pop(agent, [])
+            lines = self._agents.pop(agent, [])
         line = _continued(lines, asked)
         rewritten = line is not None and self._compare(program, line, asked)
         said = [*asked, answer]
@@ -118,16 +118,14 @@ class Programs:
             now.growth = line.growth if rewritten else (line.growth + added) / 2 if line.growth else added
         predicted = _predicted(program, now)
         others = [other for other in lines if other is not line]
-        with self._lock:
-            # Another thread may have forgotten the agent meanwhile.
-            if _memory_of(now) <= self._agents.maxsize and forgotten == self._forgotten:
+        if _memory_of(now) <= self._agents.maxsize:
+            with self._lock:
                 self._remember(agent, [now, *others[: LINES_MAX - 1]])
         return predicted
 
     def forget(self, agent: str) -> None:
         """Forgets an agent's messages."""
         with self._lock:
-            self._forgotten += 1
             self._agents.pop(agent, None)
 
     def _remember(self, agent: str, lines: list[_Line]) -> None:

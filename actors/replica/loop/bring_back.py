@@ -26,10 +26,12 @@ class _EndedTurn:
     tokens: array[int]
     ids: list[bytes]
 
-    def sequence(self) -> Sequence:
-        """A sequence with the turn's whole blocks."""
-        tokens = [*self.tokens[: len(self.ids) * BLOCK_TOKENS], 0]
-        return Sequence(replace(self.request, remembered_tokens=len(tokens) - 1), tokens, self.ids, prepares=True)
+    def sequence(self, number: int) -> Sequence:
+        """A sequence with the turn's whole blocks. The number tells it from earlier ones, of which something may still
+        come."""
+        tokens, name = [*self.tokens[: len(self.ids) * BLOCK_TOKENS], 0], f"back {number} {self.request.request_id}"
+        request = replace(self.request, request_id=name, remembered_tokens=len(tokens) - 1)
+        return Sequence(request, tokens, self.ids, prepares=True)
 
 
 class BringBack:
@@ -44,14 +46,15 @@ class BringBack:
         self._restores = restores
         self._pace = pace
         self._turns: OrderedDict[str, _EndedTurn] = OrderedDict()
-        self._reading: Sequence | None = None
+        self._begun = 0
+        # What is being read, and for which turn.
+        self._reading: tuple[Sequence, _EndedTurn] | None = None
 
     def note_end(self, sequence: Sequence) -> None:
         """Notes an agent's turn that is complete."""
         request = sequence.request
         if is_remembered(request) and not request.media:
-            name = f"back {request.request_id}"
-            request = replace(request, request_id=name, prompt=[], block_ids=[])
+            request = replace(request, prompt=[], block_ids=[])
             self._turns.pop(request.agent, None)
             self._turns[request.agent] = _EndedTurn(request, array("I", sequence.tokens), list(sequence.ids))
             if len(self._turns) > AGENTS_MAX:
@@ -59,13 +62,13 @@ class BringBack:
 
     def forget(self, agent: str) -> None:
         """Forgets an agent: its KV is not read back."""
-        if self._reading is not None and self._reading.request.agent == agent:
-            self.pause()
+        if self._reading is not None and self._reading[1].request.agent == agent:
+            self.end()
         self._turns.pop(agent, None)
 
     def clear(self) -> None:
         """Forgets all agents."""
-        self.pause()
+        self.end()
         self._turns.clear()
 
     def begin(self) -> bool:
@@ -79,10 +82,11 @@ class BringBack:
             # Asked again and again while nothing runs, so before a long prompt's tokens are copied.
             if not 0 < missing <= self._memory.spare_tokens(turn.request):
                 continue
-            sequence, known = turn.sequence(), hot * BLOCK_TOKENS
+            self._begun += 1
+            sequence, known = turn.sequence(self._begun), hot * BLOCK_TOKENS
             if not self._restores.asks(sequence, known, plain=self._memory.prefixes.is_plain):
                 return False
-            self._reading = sequence
+            self._reading = sequence, turn
             self._memory.pin(sequence, known)
             self._restores.begin(sequence, known, self._pace.tokens_per_s)
             # If the disk lacks it, it is not asked again.
@@ -92,17 +96,24 @@ class BringBack:
 
     def take(self, reading: Reading, restored: Restored | None) -> bool:
         """Takes what was read back. Returns False if it was read for a request."""
-        sequence = self._reading
-        if sequence is None or reading.prompt.request_id != sequence.id:
+        if self._reading is None or reading.prompt.request_id != self._reading[0].id:
             return False
         if self._restores.end(reading) and restored is not None:
-            self._memory.put_back(sequence, restored)
-        self.pause()
+            self._memory.put_back(self._reading[0], restored)
+        self.end()
         return True
 
     def pause(self) -> None:
-        """Ends the reading that goes on, if one does: a request has come, which reads its own KV."""
+        """Ends the reading that goes on, if one does, until there is nothing else to do again: a request has come, and
+        reads its own KV."""
         if self._reading is not None:
-            self._restores.leave(self._reading.id)
-            self._memory.unpin(self._reading)
-            self._reading = None
+            turn = self._reading[1]
+            self.end()
+            self._turns[turn.request.agent] = turn
+
+    def end(self) -> None:
+        """Ends the reading that goes on, if one does, for good."""
+        if self._reading is not None:
+            sequence, self._reading = self._reading[0], None
+            self._restores.leave(sequence.id)
+            self._memory.unpin(sequence)

@@ -363,9 +363,9 @@ class Engine:
     def _begin_anew(self, error: DeviceFailed) -> None:
         """Raises as `Recovery.begin_anew`."""
         self._recovery.begin_anew(error)
-        # What is being read back is in blocks that are no longer the pool's. A prompt at which the device always fails
-        # must not end the process.
-        self.bring_back.pause()
+        # What is being read back is in blocks that are no longer the pool's. What only saves time must not end the
+        # process if the device always fails at it.
+        self.bring_back.end()
         self.prepare.clear()
 
     @property

@@ -116,6 +116,19 @@ async def test_a_forgotten_agent_is_not_remembered_here(endpoint: Remembering):
     assert endpoint.store.released_of == {"default/ann"}, "with what was prepared for it"
 
 
+async def test_an_agent_that_is_forgotten_before_its_turn_is_noted_is_not_kept(endpoint: Remembering, monkeypatch):
+    loop, turn = asyncio.get_running_loop(), endpoint.memory.programs.turn
+
+    def late(*noted: Any) -> Any:
+        asyncio.run_coroutine_threadsafe(endpoint.client.delete("/v1/agents/ann"), loop).result(10)
+        return turn(*noted)
+
+    monkeypatch.setattr(endpoint.memory.programs, "turn", late)
+    async for _ in converse(endpoint, observations(), "ann", 1):
+        pass
+    assert "default/ann" not in endpoint.memory.programs._agents
+
+
 async def test_what_is_prepared_for_an_agent_that_is_just_forgotten_is_dropped(endpoint: Remembering, monkeypatch):
     asked: list[str] = []
 

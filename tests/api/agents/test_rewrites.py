@@ -201,7 +201,7 @@ def test_what_is_remembered_has_a_limit():
     assert "agent49" not in programs._agents
 
 
-def test_an_agent_that_is_forgotten_during_its_turn_is_not_remembered(monkeypatch: pytest.MonkeyPatch):
+def test_an_agent_that_is_forgotten_while_its_turn_is_noted_is_not_remembered(monkeypatch: pytest.MonkeyPatch):
     programs = Programs()
     remember, forgets = programs._remember, threading.Thread(target=programs.forget, args=["ann"])
 

@@ -146,24 +146,34 @@ def test_evicted_kv_of_an_agent_is_back_before_its_next_turn(loaded: LoadedModel
     assert counters.hot_tokens - hot >= 3 * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("why", ["no room", "forgotten", "a request"])
+@pytest.mark.parametrize("why", ["no room", "forgotten"])
 def test_kv_is_not_read_back_where_that_would_harm(why: str, loaded: LoadedModel, node: Node):
-    prompt, other = words(loaded, 3 * BLOCK_TOKENS + 7), words(loaded, 300, seed=2)
+    prompt = words(loaded, 3 * BLOCK_TOKENS + 7)
     bench = evicted(loaded, node, prompt)
     engine, ids = bench.engine, ids_of(loaded, prompt)
     if why == "no room":
         engine.memory.room = lambda: 2 * BLOCK_TOKENS * loaded.spec.bytes_per_token
         engine.memory.fit()
-    elif why == "forgotten":
-        engine.forget_prepared(ANN)
     else:
-        assert engine.bring_back.begin()
-        alone = Bench(loaded).run("alone", other).tokens
-        assert bench.run("other", other).tokens == alone
+        engine.forget_prepared(ANN)
+    assert not engine.bring_back.begin()
     for _ in range(2):
         engine.step()
         engine.wait()
     assert engine.prefixes.leading(ids) == 0 and list(engine.memory.recount()) == []
+
+
+def test_a_request_interrupts_what_is_read_back(loaded: LoadedModel, node: Node):
+    """It is read back after the request. What still comes of the first attempt does not end the second."""
+    prompt, other = words(loaded, 3 * BLOCK_TOKENS + 7), words(loaded, 300, seed=2)
+    bench = evicted(loaded, node, prompt)
+    engine, ids = bench.engine, ids_of(loaded, prompt)
+    assert engine.bring_back.begin()
+    alone = Bench(loaded).run("alone", other).tokens
+    assert bench.run("other", other).tokens == alone
+    assert engine.prefixes.leading(ids) == 0 and list(engine.memory.recount()) == []
+    wait(bench, lambda: engine.prefixes.leading(ids) == 3)
+    assert engine.prefixes.leading(ids) == 3 and list(engine.memory.recount()) == []
 
 
 def test_where_there_is_no_room_no_prompt_is_copied_to_look_for_it(
@@ -173,7 +183,7 @@ def test_where_there_is_no_room_no_prompt_is_copied_to_look_for_it(
     bench = evicted(loaded, node, words(loaded, 3 * BLOCK_TOKENS + 7))
     bench.engine.memory.room = lambda: 2 * BLOCK_TOKENS * loaded.spec.bytes_per_token
     bench.engine.memory.fit()
-    monkeypatch.setattr(_EndedTurn, "sequence", lambda turn: pytest.fail("its prompt is copied"))
+    monkeypatch.setattr(_EndedTurn, "sequence", lambda *_: pytest.fail("its prompt is copied"))
     assert not bench.engine.bring_back.begin()
 
 
