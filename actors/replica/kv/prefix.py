@@ -286,8 +286,6 @@ class PrefixCache(Generic[Value]):
         if uses:
             if tail:
                 self._use((parent, tail))
-            for block in block_ids[: len(blocks)]:
-                self._note_used(self._entries[(block, None)])
             self.touch(block_ids[: len(blocks)])
         return Hit(blocks, self._entries[(parent, tail)].kept.value if tail else None, used)
 
@@ -342,13 +340,15 @@ class PrefixCache(Generic[Value]):
             large = kept.nbytes > most and not self._is_pinned((block, None))
             if large or (entry is not None and not adds_to(kept, entry.kept)):
                 continue
+            # What a sequence uses stays its own if more is prepared of it.
+            ahead = prepared and (entry is None or entry.prepared)
             if entry is not None:
                 self._remove((block, None))
-            self._insert((block, None), _KeptEntry(list(tokens), kept, tenant, prepared=prepared))
+            self._insert((block, None), _KeptEntry(list(tokens), kept, tenant, prepared=ahead))
             self.blocks += 1
             self._announced.add(block)
             self._retracted.discard(block)
-            if prepared:
+            if ahead:
                 self.prepared_tokens += BLOCK_TOKENS
                 self._entries.move_to_end((block, None), last=False)
                 self._shares.age(tenant, (block, None))
@@ -467,20 +467,19 @@ class PrefixCache(Generic[Value]):
                 yield tail, len(tail)
 
     def touch(self, chain: Sequence[bytes]) -> None:
-        """Marks a chain as most recently used, its begin last: without the begin the rest cannot be reused."""
+        """Marks a chain as most recently used, its begin last: without the begin the rest cannot be reused. What was
+        prepared of it no longer counts as that."""
         for block in reversed(chain):
-            if block in self:
+            entry = self._entries.get((block, None))
+            if entry is not None:
+                self.used_tokens += BLOCK_TOKENS * entry.prepared
+                entry.prepared = False
                 self._use((block, None))
 
     def _use(self, key: tuple[bytes, tuple[int, ...] | None]) -> None:
         self._entries.move_to_end(key)
         if self._shares:
             self._shares.use(self._entries[key].tenant, key)
-
-    def _note_used(self, entry: _KeptEntry[Value]) -> None:
-        if entry.prepared:
-            entry.prepared = False
-            self.used_tokens += BLOCK_TOKENS
 
     def _insert(self, key: tuple[bytes, tuple[int, ...] | None], entry: _KeptEntry[Value]) -> None:
         self._inserted += 1

@@ -365,3 +365,20 @@ def test_prepared_blocks_are_counted_and_go_first():
     assert (cache.used_tokens, cache.wasted_tokens) == (BLOCK_TOKENS, 2 * BLOCK_TOKENS)
     assert cache.drop_prepared(later) == 10 and cache.leading(later) == 1, "what was used stays"
     cache.check()
+
+
+@pytest.mark.parametrize("first", ["a sequence", "prepared"])
+def test_what_a_sequence_has_computed_is_not_prepared(first: str):
+    """Whichever comes first. With recurrent layers both may compute the same blocks."""
+    cache: PrefixCache[str] = PrefixCache(100, ReuseRule(recurrent=True))
+    tokens = [1] * (2 * BLOCK_TOKENS)
+    ids = block_ids(ROOT, tokens)
+
+    def put(*, prepared: bool, snapshot: bool) -> None:
+        new = [(at, tokens[:BLOCK_TOKENS], PrefixKV("", 10, snapshot=snapshot and at == 1)) for at in range(2)]
+        cache.put_blocks(ids, [each for each in new if cache.lacks(ids[each[0]], snapshot=snapshot)], prepared=prepared)
+
+    put(prepared=first == "prepared", snapshot=False)
+    put(prepared=first != "prepared", snapshot=first != "prepared")
+    assert cache.drop_prepared(ids) == 0 and cache.leading(ids) == 2
+    cache.check()
