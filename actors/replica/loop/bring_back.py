@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.replica_messages import GenerateRequest
+from ..memory.keeping import Keeping
 from ..memory.restores import Reading, Restores
 from ..memory.sequence_memory import Restored, Sequence, SequenceMemory, is_remembered
 from ..scheduling.prefill_budget import PrefillPace
@@ -41,8 +42,9 @@ class BringBack:
         pace: tells how long computing the KV would take.
     """
 
-    def __init__(self, memory: SequenceMemory, restores: Restores, pace: PrefillPace) -> None:
+    def __init__(self, memory: SequenceMemory, keeping: Keeping, restores: Restores, pace: PrefillPace) -> None:
         self._memory = memory
+        self._keeping = keeping
         self._restores = restores
         self._pace = pace
         self._turns: OrderedDict[str, _EndedTurn] = OrderedDict()
@@ -99,7 +101,7 @@ class BringBack:
         if self._reading is None or reading.prompt.request_id != self._reading[0].id:
             return False
         if self._restores.end(reading) and restored is not None:
-            self._memory.put_back(self._reading[0], restored)
+            self._keeping.put_back(self._reading[0], restored)
         self.end()
         return True
 

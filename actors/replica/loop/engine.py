@@ -115,7 +115,7 @@ class Engine:
         )
         self.keeping = keeping = Keeping(memory, executor, disk, self.call)
         self.prepare = PrepareLoop(loaded, executor, memory, self.pace)
-        self.bring_back = BringBack(memory, self.restores, self.pace)
+        self.bring_back = BringBack(memory, keeping, self.restores, self.pace)
         note_end = self.bring_back.note_end if disk is not None and scheduling.prepare_while_idle else lambda _: None
         self.delivery = delivery = Delivery(
             scheduler, executor, memory, keeping, pictures, self.restores, loaded.eos_token_ids, outbox, note_end

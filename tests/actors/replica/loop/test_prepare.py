@@ -201,6 +201,21 @@ def test_a_memory_that_is_cleared_stays_empty(loaded: LoadedModel, node: Node):
     assert not engine.prepare and not engine.bring_back.begin() and list(engine.memory.recount()) == []
 
 
+def test_what_cannot_be_put_back_is_left_out(loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch):
+    prompt = words(loaded, 3 * BLOCK_TOKENS + 7)
+    bench, tried = evicted(loaded, node, prompt), list[Any]()
+    engine = bench.engine
+
+    def fail(*given: Any) -> None:
+        tried.append(given)
+        raise ValueError("test")
+
+    monkeypatch.setattr(engine.memory, "put_back", fail)
+    wait(bench, lambda: bool(tried))
+    assert tried and engine.prefixes.leading(ids_of(loaded, prompt)) == 0
+    assert not engine.bring_back.begin() and list(engine.memory.recount()) == []
+
+
 def test_what_is_being_read_back_when_the_device_fails_is_dropped(
     loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
 ):
