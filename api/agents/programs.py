@@ -161,13 +161,12 @@ class Programs:
 
 
 def _memory_of(line: _Line) -> int:
-    # What a prompt may not show, such as reasoning, may be longer than what it shows.
-    others = sum(
-        _MESSAGE_CHARACTERS
-        + len(message.get("reasoning_content", "") + message.get("told", "") + message.get("written", ""))
+    # Reasoning may be longer than what a prompt shows.
+    hidden = sum(
+        len(message.get("reasoning_content", "")) + len(message.get("told", "")) + len(message.get("written", ""))
         for message in line.messages
     )
-    return line.size + others
+    return line.size + hidden + _MESSAGE_CHARACTERS * len(line.messages)
 
 
 def _continued(lines: Sequence[_Line], asked: Sequence[Message]) -> _Line | None:
