@@ -130,7 +130,8 @@ class ReplicaActor:
         self._waiting: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._consumers: Consumers | None = None
-        self._near = LocalServer(self, "next_frame", "submit")
+        # Also `abort`: through Ray it could overtake a long prompt, which would then be computed for nobody.
+        self._near = LocalServer(self, "next_frame", "submit", "abort")
         self._asked = True
         self._watchdog = Watchdog(replica_actor_name(name), poll_s=timing.heartbeat_s)
         self._watchdog.start()

@@ -322,7 +322,7 @@ async def test_frames_come_over_a_socket_too(replica: ReplicaActor, monkeypatch:
     """Who asks in one way may go on in the other."""
     monkeypatch.setattr(local, "this_machine", lambda: "node-1")
     at, again = await asyncio.gather(*(client(replica).local_address() for _ in range(2)))
-    assert at == again and (at.machine, at.methods) == ("node-1", ["next_frame", "submit"])
+    assert at == again and (at.machine, at.methods) == ("node-1", ["next_frame", "submit", "abort"])
     near = ReplicaClient("m-0", USUAL, Direct(lambda: replica), near=True)
     for number, who in enumerate((near, near, client(replica), near)):
         asked = asyncio.ensure_future(who.next_frame("c", number))
