@@ -273,14 +273,20 @@ class ReplicaActor:
         if request.request_id in sequences:
             raise Unavailable(f"request {request.request_id} has not left yet")
         sequences.add(request.request_id)
-        grammar = await self._grammar_of(request)
-        if request.pull_wait_s:
-            # The client learns now that it is accepted. If it is refused later, the sequence ends with that error.
-            waiting = loop.create_task(self._submit_later(request, grammar))
-            self._waiting.add(waiting)
-            waiting.add_done_callback(self._waiting.discard)
-            return
-        await self._submit(self._engine, request, grammar)
+        try:
+            grammar = await self._grammar_of(request)
+            if request.pull_wait_s:
+                # The client learns now that it is accepted. If it is refused later, the sequence ends with that error.
+                waiting = loop.create_task(self._submit_later(request, grammar))
+                self._waiting.add(waiting)
+                waiting.add_done_callback(self._waiting.discard)
+                return
+            await self._submit(self._engine, request, grammar)
+        except asyncio.CancelledError:
+            # The caller is cut off, and places the sequence again.
+            sequences.discard(request.request_id)
+            self._engine.abort((request.request_id,))
+            raise
 
     async def _submit(self, engine: Engine, request: GenerateRequest, grammar: SequenceGrammar | None) -> None:
         """Looks a request's prompt up and submits it to the engine. Raises `SatchelError` if it is refused."""

@@ -318,6 +318,18 @@ async def test_a_sequence_that_waits_for_another_nodes_prefill_is_accepted_at_on
     assert not replica._known().sequences("c") & {"u", "v"}
 
 
+async def test_a_request_whose_caller_is_cut_off_is_taken_out(replica: ReplicaActor):
+    engine: Engine = replica._engine  # type: ignore[assignment]
+    submitted = asyncio.Event()
+    engine.submit = lambda *_: submitted.set()  # type: ignore[method-assign]
+    request = GenerateRequest("r", "c", "m", "", [1], [], bytes(32), Sampling())
+    call = asyncio.ensure_future(client(replica).submit(request))
+    await submitted.wait()
+    call.cancel()
+    await asyncio.wait([call])
+    assert engine.aborted == ["r"] and not replica._known().sequences("c")
+
+
 async def test_frames_come_over_a_socket_too(replica: ReplicaActor, monkeypatch: pytest.MonkeyPatch):
     """Who asks in one way may go on in the other."""
     monkeypatch.setattr(local, "this_machine", lambda: "node-1")
