@@ -99,16 +99,17 @@ class PrepareLoop:
     def _prefill(self, sequence: Sequence) -> bool:
         """Prefills a chunk. Returns False, and does nothing, if nothing is left or there is no room."""
         end = len(sequence.ids) * BLOCK_TOKENS
+        # With a block more, because the chunk may begin within one. Without a pool what is cached are copies.
+        own = BLOCK_TOKENS if self._loaded.pool is not None else BLOCK_TOKENS + end
+        room = self._memory.spare_tokens(sequence.request) - own
         if not self._executor.holds(sequence.id):
             self._executor.leave([sequence.id])
             hit = self._memory.find(sequence, end)
-            if hit.tokens >= end or not self._memory.spare_tokens(sequence.request):
+            if hit.tokens >= end or room <= 0:
                 return False
             assert not isinstance(hit.tail, PooledBlock), "a tail is not a whole block"
             self._executor.open(sequence.id, hit.blocks, hit.tail, hit.tail_tokens)
         done = self._executor.length(sequence.id)
-        # With a block more, because the chunk may begin within one.
-        room = self._memory.spare_tokens(sequence.request) - BLOCK_TOKENS
         budget = self._pace.short_budget()
         stop = end if end - done <= budget else stop_inside(done, budget, budget)
         if stop <= done or stop - done > room:

@@ -20,7 +20,7 @@ from satchel.actors.replica.loop.bring_back import _EndedTurn
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.cluster.errors import Draining
 from tests.worlds.models.families import write_model
-from tests.worlds.replica.bench import Bench
+from tests.worlds.replica.bench import Bench, load_tiny
 from tests.worlds.replica.bench_disk import Node, write_down
 from tests.worlds.replica.device_faults import Fault
 
@@ -260,6 +260,16 @@ def test_nothing_is_evicted_for_a_prepared_prompt(own: bool, bench: MakeBench, l
     prefixes = engine.engine.prefixes
     assert [prefixes.leading(ids) for ids in held] == [2] * 4
     assert 0 <= prefixes.leading(ids_of(loaded, prompt)) <= 2 and prefixes.wasted_tokens == 0
+
+
+def test_the_copy_of_a_prompt_without_a_pool_needs_room_too(tmp_path: Path):
+    loaded = load_tiny(tmp_path, kv="fp16")
+    engine = Bench(loaded, prefix_bytes_max=10 * BLOCK_TOKENS * loaded.spec.bytes_per_token)
+    prefixes = engine.engine.prefixes
+    engine.prepare(ANN, words(loaded, 9 * BLOCK_TOKENS + 1))
+    assert loaded.pool is None and prefixes.prepared_tokens == 0
+    engine.prepare(ANN, short := words(loaded, 3 * BLOCK_TOKENS + 1, seed=2))
+    assert prefixes.leading(ids_of(loaded, short)) == 3
 
 
 def test_what_was_prepared_is_evicted_before_all_else(bench: MakeBench, loaded: LoadedModel):
