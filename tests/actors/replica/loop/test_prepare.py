@@ -20,7 +20,7 @@ from satchel.actors.replica.loop.bring_back import _EndedTurn
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.cluster.errors import Draining
 from tests.worlds.models.families import write_model
-from tests.worlds.replica.bench import Bench, load_tiny
+from tests.worlds.replica.bench import Bench
 from tests.worlds.replica.bench_disk import Node, write_down
 from tests.worlds.replica.device_faults import Fault
 
@@ -190,14 +190,14 @@ def test_where_there_is_no_room_no_prompt_is_copied_to_look_for_it(
 def test_a_memory_that_is_cleared_stays_empty(loaded: LoadedModel, node: Node):
     prompt, coming = words(loaded, 3 * BLOCK_TOKENS + 7), words(loaded, 600, seed=2)
     bench = evicted(loaded, node, prompt)
-    engine, ids = bench.engine, ids_of(loaded, prompt)
+    engine, ids, freed = bench.engine, ids_of(loaded, prompt), list[int]()
     bench.prepare(ANN, coming, most=0)
     assert engine.bring_back.begin()
-    engine.call(lambda: engine.clear_cache() and None)
+    engine.call(lambda: freed.append(engine.clear_cache()))
     for _ in range(3):
         engine.step()
         engine.wait()
-    assert engine.prefixes.leading(ids) == engine.prefixes.prepared_tokens == 0
+    assert freed and engine.prefixes.leading(ids) == engine.prefixes.prepared_tokens == 0
     assert not engine.prepare and not engine.bring_back.begin() and list(engine.memory.recount()) == []
 
 
@@ -262,8 +262,8 @@ def test_nothing_is_evicted_for_a_prepared_prompt(own: bool, bench: MakeBench, l
     assert 0 <= prefixes.leading(ids_of(loaded, prompt)) <= 2 and prefixes.wasted_tokens == 0
 
 
-def test_the_copy_of_a_prompt_without_a_pool_needs_room_too(tmp_path: Path):
-    loaded = load_tiny(tmp_path, kv="fp16")
+def test_the_copy_of_a_prompt_without_a_pool_needs_room_too(loaded: LoadedModel):
+    loaded = models.resealed(loaded, None)
     engine = Bench(loaded, prefix_bytes_max=10 * BLOCK_TOKENS * loaded.spec.bytes_per_token)
     prefixes = engine.engine.prefixes
     engine.prepare(ANN, words(loaded, 9 * BLOCK_TOKENS + 1))
@@ -308,9 +308,10 @@ def test_what_was_prepared_in_vain_goes_once_the_agent_has_another_prompt(bench:
     prefixes = engine.engine.prefixes
     assert [prefixes.leading(ids_of(loaded, prompt)) for prompt in (first, second)] == [1, 3]
     assert prefixes.wasted_tokens == 2 * BLOCK_TOKENS
-    engine.engine.call(lambda: engine.engine.forget_prepared(ANN) and None)
+    freed: list[int] = []
+    engine.engine.call(lambda: freed.append(engine.engine.forget_prepared(ANN)))
     engine.engine.step()
-    assert prefixes.blocks == 0
+    assert freed[0] > 0 and prefixes.blocks == 0
 
 
 @pytest.mark.parametrize("last", [5, 10**6])
