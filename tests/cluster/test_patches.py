@@ -124,7 +124,7 @@ def test_a_control_store_that_is_silent_is_an_error(cluster: LocalCluster, monke
     monkeypatch.setattr(control_store, "ANSWER_S", 0.3)
     processes = map(psutil.Process, session_members(cluster.record.ray_sid))
     (store,) = (each for each in processes if each.name() == "gcs_server")
-    speaks_again = threading.Timer(5, store.resume)
+    speaks_again = threading.Timer(30, store.resume)
     store.suspend()
     speaks_again.start()
     try:
