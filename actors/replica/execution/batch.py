@@ -173,22 +173,11 @@ class Batch:
         return {} if vision is None else vision.inputs(parts, width)
 
     def _prefill_together(self, sequences: Sequence[tuple[ExecutorSequence, Sequence[int]]]) -> None:
-        lengths = [len(tokens) for _, tokens in sequences]
-        longest = padded_tokens(max(lengths))
-        padding = [longest - length for length in lengths]
         caches = kv_cache.merge([sequence.own() for sequence, _ in sequences])
-        for cache in caches:
-            cache.prepare(lengths=lengths, right_padding=padding)
         parts = [sequence.part(tokens) for sequence, tokens in sequences]
         kv_cache.set_bidirectional(caches, [part.bidirectional for part in parts])
-        extra = self._inputs_besides(parts, longest)
-        self._model(
-            mx.array([[*tokens, *[0] * pad] for (_, tokens), pad in zip(sequences, padding, strict=True)], mx.uint32),
-            cache=caches,
-            **extra,
-        )
-        for cache in caches:
-            cache.finalize()
+        given = [tokens for _, tokens in sequences]
+        self._launch_padded(caches, parts, given, padded_tokens(max(map(len, given))))
         kv_cache.set_bidirectional(caches, [])
         self._evaluate(caches)
         # Sequences that are prefilled together mostly join the batch together, and extracting one costs two copies a
@@ -198,6 +187,24 @@ class Batch:
         )
         for sequence, tokens in sequences:
             sequence.caches, sequence.together, sequence.length = [], together, sequence.length + len(tokens)
+
+    def _launch_padded(
+        self, caches: Sequence[Any], parts: Sequence[SequencePart], tokens: Sequence[Sequence[int]], width: int
+    ) -> mx.array:
+        """Launches the model for some tokens of each sequence, padded to `width`.
+
+        Returns:
+            (sequences, width, vocabulary), the logits.
+        """
+        lengths = [len(each) for each in tokens]
+        padding = [width - length for length in lengths]
+        for cache in caches:
+            cache.prepare(lengths=lengths, right_padding=padding)
+        padded = mx.array([[*each, *[0] * pad] for each, pad in zip(tokens, padding, strict=True)], mx.uint32)
+        logits = self._model(padded, cache=caches, **self._inputs_besides(parts, width))
+        for cache in caches:
+            cache.finalize()
+        return logits
 
     # Joining and leaving.
 
@@ -330,16 +337,13 @@ class Batch:
             mx.synchronize()
         parts = [sequence.part(each) for sequence, each in zip(self._sequences, tokens, strict=True)]
         width = max(map(len, tokens))
-        width = padded_width(width) if self.batched_prefill else width
-        padding = [width - len(each) for each in tokens]
         if self.batched_prefill:
-            for cache in caches:
-                cache.prepare(lengths=[len(each) for each in tokens], right_padding=padding)
-        padded = mx.array([[*each, *[0] * pad] for each, pad in zip(tokens, padding, strict=True)], mx.uint32)
-        logits = self._model(padded, cache=caches, **self._inputs_besides(parts, width))
-        if self.batched_prefill:
-            for cache in caches:
-                cache.finalize()
+            width = padded_width(width)
+            logits = self._launch_padded(caches, parts, tokens, width)
+        else:
+            # Only a sequence that is alone has a draft then.
+            besides = self._inputs_besides(parts, width)
+            logits = self._model(mx.array([list(each) for each in tokens], mx.uint32), cache=caches, **besides)
         real = [index * width + at for index, each in enumerate(tokens) for at in range(len(each))]
         return logits.reshape(-1, logits.shape[-1])[mx.array(real)]
 
