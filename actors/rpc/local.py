@@ -11,7 +11,6 @@ not served so, calls go through Ray.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import hmac
 import logging
 import secrets
@@ -20,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from ...cluster.detached import detached
 from ...cluster.trust.strangers import Strangers
 from .client import UNANSWERED, ActorRef, this_machine
 from .codec import decode, encode_call
@@ -153,8 +153,8 @@ class _Served(_Messages):
         if method is None:
             self.abort()
             return
-        # In a context of its own: Ray would take it for a part of the call in which the server was started.
-        task = asyncio.get_running_loop().create_task(self._answer(number, method(call)), context=contextvars.Context())
+        # Ray would take it for a part of the call in which the server was started.
+        task = detached(self._answer(number, method(call)))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
@@ -251,7 +251,7 @@ class NearActor(ActorRef):
         # Another call may have begun to open it meanwhile.
         if self._opening is None and not self._closed:
             # Ray would take the call for a part of the request that is served now.
-            self._opening = asyncio.get_running_loop().create_task(self._open(handle), context=contextvars.Context())
+            self._opening = detached(self._open(handle))
         return handle
 
     async def _open(self, handle: Any) -> None:

@@ -24,13 +24,13 @@ from fastapi import Request, Response
 
 from ...actors.protocol.replica_messages import IDLE_PRIORITY
 from ...cluster.config import Config
+from ...cluster.detached import background
 from ...cluster.errors import GenerationFailed, HomeInUse, KeyRefused, SatchelError
 from ...cluster.home import Home, HomeLock
 from ...cluster.keys import KeyLimits, KeyRing
 from ...cluster.telemetry.context import TRACING, working_for
 from ..http.error_shapes import shape_of
 from ..requests.callers import Caller, Meter
-from ..requests.detached import background
 from ..requests.left_out import LeftOut
 from .files import TenantFiles, private
 from .input_file import Line, read_lines

@@ -19,9 +19,9 @@ from cachetools import FIFOCache
 
 from ...actors.protocol.clients import ReplicaClient
 from ...actors.protocol.replica_messages import GenerateRequest, MediaSpan, SequenceUpdate
+from ...cluster.detached import detached
 from ...cluster.errors import ActorLost, ActorSilent, NoAnswer, ReplicaDied, ReplicaLost, SatchelError
 from ...cluster.timing import Timing
-from ..requests.detached import detached
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from ...actors.protocol.router_messages import AgentPlace
 from ...actors.protocol.store_client import StoreClient
 from ...actors.rpc.client import Call
 from ...cluster.config import Config
+from ...cluster.detached import detached
 from ...cluster.errors import ActorSilent, NoAnswer, SatchelError, Unavailable
 from ...cluster.nodes import Node
 from ...cluster.timing import Timing
-from ..requests.detached import detached
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from ...actors.protocol.replica_messages import GenerateRequest, ModelInfo
 from ...actors.protocol.router_messages import Chain, Decision, RouteRequest, SequenceLeft
 from ...actors.rpc.client import Call
 from ...cluster.config import Config
+from ...cluster.detached import DetachedTasks
 from ...cluster.errors import NoAnswer, NoReplica
-from ..requests.detached import DetachedTasks
 from ..requests.loading import Loading
 from .connection import ReplicaConnection
 from .locator import AgentLocator

@@ -16,10 +16,10 @@ from typing import TypeVar
 from ...actors.protocol import registry
 from ...actors.protocol.registry import ServedEntry
 from ...actors.protocol.replica_messages import ModelInfo
+from ...cluster.detached import detached
 from ...cluster.errors import NoReplica
 from ...cluster.timing import Timing
 from ..requests.backend import ServedModel
-from ..requests.detached import detached
 
 logger = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ from ...actors.protocol.store_messages import (
 from ...actors.rpc.client import Call
 from ...actors.rpc.spec import Method
 from ...actors.start import find_replicas
+from ...cluster.detached import DetachedTasks
 from ...cluster.errors import (
     AgentElsewhere,
     AgentExists,
@@ -39,7 +40,6 @@ from ...cluster.errors import (
     quoted,
 )
 from ...cluster.timing import Timing
-from ..requests.detached import DetachedTasks
 from .locator import AgentLocator, Question
 
 logger = logging.getLogger(__name__)

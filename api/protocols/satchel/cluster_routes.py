@@ -10,6 +10,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from ....cluster.audit import Audit
+from ....cluster.detached import detached
 from ....cluster.errors import Unavailable
 from ...agents.memory import AgentMemory
 from ...http.adding import add_route
@@ -18,7 +19,6 @@ from ...http.error_shapes import openai_error
 from ...http.guard import require_admin, tenant_of
 from ...requests.backend import Backend
 from ...requests.callers import Caller
-from ...requests.detached import detached
 from ...requests.requests import agent_key
 from ...views.cluster import AGENTS_MAX, TokenRates, cluster_view
 

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from ....actors.protocol.router_messages import Decisions
+from ....cluster.detached import background
 from ....cluster.errors import SatchelError, Unavailable
 from ...http.adding import EVENTS, add_route
 from ...http.answering import probe
@@ -23,7 +24,6 @@ from ...http.guard import require_admin
 from ...pipeline.running import RunningSequences
 from ...requests.backend import Backend
 from ...requests.callers import Caller
-from ...requests.detached import background
 from ...views.history import EVERY_S, History
 from ...views.requests import running_views
 
