@@ -25,8 +25,8 @@ from satchel.api.requests.history import Message
 from satchel.api.text.spelling import common_length
 
 from ..parts import Budget, ResultTable, Say
+from ..recorded import TRACE_BLOCK, blocks_of, coding_sessions
 from .replay import Writer
-from .session import TRACE_BLOCK
 
 TURNS_MIN = 6
 """Shorter sessions are left out."""
@@ -271,24 +271,23 @@ class RecordedRequest:
 
 def recorded_sessions(trace: Path) -> Iterator[list[RecordedRequest]]:
     """Yields the recorded sessions of block ids."""
-    with gzip.open(trace, "rt") as lines:
-        for line in lines:
-            former: list[list[int]] = []
-            requests: list[RecordedRequest] = []
-            for request in json.loads(line)["requests"]:
-                ids = [block for first, last in request["blocks"] for block in range(first, last + 1)]
-                known, before = 0, 0
-                for earlier in former[-FORMER_MAX:]:
-                    if (common := common_length(ids, earlier)) >= known:
-                        known, before = common, len(earlier)
-                former.append(ids)
-                new, lost = len(ids) - known, before - known
-                rewrite = None
-                if min(new, lost) >= LOST_MIN:
-                    rewrite = RecordedRewrite(*(TRACE_BLOCK * blocks for blocks in (new, len(ids), before)))
-                sizes = (len(ids) * TRACE_BLOCK, new * TRACE_BLOCK, request["output"])
-                requests.append(RecordedRequest(request["t"], *sizes, rewrite))
-            yield requests
+    for session in coding_sessions(trace):
+        former: list[list[int]] = []
+        requests: list[RecordedRequest] = []
+        for request in session["requests"]:
+            ids = blocks_of(request)
+            known, before = 0, 0
+            for earlier in former[-FORMER_MAX:]:
+                if (common := common_length(ids, earlier)) >= known:
+                    known, before = common, len(earlier)
+            former.append(ids)
+            new, lost = len(ids) - known, before - known
+            rewrite = None
+            if min(new, lost) >= LOST_MIN:
+                rewrite = RecordedRewrite(*(TRACE_BLOCK * blocks for blocks in (new, len(ids), before)))
+            sizes = (len(ids) * TRACE_BLOCK, new * TRACE_BLOCK, request["output"])
+            requests.append(RecordedRequest(request["t"], *sizes, rewrite))
+        yield requests
 
 
 def kinds(sessions: Sequence[Sequence[RecordedRequest]]) -> str:

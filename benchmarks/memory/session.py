@@ -6,8 +6,6 @@ here. Replies are the model's own, so the next prompt, with the recorded reply, 
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +17,9 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.api.text.spelling import common_length
 
 from ..parts import Budget, ResultTable, Say, median
+from ..recorded import TRACE_BLOCK, blocks_of, coding_sessions, own_requests
 from .desk import SPECIAL_TOKENS, Desk
 
-TRACE_BLOCK = 64
 ANSWER_SHARE = 16
 """One of so many recorded tokens of a reply is generated."""
 
@@ -46,13 +44,11 @@ def recorded(trace: Path, tokens_max: int) -> list[dict[str, Any]]:
     Raises:
         ValueError: there is none.
     """
-    with gzip.open(trace, "rt") as lines:
-        for line in lines:
-            requests = [request for request in json.loads(line)["requests"] if not request.get("sub")]
-            fitting = [request for request in requests if request["input"] <= tokens_max]
-            sizes = [request["input"] for request in fitting]
-            if sizes and min(sizes) <= tokens_max / 4 and max(sizes) >= 0.9 * tokens_max:
-                return fitting
+    for each in coding_sessions(trace):
+        fitting = [request for request in own_requests(each) if request["input"] <= tokens_max]
+        sizes = [request["input"] for request in fitting]
+        if sizes and min(sizes) <= tokens_max / 4 and max(sizes) >= 0.9 * tokens_max:
+            return fitting
     raise ValueError(f"no session in {trace} grows to {tokens_max:,} tokens")
 
 
@@ -69,8 +65,7 @@ def play(desk: Desk, requests: Sequence[dict[str, Any]], budget: Budget) -> Iter
     for request in requests:
         if budget.left_s <= 0:
             return
-        blocks = (block for first, last in request["blocks"] for block in range(first, last + 1))
-        prompt = [token for block in blocks for token in tokens_of(block)]
+        prompt = [token for block in blocks_of(request) for token in tokens_of(block)]
         known = max((common_length(prompt, earlier) for earlier in said), default=0)
         answer = desk.ask(prompt, max(1, request["output"] // ANSWER_SHARE))
         said.append(prompt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+
+from ..recorded import blocks_of, coding_sessions
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,7 @@ def coding_agents(seed: int, path: Path, *, hours: float, sessions_max: int) -> 
     More sessions than there are come again, under other names and with blocks of their own.
     """
     rng = random.Random(seed)
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        traces = [json.loads(line) for line in lines]
+    traces = list(coding_sessions(path))
     rng.shuffle(traces)
     sessions = []
     for copy, trace in ((n // len(traces), traces[n % len(traces)]) for n in range(sessions_max)):
@@ -90,7 +90,7 @@ def coding_agents(seed: int, path: Path, *, hours: float, sessions_max: int) -> 
 def _coding_turns(name: str, trace: dict[str, Any]) -> list[WorkloadTurn]:
     turns = []
     for asked in trace["requests"][:40]:
-        small = [block for first, last in asked["blocks"] for block in range(first, last + 1)]
+        small = blocks_of(asked)
         # A chain over four small blocks each.
         ids, parent = [], name.encode()
         for start in range(0, len(small) - 3, 4):

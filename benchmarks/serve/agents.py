@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..recorded import blocks_of, coding_sessions, own_requests
 from .measures import percentile
 from .prompts import Prompts
 from .protocol import Agents, StreamedTimes
@@ -78,8 +77,9 @@ def recorded(folder: Path, prompts: Prompts, load: AgentLoad, agents: int, seed:
     """
     sessions = [
         found[: load.turns]
-        for requests in _sessions(folder / RECORDING)
-        if len(found := [each for each in requests if _tokens(each, load) <= load.prompt_max]) >= load.turns
+        for session in coding_sessions(folder / RECORDING)
+        if len(found := [each for each in own_requests(session) if _tokens(each, load) <= load.prompt_max])
+        >= load.turns
     ]
     if not sessions:
         raise ValueError(f"no session in {RECORDING} has {load.turns} prompts of at most {load.prompt_max:,} tokens")
@@ -95,21 +95,12 @@ def recorded(folder: Path, prompts: Prompts, load: AgentLoad, agents: int, seed:
     return Agents("", _names(seed, agents), turns, grows=False, timeout_s=timeout_s)
 
 
-def _sessions(recording: Path) -> list[list[dict[str, Any]]]:
-    with gzip.open(recording, "rt") as lines:
-        return [[each for each in json.loads(line)["requests"] if not each.get("sub")] for line in lines]
-
-
-def _blocks(request: dict[str, Any]) -> list[int]:
-    return [block for first, last in request["blocks"] for block in range(first, last + 1)]
-
-
 def _tokens(request: dict[str, Any], load: AgentLoad) -> int:
-    return len(_blocks(request)) * load.block_tokens
+    return len(blocks_of(request)) * load.block_tokens
 
 
 def _text(prompts: Prompts, load: AgentLoad, request: dict[str, Any], session: str) -> str:
-    blocks = (f"{session}/{block}" for block in _blocks(request))
+    blocks = (f"{session}/{block}" for block in blocks_of(request))
     return "".join(prompts.one(load.block_tokens, block, as_ids=False) for block in blocks)
 
 

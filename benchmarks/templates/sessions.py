@@ -6,7 +6,6 @@ every run: an answer's reasoning is as long as what it says.
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.stories.traces import RecordedConversation, read
+
+from ..recorded import coding_sessions, own_requests
 
 Messages = list[dict[str, Any]]
 
@@ -85,16 +86,14 @@ def coding_agents(trace: Path, words: Sequence[str], most: int, steps: int, toke
     """The first `most` recorded sessions of coding agents with several turns, without their subagents', to the first
     request of more than `tokens`, after which a conversation was made shorter, or as many as `steps`."""
     found = 0
-    with gzip.open(trace, "rt", encoding="utf-8") as lines:
-        for seed, line in enumerate(lines):
-            session = json.loads(line)
-            requests = list(_growing([one for one in session["requests"] if not one.get("sub")], tokens))[:steps]
-            if sum(_from_a_person(request) for request in requests[1:]) < 2:
-                continue
-            yield _coding(f"coding agent {seed}", session, requests, Words(words, seed))
-            found += 1
-            if found == most:
-                return
+    for seed, session in enumerate(coding_sessions(trace)):
+        requests = list(_growing(own_requests(session), tokens))[:steps]
+        if sum(_from_a_person(request) for request in requests[1:]) < 2:
+            continue
+        yield _coding(f"coding agent {seed}", session, requests, Words(words, seed))
+        found += 1
+        if found == most:
+            return
 
 
 def _growing(requests: Sequence[dict[str, Any]], tokens: int) -> Iterator[dict[str, Any]]:
