@@ -44,8 +44,8 @@ class _Always(DraftPace):
         super().__init__()
         self._always = width
 
-    def width(self, hopes: Sequence[Hope]) -> int:
-        return self._always if any(hope.most for hope in hopes) else 1
+    def lengths(self, hopes: Sequence[Hope], *, ragged: bool) -> list[int]:
+        return [min(hope.most, self._always - 1) for hope in hopes]
 
 
 class Run:

@@ -2,29 +2,33 @@
 
 A step of several tokens costs a device more than one of a single token, by how much depends on the device, the model
 and the number of sequences, so it is measured. What it gains depends on how often each sequence's drafts are right.
-A draft is computed only if the tokens that it is expected to give take less time so than one after the other. Widths
-that were not measured are estimated from narrower ones as if every further token cost as much as the first of them
-did, so that wide steps are tried only where narrow ones pay.
+Drafts are computed only if the tokens that they are expected to give take less time so than one after the other. Steps
+that were not measured are estimated from smaller ones as if every further token cost as much as the first of them did,
+so that large steps are tried only where small ones pay.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from statistics import median, median_low
 
 WIDTHS = (2, 4, 8, 16)
-"""How many tokens of each sequence a step may compute if some have drafts: few numbers, for few shapes."""
+"""To how many tokens of each sequence a step is padded, if all have as many: few numbers, for few shapes."""
+
+TOKENS_MOST = 64
+"""The most tokens of a step in which sequences have different numbers of them."""
 
 GAIN_LEAST = 1.05
-"""By how much more tokens a second a draft must be expected to give."""
+"""By how much more tokens a second drafts must be expected to give."""
 
 MEASURED, MEASURED_LEAST = 9, 2
 """How many of the last times are remembered, and how many are believed: the first step of a shape may compile it."""
 
 LASTS_STEPS = 4096
-"""After so many steps a measured width counts as not measured, because sequences have other lengths then."""
+"""After so many steps a measured step counts as not measured, because sequences have other lengths then."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,10 @@ class Hope:
         count = min(drafted, self.most)
         return self.chance * self.share * (1.0 - self.share**count) / (1.0 - self.share)
 
+    def gained_by_next(self, drafted: int) -> float:
+        """Returns what one more token than the first `drafted` may be expected to give."""
+        return self.chance * self.share ** (drafted + 1) if drafted < self.most else 0.0
+
 
 class DraftPace:
     """The measured times of one device and model."""
@@ -53,55 +61,76 @@ class DraftPace:
     def __init__(self) -> None:
         self._steps = 0
         self._single: dict[int, deque[float]] = {}
-        self._wide: dict[tuple[int, int], deque[tuple[int, float]]] = {}
+        self._larger: dict[tuple[int, int], deque[tuple[int, float]]] = {}
 
-    def note_step(self, sequences: int, seconds: float) -> None:
-        """Notes how long a step of one token for each of so many sequences took."""
+    def note(self, sequences: int, tokens: int, seconds: float) -> None:
+        """Notes how long a step took that computed `tokens` tokens, padding included; as many as there are sequences
+        if none has a draft."""
         self._steps += 1
-        self._single.setdefault(sequences, deque(maxlen=MEASURED)).append(seconds)
+        if tokens == sequences:
+            self._single.setdefault(sequences, deque(maxlen=MEASURED)).append(seconds)
+        else:
+            self._larger.setdefault((sequences, tokens), deque(maxlen=MEASURED)).append((self._steps, seconds))
 
-    def note_wide(self, sequences: int, width: int, seconds: float) -> None:
-        """Notes how long a step of `width` tokens took, one of `WIDTHS`."""
-        self._steps += 1
-        self._wide.setdefault((sequences, width), deque(maxlen=MEASURED)).append((self._steps, seconds))
-
-    def width(self, hopes: Sequence[Hope]) -> int:
-        """Returns how many tokens the next step should compute for each sequence, one of `WIDTHS`; 1 if no draft is
-        worth it.
+    def lengths(self, hopes: Sequence[Hope], *, ragged: bool) -> list[int]:
+        """Returns how many tokens the next step should draft for each sequence; all 0 if no draft is worth it.
 
         Args:
             hopes: of every sequence in the step.
+            ragged: whether a step's cost depends on the sum of its tokens; else all sequences are padded to one width.
         """
-        most, sequences = max((hope.most for hope in hopes), default=0), len(hopes)
-        if not most or len(self._single.get(sequences, ())) < MEASURED_LEAST:
-            return 1
-        gains = {
-            width: (sequences + sum(hope.gained(width - 1) for hope in hopes)) / self.cost(sequences, width) / sequences
-            for width in self._tried(sequences)
-            if 2 * most >= width
-        }
-        best = max(gains, key=lambda width: gains[width])
-        return best if gains[best] >= GAIN_LEAST else 1
+        sequences, best, most = len(hopes), [0] * len(hopes), GAIN_LEAST
+        if not any(hope.most for hope in hopes) or len(self._single.get(sequences, ())) < MEASURED_LEAST:
+            return best
+        for tokens, lengths in _ragged(hopes) if ragged else _padded(hopes):
+            gained = sum(hope.gained(length) for hope, length in zip(hopes, lengths, strict=True))
+            speed = (sequences + gained) / sequences / self.cost(sequences, tokens)
+            if speed >= most:
+                best, most = lengths, speed
+            if self._known(sequences, tokens) is None:
+                break
+        return best
 
-    def _tried(self, sequences: int) -> list[int]:
-        """Returns the widths that were measured and the next one."""
-        known = [width for width in WIDTHS if self._known(sequences, width) is not None]
-        return list(WIDTHS[: len(known) + 1])
-
-    def cost(self, sequences: int, width: int) -> float:
-        """Returns how many times as long as a step of one token a step of `width` tokens takes, as far as known."""
+    def cost(self, sequences: int, tokens: int) -> float:
+        """Returns how many times as long as a step without drafts a step of so many tokens takes, as far as known."""
         single = median(self._single[sequences])
-        if (seconds := self._known(sequences, width)) is not None:
+        if (seconds := self._known(sequences, tokens)) is not None:
             return max(1.0, seconds / single)
-        narrower = width // 2
-        seconds = self._known(sequences, narrower)
-        if seconds is None:
-            return 1.0
-        return 1.0 + (max(1.0, seconds / single) - 1.0) * (width - 1) / (narrower - 1)
+        smaller = [size for of, size in self._larger if of == sequences and size < tokens]
+        for size in sorted(smaller, reverse=True):
+            if (seconds := self._known(sequences, size)) is not None:
+                return 1.0 + (max(1.0, seconds / single) - 1.0) * (tokens - sequences) / (size - sequences)
+        return 1.0
 
-    def _known(self, sequences: int, width: int) -> float | None:
-        """Returns how long a step of this width takes, in seconds; None if that is not known."""
+    def _known(self, sequences: int, tokens: int) -> float | None:
+        """Returns how long a step of so many tokens takes, in seconds; None if that is not known."""
         times = [
-            seconds for step, seconds in self._wide.get((sequences, width), ()) if self._steps - step <= LASTS_STEPS
+            seconds for step, seconds in self._larger.get((sequences, tokens), ()) if self._steps - step <= LASTS_STEPS
         ]
         return median_low(times) if len(times) >= MEASURED_LEAST else None
+
+
+def _padded(hopes: Sequence[Hope]) -> Iterator[tuple[int, list[int]]]:
+    """Yields steps in which all sequences are padded to one width: their tokens, and the lengths of drafts."""
+    most = max(hope.most for hope in hopes)
+    for width in WIDTHS:
+        if width <= 2 * most:
+            yield width * len(hopes), [min(hope.most, width - 1) for hope in hopes]
+
+
+def _ragged(hopes: Sequence[Hope]) -> Iterator[tuple[int, list[int]]]:
+    """Yields steps with a power of two of tokens, as `_padded`; the drafted ones are those that give most."""
+    sequences, most = len(hopes), sum(hope.most for hope in hopes)
+    tokens = 1 << sequences.bit_length()
+    while tokens <= TOKENS_MOST and tokens - sequences <= 2 * most:
+        lengths = [0] * sequences
+        heap = [(-hope.gained_by_next(0), index) for index, hope in enumerate(hopes)]
+        heapify(heap)
+        for _ in range(tokens - sequences):
+            gain, index = heap[0]
+            if not gain:
+                break
+            lengths[index] += 1
+            heapreplace(heap, (-hopes[index].gained_by_next(lengths[index]), index))
+        yield tokens, lengths
+        tokens *= 2

@@ -18,6 +18,7 @@ import mlx.core as mx
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import on_gpu
 from ..device.device_errors import on_device
+from ..kernels.decode_views import padded_count
 from ..kv import caches as kv_cache
 from ..kv.caches import PooledBlock, Records, Slab
 from ..kv.sequence_view import SequenceView, Stacks
@@ -323,8 +324,8 @@ class Batch:
 
     @replayed
     def compute_ahead(self, tokens: Sequence[Sequence[int]]) -> mx.array:
-        """Launches the model for some tokens of every sequence, in a padded batch as for prompts. Then `take_back` and
-        `advance` must follow.
+        """Launches the model for some tokens of every sequence, which fill no block: as a recorded step, or else in a
+        padded batch as for prompts. Then `take_back` and `advance` must follow.
 
         Returns:
             (tokens, vocabulary), the logits after each of them, sequence after sequence.
@@ -335,6 +336,8 @@ class Batch:
         if self._settles_always:
             # The step in flight still writes into the open blocks that are read here.
             mx.synchronize()
+        if self._compiled is not None and (logits := self._compute_new(self._compiled, caches, tokens)) is not None:
+            return logits
         parts = [sequence.part(each) for sequence, each in zip(self._sequences, tokens, strict=True)]
         width = max(map(len, tokens))
         if self.batched_prefill:
@@ -346,6 +349,19 @@ class Batch:
             logits = self._model(mx.array([list(each) for each in tokens], mx.uint32), cache=caches, **besides)
         real = [index * width + at for index, each in enumerate(tokens) for at in range(len(each))]
         return logits.reshape(-1, logits.shape[-1])[mx.array(real)]
+
+    def _compute_new(
+        self, step: CompiledStep, caches: Sequence[Any], tokens: Sequence[Sequence[int]]
+    ) -> mx.array | None:
+        new, given = [len(each) for each in tokens], [token for each in tokens for token in each]
+        extra: dict[str, Any] = {}
+        if (vision := self._loaded.vision) is not None:
+            owners = [sequence for sequence, each in zip(self._sequences, tokens, strict=True) for _ in each]
+            places = [s.length + at for s, each in zip(self._sequences, tokens, strict=True) for at in range(len(each))]
+            more = padded_count(len(given)) - len(given)
+            pictures = [sequence.pictures for sequence in owners]
+            extra = vision.steps(places + [0] * more, pictures + [None] * more)
+        return step(mx.array(given, mx.uint32), caches, extra, new)
 
     @replayed
     def take_back(self, lengths: Sequence[int], *, clean: bool) -> None:
@@ -415,6 +431,13 @@ class Batch:
         """Returns how many tokens of a sequence in any state have KV."""
         sequence = self._coming.get(sequence_id)
         return (self._sequences[self._index(sequence_id)] if sequence is None else sequence).length
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether a step computes drafts of any lengths, without padding all sequences to one width. The batch must
+        have a sequence."""
+        caches = self._caches
+        return self._compiled is not None and not isinstance(caches, UnbatchedSequences) and caches[0].takes_drafts
 
     @replayed
     @on_device()

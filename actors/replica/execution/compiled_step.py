@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 from cachetools import LRUCache
 
-from ..kernels.decode_views import KernelStep, KernelView, SequenceBlocks
+from ..kernels.decode_views import KernelStep, KernelView, NewTokens
 from ..kernels.head_transform import NOTHING, HeadTransform
 from ..kernels.sealing import Sealed, SealPolicy
 from ..kv.paged_cache import PagedKVCache
@@ -57,40 +57,48 @@ class CompiledStep:
         self._graphs: LRUCache[Any, Callable[..., mx.array]] = LRUCache(GRAPHS_MAX)
 
     def __call__(
-        self, inputs: mx.array, caches: Sequence[PagedKVCache], extra: Mapping[str, mx.array]
+        self,
+        inputs: mx.array,
+        caches: Sequence[PagedKVCache],
+        extra: Mapping[str, mx.array],
+        new: Sequence[int] | None = None,
     ) -> mx.array | None:
         """Computes the logits of a batch's next tokens, and adds the tokens to the caches.
 
         Args:
-            inputs: (sequences,), an integer dtype.
+            inputs: (tokens,), an integer dtype: sequence after sequence.
             caches: one a layer.
-            extra: the model's other inputs.
+            extra: the model's other inputs, for `padded_count` tokens if `new` is given.
+            new: how many of the tokens each sequence has, as for `PagedKVCache.kernel_step`.
 
         Returns:
-            (sequences, vocabulary), logits in the model's dtype; None, with nothing changed, if no sequence has a token
-            yet.
+            (tokens, vocabulary), logits in the model's dtype; None, with nothing changed, if no sequence has a token
+            yet, or if the kernel has no room for so many tokens of a sequence.
         """
-        if not all(cache.nbytes for cache in caches):
+        if not all(cache.nbytes for cache in caches) or not (new is None or caches[0].takes_drafts):
             return None
-        steps = [cache.kernel_step() for cache in caches]
-        sequences = inputs.shape[0]
-        groups = {
-            cache.group: [step.sequences.slots, step.sequences.numbers]
-            for cache, step in zip(caches, steps, strict=True)
-        }
+        steps = [cache.kernel_step(new) for cache in caches]
+        read = steps[0].read
+        groups = {cache.group: [step.read.slots, step.read.numbers] for cache, step in zip(caches, steps, strict=True)}
         layers = [[*step.tails, step.written, *step.pool] for step in steps]
         shapes = [[array.shape for array in arrays] for arrays in groups.values()]
         slots = [step.pool[0].shape[0] for step in steps]
-        key = str((sequences, shapes, slots, [(name, array.shape) for name, array in extra.items()]))
+        extras = [(name, array.shape) for name, array in extra.items()]
+        key = str((read.tokens, read.most, len(caches[0].lengths), shapes, slots, extras))
         run = self._graphs.get(key)
         if run is None:
-            run = self._graphs[key] = self._record(caches, type(steps[0].pool))
-        logits = run(inputs[:, None], mx.array(caches[0].lengths), groups, layers, dict(extra))
+            run = self._graphs[key] = self._record(caches, type(steps[0].pool), read.most)
+        offsets, count = caches[0].lengths, inputs.shape[0]
+        if new is not None:
+            offsets = [length + at for length, count in zip(offsets, new, strict=True) for at in range(count)]
+        if padding := [0] * (read.tokens - count):
+            offsets, inputs = offsets + padding, mx.concatenate([inputs, mx.array(padding, inputs.dtype)])
+        logits = run(inputs[:, None], mx.array(offsets), groups, layers, dict(extra))
         for cache in caches:
-            cache.end_kernel_step()
-        return logits
+            cache.end_kernel_step(new)
+        return logits[:count] if padding else logits
 
-    def _record(self, caches: Sequence[PagedKVCache], kind: type[Sealed]) -> Callable[..., mx.array]:
+    def _record(self, caches: Sequence[PagedKVCache], kind: type[Sealed], most: int) -> Callable[..., mx.array]:
         deferral = self._deferral
         recorded = [(RecordedCache(cache.policy), cache.group) for cache in caches]
         for cache, _ in recorded:
@@ -104,11 +112,11 @@ class CompiledStep:
             layers: list[list[mx.array]],
             extra: dict[str, mx.array],
         ) -> mx.array:
-            sequences = {number: SequenceBlocks(*arrays, sequences=len(tokens)) for number, arrays in groups.items()}
+            read = {number: NewTokens(*arrays, tokens=len(tokens), most=most) for number, arrays in groups.items()}
             for (cache, group), (keys, values, written, *pool) in zip(recorded, layers, strict=True):
                 cache.offset, cache.step = (
                     offset,
-                    KernelStep((keys, values), kind._make(pool), sequences[group], written),
+                    KernelStep((keys, values), kind._make(pool), read[group], written),
                 )
             with nullcontext() if deferral is None else deferral.active(offset):
                 logits = self._model(tokens, cache=[cache for cache, _ in recorded], **extra)[:, -1]

@@ -1,9 +1,9 @@
 """The drafts of a batch, and which of their tokens are kept.
 
 Noise is a function of (seed, choice, position). So what a sequence will draw after its next token is already certain,
-and a draft is right if it equals that. A step computes some sequences' next token and draft as if these tokens were a
-prompt, draws at each place what would be drawn there, and keeps the tokens up to the first that differs. The KV of the
-others is taken back. So a draft changes how long an answer takes, and nothing in it.
+and a draft is right if it equals that. A step computes some sequences' next token and draft, draws at each place what
+would be drawn there, and keeps the tokens up to the first that differs. The KV of the others is taken back. So a draft
+changes how long an answer takes, and nothing in it.
 
 A step in flight must have ended before drafts are chosen, because they continue its tokens. So drafts are only asked
 for if it is likely that one pays.
@@ -21,6 +21,7 @@ import mlx.core as mx
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..drafting.drafter import Drafter
 from ..drafting.pace import WIDTHS, DraftPace, Hope
+from ..kernels.decode_views import NEW_MOST, padded_count
 from .ready import Ready
 from .sampling import Draw
 from .sequence_states import ExecutorSequence
@@ -47,7 +48,7 @@ class Drafts:
         self.pace = DraftPace()
         self.count = self.drafted = self.right = 0
         self._count = 0
-        self._width = WIDTHS[0]
+        self._tokens = 0
         # When the last step of one token ended, if a step before it was in flight, and nothing came between.
         self._ended: float | None = None
         # Since when the device has had nothing to do.
@@ -59,22 +60,29 @@ class Drafts:
         if self.wanted and sequence.grammar is None:
             sequence.drafter = Drafter(sequence.tokens)
 
-    def choose(self, sequences: Sequence[ExecutorSequence], inputs: mx.array) -> list[list[int]]:
+    def choose(
+        self, sequences: Sequence[ExecutorSequence], inputs: mx.array, *, ragged: bool = False
+    ) -> list[list[int]]:
         """Returns what is drafted after every sequence's input; nothing at all if no draft pays.
 
         Args:
             inputs: (sequences,), the next token of each; waits for it only if a draft is likely to pay.
+            ragged: as for `DraftPace.lengths`.
         """
-        if not self.wanted or self.pace.width([_hope(sequence) for sequence in sequences]) == 1:
+        if not self.wanted or not any(self._lengths(sequences, ragged=ragged)):
             return []
         self.note(sequences, inputs.tolist())  # type: ignore[arg-type]
-        width = self.pace.width([_hope(sequence) for sequence in sequences])
-        if width == 1:
+        lengths = self._lengths(sequences, ragged=ragged)
+        if not any(lengths):
             return []
         self._began = self._clock() if self._idle_from is None else self._idle_from
-        drafts = [self._draft(sequence, width - 1) for sequence in sequences]
-        self._width, self._count = padded_width(1 + max(map(len, drafts))), sum(map(bool, drafts))
+        drafts = [self._draft(sequence, most) for sequence, most in zip(sequences, lengths, strict=True)]
+        counts, self._count = [1 + len(draft) for draft in drafts], sum(map(bool, drafts))
+        self._tokens = padded_count(sum(counts)) if ragged else len(counts) * padded_width(max(counts))
         return drafts
+
+    def _lengths(self, sequences: Sequence[ExecutorSequence], *, ragged: bool) -> list[int]:
+        return self.pace.lengths([_hope(sequence) for sequence in sequences], ragged=ragged)
 
     def _draft(self, sequence: ExecutorSequence, most: int) -> list[int]:
         if sequence.drafter is None:
@@ -97,7 +105,7 @@ class Drafts:
         """Notes that a step of one token has ended."""
         now = self._clock()
         if self._ended is not None:
-            self.pace.note_step(sequences, now - self._ended)
+            self.pace.note(sequences, sequences, now - self._ended)
         self._ended, self._idle_from = (now if self._idle_from is None else None), None
 
     def note_wide(self, checked: Checked) -> None:
@@ -106,7 +114,7 @@ class Drafts:
         self.count += self._count
         self.drafted += len(checked.owners) - sequences
         self.right += len(checked.ready)
-        self.pace.note_wide(sequences, self._width, now - self._began)
+        self.pace.note(sequences, self._tokens, now - self._began)
         self._ended, self._idle_from = None, now
 
 
@@ -116,13 +124,13 @@ def _hope(sequence: ExecutorSequence) -> Hope:
         return NO_DRAFT
     # The step that fills a block has one token: a sealed block cannot be taken back.
     room = BLOCK_TOKENS - 2 - sequence.length % BLOCK_TOKENS
-    most = min(WIDTHS[-1] - 1, sequence.tokens_max - sequence.length - 1, room)
+    most = min(NEW_MOST - 1, sequence.tokens_max - sequence.length - 1, room)
     known = drafter.count > sequence.length
     return Hope(drafter.share, max(0, most), 1.0 if known else drafter.share)
 
 
 def padded_width(longest: int) -> int:
-    """Returns to how many tokens of each sequence a step is padded."""
+    """Returns to how many tokens of each sequence a step is padded, if all have as many."""
     return next(width for width in WIDTHS if width >= longest)
 
 

@@ -124,7 +124,11 @@ class BatchExecutor(Batch):
         if inputs is None:
             return []
         seals, may_draft = self._seals, len(self._sequences) == 1 or self.batched_prefill
-        if not seals and may_draft and any(drafts := self.drafts.choose(self._sequences, inputs)):
+        if (
+            not seals
+            and may_draft
+            and any(drafts := self.drafts.choose(self._sequences, inputs, ragged=self.takes_drafts))
+        ):
             return self._step_ahead(inputs, drafts)
         forced, self._forced = self._forced if len(self._sequences) == 1 else (), ()
         if forced:

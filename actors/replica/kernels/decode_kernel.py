@@ -3,11 +3,14 @@ blocks.
 
 `attention.attend` is the reference in plain MLX operations. The kernel is used for a model only if both agree.
 
-A group of four warps takes a part of one sequence's units for some query heads of one KV head. A unit is a quarter of a
-sealed block, 64 tokens, or 32 tokens of the open block. Each warp keeps a running maximum, sum and output (Milakov and
-Gimelshein, "Online normalizer calculation for softmax"). The parts are added up at the end; if a sequence has several
+A step may have several new tokens of a sequence: its next one and a draft after it. Each attends to the blocks, to the
+open block as it was before the step, and to the new tokens before it, which it takes from the step's own arrays.
+
+A group of four warps takes a part of one new token's units for some query heads of one KV head. A unit is a quarter of
+a sealed block, 64 tokens, or 32 tokens of the open block. Each warp keeps a running maximum, sum and output (Milakov
+and Gimelshein, "Online normalizer calculation for softmax"). The parts are added up at the end; if a token has several
 groups, a second kernel does that. The kernel also computes the norms and rotations of new queries and keys that the
-model left to it (`head_transform.py`). It writes the new token's keys and values into the sequence's open block in
+model left to it (`head_transform.py`). It writes the new tokens' keys and values into the sequences' open blocks in
 place; MLX would copy the array, because the step in flight still reads it.
 """
 
@@ -19,7 +22,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .decode_views import WARPS, KernelView
+from .decode_views import NEW_MOST, WARPS, KernelView
 from .gpu_kernels import kernel
 from .head_transform import NOTHING, HeadTransform
 from .sealing import Plain, Sealed, SealPolicy, value_group
@@ -30,8 +33,9 @@ SHARED_BYTES_MAX = 30 * 2**10
 # Template: T, P (type of sealed values, or of their scales), DK, DV, PV (padded value channels), VG (their group), KV
 # heads, G queries a KV head, GC of them a group of threads, KB key bits, KG (tokens whose keys share a scale), SINKS,
 # QN and KN (whether queries and keys are normed), ROPE (channels that are rotated), NEXT (whether pairs of them are
-# neighbours), POWERS (whether frequencies are exponents of 2, which the device raises as MLX does). Groups whose
-# sequence is -1 are padding. PLAIN: sealed blocks are as computed, and read eight numbers at a time.
+# neighbours), POWERS (whether frequencies are exponents of 2, which the device raises as MLX does), FM (the most new
+# tokens of a sequence). Groups whose token is -1 are padding. PLAIN: sealed blocks are as computed, and read eight
+# numbers at a time.
 _BODY = """
   constexpr int NW = 4, WD = PV / 8, BW = PV > 64 ? PV : 64, KW = 8 * KB, KS = 256 / KG;
   constexpr int LPT = WD <= 4 ? 4 : WD <= 8 ? 8 : WD <= 16 ? 16 : 32, STEP = 32 / LPT, CH = G / GC;
@@ -43,25 +47,30 @@ _BODY = """
   union Eight { uint4 words[EW]; P x[8]; };
   #define READ(eight, from) Eight eight; for (int i = 0; i < EW; i++) eight.words[i] = (from)[i];
   #endif
-  SHARED float q_s[(GC + 1) * DK];
+  SHARED float q_s[(GC + FM) * DK];
   SHARED float buf[NW * GC * BW];
   SHARED float rm[NW * GC];
   SHARED float rl[NW * GC];
-  const int sequences = numbers[0];
-  const DEVICE int* opened = numbers + 1; const DEVICE int* hidden = opened + sequences;
-  const DEVICE int* lengths = hidden + sequences; const DEVICE int* starts = lengths + sequences;
-  const DEVICE int* jobs = starts + sequences + 1; const DEVICE int* job_sequences = jobs + sequences + 1;
+  const int tokens = numbers[0];
+  const DEVICE int* opened = numbers + 1; const DEVICE int* hidden = opened + tokens;
+  const DEVICE int* lengths = hidden + tokens; const DEVICE int* owners = lengths + tokens;
+  const DEVICE int* counts = owners + tokens; const DEVICE int* begins = counts + tokens;
+  const DEVICE int* ends = begins + tokens; const DEVICE int* jobs = ends + tokens;
+  const DEVICE int* job_tokens = jobs + tokens + 1;
   const int job = GROUP / (CH * KV), kvh = GROUP / CH % KV, chunk = GROUP % CH;
-  const int sequence = job_sequences[job], rk = sequence * KV + kvh;
-  if (sequence < 0) return;
-  const int split = job - jobs[sequence], S = jobs[sequence + 1] - jobs[sequence];
-  const int nb = starts[sequence + 1] - starts[sequence], tl = opened[sequence], tu = (tl + 31) / 32;
-  const int hide = hidden[sequence];
+  const int token = job_tokens[job], rk = token * KV + kvh;
+  if (token < 0) return;
+  const int split = job - jobs[token], S = jobs[token + 1] - jobs[token];
+  const int nb = ends[token] - begins[token], tl = opened[token], tu = (tl + 31) / 32;
+  // The sequence's new tokens up to this one, of which the first is in this column of the open block.
+  const int news = counts[token], old = tl - news, first_new = token - news + 1;
+  const int hide = hidden[token];
   const long head0 = (long)rk * G + chunk * GC;
-  // The queries, and the new key behind them, rounded as the model's own operations round.
+  // The queries, and the new keys behind them, rounded as the model's own operations round.
   SHARED_POINTER float* k_s = q_s + GC * DK;
-  for (int h = WARP; h <= GC; h += NW) {
-    const DEVICE T* from = h < GC ? queries + (head0 + h) * DK : new_keys + (long)rk * DK;
+  for (int h = WARP; h < GC + news; h += NW) {
+    const long head = h < GC ? head0 + h : (long)(first_new + h - GC) * KV + kvh;
+    const DEVICE T* from = (h < GC ? queries : new_keys) + head * DK;
     const bool normed = h < GC ? QN : KN;
     const DEVICE float* weights = constants + 4 + (h < GC ? 0 : QN * DK);
     float factor = 0.f;
@@ -78,9 +87,9 @@ _BODY = """
   SYNC();
   if (ROPE) {
     const DEVICE float* frequencies = constants + 4 + (QN + KN) * DK;
-    const float place = constants[3] * static_cast<float>(lengths[sequence]);
-    for (int i = THREAD; i < (GC + 1) * (ROPE / 2); i += NW * 32) {
+    for (int i = THREAD; i < (GC + news) * (ROPE / 2); i += NW * 32) {
       const int h = i / (ROPE / 2 + !ROPE), j = i % (ROPE / 2 + !ROPE);
+      const float place = constants[3] * static_cast<float>(lengths[token] - (h < GC ? 0 : GC + news - 1 - h));
       const float angle = place * (POWERS ? EXP2(frequencies[j]) : frequencies[j]), c = COS(angle), s = SIN(angle);
       const int a = h * DK + (NEXT ? 2 * j : j), b = NEXT ? a + 1 : a + ROPE / 2;
       const float x = q_s[a], y = q_s[b];
@@ -89,11 +98,12 @@ _BODY = """
     SYNC();
   }
   for (int i = THREAD; i < GC * DK; i += NW * 32) q_s[i] *= constants[0];
-  const long tail_at = (long)rk * 256;
+  const long tail_at = ((long)owners[token] * KV + kvh) * 256;
   if (chunk == 0 && split == 0) {
     DEVICE T* to_keys = (DEVICE T*)tail_keys; DEVICE T* to_values = (DEVICE T*)tail_values;
-    for (int i = THREAD; i < DK; i += NW * 32) to_keys[(tail_at + tl - 1) * DK + i] = static_cast<T>(k_s[i]);
-    for (int i = THREAD; i < DV; i += NW * 32) to_values[(tail_at + tl - 1) * DV + i] = new_values[(long)rk * DV + i];
+    const long to = tail_at + tl - 1;
+    for (int i = THREAD; i < DK; i += NW * 32) to_keys[to * DK + i] = static_cast<T>(k_s[(news - 1) * DK + i]);
+    for (int i = THREAD; i < DV; i += NW * 32) to_values[to * DV + i] = new_values[(long)rk * DV + i];
   }
   SYNC();
   float m[GC], l[GC], acc[GC][8];
@@ -103,7 +113,7 @@ _BODY = """
   for (int u = split * NW + WARP; u < 4 * nb + tu; u += S * NW) {
     const bool sealed = u < 4 * nb;
     const int quarter = u & 3, column0 = (u - 4 * nb) * 32;
-    const long base = sealed ? (long)slots[starts[sequence] + (u >> 2)] * KV + kvh : 0;
+    const long base = sealed ? (long)slots[begins[token] + (u >> 2)] * KV + kvh : 0;
     float sc[GC][8];
     for (int g = 0; g < GC; g++) for (int j = 0; j < 8; j++) sc[g][j] = sealed ? 0.f : LOW;
     if (sealed) {
@@ -173,13 +183,14 @@ _BODY = """
     } else {
       const int t = column0 + LANE;
       if (t < tl && nb * 256 + t >= hide) {
-        const bool fresh = t == tl - 1;
+        const bool fresh = t >= old;
         const long at = (tail_at + t) * DK;
+        const int own = (fresh ? t - old : 0) * DK;
         float dot[GC];
         for (int g = 0; g < GC; g++) dot[g] = 0.f;
         #pragma unroll 8
         for (int d = 0; d < DK; d++) {
-          const float k = fresh ? k_s[d] : static_cast<float>(tail_keys[at + d]);
+          const float k = fresh ? k_s[own + d] : static_cast<float>(tail_keys[at + d]);
           for (int g = 0; g < GC; g++) dot[g] += q_s[g * DK + d] * k;
         }
         for (int g = 0; g < GC; g++) sc[g][0] = dot[g];
@@ -237,8 +248,9 @@ _BODY = """
         const int most = tl - column0 < 32 ? tl - column0 : 32;
         for (int t = half_; t < most; t += STEP) {
           const int column = column0 + t;
-          const bool fresh = column == tl - 1;
-          const long at = (fresh ? (long)rk * DV : (tail_at + column) * DV) + word * 8;
+          const bool fresh = column >= old;
+          const long row = fresh ? (long)(first_new + column - old) * KV + kvh : tail_at + column;
+          const long at = row * DV + word * 8;
           for (int j = 0; j < 8; j++) {
             if (word * 8 + j >= DV) break;
             const float v = static_cast<float>(fresh ? new_values[at + j] : tail_values[at + j]);
@@ -284,13 +296,13 @@ _FINISH_PART = """
 """
 
 _JOIN = """
-  const int sequence = GROUP / HEADS, head = GROUP % HEADS, d = THREAD;
-  const DEVICE int* jobs = numbers + 2 + 4 * numbers[0];
+  const int token = GROUP / HEADS, head = GROUP % HEADS, d = THREAD;
+  const DEVICE int* jobs = numbers + 1 + 7 * numbers[0];
   float top = -1e30f, o = 0.f, total = 0.f;
-  for (int job = jobs[sequence]; job < jobs[sequence + 1]; job++) top = MAX(top, tops[(long)job * HEADS + head]);
+  for (int job = jobs[token]; job < jobs[token + 1]; job++) top = MAX(top, tops[(long)job * HEADS + head]);
   float sink = 0.f;
   if (SINKS) { sink = static_cast<float>(sinks[head]); top = MAX(top, sink); }
-  for (int job = jobs[sequence]; job < jobs[sequence + 1]; job++) {
+  for (int job = jobs[token]; job < jobs[token + 1]; job++) {
     const long part = (long)job * HEADS + head;
     const float e = EXP(tops[part] - top);
     o += e * parts[part * DV + d]; total += e * sums[part];
@@ -307,17 +319,17 @@ _NUMBERS = ["slots", "numbers", "constants", "sinks", "order"]
 def attend(
     queries: mx.array, view: KernelView, policy: SealPolicy, scale: float, sinks: mx.array | None = None
 ) -> mx.array:
-    """Attention of one query a sequence to its own blocks and its open block.
+    """Attention of new tokens to their sequences' blocks and open blocks, and to new tokens before them.
 
     Args:
-        queries: (sequences, heads, 1, key_dim).
+        queries: (tokens, heads, 1, key_dim).
         sinks: (heads,), what every head adds to the softmax's sum; None for nothing.
 
     Returns:
-        (sequences, heads, 1, value_dim), in the dtype of the queries.
+        (tokens, heads, 1, value_dim), in the dtype of the queries.
     """
     step = view.step
-    sequences, tails = step.sequences, step.tails
+    read, tails = step.read, step.tails
     count, heads, _, key_dim = queries.shape
     kv_heads, value_dim = tails[0].shape[1], tails[1].shape[3]
     grouped, kind = heads // kv_heads, type(step.pool)
@@ -326,26 +338,26 @@ def attend(
     transform = view.transform(key_dim)
     shape = key_dim, value_dim, kv_heads, grouped
     coded = policy.key_bits, policy.key_group
-    plan = _plan(kind, types, shape, coded, _left(transform), sinks=sinks is not None)
-    one = sequences.count == count
+    plan = _plan(kind, types, shape, coded, _left(transform), read.most, sinks=sinks is not None)
+    one = read.count == count
     constants = _unchanged(scale) if transform is NOTHING else mx.array([scale, *transform.constants], mx.float32)
     sink = constants if sinks is None else sinks
     out, dtype = (count, heads, 1, value_dim), queries.dtype
     made = (plan.one if one else plan.parts)(
         inputs=[
-            *(queries, view.keys, view.values, *step.pool, *tails, sequences.slots, sequences.numbers, constants, sink),
+            *(queries, view.keys, view.values, *step.pool, *tails, read.slots, read.numbers, constants, sink),
             step.written,
         ],
         template=plan.template,
-        grid=(sequences.count * kv_heads * plan.chunks * WARPS * 32, 1, 1),
+        grid=(read.count * kv_heads * plan.chunks * WARPS * 32, 1, 1),
         threadgroup=(WARPS * 32, 1, 1),
-        output_shapes=[out] if one else [(sequences.count, heads, value_dim), *[(sequences.count, heads)] * 2],
+        output_shapes=[out] if one else [(read.count, heads, value_dim), *[(read.count, heads)] * 2],
         output_dtypes=[dtype] if one else [mx.float32] * 3,
     )
     if one:
         return made[0]
     return plan.join(
-        inputs=[*made, sequences.numbers, sink],
+        inputs=[*made, read.numbers, sink],
         template=plan.join_template,
         grid=(count * heads * value_dim, 1, 1),
         threadgroup=(value_dim, 1, 1),
@@ -356,8 +368,8 @@ def attend(
 
 @dataclass(frozen=True)
 class _Kernels:
-    """The kernels for the shapes of a layer: for sequences with one group of threads each, for sequences with several,
-    and for joining the parts of several. `chunks` groups share the query heads of a KV head."""
+    """The kernels for the shapes of a layer: for tokens with one group of threads each, for tokens with several, and
+    for joining the parts of several. `chunks` groups share the query heads of a KV head."""
 
     chunks: int
     one: Any
@@ -374,6 +386,7 @@ def _plan(
     shape: tuple[int, int, int, int],
     coded: tuple[int, int],
     left: tuple[bool, bool, int, bool, bool],
+    most: int,
     *,
     sinks: bool,
 ) -> _Kernels:
@@ -382,7 +395,9 @@ def _plan(
     if plain and value_dim % 8:
         raise ValueError(f"the kernel needs a multiple of eight value channels per head, not {value_dim}")
     dtype, padded = types[0], value_dim if plain else -(-value_dim // 32) * 32
-    together = _together(grouped, key_dim, padded)
+    together = _together(grouped, key_dim, padded, most)
+    if not together:
+        raise ValueError(f"heads of {key_dim} channels are too large for {most} new tokens of a sequence")
     template = [
         ("T", dtype),
         ("P", types[1]),
@@ -391,7 +406,7 @@ def _plan(
         ("PV", padded),
         ("VG", value_group(value_dim)),
     ]
-    template += [("KV", kv_heads), ("G", grouped), ("GC", together)]
+    template += [("KV", kv_heads), ("G", grouped), ("GC", together), ("FM", most)]
     template += [*zip(("KB", "KG"), coded, strict=True), ("SINKS", sinks)]
     template += zip(("QN", "KN", "ROPE", "NEXT", "POWERS"), left, strict=True)
     name, body = f"{kind.__name__.lower()}_decode", f"  #define PLAIN {int(plain)}\n{_BODY}"
@@ -403,11 +418,18 @@ def _plan(
     return _Kernels(grouped // together, one, parts, template, join, joined)
 
 
-def _together(grouped: int, key_dim: int, padded: int) -> int:
-    """Returns how many query heads of a KV head share a group of threads: as many as fit into its memory, at most 8."""
+def takes_drafts(dims: tuple[int, int]) -> bool:
+    """Whether the kernel has room for `NEW_MOST` new tokens of a sequence with heads of these channels, of keys and of
+    values."""
+    return _together(1, dims[0], -(-dims[1] // 32) * 32, NEW_MOST) > 0
+
+
+def _together(grouped: int, key_dim: int, padded: int, new: int) -> int:
+    """Returns how many query heads of a KV head share a group of threads: as many as fit into its memory beside `new`
+    keys, at most 8; 0 if none does."""
     each = 4 * (key_dim + WARPS * max(64, padded) + 2 * WARPS)
-    most = min(8, (SHARED_BYTES_MAX - 4 * key_dim) // each)
-    return next(count for count in range(min(most, grouped), 0, -1) if grouped % count == 0)
+    most = min(8, (SHARED_BYTES_MAX - 4 * key_dim * new) // each)
+    return next((count for count in range(min(most, grouped), 0, -1) if grouped % count == 0), 0)
 
 
 @cache

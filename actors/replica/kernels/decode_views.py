@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import mlx.core as mx
 
@@ -18,6 +18,14 @@ WARPS = 4
 
 GROUPS_WANTED = 1024
 """This many groups of threads keep a large device busy."""
+
+NEW_MOST = 16
+"""The most new tokens of a sequence in a step: the next one and its draft."""
+
+
+def padded_count(tokens: int) -> int:
+    """Returns to how many tokens a step is padded in which sequences have several: a power of two, for few shapes."""
+    return 1 << (tokens - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -48,27 +56,29 @@ class DecodeView:
 
 
 @dataclass(frozen=True)
-class SequenceBlocks:
-    """What the kernel reads of the sequences of a batch, equal for all layers of a group.
+class NewTokens:
+    """What the kernel reads of the new tokens of a step and of their sequences, equal for all layers of a group.
 
     Attributes:
         slots: (n,) uint32, the sealed blocks of all sequences, sequence after sequence.
-        numbers: (5 * sequences + 3 + count,) int32, one after another: the number of sequences; each sequence's tokens
-            in its open block, with the new one; how many of its tokens, from its first block on, are outside of the
-            window; its tokens without the new one; `sequences + 1` numbers that say where its blocks begin in `slots`;
-            `sequences + 1` numbers that say where its groups of threads begin, among all `count` groups of a KV head;
-            and for every group its sequence, or -1 for padding, which is only used if a sequence has several groups.
-        sequences: how many there are.
+        numbers: (8 * tokens + 2 + count,) int32, one after another: the number of tokens; for every token how many
+            tokens its open block has, itself the last; how many of its sequence's tokens, from the first block on, are
+            outside of the window; its position; its sequence; how many new tokens its sequence has up to itself; where
+            its blocks begin and end in `slots`; then `tokens + 1` numbers that say where each token's groups of threads
+            begin, among all `count` groups of a KV head; and for every group its token, or -1 for padding.
+        tokens: how many there are, with padding at the end, which has no groups.
+        most: the most new tokens of a sequence for which the kernel has room, 1 or `NEW_MOST`.
     """
 
     slots: mx.array
     numbers: mx.array
-    sequences: int
+    tokens: int
+    most: int = 1
 
     @property
     def count(self) -> int:
         """The number of groups of threads of a KV head."""
-        return self.numbers.shape[0] - 5 * self.sequences - 3
+        return self.numbers.shape[0] - 8 * self.tokens - 2
 
     @classmethod
     def of(
@@ -76,50 +86,72 @@ class SequenceBlocks:
         slots: mx.array,
         starts: Sequence[int],
         lengths: Sequence[int],
-        hidden: Sequence[int],
+        first: Sequence[int],
+        window: int,
         kv_heads: int,
-    ) -> SequenceBlocks:
-        """Divides the sequences' units among groups of threads, so that a long sequence gets many.
+        new: Sequence[int] | None = None,
+    ) -> NewTokens:
+        """Divides the tokens' units among groups of threads, so that a token of a long sequence gets many.
 
         Args:
-            starts, lengths, hidden: as in `numbers`.
+            starts: where each sequence's blocks begin in `slots`, and where the last's end.
+            lengths: the sequences' tokens without the new ones.
+            first: the number of each sequence's first block in `slots`.
+            window: how many of the last tokens a token attends to; 0 for all.
             kv_heads: the KV heads of a layer.
+            new: how many new tokens each sequence has, up to `NEW_MOST`, all in its open block; None for one each. Then
+                their number is padded.
         """
-        opened = [length % BLOCK_TOKENS + 1 for length in lengths]
-        units = [
-            4 * (end - start) + -(-tokens // 32) for (start, end), tokens in zip(pairwise(starts), opened, strict=True)
-        ]
-        each = WARPS * max(1, round(sum(units) * kv_heads / (GROUPS_WANTED * WARPS)))
-        counts = [-(-count // each) for count in units]
+        counts = [1] * len(lengths) if new is None else new
         owners = [sequence for sequence, count in enumerate(counts) for _ in range(count)]
-        if len(owners) > len(counts):
-            owners += [-1] * (size_class(len(owners)) - len(owners))
-        jobs = [0, *accumulate(counts)]
-        numbers = [len(counts), *opened, *hidden, *lengths, *starts, *jobs, *owners]
-        return cls(slots, mx.array(numbers, mx.int32), len(counts))
+        nth = [at for count in counts for at in range(count)]
+        places = [lengths[sequence] + at for sequence, at in zip(owners, nth, strict=True)]
+        opened = [lengths[sequence] % BLOCK_TOKENS + at + 1 for sequence, at in zip(owners, nth, strict=True)]
+        begins, ends = [starts[sequence] for sequence in owners], [starts[sequence + 1] for sequence in owners]
+        hidden = [0] * len(owners)
+        if window:
+            hidden = [
+                max(0, place + 1 - window - first[sequence] * BLOCK_TOKENS)
+                for sequence, place in zip(owners, places, strict=True)
+            ]
+        units = [4 * (end - begin) + -(-tokens // 32) for begin, end, tokens in zip(begins, ends, opened, strict=True)]
+        each = WARPS * max(1, round(sum(units) * kv_heads / (GROUPS_WANTED * WARPS)))
+        groups = [-(-count // each) for count in units]
+        padding = 0 if new is None else padded_count(len(owners)) - len(owners)
+        of_groups = [token for token, count in enumerate(groups) for _ in range(count)]
+        whole = len(of_groups) == len(groups)
+        # As many groups as tokens say that each token has one.
+        wanted = len(groups) + padding if whole else size_class(max(len(of_groups), len(groups) + padding + 1))
+        of_groups += [-1] * (wanted - len(of_groups))
+        jobs = [0, *accumulate(groups)]
+        jobs += [jobs[-1]] * padding
+        columns = (opened, hidden, places, owners, [at + 1 for at in nth], begins, ends)
+        padded = [number for column in columns for number in (*column, *[0] * padding)]
+        numbers = [len(owners) + padding, *padded, *jobs, *of_groups]
+        return cls(slots, mx.array(numbers, mx.int32), len(owners) + padding, 1 if new is None else NEW_MOST)
 
 
 @dataclass(frozen=True)
 class KernelStep:
-    """What a decode step's kernel reads in one layer, and where it appends each sequence's new token.
+    """What a decode step's kernel reads in one layer, and where it appends each sequence's new tokens.
 
     Attributes:
         tails: (sequences, kv_heads, 256, dim), the open blocks' keys and values.
         pool: the layer's slots.
-        sequences: what the kernel reads of each sequence.
+        read: what the kernel reads of each new token.
         written: (1,) uint32, as `SlotGroup.written`.
     """
 
     tails: tuple[mx.array, mx.array]
     pool: Sealed
-    sequences: SequenceBlocks
+    read: NewTokens
     written: mx.array
 
 
 @dataclass(frozen=True)
 class KernelView:
-    """A layer in such a step. `keys` and `values`, (sequences, kv_heads, 1, dim), are the new token's; the model got
-    the same arrays. `transform` takes the channels of a head and returns the operations on queries and keys that the
+    """A layer in such a step. `keys` and `values`, (tokens, kv_heads, 1, dim), are the new tokens'; the model got the
+    same arrays. `transform` takes the channels of a head and returns the operations on queries and keys that the
     model has left to the kernel; it is called once both are made."""
 
     keys: mx.array

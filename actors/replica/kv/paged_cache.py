@@ -20,8 +20,8 @@ from typing import Any
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from ..kernels import block_kernels, sealing
-from ..kernels.decode_views import DecodeView, KernelStep, KernelView, SequenceBlocks
+from ..kernels import block_kernels, decode_kernel, sealing
+from ..kernels.decode_views import DecodeView, KernelStep, KernelView, NewTokens
 from ..kernels.sealing import SealPolicy
 from .paged_batch import PagedBatch, Reads
 from .pool import BlockTable, SlotGroup, slots_of
@@ -168,11 +168,22 @@ class PagedKVCache:
         """The number of the layer's group in the pool."""
         return self._number
 
-    def kernel_step(self) -> KernelStep:
-        """What the kernel reads and writes for one token a sequence. The open blocks become arrays that the kernel can
-        write into in place; MLX would copy them, because the step in flight still reads them."""
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether `kernel_step` may be asked for several new tokens of a sequence. The layer must have a token."""
         assert self._keys is not None and self._values is not None
-        sequences = self._once(("kernel", self._number), lambda: self._sequence_blocks(self._step(1)))
+        return decode_kernel.takes_drafts((self._keys.shape[3], self._values.shape[3]))
+
+    def kernel_step(self, new: Sequence[int] | None = None) -> KernelStep:
+        """What the kernel reads and writes for some new tokens. The open blocks become arrays that the kernel can write
+        into in place; MLX would copy them, because the step in flight still reads them.
+
+        Args:
+            new: how many each sequence has, all in its open block, which they do not fill; None for one each.
+        """
+        assert self._keys is not None and self._values is not None
+        what = ("kernel", self._number, None if new is None else tuple(new))
+        read = self._once(what, lambda: self._new_tokens(self._step(1), new))
         if not self._writable:
             self._fit(BLOCK_TOKENS)
             self._keys, self._values = mx.contiguous(self._keys), mx.contiguous(self._values)
@@ -182,11 +193,15 @@ class PagedKVCache:
         else:
             sizes = self._keys.shape[1], self._keys.shape[3], self._values.shape[3]
             pool = block_kernels.empty_slot(*sizes, self._keys.dtype, self.policy)
-        return KernelStep((self._keys, self._values), pool, sequences, self._group.written(self._place))
+        return KernelStep((self._keys, self._values), pool, read, self._group.written(self._place))
 
-    def end_kernel_step(self) -> None:
-        """Counts the token that the kernel appends to each sequence. `seal_filled` must follow once the step is
-        launched, not before: MLX does not know that the kernel writes the arrays from which blocks are sealed."""
+    def end_kernel_step(self, new: Sequence[int] | None = None) -> None:
+        """Counts the tokens that the kernel appends to the sequences, `new` as for `kernel_step`. `seal_filled` must
+        follow once a step that fills blocks is launched, not before: MLX does not know that the kernel writes the
+        arrays from which blocks are sealed."""
+        if new is not None:
+            self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
+            return
         step = self._step(1)
         self._filled = (self.lengths, step) if any(step.full) else None
         self.lengths = step.after
@@ -314,18 +329,12 @@ class PagedKVCache:
     def _by_kernel(self, count: int) -> bool:
         return count == 1 and self.batch.reads is Reads.KERNEL and self._ragged is None
 
-    def _sequence_blocks(self, step: Step) -> SequenceBlocks:
+    def _new_tokens(self, step: Step, new: Sequence[int] | None) -> NewTokens:
         self._reach(step)
         stop = [length // BLOCK_TOKENS for length in self.lengths]
         slots, starts = self.batch.blocks(self._number, step.first, stop)
-        hidden = [0] * len(self.lengths)
-        if self.window:
-            hidden = [
-                max(0, length + 1 - self.window - first * BLOCK_TOKENS)
-                for length, first in zip(self.lengths, step.first, strict=True)
-            ]
         assert self._keys is not None
-        return SequenceBlocks.of(slots, starts, self.lengths, hidden, self._keys.shape[1])
+        return NewTokens.of(slots, starts, self.lengths, step.first, self.window, self._keys.shape[1], new)
 
     def _new(self, count: int) -> list[int]:
         return self._ragged or [count] * len(self.lengths)

@@ -46,7 +46,7 @@ TRIES_MAX = 2
 """After so many processes that ended while kernels were tried, they are not tried again. One may have been stopped."""
 
 _FAILS, _TRYING = "fails:", "trying_kernels"
-_WHAT, _VERSION = "decode_way", 1
+_WHAT, _VERSION = "decode_way", 2
 """Increased whenever the ways, or their tests, change."""
 
 
@@ -214,7 +214,8 @@ def _why_not_compiled(
 def _batch_steps(
     model: Any, spec: ModelCacheSpec, step: CompiledStep | None, far_blocks: int, pieces: Pieces
 ) -> list[mx.array]:
-    """Returns the logits of some steps of sequences of different lengths: more than a block, less, and `far_blocks`."""
+    """Returns the logits of some steps of sequences of different lengths: more than a block, less, and `far_blocks`.
+    The last step has several tokens of some sequences."""
     pool, logits = new_pool(spec, kernels=True), []
 
     def sequence() -> list[Any]:
@@ -237,7 +238,20 @@ def _batch_steps(
         logits.append(model(inputs[:, None], cache=batch)[:, -1] if step is None else step(inputs, batch, {}))
         mx.eval(logits[-1])
         pieces.pause()
+    logits.append(_draft_step(model, step, batch))
+    mx.eval(logits[-1])
     return logits
+
+
+def _draft_step(model: Any, step: CompiledStep | None, batch: Sequence[PagedKVCache]) -> mx.array:
+    """Returns the logits of up to three tokens of each sequence, in one recorded step or one after the other."""
+    new = [3, 1, 2][: len(batch[0].lengths)]
+    tokens = [at % 2 for count in new for at in range(count)]
+    if step is not None and (logits := step(mx.array(tokens, mx.uint32), batch, {}, new)) is not None:
+        return logits
+    # The others' tokens do no harm.
+    found = [model(mx.array([[at % 2]] * len(new), mx.uint32), cache=batch) for at in range(max(new))]
+    return mx.concatenate([found[at][sequence] for sequence, count in enumerate(new) for at in range(count)])
 
 
 def _prefill(model: Any, caches: Sequence[Any], tokens: int, pieces: Pieces) -> None:

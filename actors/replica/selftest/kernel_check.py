@@ -18,9 +18,9 @@ import numpy as np
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..kernels import decode_kernel, sealing
-from ..kernels.decode_views import DecodeView, KernelStep, KernelView, SequenceBlocks
+from ..kernels.decode_views import DecodeView, KernelStep, KernelView, NewTokens
 from ..kernels.head_transform import NOTHING, HeadTransform, Norm, Rotation
-from ..kernels.sealing import POLICIES, Plain
+from ..kernels.sealing import POLICIES, Plain, Sealed
 from ..kv import attention
 from ..kv.paged_cache import heads_of
 from ..kv.pool import SlotGroup, slots_of
@@ -60,6 +60,24 @@ class Shape:
         return f"{self.policy:5} {self.dtype:8} {heads}: off by {self.off:.1e}{more}"
 
 
+@dataclass(frozen=True)
+class World:
+    """Queries of new tokens, which the kernel is to transform, and what the reference and the kernel read. The kernel's
+    arrays have padding at the end.
+
+    Attributes:
+        positions: of the new tokens.
+        keys, values: the open blocks as they are to be after the step.
+    """
+
+    queries: mx.array
+    positions: list[int]
+    reference: DecodeView
+    view: KernelView
+    keys: mx.array
+    values: mx.array
+
+
 def world(
     lengths: Sequence[int],
     kv_heads: int,
@@ -69,15 +87,16 @@ def world(
     window: int,
     dtype: mx.Dtype = mx.bfloat16,
     transform: HeadTransform = NOTHING,
-) -> tuple[mx.array, DecodeView, KernelView]:
-    """Sequences with these tokens, the new one too, in a pool in which their blocks lie anyhow.
+    new: Sequence[int] | None = None,
+) -> World:
+    """Sequences with these tokens, the new ones too, in a pool in which their blocks lie anyhow.
 
-    Returns:
-        Queries, which the kernel is to transform, and what the reference and the kernel read.
+    Args:
+        new: how many of them are new, all in the open block; None for one each.
     """
     mx.random.seed(dims[0] + grouped)
+    counts = [1] * len(lengths) if new is None else new
     blocks = [(length - 1) // BLOCK_TOKENS for length in lengths]
-    opened = [length - count * BLOCK_TOKENS for length, count in zip(lengths, blocks, strict=True)]
     numbers = list(range(sum(blocks)))
     random.Random(dims[0]).shuffle(numbers)
     shape = (1, kv_heads, len(numbers) * BLOCK_TOKENS)
@@ -91,32 +110,57 @@ def world(
     assert all(mx.array_equal(array[slots], new) for array, new in zip(pool, written, strict=True)), "it wrote them"
     tails = [mx.random.normal((len(lengths), kv_heads, BLOCK_TOKENS, dim)).astype(dtype) for dim in dims]
     mx.eval(tails)
-    hidden = [max(0, length - window) if window else 0 for length in lengths]
-    owner = mx.array([sequence for sequence, count in enumerate(blocks) for _ in range(count)], mx.uint32)
+    # Of every new token: its sequence, its position, and its column in the open block.
+    owners = [sequence for sequence, count in enumerate(counts) for _ in range(count)]
+    places = [length - count + at for length, count in zip(lengths, counts, strict=True) for at in range(count)]
+    columns = [place - blocks[owner] * BLOCK_TOKENS for owner, place in zip(owners, places, strict=True)]
+    at = mx.array(owners), slice(None), mx.array(columns)
+    new_keys, new_values = (mx.contiguous(tail[at][:, :, None]) for tail in tails)
+    # Without the new tokens.
+    blank = [tail * 1 for tail in tails]
+    for array in blank:
+        array[at] = 0
+    tails[0][at] = transform.of_keys(new_keys, mx.array(places))[:, :, 0]
     starts = [0, *accumulate(blocks)]
-    first = [hidden[sequence] - at * BLOCK_TOKENS for sequence, count in enumerate(blocks) for at in range(count)]
-    behind = mx.arange(BLOCK_TOKENS) < mx.array(first)[:, None, None, None] if window else None
-    columns, ends = mx.arange(BLOCK_TOKENS)[None], mx.array(opened)[:, None]
-    seen = (columns < ends) & (columns + mx.array(blocks)[:, None] * BLOCK_TOKENS >= mx.array(hidden)[:, None])
-    heads = heads_of(owner, slots, kv_heads)
-    reference = DecodeView(tails[0], tails[1], seen[:, None, None], pool, slots, owner, blocks, behind, heads)
-    places = mx.array(opened)[:, None, None, None] - 1
-    new_keys, new_values = (mx.take_along_axis(tail, places, axis=2) for tail in tails)
-    tails[0] = mx.put_along_axis(tails[0], places, transform.of_keys(new_keys, positions_of(lengths)), axis=2)
-    reference = replace(reference, keys=tails[0])
-    read = SequenceBlocks.of(slots, starts, [length - 1 for length in lengths], hidden, kv_heads)
-    # Without the new token.
-    blank = [mx.put_along_axis(tail, places, mx.zeros_like(tail[:, :, :1]), axis=2) for tail in tails]
-    step = KernelStep((blank[0], blank[1]), pool, read, group.written(0))
-    view = KernelView(new_keys, new_values, step, lambda dim: transform)
-    queries = mx.random.normal((len(lengths), kv_heads * grouped, 1, dims[0])).astype(dtype)
-    mx.eval(queries, new_keys, new_values, seen, heads, blank)
+    reference = _reference(tails, pool, numbers, starts, owners, places, window)
+    read = NewTokens.of(
+        slots, starts, [n - count for n, count in zip(lengths, counts, strict=True)], [0] * len(lengths), window,
+        kv_heads, new,
+    )  # fmt: skip
+    queries = mx.random.normal((len(owners), kv_heads * grouped, 1, dims[0])).astype(dtype)
+    padding = [(0, read.tokens - len(owners)), *[(0, 0)] * 3]
+    view = KernelView(
+        mx.pad(new_keys, padding),
+        mx.pad(new_values, padding),
+        KernelStep((blank[0], blank[1]), pool, read, group.written(0)),
+        lambda dim: transform,
+    )
+    mx.eval(queries, view.keys, view.values, tails, blank, reference.seen)
     del held
-    return queries, reference, view
+    return World(queries, places, reference, view, tails[0], tails[1])
 
 
-def positions_of(lengths: Sequence[int]) -> mx.array:
-    return mx.array([length - 1 for length in lengths])
+def _reference(
+    tails: Sequence[mx.array],
+    pool: Sealed,
+    numbers: Sequence[int],
+    starts: Sequence[int],
+    owners: Sequence[int],
+    places: Sequence[int],
+    window: int,
+) -> DecodeView:
+    """What the reference reads, for which every new token is a sequence of its own."""
+    blocks = [starts[owner + 1] - starts[owner] for owner in owners]
+    slots = mx.array([slot for owner in owners for slot in numbers[starts[owner] : starts[owner + 1]]], mx.uint32)
+    hidden = [max(0, place + 1 - window) if window else 0 for place in places]
+    token = mx.array([token for token, count in enumerate(blocks) for _ in range(count)], mx.uint32)
+    first = [hidden[token] - at * BLOCK_TOKENS for token, count in enumerate(blocks) for at in range(count)]
+    behind = mx.arange(BLOCK_TOKENS) < mx.array(first)[:, None, None, None] if window else None
+    positions = mx.arange(BLOCK_TOKENS) + mx.array(blocks)[:, None] * BLOCK_TOKENS
+    seen = (positions <= mx.array(list(places))[:, None]) & (positions >= mx.array(hidden)[:, None])
+    heads = heads_of(token, slots, tails[0].shape[1])
+    keys, values = (tail[mx.array(list(owners))] for tail in tails)
+    return DecodeView(keys, values, seen[:, None, None], pool, slots, token, blocks, behind, heads)
 
 
 def all_transforms(dim: int, dtype: mx.Dtype) -> list[HeadTransform]:
@@ -150,19 +194,22 @@ def error(
     dtype: mx.Dtype,
     transform: HeadTransform = NOTHING,
     lengths: Sequence[int] = LENGTHS,
+    new: Sequence[int] | None = None,
 ) -> float:
-    """How far the kernel is off, of the largest output, and checks that it appends the new token; with sinks for some
+    """How far the kernel is off, of the largest output, and checks that it appends the new tokens; with sinks for some
     shapes."""
     # Behind a window sequences have few blocks.
     lengths = [min(length, 900 if window else length) for length in lengths]
-    queries, reference, view = world(lengths, max(1, 8 // grouped), dims, grouped, policy, window, dtype, transform)
+    made = world(lengths, max(1, 8 // grouped), dims, grouped, policy, window, dtype, transform, new)
+    queries, view = made.queries, made.view
     sinks = mx.random.normal((queries.shape[1],)).astype(dtype) if grouped == 8 else None
-    scale, seal = dims[0] ** -0.5, POLICIES[policy]
-    wanted = expected(transform.of_queries(queries, positions_of(lengths)), reference, policy, scale, sinks)
-    got = decode_kernel.attend(queries, view, seal, scale, sinks).astype(mx.float32)
+    scale, seal, count = dims[0] ** -0.5, POLICIES[policy], len(queries)
+    transformed = transform.of_queries(queries, mx.array(made.positions))
+    wanted = expected(transformed, made.reference, policy, scale, sinks)
+    padded = mx.pad(queries, [(0, view.step.read.tokens - count), *[(0, 0)] * 3])
+    got = decode_kernel.attend(padded, view, seal, scale, sinks)[:count].astype(mx.float32)
     mx.eval(got)
-    tails = zip(view.step.tails, (reference.keys, reference.values), strict=True)
-    for one, two in tails:
+    for one, two in zip(view.step.tails, (made.keys, made.values), strict=True):
         # A rotation is rounded otherwise than MLX's.
         most = 0.0 if transform is NOTHING else BOUND if dtype == mx.float32 else BOUND_16
         assert bool(mx.abs((one - two).astype(mx.float32)).max() <= most * mx.abs(two).max()), "it wrote them in place"

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.kernels import block_kernels, decode_kernel, sealing
-from satchel.actors.replica.kernels.decode_views import KernelStep, KernelView, SequenceBlocks
+from satchel.actors.replica.kernels.decode_views import KernelStep, KernelView, NewTokens
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.paged_batch import SLOTS_MIN
 from satchel.actors.replica.kv.pool import slots_of
@@ -61,15 +61,17 @@ def launch(policy: str, dtype: mx.Dtype, dims: tuple[int, int]) -> None:
     """Launches each kernel, in all of its forms, or in some for the other sizes: with few numbers, which Metal puts
     into another address space, and with many."""
     seal, transforms = POLICIES[policy], all_transforms(dims[0], dtype)
-    forms = product(GROUPED, transforms, (False, True), ((3,), (9000, 3)))
+    forms = [*product(GROUPED, transforms, (False, True), ((3,), (9000, 3)), (None,))]
+    forms += [(grouped, transforms[-1], False, (9000, 3), (9, 1)) for grouped in GROUPED[::3]]
     if dims in OTHER_SIZES:
-        forms = product(GROUPED[::3], transforms[:1], (False,), ((3,), (9000, 3)))
-    for grouped, transform, sinks, lengths in forms:
+        forms = [*product(GROUPED[::3], transforms[:1], (False,), ((3,), (9000, 3)), (None,))]
+    for grouped, transform, sinks, lengths, new in forms:
         tails = zeros(len(lengths), 1, BLOCK_TOKENS, dims, dtype)
         pool = sealing.seal(*zeros(1, 1, BLOCK_TOKENS, dims, dtype), seal)
-        step = KernelStep(tails, pool, blocks_of(lengths), mx.zeros((1,), mx.uint32))
-        view = KernelView(*zeros(len(lengths), 1, 1, dims, dtype), step, lambda _, done=transform: done)
-        queries, sink = mx.zeros((len(lengths), grouped, 1, dims[0]), dtype), mx.zeros((grouped,), dtype)
+        read = blocks_of(lengths, new)
+        step = KernelStep(tails, pool, read, mx.zeros((1,), mx.uint32))
+        view = KernelView(*zeros(read.tokens, 1, 1, dims, dtype), step, lambda _, done=transform: done)
+        queries, sink = mx.zeros((read.tokens, grouped, 1, dims[0]), dtype), mx.zeros((grouped,), dtype)
         decode_kernel.attend(queries, view, seal, 0.1, sink if sinks else None)
     for kv_heads, blocks in product((1, 8), (1, 9)):
         fresh = zeros(1, kv_heads, blocks * BLOCK_TOKENS, dims, dtype)
@@ -91,11 +93,11 @@ def zeros(
     return keys, values
 
 
-def blocks_of(lengths: tuple[int, ...]) -> SequenceBlocks:
-    """Returns sequences with these tokens, without the new one, whose blocks are all in slot 0."""
+def blocks_of(lengths: tuple[int, ...], new: tuple[int, ...] | None = None) -> NewTokens:
+    """Returns the new tokens, one each or `new`, of sequences with these tokens before, whose blocks are in slot 0."""
     starts = [0, *accumulate(length // BLOCK_TOKENS for length in lengths)]
     slots = mx.zeros((max(SLOTS_MIN, starts[-1]),), mx.uint32)
-    return SequenceBlocks.of(slots, starts, lengths, [0] * len(lengths), 1)
+    return NewTokens.of(slots, starts, lengths, [0] * len(lengths), 0, 1, new)
 
 
 def sources(sizes: Iterable[tuple[int, int]]) -> dict[str, Source]:

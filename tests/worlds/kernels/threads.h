@@ -60,7 +60,8 @@ extern "C" int launch(void** given, int groups, int size) {
     threads[i].begun = false;
     makecontext(&threads[i].start, live, 0);
   }
-  for (group_now = 0; group_now < groups; group_now++) {
+  // The last first: a group that needs what one before it writes is wrong on a GPU.
+  for (group_now = groups - 1; group_now >= 0; group_now--) {
     of_group = {};
     memset(of_warps, 0, sizeof of_warps);
     for (int i = 0; i < count; i++) threads[i].done = false;

@@ -1,4 +1,4 @@
-"""Drafts that do not depend on chance: of what comes, with faults, and of random widths."""
+"""Drafts that do not depend on chance: of what comes, with faults, and of random lengths."""
 
 from __future__ import annotations
 
@@ -43,16 +43,18 @@ class Oracle:
         return draft
 
 
-def _any_width(pace: DraftPace, hopes: Sequence[Hope]) -> int:
-    return Oracle.chance.choice((1, *WIDTHS)) if any(hope.most for hope in hopes) else 1
+def _any_lengths(pace: DraftPace, hopes: Sequence[Hope], *, ragged: bool) -> list[int]:
+    chance = Oracle.chance
+    width = chance.choice((1, *WIDTHS))
+    return [min(hope.most, chance.randrange(width) if ragged else width - 1) for hope in hopes]
 
 
 @contextmanager
 def oracle(scripts: list[list[int]], seed: int = 0) -> Iterator[None]:
-    """Lets every sequence be drafted by an oracle, in steps of random widths."""
+    """Lets every sequence be drafted by an oracle, in drafts of random lengths."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Oracle, "scripts", scripts)
         patch.setattr(Oracle, "chance", random.Random(seed))
         patch.setattr(drafts, "Drafter", Oracle)
-        patch.setattr(DraftPace, "width", _any_width)
+        patch.setattr(DraftPace, "lengths", _any_lengths)
         yield

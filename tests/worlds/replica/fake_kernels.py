@@ -46,41 +46,47 @@ def kernels() -> Iterator[None]:
 def attend(
     queries: mx.array, view: KernelView, policy: SealPolicy, scale: float, sinks: mx.array | None = None
 ) -> mx.array:
-    step, sequences = view.step, view.step.sequences
+    step, read = view.step, view.step.read
     transform = view.transform(queries.shape[3])
-    numbers = np.array(sequences.numbers)
-    assert numbers[0] == sequences.sequences == len(queries)
-    ends = np.cumsum([1, *[sequences.sequences] * 3, *[sequences.sequences + 1] * 2])
-    opened, hidden, lengths, starts, jobs, owners = np.split(numbers, ends)[1:]
-    positions = mx.array(lengths)
+    numbers = np.array(read.numbers)
+    tokens = read.tokens
+    assert numbers[0] == tokens == len(queries)
+    columns, rest = np.split(numbers[1:], [7 * tokens])
+    jobs, groups = rest[: tokens + 1], rest[tokens + 1 :]
+    real = int((np.diff(jobs) > 0).sum())
+    opened, hidden, places, owners, new, begins, ends = (each[:real] for each in columns.reshape(7, tokens))
+    positions = mx.array(columns.reshape(7, tokens)[2])
     queries, keys = transform.of_queries(queries, positions), transform.of_keys(view.keys, positions)
-    mx.eval(queries, keys, view.values, step.tails, list(step.pool), sequences.slots)
+    mx.eval(queries, keys, view.values, step.tails, list(step.pool), read.slots)
     assert [tail.shape[2] for tail in step.tails] == [BLOCK_TOKENS] * 2, "the kernel counts on whole blocks"
-    for sequence, (first, end) in enumerate(pairwise(jobs)):
-        assert end > first and (owners[first:end] == sequence).all()
-    assert (owners[jobs[-1] :] == -1).all()
-    for tail, new in zip(step.tails, (keys, view.values), strict=True):
-        assert tail.dtype == new.dtype
-        place, fresh = np.array(tail, copy=False), np.array(new)
-        for sequence, count in enumerate(opened):
-            place[sequence, :, count - 1] = fresh[sequence, :, 0]
-    counts = np.diff(starts)
-    owner = mx.array(np.repeat(np.arange(len(counts)), counts).astype(np.uint32))
-    slots = sequences.slots[: int(starts[-1])]
-    columns = np.arange(BLOCK_TOKENS)
-    seen = (columns < opened[:, None]) & (columns + counts[:, None] * BLOCK_TOKENS >= hidden[:, None])
+    for token, (first, end) in enumerate(pairwise(jobs[: real + 1])):
+        assert end > first and (groups[first:end] == token).all()
+    assert (groups[jobs[-1] :] == -1).all() and (jobs[real:] == jobs[-1]).all()
+    assert new.max() <= read.most and (places % BLOCK_TOKENS + 1 == opened).all()
+    for tail, fresh in zip(step.tails, (keys, view.values), strict=True):
+        assert tail.dtype == fresh.dtype
+        place, made = np.array(tail, copy=False), np.array(fresh)
+        for token in range(real):
+            place[owners[token], :, opened[token] - 1] = made[token, :, 0]
+    counts = ends - begins
+    owner = mx.array(np.repeat(np.arange(real), counts).astype(np.uint32))
+    blocks = np.concatenate([np.arange(*span) for span in zip(begins, ends, strict=True)]).astype(np.uint32)
+    slots = read.slots[mx.array(blocks)] if len(blocks) else read.slots[:0]
+    columns_of = np.arange(BLOCK_TOKENS)
+    seen = (columns_of < opened[:, None]) & (columns_of + counts[:, None] * BLOCK_TOKENS >= hidden[:, None])
     at = np.concatenate([np.arange(count) for count in counts]).astype(int) * BLOCK_TOKENS
-    behind = at[:, None] + columns < np.repeat(hidden, counts)[:, None]
+    behind = at[:, None] + columns_of < np.repeat(hidden, counts)[:, None]
     seen_ones, behind_ones = mx.array(seen.tolist())[:, None, None], mx.array(behind.tolist())[:, None, None]
-    keys, values = step.tails
-    assert (lengths % BLOCK_TOKENS + 1 == opened).all()
+    keys, values = (tail[mx.array(owners)] for tail in step.tails)
     heads = heads_of(owner, slots, keys.shape[1])
     if not counts.any():
         # Sequences without a block: the reference wants one, and sees nothing of it.
         owner, slots, behind_ones = mx.zeros((1,), mx.uint32), mx.zeros((1,), mx.uint32), mx.array(True)
         heads = heads_of(owner, slots, keys.shape[1])
     reference = DecodeView(keys, values, seen_ones, step.pool, slots, owner, list(counts), behind_ones, heads)
-    return attention.attend(queries, reference, policy, scale, sinks)
+    out = attention.attend(queries[:real], reference, policy, scale, sinks)
+    # What comes out for padding has no meaning.
+    return mx.pad(out, [(0, tokens - real), *[(0, 0)] * 3], constant_values=float("nan"))
 
 
 def seal(

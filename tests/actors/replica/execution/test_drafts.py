@@ -224,7 +224,7 @@ def test_what_cannot_be_taken_back_is_not_drafted(loaded: LoadedModel):
 def test_nothing_is_drafted_where_it_is_not_wanted_or_not_possible(
     loaded: LoadedModel, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(DraftPace, "width", lambda *_: 8)
+    monkeypatch.setattr(DraftPace, "lengths", lambda _, hopes, **how: [min(7, hope.most) for hope in hopes])
     for bench in (Bench(loaded), Bench(replace(loaded, unbatched=True), drafts=True)):
         bench.run("one", prompts[2] * 3)
         assert not bench.engine.executor.drafts.drafted

@@ -3,6 +3,7 @@ divided. Where there is no GPU, its text for Metal runs on the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, combinations, pairwise, product
 from types import ModuleType
 from typing import Any
@@ -15,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.device.device import on_gpu, size_class
+from satchel.actors.replica.device.device import on_gpu
 from satchel.actors.replica.kernels import block_kernels, decode_kernel, decode_views, sealing
-from satchel.actors.replica.kernels.decode_views import GROUPS_WANTED, KernelStep, KernelView, SequenceBlocks
+from satchel.actors.replica.kernels.decode_views import GROUPS_WANTED, NEW_MOST, KernelStep, KernelView, NewTokens
 from satchel.actors.replica.kernels.head_transform import HeadTransform, Rotation
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.pool import Field, LayerFields, SlotGroup, slots_of
@@ -28,6 +29,9 @@ from tests.worlds.replica import metal_on_cpu
 
 LENGTHS = (1, 256, 257, 90, 700)
 """Of sequences, where a GPU's threads take turns."""
+
+DRAFTED = (1, 5, 1, 16, 2)
+"""How many tokens of each of these are new."""
 
 WATCHED = shapes.Shape("q4", "float32", (128, 128), 4, 0, 2, False)
 """The shape in which faults are to be noticed."""
@@ -44,64 +48,84 @@ FAULTS: dict[str, tuple[ModuleType, str, str]] = {
         "for (int o = 8; o; o >>= 1) sum += XOR(sum, o);",
     ),
     "a token too many is seen": (decode_kernel, "if (t < tl &&", "if (t <= tl &&"),
-    "the new token goes to another place": (decode_kernel, "(tail_at + tl - 1) * DV", "(tail_at + 256 - tl) * DV"),
-    "a lane leaves": (decode_kernel, "if (sequence < 0) return;", "if (sequence < 0 || LANE == 7) return;"),
-    "a thread leaves": (decode_kernel, "if (sequence < 0) return;", "if (sequence < 0 || THREAD == 40) return;"),
-    "parts are joined without the last": (decode_kernel, "job < jobs[sequence + 1]", "job < jobs[sequence + 1] - 1"),
+    "the new token goes to another place": (decode_kernel, "to = tail_at + tl - 1;", "to = tail_at + 256 - tl;"),
+    "a lane leaves": (decode_kernel, "if (token < 0) return;", "if (token < 0 || LANE == 7) return;"),
+    "a thread leaves": (decode_kernel, "if (token < 0) return;", "if (token < 0 || THREAD == 40) return;"),
+    "parts are joined without the last": (decode_kernel, "job < jobs[token + 1]", "job < jobs[token + 1] - 1"),
     "an output ends later": (decode_kernel, "out[(long)GROUP * DV + d]", "out[(long)GROUP * DV + d + 1]"),
     "more memory is shared than Metal has": (decode_kernel, "SHARED float rm[NW * GC];", "SHARED float rm[8192];"),
     "a block goes to the next slot": (block_kernels, "const long to = slots[n];", "const long to = slots[n] + 1;"),
 }
 
+DRAFT_FAULTS: dict[str, tuple[ModuleType, str, str]] = {
+    "keys of a draft have the last one's position": (decode_kernel, "(h < GC ? 0 : GC + news - 1 - h)", "0"),
+    "a draft's keys are read from the open block": (decode_kernel, "fresh = t >= old;", "fresh = t >= tl - 1;"),
+    "a draft's values are read from the open block": (decode_kernel, "fresh = column >= old;", "fresh = false;"),
+    "a draft is written to another sequence": (decode_kernel, "(long)owners[token] * KV", "(long)owners[0] * KV"),
+}
 
-def error_of(shape: shapes.Shape) -> float:
+
+def error_of(shape: shapes.Shape, new: Sequence[int] | None = None) -> float:
     dtype, lengths = kernel_check.DTYPES[shape.dtype], kernel_check.LENGTHS if on_gpu() else LENGTHS
     mx.random.seed(5)
     transform = kernel_check.all_transforms(shape.dims[0], dtype)[shape.transform]
     with pytest.MonkeyPatch.context() as patch:
         if shape.whole:
             patch.setattr(decode_views, "GROUPS_WANTED", 1)
-        return kernel_check.error(shape.dims, shape.grouped, shape.policy, shape.window, dtype, transform, lengths)
+        lengths = lengths if new is None else [*lengths[: len(new)]]
+        return kernel_check.error(shape.dims, shape.grouped, shape.policy, shape.window, dtype, transform, lengths, new)
 
 
 def bound_of(shape: shapes.Shape) -> float:
     return kernel_check.BOUND if shape.dtype == "float32" else kernel_check.BOUND_16
 
 
-def is_wrong(shape: shapes.Shape) -> bool:
+def is_wrong(shape: shapes.Shape, new: Sequence[int] | None = None) -> bool:
     try:
-        return not error_of(shape) <= bound_of(shape)
+        return not error_of(shape, new) <= bound_of(shape)
     except (AssertionError, RuntimeError):
         # Of what is written in place, or of threads that wait for ever.
         return True
 
 
-@given(sequences=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 256)), min_size=1, max_size=40))
-def test_every_sequence_has_its_groups_and_a_long_one_most(sequences: list[tuple[int, int]]):
+SEQUENCE = st.tuples(st.integers(0, 400), st.integers(1, 256 - NEW_MOST), st.integers(1, NEW_MOST))
+
+
+@given(sequences=st.lists(SEQUENCE, min_size=1, max_size=40), single=st.booleans())
+def test_every_token_has_its_groups_and_one_of_a_long_sequence_most(
+    sequences: list[tuple[int, int, int]], single: bool
+):
     nothing = mx.zeros((1,), mx.uint32)
-    blocks, opened = [count for count, _ in sequences], [tokens for _, tokens in sequences]
-    lengths = [BLOCK_TOKENS * count + tokens - 1 for count, tokens in sequences]
-    made = SequenceBlocks.of(nothing, [0, *accumulate(blocks)], lengths, [0] * len(sequences), 8)
-    numbers: list[int] = np.array(made.numbers).tolist()
-    begins, owners = numbers[4 * len(sequences) + 2 : 5 * len(sequences) + 3], numbers[5 * len(sequences) + 3 :]
-    assert numbers[: len(sequences) + 1] == [len(sequences), *opened]
-    padded = len(owners)
-    owners = owners[: begins[-1]]
-    assert padded == (len(sequences) if len(owners) == len(sequences) else size_class(len(owners)))
-    assert owners == [
-        sequence for sequence in range(len(sequences)) for _ in range(begins[sequence], begins[sequence + 1])
+    blocks, opened, new = (list(column) for column in zip(*sequences, strict=True))
+    new = [1] * len(new) if single else new
+    lengths = [BLOCK_TOKENS * count + tokens - 1 for count, tokens in zip(blocks, opened, strict=True)]
+    starts = [0, *accumulate(blocks)]
+    made = NewTokens.of(nothing, starts, lengths, [0] * len(sequences), 0, 8, None if single else new)
+    total, (tokens, *numbers) = sum(new), np.array(made.numbers).tolist()
+    assert tokens == made.tokens == (total if single else 1 << (total - 1).bit_length())
+    columns = [numbers[at * tokens : (at + 1) * tokens] for at in range(7)]
+    pairs = [(sequence, at) for sequence, count in enumerate(new) for at in range(count)]
+    expected = [
+        (opened[owner] + at, 0, lengths[owner] + at, owner, at + 1, starts[owner], starts[owner + 1])
+        for owner, at in pairs
     ]
-    counts = [end - begin for begin, end in pairwise(begins)]
-    assert min(counts) >= 1 and made.count == padded and len(owners) <= GROUPS_WANTED + len(sequences)
-    units = [4 * count + -(-tokens // 32) for count, tokens in sequences]
+    assert [*zip(*columns, strict=True)] == expected + [(0,) * 7] * (tokens - total)
+    jobs, groups = numbers[7 * tokens : 8 * tokens + 1], numbers[8 * tokens + 1 :]
+    counts = [end - begin for begin, end in pairwise(jobs)]
+    assert min(counts[:total]) >= 1 and not any(counts[total:]) and len(groups) == made.count
+    assert groups[: jobs[-1]] == [token for token in range(total) for _ in range(counts[token])]
+    assert set(groups[jobs[-1] :]) <= {-1} and len(groups) <= 2 * (GROUPS_WANTED + tokens)
+    # The number of groups says whether each token has one.
+    assert (len(groups) == tokens) == (set(counts[:total]) == {1})
+    units = [4 * blocks[owner] + -(-(opened[owner] + at) // 32) for owner, at in pairs]
     assert counts[units.index(max(units))] == max(counts)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("lengths", [(3,), (700, 3)])
+@pytest.mark.parametrize(("lengths", "new"), [((3,), None), ((700, 3), None), ((700, 3), (2, 1))])
 def test_a_kernel_gets_what_it_names(
-    lengths: tuple[int, ...], number: int, policy: str, monkeypatch: pytest.MonkeyPatch
+    lengths: tuple[int, ...], new: tuple[int, ...] | None, number: int, policy: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Where there is no GPU to run it."""
     names: list[str] = []
@@ -122,11 +146,11 @@ def test_a_kernel_gets_what_it_names(
     pool = block_kernels.empty_slot(2, 64, 64, mx.float32, POLICIES[policy])
     blocks = [length // BLOCK_TOKENS for length in lengths]
     slots, one = mx.zeros((64,), mx.uint32), mx.zeros((1,), mx.uint32)
-    sequences = SequenceBlocks.of(slots, [0, *accumulate(blocks)], lengths, [0] * len(lengths), 2)
+    read = NewTokens.of(slots, [0, *accumulate(blocks)], lengths, [0] * len(lengths), 0, 2, new)
     tails = [mx.zeros((len(lengths), 2, BLOCK_TOKENS, 64))] * 2
-    new = mx.zeros((len(lengths), 2, 1, 64))
-    view = KernelView(new, new, KernelStep((tails[0], tails[1]), pool, sequences, one), lambda dim: transform)
-    queries = mx.zeros((len(lengths), 4, 1, 64))
+    fresh = mx.zeros((read.tokens, 2, 1, 64))
+    view = KernelView(fresh, fresh, KernelStep((tails[0], tails[1]), pool, read, one), lambda dim: transform)
+    queries = mx.zeros((read.tokens, 4, 1, 64))
     assert decode_kernel.attend(queries, view, POLICIES[policy], 0.1).shape == queries.shape
     assert names[-1].endswith("join") == (len(lengths) > 1)
     decode_kernel._plan.cache_clear()
@@ -141,10 +165,10 @@ def test_far_tokens_are_rotated_as_metal_rotates_a_prompt(position: int):
     rotation = Rotation.of(nn.RoPE(dim, base=1e6), dim, mx.float32)
     pool = block_kernels.empty_slot(1, dim, dim, mx.float32, policy)
     nothing = mx.zeros((1,), mx.uint32)
-    sequences = SequenceBlocks.of(mx.zeros((64,), mx.uint32), [0, 0], [position], [0], 1)
+    read = NewTokens.of(mx.zeros((64,), mx.uint32), [0, 0], [position], [0], 0, 1)
     tails = mx.zeros((1, 1, BLOCK_TOKENS, dim)), mx.zeros((1, 1, BLOCK_TOKENS, dim))
     query, key, value = (mx.array(numbers.standard_normal((1, 1, 1, dim), np.float32)) for _ in range(3))
-    step = KernelStep(tails, pool, sequences, nothing)
+    step = KernelStep(tails, pool, read, nothing)
     view = KernelView(key, value, step, lambda _: HeadTransform(rotation=rotation))
     mx.eval(tails)
     with metal_source.kernels(metal_source.emulated):
@@ -158,6 +182,12 @@ def test_far_tokens_are_rotated_as_metal_rotates_a_prompt(position: int):
 @pytest.mark.parametrize("shape", shapes.usual(), ids=lambda shape: "-".join(map(str, shape)))
 def test_the_kernel_agrees_with_the_reference(shape: shapes.Shape):
     assert error_of(shape) <= bound_of(shape)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("shape", shapes.usual()[::3], ids=lambda shape: "-".join(map(str, shape)))
+def test_the_kernel_agrees_with_the_reference_about_drafts(shape: shapes.Shape):
+    assert error_of(shape, DRAFTED) <= bound_of(shape)
 
 
 def test_in_the_usual_shapes_each_two_values_meet():
@@ -183,6 +213,13 @@ def test_a_fault_in_the_text_is_noticed(name: str):
         assert not is_wrong(WATCHED)
     with fault(*FAULTS[name]), metal_source.kernels(metal_source.emulated):
         assert is_wrong(WATCHED)
+
+
+@pytest.mark.skipif(emulator.lacks() is not None, reason=str(emulator.lacks()))
+@pytest.mark.parametrize("name", DRAFT_FAULTS)
+def test_a_fault_in_what_drafts_read_is_noticed(name: str):
+    with fault(*DRAFT_FAULTS[name]), metal_source.kernels(metal_source.emulated):
+        assert is_wrong(WATCHED._replace(transform=2), DRAFTED)
 
 
 @pytest.mark.usefixtures("kernels")
