@@ -32,8 +32,8 @@ ROWS_MOST = 32
 _BITS, _GROUP_SIZES = 4, (64, 128)
 
 # Template: T, GS (weights a scale), NT (tiles of 8 rows), BIAS; and of a group of threads R (tiles of 16 outputs) and W
-# (warps). `sizes` are the rows, outputs, inputs, and where each part of the outputs ends: parts lie one after another,
-# each (rows, width).
+# (warps). `sizes` are the rows, outputs, inputs, and where each part of the outputs ends. PART is the array of a part,
+# (rows, width).
 #
 # The warps share the inputs, 64 at a time. In a tensor core's product the left side is weights, (16 outputs, 16
 # inputs), and the right side rows, (16 inputs, 8 rows). The order of inputs is free as long as both sides agree: lane
@@ -127,9 +127,9 @@ _BODY = """
     float sum = 0.f;
     for (int w = 0; w < W; w++) sum += sums_s[(w * 8 * NT + m) * WIDE + n];
     if (BIAS) sum += static_cast<float>(bias_of[output]);
-    int begin = 0, part = 3;
-    while (output >= sizes[part]) begin = sizes[part++];
-    y[(long)begin * M + (long)m * (sizes[part] - begin) + output - begin] = static_cast<T>(sum);
+    int begin = 0, part = 0;
+    while (output >= sizes[3 + part]) begin = sizes[3 + part++];
+    (PART)[(long)m * (sizes[3 + part] - begin) + output - begin] = static_cast<T>(sum);
   }
 """
 
@@ -155,21 +155,17 @@ def multiply(layer: Any, x: mx.array, widths: Sequence[int]) -> list[mx.array]:
     """
     words, scales, bias = layer["weight"], layer["scales"], layer.get("bias")
     lead, inputs, outputs = x.shape[:-1], x.shape[-1], words.shape[0]
-    rows, whole = x.size // inputs, len(widths) == 1
-    tiles, output_tiles = _tiles(rows), _output_tiles(outputs)
-    plan = _plan(x.dtype, layer.group_size, tiles, output_tiles, _warps(tiles, output_tiles), bias is not None)
-    made = plan.launch(
+    rows, tiles, output_tiles = x.size // inputs, _tiles(x.size // inputs), _output_tiles(outputs)
+    shape = tiles, output_tiles, _warps(tiles, output_tiles)
+    plan = _plan(x.dtype, layer.group_size, *shape, bias is not None, len(widths))
+    return plan.launch(
         inputs=[words, scales, layer["biases"], scales if bias is None else bias, x, _sizes(rows, inputs, *widths)],
         template=plan.template,
         grid=(-(-outputs // plan.outputs) * plan.threads, 1, 1),
         threadgroup=(plan.threads, 1, 1),
-        output_shapes=[(*lead, outputs) if whole else (rows * outputs,)],
-        output_dtypes=[x.dtype],
-    )[0]
-    if whole:
-        return [made]
-    parts = mx.split(made, [rows * end for end in accumulate(widths[:-1])])
-    return [part.reshape(*lead, width) for part, width in zip(parts, widths, strict=True)]
+        output_shapes=[(*lead, width) for width in widths],
+        output_dtypes=[x.dtype] * len(widths),
+    )
 
 
 def _tiles(rows: int) -> int:
@@ -198,11 +194,16 @@ class _Plan:
 
 
 @cache
-def _plan(dtype: mx.Dtype, group_size: int, tiles: int, output_tiles: int, warps: int, bias: bool) -> _Plan:
+def _plan(dtype: mx.Dtype, group_size: int, tiles: int, output_tiles: int, warps: int, bias: bool, parts: int) -> _Plan:
     kind, ones, base_bits, base = KINDS[dtype]
     body = _BODY.replace("KIND", kind).replace("ONE_BITS", ones).replace("BASE_BITS", base_bits).replace("BASE", base)
+    names = tuple(f"y{part}" for part in range(parts))
+    chosen = names[-1]
+    for part in reversed(range(parts - 1)):
+        chosen = f"part == {part} ? {names[part]} : {chosen}"
+    body = body.replace("PART", chosen)
     template = [("T", dtype), ("GS", group_size), ("NT", tiles), ("R", output_tiles), ("W", warps), ("BIAS", bias)]
-    return _Plan(kernel(f"few_rows_{kind}", _INPUTS, ("y",), body), template, 16 * output_tiles, 32 * warps)
+    return _Plan(kernel(f"few_rows_{kind}_{parts}", _INPUTS, names, body), template, 16 * output_tiles, 32 * warps)
 
 
 @lru_cache(1024)
