@@ -28,6 +28,9 @@ from .sequence_states import ExecutorSequence
 
 NO_DRAFT = Hope(0.0, 0)
 
+FORCED_SHARE = 0.99
+"""How many of a grammar's only tokens are right: all, unless the device fails."""
+
 
 class Drafts:
     """The drafts of the sequences of a batch, and the times of its steps. Used by the executor.
@@ -85,6 +88,8 @@ class Drafts:
         return self.pace.lengths([_hope(sequence) for sequence in sequences], ragged=ragged)
 
     def _draft(self, sequence: ExecutorSequence, most: int) -> list[int]:
+        if sequence.forced:
+            return [*sequence.forced[:most]]
         if sequence.drafter is None:
             return []
         drafted = sequence.drafter.draft(min(_hope(sequence).most, most))
@@ -120,11 +125,13 @@ class Drafts:
 
 def _hope(sequence: ExecutorSequence) -> Hope:
     drafter = sequence.drafter
-    if drafter is None or not drafter.drafts:
-        return NO_DRAFT
     # The step that fills a block has one token: a sealed block cannot be taken back.
     room = BLOCK_TOKENS - 2 - sequence.length % BLOCK_TOKENS
     most = min(NEW_MOST - 1, sequence.tokens_max - sequence.length - 1, room)
+    if sequence.forced:
+        return Hope(FORCED_SHARE, max(0, min(most, len(sequence.forced))))
+    if drafter is None or not drafter.drafts:
+        return NO_DRAFT
     known = drafter.count > sequence.length
     return Hope(drafter.share, max(0, most), 1.0 if known else drafter.share)
 

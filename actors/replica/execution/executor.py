@@ -20,6 +20,7 @@ import numpy as np
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.replica_messages import Sampling
 from ..device.device_errors import on_device
+from ..kernels.decode_views import NEW_MOST
 from ..kv.paged_cache import PagedKVCache
 from ..kv.unbatched import UnbatchedSequences
 from .batch import Batch, Followers
@@ -172,8 +173,13 @@ class BatchExecutor(Batch):
         tokens = [[token, *draft] for token, draft in zip(first, drafts, strict=True)]
         logits = self.compute_ahead(tokens)
         sampler = self._sampler.ahead(drafts)
-        draw = sampler(logits, self._masks(inputs, logits, [0, *accumulate(map(len, tokens))]))
+        masks = self._masks(inputs, logits, drafts)
+        draw = sampler(logits, masks)
         ready, checked = self._ready(first, self._draw), check(self._sequences, drafts, draw)
+        for sequence, draft, count in zip(self._sequences, drafts, checked.computed, strict=True):
+            for token in draft[: count - 1] if sequence.grammar is not None else ():
+                sequence.grammar.follow(token)
+        self._note_forced(masks, checked.last)
         lengths = [sequence.length + count for sequence, count in zip(self._sequences, checked.computed, strict=True)]
         self.take_back(lengths, clean=not checked.sound)
         sampler.keep(checked.last)
@@ -198,13 +204,13 @@ class BatchExecutor(Batch):
         return found if (len(found) - 1) * FORCED_HISTORY_MAX > length else ()
 
     def _masks(
-        self, inputs: mx.array | Sequence[int], logits: mx.array, places: Sequence[int] | None = None
+        self, inputs: mx.array | Sequence[int], logits: mx.array, drafts: Sequence[Sequence[int]] | None = None
     ) -> SequenceMasks | None:
-        """Returns which tokens the sequences with grammars may draw next. Reads the inputs, which are as for `compute`,
-        while the model computes their `logits`.
+        """Returns which tokens the sequences with grammars may draw next, by their places in what is sampled. Reads the
+        inputs, which are as for `compute`, while the model computes their `logits`.
 
         Args:
-            places: of every sequence, its place in what is sampled; None if that is the sequence's number.
+            drafts: of every sequence, the tokens that are computed after its input; None if there are none.
         """
         if not any(sequence.grammar is not None for sequence in self._sequences):
             return None
@@ -217,10 +223,34 @@ class BatchExecutor(Batch):
             if self._sequences[index].fed:
                 for token in tokens[index]:
                     grammar.follow(token)
-        masks = self._make_masks([(places[index] if places else index, grammar) for index, grammar in constrained])
+        if drafts is not None:
+            starts = [0, *accumulate(1 + len(draft) for draft in drafts)]
+            return self._make_masks(
+                (starts[index] + at, place)
+                for index, grammar in constrained
+                for at, place in enumerate([grammar, *grammar.ahead(drafts[index])])
+            )
+        masks = self._make_masks(constrained)
         if masks is not None and len(self._sequences) == 1:
             self._forced = self._forced_after(self._sequences[0].length + len(tokens[0]), masks.words[0])
+        self._note_forced(masks, range(len(self._sequences)))
         return masks
+
+    def _note_forced(self, masks: SequenceMasks | None, places: Sequence[int]) -> None:
+        """Notes the only tokens that sequences may have after the next one, for drafts.
+
+        Args:
+            masks: by the places in what was sampled.
+            places: of every sequence, where its next token was drawn.
+        """
+        if not (self.drafts.wanted and self.batched_prefill and self.takes_drafts):
+            return
+        words = {} if masks is None else dict(zip(masks.sequences, masks.words, strict=True))
+        for sequence, place in zip(self._sequences, places, strict=True):
+            sequence.forced = ()
+            if sequence.grammar is not None and place in words:
+                found = sequence.grammar.forced(words[place], NEW_MOST)
+                sequence.forced = [*takewhile(lambda token, ends=sequence.ends: token not in ends, found)][1:]
 
     def forget(self) -> None:
         """As `Batch.forget`, with what was drawn."""

@@ -3,7 +3,8 @@
 A mask for the next token needs the token before it. The model needs only that token too, so a step launches the model
 first and makes the masks in parallel; only sampling waits for them. Sequences without a grammar are not affected.
 
-If a grammar allows only one token several times in a row, a sequence that is alone gets these tokens in one step.
+If a grammar allows only one token several times in a row, these tokens are computed in one step: a sequence that is
+alone is given them, and where a step may have drafts, they are its draft.
 """
 
 from __future__ import annotations
@@ -65,6 +66,15 @@ class SequenceGrammar:
         # After the end of the text a matcher accepts only end tokens, and the sequence ends.
         if not self.error and not self.matcher.consume_token(token) and self.matcher.is_error():
             self.error = _TOO_COMPLEX
+
+    def ahead(self, tokens: Sequence[int]) -> list[SequenceGrammar]:
+        """Returns where the sequence will be after each of these tokens, if they come."""
+        places, place = [], self
+        for token in tokens:
+            place = SequenceGrammar(place.matcher.deep_copy(), 32 * self.words)
+            place._follow(token)
+            places.append(place)
+        return places
 
     def forced(self, mask: np.ndarray, most: int) -> list[int]:
         """Returns the next tokens for as long as the grammar allows only one each time, at most `most`. `mask`,

@@ -51,6 +51,7 @@ class ExecutorSequence:
         fed: whether it has had its first decode step.
         begun: whether a step has returned its first token.
         drafter: drafts its next tokens; None if it is not drafted.
+        forced: the only tokens that its grammar allows after its next one; empty if that is not known.
     """
 
     sequence_id: str
@@ -69,6 +70,7 @@ class ExecutorSequence:
     fed: bool = False
     begun: bool = False
     drafter: Drafter | None = None
+    forced: Sequence[int] = ()
 
     @property
     def grammar_error(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import jsonschema_rs
@@ -12,11 +14,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from satchel.actors.model_files.grammar_compiler import GrammarCompiler
+from satchel.actors.replica.drafting.pace import DraftPace
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.grammar import PARALLEL_SEQUENCES_MIN, MaskMaker, SequenceGrammar
 from satchel.actors.replica.execution.loaded_model import LoadedModel
+from satchel.actors.replica.kernels import gpu_kernels
 from satchel.actors.replica.loading import models
 from satchel.cluster.errors import InvalidRequest
+from tests.worlds.replica import fake_kernels
 from tests.worlds.replica.bench import Bench, Received
 from tests.worlds.replica.drafting import oracle
 
@@ -123,6 +128,46 @@ def test_sequences_with_grammars_do_not_notice_that_others_are_drafted(
     for index, sequence in enumerate([*expected, *expected[-2:]]):
         got = bench.sequences[str(index) if index < 6 else f"again {index - 6}"]
         assert (got.tokens, got.logprobs, got.finish) == (sequence.tokens, sequence.logprobs, sequence.finish)
+
+
+@pytest.fixture(scope="module")
+def by_kernel() -> Iterator[LoadedModel]:
+    """The same model, whose steps are computed by a kernel that takes drafts."""
+    with nullcontext() if gpu_kernels.is_available() else fake_kernels.kernels():
+        loaded = models.load(
+            str(models.EMBEDDED / "recall"), context_tokens_max=None, progress=lambda *_: None, warm=False
+        )
+        assert loaded.way.compiled
+        yield loaded
+
+
+def test_what_a_grammar_forces_is_drafted_and_changes_nothing(
+    by_kernel: LoadedModel, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    """Tokens and logprobs, beside sequences that are drafted otherwise or not at all, and after a preemption."""
+    monkeypatch.setattr(DraftPace, "lengths", lambda _, hopes, **how: [hope.most for hope in hopes])
+    plain = [{"grammar": "", "max_tokens": 40, "logprobs": 3, **how} for how in HOW[:2]]
+    bound = [{"logprobs": 2, **how} for how in HOW]
+    asked = (*plain, *bound)
+    expected = [alone(by_kernel, prompt, **fields) for fields in asked]
+    for limit in (None, 700):
+        bench = Bench(by_kernel, drafts=True, kv_tokens_max=limit)
+        bench.engine.executor.batched_prefill = True
+        for index, fields in enumerate(asked):
+            submit(bench, str(index), prompt, **fields)
+            bench.turn()
+        bench.drain()
+        for index, sequence in enumerate(expected):
+            got = bench.sequences[str(index)]
+            assert (got.tokens, got.logprobs, got.finish) == (sequence.tokens, sequence.logprobs, sequence.finish)
+    bench = Bench(by_kernel, drafts=True)
+    bench.engine.executor.batched_prefill = True
+    submit(bench, "one", prompt, **bound[0])
+    bench.drain()
+    steps, drafts = bench.engine.counters.steps, bench.engine.executor.drafts
+    assert bench.sequences["one"].tokens == expected[2].tokens
+    assert drafts.right == drafts.drafted > len(expected[2].tokens) / 5
+    assert steps < 0.8 * len(expected[2].tokens)
 
 
 def test_several_choices_follow_one_grammar_each_in_its_own_way(
