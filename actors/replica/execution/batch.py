@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from ..device.device import on_gpu
+from ..device.device import on_cuda, on_gpu
 from ..device.device_errors import on_device
 from ..kernels.decode_views import padded_count
 from ..kv import caches as kv_cache
@@ -26,7 +26,7 @@ from ..kv.unbatched import UnbatchedSequences
 from .compiled_step import CompiledStep
 from .drafts import padded_width
 from .loaded_model import LoadedModel
-from .padding import count_together, padded_tokens
+from .padding import CALL_TOKENS, CALL_TOKENS_ELSEWHERE, batches_of, padded_tokens
 from .pieces import IN_ONE_PIECE
 from .sequence_states import ExecutorSequence, Stage, Together, arriving
 from .vision import SequencePart, SequencePictures
@@ -137,10 +137,11 @@ class Batch:
         sequences = [(self._coming[sequence_id], tokens) for sequence_id, tokens in work]
         self._settle()
         mx.reset_peak_memory()
-        while self.batched_prefill and sequences:
-            count = count_together([(sequence.length, len(tokens)) for sequence, tokens in sequences])
-            self._prefill_together(sequences[:count])
-            sequences = sequences[count:]
+        if self.batched_prefill:
+            call_tokens = CALL_TOKENS if on_cuda() else CALL_TOKENS_ELSEWHERE
+            for batch in batches_of([(sequence.length, len(tokens)) for sequence, tokens in sequences], call_tokens):
+                self._prefill_together([sequences[number] for number in batch])
+            sequences = []
         for sequence, tokens in sequences:
             if sequence.failure is not None:
                 raise sequence.failure

@@ -1,35 +1,54 @@
-"""Which prompts run as one padded batch, and how far they are padded."""
+"""Which prompts run as one padded batch, and how far they are padded. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..device.device import size_class
-from ..kv.attention import FEW_QUERIES
-
 PADDING_MAX = 2.0
-"""A padded batch of prompts may have at most this many times its real tokens."""
+"""A padded batch of prompts may have at most this many times the KV of its sequences."""
 
 SHAPE_TOKENS = 64
-"""Batches of prompts are padded to a `size_class` of units of this many tokens."""
+"""Prompts are padded to a multiple of this many tokens. Layers that multiply tokens with weights need no plan for a new
+number of them, and attention has shapes of its own (`query_pieces.py`)."""
+
+CALL_TOKENS = 512
+"""A call costs as much as so many tokens, on CUDA: 22 ms and 36 us a token with the 8B shape on an H200."""
+
+CALL_TOKENS_ELSEWHERE = 64
+"""On a Mac tokens cost more, and a call hardly more than reading the weights. Not measured."""
 
 
 def padded_tokens(longest: int) -> int:
     """Returns to how many tokens a batch of prompts is padded."""
-    return SHAPE_TOKENS * size_class(-(-longest // SHAPE_TOKENS))
+    return -(-longest // SHAPE_TOKENS) * SHAPE_TOKENS
 
 
-def count_together(sequences: Sequence[tuple[int, int]]) -> int:
-    """Returns how many of these sequences, from the first on, form the next batch: as many as need little padding.
+def batches_of(sequences: Sequence[tuple[int, int]], call_tokens: int) -> list[list[int]]:
+    """Divides sequences into batches, so that calls and padding together cost least.
 
     Args:
         sequences: of each the tokens that have KV, and those to compute.
+        call_tokens: how many tokens cost as much as a call.
+
+    Returns:
+        For every batch the numbers of its sequences.
     """
-    held, lengths = zip(*sequences, strict=True)
-    places = len(sequences) * max(lengths), len(sequences) * max(held)
-    if places[0] > PADDING_MAX * sum(lengths) or places[1] > PADDING_MAX * (sum(held) + sum(lengths)):
-        return 1
-    if padded_tokens(max(lengths)) <= FEW_QUERIES:
-        return len(sequences)
-    # A power of two, for few different shapes: CUDA makes a plan for every new one.
-    return 1 << (len(sequences).bit_length() - 1)
+    # Of any two sequences in a batch those with a length in between belong to it too.
+    order = sorted(range(len(sequences)), key=lambda number: (padded_tokens(sequences[number][1]), number))
+    best: list[tuple[int, list[list[int]]]] = [(0, [])]
+    for stop in range(1, len(order) + 1):
+        ways = []
+        for start in range(stop):
+            batch = sorted(order[start:stop])
+            if len(batch) == 1 or _fit([sequences[number] for number in batch]):
+                cost, before = best[start]
+                tokens = len(batch) * padded_tokens(sequences[order[stop - 1]][1])
+                ways.append((cost + call_tokens + tokens, [*before, batch]))
+        best.append(min(ways, key=lambda way: way[0]))
+    return sorted(best[-1][1])
+
+
+def _fit(sequences: Sequence[tuple[int, int]]) -> bool:
+    """Whether the histories of these sequences need little padding."""
+    most = max(held for held, _ in sequences)
+    return len(sequences) * most <= PADDING_MAX * sum(held + length for held, length in sequences)

@@ -14,10 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 from ....cluster.errors import GenerationFailed
-from ..device.device import as_numpy, on_gpu
+from ..device.device import as_numpy, on_gpu, size_class
 from .batch import CLEAR_EVERY_TOKENS
 from .hidden_states import HiddenStates
-from .padding import padded_tokens
+from .padding import SHAPE_TOKENS
 
 HEAD_ROWS = 8
 """For how many texts at a time logits are computed: a row of them may have 250,000."""
@@ -121,7 +121,8 @@ class TextPooler:
 
     def width(self, longest: int) -> int:
         """Returns to how many tokens a batch is padded."""
-        return padded_tokens(longest) if self._on_gpu else longest
+        # A size class, because attention without our caches needs a plan for every width.
+        return SHAPE_TOKENS * size_class(-(-longest // SHAPE_TOKENS)) if self._on_gpu else longest
 
     def _counted(self, states: mx.array, starts: mx.array, stops: mx.array) -> mx.array:
         """Returns the sum of the states that count, or the first of them: `(sequences, dimensions)` float32.

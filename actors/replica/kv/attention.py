@@ -22,6 +22,7 @@ from ..kernels import decode_kernel
 from ..kernels.decode_views import DecodeView, KernelView
 from ..kernels.sealing import Plain, SealPolicy, put, value_group
 from .paged_cache import PagedKVCache
+from .query_pieces import is_padded, pieces_of
 
 NAME = "scaled_dot_product_attention"
 
@@ -60,16 +61,76 @@ class _Attend:
             mask = named.get("mask")
             if isinstance(cache, PagedKVCache) and isinstance(mask, mx.array) and mask.dtype == mx.bool_:
                 mask = cache.batch.whole_mask(cache.group, mask, keys.shape[2])
-                if on_cuda() and is_few(queries, keys):
-                    return attend_few(queries, keys, values, mask, named["scale"], named.get("sinks"))
-                # Otherwise MLX would materialize the mask for every head of every layer.
-                named["mask"] = cache.batch.bias(mask, queries.dtype) if on_cuda() else mask
+                if on_cuda():
+                    return self._attend_on_cuda(queries, keys, values, cache, mask, named)
+                named["mask"] = mask
             return self._plain(queries, keys, values, cache, **named)
         # Clearing the view shows later that the layer's attention came through here.
         cache.view = None
         if isinstance(view, KernelView):
             return decode_kernel.attend(queries, view, cache.policy, named["scale"], named.get("sinks"))
         return attend(queries, view, cache.policy, named["scale"], named.get("sinks"))
+
+    def _attend_on_cuda(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: PagedKVCache,
+        mask: mx.array,
+        named: dict[str, Any],
+    ) -> mx.array:
+        """Attention with an array mask, in shapes that need no plan or that have plans already.
+
+        Args:
+            mask: (sequences or 1, 1, queries, columns) bool.
+            named: the other arguments of `plain`.
+        """
+        if is_few(queries, keys):
+            return attend_few(queries, keys, values, mask, named["scale"], named.get("sinks"))
+        if mask.ndim == 4 and is_padded(keys.shape[2]):
+            sequences = range(len(queries))
+            rows = [self._attend_in_pieces(row, queries, keys, values, cache, mask, named) for row in sequences]
+            return rows[0] if len(rows) == 1 else mx.concatenate(rows)
+        # With booleans MLX would materialize the mask for every head of every layer.
+        return self._plain(queries, keys, values, cache, **named | {"mask": cache.batch.bias(mask, queries.dtype)})
+
+    def _attend_in_pieces(
+        self,
+        sequence: int,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: PagedKVCache,
+        mask: mx.array,
+        named: dict[str, Any],
+    ) -> mx.array:
+        """Attention of one sequence of a batch, piece by piece: (1, heads, queries, value_dim).
+
+        Plans are kept by strides too, so all arrays are contiguous.
+        """
+        own = slice(sequence, sequence + 1)
+        asking, keys, values = queries[own], mx.contiguous(keys[own]), mx.contiguous(values[own])
+        seen = mask[min(sequence, len(mask) - 1), 0]
+        outs = []
+        for piece in pieces_of(asking.shape[2], few_at_once(asking, keys)):
+            span, count = slice(piece.start, piece.stop), piece.stop - piece.start
+            some = asking[:, :, span]
+            if piece.size:
+                bias = cache.batch.piece_bias(mask, sequence, piece, queries.dtype)
+                padding = [(0, 0), (0, 0), (0, piece.size - count), (0, 0)]
+                some = mx.contiguous(some) if piece.size == count else mx.pad(some, padding)
+                outs.append(self._plain(some, keys, values, cache, **named | {"mask": bias})[:, :, :count])
+            else:
+                outs.append(attend_few(some, keys, values, seen[None, None, span], named["scale"], named.get("sinks")))
+        return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
+
+
+def few_at_once(queries: mx.array, keys: mx.array) -> int:
+    """How many queries of each sequence `attend_few` computes at once, without going from head to head: up to then it
+    takes no longer than a padded piece with a plan."""
+    sequences, heads, columns = *queries.shape[:2], keys.shape[2]
+    return min(FEW_QUERIES, SCORES_MAX // (sequences * heads * columns))
 
 
 def is_few(queries: mx.array, keys: mx.array) -> bool:

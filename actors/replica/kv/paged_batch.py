@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ..device.device import size_class
 from .pool import BlockPool, BlockTable, Slot
+from .query_pieces import Piece
 
 SLOTS_MIN = 64
 """A kernel gets at least this many slots, with padding, so that there are few shapes."""
@@ -109,8 +110,18 @@ class PagedBatch:
         """Returns a mask as numbers to add to scores, computed once for all layers that get it."""
         what = ("bias", id(mask))
         if what not in self._kept:
-            # Not the least number: kernels multiply it by log2(e), which would be infinite.
-            self._kept[what] = mask, mx.where(mask, 0.0, mx.finfo(dtype).min / 4).astype(dtype)
+            self._kept[what] = mask, _bias(mask, dtype)
+        return self._kept[what][1]
+
+    def piece_bias(self, mask: mx.array, sequence: int, piece: Piece, dtype: mx.Dtype) -> mx.array:
+        """As `bias`, for a piece of a sequence's queries, padded with queries that see everything: (1, 1, piece.size,
+        columns), contiguous."""
+        what = ("bias", id(mask), sequence, piece)
+        if what not in self._kept:
+            bias = _bias(mask[min(sequence, len(mask) - 1), 0, piece.start : piece.stop], dtype)
+            missing = piece.size - (piece.stop - piece.start)
+            padded = mx.pad(bias, [(0, missing), (0, 0)]) if missing else bias
+            self._kept[what] = mask, padded[None, None]
         return self._kept[what][1]
 
     def keep(self, sequences: Sequence[int]) -> None:
@@ -131,3 +142,8 @@ class PagedBatch:
         """Appends another batch's sequences."""
         self.tables += other.tables
         self.forget()
+
+
+def _bias(mask: mx.array, dtype: mx.Dtype) -> mx.array:
+    # Not the least number: kernels multiply it by log2(e), which would be infinite.
+    return mx.where(mask, 0.0, mx.finfo(dtype).min / 4).astype(dtype)

@@ -316,10 +316,10 @@ class PagedKVCache:
         return self.batch.get(self.lengths, self._ragged, what, make)
 
     def _step(self, count: int) -> Step:
-        width = count if self._ragged else None
-        exact = not self.policy.quantizes
+        padded, exact = self._ragged is not None, not self.policy.quantizes
         return self._once(
-            ("step", self.window, count), lambda: step_of(self.lengths, self.window, self._new(count), width, exact)
+            ("step", self.window, count),
+            lambda: step_of(self.lengths, self.window, self._new(count), padded=padded, exact=exact),
         )
 
     def _reads_in_place(self, count: int, step: Step) -> bool:

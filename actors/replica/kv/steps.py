@@ -14,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from ..device.device import as_numpy, on_gpu, size_class
+from ..device.device import as_numpy, on_gpu
+from .query_pieces import padded_blocks
 
 Runs = Sequence[tuple[int, int]]
 """Runs of a sequence's tokens, [start, stop) each."""
@@ -51,9 +52,10 @@ def first_block(length: int, window: int) -> int:
     return min(max(0, length - window + 1), length) // BLOCK_TOKENS if window else 0
 
 
-def step_of(lengths: list[int], window: int, new: list[int], width: int | None = None, exact: bool = False) -> Step:
-    """Returns the numbers of a call. If sequences are padded to a `width`, tail and sealed blocks are padded too: to
-    `width` columns together, and to a `size_class` of blocks more if a sequence had blocks before."""
+def step_of(lengths: list[int], window: int, new: list[int], *, padded: bool = False, exact: bool = False) -> Step:
+    """Returns the numbers of a call. If sequences are `padded`, all columns together are padded to a class
+    (`padded_blocks`): with sealed blocks if there are any, because these are dequantized for one layer at a time and
+    then freed, while the tail stays."""
     opened = [length % BLOCK_TOKENS for length in lengths]
     ends = [o + more for o, more in zip(opened, new, strict=True)]
     full = [end // BLOCK_TOKENS for end in ends]
@@ -62,9 +64,11 @@ def step_of(lengths: list[int], window: int, new: list[int], width: int | None =
     ends_at = lengths if exact else [length - 1 for length in after]
     last = [max(0, length // BLOCK_TOKENS - dropped) for length, dropped in zip(ends_at, first, strict=True)]
     columns, used = max(ends, default=0), max(last, default=0)
-    if width is not None:
-        columns = width + BLOCK_TOKENS * any(opened)
-        used = size_class(used + 1) - any(opened) if used or any(opened) else 0
+    if padded:
+        blocks = -(-columns // BLOCK_TOKENS)
+        whole = padded_blocks(used + blocks)
+        used, blocks = (whole - blocks, blocks) if used else (0, whole)
+        columns = BLOCK_TOKENS * blocks
     if not on_gpu():
         columns += columns % 2
     rest = None

@@ -17,7 +17,7 @@ TOKENS = 600
 
 def seen(start: int, stop: int, window: int, exact: bool, padding: int = 0) -> dict[int, set[tuple[int, bool]]]:
     """By query of a chunk the positions that it sees, each with whether it is seen as sealed."""
-    step = step_of([start], window, [stop - start], stop - start + padding if padding else None, exact)
+    step = step_of([start], window, [stop - start], padded=padding > 0, exact=exact)
     count = stop - start + padding
     mask = np.array(mask_of(step, [start], step.first, count, window, [[RUN]]))[0, 0]
     sealed = step.first[0] * BLOCK_TOKENS + np.arange(step.used * BLOCK_TOKENS)
