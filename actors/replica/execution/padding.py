@@ -33,8 +33,8 @@ def batches_of(sequences: Sequence[tuple[int, int]], call_tokens: int) -> list[l
     Returns:
         For every batch the numbers of its sequences.
     """
-    # Of any two sequences in a batch those with a length in between belong to it too.
-    order = sorted(range(len(sequences)), key=lambda number: (padded_tokens(sequences[number][1]), number))
+    # A batch also has those whose length is between two of its own.
+    order = sorted(range(len(sequences)), key=lambda number: (padded_tokens(sequences[number][1]), sequences[number]))
     best: list[tuple[int, list[list[int]]]] = [(0, [])]
     for stop in range(1, len(order) + 1):
         ways = []

@@ -12,11 +12,12 @@ is dequantized.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from ...patches import rebound
+from ...patches import bound, rebound
 from ..device.device import on_cuda, on_gpu
 from ..kernels import decode_kernel
 from ..kernels.decode_views import DecodeView, KernelView
@@ -46,11 +47,42 @@ def install(model: Any) -> bool:
     return change is not None
 
 
+@dataclass(frozen=True)
+class Heads:
+    """What a plan depends on besides the numbers of queries and columns."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+    sinks: mx.Dtype | None
+
+    @property
+    def planned(self) -> bool:
+        """Whether cuDNN computes it. Otherwise MLX does, without a plan."""
+        sizes = self.key_dim, self.value_dim
+        return self.dtype in (mx.float16, mx.bfloat16) and all(dim <= 128 and dim % 8 == 0 for dim in sizes)
+
+
+def prepare_plans(model: Any, queries: int, columns: int) -> None:
+    """Computes attention of made-up tokens, one sequence, in all kinds of heads that the model's prompts have had in
+    pieces so far. So the plans exist on this thread."""
+    for hook in bound(model, NAME):
+        if isinstance(hook, _Attend):
+            mx.eval([hook.of_zeros(heads, queries, columns) for heads in hook.met if heads.planned])
+
+
 class _Attend:
-    """The replacement of `plain`, the function that the model's module had imported."""
+    """The replacement of `plain`, the function that the model's module had imported.
+
+    Attributes:
+        met: the heads of all attention in pieces so far.
+    """
 
     def __init__(self, plain: Callable[..., mx.array]) -> None:
         self._plain = plain
+        self.met: set[Heads] = set()
 
     def __call__(
         self, queries: mx.array, keys: mx.array, values: mx.array, cache: Any = None, *rest: Any, **named: Any
@@ -109,7 +141,9 @@ class _Attend:
 
         Plans are kept by strides too, so all arrays are contiguous.
         """
-        own = slice(sequence, sequence + 1)
+        own, sinks = slice(sequence, sequence + 1), named.get("sinks")
+        heads, (kv_heads, key_dim), value_dim = queries.shape[1], (keys.shape[1], keys.shape[3]), values.shape[3]
+        self.met.add(Heads(heads, kv_heads, key_dim, value_dim, queries.dtype, None if sinks is None else sinks.dtype))
         asking, keys, values = queries[own], mx.contiguous(keys[own]), mx.contiguous(values[own])
         seen = mask[min(sequence, len(mask) - 1), 0]
         outs = []
@@ -122,8 +156,20 @@ class _Attend:
                 some = mx.contiguous(some) if piece.size == count else mx.pad(some, padding)
                 outs.append(self._plain(some, keys, values, cache, **named | {"mask": bias})[:, :, :count])
             else:
-                outs.append(attend_few(some, keys, values, seen[None, None, span], named["scale"], named.get("sinks")))
+                outs.append(attend_few(some, keys, values, seen[None, None, span], named["scale"], sinks))
         return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
+
+    def of_zeros(self, heads: Heads, queries: int, columns: int) -> mx.array:
+        """Attention of a piece of zeros, in the shapes and strides of real ones: (1, heads, queries, value_dim)."""
+        shapes = (
+            (1, heads.heads, queries, heads.key_dim),
+            (1, heads.kv_heads, columns, heads.key_dim),
+            (1, heads.kv_heads, columns, heads.value_dim),
+        )
+        arrays = [mx.zeros(shape, heads.dtype) for shape in shapes]
+        bias = mx.zeros((queries, columns), heads.dtype)[None, None]
+        sinks = None if heads.sinks is None else mx.zeros((heads.heads,), heads.sinks)
+        return self._plain(*arrays, None, scale=1.0, mask=bias, sinks=sinks)
 
 
 def few_at_once(queries: mx.array, keys: mx.array) -> int:

@@ -16,7 +16,7 @@ PIECES = (2048, 1024, 512, 256)
 
 CLASSES_AN_OCTAVE = 4
 """Column classes between a power of two and the next. With 4 a class has at most a quarter more than it needs, on
-average a tenth, and there are 32 classes up to 131,072 tokens. MLX keeps 256 plans."""
+average a tenth, and there are 32 classes up to 131,072 tokens."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Warms a device up: runs work of usual shapes in advance, if the device compiles kernels and plans attention for every
-new shape.
+"""Warms a device up: runs work of usual shapes in advance, if the device compiles kernels and plans attention for new
+shapes.
 
-CUDA does that at the first use of a shape, and a step waits for it: seconds for kernels, 50 ms for plans. A replica
-runs such work while there are no requests: first the shapes of a single short conversation, then larger batches, then
-prompts of all padded lengths after histories of all padded lengths.
+CUDA does that at the first use of a shape, and a step waits for it: seconds for kernels, 60 to 100 ms for plans. A
+replica runs such work while there are no requests: first the kernels of a single conversation, then the plans of
+attention, of which there are few (`query_pieces.py`), then the kernels of larger batches.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.replica_messages import Sampling
-from ..device.device import device_bytes, size_class
+from ..device.device import device_bytes
 from ..device.device_errors import DeviceFailed
 from ..execution.executor import BatchExecutor
 from ..execution.loaded_model import LoadedModel
-from ..execution.padding import SHAPE_TOKENS
 from ..execution.vision import SequencePictures, Vision
-from ..kv.attention import FEW_QUERIES
+from ..kv import attention
 from ..kv.caches import PooledBlock, Slab
+from ..kv.query_pieces import PIECES, padded_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,14 @@ PICTURE_SIDE = 448
 Piece = Callable[[], Iterator[None]]
 """An iterator that runs one step of work at each `next`, and holds its sequences until then."""
 
-HISTORY_TOKENS_MAX = 2**17
-TOGETHER = (2, 8)
-"""Numbers of conversations that decode at once."""
+PROMPTS = (64, 320)
+"""Lengths of short prompts: the first attends by plain products, the second in pieces."""
+
+COLUMNS_MAX = 2**17
+"""The most columns of attention for which plans are made in advance."""
+
+FAR_BLOCKS = 40
+"""Blocks of a history before which a short prompt attends head by head."""
 
 PROMPT_TOKENS = BLOCK_TOKENS - 24
 STEPS = 16
@@ -76,16 +81,18 @@ class WarmUp:
 
     def __init__(self, loaded: LoadedModel, chunk_tokens: int) -> None:
         per_sequence = loaded.spec.bytes_per_sequence + 2 * BLOCK_TOKENS * loaded.spec.bytes_per_token
-        sequences_max = device_bytes(free=True) * MEMORY_FRACTION / per_sequence
+        bytes_max = int(device_bytes(free=True) * MEMORY_FRACTION)
         self._pieces: deque[Piece] = deque()
         self._steps: Iterator[None] = iter(())
         self._pieces += _pieces_of(loaded, 1)
         if loaded.vision is not None:
             self._pieces.append(partial(_seen, loaded, loaded.vision))
+        if loaded.pool is not None and BatchExecutor(loaded).batched_prefill:
+            self._pieces += _kernels(loaded, chunk_tokens)
+            self._pieces.append(partial(_plan, loaded, chunk_tokens, bytes_max))
         for sequences in ROWS:
-            if sequences <= sequences_max:
+            if sequences * per_sequence <= bytes_max:
                 self._pieces += _pieces_of(loaded, sequences)
-        self._pieces += _histories(loaded, chunk_tokens)
 
     def step(self) -> bool:
         """Runs the next step. Returns False if there was none.
@@ -103,29 +110,38 @@ class WarmUp:
 
 
 def _pieces_of(loaded: LoadedModel, sequences: int) -> Iterator[Piece]:
-    for length in range(SHAPE_TOKENS, BLOCK_TOKENS + 1, SHAPE_TOKENS):
+    for length in PROMPTS if sequences <= 2 else ():
         yield partial(_prefill, loaded, sequences, length)
     for spread in (0, 1) if sequences > 1 else (0,):
         yield partial(_decode, loaded, sequences, spread)
 
 
-def _histories(loaded: LoadedModel, chunk_tokens: int) -> Iterator[Piece]:
-    """Yields prompts after histories. Short prompts come first, as an agent's next turn has one; they need only kernels
-    and no plans."""
-    if loaded.pool is None or not BatchExecutor(loaded).batched_prefill:
-        return
-    lengths = sorted({SHAPE_TOKENS * size_class(count) for count in range(1, chunk_tokens // SHAPE_TOKENS + 1)})
-    most = min(loaded.context_tokens, HISTORY_TOKENS_MAX)
-    histories = sorted({size_class(count) for count in range(1, most // BLOCK_TOKENS)})
-    for length in lengths:
-        # Blocks that the prompt itself seals are read as history too, and the open block is one more.
-        own = 1 + length // BLOCK_TOKENS
-        for blocks in histories:
-            if own <= blocks and blocks * BLOCK_TOKENS + length <= most:
-                for sequences in (1, *TOGETHER) if length <= FEW_QUERIES else (1,):
-                    yield partial(_go_on, loaded, sequences, blocks - own, length)
-                if length <= FEW_QUERIES:
-                    break
+def _plan(loaded: LoadedModel, chunk_tokens: int, bytes_max: int) -> Iterator[None]:
+    """Makes the plans of attention in pieces, those of short histories first; an agent's grows."""
+    # Blocks that a chunk itself seals are read twice: sealed and as computed.
+    tokens = min(loaded.context_tokens + chunk_tokens, COLUMNS_MAX)
+    # In full precision, of one layer.
+    layer = max(layer.open_bytes // BLOCK_TOKENS or layer.token_bytes for layer in loaded.spec.layers)
+    for blocks in sorted({padded_blocks(count) for count in range(1, -(-tokens // BLOCK_TOKENS) + 1)}):
+        columns = blocks * BLOCK_TOKENS
+        for queries in sorted(PIECES):
+            if queries <= columns and columns * (layer + 2 * queries) <= bytes_max:
+                attention.prepare_plans(loaded.model, queries, columns)
+                yield
+
+
+def _kernels(loaded: LoadedModel, chunk_tokens: int) -> Iterator[Piece]:
+    """Yields prompts after histories, for their kernels. Those that multiply with weights differ with the number of
+    tokens, so each length is twice the one before."""
+    most = loaded.context_tokens - BLOCK_TOKENS
+    for sequences in (1, 2):
+        yield partial(_go_on, loaded, sequences, 1, PROMPTS[0])
+    if FAR_BLOCKS * BLOCK_TOKENS <= most:
+        yield partial(_go_on, loaded, 1, FAR_BLOCKS, PROMPTS[0])
+    length = 2 * PROMPTS[0]
+    while length <= min(chunk_tokens, most):
+        yield partial(_go_on, loaded, 1, 1, length)
+        length *= 2
 
 
 def _seen(loaded: LoadedModel, vision: Vision) -> Iterator[None]:

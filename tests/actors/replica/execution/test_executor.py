@@ -6,19 +6,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import llama
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.entries import flat_bytes, signature
 from satchel.actors.protocol.replica_messages import Sampling
-from satchel.actors.replica.device.device import size_class
 from satchel.actors.replica.device.device_errors import DeviceFailed
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.kv import paged_cache, sequence_view, steps
+from satchel.actors.replica.kv import attention, query_pieces, sequence_view
 from satchel.actors.replica.kv.caches import Slab
 from satchel.actors.replica.loading import warm_up
 from satchel.actors.replica.loop import engine
@@ -183,44 +184,48 @@ def test_a_slab_keeps_no_other_sequence_alive(loaded: LoadedModel):
     assert held - mx.get_active_memory() <= 1.1 * size
 
 
-def test_the_warm_up_meets_every_shape_in_pieces_and_leaves_nothing_behind(
+def test_the_warm_up_makes_all_plans_that_prompts_use_and_leaves_nothing_behind(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ):
-    """Histories are size classes of blocks with the padding, whatever a prompt seals of its own. Short prompts need no
-    plan for each of them; several sequences go on together with these."""
-    met: set[tuple[int, int]] = set()
-    together: set[tuple[int, int]] = set()
-    count = steps.step_of
-
-    def counted(lengths: list[int], window: int, new: list[int], width: int | None, exact: bool) -> steps.Step:
-        step = count(lengths, window, new, width, exact)
-        if width is not None:
-            history = step.used * BLOCK_TOKENS + step.columns - width
-            met.add((width, history))
-            if len(lengths) > 1 and min(lengths):
-                together.add((len(lengths), width))
-        return step
-
-    monkeypatch.setattr(paged_cache, "step_of", counted)
+    """Whatever prompts follow whatever histories, cuDNN would make no plan for them."""
     monkeypatch.setattr(BatchExecutor, "__init__", lambda self, loaded: as_on_a_gpu(self, loaded))
-    pool = loaded.pool
+    monkeypatch.setattr(attention, "on_cuda", lambda: True)
+    monkeypatch.setattr(attention.Heads, "planned", True)
+    plans: set[object] = set()
+
+    def planned(asked: mx.array, keys: mx.array, values: mx.array, cache: object, **named: Any) -> mx.array:
+        if asked.shape[2] > 1:
+            # Not a decode step.
+            arrays = (asked, keys, values, named["mask"])
+            plans.add(str([(array.shape, array.dtype) for array in arrays]))
+        return mx.fast.scaled_dot_product_attention(asked, keys, values, **named)
+
+    monkeypatch.setattr(llama, attention.NAME, attention._Attend(planned))
+    pool, most = loaded.pool, 1500
     assert pool is not None
     before = pool.taken_bytes
     warm_up.meet_usual(loaded)
-    pieces = warm_up.WarmUp(replace(loaded, context_tokens=1500), 256)
+    pieces = warm_up.WarmUp(replace(loaded, context_tokens=most), 512)
     while pieces.step():
         # Between two steps the pool may shrink, whatever sequences a piece has there.
         pool.shrink(0)
-    assert {width for width, _ in met} == {64, 128, 192, 256, 384}
-    assert {history for width, history in met if width == 64} == {0, 256}
-    assert {history for width, history in met if width == 192} == {0, 256, 512, 768, 1024}
-    assert all(
-        history % BLOCK_TOKENS == 0 and size_class(history // BLOCK_TOKENS or 1) * 256 in (history, 256)
-        for _, history in met
-    )
-    assert together == {(sequences, width) for sequences in (2, 8) for width in (64, 128)}
     assert pool.taken_bytes <= before
     pool.check()
+    # Columns of 1 to 8 blocks, and queries that are not more.
+    assert len(plans) == sum(queries <= 256 * blocks for queries in query_pieces.PIECES for blocks in range(1, 9))
+    warm, rng = set(plans), random.Random(3)
+    for _ in range(6):
+        executor, left = (
+            BatchExecutor(loaded),
+            {str(name): rng.randrange(1, most) for name in range(rng.choice([1, 3]))},
+        )
+        for name in left:
+            executor.open(name, [], None, 0)
+        while any(left.values()):
+            work = {name: min(tokens, rng.randrange(1, 513)) for name, tokens in left.items() if tokens}
+            executor.prefill([(name, [5] * tokens) for name, tokens in work.items()])
+            left |= {name: left[name] - tokens for name, tokens in work.items()}
+    assert plans == warm
 
 
 def as_on_a_gpu(executor: BatchExecutor, loaded: LoadedModel) -> None:

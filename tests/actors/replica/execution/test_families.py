@@ -192,17 +192,23 @@ def test_batched_cached_and_chunked_sequences_equal_the_bare_model(
         assert reused >= (256 if family.loaded.spec.recurrent else whole)
 
 
-def test_short_turns_on_cuda_equal_the_bare_model(
-    family: Family, forced: Callable[..., tuple[Bench, Logits]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("few_queries", [256, 40])
+def test_prompts_on_cuda_equal_the_bare_model(
+    few_queries: int,
+    family: Family,
+    forced: Callable[..., tuple[Bench, Logits]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They attend by products of their own, which round in another way, so that codes may differ."""
+    """Short turns attend by products of their own, which round in another way, so that codes may differ, others in
+    pieces."""
     if family.loaded.spec.recurrent:
         pytest.skip("its prompts are not padded")
-    few, taken = attention.attend_few, []
+    few, cut, taken = attention.attend_few, attention.pieces_of, []
     monkeypatch.setattr(attention, "on_cuda", lambda: True)
     monkeypatch.setattr(attention, "attend_few", lambda *given: taken.append(given) or few(*given))
-    monkeypatch.setattr(attention, "FEW_QUERIES", 256)
-    bench, noted = forced(prefill_chunk_tokens=256)
+    monkeypatch.setattr(attention, "pieces_of", lambda *given: taken.append(given) or cut(*given))
+    monkeypatch.setattr(attention, "FEW_QUERIES", few_queries)
+    bench, noted = forced(prefill_chunk_tokens=256 if few_queries == 256 else 1024)
     bench.engine.executor.batched_prefill = True
     for round_name in ("cold", "cached"):
         for sequence in family.scripts:

@@ -432,7 +432,7 @@ def test_padding_sees_what_its_sequences_last_token_sees(window: int):
         lengths = [rng.choice([0, 100, 255, 256, 300, 700]) for _ in range(rng.choice([1, 2, 4]))]
         new = [rng.choice([1, 30, 156, 256, 257]) for _ in lengths]
         count = max(new) + rng.choice([0, 7, 64])
-        step = step_of(lengths, window, new, count, exact=rng.random() < 0.5)
+        step = step_of(lengths, window, new, padded=True, exact=rng.random() < 0.5)
         mask = mask_of(step, lengths, step.first, count, window)
         if mask is None:
             continue
