@@ -136,7 +136,7 @@ def _kernels(loaded: LoadedModel, chunk_tokens: int) -> Iterator[Piece]:
     most = loaded.context_tokens - BLOCK_TOKENS
     for sequences in (1, 2):
         yield partial(_go_on, loaded, sequences, 1, PROMPTS[0])
-    if FAR_BLOCKS * BLOCK_TOKENS <= most:
+    if most >= FAR_BLOCKS * BLOCK_TOKENS:
         yield partial(_go_on, loaded, 1, FAR_BLOCKS, PROMPTS[0])
     length = 2 * PROMPTS[0]
     while length <= min(chunk_tokens, most):

@@ -49,7 +49,9 @@ def test_pieces_attend_as_the_whole(seed: int, policy: str, monkeypatch: pytest.
     new[0] = max(new[0], 150)
     cache, count = kv_cache.merge([[cache] for cache in caches])[0], max(new) + rng.randrange(60)
     if rng.random() < 0.5:
-        cache.batch.set_bidirectional([[(length + more // 3, length + more)] for length, more in zip(lengths, new)])
+        cache.batch.set_bidirectional(
+            [[(length + more // 3, length + more)] for length, more in zip(lengths, new, strict=True)]
+        )
     met: list[tuple[tuple[int, ...], ...]] = []
 
     def plain(queries: mx.array, keys: mx.array, values: mx.array, cache: Any, **named: Any) -> mx.array:
