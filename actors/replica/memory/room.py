@@ -40,6 +40,7 @@ def limits_of(loaded: LoadedModel, scheduling: Scheduling, memory_bytes_max: int
         paged=paged,
         # With other layers a sequence may be able to reuse less than another one holds.
         shares=paged and not spec.recurrent and not spec.rule.window,
+        stops_at_borders=spec.recurrent,
     )
 
 

@@ -22,6 +22,8 @@ class Limits:
             much as the longest.
         shares: whether sequences share the memory of blocks with equal `keys`, so that these are counted once. A
             sequence that is admitted then reuses the blocks that another one holds.
+        stops_at_borders: whether a chunk must end at every multiple of `prefill_chunk_tokens`, where the states of
+            recurrent layers are saved.
     """
 
     sequences_max: int
@@ -32,6 +34,7 @@ class Limits:
     sequence_tokens: int = 0
     paged: bool = False
     shares: bool = False
+    stops_at_borders: bool = False
 
     def cost(self, lengths: Sequence[int]) -> int:
         """Returns what sequences of these lengths cost if they share no blocks, in tokens."""

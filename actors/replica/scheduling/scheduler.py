@@ -326,9 +326,17 @@ class Scheduler:
         assert len(suspects) <= 1, "if a batch with two suspects failed, the culprit would be unknown"
 
     def _chunk(self, sequence: ScheduledSequence, budget: int, step_budget: int) -> PrefillChunk | None:
+        """Returns the next chunk of a prompt. A prompt that a step's budget can complete is not cut: not at a border,
+        and not because others have used a part of the budget. Each of its chunks would be a call."""
         size = self.limits.prefill_chunk_tokens
-        border = (sequence.done // size + 1) * size
-        stop = min(sequence.prompt, border, sequence.pause if sequence.done < sequence.pause else border)
+        end = sequence.pause if sequence.done < sequence.pause else sequence.prompt
+        left, border = end - sequence.done, (sequence.done // size + 1) * size
+        stop = min(end, border)
+        if not self.limits.stops_at_borders:
+            if left <= min(budget, size):
+                stop = end
+            elif budget < step_budget and left <= min(step_budget, size):
+                return None
         if stop - sequence.done > budget:
             stop = stop_inside(sequence.done, budget, step_budget)
         stop = stop_beside(sequence.done, stop, sequence.unbroken)

@@ -49,6 +49,7 @@ def make_world(seed: int) -> World:
         sequence_tokens=rng.choice([0, 0, 200]),
         paged=(paged := rng.random() < 0.6),
         shares=paged and rng.random() < 0.7,
+        stops_at_borders=seed % 4 == 0,
     )
     world = World(seed, limits, bursts=rng.choice([0.03, 0.1, 0.4]))
     if kind == 1:

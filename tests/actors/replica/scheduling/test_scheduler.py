@@ -294,6 +294,34 @@ def test_what_a_short_prompt_leaves_of_a_budget_moves_no_chunk_of_a_long_one():
     assert scheduler.next_chunk(101, 256) == PrefillChunk("long", 426, 512)
 
 
+def test_a_prompt_that_a_budget_completes_is_not_cut_at_a_border():
+    """Each chunk is a call. Only where the states of recurrent layers are saved at borders, chunks end there."""
+    for stops, expected in ((False, [512, 1100]), (True, [512, 1024, 1100])):
+        scheduler = Scheduler(Limits(1, 1, 1024, 100_000, stops_at_borders=stops))
+        scheduler.add(ScheduledSequence("r", 1100, 1))
+        assert scheduler.admit() == "r"
+        scheduler.reused("r", 100)
+        ends = []
+        for budget in (512, 1024, 1024)[: len(expected)]:
+            chunk = scheduler.next_chunk(budget)
+            assert chunk is not None
+            scheduler.prefilled(chunk)
+            ends.append(chunk.stop)
+        assert ends == expected
+
+
+def test_the_rest_of_a_budget_cuts_no_prompt_that_the_next_step_completes():
+    scheduler = Scheduler(Limits(4, 4, 2048, 100_000))
+    for name, prompt in (("a", 5700), ("b", 5800)):
+        scheduler.add(ScheduledSequence(name, prompt, 1))
+        assert scheduler.admit() == name
+        scheduler.reused(name, 4500)
+    assert scheduler.next_chunk(2048, 2048) == PrefillChunk("a", 4500, 5700)
+    scheduler.prefilled(PrefillChunk("a", 4500, 5700))
+    assert scheduler.next_chunk(848, 2048) is None
+    assert scheduler.next_chunk(2048, 2048) == PrefillChunk("b", 4500, 5800)
+
+
 def test_what_the_oldest_cannot_use_is_for_prompts_that_end():
     """Short prompts that come together are prefilled together, and the next step begins with the oldest."""
     scheduler = Scheduler(Limits(8, 8, 2048, 100_000, prefill_sequences_max=8))
