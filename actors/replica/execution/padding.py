@@ -12,7 +12,7 @@ SHAPE_TOKENS = 64
 number of them, and attention has shapes of its own (`query_pieces.py`)."""
 
 CALL_TOKENS = 512
-"""A call costs as much as so many tokens, on CUDA: 22 ms and 36 us a token with the 8B shape on an H200."""
+"""A call costs about as much as so many tokens, on CUDA: 22 ms and 36 us a token with the 8B shape on an H200."""
 
 CALL_TOKENS_ELSEWHERE = 64
 """On a Mac tokens cost more, and a call hardly more than reading the weights. Not measured."""

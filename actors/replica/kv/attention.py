@@ -120,7 +120,7 @@ class _Attend:
         """
         if is_few(queries, keys):
             return attend_few(queries, keys, values, mask, named["scale"], named.get("sinks"))
-        if mask.ndim == 4 and is_padded(keys.shape[2]):
+        if mask.shape[1:] == (1, queries.shape[2], keys.shape[2]) and is_padded(keys.shape[2]):
             sequences = range(len(queries))
             rows = [self._attend_in_pieces(row, queries, keys, values, cache, mask, named) for row in sequences]
             return rows[0] if len(rows) == 1 else mx.concatenate(rows)
