@@ -152,6 +152,14 @@ class BatchExecutor(Batch):
         self.advance([len(forced) or 1] * len(self._sequences))
         return ready
 
+    @on_device()
+    def step_with(self, drafts: list[list[int]]) -> list[Ready]:
+        """As `step`, with these drafts after the sequences' inputs, which fill no block. Every sequence must have had a
+        step. For the warm-up."""
+        self._change_batch()
+        assert self._inputs is not None
+        return self._step_ahead(self._inputs, drafts)
+
     def _ready(self, tokens: Sequence[int], draw: tuple[Draw, list[str | None]] | None) -> list[Ready]:
         """Returns the inputs of a step, as the step before drew them."""
         drawn = {} if draw is None else read(*draw)

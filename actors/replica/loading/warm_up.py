@@ -48,7 +48,7 @@ FAR_BLOCKS = 40
 """Blocks of a history before which a short prompt attends head by head."""
 
 PROMPT_TOKENS = BLOCK_TOKENS - 24
-STEPS = 16
+STEPS, DRAFTED = 16, 1
 
 
 def meet_usual(loaded: LoadedModel) -> None:
@@ -202,6 +202,11 @@ def _decode(loaded: LoadedModel, sequences: int, spread: int) -> Iterator[None]:
     while executor.length(names[0]) < BLOCK_TOKENS + STEPS:
         executor.step()
         yield
+    if not loaded.undrafted and executor.takes_drafts:
+        # Twice: what is computed after a draft has its kernels too.
+        for _ in range(2):
+            executor.step_with([[0] * DRAFTED for _ in names])
+            yield
     if loaded.spec.reusable:
         length = executor.length(names[0])
         executor.cut(names[0], [(0, BLOCK_TOKENS), (BLOCK_TOKENS, length)])
