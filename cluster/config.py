@@ -219,7 +219,8 @@ class Scheduling:
     prefix_bytes_max: Bytes | None = None
     """Deprecated, use `memory_bytes_max`. The part of a replica's memory for KV that no sequence needs."""
     unwritten_bytes_max: Bytes = 512 * 2**20
-    """KV that waits to be written to disk. While there is more, no new sequence begins."""
+    """Copies of KV that wait to be written to disk. If the disk is slower, further KV is pinned in memory without a
+    copy, up to a quarter of what KV may have; beyond that no new sequence begins."""
     vision_bytes_max: Bytes | None = None
     """Deprecated, use `memory_bytes_max`. The part of a replica's memory for image embeddings that no sequence needs;
     None is an eighth."""

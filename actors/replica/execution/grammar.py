@@ -72,7 +72,7 @@ class SequenceGrammar:
         places, place = [], self
         for token in tokens:
             place = SequenceGrammar(place.matcher.deep_copy(), 32 * self.words)
-            place._follow(token)
+            place.follow(token)
             places.append(place)
         return places
 

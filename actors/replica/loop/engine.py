@@ -54,6 +54,9 @@ from .recovery import Recovery
 
 T = TypeVar("T")
 
+PINNED_SHARE = 0.25
+"""Share of the memory that KV may have that waits for a slow disk. Beyond it no sequence begins."""
+
 QUIET_S = 1.0
 """The warm-up continues after this long without a request. A request that comes during it waits for one step of it."""
 
@@ -113,7 +116,9 @@ class Engine:
             lambda records: self._called(lambda: executor.adopt(records)),
             timing.block_lease_s,
         )
-        self.keeping = keeping = Keeping(memory, executor, disk, self.call)
+        self.keeping = keeping = Keeping(
+            memory, executor, disk, self.call, lambda: self.room.budget.bytes_max * PINNED_SHARE
+        )
         self.prepare = PrepareLoop(loaded, executor, memory, self.pace)
         self.bring_back = BringBack(memory, keeping, self.restores, self.pace)
         note_end = self.bring_back.note_end if disk is not None and scheduling.prepare_while_idle else lambda _: None

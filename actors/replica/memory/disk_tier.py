@@ -247,7 +247,7 @@ def _with_tokens(where: Sequence[Location], tokens: Sequence[int]) -> list[Locat
 
 
 class DiskTier:
-    """Writes and reads one model's KV. `accepts` and `write` are for the engine's thread; `load`, `look`, `pull` and
+    """Writes and reads one model's KV. `accepts`, `withdraw` and `write` are for the engine's thread; `load`, `look`, `pull` and
     `read` block, and are for any thread but an event loop's."""
 
     def __init__(
@@ -279,45 +279,39 @@ class DiskTier:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that wait to be written."""
+        """Bytes that were handed over and wait to be written."""
         return self._waiting
 
     @property
-    def behind(self) -> bool:
-        """Whether more than the limit waits while the disk makes progress."""
-        return self._waiting > self._waiting_max and not self._stalled
-
-    @property
-    def _stalled(self) -> bool:
+    def stalled(self) -> bool:
+        """Whether the disk makes no progress."""
         return self._waiting > 0 and time.monotonic() - self._moved_at > STALLED_S
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether `nbytes` more may wait."""
-        return self._waiting + nbytes <= self._waiting_max
+        """Whether `nbytes` more may wait, or nothing waits."""
+        return not self._waiting or self._waiting + nbytes <= self._waiting_max
 
     def accepts(self, job: WriteJob) -> bool:
-        """Accepts a job, or returns False. If it is accepted, `write` must follow. Jobs are accepted even beyond the
-        limit, because the sequence frees its own caches, but not if the disk has stalled."""
-        with self._lock:
-            if self._stalled and not self.has_room(job.nbytes):
-                self.counters.unwritten_turns += 1
-                logger.warning("%d bytes of KV wait to be written; new KV of %s is dropped", self._waiting, job.owner)
-                return False
-            if not self._waiting:
-                self._moved_at = time.monotonic()
-            # Empty jobs are accepted too: they mark their chain as used.
-            self._waiting += job.nbytes
-            return True
+        """Accepts a job, or returns False. If it is accepted, `write` or `withdraw` must follow. Jobs are accepted even
+        beyond the limit, because the sequence frees its own caches, but not if the disk has stalled."""
+        if self.stalled and not self.has_room(job.nbytes):
+            self.counters.unwritten_turns += 1
+            logger.warning("%d bytes of KV wait to be written; new KV of %s is dropped", self._waiting, job.owner)
+            return False
+        # Empty jobs are accepted too: they mark their chain as used.
+        return True
 
     def withdraw(self, job: WriteJob) -> None:
-        """Withdraws an accepted job because its KV is gone."""
-        with self._lock:
-            self._waiting -= job.nbytes
-            self.counters.unwritten_turns += 1
+        """Withdraws an accepted job that is not written."""
+        self.counters.unwritten_turns += 1
 
     def write(self, job: WriteJob) -> None:
         """Writes an accepted job in the background, after waiting for its arrays."""
         mx.eval([array for item in job.unsaved for array in item.kept.value.arrays()])
+        with self._lock:
+            if not self._waiting:
+                self._moved_at = time.monotonic()
+            self._waiting += job.nbytes
         self._queue.put(job)
 
     def load(self, prompt: Prompt, hot_tokens: int, adopt: Adopt) -> Restored | None:

@@ -2,15 +2,17 @@
 
 A sequence's whole blocks go to disk while it is still being prefilled: as soon as they fill a few files, or at once if
 another node waits for them. The rest goes when the sequence ends, for any reason. The copies for the disk are computed
-with the next step and handed to the writer after it. The KV is pinned in memory until it is on disk, so that the next
-turn finds it in one place or the other.
+with the next step and handed to the writer after it, if the disk keeps up: KV that waits longer is not copied before
+its turn. The KV is pinned in memory until it is on disk, so that the next turn finds it in one place or the other.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
 from ..device.device_errors import on_device
 from ..execution.executor import BatchExecutor
@@ -40,6 +42,7 @@ class Keeping:
     Args:
         disk: stores the KV of agents' sequences; None if nothing is written.
         later: runs an action on the engine's thread; may be called from any thread.
+        pinned_bytes_max: returns how many bytes may be pinned in memory because the disk does not keep up.
 
     Attributes:
         added: whether KV of a sequence may have been cached since this was last set to False, in memory or on its way
@@ -52,20 +55,28 @@ class Keeping:
         executor: BatchExecutor,
         disk: DiskTier | None,
         later: Callable[[Callable[[], None]], None],
+        pinned_bytes_max: Callable[[], float] = lambda: inf,
     ) -> None:
         self._memory = memory
         self._executor = executor
         self._disk = disk
         self._later = later
+        self._pinned_bytes_max = pinned_bytes_max
         self.added = False
-        self._noted: list[WriteJob] = []
+        self._noted: deque[WriteJob] = deque()
+        self._noted_bytes = 0
         self._coming: set[bytes] = set()
         self._writers = 0
 
     @property
     def behind(self) -> bool:
-        """Whether too many bytes wait to be written: no sequence may begin until there are fewer."""
-        return self._disk is not None and self._disk.behind
+        """Whether too many bytes wait for the disk: no sequence may begin until there are fewer."""
+        return bool(self._noted) and self._noted_bytes > self._pinned_bytes_max()
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Bytes that are not on disk yet. For any thread."""
+        return self._noted_bytes + (0 if self._disk is None else self._disk.waiting_bytes)
 
     # In the life of a sequence.
 
@@ -127,7 +138,7 @@ class Keeping:
         self._memory.drop_snapshots(sequence, known)
         nbytes = self._memory.unsaved_bytes(sequence, known)
         least = 1 if sequence.request.hands_on else PIECE_BYTES
-        if nbytes >= least and disk.has_room(nbytes):
+        if nbytes >= least and not self._noted and disk.has_room(nbytes):
             self._offer(disk, sequence, [], self._memory.unsaved_blocks(sequence, known))
 
     def _write_all(self, sequence: Sequence, ended: bool) -> None:
@@ -139,23 +150,34 @@ class Keeping:
             self._offer(disk, sequence, self._memory.used(sequence), unsaved)
 
     def hand_over(self) -> None:
-        """Hands the write jobs of the step before to the disk."""
-        while self._noted:
-            assert self._disk is not None
+        """Hands write jobs of the steps before to the disk, as long as it has room for them. If it makes no progress,
+        nobody waits for it: the others are given up."""
+        disk = self._disk
+        while disk is not None and self._noted and disk.has_room(self._noted[0].nbytes):
             job = self._noted[0]
             with on_device():
                 job.unsaved = [self._memory.copied(item) for item in job.unsaved]
-                self._disk.write(job)
+                disk.write(job)
             # Only now: if the device fails before, the job is withdrawn.
-            del self._noted[0]
+            self._take_first()
+        if disk is not None and self._noted and disk.stalled:
+            logger.warning("the disk makes no progress: %d bytes of KV are not written", self._noted_bytes)
+            while self._noted:
+                job = self._take_first()
+                disk.withdraw(job)
+                job.done()
 
     def reset(self) -> None:
         """Forgets the write jobs that were not handed over: their KV is gone."""
-        noted, self._noted = self._noted, []
         self._coming.clear()
-        for job in noted:
+        while self._noted:
             assert self._disk is not None
-            self._disk.withdraw(job)
+            self._disk.withdraw(self._take_first())
+
+    def _take_first(self) -> WriteJob:
+        job = self._noted.popleft()
+        self._noted_bytes -= job.nbytes
+        return job
 
     def _disk_of(self, sequence: Sequence) -> DiskTier | None:
         return self._disk if self._memory.is_written(sequence) else None
@@ -174,3 +196,4 @@ class Keeping:
             self._coming |= blocks
             self._memory.hold(writer, sequence, unsaved)
             self._noted.append(job)
+            self._noted_bytes += job.nbytes

@@ -83,9 +83,10 @@ def process(loaded: LoadedModel, node: Node, *, drafts: bool = False, **scheduli
 def write_down(bench: Bench, disk: DiskTier) -> None:
     bench.turn()
     ends = time.monotonic() + 20
-    while disk.waiting_bytes or not disk._queue.empty():
+    while bench.engine.keeping.unwritten_bytes or disk.waiting_bytes or not disk._queue.empty():
         assert time.monotonic() < ends
         time.sleep(0.01)
+        bench.turn()
     time.sleep(0.05)
     bench.turn()
     # A turn of which nothing is new has no bytes to wait for.

@@ -108,37 +108,70 @@ def test_a_turn_is_written_however_large_it_is(loaded: LoadedModel, node: Node):
     write_down(bench, disk)
 
 
-def test_no_sequence_begins_while_more_waits_than_may(loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch):
+def test_nobody_waits_for_a_slow_disk_as_long_as_there_is_memory(
+    loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    """What waits longer is pinned in memory without a copy, and all of it is written in the end."""
+    gate = Gate(node, monkeypatch)
+    disk = DiskTier(loaded.spec, loaded.model_id, node.client, unwritten_bytes_max=blocks(loaded, 2))
+    bench = Bench(loaded, disk=disk, prefix_bytes_max=blocks(loaded, 2))
+    prompts = [prompt_of(1500, seed=seed) for seed in range(4)]
+    for number, prompt in enumerate(prompts):
+        bench.run(f"turn {number}", prompt, agent=AGENT, max_tokens=1)
+    keeping = bench.engine.keeping
+    handed, behind = disk.waiting_bytes, keeping.unwritten_bytes
+    assert 0 < handed < behind / 2 and behind > blocks(loaded, 20) and not keeping.behind
+    assert bench.run("again", [*prompts[2], 7], agent=AGENT, max_tokens=1).cached == 1500
+    gate.opened.set()
+    write_down(bench, disk)
+    assert not bench.engine.prefixes.holders and disk.counters.unwritten_turns == 0
+    node.restart()
+    bench, disk = process(loaded, node)
+    for number, prompt in enumerate(prompts):
+        assert bench.run(f"later {number}", [*prompt, 7], agent=AGENT, max_tokens=1).cached == 1500
+    write_down(bench, disk)
+
+
+def test_no_sequence_begins_while_more_is_pinned_for_the_disk_than_may(
+    loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch
+):
     """Sequences that run go on, and all that they leave is written."""
     gate = Gate(node, monkeypatch)
     disk = DiskTier(loaded.spec, loaded.model_id, node.client, unwritten_bytes_max=blocks(loaded, 2))
     bench = Bench(loaded, disk=disk)
-    bench.run("large", prompt_of(1500), agent=AGENT, max_tokens=1)
+    keeping = bench.engine.keeping
+    monkeypatch.setattr(keeping, "_pinned_bytes_max", lambda: blocks(loaded, 3))
+    for number in range(2):
+        bench.run(f"turn {number}", prompt_of(1500, seed=number), agent=AGENT, max_tokens=1)
     bench.submit("next", prompt_of(300, seed=2), agent=AGENT, max_tokens=1)
     for _ in range(5):
         bench.turn()
-    assert disk.behind and "next" not in bench.sequences and bench.engine.scheduler.waiting == 1
+    assert keeping.behind and "next" not in bench.sequences and bench.engine.scheduler.waiting == 1
     gate.opened.set()
     while "next" not in bench.sequences or bench.sequences["next"].finish is None:
         bench.turn()
     write_down(bench, disk)
-    assert not disk.behind and disk.counters.unwritten_turns == 0
+    assert not keeping.behind and disk.counters.unwritten_turns == 0
 
 
 def test_a_disk_that_hangs_holds_nobody_up_for_long(loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch):
-    """KV beyond the limit is not written then."""
+    """KV beyond the limit is not written then, neither what was pinned for the disk before nor what comes after."""
     gate = Gate(node, monkeypatch)
     monkeypatch.setattr(disk_tier, "STALLED_S", 0.2)
     disk = DiskTier(loaded.spec, loaded.model_id, node.client, unwritten_bytes_max=blocks(loaded, 2))
     bench = Bench(loaded, disk=disk)
-    bench.run("large", prompt_of(1500), agent=AGENT, max_tokens=1)
+    keeping = bench.engine.keeping
+    monkeypatch.setattr(keeping, "_pinned_bytes_max", lambda: blocks(loaded, 3))
+    for number in range(2):
+        bench.run(f"turn {number}", prompt_of(1500, seed=number), agent=AGENT, max_tokens=1)
+    assert keeping.behind
     bench.submit("next", prompt_of(1500, seed=2), agent=AGENT, max_tokens=1)
     ends = time.monotonic() + 30
     while "next" not in bench.sequences or bench.sequences["next"].finish is None:
         bench.turn()
         assert time.monotonic() < ends
     bench.turn()
-    assert disk.counters.unwritten_turns == 1
+    assert disk.counters.unwritten_turns == 2 and keeping.unwritten_bytes == disk.waiting_bytes
     gate.opened.set()
     write_down(bench, disk)
     assert not bench.engine.prefixes.holders
