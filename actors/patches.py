@@ -50,7 +50,8 @@ def rebound(model: Any, name: str, make: Callable[[Any], Any]) -> Change | None:
     Args:
         make: returns what takes a function's place.
     """
-    callers = _callers(model, name)
+    names = {type(module).__module__ for _, module in model.named_modules()}
+    callers = [code for each in names if callable(getattr(code := sys.modules[each], name, None))]
     before = [getattr(code, name) for code in callers]
 
     def bind(functions: Iterable[Any]) -> None:
@@ -58,16 +59,6 @@ def rebound(model: Any, name: str, make: Callable[[Any], Any]) -> Change | None:
             setattr(code, name, function)
 
     return Change(lambda: bind(map(make, before)), lambda: bind(before)) if callers else None
-
-
-def bound(model: Any, name: str) -> list[Any]:
-    """Returns what is bound under a name in a model's code, as `rebound` finds it. Changes nothing."""
-    return [getattr(code, name) for code in _callers(model, name)]
-
-
-def _callers(model: Any, name: str) -> list[Any]:
-    names = {type(module).__module__ for _, module in model.named_modules()}
-    return [code for each in names if callable(getattr(code := sys.modules[each], name, None))]
 
 
 def stood_in(sites: Sequence[tuple[Any, str, Any]]) -> Change:

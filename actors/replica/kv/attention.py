@@ -11,13 +11,14 @@ is dequantized.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from ...patches import bound, rebound
+from ...patches import rebound
 from ..device.device import on_cuda, on_gpu
 from ..kernels import decode_kernel
 from ..kernels.decode_views import DecodeView, KernelView
@@ -68,7 +69,8 @@ class Heads:
 def prepare_plans(model: Any, queries: int, columns: int) -> None:
     """Computes attention of made-up tokens, one sequence, in all kinds of heads that the model's prompts have had in
     pieces so far. So the plans exist on this thread."""
-    for hook in bound(model, NAME):
+    code = {sys.modules[type(module).__module__] for _, module in model.named_modules()}
+    for hook in {getattr(each, NAME, None) for each in code}:
         if isinstance(hook, _Attend):
             mx.eval([hook.of_zeros(heads, queries, columns) for heads in hook.met if heads.planned])
 
