@@ -157,7 +157,6 @@ def test_no_sequence_begins_while_more_is_pinned_for_the_disk_than_may(
 def test_a_disk_that_hangs_holds_nobody_up_for_long(loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch):
     """KV beyond the limit is not written then, neither what was pinned for the disk before nor what comes after."""
     gate = Gate(node, monkeypatch)
-    monkeypatch.setattr(disk_tier, "STALLED_S", 0.2)
     disk = DiskTier(loaded.spec, loaded.model_id, node.client, unwritten_bytes_max=blocks(loaded, 2))
     bench = Bench(loaded, disk=disk)
     keeping = bench.engine.keeping
@@ -165,6 +164,7 @@ def test_a_disk_that_hangs_holds_nobody_up_for_long(loaded: LoadedModel, node: N
     for number in range(2):
         bench.run(f"turn {number}", prompt_of(1500, seed=number), agent=AGENT, max_tokens=1)
     assert keeping.behind
+    monkeypatch.setattr(disk_tier, "STALLED_S", 0.2)
     bench.submit("next", prompt_of(1500, seed=2), agent=AGENT, max_tokens=1)
     ends = time.monotonic() + 30
     while "next" not in bench.sequences or bench.sequences["next"].finish is None:
