@@ -246,7 +246,9 @@ class ReplicaActor:
             return {}
         counters = self._disk.counters
         return {
-            "unwritten_bytes": self._disk.waiting_bytes if self._engine is None else self._engine.keeping.unwritten_bytes,
+            "unwritten_bytes": self._disk.waiting_bytes
+            if self._engine is None
+            else self._engine.keeping.unwritten_bytes,
             "written_blocks_total": counters.written_blocks,
             "written_bytes_total": counters.written_bytes,
             "unwritten_turns_total": counters.unwritten_turns,

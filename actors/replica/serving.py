@@ -27,7 +27,7 @@ from .device.device import on_cuda, on_gpu
 from .device.device_errors import DeviceFailed
 from .execution.loaded_model import LoadedModel
 from .loading import models
-from .loading.warm_up import WarmUp
+from .loading.warm_up import WarmUp, meet_prompts
 from .loop.engine import Engine
 from .memory.disk_tier import DiskTier
 from .memory.replica_memory import ReplicaMemory
@@ -124,7 +124,10 @@ class Serving:
             note_incident(default_home(), "slower", f"{self._model.name} decodes {loaded.way.describe()}")
         if blas.chosen().is_fallback:
             note_incident(default_home(), "slower", f"{self._model.name} multiplies {loaded.multiplying}")
-        further = WarmUp(loaded, self._scheduling.prefill_chunk_tokens) if on_cuda() else None
+        further = None
+        if on_cuda():
+            meet_prompts(loaded)
+            further = WarmUp(loaded, self._scheduling.prefill_chunk_tokens)
         self._run(self._begin(proven, memory, memory_bytes, further, plain=False))
 
     def _prove(self, claim: Callable[[int], None], plain_mode: PlainMode) -> Proven:

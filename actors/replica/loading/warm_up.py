@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import mlx.core as mx
@@ -58,12 +58,22 @@ def meet_usual(loaded: LoadedModel) -> None:
     Args:
         loaded: the model; its arrays belong to the calling thread.
     """
+    _run_all(loaded, _pieces_of(loaded, 1), loaded.vision)
+
+
+def meet_prompts(loaded: LoadedModel) -> None:
+    """Runs a prompt of one sequence and prompts of two together, which a self-test has not: the first of each compiles
+    kernels, and cuDNN takes seconds for its first plan. Arguments and errors as for `meet_usual`."""
+    _run_all(loaded, [partial(_prefill, loaded, sequences, PROMPTS[-1]) for sequences in (1, 2)])
+
+
+def _run_all(loaded: LoadedModel, pieces: Iterable[Piece], vision: Vision | None = None) -> None:
     try:
-        for piece in _pieces_of(loaded, 1):
+        for piece in pieces:
             for _ in piece():
                 pass
-        if loaded.vision is not None:
-            _see(loaded, loaded.vision)
+        if vision is not None:
+            _see(loaded, vision)
     except (DeviceFailed, RuntimeError, ValueError) as error:
         logger.warning("the warm-up failed: %s", error)
         if loaded.pool is not None:
