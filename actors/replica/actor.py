@@ -242,13 +242,11 @@ class ReplicaActor:
         return self._stored_bytes
 
     def _disk_stats(self) -> dict[str, int]:
-        if self._disk is None:
+        if self._disk is None or self._engine is None:
             return {}
         counters = self._disk.counters
         return {
-            "unwritten_bytes": self._disk.waiting_bytes
-            if self._engine is None
-            else self._engine.keeping.unwritten_bytes,
+            "unwritten_bytes": self._engine.keeping.unwritten_bytes,
             "written_blocks_total": counters.written_blocks,
             "written_bytes_total": counters.written_bytes,
             "unwritten_turns_total": counters.unwritten_turns,

@@ -185,8 +185,9 @@ class BatchExecutor(Batch):
         draw = sampler(logits, masks)
         ready, checked = self._ready(first, self._draw), check(self._sequences, drafts, draw)
         for sequence, draft, count in zip(self._sequences, drafts, checked.computed, strict=True):
-            for token in draft[: count - 1] if sequence.grammar is not None else ():
-                sequence.grammar.follow(token)
+            if sequence.grammar is not None:
+                for token in draft[: count - 1]:
+                    sequence.grammar.follow(token)
         self._note_forced(masks, checked.last)
         lengths = [sequence.length + count for sequence, count in zip(self._sequences, checked.computed, strict=True)]
         self.take_back(lengths, clean=not checked.sound)

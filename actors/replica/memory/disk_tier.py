@@ -247,8 +247,8 @@ def _with_tokens(where: Sequence[Location], tokens: Sequence[int]) -> list[Locat
 
 
 class DiskTier:
-    """Writes and reads one model's KV. `accepts`, `withdraw` and `write` are for the engine's thread; `load`, `look`, `pull` and
-    `read` block, and are for any thread but an event loop's."""
+    """Writes and reads one model's KV. `accepts`, `withdraw` and `write` are for the engine's thread; `load`, `look`,
+    `pull` and `read` block, and are for any thread but an event loop's."""
 
     def __init__(
         self,
