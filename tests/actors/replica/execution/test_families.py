@@ -10,7 +10,7 @@ written out. Where attention is all there is, sequences in company must also equ
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Family:
 
     Attributes:
         ways: tokens of a chunk, and whether prompts run as padded batches.
+        alone: what `run_alone` has found.
     """
 
     def __init__(self, folder: Path, name: str, bits: int | None, kv: str) -> None:
@@ -68,6 +69,7 @@ class Family:
             sequence: [rng.randrange(VOCABULARY) for _ in range(prompt + answer)]
             for sequence, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True))
         }
+        self.alone: Logits = {}
         self.reference: Logits = {}
         for sequence, script in self.scripts.items():
             caches = None if kv == "fp16" else self.loaded.new_caches()
@@ -107,25 +109,48 @@ class Family:
 KINDS = ((None, "fp16"), (None, "q4"), (4, "q4"))
 """Bits of the weights, and how KV is kept."""
 
-QUANTIZED = ("qwen3", "deepseek_v2")
-"""Those whose 4-bit weights are tried every time: each has layers of another kind."""
+ALWAYS: dict[str, tuple[int | None, str]] = {
+    # Full attention in dense layers; with biases, with a rotation of half of each head, and tied to the embeddings.
+    "qwen2": (None, "q4"),
+    "llama": (None, "fp16"),
+    "glm4": (None, "q4"),
+    "qwen3": (None, "q4"),
+    "qwen3_moe": (4, "q4"),
+    # Keys and values of different sizes.
+    "deepseek_v2": (None, "q4"),
+    # Windows, longer and shorter than a block, and sinks.
+    "gemma3_text": (None, "q4"),
+    "gpt_oss": (None, "q4"),
+    # States of recurrent layers: in full precision they are compared by the small tolerance.
+    "qwen3_next": (None, "fp16"),
+    "nemotron_h": (None, "q4"),
+}
+"""How each family is tried every time; other ways are slow."""
 
-PLAIN = ("qwen3", "qwen3_next", "gemma3_text")
-"""The same for KV in full precision."""
+PADDED = ("llama", "gemma3_text", "gpt_oss", "deepseek_v2", "nemotron_h")
+"""Those that are also tried with larger chunks, and prefill in padded batches where there are such, as on a GPU."""
 
-PADDED = (*PLAIN, "gpt_oss", "deepseek_v2")
-"""The same for prefill in padded batches, as on a GPU."""
-
-
-def _params() -> Iterator[Any]:
-    for name in FAMILIES:
-        for bits, kv in KINDS:
-            tried = PLAIN if kv == "fp16" else QUANTIZED if bits is not None else FAMILIES
-            marks = [] if name in tried else [pytest.mark.slow]
-            yield pytest.param((name, bits, kv), marks=marks, id=f"{name}-{bits}-{kv}")
+DISTINCT = ("llama", "qwen2", "gemma3_text", "gpt_oss", "deepseek_v2")
+"""Each attends in another way: with full or sealed KV, windows, sinks, values smaller than keys."""
 
 
-@pytest.fixture(scope="module", params=_params())
+def _params(among: Collection[str]) -> list[Any]:
+    return [
+        pytest.param(
+            (name, *kind),
+            marks=[] if name in among and ALWAYS[name] == kind else [pytest.mark.slow],
+            id="-".join(map(str, (name, *kind))),
+        )
+        for name in FAMILIES
+        for kind in KINDS
+    ]
+
+
+few_families = pytest.mark.parametrize("family", _params(DISTINCT), indirect=True)
+"""For tests of what families share but for their attention; the others are slow."""
+
+
+@pytest.fixture(scope="module", params=_params(FAMILIES))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(tmp_path_factory.mktemp("models"), *request.param)
 
@@ -146,15 +171,15 @@ def submit(bench: Bench, family: Family, sequence: int, name: str, more: int = 0
     )
 
 
-def run_alone(make: Callable[..., tuple[Bench, Logits]], family: Family, **scheduling: Any) -> Logits:
-    every: Logits = {}
-    for sequence in family.scripts:
-        bench, noted = make(**scheduling)
+def run_alone(make: Callable[..., tuple[Bench, Logits]], family: Family) -> Logits:
+    """Each sequence in an engine of its own, computed once for a family."""
+    for sequence in family.scripts if not family.alone else ():
+        bench, noted = make()
         submit(bench, family, sequence, "one")
         bench.drain()
         assert bench.sequences["one"].tokens == family.scripts[sequence][PROMPTS[sequence] :]
-        every |= noted
-    return every
+        family.alone |= noted
+    return family.alone
 
 
 def same_bits(left: Logits, right: Logits, keys: Sequence[tuple[int, int]]) -> bool:
@@ -192,6 +217,7 @@ def test_batched_cached_and_chunked_sequences_equal_the_bare_model(
         assert reused >= (256 if family.loaded.spec.recurrent else whole)
 
 
+@few_families
 @pytest.mark.parametrize("few_queries", [256, 40])
 def test_prompts_on_cuda_equal_the_bare_model(
     few_queries: int,
