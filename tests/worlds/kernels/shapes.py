@@ -48,12 +48,14 @@ def every() -> Iterator[Shape]:
 
 
 def usual() -> list[Shape]:
-    """Returns some, in which each two values of any two fields meet."""
-    turns = list(product(WINDOWS, range(TRANSFORMS), (False, True)))
+    """Returns a few, in which each two values of any two fields meet."""
+    policies, dtypes, wholes = tuple(POLICIES), tuple(DTYPES), (False, True)
     shapes = []
-    for at, kind in enumerate(product(POLICIES, DTYPES, HEAD_SIZES)):
-        window, transform, whole = turns[(at // len(GROUPED) + at) % len(turns)]
-        shapes.append(Shape(*kind, GROUPED[at % len(GROUPED)], window, transform, whole))
+    for (i, dims), (j, grouped) in product(enumerate(HEAD_SIZES), enumerate(GROUPED)):
+        policy, dtype = policies[(i + j) % len(policies)], dtypes[(i + j) % len(dtypes)]
+        # The terms differ so that no field follows from another one.
+        window, transform = WINDOWS[(i // 2 + j) % len(WINDOWS)], (i + 2 * j) % TRANSFORMS
+        shapes.append(Shape(policy, dtype, dims, grouped, window, transform, wholes[(i + i // 2 + j) % 2]))
     return shapes
 
 
