@@ -219,7 +219,7 @@ CALL = 'start: "{\\"name\\": \\"str_replace_based_edit\\", \\"arguments\\": " fo
 )
 
 
-@pytest.mark.parametrize("how", HOW[1:3])
+@pytest.mark.parametrize("how", [HOW[2], pytest.param(HOW[1], marks=pytest.mark.slow)])
 def test_a_sequence_that_is_alone_gets_tokens_together_where_its_grammar_leaves_no_choice(
     recall: LoadedModel, prompt: list[int], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):

@@ -251,8 +251,16 @@ def shut_down(bench: Bench) -> None:
     bench.engine.end_all()
 
 
-@pytest.mark.parametrize("end", [stopped, late, shut_down])
-@pytest.mark.parametrize("said", [0, 1, 40])
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        *((stopped, 0), (stopped, 40), (late, 1), (shut_down, 40)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((stopped, 1), (late, 0), (late, 40), (shut_down, 0), (shut_down, 1))
+        ),
+    ],
+)
 def test_a_sequence_that_is_taken_out_leaves_what_it_computed(
     loaded: LoadedModel, node: Node, end: Callable[[Bench], None], said: int
 ):
