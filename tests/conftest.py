@@ -65,8 +65,8 @@ _HOME = pytest.StashKey[Home]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        _keep_to_one_processor(int(config.workerinput["workerid"].removeprefix("gw")))
+    if (number := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")).isdigit():
+        _keep_to_one_processor(int(number))
     # Ray reads part of its settings while it is imported, which test modules do.
     home = Home(Path(tempfile.mkdtemp(prefix="satchel-test-")))
     prepare_home(home)
@@ -80,10 +80,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _keep_to_one_processor(worker: int) -> None:
-    """Linux: a test process, and all that it starts, stay on one processor, and nothing there preempts what runs.
+    """Linux: a test process, and all that it starts, stay on one processor, where no thread preempts another.
 
     MLX computes on a CPU in a second thread, which gets single operations. Each one would wake it on another processor,
-    or preempt the thread that goes on to the next operation: a third of all processor time.
+    or preempt the thread that prepares the next one. That took a third of the processors' time.
     """
     if sys.platform == "linux":
         processors = sorted(os.sched_getaffinity(0))
