@@ -92,14 +92,20 @@ def _keep_to_one_processor(worker: int) -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Ten thousand tests and all that they import stay to the end: each pass of the garbage collector over them would
+    take seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
-
-
-def pytest_collection_finish() -> None:
-    # Ten thousand tests and all that they import stay to the end: the garbage collector need not look at them.
-    gc.collect()
-    gc.freeze()
 
 
 def _place(item: pytest.Item) -> int:

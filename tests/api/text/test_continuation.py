@@ -195,7 +195,7 @@ def model_of(kind: str, made: dict[str, TextModel]) -> TextModel:
 
 
 quick = settings(
-    max_examples=100,
+    max_examples=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -22,7 +22,7 @@ from satchel.cluster.errors import InvalidRequest
 from .test_continuation import END, KINDS, LOSSLESS, PIECES, START, model_of, redrawn, text_model
 
 quick = settings(
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
