@@ -337,8 +337,10 @@ class Batch:
         if self._settles_always:
             # The step in flight still writes into the open blocks that are read here.
             mx.synchronize()
-        if self._compiled is not None and (logits := self._compute_new(self._compiled, caches, tokens)) is not None:
-            return logits
+        if self._compiled is not None and self.takes_drafts:
+            logits = self._compute_new(self._compiled, caches, tokens)
+            if logits is not None:
+                return logits
         parts = [sequence.part(each) for sequence, each in zip(self._sequences, tokens, strict=True)]
         width = max(map(len, tokens))
         if self.batched_prefill:
@@ -438,7 +440,9 @@ class Batch:
         """Whether a step computes drafts of any lengths, without padding all sequences to one width. The batch must
         have a sequence."""
         caches = self._caches
-        return self._compiled is not None and not isinstance(caches, UnbatchedSequences) and caches[0].takes_drafts
+        if self._compiled is None or not self._loaded.way.drafts or isinstance(caches, UnbatchedSequences):
+            return False
+        return caches[0].takes_drafts
 
     @replayed
     @on_device()

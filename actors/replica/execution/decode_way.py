@@ -15,6 +15,7 @@ class DecodeWay:
     Attributes:
         compiled: whether steps are recorded (`compiled_step.py`).
         fused: whether recorded steps leave norms and rotations to the kernel (`deferral.py`).
+        drafts: whether recorded steps may have several tokens of a sequence.
         reason: why no faster way is used; empty if it is the fastest of this device, or was asked for.
     """
 
@@ -22,6 +23,7 @@ class DecodeWay:
     compiled: bool = False
     fused: bool = False
     reason: str = ""
+    drafts: bool = True
 
     @property
     def is_fallback(self) -> bool:

@@ -100,9 +100,15 @@ def _tries(findings: Findings) -> int:
 def _known(found: Any) -> DecodeWay | None:
     """Returns what an earlier load found; None if it does not apply here."""
     match found:
-        case {"reads": str(reads), "compiled": bool(compiled), "fused": bool(fused), "reason": str(reason)}:
+        case {
+            "reads": str(reads),
+            "compiled": bool(compiled),
+            "fused": bool(fused),
+            "reason": str(reason),
+            "drafts": bool(drafts),
+        }:
             with suppress(ValueError):
-                return DecodeWay(Reads(reads), compiled, fused, reason)
+                return DecodeWay(Reads(reads), compiled, fused, reason, drafts)
     return None
 
 
@@ -119,14 +125,14 @@ def _found(model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces
     deferral = Deferral(model)
     reason = "it has none of the kinds that are known"
     if not deferral.is_empty:
-        reason = _why_not_compiled(model, spec, context_tokens, pieces, tried, deferral)
-    if not reason:
-        return DecodeWay(wanted, compiled=True, fused=True)
+        reason, drafts = _why_not_compiled(model, spec, context_tokens, pieces, tried, deferral)
+        if not reason:
+            return DecodeWay(wanted, compiled=True, fused=True, drafts=drafts)
     logger.info("norms and rotations are not left to the kernel: %s", reason)
-    reason = _why_not_compiled(model, spec, context_tokens, pieces, tried)
+    reason, drafts = _why_not_compiled(model, spec, context_tokens, pieces, tried)
     if reason:
         logger.warning("decode steps are not compiled: %s", reason)
-    return DecodeWay(wanted, compiled=not reason, reason=reason)
+    return DecodeWay(wanted, compiled=not reason, reason=reason, drafts=drafts)
 
 
 def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads, pieces: Pieces, told: Tried) -> str:
@@ -188,27 +194,31 @@ def _why_not_compiled(
     pieces: Pieces,
     told: Tried,
     deferral: Deferral | None = None,
-) -> str:
-    """Returns why a recorded step does not compute what the model does; empty if it does. If a model's code depends on
-    lengths, it cannot be recorded."""
+) -> tuple[str, bool]:
+    """Returns why a recorded step does not compute what the model does, empty if it does; and whether one with several
+    tokens of a sequence does. If a model's code depends on lengths, it cannot be recorded."""
     if not all(layer.sealed for layer in spec.layers):
-        return "it has layers of other kinds"
+        return "it has layers of other kinds", False
     far_blocks = min(FAR_TOKENS_MAX, context_tokens) // BLOCK_TOKENS - 1
 
     def steps(step: CompiledStep | None) -> list[mx.array]:
         return _batch_steps(model, spec, step, far_blocks, pieces)
 
     off: list[float] = []
+    drafts: list[bool] = []
 
     def why_not(expected: Logits, got: Logits) -> str:
-        off.append(farthest(expected, got))
-        return "" if agree(expected, got, TOLERANCE_16) else "a recorded step computes something else"
+        off.append(farthest(expected[:-1], got[:-1]))
+        drafts.append(agree(expected[-1:], got[-1:], TOLERANCE_16))
+        if not drafts[-1]:
+            logger.warning("drafts are not computed in recorded steps: off by %.2g", farthest(expected[-1:], got[-1:]))
+        return "" if agree(expected[:-1], got[:-1], TOLERANCE_16) else "a recorded step computes something else"
 
     verdict = try_change(lambda: steps(None), lambda: steps(CompiledStep(model, deferral)), why_not)
     reason = _in_words(verdict, "recording")
     way = DecodeWay(Reads.KERNEL, compiled=True, fused=deferral is not None).describe()
     told(Trial(way, off[0] if off else None, reason))
-    return reason
+    return reason, bool(drafts) and drafts[-1]
 
 
 def _batch_steps(

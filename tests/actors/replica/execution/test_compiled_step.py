@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +20,7 @@ from satchel.actors.replica.execution.decode_way import DecodeWay
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kernels import gpu_kernels
+from satchel.actors.replica.kernels.decode_views import KernelView
 from satchel.actors.replica.kernels.head_transform import HeadTransform, Norm
 from satchel.actors.replica.kv.caches import new_pool
 from satchel.actors.replica.kv.paged_cache import Reads
@@ -133,6 +135,28 @@ def test_a_kernel_that_rotates_otherwise_far_away_is_found_out(
             str(folder), context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm=False
         )
     assert loaded.way.compiled and loaded.way.fused is (context < 20_000)
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has its own kernel")
+def test_a_kernel_that_computes_drafts_otherwise_is_used_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kernel = fake_kernels.attend
+
+    def attend(queries: mx.array, view: KernelView, *rest: Any) -> mx.array:
+        out = kernel(queries, view, *rest)
+        return out if view.step.read.most == 1 else -out
+
+    monkeypatch.setattr(fake_kernels, "attend", attend)
+    folder = write_model(tmp_path / "model", "qwen2")
+    with fake_kernels.kernels():
+        loaded = models.load(
+            str(folder), context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm=False
+        )
+        assert loaded.way.compiled and loaded.way.fused and not loaded.way.drafts
+        bench = Bench(loaded, drafts=True)
+        bench.submit("one", [1, 2, 3], max_tokens=4)
+        while not bench.engine.executor._sequences:
+            bench.turn()
+        assert not bench.engine.executor.takes_drafts
 
 
 @pytest.mark.skipif(on_gpu(), reason="a GPU rounds otherwise without kernels")
