@@ -23,6 +23,7 @@ from ...kv_store.transfer.handshake import NONCE_BYTES, Acceptor, Initiator, Sea
 from ...kv_store.transfer.link import Link
 from ...kv_store.transfer.wire import pack, unpack
 from ..device.device import as_numpy
+from .arrays import FAIL_S, Incoming, Outgoing, Plain
 
 Address = tuple[str, int]
 
@@ -34,6 +35,12 @@ STALL_S = 60.0
 
 FAILED = "failed"
 """The kind of a message that says why the sender's process ends."""
+
+_ARRAY = "array"
+"""The kind of a message that says which array follows."""
+
+ARRAY_BYTES_MAX = 2**30
+"""The most bytes of an array."""
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -54,6 +61,8 @@ class Connection:
         self._link.sealed_by(seals)
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
+        self._outgoing: Outgoing | None = None
+        self._incoming: Incoming | None = None
 
     @classmethod
     def connect(cls, address: Address, key: bytes, peer: str, until: float) -> Connection:
@@ -107,38 +116,60 @@ class Connection:
         return kind, fields
 
     def send_array(self, array: mx.array) -> None:
-        """Sends an array of floats; waits for the device."""
+        """Has an array of floats sent, in the dtype that it has; waits for the device, and while too many bytes wait
+        (`arrays.py`). Only arrays, and at last `fail`, may be sent on this connection from now on."""
         dtype = str(array.dtype).removeprefix("mlx.core.")
-        self.send("array", dtype, list(array.shape))
         plain = as_numpy(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
         data = np.ascontiguousarray(plain).reshape(-1).view(np.uint8)
-
-        def read(piece: memoryview, start: int) -> None:
-            np.frombuffer(piece, np.uint8)[:] = data[start : start + len(piece)]
-
-        self._link.send_bytes(len(data), read)
+        if self._outgoing is None:
+            self._outgoing = Outgoing(self._send_plain)
+        self._outgoing.put(Plain(dtype, array.shape, data))
 
     def receive_array(self, shape: Sequence[int]) -> mx.array:
-        """Returns the next message's array.
+        """Returns the next array. Only arrays may be received on this connection from now on.
 
         Raises:
-            LinkGarbage: it is something else, or of another shape.
+            LinkGarbage: something else came, or an array of another shape.
         """
+        if self._incoming is None:
+            self._incoming = Incoming(self._receive_plain)
+        dtype, came, data = self._incoming.take()
+        if [*came] != [*shape]:
+            raise LinkGarbage(f"hidden states of the shape {[*shape]} were to come, not {dtype} {[*came]}")
+        if _DTYPES[dtype] == mx.bfloat16:
+            return mx.array(data.view(np.uint16).reshape(shape)).view(mx.bfloat16)
+        return mx.array(data.view(dtype).reshape(shape))
+
+    def fail(self, why: str) -> None:
+        """Tells the peer why this process ends, after the arrays that wait to be sent, if that does not take long."""
+        if self._outgoing is None or self._outgoing.flush(FAIL_S):
+            self.send(FAILED, why)
+
+    def _send_plain(self, array: Plain) -> None:
+        self.send(_ARRAY, array.dtype, [*array.shape])
+
+        def read(piece: memoryview, start: int) -> None:
+            np.frombuffer(piece, np.uint8)[:] = array.data[start : start + len(piece)]
+
+        self._link.send_bytes(len(array.data), read)
+
+    def _receive_plain(self) -> Plain:
         kind, fields = self.receive() or ("", [])
-        if kind != "array" or len(fields) != 2 or fields[0] not in _DTYPES or fields[1] != list(shape):
-            raise LinkGarbage(f"hidden states of the shape {list(shape)} were to come, not {kind} {fields!r:.80}")
-        dtype = _DTYPES[fields[0]]
-        data, filled = np.empty(math.prod(shape) * dtype.size, np.uint8), 0
+        dtype, shape = fields if kind == _ARRAY and len(fields) == 2 else ("", [])
+        if not isinstance(dtype, str) or dtype not in _DTYPES or not _is_shape(shape):
+            raise LinkGarbage(f"hidden states were to come, not {kind} {fields!r:.80}")
+        nbytes, filled = math.prod(shape) * _DTYPES[dtype].size, 0
+        if nbytes > ARRAY_BYTES_MAX:
+            raise LinkGarbage(f"hidden states of {nbytes} bytes are over {ARRAY_BYTES_MAX}")
+        data = np.empty(nbytes, np.uint8)
 
         def take(piece: memoryview) -> None:
             nonlocal filled
             data[filled : filled + len(piece)] = piece
             filled += len(piece)
 
-        self._link.receive_bytes(len(data), take)
-        if dtype == mx.bfloat16:
-            return mx.array(data.view(np.uint16).reshape(shape)).view(mx.bfloat16)
-        return mx.array(data.view(fields[0]).reshape(shape))
+        self._link.receive_bytes(nbytes, take)
+        return Plain(dtype, shape, data)
 
     def shut(self) -> None:
         """Ends the connection and all waits on it; from any thread."""
@@ -147,8 +178,17 @@ class Connection:
 
     def close(self) -> None:
         """Frees the connection, when no thread uses it any more."""
+        threads = [thread for thread in (self._outgoing, self._incoming) if thread is not None]
+        if threads:
+            self.shut()
+        for thread in threads:
+            thread.end()
         self._selector.close()
         self._sock.close()
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(size, int) and size > 0 for size in value)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from ....cluster.errors import LinkGarbage, SatchelError
 from ..execution.batch import Batch
 from ..kv.caches import PooledBlock, Slab
 from .broken import Wholeness, in_words
-from .connection import FAILED, Connection
+from .connection import Connection
 from .leading import END, KEPT, TELL, TOKENS
 
 
@@ -48,7 +48,7 @@ class Following:
             except BaseException as error:
                 if not self._wholeness.why:
                     with suppress(SatchelError):
-                        self._after.send(FAILED, in_words(error))
+                        self._after.fail(in_words(error))
                 raise
 
     def _heard(self) -> bool:
