@@ -4,19 +4,18 @@ Everything here runs on one thread, because a lazy MLX array can be evaluated on
 that compute or wait may raise `DeviceFailed`; then `reset` must follow.
 
 If other processes have other layers of the model, each of them has a batch too, and does the calls marked `replayed` in
-the same order. So all of them have the same sequences, each with its own layers' KV.
+the same order. So all of them have the same sequences, each with its own layers' KV. Prompts are then computed in
+pieces, and decoding sequences in micro-batches, so that processes compute at the same time (`Followers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
-from ..device.device import on_cuda, on_gpu
 from ..device.device_errors import on_device
 from ..kernels.decode_views import padded_count
 from ..kv import caches as kv_cache
@@ -25,196 +24,71 @@ from ..kv.sequence_view import SequenceView, Stacks
 from ..kv.unbatched import UnbatchedSequences
 from .compiled_step import CompiledStep
 from .drafts import padded_width
+from .followers import Followers, replayed
 from .loaded_model import LoadedModel
-from .padding import CALL_TOKENS, CALL_TOKENS_ELSEWHERE, batches_of, padded_tokens
-from .pieces import IN_ONE_PIECE
-from .sequence_states import ExecutorSequence, Stage, Together, arriving
-from .vision import SequencePart, SequencePictures
-
-T = TypeVar("T")
-P = ParamSpec("P")
+from .micro_batches import TWO
+from .prefilling import Prefilling
+from .sequence_states import ExecutorSequence, MicroBatch, Stage, arriving
+from .vision import SequencePart
 
 CLEAR_EVERY_STEPS = 512
 STACKED_SPANS_MAX = 16
 
-CLEAR_EVERY_TOKENS = 8192
-"""Prefilled tokens after which MLX's cache of freed buffers is emptied; decoding cannot use many of them."""
 
-
-class Followers(Protocol):
-    """The processes that have the other layers of the model."""
-
-    def lead(self, call: str, given: Sequence[Any], named: Mapping[str, Any], run: Callable[[], T]) -> T:
-        """Lets them do a call of `Batch`, and does it here.
-
-        Args:
-            run: does it here.
-        """
-        ...
-
-
-def replayed(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Marks a call that the batches of all processes do."""
-
-    @wraps(method)
-    def call(self: Batch, *given: P.args, **named: P.kwargs) -> T:
-        run = partial(method, self, *given, **named)
-        return run() if self.followers is None else self.followers.lead(method.__name__, given, named, run)
-
-    vars(call)["replayed"] = True
-    return call
-
-
-class Batch:
+class Batch(Prefilling):
     """The sequences in prefill and the batch of decoding sequences.
 
-    With `batched_prefill` prompts run as padded batches, even a single prompt: a short prompt alone leaves a GPU idle,
-    and without a mask array cuDNN makes a plan for every new length. A CPU gains nothing from it, and mlx-lm's Mamba
-    layers would take the padding into their state.
-
-    Attributes:
+    Args:
         followers: have the other layers of the model; None if it has all.
-        workspace_bytes: the most temporary memory that a prefill has needed.
-        pieces: a piece ends after each layer of a prompt, so that requests are served during self-tests.
     """
 
     def __init__(self, loaded: LoadedModel, followers: Followers | None = None) -> None:
-        self.followers = followers
-        self._loaded = loaded
-        self._model = loaded.model
-        self._on_gpu = on_gpu()
-        batched = self._on_gpu and loaded.spec.reusable and not loaded.spec.recurrent
-        self.batched_prefill = batched and not loaded.unbatched
-        pool = loaded.pool
-        # CUDA runs evaluations one after another anyway.
-        self._settles = pool is not None and not (pool.kernels and mx.cuda.is_available())
-        # On Metal MLX does not know that kernels write into arrays that they read.
-        self._settles_always = self._settles and pool is not None and pool.kernels
+        super().__init__(loaded, followers)
         self._compiled = (
             CompiledStep(self._model, loaded.deferral) if loaded.way.compiled and not loaded.unbatched else None
         )
-        # Sequences that do not decode yet; `_sequences` are those of the batch.
-        self._coming: dict[str, ExecutorSequence] = {}
-        self._leaving: set[str] = set()
-        self._since_clear = 0
-        self.pieces = IN_ONE_PIECE
-        self.workspace_bytes = 0
+        self._micro_batches: list[Any] = [MicroBatch()]
+        # The number of the micro-batch that decode steps are about.
+        self._selected = 0
         self._steps = 0
-        Batch.forget(self)
 
-    # Prefill.
+    def _new_micro_batch(self) -> MicroBatch:
+        return MicroBatch()
 
-    @replayed
-    @on_device()
-    def open(
-        self,
-        sequence_id: str,
-        blocks: Sequence[Slab | PooledBlock],
-        tail: Slab | None,
-        tail_tokens: int,
-        pictures: SequencePictures | None = None,
-    ) -> None:
-        """Makes caches for a sequence and restores the known part of its prompt.
+    @property
+    def _now(self) -> Any:
+        """The micro-batch that decode steps are about."""
+        return self._micro_batches[self._selected]
 
-        Args:
-            blocks: KV of consecutive tokens from the prompt's begin.
-            tail: KV after them, of which the first `tail_tokens` tokens are used.
-        """
-        caches = self._loaded.new_caches()
-        kv_cache.restore(self._loaded.spec, caches, blocks, tail, tail_tokens)
-        length = sum(block.tokens for block in blocks) + tail_tokens
-        self._coming[sequence_id] = ExecutorSequence(sequence_id, length, caches, pictures)
+    @property
+    def _sequences(self) -> list[ExecutorSequence]:
+        return self._now.sequences
 
-    @replayed
-    @on_device()
-    def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """Computes the KV of some sequences' next tokens, (sequence id, tokens) each.
-
-        Raises:
-            Exception: whatever the model raises. `length` tells which sequences are done. The others may be prefilled
-                again; if the caches of one were being changed, it fails again.
-        """
-        sequences = [(self._coming[sequence_id], tokens) for sequence_id, tokens in work]
-        self._settle()
-        mx.reset_peak_memory()
-        if self.batched_prefill:
-            call_tokens = CALL_TOKENS if on_cuda() else CALL_TOKENS_ELSEWHERE
-            for batch in batches_of([(sequence.length, len(tokens)) for sequence, tokens in sequences], call_tokens):
-                self._prefill_together([sequences[number] for number in batch])
-            sequences = []
-        for sequence, tokens in sequences:
-            if sequence.failure is not None:
-                raise sequence.failure
-            caches, inputs = sequence.own(), mx.array([list(tokens)], mx.uint32)
-            part = sequence.part(tokens)
-            kv_cache.set_bidirectional(caches, [part.bidirectional])
-            try:
-                self._model(inputs, cache=caches, **self._inputs_besides([part], len(tokens)))
-                # The logits are not evaluated, so the output layer is not computed.
-                self._evaluate(caches)
-            except Exception as error:
-                sequence.failure = error
-                raise
-            kv_cache.set_bidirectional(caches, [])
-            sequence.length += len(tokens)
-        self.workspace_bytes = max(self.workspace_bytes, mx.get_peak_memory() - mx.get_active_memory())
-        self._since_clear += sum(len(tokens) for _, tokens in work)
-        if self._since_clear >= CLEAR_EVERY_TOKENS:
-            self._since_clear = 0
-            mx.clear_cache()
-
-    def _evaluate(self, caches: Sequence[Any]) -> None:
-        if self.pieces is IN_ONE_PIECE:
-            mx.eval([cache.state for cache in caches])
-        else:
-            self.pieces.evaluate(caches)
-
-    def _inputs_besides(self, parts: Sequence[SequencePart], width: int) -> dict[str, Any]:
-        """Returns the model's inputs besides tokens and caches, for a padded batch of `width` tokens."""
-        vision = self._loaded.vision
-        return {} if vision is None else vision.inputs(parts, width)
-
-    def _prefill_together(self, sequences: Sequence[tuple[ExecutorSequence, Sequence[int]]]) -> None:
-        caches = kv_cache.merge([sequence.own() for sequence, _ in sequences])
-        parts = [sequence.part(tokens) for sequence, tokens in sequences]
-        kv_cache.set_bidirectional(caches, [part.bidirectional for part in parts])
-        given = [tokens for _, tokens in sequences]
-        self._launch_padded(caches, parts, given, padded_tokens(max(map(len, given))))
-        kv_cache.set_bidirectional(caches, [])
-        self._evaluate(caches)
-        # Sequences that are prefilled together mostly join the batch together, and extracting one costs two copies a
-        # layer.
-        together = Together(
-            caches, {sequence.sequence_id: index for index, (sequence, _) in enumerate(sequences)}, len(sequences)
-        )
-        for sequence, tokens in sequences:
-            sequence.caches, sequence.together, sequence.length = [], together, sequence.length + len(tokens)
-
-    def _launch_padded(
-        self, caches: Sequence[Any], parts: Sequence[SequencePart], tokens: Sequence[Sequence[int]], width: int
-    ) -> mx.array:
-        """Launches the model for some tokens of each sequence, padded to `width`.
-
-        Returns:
-            (sequences, width, vocabulary), the logits.
-        """
-        lengths = [len(each) for each in tokens]
-        padding = [width - length for length in lengths]
-        for cache in caches:
-            cache.prepare(lengths=lengths, right_padding=padding)
-        padded = mx.array([[*each, *[0] * pad] for each, pad in zip(tokens, padding, strict=True)], mx.uint32)
-        logits = self._model(padded, cache=caches, **self._inputs_besides(parts, width))
-        for cache in caches:
-            cache.finalize()
-        return logits
+    @property
+    def _caches(self) -> list[Any] | UnbatchedSequences:
+        return self._now.caches
 
     # Joining and leaving.
 
     @replayed
-    def line_up(self, sequence_id: str) -> None:
-        """Lets a prefilled sequence join the batch at the next `change`. Sequences join in the order of these calls."""
+    def line_up(self, sequence_id: str, micro_batch: int = 0) -> None:
+        """Lets a prefilled sequence join a micro-batch at the next `change` of it. Sequences join in the order of these
+        calls."""
         sequence = self._coming[sequence_id] = self._coming.pop(sequence_id)
-        sequence.stage = Stage.JOINING
+        sequence.stage, sequence.micro_batch = Stage.JOINING, micro_batch
+
+    @replayed
+    def select(self, micro_batch: int) -> None:
+        """Says which micro-batch the following calls of a decode step are about. All calls up to `cut` are such.
+
+        Raises:
+            ValueError: there is no such micro-batch.
+        """
+        if not 0 <= micro_batch < TWO:
+            raise ValueError(f"there is no micro-batch {micro_batch}")
+        while micro_batch >= len(self._micro_batches):
+            self._micro_batches.append(self._new_micro_batch())
+        self._selected = micro_batch
 
     @replayed
     @on_device()
@@ -224,30 +98,56 @@ class Batch:
         Returns:
             The numbers of the sequences that stay, and the sequences that have joined.
         """
-        self._stacks = Stacks()
+        now = self._now
+        now.stacks = Stacks()
         if self._settles_always:
             mx.synchronize()
-        keep = [index for index, sequence in enumerate(self._sequences) if sequence.sequence_id not in self._leaving]
-        if self._leaving:
-            if isinstance(self._caches, UnbatchedSequences):
-                self._caches.keep(keep)
-            else:
-                kv_cache.keep(self._caches, keep)
-            self._sequences = [self._sequences[index] for index in keep]
-            self._leaving.clear()
+        keep = [index for index, sequence in enumerate(now.sequences) if sequence.sequence_id not in now.leaving]
+        if now.leaving:
+            self._keep(now, keep)
+            now.leaving.clear()
         joined = []
         for batch, sequences in arriving(self._joining(), unbatched=self._loaded.unbatched):
-            if not self._sequences:
-                self._caches = batch
-            elif isinstance(self._caches, UnbatchedSequences):
-                self._caches.extend(batch)
+            if not now.sequences:
+                now.caches = batch
+            elif isinstance(now.caches, UnbatchedSequences):
+                now.caches.extend(batch)
             else:
-                kv_cache.extend(self._caches, batch)
+                kv_cache.extend(now.caches, batch)
             for sequence in sequences:
                 sequence.decode()
-                self._sequences.append(self._coming.pop(sequence.sequence_id))
+                now.sequences.append(self._coming.pop(sequence.sequence_id))
                 joined.append(sequence)
         return keep, joined
+
+    @replayed
+    @on_device()
+    def move(self, sequence_ids: Sequence[str], micro_batch: int) -> None:
+        """Takes sequences out of the selected micro-batch. They join another one at its next `change`, which must
+        follow."""
+        now, moved = self._now, set(sequence_ids)
+        if self._settles_always:
+            mx.synchronize()
+        stay = [index for index, each in enumerate(now.sequences) if each.sequence_id not in moved]
+        for index, sequence in enumerate(now.sequences):
+            if sequence.sequence_id in moved:
+                caches = now.caches
+                single = isinstance(caches, UnbatchedSequences)
+                sequence.caches = caches.sequences[index] if single else kv_cache.extract(caches, index)
+                sequence.stage, sequence.micro_batch = Stage.JOINING, micro_batch
+                self._coming[sequence.sequence_id] = sequence
+        if all(now.sequences[index].sequence_id in now.leaving for index in stay):
+            self._micro_batches[self._selected] = self._new_micro_batch()
+        else:
+            self._keep(now, stay)
+
+    def _keep(self, batch: Any, indices: Sequence[int]) -> None:
+        """Keeps only these of a micro-batch's sequences."""
+        if isinstance(batch.caches, UnbatchedSequences):
+            batch.caches.keep(indices)
+        else:
+            kv_cache.keep(batch.caches, indices)
+        batch.sequences = [batch.sequences[index] for index in indices]
 
     @replayed
     def leave(self, sequence_ids: Sequence[str]) -> None:
@@ -259,14 +159,16 @@ class Batch:
             if (sequence := self._coming.pop(sequence_id, None)) is not None:
                 sequence.leave()
         gone = set(sequence_ids)
-        self._leaving.update(sequence.sequence_id for sequence in self._sequences if sequence.sequence_id in gone)
-        if self._sequences and len(self._leaving) == len(self._sequences):
-            self.forget()
+        for number, each in enumerate(self._micro_batches):
+            each.leaving.update(sequence.sequence_id for sequence in each.sequences if sequence.sequence_id in gone)
+            if each.sequences and len(each.leaving) == len(each.sequences):
+                self._micro_batches[number] = self._new_micro_batch()
 
     @replayed
     def reset(self) -> None:
         """Forgets every sequence and every block, after the device has failed."""
         self._coming.clear()
+        self._unlaunched, self._prefilling = [], False
         self.forget()
         if self._loaded.pool is not None:
             self._loaded.pool.reset()
@@ -274,19 +176,19 @@ class Batch:
     @replayed
     def clear_batch(self) -> None:
         """Forgets every decoding sequence and every sequence that was about to join. Used after a step failed."""
-        self._remove(list(self._joining()))
+        self._remove([each.sequence_id for each in self._coming.values() if each.stage is Stage.JOINING])
         self.forget()
 
     def forget(self) -> None:
-        """Forgets the batch; sequences in prefill stay. Called within other calls."""
-        self._leaving.clear()
-        self._sequences: list[ExecutorSequence] = []
-        self._caches: list[Any] | UnbatchedSequences = []
-        self._stacks = Stacks()
+        """Forgets the decoding sequences; those in prefill stay. Called within other calls."""
+        self._micro_batches, self._selected = [self._new_micro_batch()], 0
 
     def _joining(self) -> dict[str, ExecutorSequence]:
+        """Returns the sequences that join the selected micro-batch at its next `change`."""
         return {
-            sequence_id: sequence for sequence_id, sequence in self._coming.items() if sequence.stage is Stage.JOINING
+            sequence_id: sequence
+            for sequence_id, sequence in self._coming.items()
+            if sequence.stage is Stage.JOINING and sequence.micro_batch == self._selected
         }
 
     # Decode steps.
@@ -304,7 +206,8 @@ class Batch:
         Returns:
             `(sequences, vocabulary)`, the logits after the last token of each.
         """
-        self._stacks = Stacks()
+        self._now.stacks = Stacks()
+        self._end_prefill()
         if self._seals:
             self._settle()
         caches = self._caches
@@ -331,7 +234,8 @@ class Batch:
         Returns:
             (tokens, vocabulary), the logits after each of them, sequence after sequence.
         """
-        self._stacks = Stacks()
+        self._now.stacks = Stacks()
+        self._end_prefill()
         caches = self._caches
         assert not isinstance(caches, UnbatchedSequences)
         if self._settles_always:
@@ -407,11 +311,6 @@ class Batch:
             )
         )
 
-    def _settle(self) -> None:
-        """Waits for the step in flight before blocks are written: MLX would copy arrays that the step still reads."""
-        if self._settles:
-            mx.synchronize()
-
     def _pool_arrays(self) -> list[mx.array]:
         return [] if self._loaded.pool is None else self._loaded.pool.arrays()
 
@@ -420,20 +319,24 @@ class Batch:
     @property
     def leaving(self) -> int:
         """How many sequences have left whose KV stays here until the next step."""
-        return len(self._leaving)
+        return sum(len(each.leaving) for each in self._micro_batches)
 
     def holds(self, sequence_id: str) -> bool:
         """Whether the sequence has usable KV."""
         if (sequence := self._coming.get(sequence_id)) is not None:
             return sequence.failure is None
-        return sequence_id not in self._leaving and any(
-            sequence.sequence_id == sequence_id for sequence in self._sequences
+        return any(
+            sequence.sequence_id == sequence_id and sequence_id not in each.leaving
+            for each in self._micro_batches
+            for sequence in each.sequences
         )
 
     def length(self, sequence_id: str) -> int:
         """Returns how many tokens of a sequence in any state have KV."""
-        sequence = self._coming.get(sequence_id)
-        return (self._sequences[self._index(sequence_id)] if sequence is None else sequence).length
+        if (sequence := self._coming.get(sequence_id)) is not None:
+            return sequence.length
+        micro_batch, index = self._place(sequence_id)
+        return micro_batch.sequences[index].length
 
     @property
     def takes_drafts(self) -> bool:
@@ -449,17 +352,19 @@ class Batch:
     def cut(self, sequence_id: str, spans: Sequence[tuple[int, int]]) -> list[Slab | PooledBlock]:
         """Returns a sequence's KV for spans [start, stop) of its tokens: blocks in the pool as they are, all else as
         copies."""
-        if self._settles_always:
-            mx.synchronize()
         spec, length = self._loaded.spec, self.length(sequence_id)
+        single = self._coming.get(sequence_id)
+        if self._settles_always and (single is None or any(stop - start != BLOCK_TOKENS for start, stop in spans)):
+            # Blocks of a prompt may still be computed: they are not read here.
+            mx.synchronize()
         # Stacks copy a span of all sequences and stay until the next step, so they are used for few spans only.
         stacks = self._on_gpu and len(spans) <= STACKED_SPANS_MAX
-        single, caches = self._coming.get(sequence_id), self._caches
-        if single is None and isinstance(caches, UnbatchedSequences):
-            view = SequenceView(spec, caches.sequences[self._index(sequence_id)], None, length)
-        elif single is None:
-            assert not isinstance(caches, UnbatchedSequences)
-            view = SequenceView(spec, caches, self._index(sequence_id), length, self._stacks if stacks else None)
+        if single is None:
+            micro_batch, index = self._place(sequence_id)
+            if isinstance(micro_batch.caches, UnbatchedSequences):
+                view = SequenceView(spec, micro_batch.caches.sequences[index], None, length)
+            else:
+                view = SequenceView(spec, micro_batch.caches, index, length, micro_batch.stacks if stacks else None)
         elif single.together is None:
             view = SequenceView(spec, single.caches, None, length)
         else:
@@ -490,6 +395,9 @@ class Batch:
         if isinstance(kept, Slab):
             return kept
         assert self._loaded.pool is not None
+        if self._settles_always and self._prefilling:
+            # It may be one of the blocks that are being computed.
+            mx.synchronize()
         slab = kv_cache.out_of_pool(self._loaded.spec, self._loaded.pool, kept)
         kv_cache.evaluate([slab])
         return slab
@@ -502,6 +410,7 @@ class Batch:
         pool = self._loaded.pool
         if pool is None:
             return
+        self._end_prefill()
         mx.synchronize()
         pool.shrink(bytes_max)
 
@@ -510,5 +419,13 @@ class Batch:
         if self._loaded.pool is not None:
             self._loaded.pool.check()
 
-    def _index(self, sequence_id: str) -> int:
-        return next(index for index, sequence in enumerate(self._sequences) if sequence.sequence_id == sequence_id)
+    def _place(self, sequence_id: str) -> tuple[Any, int]:
+        """Returns a decoding sequence's micro-batch and its number there. It may have left, and may have come again."""
+        found = [
+            (sequence_id in each.leaving, number, index)
+            for number, each in enumerate(self._micro_batches)
+            for index, sequence in enumerate(each.sequences)
+            if sequence.sequence_id == sequence_id
+        ]
+        _, number, index = min(found)
+        return self._micro_batches[number], index

@@ -6,12 +6,18 @@ computed from token t between the launch of the model and that of sampling. If a
 allows only one choice for several tokens, it gets these tokens in one step; the answer is the same. The first input of
 a sequence that joins is the last token of its prompt. Joins and leaves take effect together at the next step, because
 each copies the whole batch.
+
+If other processes have other layers, the sequences are divided into two micro-batches, where that pays
+(`micro_batches.py`), and a step goes through both. While this process computes one of them, whose tokens nobody has
+read yet, the processes before it compute the other; so with two processes both always compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, takewhile
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -23,12 +29,15 @@ from ..device.device_errors import on_device
 from ..kernels.decode_views import NEW_MOST
 from ..kv.paged_cache import PagedKVCache
 from ..kv.unbatched import UnbatchedSequences
-from .batch import Batch, Followers
+from .batch import Batch
 from .drafts import Drafts, check
+from .followers import Followers
 from .grammar import MaskMaker, SequenceGrammar, SequenceMasks
 from .loaded_model import LoadedModel
+from .micro_batches import TWO, MicroBatchRule
 from .ready import Ready, read
 from .sampling import BatchSampler, Draw
+from .sequence_states import ExecutorSequence, MicroBatch, Stage
 
 FORCED_MAX = 8
 """The most tokens that one step may compute for a sequence: so many cost a device little more than one."""
@@ -36,6 +45,24 @@ FORCED_MAX = 8
 FORCED_HISTORY_MAX = 4096
 """The most tokens of history for each step that is saved: a chunk unpacks a sequence's blocks, but a step reads them in
 place."""
+
+
+@dataclass
+class DrawnBatch(MicroBatch):
+    """A micro-batch with what is drawn.
+
+    Attributes:
+        sampler: a `BatchSampler`.
+        inputs: of its next step, `(sequences,)`.
+        draw: what was drawn last, and of which sequence it is; None for drafts that are wrong.
+        forced: the next tokens of the only sequence, at least two, if its grammar allows no others; the first is its
+            input.
+    """
+
+    sampler: Any = None
+    inputs: mx.array | None = None
+    draw: tuple[Draw, list[str | None]] | None = None
+    forced: Sequence[int] = ()
 
 
 class BatchExecutor(Batch):
@@ -48,6 +75,7 @@ class BatchExecutor(Batch):
     Attributes:
         drafts: the drafts of the batch's sequences.
         make_sampler: makes the `BatchSampler` of a batch; self-tests replace it.
+        rule: says how many micro-batches there are, if other processes have other layers.
     """
 
     def __init__(self, loaded: LoadedModel, *, drafts: bool = False, followers: Followers | None = None) -> None:
@@ -55,11 +83,20 @@ class BatchExecutor(Batch):
         self._make_masks = MaskMaker()
         self.make_sampler: Callable[[], Any] = lambda: BatchSampler(loaded.vocabulary_size, loaded.eos_token_ids)
         self.drafts = Drafts(loaded.vocabulary_size, wanted=drafts and not loaded.undrafted)
+        self.rule, self._clock = MicroBatchRule(), perf_counter
+        # When the last step ended, if nothing came after it, and whether the sequences of a step are others.
+        self._ended: float | None = None
+        self._changed = False
         self.forget()
+
+    def _new_micro_batch(self) -> DrawnBatch:
+        self.drafts.pause()
+        return DrawnBatch(sampler=self.make_sampler())
 
     def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
         """As `Batch.prefill`."""
         self.drafts.pause()
+        self._ended = None
         super().prefill(work)
 
     def join(
@@ -80,23 +117,46 @@ class BatchExecutor(Batch):
         self._coming[sequence_id].join(
             tokens, sampling, drawn, grammar, self._loaded.eos_token_ids.union(sampling.stop_token_ids)
         )
-        self.line_up(sequence_id)
+        self.line_up(sequence_id, self._smallest())
+
+    def _smallest(self) -> int:
+        """Returns the number of the micro-batch that a sequence should join."""
+        counts = self._counts()
+        counts = counts[: self._wanted(sum(counts) + 1)]
+        return counts.index(min(counts))
+
+    def _wanted(self, sequences: int) -> int:
+        """Returns how many micro-batches so many sequences should have."""
+        return 1 if self.followers is None else self.rule.choose(sequences)
+
+    def _counts(self) -> list[int]:
+        """Returns how many sequences each micro-batch has, with those that join and without those that have left."""
+        counts = [0] * TWO
+        for number, each in enumerate(self._micro_batches):
+            counts[number] += len(each.sequences) - len(each.leaving)
+        for sequence in self._coming.values():
+            if sequence.stage is Stage.JOINING:
+                counts[sequence.micro_batch] += 1
+        return counts
 
     @on_device()
     def first(self) -> list[Ready]:
         """Returns the first tokens of sequences that have just joined, so that they can be delivered before the next
         step is launched; that step returns them again. Empty if this would delay more sequences than have just
         joined."""
+        return [ready for each in self._micro_batches for ready in self._first(each)]
+
+    def _first(self, batch: DrawnBatch) -> list[Ready]:
         sequences = [
             (index, sequence)
-            for index, sequence in enumerate(self._sequences)
-            if sequence.sequence_id not in self._leaving
+            for index, sequence in enumerate(batch.sequences)
+            if sequence.sequence_id not in batch.leaving
         ]
         begun = [(index, sequence) for index, sequence in sequences if sequence.fed and not sequence.begun]
-        if not begun or 2 * len(begun) < len(sequences) or self._inputs is None or self._draw is None:
+        if not begun or 2 * len(begun) < len(sequences) or batch.inputs is None or batch.draw is None:
             return []
-        tokens: list[int] = self._inputs.tolist()  # type: ignore[assignment]
-        drawn = read(*self._draw)
+        tokens: list[int] = batch.inputs.tolist()  # type: ignore[assignment]
+        drawn = read(*batch.draw)
         return [
             Ready(sequence.sequence_id, tokens[index], *drawn[sequence.sequence_id], sequence.grammar_error)
             for index, sequence in begun
@@ -105,51 +165,153 @@ class BatchExecutor(Batch):
     @on_device()
     def drawn(self, sequence_id: str) -> Ready | None:
         """Returns a decoding sequence's last token, which the next step would return; None if it has none yet."""
-        if self._inputs is None or self._draw is None or sequence_id in self._coming:
+        if sequence_id in self._coming or not self.holds(sequence_id):
             return None
-        tokens: list[int] = self._inputs.tolist()  # type: ignore[assignment]
-        for token, sequence in zip(tokens, self._sequences, strict=True):
-            if sequence.sequence_id == sequence_id and sequence.fed and sequence_id not in self._leaving:
-                return Ready(sequence_id, token, *read(*self._draw)[sequence_id], sequence.grammar_error)
-        return None
+        batch, index = self._place(sequence_id)
+        sequence = batch.sequences[index]
+        if batch.inputs is None or batch.draw is None or not sequence.fed:
+            return None
+        tokens: list[int] = batch.inputs.tolist()  # type: ignore[assignment]
+        return Ready(sequence_id, tokens[index], *read(*batch.draw)[sequence_id], sequence.grammar_error)
 
     @on_device()
     def step(self) -> list[Ready]:
-        """Runs one decode step for the whole batch.
+        """Runs one decode step for all sequences.
 
         Returns:
             The tokens of the step before; sequences that have just joined have none yet.
         """
+        if self.followers is not None:
+            self._balance()
+        joining = {each.micro_batch for each in self._coming.values() if each.stage is Stage.JOINING}
+        decoding = {number for number, each in enumerate(self._micro_batches) if each.sequences}
+        numbers = sorted(joining | decoding)
+        if len(numbers) == TWO:
+            return self._note(self._step_both())
+        return self._note([ready for number in numbers for ready in self._step(number)])
+
+    def _step_both(self) -> list[Ready]:
+        """Runs a step of both micro-batches. Their followers begin both first: while the last stage computes what it
+        launched last, they compute the next one."""
+        assert self.followers is not None
+        for number in range(TWO):
+            self._select(number)
+            self._change_batch()
+            self.followers.tell_ahead("compute", [self._given()])
+        # MLX waits for nearly all of what it launches on a CPU, so there the last one is launched in the next step.
+        return [*self._finish(0), *self._finish(1, launch=self._on_gpu)]
+
+    def _note(self, ready: list[Ready]) -> list[Ready]:
+        """Tells the rule how long a step took, if a step of the same sequences was the last thing before."""
+        if self.followers is None:
+            return ready
+        counts, now = [len(each.sequences) for each in self._micro_batches], self._clock()
+        if self._ended is not None and not self._changed:
+            self.rule.note(sum(counts), sum(map(bool, counts)), now - self._ended)
+        self._ended, self._changed = now, False
+        return ready
+
+    def _select(self, number: int) -> None:
+        if number != self._selected:
+            self.select(number)
+
+    def _given(self) -> mx.array | Sequence[int]:
+        """Returns the tokens that the selected micro-batch's next step computes."""
+        now: DrawnBatch = self._now
+        if len(now.sequences) > 1:
+            now.forced = ()
+        assert now.inputs is not None
+        return now.forced or now.inputs
+
+    def _finish(self, number: int, *, launch: bool = True) -> list[Ready]:
+        self._select(number)
+        ready = self._compute(launch=launch)
+        self.drafts.pause()
+        return ready
+
+    def _balance(self) -> None:
+        """Moves sequences between the micro-batches, until both have equally many, or one has all."""
+        counts = self._counts()
+        both = self._wanted(sum(counts)) == TWO
+        most, least = (0, 1) if counts[0] >= counts[1] else (1, 0)
+        count = (counts[most] - counts[least]) // 2 if both else counts[least]
+        source, target = (most, least) if both else (least, most)
+        if count == 0:
+            return
+        self._select(source)
+        batch: DrawnBatch = self._now
+        found = [each for each in batch.sequences if each.fed and each.sequence_id not in batch.leaving]
+        # Those that have yet to join are moved in a later step.
+        if found := found[-count:]:
+            self._move(source, found, target)
+
+    def _move(self, source: int, moved: Sequence[ExecutorSequence], target: int) -> None:
+        """Moves sequences to another micro-batch, with what was drawn for them."""
+        self._select(source)
+        batch: DrawnBatch = self._now
+        ids = [sequence.sequence_id for sequence in moved]
+        places = {sequence.sequence_id: index for index, sequence in enumerate(batch.sequences)}
+        for sequence in moved:
+            ready, sampler = self.drawn(sequence.sequence_id), self.make_sampler()
+            assert ready is not None
+            sampler.add_from(batch.sampler, places[sequence.sequence_id])
+            sequence.moved = (ready, sampler)
+        stay = [index for sequence_id, index in places.items() if sequence_id not in ids]
+        self.move(ids, target)
+        if self._micro_batches[source] is not batch:
+            return
+        assert batch.inputs is not None
+        batch.inputs = batch.inputs[mx.array(stay)]
+        batch.sampler.keep(stay)
+
+    def _step(self, number: int) -> list[Ready]:
+        """Runs a step of the only micro-batch. If there are several, nothing is drafted: that would wait for what was
+        just launched."""
+        self._select(number)
         self._change_batch()
-        inputs, before = self._inputs, self._draw
-        if inputs is None:
+        now: DrawnBatch = self._now
+        if now.inputs is None:
             return []
-        seals, may_draft = self._seals, len(self._sequences) == 1 or self.batched_prefill
+        may_draft = len(now.sequences) == 1 or self.batched_prefill
         if (
-            not seals
+            not self._seals
             and may_draft
-            and any(drafts := self.drafts.choose(self._sequences, inputs, ragged=self.takes_drafts))
+            and any(drafts := self.drafts.choose(now.sequences, now.inputs, ragged=self.takes_drafts))
         ):
-            return self._step_ahead(inputs, drafts)
-        forced, self._forced = self._forced if len(self._sequences) == 1 else (), ()
+            return self._step_ahead(now.inputs, drafts)
+        ready = self._compute()
+        if self.drafts.wanted:
+            self.drafts.note_step(len(now.sequences))
+        return ready
+
+    def _compute(self, *, launch: bool = True) -> list[Ready]:
+        """Computes and draws the next tokens of the selected micro-batch. Returns those that were drawn before.
+
+        Args:
+            launch: if False, it is computed once the tokens are asked for.
+        """
+        now: DrawnBatch = self._now
+        given, inputs, before, seals = self._given(), now.inputs, now.draw, self._seals
+        assert inputs is not None
+        forced, now.forced = now.forced, ()
         if forced:
-            self._sampler.passed(forced[1:])
-        logits = self.compute(forced or inputs)
-        draw = self._sampler(logits, self._masks(forced or inputs, logits))
-        self._inputs, self._draw = (
+            now.sampler.passed(forced[1:])
+        logits = self.compute(given)
+        draw = now.sampler(logits, self._masks(given, logits))
+        now.inputs, now.draw = (
             draw.tokens.astype(mx.uint32),
-            (draw, [sequence.sequence_id for sequence in self._sequences]),
+            (draw, [sequence.sequence_id for sequence in now.sequences]),
         )
-        mx.async_eval(self._inputs, *draw.arrays(), *(self._pool_arrays() if seals else ()))
+        if launch or seals:
+            mx.async_eval(now.inputs, *draw.arrays(), *(self._pool_arrays() if seals else ()))
         if seals:
             self.seal_filled()
         tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
         ready = self._ready(tokens, before)
-        ready += [Ready(self._sequences[0].sequence_id, token) for token in forced[1:]]
+        ready += [Ready(now.sequences[0].sequence_id, token) for token in forced[1:]]
         if self.drafts.wanted:
-            self.drafts.note(self._sequences, tokens)
-            self.drafts.note_step(len(self._sequences))
-        self.advance([len(forced) or 1] * len(self._sequences))
+            self.drafts.note(now.sequences, tokens)
+        self.advance([len(forced) or 1] * len(now.sequences))
         return ready
 
     @on_device()
@@ -157,12 +319,17 @@ class BatchExecutor(Batch):
         """As `step`, with these drafts after the sequences' inputs, which fill no block. Every sequence must have had a
         step. For the warm-up."""
         self._change_batch()
-        assert self._inputs is not None
-        return self._step_ahead(self._inputs, drafts)
+        inputs = self._now.inputs
+        assert inputs is not None
+        return self._step_ahead(inputs, drafts)
 
     def _ready(self, tokens: Sequence[int], draw: tuple[Draw, list[str | None]] | None) -> list[Ready]:
         """Returns the inputs of a step, as the step before drew them."""
         drawn = {} if draw is None else read(*draw)
+        for sequence in self._sequences:
+            if sequence.moved is not None:
+                ready, _ = sequence.moved
+                drawn[sequence.sequence_id], sequence.moved = (ready.sound, ready.logprobs), None
         return [
             Ready(
                 sequence.sequence_id,
@@ -176,14 +343,16 @@ class BatchExecutor(Batch):
 
     def _step_ahead(self, inputs: mx.array, drafts: list[list[int]]) -> list[Ready]:
         """As `step`, but computes a draft after each input; see `drafts.py`. Waits for what is drawn."""
-        self._forced = ()
+        now: DrawnBatch = self._now
+        # Such a step says nothing about others.
+        self._changed, now.forced = True, ()
         first: list[int] = inputs.tolist()  # type: ignore[assignment]
         tokens = [[token, *draft] for token, draft in zip(first, drafts, strict=True)]
         logits = self.compute_ahead(tokens)
-        sampler = self._sampler.ahead(drafts)
+        sampler = now.sampler.ahead(drafts)
         masks = self._masks(inputs, logits, drafts)
         draw = sampler(logits, masks)
-        ready, checked = self._ready(first, self._draw), check(self._sequences, drafts, draw)
+        ready, checked = self._ready(first, now.draw), check(self._sequences, drafts, draw)
         for sequence, draft, count in zip(self._sequences, drafts, checked.computed, strict=True):
             if sequence.grammar is not None:
                 for token in draft[: count - 1]:
@@ -192,8 +361,8 @@ class BatchExecutor(Batch):
         lengths = [sequence.length + count for sequence, count in zip(self._sequences, checked.computed, strict=True)]
         self.take_back(lengths, clean=not checked.sound)
         sampler.keep(checked.last)
-        self._sampler, self._draw = sampler, (draw, checked.owners)
-        self._inputs = draw.tokens[mx.array(checked.last)].astype(mx.uint32)
+        now.sampler, now.draw = sampler, (draw, checked.owners)
+        now.inputs = draw.tokens[mx.array(checked.last)].astype(mx.uint32)
         self.drafts.note_wide(checked)
         self.advance(checked.computed)
         return ready + checked.ready
@@ -207,7 +376,7 @@ class BatchExecutor(Batch):
         caches = self._caches
         paged = not isinstance(caches, UnbatchedSequences) and all(isinstance(cache, PagedKVCache) for cache in caches)
         # CUDA would make a plan for every number of tokens, or compute them padded.
-        if sequence.grammar is None or not paged or mx.cuda.is_available() or not self._sampler.can_pass():
+        if sequence.grammar is None or not paged or mx.cuda.is_available() or not self._now.sampler.can_pass():
             return ()
         found = list(takewhile(lambda token: token not in sequence.ends, sequence.grammar.forced(mask, most)))
         return found if (len(found) - 1) * FORCED_HISTORY_MAX > length else ()
@@ -241,7 +410,7 @@ class BatchExecutor(Batch):
             )
         masks = self._make_masks(constrained)
         if masks is not None and len(self._sequences) == 1:
-            self._forced = self._forced_after(self._sequences[0].length + len(tokens[0]), masks.words[0])
+            self._now.forced = self._forced_after(self._sequences[0].length + len(tokens[0]), masks.words[0])
         self._note_forced(masks, range(len(self._sequences)))
         return masks
 
@@ -261,33 +430,28 @@ class BatchExecutor(Batch):
                 found = sequence.grammar.forced(words[place], NEW_MOST)
                 sequence.forced = [*takewhile(lambda token, ends=sequence.ends: token not in ends, found)][1:]
 
-    def forget(self) -> None:
-        """As `Batch.forget`, with what was drawn."""
-        super().forget()
-        self._inputs: mx.array | None = None
-        # What was drawn, and of which sequence it is; None for drafts that are wrong.
-        self._draw: tuple[Draw, list[str | None]] | None = None
-        # The next tokens of the only sequence, at least two, if its grammar allows no others; the first is its input.
-        self._forced: Sequence[int] = ()
-        self._sampler = self.make_sampler()
-        self.drafts.pause()
-
     def _change_batch(self) -> None:
         """Removes sequences that left and appends sequences that join."""
-        if not self._leaving and not self._joining():
+        now: DrawnBatch = self._now
+        if not now.leaving and not self._joining():
             return
         self.drafts.pause()
-        before = len(self._sequences)
+        self._changed = True
+        before = len(now.sequences)
         keep, joined = self.change()
         if len(keep) < before:
-            assert self._inputs is not None
-            self._inputs = self._inputs[mx.array(keep)]
-            self._sampler.keep(keep)
+            assert now.inputs is not None
+            now.inputs = now.inputs[mx.array(keep)]
+            now.sampler.keep(keep)
         if joined:
-            inputs = mx.array([sequence.tokens[-1] for sequence in joined], dtype=mx.uint32)
-            self._inputs = inputs if self._inputs is None else mx.concatenate([self._inputs, inputs])
+            first = [each.moved[0].token if each.moved else each.tokens[-1] for each in joined]
+            inputs = mx.array(first, dtype=mx.uint32)
+            now.inputs = inputs if now.inputs is None else mx.concatenate([now.inputs, inputs])
         for sequence in joined:
+            if sequence.moved is not None:
+                now.sampler.add_from(sequence.moved[1], 0)
+                continue
             prompt = len(sequence.tokens) - sequence.drawn
-            self._sampler.add(sequence.sampling, sequence.tokens[:prompt], sequence.tokens[prompt:])
+            now.sampler.add(sequence.sampling, sequence.tokens[:prompt], sequence.tokens[prompt:])
             self.drafts.join(sequence)
             sequence.tokens = ()

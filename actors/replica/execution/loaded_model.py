@@ -42,6 +42,7 @@ class LoadedModel:
         stills: why a model that supports videos gets them as single pictures; empty for other models.
         hidden: computes hidden states, or says why that is not possible.
         sentences: how hidden states become embeddings.
+        piece_tokens: prompts are computed in pieces of at most so many tokens; None if each call is one piece.
     """
 
     model: Any
@@ -63,6 +64,7 @@ class LoadedModel:
     stills: str = ""
     hidden: HiddenStates | str = "its hidden states were not looked for"
     sentences: SentenceModules = field(default_factory=SentenceModules)
+    piece_tokens: int | None = None
 
     @property
     def model_id(self) -> bytes:

@@ -15,9 +15,9 @@ import numpy as np
 
 from ....cluster.errors import GenerationFailed
 from ..device.device import as_numpy, on_gpu, size_class
-from .batch import CLEAR_EVERY_TOKENS
 from .hidden_states import HiddenStates
 from .padding import SHAPE_TOKENS
+from .prefilling import CLEAR_EVERY_TOKENS
 
 HEAD_ROWS = 8
 """For how many texts at a time logits are computed: a row of them may have 250,000."""

@@ -388,6 +388,16 @@ class BatchSampler:
         self._sequences.append(sequence)
         self._layout = None
 
+    def add_from(self, other: BatchSampler, index: int) -> None:
+        """Appends a sequence of another sampler, as it is there."""
+        sequence = other._sequences[index]
+        if sequence.counted:
+            assert other._counts is not None
+            counts = other._counts[sum(each.counted for each in other._sequences[:index])][None]
+            self._counts = counts if self._counts is None else mx.concatenate([self._counts, counts])
+        self._sequences.append(sequence)
+        self._layout = None
+
     def keep(self, indices: Sequence[int]) -> None:
         """Keeps only the sequences at `indices`, in that order."""
         if self._counts is not None:

@@ -13,6 +13,7 @@ from ..kv import caches as kv_cache
 from ..kv.sequence_view import Stacks
 from ..kv.unbatched import UnbatchedSequences
 from .grammar import SequenceGrammar
+from .ready import Ready
 from .vision import SequencePart, SequencePictures
 
 
@@ -52,6 +53,8 @@ class ExecutorSequence:
         begun: whether a step has returned its first token.
         drafter: drafts its next tokens; None if it is not drafted.
         forced: the only tokens that its grammar allows after its next one; empty if that is not known.
+        micro_batch: the number of the one that it joins.
+        moved: if it comes from another one, its token that the next step returns, and a sampler of it alone.
     """
 
     sequence_id: str
@@ -71,6 +74,8 @@ class ExecutorSequence:
     begun: bool = False
     drafter: Drafter | None = None
     forced: Sequence[int] = ()
+    micro_batch: int = 0
+    moved: tuple[Ready, Any] | None = None
 
     @property
     def grammar_error(self) -> str:
@@ -111,6 +116,23 @@ class ExecutorSequence:
         """Removes the sequence from the batch that it was prefilled in."""
         if self.together is not None:
             del self.together.sequences[self.sequence_id]
+
+
+@dataclass
+class MicroBatch:
+    """Decoding sequences that are computed together: all, or a part of them, so that several processes with layers of
+    the model compute at the same time.
+
+    Attributes:
+        caches: of all its sequences, one a layer.
+        leaving: ids of the sequences that have left, whose KV stays until the next step.
+        stacks: valid until the next step.
+    """
+
+    sequences: list[ExecutorSequence] = field(default_factory=list)
+    caches: list[Any] | UnbatchedSequences = field(default_factory=list)
+    leaving: set[str] = field(default_factory=set)
+    stacks: Stacks = field(default_factory=Stacks)
 
 
 def arriving(joining: Mapping[str, ExecutorSequence], *, unbatched: bool) -> list[tuple[Any, list[ExecutorSequence]]]:

@@ -16,6 +16,7 @@ import mlx.core as mx
 import msgpack
 import numpy as np
 
+from ....cluster.errors import ClusterError
 from ..kv.caches import PooledBlock, Slab
 from .broken import Wholeness
 from .connection import Connection
@@ -28,8 +29,11 @@ TELL, END = "tell", "end"
 KEPT, TOKENS = 1, 2
 """Kinds of msgpack's extension values: KV by its number, and an array of tokens as little-endian uint32."""
 
-_LATER = frozenset({"open", "line_up", "change", "take_back", "advance"})
+_LATER = frozenset({"open", "line_up", "select", "move", "change", "take_back", "advance"})
 """Calls that are told with the next other one."""
+
+_BETWEEN = frozenset({"select", "change", "seal_filled", "advance"})
+"""Calls that may be led while the followers do others that they were told ahead."""
 
 
 class Leading:
@@ -37,11 +41,17 @@ class Leading:
 
     Args:
         calls: the connection to each follower.
+
+    Attributes:
+        count: how many followers there are.
     """
 
     def __init__(self, calls: Sequence[Connection], wholeness: Wholeness) -> None:
         self._calls, self._wholeness = calls, wholeness
+        self.count = len(calls)
         self._untold: list[Any] = []
+        # Calls that the followers have been told, and that were not done here yet.
+        self._ahead: deque[str] = deque()
         # By the id of what was cut out, as long as it exists.
         self._numbers: dict[int, int] = {}
         self._next = 0
@@ -54,15 +64,31 @@ class Leading:
             GroupBroken: it failed here or on the way, or the group was broken before.
         """
         with self._wholeness.kept():
-            self._untold.append([call, self._packed(given), dict(named)])
-            if call not in _LATER:
-                self._tell()
+            if self._ahead and call == self._ahead[0]:
+                self._ahead.popleft()
+            elif self._ahead and call not in _BETWEEN:
+                raise ClusterError("a step was left that the followers compute")
+            else:
+                self._untold.append([call, self._packed(given), dict(named)])
+                if call not in _LATER:
+                    self._tell()
             result = run()
             if call == "cut":
                 assert isinstance(result, list)
                 for kept in result:
                     self._number(kept)
             return result
+
+    def tell_ahead(self, call: str, given: Sequence[Any]) -> None:
+        """Tells a call that is done here later; see `execution.batch.Followers`.
+
+        Raises:
+            GroupBroken: as `lead`.
+        """
+        with self._wholeness.kept():
+            self._untold.append([call, self._packed(given), {}])
+            self._tell()
+            self._ahead.append(call)
 
     def end(self) -> None:
         """Tells the followers that the group has ended."""

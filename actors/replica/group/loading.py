@@ -19,8 +19,9 @@ from ...model_files.processors import sees
 from ...model_files.source import Progress, first_sentence, read_json, resolve
 from ...model_files.weights import read_weight_files
 from ..device import blas
-from ..device.device import device_bytes
+from ..device.device import device_bytes, on_cuda
 from ..execution.loaded_model import LoadedModel
+from ..execution.padding import PIECE_TOKENS, PIECE_TOKENS_ELSEWHERE
 from ..kernels.sealing import FULL_PRECISION, POLICIES
 from ..kv import attention
 from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
@@ -99,6 +100,8 @@ def load_stage(
         pool=new_pool(spec),
         unbatched=not all(map(joins, caches)),
         hidden="its layers are divided among processes",
+        # Recurrent layers' scans of other lengths round otherwise.
+        piece_tokens=None if spec.recurrent else PIECE_TOKENS if on_cuda() else PIECE_TOKENS_ELSEWHERE,
     )
 
 

@@ -35,10 +35,14 @@ class PipelinedStage:
             LinkError: a neighbour is gone, or has failed.
         """
         hidden = None if self.before is None else self.before.receive_array((*tokens.shape, self.stage.width))
-        states = self._called(tokens, cache=cache, hidden=hidden)
+        states = self.compute(tokens, cache, hidden)
         if self.after is not None:
             self.after.send_array(states)
         return states
+
+    def compute(self, tokens: mx.array, cache: Sequence[Any], hidden: mx.array | None) -> mx.array:
+        """Returns what the layers make of `hidden`, as `Stage` does."""
+        return self._called(tokens, cache=cache, hidden=hidden)
 
     def make_cache(self) -> list[Any]:
         """Returns empty caches of one sequence for the stage's layers."""

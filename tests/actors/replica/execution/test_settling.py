@@ -94,7 +94,7 @@ def test_nothing_meets_a_step_that_writes_in_place(tmp_path: Path):
         executor.leave(["d"])
         executor.step()
         # Several tokens of the only sequence, which its grammar leaves no choice of.
-        executor._forced = (7, 8, 9)
+        executor._now.forced = (7, 8, 9)
         executor.step()
     assert set(events) == KINDS
     flying, sealing = False, False

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.group.broken import GroupBroken
 from satchel.actors.replica.group.forming import Member, Rank, why_not
@@ -185,11 +186,13 @@ def test_layers_of_every_kind_answer_as_in_one_process(tmp_path: Path, family: s
     loaded = models.load(str(folder), numerics="reproducible", **how)
     # Scans in chunks of other lengths round otherwise.
     together = not loaded.spec.recurrent
-    expected = converse(Bench(loaded), together=together)
+    # Snapshots are taken where chunks end, so these must not depend on the machine's speed.
+    chunks: dict[str, Any] = {"prefill_chunk_tokens": BLOCK_TOKENS}
+    expected = converse(Bench(loaded, **chunks), together=together)
     listens = listener()
     member = Member(GROUP, 0, KEY, listens, TIMES)
     with on_a_thread(lambda: follower(folder, member, stop=layers // 2)) as done:
-        led = Led(load_stage(str(folder), layers // 2, layers), listens.getsockname()[:2])
+        led = Led(load_stage(str(folder), layers // 2, layers), listens.getsockname()[:2], **chunks)
         try:
             same(expected, converse(led.bench, together=together))
         finally:

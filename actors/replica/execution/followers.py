@@ -1,0 +1,47 @@
+"""The other processes that have layers of a model, as a batch sees them: they do its calls too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Followers(Protocol):
+    """The processes that have the other layers of the model. The one that leads them has the last layers. It gets the
+    hidden states of the layers before, and while it computes with them, the others compute the next piece of a prompt,
+    or the next micro-batch.
+
+    Attributes:
+        count: how many they are.
+    """
+
+    count: int
+
+    def lead(self, call: str, given: Sequence[Any], named: Mapping[str, Any], run: Callable[[], T]) -> T:
+        """Lets them do a call of `Batch`, and does it here.
+
+        Args:
+            run: does it here.
+        """
+        ...
+
+    def tell_ahead(self, call: str, given: Sequence[Any]) -> None:
+        """Lets them do a call at once. It must be led later, after other calls told ahead, and before any other call
+        than those that only prepare a step."""
+        ...
+
+
+def replayed(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Marks a call that the batches of all processes do."""
+
+    @wraps(method)
+    def call(self: Any, *given: P.args, **named: P.kwargs) -> T:
+        run = partial(method, self, *given, **named)
+        return run() if self.followers is None else self.followers.lead(method.__name__, given, named, run)
+
+    vars(call)["replayed"] = True
+    return call

@@ -1,0 +1,196 @@
+"""The part of a batch that prefills sequences: `batch.py` has the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..device.device import on_cuda, on_gpu
+from ..device.device_errors import on_device
+from ..kv import caches as kv_cache
+from ..kv.caches import PooledBlock, Slab
+from .followers import Followers, replayed
+from .loaded_model import LoadedModel
+from .padding import CALL_TOKENS, CALL_TOKENS_ELSEWHERE, batches_of, padded_tokens, pieces_of
+from .pieces import IN_ONE_PIECE
+from .sequence_states import ExecutorSequence, Together
+from .vision import SequencePart, SequencePictures
+
+CLEAR_EVERY_TOKENS = 8192
+"""Prefilled tokens after which MLX's cache of freed buffers is emptied; decoding cannot use many of them."""
+
+
+class Prefilling:
+    """The sequences in prefill.
+
+    With `batched_prefill` prompts run as padded batches, even a single prompt: a short prompt alone leaves a GPU idle,
+    and without a mask array cuDNN makes a plan for every new length. A CPU gains nothing from it, and mlx-lm's Mamba
+    layers would take the padding into their state.
+
+    Attributes:
+        followers: have the other layers of the model; None if it has all.
+        workspace_bytes: the most temporary memory that a prefill has needed.
+        pieces: a piece ends after each layer of a prompt, so that requests are served during self-tests.
+    """
+
+    def __init__(self, loaded: LoadedModel, followers: Followers | None) -> None:
+        self.followers = followers
+        self._loaded = loaded
+        self._model = loaded.model
+        self._on_gpu = on_gpu()
+        batched = self._on_gpu and loaded.spec.reusable and not loaded.spec.recurrent
+        self.batched_prefill = batched and not loaded.unbatched
+        pool = loaded.pool
+        # CUDA runs evaluations one after another anyway.
+        self._settles = pool is not None and not (pool.kernels and mx.cuda.is_available())
+        # On Metal MLX does not know that kernels write into arrays that they read.
+        self._settles_always = self._settles and pool is not None and pool.kernels
+        # Sequences that do not decode yet.
+        self._coming: dict[str, ExecutorSequence] = {}
+        self._since_clear = 0
+        # Whether a prefill is in flight, and what of it is yet to be launched.
+        self._prefilling = False
+        self._unlaunched: list[Any] = []
+        self.pieces = IN_ONE_PIECE
+        self.workspace_bytes = 0
+
+    @replayed
+    @on_device()
+    def open(
+        self,
+        sequence_id: str,
+        blocks: Sequence[Slab | PooledBlock],
+        tail: Slab | None,
+        tail_tokens: int,
+        pictures: SequencePictures | None = None,
+    ) -> None:
+        """Makes caches for a sequence and restores the known part of its prompt.
+
+        Args:
+            blocks: KV of consecutive tokens from the prompt's begin.
+            tail: KV after them, of which the first `tail_tokens` tokens are used.
+        """
+        caches = self._loaded.new_caches()
+        kv_cache.restore(self._loaded.spec, caches, blocks, tail, tail_tokens)
+        length = sum(block.tokens for block in blocks) + tail_tokens
+        self._coming[sequence_id] = ExecutorSequence(sequence_id, length, caches, pictures)
+
+    @replayed
+    @on_device()
+    def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
+        """Computes the KV of some sequences' next tokens, (sequence id, tokens) each.
+
+        Raises:
+            Exception: whatever the model raises. `length` tells which sequences are done. The others may be prefilled
+                again; if the caches of one were being changed, it fails again.
+        """
+        self._settle()
+        for piece in pieces_of(work, self._loaded.piece_tokens):
+            self._prefill_piece([(self._coming[sequence_id], tokens) for sequence_id, tokens in piece])
+        self._note_workspace()
+        self._since_clear += sum(len(tokens) for _, tokens in work)
+        if self._since_clear >= CLEAR_EVERY_TOKENS:
+            self._since_clear = 0
+            mx.clear_cache()
+
+    def _prefill_piece(self, sequences: Sequence[tuple[ExecutorSequence, Sequence[int]]]) -> None:
+        if self.batched_prefill:
+            call_tokens = CALL_TOKENS if on_cuda() else CALL_TOKENS_ELSEWHERE
+            for batch in batches_of([(sequence.length, len(tokens)) for sequence, tokens in sequences], call_tokens):
+                self._prefill_together([sequences[number] for number in batch])
+            sequences = []
+        for sequence, tokens in sequences:
+            if sequence.failure is not None:
+                raise sequence.failure
+            self._begin_piece()
+            caches, inputs = sequence.own(), mx.array([list(tokens)], mx.uint32)
+            part = sequence.part(tokens)
+            kv_cache.set_bidirectional(caches, [part.bidirectional])
+            try:
+                self._model(inputs, cache=caches, **self._inputs_besides([part], len(tokens)))
+                # The logits are not evaluated, so the output layer is not computed.
+                self._evaluate(caches)
+            except Exception as error:
+                sequence.failure = error
+                raise
+            kv_cache.set_bidirectional(caches, [])
+            sequence.length += len(tokens)
+
+    def _evaluate(self, caches: Sequence[Any]) -> None:
+        if self.followers is not None:
+            # What comes next is told to the followers before this is waited for.
+            states = [cache.state for cache in caches]
+            self._prefilling = True
+            if self._on_gpu:
+                mx.async_eval(states)
+            else:
+                # MLX launches only a few operations on a CPU without waiting for them.
+                self._unlaunched = states
+        elif self.pieces is IN_ONE_PIECE:
+            mx.eval([cache.state for cache in caches])
+        else:
+            self.pieces.evaluate(caches)
+
+    def _end_prefill(self) -> None:
+        """Waits for the prefill in flight: what comes next writes its arrays."""
+        if self._prefilling:
+            states, self._unlaunched, self._prefilling = self._unlaunched, [], False
+            mx.eval(states)
+            # It must not keep them from being written in place.
+            del states
+            mx.synchronize()
+
+    def _begin_piece(self) -> None:
+        self._end_prefill()
+        self._note_workspace()
+        mx.reset_peak_memory()
+
+    def _note_workspace(self) -> None:
+        self.workspace_bytes = max(self.workspace_bytes, mx.get_peak_memory() - mx.get_active_memory())
+
+    def _inputs_besides(self, parts: Sequence[SequencePart], width: int) -> dict[str, Any]:
+        """Returns the model's inputs besides tokens and caches, for a padded batch of `width` tokens."""
+        vision = self._loaded.vision
+        return {} if vision is None else vision.inputs(parts, width)
+
+    def _prefill_together(self, sequences: Sequence[tuple[ExecutorSequence, Sequence[int]]]) -> None:
+        self._begin_piece()
+        caches = kv_cache.merge([sequence.own() for sequence, _ in sequences])
+        parts = [sequence.part(tokens) for sequence, tokens in sequences]
+        kv_cache.set_bidirectional(caches, [part.bidirectional for part in parts])
+        given = [tokens for _, tokens in sequences]
+        self._launch_padded(caches, parts, given, padded_tokens(max(map(len, given))))
+        kv_cache.set_bidirectional(caches, [])
+        self._evaluate(caches)
+        # Sequences that are prefilled together mostly join the batch together, and extracting one costs two copies a
+        # layer.
+        together = Together(
+            caches, {sequence.sequence_id: index for index, (sequence, _) in enumerate(sequences)}, len(sequences)
+        )
+        for sequence, tokens in sequences:
+            sequence.caches, sequence.together, sequence.length = [], together, sequence.length + len(tokens)
+
+    def _launch_padded(
+        self, caches: Sequence[Any], parts: Sequence[SequencePart], tokens: Sequence[Sequence[int]], width: int
+    ) -> mx.array:
+        """Launches the model for some tokens of each sequence, padded to `width`.
+
+        Returns:
+            (sequences, width, vocabulary), the logits.
+        """
+        lengths = [len(each) for each in tokens]
+        padding = [width - length for length in lengths]
+        for cache in caches:
+            cache.prepare(lengths=lengths, right_padding=padding)
+        padded = mx.array([[*each, *[0] * pad] for each, pad in zip(tokens, padding, strict=True)], mx.uint32)
+        logits = self._model(padded, cache=caches, **self._inputs_besides(parts, width))
+        for cache in caches:
+            cache.finalize()
+        return logits
+
+    def _settle(self) -> None:
+        """Waits for the step in flight before blocks are written: MLX would copy arrays that the step still reads."""
+        if self._settles:
+            mx.synchronize()
