@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 # `docs` and `examples` are folders too.
 .PHONY: help serve install formula docs examples test test-slow test-metal test-clients test-page test-real test-zoo test-mutants check format lock clean train-recall eval-recall train-shapes eval-shapes bench-serve bench-batch bench-router bench-memory bench-cluster \
-	bench-vision bench-templates bench-recipe bench-quality bench-checkpoints soak attack
+	bench-group bench-vision bench-templates bench-recipe bench-quality bench-checkpoints soak attack
 
 PYTHON ?= python3
 CONFIG ?= configs/one-mac.yaml
@@ -114,6 +114,9 @@ bench-memory: .venv/.development ## Measure the KV memory; TRACES=folder adds re
 
 bench-cluster: .venv/.development ## Measure several nodes; BENCH="--parts moving" options
 	@$(BIN)/python -m benchmarks.cluster.run $(BENCH)
+
+bench-group: .venv/.development ## Measure a model divided between two processes; BENCH="--parts decoding" options
+	@$(BIN)/python -m benchmarks.group.run $(BENCH)
 
 bench-vision: .venv/.development ## Measure pictures and videos; BENCH="--parts turns --rounds 1" options
 	@$(BIN)/python -m benchmarks.vision.run $(BENCH)

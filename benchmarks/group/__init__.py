@@ -1,0 +1,1 @@
+"""A model divided among processes, compared with the whole model in one."""
