@@ -70,7 +70,9 @@ def measured(
         workers = []
         for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
             away = host if stop < layers else None
-            address = "127.0.0.1" if host is None else "0.0.0.0" if away is None else host.address
+            # Of the bridge that connects the hosts, this machine has the last address.
+            near = "127.0.0.1" if host is None else f"{host.address.rpartition('.')[0]}.254"
+            address = near if away is None else away.address
             command = program("group.process", folder, start, stop, layers, address)
             if shutil.which("taskset"):
                 command = ["taskset", "-c", str(pinned[number % len(pinned)]), *command]

@@ -19,9 +19,10 @@ from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.execution.micro_batches import AGAIN_STEPS, TRIAL_STEPS, MicroBatchRule
 from satchel.actors.replica.execution.padding import SHAPE_TOKENS, pieces_of
 from satchel.actors.replica.execution.sampling import BatchSampler
-from satchel.actors.replica.group.broken import GroupBroken
+from satchel.actors.replica.group.broken import GroupBroken, Wholeness
 from satchel.actors.replica.group.following import Following
 from satchel.actors.replica.group.forming import Member
+from satchel.actors.replica.group.leading import Leading
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.loading import models
 from tests.worlds.models.families import write_model
@@ -207,6 +208,32 @@ def test_what_fails_within_a_prompt_breaks_the_group(folder: Path, stage: int, f
         with pytest.raises(GroupBroken, match="ValueError: injected"):
             led.bench.drain()
     assert faults[0].calls >= fails_at
+
+
+class Told:
+    """Takes the place of a connection to a follower."""
+
+    def __init__(self) -> None:
+        self.calls = list[str]()
+
+    def send(self, kind: str, dropped: list[int], told: list[Any]) -> None:
+        self.calls += [call for call, _, _ in told]
+
+
+def test_a_step_that_followers_were_told_is_done_here_too_or_the_group_breaks():
+    """Else the next hidden states would be those of the step that was left."""
+    told, ended = Told(), list[str]()
+    leading = Leading([told], Wholeness(lambda: ended.append("ended")))  # type: ignore[list-item]
+    for number in range(2):
+        leading.lead("select", [number], {}, lambda: None)
+        leading.tell_ahead("compute", [mx.array([number])])
+    assert told.calls == ["select", "compute"] * 2
+    assert leading.lead("compute", [mx.array([0])], {}, lambda: "logits") == "logits"
+    leading.lead("advance", [[1]], {}, lambda: None)
+    assert told.calls == ["select", "compute"] * 2 and not ended
+    with pytest.raises(GroupBroken, match="a step was left"):
+        leading.lead("clear_batch", [], {}, lambda: None)
+    assert ended == ["ended"]
 
 
 def test_two_micro_batches_are_used_unless_one_is_measured_to_be_faster():
