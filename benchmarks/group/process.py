@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from satchel.actors.protocol.block_ids import block_ids, root_id
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
 from satchel.actors.protocol.replica_messages import GenerateRequest, Sampling, SequenceUpdate
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.group.forming import GroupTimes, Member
@@ -111,7 +111,7 @@ class Process:
     def decode(self, rows: int, tokens: int, steps: int, link: str = "") -> dict[str, float]:
         """Decodes some steps of so many sequences with prompts of `tokens` tokens; counts the bytes on a link."""
         self._drawn.clear()
-        names = [self._submit(tokens, max_tokens=steps + 200) for _ in range(rows)]
+        names = [self._submit(tokens, max_tokens=steps + 200, common=BLOCK_TOKENS) for _ in range(rows)]
         while len(self._drawn) < rows or min(self._drawn.values()) < 4:
             self._engine.step()
         wire, before, cpu, began = wire_bytes(link), sum(self._drawn.values()), self.cpu_s(), time.perf_counter()
@@ -141,10 +141,12 @@ class Process:
         self._engine.clear_cache()
         return found
 
-    def _submit(self, tokens: int, max_tokens: int) -> str:
+    def _submit(self, tokens: int, max_tokens: int, common: int = 0) -> str:
+        """Submits a prompt, of which the first `common` tokens are those of other prompts too."""
         self._requests += 1
-        name, rng = str(self._requests), random.Random(self._requests)
-        prompt = [rng.randrange(10, self._loaded.vocabulary_size - 10) for _ in range(tokens)]
+        name, same, own = str(self._requests), random.Random(0), random.Random(self._requests)
+        size = self._loaded.vocabulary_size - 10
+        prompt = [(same if at < common else own).randrange(10, size) for at in range(tokens)]
         root = root_id(self._loaded.model_id, "tenant:bench")
         self._engine.submit(
             GenerateRequest(
