@@ -11,6 +11,7 @@ from typing import Any
 
 from ..cluster.worker import Worker
 from ..programs import program
+from .process import Call
 
 ANSWER_S = 1800.0
 
@@ -39,9 +40,8 @@ class Measured:
         after = [worker.ask(["cpu_s"]) for worker in others]
         return {**found, "cpu_s": found["cpu_s"] + sum(after) - sum(before)}
 
-    def timed(self, *question: Any) -> tuple[dict[str, float], list[list[tuple[int, float]]]]:
-        """As `ask`, with stages that note how long they compute. Returns the calls of each stage too: tokens of each
-        sequence, and seconds."""
+    def timed(self, *question: Any) -> tuple[dict[str, float], list[list[Call]]]:
+        """As `ask`, with stages that note how long they compute. Returns the calls of each stage too."""
         for worker in self._workers:
             worker.ask(["time_stage", True])
         found = self.ask(*question)

@@ -35,21 +35,25 @@ GROUP, KEY = "measured", b"a cluster's key for benchmarks"
 TIMES = GroupTimes(form_s=60.0, silent_s=20.0)
 
 
+Call = tuple[int, float, float]
+"""A call of a stage: tokens of each sequence, seconds, and CPU seconds of its process."""
+
+
 class TimedStage(PipelinedStage):
     """A stage that notes for how long it computes; nothing waits for its results meanwhile."""
 
     def __init__(self, plain: PipelinedStage) -> None:
         vars(self).update(vars(plain))
-        self.calls, self.on = list[tuple[int, float]](), False
+        self.calls, self.on = list[Call](), False
 
     def compute(self, tokens: mx.array, cache: Sequence[Any], hidden: mx.array | None) -> mx.array:
         if not self.on:
             return super().compute(tokens, cache, hidden)
         mx.synchronize()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         states = super().compute(tokens, cache, hidden)
         mx.eval(states, [each.state for each in cache])
-        self.calls.append((tokens.shape[1], time.perf_counter() - began))
+        self.calls.append((tokens.shape[1], time.perf_counter() - began, time.process_time() - cpu))
         return states
 
 
@@ -101,9 +105,8 @@ class Process:
     def cpu_s(self) -> float:
         return time.process_time()
 
-    def time_stage(self, on: bool) -> list[tuple[int, float]]:
-        """Begins or ends to time the stage's calls, which then wait for the device. Returns those so far: the tokens of
-        each sequence, and seconds."""
+    def time_stage(self, on: bool) -> list[Call]:
+        """Begins or ends to time the stage's calls, which then wait for the device. Returns those so far."""
         stage = self._loaded.model
         calls, stage.calls, stage.on = stage.calls, [], on
         return calls
@@ -115,9 +118,11 @@ class Process:
         while len(self._drawn) < rows or min(self._drawn.values()) < 4:
             self._engine.step()
         wire, before, cpu, began = wire_bytes(link), sum(self._drawn.values()), self.cpu_s(), time.perf_counter()
+        calls = len(self._timed())
         for _ in range(steps):
             self._engine.step()
         found = {
+            "calls": len(self._timed()) - calls,
             "s": time.perf_counter() - began,
             "cpu_s": self.cpu_s() - cpu,
             "tokens": sum(self._drawn.values()) - before,
@@ -127,6 +132,9 @@ class Process:
         while self._engine.step():
             pass
         return found
+
+    def _timed(self) -> list[Call]:
+        return [] if self._whole else self._loaded.model.calls
 
     def prefill(self, tokens: int) -> dict[str, float]:
         """Computes a new prompt until its first token."""

@@ -30,6 +30,7 @@ from ..serve.folders import write_folder
 from ..serve.shapes import SHAPES
 from .clock import PrefillCost, prefill_s, whole_prefill_s
 from .measured import Measured, measured
+from .process import Call
 
 PARTS = ("decoding", "steps", "prefill", "clock")
 MODEL = "random-30m"
@@ -134,20 +135,21 @@ class Bench:
         part = ResultTable("A decode step in two processes, over loopback")
         with self._two() as two:
             for rows in self._options.rows:
-                found, calls = two.timed("decode", rows, PROMPT_TOKENS, self._options.steps)
-                step_ms = 1e3 * found["s"] / self._options.steps
-                # Those of prompts have more tokens, and the last ones have all sequences.
-                stages = [
-                    1e3 * median([s for tokens, s in stage[-self._options.steps :] if tokens == 1]) for stage in calls
-                ]
-                row: dict[str, Any] = {"sequences": str(rows), "step, ms": step_ms}
-                row |= {f"stage {number}, ms": ms for number, ms in enumerate(stages, 1)}
-                part.rows.append({**row, "rest, ms": step_ms - sum(stages) if rows == 1 else None})
-                say(f"  {rows} sequences: step {step_ms:.2f} ms, stages {', '.join(f'{ms:.2f}' for ms in stages)}")
+                steps = self._options.steps
+                found, calls = two.timed("decode", rows, PROMPT_TOKENS, steps)
+                count = round(found["calls"])
+                stages = [1e3 * sum(cpu_s for _, _, cpu_s in stage[-count:]) / steps for stage in calls]
+                cpu_ms = 1e3 * found["cpu_s"] / steps
+                row: dict[str, Any] = {"sequences": str(rows), "micro-batches": round(count / steps, 1)}
+                row |= {"step, ms": 1e3 * found["s"] / steps, "step, CPU ms": cpu_ms}
+                row |= {f"stage {number}, CPU ms": ms for number, ms in enumerate(stages, 1)}
+                part.rows.append({**row, "rest, CPU ms": cpu_ms - sum(stages)})
+                say(
+                    f"  {rows} sequences: step {cpu_ms:.2f} ms of CPU, stages {', '.join(f'{ms:.2f}' for ms in stages)}"
+                )
         part.notes.append(
-            "Stages wait for their results here, so that these can be timed; with two micro-batches a stage computes "
-            "twice a step. The rest is all that is not the model's: the engine, sampling, calls, and the way of the "
-            "hidden states."
+            "Stages wait for their results here, so that these can be timed. The rest is all that is not the model's, "
+            "in both processes: the engine, sampling, calls, and the way of the hidden states with its encryption."
         )
         return part
 
@@ -182,12 +184,12 @@ class Bench:
 
     def clock(self) -> ResultTable:
         """The schedule by a simulated clock, with measured parts."""
-        part = ResultTable("Prefill by a simulated clock, from measured times of the stages' calls")
+        part = ResultTable("Prefill by a simulated clock, from the CPU time of the stages' calls")
         with self._two() as two:
             two.ask("prefill", 1000)
             _, calls = two.timed("prefill", 2000)
         costs = [fitted(stage) for stage in calls]
-        chunk_tokens = max(tokens for stage in calls for tokens, _ in stage)
+        chunk_tokens = max(tokens for stage in calls for tokens, *_ in stage)
         for tokens in self._options.prompts:
             one_s = whole_prefill_s(costs, tokens, chunk_tokens)
             two_s = prefill_s(costs, tokens, chunk_tokens, None)
@@ -202,13 +204,13 @@ class Bench:
         return part
 
 
-def fitted(calls: Sequence[tuple[int, float]]) -> PrefillCost:
-    """Returns the cost that explains a stage's calls for one prompt best, in least squares; no part is negative."""
+def fitted(calls: Sequence[Call]) -> PrefillCost:
+    """Returns the CPU time that explains a stage's calls for one prompt best, in least squares; no part is negative."""
     before, rows = 0, []
-    for tokens, _ in calls:
+    for tokens, *_ in calls:
         rows.append([1.0, tokens, tokens * (before + tokens / 2)])
         before += tokens
-    features, seconds = np.array(rows), np.array([s for _, s in calls])
+    features, seconds = np.array(rows), np.array([cpu_s for _, _, cpu_s in calls])
     used = [0, 1, 2]
     while True:
         found, *_ = np.linalg.lstsq(features[:, used], seconds, rcond=None)

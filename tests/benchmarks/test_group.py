@@ -62,13 +62,13 @@ def test_decode_steps_overlap_as_far_as_a_step_of_half_the_sequences_is_shorter(
 def test_costs_are_found_again_from_calls():
     cost, before, calls = PrefillCost(0.01, 2e-3, 3e-7), 0, []
     for tokens in (256, 64, 64, 128, 256, 13, 1):
-        calls.append((tokens, cost(before, tokens)))
+        calls.append((tokens, 0.0, cost(before, tokens)))
         before += tokens
     found = fitted(calls)
     assert (found.fixed_s, found.token_s) == pytest.approx((0.01, 2e-3))
     assert found.pair_s == pytest.approx(3e-7, rel=1e-3)
     # What would be negative is nothing.
-    assert fitted([(100, 0.1), (200, 0.199), (100, 0.09)]).pair_s == 0.0
+    assert fitted([(100, 0.0, 0.1), (200, 0.0, 0.199), (100, 0.0, 0.09)]).pair_s == 0.0
 
 
 @pytest.mark.slow
