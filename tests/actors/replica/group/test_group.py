@@ -24,6 +24,13 @@ from tests.worlds.replica.drafting import oracle
 from tests.worlds.replica.group import GROUP, KEY, TIMES, Led, Process, listener, on_a_thread
 
 LAYERS, CUT = 3, 2
+FAMILIES: list[tuple[str, int, dict[str, Any]]] = [
+    ("gpt_oss", 4, {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    ("gemma3_text", 6, {}),
+    ("qwen3_next", 8, {}),
+    ("deepseek_v2", 3, {}),
+    ("falcon_h1", 2, {}),
+]
 LENGTHS = (40, 255, 300, 520)
 
 
@@ -169,16 +176,7 @@ def test_a_group_ends_and_what_a_follower_kept_is_gone_with_what_the_leader_drop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family, layers, more",
-    [
-        ("gpt_oss", 4, {"layer_types": ["sliding_attention", "full_attention"] * 2}),
-        ("gemma3_text", 6, {}),
-        ("qwen3_next", 8, {}),
-        ("deepseek_v2", 3, {}),
-        ("falcon_h1", 2, {}),
-    ],
-)
+@pytest.mark.parametrize("family, layers, more", FAMILIES)
 def test_layers_of_every_kind_answer_as_in_one_process(tmp_path: Path, family: str, layers: int, more: dict[str, Any]):
     """Windows and recurrent states too: what one process can reuse, all can."""
     folder = write_model(tmp_path / family, family, num_hidden_layers=layers, **more)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from satchel.actors.replica.group.forming import Member
 from satchel.actors.replica.group.leading import Leading
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.loading import models
+from tests.actors.replica.group.test_group import FAMILIES
 from tests.worlds.models.families import write_model
 from tests.worlds.replica.bench import Bench, Received
 from tests.worlds.replica.group import GROUP, KEY, TIMES, Led, listener, on_a_thread
@@ -105,12 +106,12 @@ class Whims(MicroBatchRule):
         return self._chosen
 
 
-def live(bench: Bench, seed: int) -> dict[str, Received]:
+def live(bench: Bench, seed: int, lengths: Sequence[int] = (3, 60, 255, 300, 700)) -> dict[str, Received]:
     """Sequences of random lengths and samplings come and go at random steps; some are left in mid-answer. Returns what
     those that ended by themselves received."""
     rng = random.Random(seed)
     left, names = set[str](), list[str]()
-    prompts = [[rng.randrange(10, 3000) for _ in range(rng.choice((3, 60, 255, 300, 700)))] for _ in range(8)]
+    prompts = [[rng.randrange(10, 3000) for _ in range(rng.choice(lengths))] for _ in range(8)]
     while len(names) < 14:
         for _ in range(rng.choice((1, 1, 2, 5))):
             prompt = rng.choice(prompts)[: rng.choice((None, 100))]
@@ -158,6 +159,26 @@ def test_sequences_that_come_and_go_are_answered_as_by_one_process_to_the_bit(
         led.bench.engine.executor.rule = Whims(rng)
         same(live(Bench(whole, sequences_max=16), seed), live(led.bench, seed))
     assert calls["move"] and calls["select 0"] > 5 and calls["select 1"] > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, layers, more", FAMILIES)
+def test_layers_of_every_kind_are_moved_between_micro_batches(
+    tmp_path: Path, family: str, layers: int, more: dict[str, Any]
+):
+    """With prompts of a single chunk: scans in chunks of other lengths round otherwise."""
+    folder, rng, calls = (
+        write_model(tmp_path / family, family, num_hidden_layers=layers, **more),
+        random.Random(1),
+        Counter(),
+    )
+    how: dict[str, Any] = {"context_tokens_max": None, "progress": lambda *_: None, "weights": "stored"}
+    loaded = models.load(str(folder), numerics="reproducible", **how)
+    expected = live(Bench(loaded, sequences_max=16), 5, (3, 20, 60))
+    with group(folder, [layers // 2, layers], 64, lambda following: noted(following, calls)) as led:
+        led.bench.engine.executor.rule = Whims(rng)
+        same(expected, live(led.bench, 5, (3, 20, 60)))
+    assert calls["move"] > 1
 
 
 def test_stages_compute_two_sequences_in_turns_and_one_alone_as_a_whole(folder: Path):
