@@ -14,7 +14,7 @@ from benchmarks.group.clock import Link, PrefillCost, prefill_s, step_s, whole_p
 from benchmarks.group.run import fitted
 from benchmarks.programs import ROOT
 
-HALF = PrefillCost(0.004, 1.9e-3, 1.1e-7)
+HALF = PrefillCost(0.018, 1.07e-3, 8.9e-7)
 """A stage of four layers of the 30M shape on one core of an AMD EPYC, as `make bench-group` measured it."""
 
 
