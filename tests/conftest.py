@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
@@ -23,6 +24,10 @@ from satchel.actors.replica.device.device import on_gpu
 from satchel.cluster import environment
 from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.home import Home, ensure_token, prepare_home
+
+# How long an example takes depends on what else runs.
+hypothesis.settings.register_profile("satchel", deadline=None)
+hypothesis.settings.load_profile("satchel")
 
 if on_gpu():
     # Float32 of its own precision, in this process and in servers: read at MLX's first product.
