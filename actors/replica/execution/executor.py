@@ -252,10 +252,9 @@ class BatchExecutor(Batch):
         ids = [sequence.sequence_id for sequence in moved]
         places = {sequence.sequence_id: index for index, sequence in enumerate(batch.sequences)}
         for sequence in moved:
-            ready, sampler = self.drawn(sequence.sequence_id), self.make_sampler()
+            ready = self.drawn(sequence.sequence_id)
             assert ready is not None
-            sampler.add_from(batch.sampler, places[sequence.sequence_id])
-            sequence.moved = (ready, sampler)
+            sequence.moved = (ready, batch.sampler.state_of(places[sequence.sequence_id]))
         stay = [index for sequence_id, index in places.items() if sequence_id not in ids]
         self.move(ids, target)
         if self._micro_batches[source] is not batch:
@@ -449,7 +448,7 @@ class BatchExecutor(Batch):
             now.inputs = inputs if now.inputs is None else mx.concatenate([now.inputs, inputs])
         for sequence in joined:
             if sequence.moved is not None:
-                now.sampler.add_from(sequence.moved[1], 0)
+                now.sampler.add_state(sequence.moved[1])
                 continue
             prompt = len(sequence.tokens) - sequence.drawn
             now.sampler.add(sequence.sampling, sequence.tokens[:prompt], sequence.tokens[prompt:])

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -388,12 +389,17 @@ class BatchSampler:
         self._sequences.append(sequence)
         self._layout = None
 
-    def add_from(self, other: BatchSampler, index: int) -> None:
-        """Appends a sequence of another sampler, as it is there."""
-        sequence = other._sequences[index]
-        if sequence.counted:
-            assert other._counts is not None
-            counts = other._counts[sum(each.counted for each in other._sequences[:index])][None]
+    def state_of(self, index: int) -> tuple[Any, mx.array | None]:
+        """Returns a sequence's state, with which another sampler continues it."""
+        sequence = self._sequences[index]
+        if not sequence.counted or self._counts is None:
+            return sequence, None
+        return sequence, self._counts[sum(each.counted for each in self._sequences[:index])][None]
+
+    def add_state(self, state: tuple[Any, mx.array | None]) -> None:
+        """Appends a sequence of another sampler, by its `state_of`."""
+        sequence, counts = state
+        if counts is not None:
             self._counts = counts if self._counts is None else mx.concatenate([self._counts, counts])
         self._sequences.append(sequence)
         self._layout = None

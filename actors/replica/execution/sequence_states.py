@@ -54,7 +54,7 @@ class ExecutorSequence:
         drafter: drafts its next tokens; None if it is not drafted.
         forced: the only tokens that its grammar allows after its next one; empty if that is not known.
         micro_batch: the number of the one that it joins.
-        moved: if it comes from another one, its token that the next step returns, and a sampler of it alone.
+        moved: if it comes from another one, its token that the next step returns, and its state in the sampler.
     """
 
     sequence_id: str

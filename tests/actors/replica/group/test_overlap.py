@@ -312,7 +312,7 @@ def test_a_moved_sequence_is_sampled_as_if_it_had_stayed():
     assert stays(logits).tokens.tolist() == source(logits).tokens.tolist()
     target(logits[:1])
     for moved in (3, 1, 0):
-        target.add_from(source, moved)
+        target.add_state(source.state_of(moved))
     for _ in range(6):
         logits = mx.array(rng.normal(size=(5, 50)).astype(np.float32))
         expected: Any = stays(logits).tokens.tolist()
