@@ -20,6 +20,7 @@ from pydantic.dataclasses import dataclass as validated
 from .errors import ConfigError
 from .key_hints import key_hint
 from .nodes import Node, host_port
+from .stages import Split
 from .timing import Timing, broken
 from .units import STRICT, AbsolutePath, Bytes, Count, Seconds, StrictOrSeconds, also_named
 
@@ -129,6 +130,9 @@ class Model:
     """How many replicas it has; None puts one on each of its nodes, with `load: request` on each that has room."""
     nodes: tuple[str, ...] = ()
     """Names of the nodes on which its replicas may run; empty means all."""
+    split: Split | None = None
+    """Its layers are divided among its nodes (in the order of `nodes`) if none has room for all of them: there is one
+    replica, with a process on each of these nodes. None never divides it."""
     context_tokens_max: Count | None = None
     """The most tokens of a prompt and its answer together; None is the model's own context."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
@@ -185,6 +189,23 @@ class Model:
             if not re.fullmatch("[0-9a-f]{40}", commit):
                 raise ValueError("trust_remote_code needs a folder or owner/name@COMMIT as the source, with 40 digits")
         return self
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.split is not None and (why := self._undividable()):
+            raise ValueError(f"a model with `split` {why}")
+        return self
+
+    def _undividable(self) -> str:
+        """Returns what a model that is divided among nodes does not support; empty if nothing of it is set."""
+        unsupported = {
+            "is loaded when the server starts: load: request is not supported": self.load == "request",
+            "has one replica: replicas is not supported": self.replicas not in (None, 1),
+            "has no adapter": self.adapter is not None,
+            "does not run code of its folder: trust_remote_code is not supported": self.trust_remote_code,
+            "does not support numerics: reproducible": self.numerics == "reproducible",
+        }
+        return next((why for why, is_set in unsupported.items() if is_set), "")
 
     @property
     def slug(self) -> str:

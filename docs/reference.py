@@ -19,11 +19,11 @@ import typer
 from pydantic import TypeAdapter
 
 from satchel.api.cli.main import app
-from satchel.cluster import config, nodes
+from satchel.cluster import config, nodes, stages
 from satchel.cluster.timing import Timing
 
 PAGES = Path(__file__).parent / "reference"
-GROUPS = (config.Model, nodes.Node, nodes.Link, config.Endpoint, config.Tls, config.Scheduling, config.Routing)
+GROUPS = (config.Model, stages.Split, nodes.Node, nodes.Link, config.Endpoint, config.Tls, config.Scheduling, config.Routing)
 GROUPS += (config.Media, config.Timeouts, config.Logs, config.Traces)
 
 

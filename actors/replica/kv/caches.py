@@ -55,6 +55,11 @@ class LayerSpec:
     open_bytes: int = 0
     sealed: bool = False
 
+    @property
+    def sequence_bytes(self) -> int:
+        """What a sequence costs in it whatever its length: its window, its state and its open block."""
+        return _window_bytes(self) + self.state_bytes + self.open_bytes
+
 
 @dataclass(frozen=True)
 class ModelCacheSpec:
@@ -186,7 +191,7 @@ def read_spec(caches: Sequence[Any], tokens: int, policy: SealPolicy | None = No
         policy = None
     layers = tuple(_read_layer(cache, tokens, policy) for cache in caches)
     per_token = sum(layer.token_bytes for layer in layers if not layer.window)
-    per_sequence = sum(_window_bytes(layer) + layer.state_bytes + layer.open_bytes for layer in layers)
+    per_sequence = sum(layer.sequence_bytes for layer in layers)
     return ModelCacheSpec(layers, max(1, per_token), per_sequence, policy)
 
 

@@ -1,0 +1,123 @@
+"""What each layer of a model needs, from the headers of its files: for dividing it among nodes (`cluster/stages.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from ....cluster.config import Model
+from ....cluster.errors import ModelLoadError
+from ....cluster.stages import LayerNeeds, ModelNeeds
+from ...model_files.context import context_length
+from ...model_files.conversion import lazy_model
+from ...model_files.foreign_code import refuse_model_file
+from ...model_files.processors import sees
+from ...model_files.source import first_sentence, read_json
+from ..kernels.sealing import POLICIES
+from ..kv.caches import ModelCacheSpec, read_spec
+from ..loading.kv_choice import AUTO, USUAL
+from ..loading.models import pick_dtype
+from ..loading.quirks import FlatCaches, with_windows
+from ..memory.replica_memory import workspace_of
+from .stages import find_chain
+
+TOKENS_MIN = 2048
+"""A model fits if there is room for a sequence of this many tokens, or of its whole context if that is shorter."""
+
+_ERRORS = (Exception, SystemExit)
+
+
+def policy_of(kv: str) -> str:
+    """Returns the KV policy of a divided model. With `auto` nothing is compared, because that needs the whole model."""
+    return USUAL if kv == AUTO else kv
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What the headers of a model's files say.
+
+    Attributes:
+        layers: what each layer needs.
+        first_bytes, last_bytes: of the weights before the layers and after them.
+        spec: of all layers.
+    """
+
+    layers: list[LayerNeeds]
+    first_bytes: int
+    last_bytes: int
+    spec: ModelCacheSpec
+    context_tokens: int
+    dtype: str
+    config: dict[str, Any]
+
+    @property
+    def weights_bytes(self) -> int:
+        """All weights. An embedding that is also the output layer counts twice if the model is divided."""
+        return self.first_bytes + self.last_bytes + sum(layer.weights_bytes for layer in self.layers)
+
+    def needs(self, memory_bytes: int, chunk_tokens: int) -> ModelNeeds:
+        """Returns what the model needs on nodes that have `memory_bytes` together.
+
+        Args:
+            chunk_tokens: the most tokens of one prefill.
+        """
+        room = max(0, memory_bytes - self.weights_bytes)
+        workspace = workspace_of(self.config, self.spec, self.context_tokens, self.dtype, chunk_tokens, room)
+        tokens = min(TOKENS_MIN, self.context_tokens)
+        return ModelNeeds(self.layers, self.first_bytes, self.last_bytes, workspace, tokens)
+
+
+def read_headers(model: Model, folder: Path) -> Headers:
+    """Returns what the headers say of a model of text. Its weight files may be holes behind their headers.
+
+    Raises:
+        ModelLoadError: it cannot be served, or not be divided; the message says why in one sentence.
+    """
+    source = model.source
+    config = read_json(folder / "config.json")
+    refuse_model_file(source, config, trusted=False)
+    if sees(folder):
+        raise ModelLoadError(f"{source} takes pictures: only models of text can be divided among nodes")
+    whole = lazy_model(source, folder, seeing=False)
+    dtype = pick_dtype(model.dtype)
+    if dtype is not None:
+        whole.set_dtype(dtype)
+    chain = find_chain(whole)
+    try:
+        flat: Any = FlatCaches.of(whole)
+        caches = make_prompt_cache(flat)
+        logits = flat(mx.array([[0, 0]], mx.uint32), cache=caches)
+        spec = with_windows(flat, read_spec(caches, 2, POLICIES[policy_of(model.kv)]))
+    except _ERRORS as error:
+        raise ModelLoadError(f"{source} cannot be estimated: {first_sentence(error)}") from error
+    modules = dict(whole.named_modules())
+    context = context_length(config, getattr(whole, "args", None)).tokens
+    return Headers(
+        [_layer(layer, places, spec) for layer, places in zip(chain.layers, chain.caches, strict=True)],
+        sum(_nbytes(modules[name]) for name in chain.before),
+        sum(_nbytes(modules[name]) for name in chain.after),
+        spec,
+        min(context, model.context_tokens_max or context),
+        str(logits.dtype).removeprefix("mlx.core."),
+        config,
+    )
+
+
+def _layer(layer: Any, caches: Iterable[int], spec: ModelCacheSpec) -> LayerNeeds:
+    own = [spec.layers[place] for place in caches]
+    return LayerNeeds(
+        _nbytes(layer),
+        sum(each.token_bytes for each in own if not each.window),
+        sum(each.sequence_bytes for each in own),
+    )
+
+
+def _nbytes(module: Any) -> int:
+    arrays: list[Any] = [array for _, array in tree_flatten(module.parameters())]
+    return sum(array.nbytes for array in arrays)
