@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from ..cluster.environment import default_home
 from ..cluster.errors import ActorSilent, InvalidRequest, ModelLoadError, NoAnswer, NoRoom, Unavailable
 from ..cluster.nodes import Node
 from ..cluster.placement import place
+from ..cluster.stages import GroupPlan, Stage
 from ..cluster.timing import Timing
 from .kv_store.actor import KVStoreActor
 from .protocol import control_store, registry
@@ -57,7 +58,8 @@ def start_actors(config: Config) -> dict[str, ReplicaClient]:
     names = [node.name for node in machines]
     for model in map(located, config.models):
         registry.add(model)
-        if model.load == "start":
+        # The planner places those that may be divided, once their nodes are there.
+        if model.load == "start" and model.split is None:
             for replica, node in place(model, names).items():
                 registry.place(model, replica, node)
     return start_node(config, machines[0])
@@ -82,14 +84,26 @@ def start_node(config: Config, node: Node) -> dict[str, ReplicaClient]:
         # A machine that the config does not name gets the models that run on every node.
         for entry in served:
             everywhere = entry.model.replicas is None and not entry.model.nodes and not entry.comes_and_goes
+            everywhere = everywhere and entry.model.split is None
             if everywhere and node.name not in entry.replicas.values():
                 for replica in place(entry.model, [node.name], taken=entry.replicas):
                     registry.place(entry.model, replica, node.name)
         served = registry.entries()
-    here = {replica: entry.model for entry in served for replica, where in entry.replicas.items() if where == node.name}
+    here = {replica: entry for entry in served for replica, where in entry.replicas.items() if where == node.name}
     return {
-        replica: _start_replica(replica, model, config, node, get_if_exists=True) for replica, model in here.items()
+        replica: start_replica(
+            replica, entry.model, config, node, _plan_of(entry.stages.get(replica, ()), config), get_if_exists=True
+        )
+        for replica, entry in here.items()
     }
+
+
+def _plan_of(stages: Sequence[Stage], config: Config) -> GroupPlan | None:
+    """Returns the plan of a divided model's replica; None if it is not divided."""
+    if not stages:
+        return None
+    nodes = known_nodes(config)
+    return GroupPlan(tuple(stages), tuple(nodes[stage.node] for stage in stages))
 
 
 def on_node(node: Node) -> dict[str, Any]:
@@ -97,14 +111,16 @@ def on_node(node: Node) -> dict[str, Any]:
     return {**_OPTIONS, "resources": {node.resource: 1}}
 
 
-def _start_replica(replica: str, model: Model, config: Config, node: Node, **more: Any) -> ReplicaClient:
-    """Starts one replica.
+def start_replica(
+    replica: str, model: Model, config: Config, node: Node, plan: GroupPlan | None = None, **more: Any
+) -> ReplicaClient:
+    """Starts one replica; of a divided model its leader, which starts the others.
 
     Raises:
         ValueError: it runs already, unless `more` has `get_if_exists`.
     """
     options = ray.remote(ReplicaActor).options(name=replica_actor_name(replica), **on_node(node), **more)
-    started = options.remote(replica, model, config.scheduling, node, config.timing, config.logs, config.traces)
+    started = options.remote(replica, model, config.scheduling, node, config.timing, config.logs, config.traces, plan)
     return ReplicaClient(replica, config.timing, started)
 
 
@@ -128,7 +144,7 @@ def start_replicas(model: Model, config: Config, placed: Mapping[str, Node]) -> 
     replicas: dict[str, ReplicaClient] = {}
     for name, node in placed.items():
         try:
-            replicas[name] = _start_replica(name, model, config, node)
+            replicas[name] = start_replica(name, model, config, node)
         except ValueError:
             kill(replicas)
             what = f"a replica {name} runs already: somebody else loads {model.name!r}, or it has just been unloaded"
@@ -279,10 +295,12 @@ async def load_model(model: Model, config: Config, report: Report, check: Callab
     `timing.unwanted_s`.
 
     Raises:
-        InvalidRequest: the name is taken.
+        InvalidRequest: the name is taken, or the model may be divided.
         ModelLoadError: the model cannot be loaded, or not within `timeouts.model_load_s`, or has other files somewhere.
     """
     model = located(model)
+    if model.split is not None:
+        raise InvalidRequest("only the config can divide a model among nodes", param="split")
     await asyncio.to_thread(registry.check_name, model)
     nodes = await asyncio.to_thread(present_nodes, config)
     free = await _memory_free_bytes(config.timing)
@@ -343,10 +361,15 @@ async def _memory_free_bytes(timing: Timing) -> dict[str, int]:
 def present_nodes(config: Config) -> dict[str, Node]:
     """Returns the present nodes by name, the head first; those that the config does not name come last."""
     alive = {name for node in control_store.ray_nodes() for name in node.resources}
+    return {name: node for name, node in known_nodes(config).items() if node.resource in alive}
+
+
+def known_nodes(config: Config) -> dict[str, Node]:
+    """Returns the nodes of the config and those that have joined, by name, in the order of `present_nodes`."""
     known = {node.name: node for node in config.machines}
     for entry in registry.nodes():
         known.setdefault(entry.name, Node(name=entry.name, address=entry.address))
-    return {name: node for name, node in known.items() if node.resource in alive}
+    return known
 
 
 async def unload_model(name: str, config: Config, report: Report | None = None) -> None:

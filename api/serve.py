@@ -8,14 +8,18 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from ..actors.planner.actor import start_planner
 from ..actors.pool.actor import start_pool
 from ..actors.protocol import registry
+from ..actors.protocol.clients import ReplicaClient
+from ..actors.protocol.group_clients import PlannerClient
 from ..actors.rpc.client import ActorRef
 from ..actors.rpc.shell import answers
 from ..actors.rpc.spec import Client, method
@@ -25,7 +29,7 @@ from ..cluster.audit import Audit
 from ..cluster.bring_up.ports import listens_to_strangers
 from ..cluster.config import Config, Tls
 from ..cluster.environment import default_home
-from ..cluster.errors import ClusterError, SatchelError
+from ..cluster.errors import ClusterError, NoAnswer, SatchelError
 from ..cluster.incidents import note_incident_aside
 from ..cluster.keys import KeyRing
 from ..cluster.patches import keep_ray_serve_on_this_machine
@@ -47,6 +51,8 @@ from .text.model import import_libraries
 APPLICATION = "satchel"
 POLL_S = 0.1
 ENDPOINT_START_S = 120.0
+NODES_WAIT_S = 150.0
+"""How long a start waits for nodes of a model that may be divided. The model may still come later."""
 THREADS = 32
 HEALTH_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
@@ -197,14 +203,37 @@ def deploy(config: Config, *, report: Report) -> Deployment:
     _check_alone()
     replicas = start_actors(config)
     start_pool(config)
+    start_planner(config)
     report("Starting the endpoint and loading models", None)
     _start_endpoint(config)
     asyncio.run(wait_until_ready(replicas, config.timeouts.model_load_s, report))
+    planned = asyncio.run(_planned(config, report))
+    asyncio.run(wait_until_ready(planned, config.timeouts.model_load_s, report))
     deployment = Deployment(config)
     report("Waiting for the endpoint", None)
     _await_health(deployment.url, config.endpoint.tls)
     EndpointClient(config.timing).warm().within(config.timeouts.model_load_s).wait()
     return deployment
+
+
+async def _planned(config: Config, report: Report) -> dict[str, ReplicaClient]:
+    """Waits until the models that may be divided have their places, but not for nodes that do not come.
+
+    Raises:
+        SatchelError: one does not fit.
+    """
+    planner, ends, found = PlannerClient(config.timing), time.monotonic() + NODES_WAIT_S, {}
+    waiting = [model.name for model in config.models if model.split is not None]
+    while waiting and time.monotonic() < ends:
+        for name in list(waiting):
+            with suppress(NoAnswer):
+                planned = await planner.planned(name)
+                if planned.replica:
+                    waiting.remove(name)
+                    found[planned.replica] = ReplicaClient(planned.replica, config.timing)
+                report(f"{name}: {planned.what}", None)
+        await asyncio.sleep(POLL_S)
+    return found
 
 
 def _check_alone() -> None:

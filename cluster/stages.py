@@ -17,6 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as validated
 
 from .errors import NoRoom
+from .nodes import Node
 from .units import STRICT, Count
 
 GIB = 2**30
@@ -86,6 +87,23 @@ class Stage(NamedTuple):
     start: int
     stop: int
     tokens: int
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The stages of a divided model and their nodes, both in order. The last stage leads."""
+
+    stages: tuple[Stage, ...]
+    nodes: tuple[Node, ...]
+
+    @property
+    def leader(self) -> Stage:
+        return self.stages[-1]
+
+    def describe(self) -> str:
+        """Returns which layers are where, as text, such as `layers 0 to 3 on mac0, 3 to 6 on mac1`."""
+        first, *others = [f"{stage.start} to {stage.stop} on {stage.node}" for stage in self.stages]
+        return ", ".join([f"layers {first}", *others])
 
 
 def divide(needs: ModelNeeds, memory_bytes: Mapping[str, int], split: Split) -> list[Stage]:

@@ -83,6 +83,16 @@ class Timing:
     """How long a node that leaves for good has to move its agents to other nodes. `satchel leave` waits 30 s in all."""
     node_leave_s: Seconds = 6.0
     """The head waits this long for its nodes to leave, then ends them."""
+    group_form_s: Seconds = 30.0
+    """The processes of a divided model connect to each other within this time, once all have loaded their layers."""
+    group_beat_s: Seconds = 0.2
+    """The leader of a divided model and each follower send each other a heartbeat at this interval."""
+    group_silent_s: Seconds = 1.0
+    """A process of a divided model without a heartbeat for this long is lost, and so are all the others: they end, and
+    the leader starts them again."""
+    group_recovery_s: Seconds = 300.0
+    """If a process or a node of a divided model is lost, its sequences wait this long for it, instead of
+    `recovery_s`."""
 
     @property
     def turn_renewal_s(self) -> float:
@@ -168,6 +178,8 @@ RELATIONS = tuple(
             "a move may take this long",
         ),
         ("timing.block_lease_s", "2 x timing.answer_s", "a reader's renewal may be answered late"),
+        ("timing.group_silent_s", "3 x timing.group_beat_s", "two heartbeats may be late"),
+        ("timing.group_recovery_s", "timing.recovery_s", "all processes of a group load their layers again"),
         (
             "timing.unwanted_s",
             "2 x timing.answer_s",

@@ -23,7 +23,16 @@ from satchel.cluster import config, nodes, stages
 from satchel.cluster.timing import Timing
 
 PAGES = Path(__file__).parent / "reference"
-GROUPS = (config.Model, stages.Split, nodes.Node, nodes.Link, config.Endpoint, config.Tls, config.Scheduling, config.Routing)
+GROUPS = (
+    config.Model,
+    stages.Split,
+    nodes.Node,
+    nodes.Link,
+    config.Endpoint,
+    config.Tls,
+    config.Scheduling,
+    config.Routing,
+)
 GROUPS += (config.Media, config.Timeouts, config.Logs, config.Traces)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 ROUTER = "router"
 POOL = "pool"
+PLANNER = "planner"
 
 
 def store_actor_name(node: str) -> str:

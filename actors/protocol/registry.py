@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...cluster.config import Model, aliases_refusal, name_refusal, parse_model
 from ...cluster.errors import InvalidRequest, ModelNotFound
+from ...cluster.stages import Stage
 from . import control_store
 from .router_messages import NodeEntry
 
@@ -28,12 +30,13 @@ class ServedEntry:
     """A served model. No two entries ever have the same `order`; the default model has the lowest.
 
     `replicas` has the node of each replica by the replica's id, whether or not it is present now. A model that comes
-    and goes has none while it is not loaded.
+    and goes has none while it is not loaded. `stages` has those of a divided model, by its replica.
     """
 
     order: int
     model: Model
     replicas: dict[str, str] = field(default_factory=dict, compare=False)
+    stages: dict[str, tuple[Stage, ...]] = field(default_factory=dict, compare=False)
 
     @property
     def comes_and_goes(self) -> bool:
@@ -47,8 +50,12 @@ def entries() -> tuple[ServedEntry, ...]:
     served = []
     for data in _read(_MODEL).values():
         model = parse_model(**data["model"])
-        replicas = {name: where["node"] for name, where in placed.items() if where["model"] == model.slug}
-        served.append(ServedEntry(data["order"], model, dict(sorted(replicas.items(), key=_by_number))))
+        own = {name: where for name, where in placed.items() if where["model"] == model.slug}
+        replicas = {name: where["node"] for name, where in own.items()}
+        stages = {
+            name: tuple(Stage(*each) for each in where["stages"]) for name, where in own.items() if where.get("stages")
+        }
+        served.append(ServedEntry(data["order"], model, dict(sorted(replicas.items(), key=_by_number)), stages))
     return tuple(sorted(served, key=lambda entry: (entry.order, entry.model.name)))
 
 
@@ -72,9 +79,9 @@ def remove_node(name: str) -> None:
     control_store.delete(_NODE + name)
 
 
-def place(model: Model, replica: str, node: str) -> None:
-    """Records that a replica of the model belongs on a node."""
-    value = json.dumps({"model": model.slug, "node": node})
+def place(model: Model, replica: str, node: str, stages: Sequence[Stage] = ()) -> None:
+    """Records that a replica of the model belongs on a node; that of the last stage, if its layers are divided."""
+    value = json.dumps({"model": model.slug, "node": node, "stages": stages})
     control_store.put(_REPLICA + replica, value)
 
 

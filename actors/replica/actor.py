@@ -30,6 +30,7 @@ from ...cluster.errors import (
     Unavailable,
 )
 from ...cluster.nodes import Node
+from ...cluster.stages import GroupPlan
 from ...cluster.telemetry.process import begin_telemetry
 from ...cluster.timing import Timing
 from ..model_files.weights import bytes_in_memory, read_weight_files
@@ -98,6 +99,7 @@ class ReplicaActor:
     Args:
         name: the replica's id, unique in the cluster.
         node: where it runs.
+        plan: the stages of a divided model; None if its layers are all here.
     """
 
     def __init__(
@@ -109,9 +111,10 @@ class ReplicaActor:
         timing: Timing,
         logs: Logs | None = None,
         traces: Traces | None = None,
+        plan: GroupPlan | None = None,
     ) -> None:
         self._logs, self._traces = logs or Logs(), traces or Traces()
-        self._timing = timing
+        self._timing, self._plan = timing, plan
         self._name = name
         self._model = model
         self._scheduling = scheduling
@@ -489,12 +492,13 @@ class ReplicaActor:
         self._pause()
         try:
             # Imported here, so that callers need not import MLX and the event loop answers meanwhile.
-            from .serving import Serving
+            from .serving_of import serving_of
         except Exception as error:
             logger.exception("the replica's libraries cannot be loaded")
             self._loading.error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
-        Serving(self._name, self._model, self._scheduling, self._of_node, self._timing, _Shell(self)).run()
+        how = self._name, self._model, self._scheduling, self._of_node, self._timing, _Shell(self)
+        serving_of(how, self._plan, self._logs, self._traces).run()
 
     def _take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plain: bool) -> None:
         if self._draining:

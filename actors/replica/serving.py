@@ -25,6 +25,7 @@ from ..supervision.watchdog import ENGINE, Watchdog
 from .device import blas
 from .device.device import on_cuda, on_gpu
 from .device.device_errors import DeviceFailed
+from .execution.batch import Followers
 from .execution.loaded_model import LoadedModel
 from .loading import models
 from .loading.warm_up import WarmUp, meet_prompts
@@ -93,6 +94,7 @@ class Serving:
         self._name, self._model, self._scheduling = name, model, scheduling
         self._node, self._timing, self._shell = node, timing, shell
         self._reports: EngineReports | None = None
+        self._followers: Followers | None = None
 
     def run(self) -> None:
         """Loads the model and serves it for as long as the process lives; returns if it cannot be loaded."""
@@ -105,13 +107,7 @@ class Serving:
                 comes_and_goes=self._model.load == "request",
             ) as memory:
                 self._shell.note_memory(memory)
-
-                def begin(plain: LoadedModel) -> Engine:
-                    return self._begin(Proven(plain, together=False), memory, memory.settle(plain))
-
-                plain_mode = PlainMode(self._model.plain_after_s, begin, lambda: os._exit(1))
-                proven = self._prove(memory.make_way, plain_mode)
-                memory_bytes = memory.settle(proven.loaded)
+                proven, memory_bytes = self._ready(memory)
         except SatchelError as error:
             self._refuse(error)
             return
@@ -124,11 +120,39 @@ class Serving:
             note_incident(default_home(), "slower", f"{self._model.name} decodes {loaded.way.describe()}")
         if blas.chosen().is_fallback:
             note_incident(default_home(), "slower", f"{self._model.name} multiplies {loaded.multiplying}")
-        further = None
-        if on_cuda():
-            meet_prompts(loaded)
-            further = WarmUp(loaded, self._scheduling.prefill_chunk_tokens)
-        self._run(self._begin(proven, memory, memory_bytes, further, plain=False))
+        self._run(self._begin(proven, memory, memory_bytes, self._warm_up(loaded), plain=False))
+
+    def _ready(self, memory: ReplicaMemory) -> tuple[Proven, int]:
+        """Loads the model, and serves it in plain mode during its self-test.
+
+        Returns:
+            The model, and the bytes that it has for KV and pictures.
+        """
+
+        def begin(plain: LoadedModel) -> Engine:
+            return self._begin(Proven(plain, together=False), memory, memory.settle(plain))
+
+        plain_mode = PlainMode(self._model.plain_after_s, begin, lambda: os._exit(1))
+        proven = self._prove(memory.make_way, plain_mode)
+        return proven, memory.settle(proven.loaded)
+
+    def _warm_up(self, loaded: LoadedModel) -> WarmUp | None:
+        """Warms up what the first requests need. Returns what an idle engine goes on with; None for nothing."""
+        if not on_cuda():
+            return None
+        meet_prompts(loaded)
+        return WarmUp(loaded, self._scheduling.prefill_chunk_tokens)
+
+    def _disk(self, loaded: LoadedModel) -> DiskTier | None:
+        """Returns what writes and reads a model's KV; None if it cannot be kept."""
+        if not loaded.spec.reusable:
+            return None
+        store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
+        return DiskTier(loaded.spec, loaded.model_id, store, most, self._timing)
+
+    def _bearable(self, share_bytes: int) -> int:
+        """Returns how much of this process's part of the memory the model may use, in bytes."""
+        return share_bytes
 
     def _prove(self, claim: Callable[[int], None], plain_mode: PlainMode) -> Proven:
         """Loads the model and runs its self-test. Raises `SatchelError`."""
@@ -170,10 +194,8 @@ class Serving:
         plain: bool = True,
     ) -> Engine:
         """Makes an engine that serves a model, in place of the former engine. No sequence may be in computation."""
-        loaded, before, disk = proven.loaded, self._shell.engine, None
-        if loaded.spec.reusable:
-            store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
-            disk = DiskTier(loaded.spec, loaded.model_id, store, most, self._timing)
+        loaded, before = proven.loaded, self._shell.engine
+        disk = self._disk(loaded)
         engine = Engine(
             loaded,
             replace(proven.scheduling(self._scheduling), kv_bytes_max=memory.sequences_bytes_max()),
@@ -186,6 +208,7 @@ class Serving:
             before,
             trust_remote_code=self._model.trust_remote_code,
             drafts=self._model.drafts == "auto",
+            followers=self._followers,
         )
         self._shell.take_up(proven, engine, disk, plain=plain)
         if before is None or self._reports is None:
@@ -210,9 +233,9 @@ class Serving:
         def workspace_bytes() -> int:
             return serving().executor.workspace_bytes
 
-        def resize(*sizes: int) -> None:
+        def resize(share_bytes: int, *sizes: int) -> None:
             now = serving()
-            now.call(partial(now.room.resize, *sizes))
+            now.call(partial(now.room.resize, self._bearable(share_bytes), *sizes))
 
         threading.Thread(target=memory.watch, args=(workspace_bytes, resize), name="memory", daemon=True).start()
 

@@ -23,10 +23,14 @@ class Following:
     Args:
         calls: the connection to the leader.
         after: the connection to the next stage, which is told if something fails here.
+        relative_bytes: the bytes of a token's KV here, relative to the leader's.
     """
 
-    def __init__(self, batch: Batch, calls: Connection, after: Connection, wholeness: Wholeness) -> None:
+    def __init__(
+        self, batch: Batch, calls: Connection, after: Connection, wholeness: Wholeness, relative_bytes: float = 1.0
+    ) -> None:
         self._batch, self._calls, self._after, self._wholeness = batch, calls, after, wholeness
+        self._relative_bytes = relative_bytes
         self._kept: dict[int, Slab | PooledBlock] = {}
         self._next = 0
 
@@ -69,6 +73,8 @@ class Following:
         method = getattr(Batch, call, None)
         if not hasattr(method, "replayed"):
             raise LinkGarbage(f"{call!r:.40} is no call of a batch")
+        if call == "give_back":
+            given = [int(nbytes * self._relative_bytes) for nbytes in given]
         result = getattr(self._batch, call)(*map(self._unpacked, given), **named)
         if call == "cut":
             for kept in result:

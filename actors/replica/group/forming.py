@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,7 @@ from .connection import FAILED, HANDSHAKE_S, Address, Connection
 from .following import Following
 from .heartbeats import Heartbeats
 from .leading import Leading
+from .loading import LAYERS
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,8 @@ class Rank:
             # The leader finds what all processes can reuse by what its own layers can.
             "a rule for reuse": str(loaded.spec.rule),
         }
-        return cls(stage.start, stage.stop, stage.count, {**identity.files, **identity.computing, **how})
+        computing = {name: value for name, value in identity.computing.items() if name != LAYERS}
+        return cls(stage.start, stage.stop, stage.count, {**identity.files, **computing, **how})
 
 
 def why_not(ranks: Sequence[Rank]) -> str:
@@ -105,13 +107,25 @@ class Member:
         rank: the number of its stage.
         key: the cluster's.
         listener: where it listens.
+        memory_bytes: returns what this process may use for KV now; heartbeats tell it.
+        broken: called once, with the reason, when the group breaks; by the thread that noticed.
 
     Attributes:
         wholeness: whether the group is whole.
     """
 
-    def __init__(self, group: str, rank: int, key: bytes, listener: socket.socket, times: GroupTimes) -> None:
+    def __init__(
+        self,
+        group: str,
+        rank: int,
+        key: bytes,
+        listener: socket.socket,
+        times: GroupTimes,
+        memory_bytes: Callable[[], int] = lambda: 0,
+        broken: Callable[[str], object] = lambda why: None,
+    ) -> None:
         self.wholeness = Wholeness(self._shut)
+        self._memory_bytes, self._broken = memory_bytes, broken
         self._group, self._rank, self._key, self._times = group, rank, key, times
         self._listener = listener
         self._until = time.monotonic() + times.form_s
@@ -135,7 +149,7 @@ class Member:
             calls = []
             for number, (address, after) in enumerate(pairwise(addresses)):
                 calls.append(self._connect(address, number, _CALLS))
-                calls[-1].send(_FORM, list(after))
+                calls[-1].send(_FORM, [*after, loaded.spec.bytes_per_token])
                 self._begin_heartbeats(self._connect(address, number, _HEARTBEATS), f"stage {number}")
             (loaded.model.before,) = self._accept([_STATES])
             ranks = [Rank(**self._heard(connection, _RANK)) for connection in calls]
@@ -158,11 +172,17 @@ class Member:
             calls, beats, *states = self._accept([_CALLS, _HEARTBEATS, *([_STATES] if self._rank else [])])
             self._begin_heartbeats(beats, "the leader")
             loaded.model.before = states[0] if states else None
-            host, port = self._heard(calls, _FORM)
+            host, port, token_bytes = self._heard(calls, _FORM)
             loaded.model.after = self._connect((host, port), self._rank + 1, _STATES)
             batch = Batch(loaded)
             calls.send(_RANK, asdict(Rank.of(loaded, batch)))
-            return Following(batch, calls, loaded.model.after, self.wholeness)
+            return Following(
+                batch, calls, loaded.model.after, self.wholeness, loaded.spec.bytes_per_token / token_bytes
+            )
+
+    def memory_bytes_of(self, rank: int) -> int:
+        """Returns what a follower may use for KV, as its last heartbeat said; 0 before the first. For the leader."""
+        return self._heartbeats[rank].said
 
     def close(self) -> None:
         """Ends the process's part of the group; the leader's ends the group."""
@@ -212,7 +232,8 @@ class Member:
         times = self._times
         self._connections.remove(connection)
         self._beating.append(connection)
-        self._heartbeats.append(Heartbeats(connection, peer, times.beat_s, times.silent_s, self.wholeness.break_off))
+        broken, says = self.wholeness.break_off, self._memory_bytes
+        self._heartbeats.append(Heartbeats(connection, peer, times.beat_s, times.silent_s, broken, says))
 
     def _name(self, rank: int) -> str:
         return f"{self._group}/{rank}"
@@ -222,3 +243,4 @@ class Member:
             connection.shut()
         for heartbeats in self._heartbeats:
             heartbeats.end(self.wholeness.why)
+        self._broken(self.wholeness.why)

@@ -26,12 +26,23 @@ class Heartbeats:
         every_s: the time between two heartbeats.
         silent_s: how long the peer may be silent; several times `every_s`.
         lost: called once, by the thread of the heartbeats, with why the peer counts as lost.
+        says: returns a number that goes with each heartbeat.
+
+    Attributes:
+        said: the number of the peer's last heartbeat.
     """
 
     def __init__(
-        self, connection: Connection, peer: str, every_s: float, silent_s: float, lost: Callable[[str], object]
+        self,
+        connection: Connection,
+        peer: str,
+        every_s: float,
+        silent_s: float,
+        lost: Callable[[str], object],
+        says: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._connection, self._peer, self._lost = connection, peer, lost
+        self.said = 0
+        self._connection, self._peer, self._lost, self._says = connection, peer, lost, says
         self._every_s, self._silent_s = every_s, silent_s
         self._ends, self._why = False, ""
         self._thread = threading.Thread(target=self._beat, name=f"heartbeats of {peer}", daemon=True)
@@ -49,7 +60,7 @@ class Heartbeats:
     def _beat(self) -> None:
         heard = sent = time.monotonic()
         try:
-            self._connection.send(_BEAT)
+            self._connection.send(_BEAT, self._says())
             while not self._ends:
                 said = self._connection.receive(max(0.0, sent + self._every_s - time.monotonic()))
                 now = time.monotonic()
@@ -57,11 +68,12 @@ class Heartbeats:
                     if said[0] == _END:
                         return
                     heard = now
+                    self.said = int(said[1][0])
                 if now - heard > self._silent_s:
                     self._lost(f"{self._peer} says nothing for {self._silent_s:g} s")
                     return
                 if now - sent >= self._every_s:
-                    self._connection.send(_BEAT)
+                    self._connection.send(_BEAT, self._says())
                     sent = now
             self._connection.send(*((FAILED, self._why) if self._why else (_END,)))
         except SatchelError as error:

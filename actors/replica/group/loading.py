@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ...model_files.processors import sees
 from ...model_files.source import Progress, first_sentence, read_json, resolve
 from ...model_files.weights import read_weight_files
 from ..device import blas
-from ..device.device import device_bytes, on_cuda
+from ..device.device import device_bytes, on_cuda, on_gpu
 from ..execution.loaded_model import LoadedModel
 from ..execution.padding import PIECE_TOKENS, PIECE_TOKENS_ELSEWHERE
 from ..kernels.sealing import FULL_PRECISION, POLICIES
@@ -31,6 +32,9 @@ from ..loading.prepare import prepare_weights
 from ..loading.quirks import with_windows
 from .pipeline import PipelinedStage
 from .stages import Stage, find_chain
+
+LAYERS = "layers"
+"""The name, in an identity, of which layers a process has: its KV is not that of the whole model."""
 
 _GIB = 2**30
 
@@ -46,6 +50,7 @@ def load_stage(
     context_tokens_max: int | None = None,
     digests: Path | None = None,
     progress: Progress = lambda what, fraction: None,
+    claim: Callable[[int], None] = lambda nbytes: None,
 ) -> LoadedModel:
     """Loads layers [start, stop) of a model of text. Its model is a `PipelinedStage`, which computes with zeros until
     it is connected.
@@ -55,6 +60,7 @@ def load_stage(
         weights: `stored`, `dequantized` or `both`, the same for all stages; see `prepare_weights`.
         kv: how KV is kept, one of `POLICIES`.
         digests: a file for the digests of the model's files.
+        claim: called with the bytes of the stage's weights before they are read.
 
     Raises:
         ModelLoadError: it cannot be loaded or divided; the message says why in one sentence.
@@ -72,10 +78,15 @@ def load_stage(
     digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
     try:
         whole, config = load_checkpoint(folder, trusted=False)
-        model, kept = _stage_of(whole, source, start, stop, pick_dtype(dtype), weights, progress)
+        stage = _stage_of(whole, start, stop, pick_dtype(dtype))
+        _check_memory(stage, claim)
+        kept = prepare_weights(whole, None, weights, lambda fraction: progress(f"loading {source}", fraction))
+        model = PipelinedStage(stage)
         caches = model.make_cache()
         states = model(mx.array([[0, 0]], mx.uint32), cache=caches)
         mx.eval(states, [cache.state for cache in caches])
+    except NoRoom:
+        raise
     except (Exception, SystemExit) as error:
         why = error.message if isinstance(error, ModelLoadError) else first_sentence(error)
         raise ModelLoadError(f"layers {start} to {stop} of {source} cannot be loaded: {why}") from error
@@ -84,7 +95,8 @@ def load_stage(
     attention.install(whole)
     identity = ModelIdentity(
         files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, files),
-        computing=_computing(str(states.dtype).removeprefix("mlx.core."), kept, spec),
+        computing=_computing(str(states.dtype).removeprefix("mlx.core."), kept, spec)
+        | {LAYERS: f"{start} to {stop} of {stage.count}"},
     )
     context = context_length(config, getattr(whole, "args", None)).tokens
     return LoadedModel(
@@ -97,6 +109,7 @@ def load_stage(
         eos_token_ids=end_tokens(folder, source, trusted=False),
         dtype=identity.computing["dtype"],
         weights=kept,
+        multiplying="" if on_gpu() else blas.chosen().describe(),
         pool=new_pool(spec),
         unbatched=not all(map(joins, caches)),
         hidden="its layers are divided among processes",
@@ -105,17 +118,12 @@ def load_stage(
     )
 
 
-def _stage_of(
-    whole: Any, source: str, start: int, stop: int, dtype: mx.Dtype | None, weights: str, progress: Progress
-) -> tuple[PipelinedStage, str]:
-    """Returns a stage of a model with lazy weights, with its weights in memory, and the form in which they are used."""
+def _stage_of(whole: Any, start: int, stop: int, dtype: mx.Dtype | None) -> Stage:
+    """Returns a stage of a model, both with lazy weights."""
     if dtype is not None:
         # Before it is divided, so that what stands in for other stages has the same type.
         whole.set_dtype(dtype)
-    stage = Stage(find_chain(whole), start, stop)
-    _check_memory(stage)
-    kept = prepare_weights(whole, None, weights, lambda fraction: progress(f"loading {source}", fraction))
-    return PipelinedStage(stage), kept
+    return Stage(find_chain(whole), start, stop)
 
 
 def _computing(dtype: str, weights: str, spec: ModelCacheSpec) -> dict[str, str]:
@@ -124,9 +132,10 @@ def _computing(dtype: str, weights: str, spec: ModelCacheSpec) -> dict[str, str]
     return computing(dtype=dtype, weights=weights, kv=kv, numerics="fast", seeing=False)
 
 
-def _check_memory(stage: Stage) -> None:
+def _check_memory(stage: Stage, claim: Callable[[int], None]) -> None:
     arrays: list[Any] = [array for _, array in tree_flatten(stage.model.parameters())]
     needed = sum(array.nbytes for array in arrays)
+    claim(needed)
     free = device_bytes(free=True)
     if needed > free:
         raise NoRoom(

@@ -1,4 +1,4 @@
-"""What each layer of a model needs, from the headers of its files: for dividing it among nodes (`cluster/stages.py`)."""
+"""What each layer of a model needs, from the headers of its files. `cluster/stages.py` divides it by that."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ class Headers:
 
     Attributes:
         layers: what each layer needs.
-        first_bytes, last_bytes: of the weights before the layers and after them.
+        first_bytes, last_bytes: of the weights before the layers and after them; `shared_bytes` are in both.
         spec: of all layers.
     """
 
     layers: list[LayerNeeds]
     first_bytes: int
     last_bytes: int
+    shared_bytes: int
     spec: ModelCacheSpec
     context_tokens: int
     dtype: str
@@ -58,19 +59,23 @@ class Headers:
 
     @property
     def weights_bytes(self) -> int:
-        """All weights. An embedding that is also the output layer counts twice if the model is divided."""
-        return self.first_bytes + self.last_bytes + sum(layer.weights_bytes for layer in self.layers)
+        """All weights, of a model that is not divided."""
+        return (
+            self.first_bytes + self.last_bytes - self.shared_bytes + sum(layer.weights_bytes for layer in self.layers)
+        )
 
-    def needs(self, memory_bytes: int, chunk_tokens: int) -> ModelNeeds:
+    def needs(self, memory_bytes: int, chunk_tokens: int, *, whole: bool = False) -> ModelNeeds:
         """Returns what the model needs on nodes that have `memory_bytes` together.
 
         Args:
             chunk_tokens: the most tokens of one prefill.
+            whole: whether it is not divided.
         """
         room = max(0, memory_bytes - self.weights_bytes)
         workspace = workspace_of(self.config, self.spec, self.context_tokens, self.dtype, chunk_tokens, room)
         tokens = min(TOKENS_MIN, self.context_tokens)
-        return ModelNeeds(self.layers, self.first_bytes, self.last_bytes, workspace, tokens)
+        last = self.last_bytes - (self.shared_bytes if whole else 0)
+        return ModelNeeds(self.layers, self.first_bytes, last, workspace, tokens)
 
 
 def read_headers(model: Model, folder: Path) -> Headers:
@@ -102,6 +107,7 @@ def read_headers(model: Model, folder: Path) -> Headers:
         [_layer(layer, places, spec) for layer, places in zip(chain.layers, chain.caches, strict=True)],
         sum(_nbytes(modules[name]) for name in chain.before),
         sum(_nbytes(modules[name]) for name in chain.after),
+        sum(_nbytes(modules[name]) for name in chain.before & chain.after),
         spec,
         min(context, model.context_tokens_max or context),
         str(logits.dtype).removeprefix("mlx.core."),

@@ -28,6 +28,7 @@ from ....cluster.telemetry.context import span
 from ....cluster.timing import USUAL, Timing
 from ...protocol.replica_messages import GenerateRequest, PoolingRequest
 from ..device.device_errors import DeviceFailed, on_device
+from ..execution.batch import Followers
 from ..execution.executor import BatchExecutor
 from ..execution.grammar import Grammars, SequenceGrammar
 from ..execution.loaded_model import LoadedModel
@@ -74,7 +75,7 @@ class Engine:
         tell: called with a device error's text.
         follows: the engine that this one replaces, with its callers; see `hand_over`.
         trust_remote_code: whether code in the model's folder may run, where its tokenizer is read.
-        drafts: as for `BatchExecutor`.
+        drafts, followers: as for `BatchExecutor`.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Engine:
         *,
         trust_remote_code: bool = False,
         drafts: bool = False,
+        followers: Followers | None = None,
     ) -> None:
         self.loaded = loaded
         self._grammars = Grammars(loaded, trusted=trust_remote_code)
@@ -98,7 +100,7 @@ class Engine:
         limits = limits_of(loaded, scheduling, memory_bytes_max)
         self.pace = PrefillPace(limits.prefill_chunk_tokens, scheduling.prefill_pause_s)
         self.scheduler = scheduler = Scheduler(limits)
-        self.executor = executor = BatchExecutor(loaded, drafts=drafts)
+        self.executor = executor = BatchExecutor(loaded, drafts=drafts, followers=followers)
         self.memory = memory = SequenceMemory(
             loaded.spec, executor, scheduling.prefix_bytes_max, writes=disk is not None
         )

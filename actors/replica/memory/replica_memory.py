@@ -247,6 +247,20 @@ def _read_claim(path: Path) -> _Noted | None:
     return None
 
 
+def unclaimed_bytes(folder: Path, node: Node, scheduling: Scheduling) -> int:
+    """Returns what a further model and its KV may use on a node, in bytes: what the config or the device allows,
+    without what other replicas need for their models.
+
+    Args:
+        folder: as for `ReplicaMemory`.
+    """
+    claims = [claim for path in folder.glob("*.claim") if (claim := _read_claim(path)) is not None]
+    most = scheduling.memory_bytes_max if node.memory_bytes_max is None else node.memory_bytes_max
+    if most is None:
+        most = max([node_bytes(), *(claim.device for claim in claims)])
+    return max(0, most - sum(claim.weights + claim.workspace for claim in claims))
+
+
 def node_bytes() -> int:
     """Returns the bytes that the device can give the replicas of a node, if none of them runs yet."""
     kind, whole = device_kind(), psutil.virtual_memory().total

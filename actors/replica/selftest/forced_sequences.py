@@ -22,6 +22,7 @@ from ...protocol.media_ids import media_key, media_tokens, picture_hash
 from ...protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
 from ..device.device import as_numpy, device_bytes, multiplies_exactly
 from ..device.device_errors import DeviceFailed
+from ..execution.batch import Followers
 from ..execution.loaded_model import LoadedModel
 from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..execution.sampling import Draw
@@ -197,13 +198,20 @@ class Scene:
 
     Args:
         pieces: the engine ends a piece after each step, and within a step after each layer of a prompt.
+        followers: as for `Engine`.
 
     Attributes:
         noted: the logits of its sequences.
         failure: what went wrong, as the end of a sentence; empty if nothing did.
     """
 
-    def __init__(self, loaded: LoadedModel, sequences: Sequence[ForcedSequence], pieces: Pieces = IN_ONE_PIECE) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        sequences: Sequence[ForcedSequence],
+        pieces: Pieces = IN_ONE_PIECE,
+        followers: Followers | None = None,
+    ) -> None:
         self.noted: Logits = {}
         self._pieces = pieces
         self._ends: dict[str, str] = {}
@@ -212,7 +220,8 @@ class Scene:
         self._runs = 0
         self._root = root_id(loaded.model_id, "trial")
         memory_bytes = device_bytes(free=True)
-        self._engine = engine = Engine(loaded, Scheduling(sequences_max=8), memory_bytes, self._take)
+        scheduling = Scheduling(sequences_max=8)
+        self._engine = engine = Engine(loaded, scheduling, memory_bytes, self._take, followers=followers)
         engine.prefill.pace = _Steady(BLOCK_TOKENS, pause_s=1.0)
         if pieces is not IN_ONE_PIECE:
             engine.executor.pieces = Pieces(self._pause)
@@ -303,10 +312,16 @@ class Scene:
 
 
 class ForcedSequences:
-    """Sequences that are run in engines of a model: alone, batched, and as second turns."""
+    """Sequences that are run in engines of a model: alone, batched, and as second turns. Arguments as for `Scene`."""
 
-    def __init__(self, loaded: LoadedModel, sequences: Sequence[ForcedSequence], pieces: Pieces = IN_ONE_PIECE) -> None:
-        self.sequences, self._pieces = sequences, pieces
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        sequences: Sequence[ForcedSequence],
+        pieces: Pieces = IN_ONE_PIECE,
+        followers: Followers | None = None,
+    ) -> None:
+        self.sequences, self._pieces, self._followers = sequences, pieces, followers
         self._allowed = rounding(loaded)
 
     def difference(self, expected: Logits, got: Logits) -> str:
@@ -320,14 +335,15 @@ class ForcedSequences:
             Their logits, their logits with KV in full precision, and what is wrong with either. Only the second can be
             compared with the bare model, because the effect of quantized KV is not known.
         """
-        logits, wrong = self._alone(loaded)
+        logits, wrong = self.cold(loaded)
         policy = loaded.spec.policy
         if policy is None or not policy.quantizes or wrong:
             return logits, logits, wrong
-        return logits, *self._alone(replace(resealed(loaded, POLICIES[FULL_PRECISION]), way=loaded.way))
+        return logits, *self.cold(replace(resealed(loaded, POLICIES[FULL_PRECISION]), way=loaded.way))
 
-    def _alone(self, loaded: LoadedModel) -> tuple[Logits, str]:
-        with Scene(loaded, self.sequences, self._pieces) as scene:
+    def cold(self, loaded: LoadedModel) -> tuple[Logits, str]:
+        """Runs every sequence alone. Returns their logits, and what is wrong with them."""
+        with self._scene(loaded) as scene:
             for sequence in range(len(self.sequences)):
                 scene.run([sequence])
         return scene.noted, scene.failure or not_finite(scene.noted)
@@ -335,20 +351,23 @@ class ForcedSequences:
     def batched(self, loaded: LoadedModel, alone: Logits) -> str:
         """Runs all sequences in one batch, the last one first. Returns what is wrong."""
         *short, long = range(len(self.sequences))
-        with Scene(loaded, self.sequences, self._pieces) as scene:
+        with self._scene(loaded) as scene:
             scene.run([long], short)
             return scene.failure or self.difference(alone, scene.noted)
 
     def again(self, loaded: LoadedModel, sequences: Sequence[int]) -> str:
         """Runs a second turn of some sequences from cached KV, and without it. Returns what is wrong."""
         more = DRAWN + TURN_TOKENS
-        with Scene(loaded, self.sequences, self._pieces) as anew:
+        with self._scene(loaded) as anew:
             anew.run(sequences, more=more)
-        with Scene(loaded, self.sequences, self._pieces) as scene:
+        with self._scene(loaded) as scene:
             scene.run(sequences)
             scene.noted.clear()
             scene.run(sequences, more=more)
             return scene.failure or self.difference(anew.noted, scene.noted)
+
+    def _scene(self, loaded: LoadedModel) -> Scene:
+        return Scene(loaded, self.sequences, self._pieces, self._followers)
 
 
 @contextmanager

@@ -256,24 +256,37 @@ def _variants(loaded: LoadedModel) -> Iterator[_Variant]:
             yield replace(one, means="decode is unbatched", unbatched=True)
 
 
+def sequences_of(loaded: LoadedModel) -> list[ForcedSequence]:
+    """Returns the sequences of a self-test, without any if the model's context is too short. Their tokens are drawn
+    from the vocabulary with a fixed seed."""
+    if loaded.context_tokens <= MORE_TOKENS + 1:
+        return []
+    draw, vocabulary = random.Random(1).randrange, loaded.vocabulary_size
+    # The first ids of a vocabulary are often special tokens.
+    first = min(256, vocabulary // 2)
+    window = max((layer.window for layer in loaded.spec.layers if layer.window <= WINDOW_MAX), default=0)
+    wanted = [*PROMPTS, *([window + PAST_WINDOW] if window + PAST_WINDOW > PROMPTS[-1] else [])]
+    prompts = [min(prompt, loaded.context_tokens - MORE_TOKENS) for prompt in wanted]
+    return [
+        ForcedSequence([draw(first, vocabulary) for _ in range(prompt + MORE_TOKENS)], prompt) for prompt in prompts
+    ]
+
+
+def reused(sequences: Sequence[ForcedSequence]) -> list[int]:
+    """Returns the numbers of the sequences whose KV is reused: the second, and the one that exceeds a window if there
+    is one."""
+    return [1, *range(len(PROMPTS), len(sequences))]
+
+
 class _SelfTest:
-    """The sequences of a self-test. Their tokens are drawn from the vocabulary with a fixed seed.
+    """The sequences of a self-test, and what the bare model computes for them.
 
     The findings of each variant are stored at once. So if the process ends, the next start continues with the next
     variant.
     """
 
     def __init__(self, loaded: LoadedModel, findings: Findings, pieces: Pieces) -> None:
-        draw, vocabulary = random.Random(1).randrange, loaded.vocabulary_size
-        # The first ids of a vocabulary are often special tokens.
-        first = min(256, vocabulary // 2)
-        window = max((layer.window for layer in loaded.spec.layers if layer.window <= WINDOW_MAX), default=0)
-        wanted = [*PROMPTS, *([window + PAST_WINDOW] if window + PAST_WINDOW > PROMPTS[-1] else [])]
-        prompts = [min(prompt, loaded.context_tokens - MORE_TOKENS) for prompt in wanted]
-        sequences = [
-            ForcedSequence([draw(first, vocabulary) for _ in range(prompt + MORE_TOKENS)], prompt) for prompt in prompts
-        ]
-        self._sequences = ForcedSequences(loaded, sequences, pieces)
+        self._sequences = ForcedSequences(loaded, sequences_of(loaded), pieces)
         self._findings, self._pieces = findings, pieces
         self._own: Logits = {}
 
@@ -340,8 +353,7 @@ class _SelfTest:
         ):
             found.together = "one sequence's position changes what another one computes"
         if loaded.spec.reusable:
-            # The second sequence, and the one that exceeds a window if there is one.
-            found.again = self._sequences.again(loaded, [1, *range(len(PROMPTS), len(self._sequences.sequences))])
+            found.again = self._sequences.again(loaded, reused(self._sequences.sequences))
         return found
 
 

@@ -1,0 +1,40 @@
+"""What the planner says, and the processes of a divided model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model that may be divided. `what` says what is waited for until it is placed; `replica` is "" until then."""
+
+    name: str
+    what: str = ""
+    replica: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """What a follower does until its stage is loaded, and then what it can hold.
+
+    Attributes:
+        what, fraction, ready: as in `ReplicaProgress`.
+        memory_bytes: for KV.
+        token_bytes, sequence_bytes: what a token of a sequence costs in it, and each sequence besides.
+    """
+
+    what: str
+    fraction: float | None = None
+    ready: bool = False
+    memory_bytes: int = 0
+    token_bytes: int = 1
+    sequence_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StageAddress:
+    """Where a follower listens."""
+
+    host: str
+    port: int

@@ -1,0 +1,178 @@
+"""The actor of a follower: a process that has a stage of a divided model and does what the leader tells it.
+
+The leader starts it, and Ray ends it with the leader. It is never restarted: the leader starts a new one when it forms
+the group again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from ....cluster.config import Logs, Model, Scheduling, Traces
+from ....cluster.environment import cluster_key, default_home
+from ....cluster.errors import ModelLoadError, SatchelError, Unavailable
+from ....cluster.nodes import Node
+from ....cluster.stages import Stage
+from ....cluster.telemetry.process import begin_telemetry
+from ....cluster.timing import Timing
+from ...protocol.group_clients import StageClient
+from ...protocol.group_messages import StageAddress, StageState
+from ...rpc.shell import answers
+from ...supervision.watchdog import Watchdog
+from ..memory.budget import bearable_bytes
+from ..memory.replica_memory import ReplicaMemory
+from .broken import GroupBroken
+from .ending import end_soon
+from .forming import GroupTimes, Member
+from .loading import load_stage
+from .needs import policy_of
+
+if TYPE_CHECKING:
+    from ..execution.loaded_model import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A group that is to be joined."""
+
+    group: str
+    listener: socket.socket
+
+
+class StageActor:
+    """A follower. It is called through `StageClient`, which documents its methods.
+
+    Args:
+        replica: the id of the model's replica.
+        rank: the number of its stage.
+        address: where it listens for the leader and the stage before.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        rank: int,
+        model: Model,
+        scheduling: Scheduling,
+        stage: Stage,
+        node: Node,
+        address: str,
+        timing: Timing,
+        logs: Logs,
+        traces: Traces,
+    ) -> None:
+        self._name, self._rank, self._model, self._scheduling = f"{replica}-stage{rank}", rank, model, scheduling
+        self._stage, self._node, self._address, self._timing = stage, node, address, timing
+        self._logs, self._traces = logs, traces
+        self._state = StageState("starting")
+        self._error: SatchelError | None = None
+        self._bytes = self._weights = 0
+        self._calls = threading.Semaphore(0)
+        self._call: _Call | None = None
+        Watchdog(self._name, poll_s=timing.heartbeat_s).start()
+        threading.Thread(target=self._run, name="stage", daemon=True).start()
+
+    @answers(StageClient.state)
+    async def state(self) -> StageState:
+        if self._error is not None:
+            raise self._error
+        return self._state
+
+    @answers(StageClient.form)
+    async def form(self, group: str) -> StageAddress:
+        if not self._state.ready or self._call is not None:
+            raise Unavailable(f"{self._name} is not ready for a group")
+        try:
+            listener = socket.create_server((self._address, 0))
+        except OSError as error:
+            raise Unavailable(f"{self._name} cannot listen at {self._address}: {error}") from error
+        self._call = _Call(group, listener)
+        self._calls.release()
+        host, port = listener.getsockname()[:2]
+        return StageAddress(host, port)
+
+    # The thread that computes.
+
+    def _run(self) -> None:
+        begin_telemetry(self._name, self._logs, self._traces)
+        try:
+            with ReplicaMemory(default_home().memory_claims, self._name, self._node, self._scheduling) as memory:
+                loaded = self._load(memory)
+        except SatchelError as error:
+            self._error = error
+            return
+        except Exception as error:
+            logger.exception("loading a stage of %s failed", self._model.source)
+            self._error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
+            return
+        self._calls.acquire()
+        try:
+            self._follow(loaded)
+        except GroupBroken as error:
+            logger.warning("the group of %s has ended: %s", self._name, error)
+        except BaseException:
+            logger.exception("%s failed", self._name)
+        finally:
+            # The leader starts a new process for a new group.
+            os._exit(1)
+
+    def _load(self, memory: ReplicaMemory) -> LoadedModel:
+        stage, model = self._stage, self._model
+        loaded = load_stage(
+            model.source,
+            stage.start,
+            stage.stop,
+            dtype=model.dtype,
+            weights="stored" if model.weights == "auto" else model.weights,
+            kv=policy_of(model.kv),
+            context_tokens_max=model.context_tokens_max,
+            digests=default_home().digests_file,
+            progress=self._note_progress,
+            claim=memory.make_way,
+        )
+        self._bytes = memory.settle(loaded)
+        self._weights = mx.get_active_memory()
+        spec = loaded.spec
+        self._state = StageState(
+            "waiting for the group", None, True, self._bytes, spec.bytes_per_token, spec.open_sequence_bytes
+        )
+
+        def resize(share_bytes: int, free_bytes: int, device_bytes: int) -> None:
+            used = max(0, mx.get_active_memory() - self._weights)
+            self._bytes = bearable_bytes(share_bytes, used, free_bytes, device_bytes)
+            if loaded.pool is not None:
+                loaded.pool.limit(self._bytes)
+
+        threading.Thread(target=memory.watch, args=(lambda: 0, resize), name="memory", daemon=True).start()
+        return loaded
+
+    def _follow(self, loaded: LoadedModel) -> None:
+        assert self._call is not None
+        times = GroupTimes(self._timing.group_form_s, self._timing.group_beat_s, self._timing.group_silent_s)
+        member = Member(
+            self._call.group,
+            self._rank,
+            cluster_key(),
+            self._call.listener,
+            times,
+            lambda: self._bytes,
+            lambda why: end_soon(self._name, why),
+        )
+        try:
+            following = member.follow(loaded)
+            self._state = replace(self._state, what="serving")
+            following.run()
+        finally:
+            member.close()
+
+    def _note_progress(self, what: str, fraction: float | None) -> None:
+        self._state = StageState(what, fraction)

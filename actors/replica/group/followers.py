@@ -1,0 +1,119 @@
+"""Starts the followers of a group, and waits until they have loaded their stages. For the leader's engine thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from ....cluster.config import Logs, Model, Scheduling, Traces
+from ....cluster.connection import NAMESPACE
+from ....cluster.errors import ActorSilent, NoAnswer
+from ....cluster.nodes import Node
+from ....cluster.stages import GroupPlan, Stage
+from ....cluster.timing import Timing
+from ...model_files.source import Progress
+from ...protocol.group_clients import StageClient
+from ...protocol.group_messages import StageAddress, StageState
+from .follower import StageActor
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+
+AGAIN_S = 1.0
+"""A follower that ended while it loaded is started again after this long."""
+
+
+def addresses_of(nodes: Sequence[Node]) -> list[str]:
+    """Returns where the processes of a group listen, one a node: at the fastest kind of link that all nodes have, else
+    at the address that Ray uses. Pure."""
+    common = set.intersection(*({link.kind for link in node.links} for node in nodes))
+    found = []
+    for node in nodes:
+        links = [link.address for link in node.data_links if link.kind in common]
+        found.append(links[0] if links else node.address)
+    return found
+
+
+class Followers:
+    """The followers of one group.
+
+    Args:
+        replica: the id of the model's replica.
+        progress: is told what is waited for.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        plan: GroupPlan,
+        model: Model,
+        scheduling: Scheduling,
+        timing: Timing,
+        logs: Logs,
+        traces: Traces,
+        progress: Progress,
+    ) -> None:
+        self._replica, self._plan, self._timing, self._progress = replica, plan, timing, progress
+        self._arguments: Callable[[int, Stage, Node, str], tuple[Any, ...]] = lambda rank, stage, node, address: (
+            (replica, rank, model, scheduling, stage, node, address, timing, logs, traces)
+        )
+        # Kept, because Ray ends an actor without a lifetime when its last handle is gone.
+        self._handles: list[Any] = []
+        self._clients: list[StageClient] = []
+        addresses = addresses_of(plan.nodes)
+        self.address = addresses[-1]
+        self._addresses = addresses[:-1]
+        for rank in range(len(plan.stages) - 1):
+            self._handles.append(None)
+            self._clients.append(self._started(rank))
+
+    def _started(self, rank: int) -> StageClient:
+        stage, node = self._plan.stages[rank], self._plan.nodes[rank]
+        options = ray.remote(StageActor).options(
+            namespace=NAMESPACE, num_cpus=0, max_restarts=0, max_task_retries=0, resources={node.resource: 1}
+        )
+        self._handles[rank] = options.remote(*self._arguments(rank, stage, node, self._addresses[rank]))
+        return StageClient(f"stage {rank} of {self._replica} on {node.name}", self._timing, self._handles[rank])
+
+    def ready(self) -> list[StageState]:
+        """Waits until all have loaded their stages, for as long as that takes: their nodes may be away.
+
+        Raises:
+            SatchelError: one cannot be loaded.
+        """
+        states: dict[int, StageState] = {}
+        while len(states) < len(self._clients):
+            for rank, client in enumerate(self._clients):
+                if rank in states:
+                    continue
+                node = self._plan.stages[rank].node
+                try:
+                    state = client.state().within(self._timing.brief_answer_s).wait()
+                except ActorSilent:
+                    self._progress(f"waiting for node {node}", None)
+                    continue
+                except NoAnswer as error:
+                    logger.warning("%s; it is started again", error.message)
+                    self._progress(f"waiting for node {node}", None)
+                    time.sleep(AGAIN_S)
+                    self._clients[rank] = self._started(rank)
+                    continue
+                if state.ready:
+                    states[rank] = state
+                else:
+                    self._progress(f"{node}: {state.what}", state.fraction)
+            time.sleep(POLL_S)
+        return [states[rank] for rank in range(len(self._clients))]
+
+    def form(self, group: str) -> list[StageAddress]:
+        """Has all of them listen for a group. Returns where.
+
+        Raises:
+            SatchelError: one does not.
+        """
+        return [client.form(group).wait() for client in self._clients]

@@ -1,0 +1,82 @@
+"""The self-test of a divided model: what the group computes with a batch and from cached KV must be what it computes
+with one sequence alone. No process has the whole model, so it is not compared with the bare model."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ....cluster.config import Model
+from ....cluster.errors import ModelLoadError
+from ...model_files.source import Progress
+from ..device.device import on_gpu
+from ..execution.batch import Followers
+from ..execution.findings import Findings
+from ..execution.loaded_model import LoadedModel
+from ..selftest.forced_sequences import ForcedSequences
+from ..selftest.self_test import Proven, reused, sequences_of
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1
+"""Increased whenever the self-test, or what it tests, changes."""
+
+
+@dataclass(frozen=True)
+class GroupVerdict:
+    """What is wrong, as the end of a sentence each; empty if nothing is. As `Faults`."""
+
+    alone: str = ""
+    together: str = ""
+    again: str = ""
+
+
+def prove_group(
+    loaded: LoadedModel, followers: Followers, layers: str, model: Model, progress: Progress, known: Path | None
+) -> Proven:
+    """Tests a divided model, or takes what an earlier self-test found.
+
+    Args:
+        loaded: the leader's stage.
+        layers: how the layers are divided, for the findings.
+        known: the file that keeps findings; None for no file.
+
+    Raises:
+        ModelLoadError: it computes something wrong with one sequence alone.
+    """
+    if not model.self_test:
+        return Proven(loaded, notes=["its self-test was skipped (self_test: false)"])
+    if model.source.startswith("embedded:") and not on_gpu():
+        return Proven(loaded)
+    findings, what = Findings(known, loaded.model_id), f"divided, {layers}"
+    found = findings.read(what, _VERSION)
+    if isinstance(found, dict) and found.keys() == asdict(GroupVerdict()).keys():
+        verdict = GroupVerdict(**found)
+    else:
+        progress(f"testing {model.source}", None)
+        verdict = _tested(loaded, followers)
+        findings.note(what, _VERSION, asdict(verdict))
+    if verdict.alone:
+        raise ModelLoadError(f"{model.source} cannot be served: if a prompt is computed in chunks, {verdict.alone}")
+    notes = ["its self-test compared the group with itself only: no process has the whole model"]
+    if verdict.together:
+        notes.append(f"sequences run one after the other: when batched, {verdict.together}")
+    if verdict.again:
+        notes.append(f"no KV is reused, every turn is prefilled from its beginning: {verdict.again}")
+        loaded = replace(loaded, spec=replace(loaded.spec, kept=False))
+    for note in notes[1:]:
+        logger.warning("%s: %s", model.source, note)
+    return Proven(loaded, not verdict.together, notes)
+
+
+def _tested(loaded: LoadedModel, followers: Followers) -> GroupVerdict:
+    sequences = sequences_of(loaded)
+    if not sequences:
+        return GroupVerdict()
+    test = ForcedSequences(loaded, sequences, followers=followers)
+    alone, wrong = test.cold(loaded)
+    if wrong:
+        return GroupVerdict(alone=wrong)
+    again = test.again(loaded, reused(sequences)) if loaded.spec.reusable else ""
+    return GroupVerdict(together=test.batched(loaded, alone), again=again)

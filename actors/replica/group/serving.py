@@ -1,0 +1,142 @@
+"""The engine's thread of a divided model's leader: starts the followers, loads the last stage, forms the group and
+serves the model with the usual engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from ....cluster.config import Logs, Traces
+from ....cluster.environment import cluster_key, default_home
+from ....cluster.stages import GroupPlan
+from ...protocol.group_messages import StageState
+from ..execution.batch import Batch
+from ..execution.loaded_model import LoadedModel
+from ..kv.caches import ModelCacheSpec
+from ..loading.warm_up import WarmUp
+from ..memory.disk_tier import DiskTier
+from ..memory.replica_memory import ReplicaMemory
+from ..selftest.self_test import Proven
+from ..serving import Serving
+from .broken import GroupBroken
+from .ending import end_soon
+from .followers import Followers
+from .forming import GroupTimes, Member
+from .loading import load_stage
+from .needs import policy_of
+from .self_test import prove_group
+
+logger = logging.getLogger(__name__)
+
+
+def leaders_bytes(spec: ModelCacheSpec, follower: StageState, memory_bytes: int) -> int:
+    """Returns how many bytes the leader may use for KV so that a follower uses at most `memory_bytes`. Pure.
+
+    Args:
+        spec: the leader's.
+    """
+    tokens = follower.token_bytes / spec.bytes_per_token
+    # A stage without KV that grows has 1 byte a token.
+    sequences = follower.sequence_bytes / spec.open_sequence_bytes if spec.open_sequence_bytes else tokens
+    return int(memory_bytes / max(tokens, sequences))
+
+
+class GroupServing(Serving):
+    """As `Serving`, for the leader of a divided model.
+
+    Args:
+        plan: the stages; the last one is this process's.
+    """
+
+    def __init__(self, *given: Any, plan: GroupPlan, logs: Logs, traces: Traces) -> None:
+        super().__init__(*given)
+        self._plan, self._logs, self._traces = plan, logs, traces
+        self._states: Sequence[StageState] = ()
+        self._member: Member | None = None
+        self._spec: ModelCacheSpec | None = None
+
+    def run(self) -> None:
+        """As `Serving.run`. Ends the process if the group cannot be formed; Ray starts another."""
+        try:
+            super().run()
+        except GroupBroken as error:
+            logger.error("the group of %s broke: %s", self._name, error)
+            os._exit(1)
+
+    def _ready(self, memory: ReplicaMemory) -> tuple[Proven, int]:
+        """Loads the last stage while the followers load theirs, forms the group, and runs its self-test."""
+        followers = Followers(
+            self._name,
+            self._plan,
+            self._model,
+            self._scheduling,
+            self._timing,
+            self._logs,
+            self._traces,
+            self._shell.note_progress,
+        )
+        loaded = self._load(memory)
+        own = memory.settle(loaded)
+        self._states, self._spec = followers.ready(), loaded.spec
+        self._form(loaded, followers)
+        assert self._followers is not None
+        layers = "; ".join(f"{stage.start} to {stage.stop}" for stage in self._plan.stages)
+        known = default_home().trials_file
+        proven = prove_group(loaded, self._followers, layers, self._model, self._shell.note_progress, known)
+        notes = [f"its layers are divided: {self._plan.describe()}", *proven.notes]
+        return Proven(proven.loaded, proven.together, notes), self._bearable(own)
+
+    def _load(self, memory: ReplicaMemory) -> LoadedModel:
+        model, stage = self._model, self._plan.leader
+        return load_stage(
+            model.source,
+            stage.start,
+            stage.stop,
+            dtype=model.dtype,
+            weights="stored" if model.weights == "auto" else model.weights,
+            kv=policy_of(model.kv),
+            context_tokens_max=model.context_tokens_max,
+            digests=default_home().digests_file,
+            progress=self._shell.note_progress,
+            claim=memory.make_way,
+        )
+
+    def _form(self, loaded: LoadedModel, followers: Followers) -> None:
+        """Raises `GroupBroken` if the group cannot be formed."""
+        self._shell.note_progress("forming the group", None)
+        timing, rank = self._timing, len(self._plan.stages) - 1
+        group = f"{self._name}-{uuid.uuid4().hex}"
+        listener = socket.create_server((followers.address, 0))
+        addresses = [(each.host, each.port) for each in followers.form(group)]
+        self._member = Member(
+            group,
+            rank,
+            cluster_key(),
+            listener,
+            GroupTimes(timing.group_form_s, timing.group_beat_s, timing.group_silent_s),
+            broken=lambda why: end_soon(self._name, why),
+        )
+        batch = Batch(loaded)
+        self._member.lead(loaded, batch, [*addresses, listener.getsockname()[:2]])
+        self._followers = batch.followers
+        # It must not be collected while the group lives: with its handles Ray would end the followers.
+        self._started = followers
+
+    def _bearable(self, share_bytes: int) -> int:
+        """A sequence needs KV in all processes, so the one with the least room limits all."""
+        assert self._member is not None and self._spec is not None
+        least = share_bytes
+        for rank, state in enumerate(self._states):
+            told = self._member.memory_bytes_of(rank) or state.memory_bytes
+            least = min(least, leaders_bytes(self._spec, state, told))
+        return least
+
+    def _warm_up(self, loaded: LoadedModel) -> WarmUp | None:
+        return None
+
+    def _disk(self, loaded: LoadedModel) -> DiskTier | None:
+        return None
