@@ -198,4 +198,4 @@ def _why(needs: ModelNeeds, memory_bytes: Mapping[str, int], stages: Sequence[St
 
 
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
