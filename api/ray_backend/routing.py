@@ -106,6 +106,15 @@ class Routing:
                 return replica not in await self.placed()
         return False
 
+    async def recovery_s(self, model: str) -> float:
+        """Returns how long a sequence waits for another replica after it has lost its own, in seconds."""
+        timing = self.config.timing
+        with suppress(NoReplica):
+            entries = await self.served.entries()
+            if any(entry.stages for entry in entries if entry.model.name == model):
+                return timing.group_recovery_s
+        return timing.recovery_s
+
     def lose(self, replica: str) -> None:
         """Tells the router that a call to the replica failed."""
         self.tell(self.router.lose(replica))

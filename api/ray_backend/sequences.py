@@ -454,6 +454,7 @@ class RayGeneration:
         self._tokens, self._started, self._beside, self._probation_s = [], now, "", 0.0
         before = self.replica
         avoided = [before] if isinstance(loss, ReplicaLost) or split else []
+        recovery_s = await self._routing.recovery_s(first.model)
         while True:
             try:
                 await self.start(avoided)
@@ -462,7 +463,7 @@ class RayGeneration:
                 self._routing.failovers += isinstance(loss, ReplicaLost)
                 return
             except Unavailable:
-                if time.monotonic() - now - self._probation_s > self._routing.config.timing.recovery_s:
+                if time.monotonic() - now - self._probation_s > recovery_s:
                     raise
             await asyncio.sleep(self._routing.config.timing.retry_s)
 
