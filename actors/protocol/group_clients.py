@@ -7,7 +7,7 @@ from typing import Any
 from ...cluster.timing import Timing
 from ..rpc.client import ActorRef
 from ..rpc.spec import Client, method
-from .group_messages import PlannedModel, StageAddress, StageState
+from .group_messages import FoundPart, PlannedModel, ReadPart, StageAddress, StageState
 from .names import PLANNER
 
 
@@ -50,6 +50,11 @@ class StageClient(Client):
         Raises:
             SatchelError: why its stage cannot be loaded.
         """
+        ...
+
+    @method(lambda timing, part: timing.block_lease_s, large=True)
+    def read(self, part: ReadPart) -> FoundPart:
+        """Reads its part of a prompt's KV from its node's disk, and keeps it for the leader's calls."""
         ...
 
     @method()

@@ -33,6 +33,34 @@ class StageState:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadPart:
+    """A prompt whose KV is to be read back from the disks of all nodes of a group.
+
+    Attributes:
+        reading: a unique name.
+        owner, root, ids: of the prompt, as in `disk_tier.Prompt`.
+        tokens: packed.
+        hot_tokens: how many of its first tokens have KV in memory.
+    """
+
+    reading: str
+    owner: str
+    root: bytes
+    ids: list[bytes]
+    tokens: bytes
+    hot_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPart:
+    """What a follower has read of a prompt: how many blocks after the hot ones, and the packed tokens of the tails
+    after them."""
+
+    blocks: int
+    tails: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class StageAddress:
     """Where a follower listens."""
 

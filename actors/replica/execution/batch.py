@@ -10,7 +10,7 @@ pieces, and decoding sequences in micro-batches, so that processes compute at th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +24,7 @@ from ..kv.sequence_view import SequenceView, Stacks
 from ..kv.unbatched import UnbatchedSequences
 from .compiled_step import CompiledStep
 from .drafts import padded_width
-from .followers import Followers, replayed
+from .followers import Followers, Parts, replayed
 from .loaded_model import LoadedModel
 from .micro_batches import TWO
 from .prefilling import Prefilling
@@ -40,10 +40,16 @@ class Batch(Prefilling):
 
     Args:
         followers: have the other layers of the model; None if it has all.
+
+    Attributes:
+        parts: of a follower: its KV on disk. None for the leader, whose KV on disk is the engine's.
     """
 
     def __init__(self, loaded: LoadedModel, followers: Followers | None = None) -> None:
         super().__init__(loaded, followers)
+        self.parts: Parts | None = None
+        # What the leader itself has read of what all processes adopt.
+        self._read_here: Any = None
         self._compiled = (
             CompiledStep(self._model, loaded.deferral) if loaded.way.compiled and not loaded.unbatched else None
         )
@@ -383,11 +389,57 @@ class Batch(Prefilling):
         Raises:
             ValueError: as `into_pool`.
         """
-        assert self._loaded.pool is not None and self.followers is None
+        if self.followers is None:
+            return self._adopt(records)
+        self._read_here = records
+        return self.adopt_part(records.reading, len(records.windows))
+
+    @replayed
+    @on_device()
+    def adopt_part(self, reading: str, count: int) -> list[PooledBlock]:
+        """Puts the next `count` blocks of a reading into the pool: each process its own part. Raises as `adopt`."""
+        runs = [self._read_here] if self.parts is None else self.parts.blocks(reading, count)
+        self._read_here = None
+        return [block for run in runs for block in self._adopt(run)]
+
+    def _adopt(self, records: Records) -> list[PooledBlock]:
+        assert self._loaded.pool is not None
         self._settle()
         blocks = kv_cache.into_pool(self._loaded.pool, records)
         mx.async_eval(self._pool_arrays())
         return blocks
+
+    def adopt_read(self, reading: str, slabs: list[Slab], blocks: int, tails: Sequence[bytes]) -> None:
+        """As `adopt_slabs`, with the leader's own."""
+        self._read_here = slabs
+        self.adopt_slabs(reading, blocks, list(tails))
+
+    @replayed
+    def adopt_slabs(self, reading: str, blocks: int, tails: Sequence[bytes]) -> list[Slab]:
+        """Takes what a reading has outside of the pool: its first `blocks` blocks, then its tails with these packed
+        tokens. Each process takes its own part."""
+        slabs = self._read_here if self.parts is None else self.parts.slabs(reading, blocks, tails)
+        self._read_here = None
+        return slabs
+
+    @replayed
+    def forget_read(self, reading: str) -> None:
+        """Ends a reading: its parts that were not used are forgotten."""
+        if self.parts is not None:
+            self.parts.forget(reading)
+
+    @replayed
+    def save(
+        self, owner: str, chain: Sequence[bytes], items: Sequence[Sequence[Any]], limits: Mapping[str, int | None]
+    ) -> None:
+        """Has the followers write their parts of KV to their nodes' disks.
+
+        Args:
+            owner, chain, limits: as in `WriteJob`.
+            items: id, parent, tokens and KV of each item, as in `Unsaved`.
+        """
+        if self.parts is not None:
+            self.parts.save(owner, chain, items, limits)
 
     @on_device()
     def copied(self, kept: Slab | PooledBlock) -> Slab:

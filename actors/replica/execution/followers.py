@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from ..kv.caches import Records, Slab
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -33,6 +35,24 @@ class Followers(Protocol):
         """Lets them do a call at once. It must be led later, after other calls told ahead, and before any other call
         than those that only prepare a step."""
         ...
+
+
+class Parts(Protocol):
+    """Keeps a follower's part of sequences' KV on its node's disk."""
+
+    def save(self, owner: str, chain: Sequence[bytes], items: Sequence[Sequence[Any]], limits: Any) -> None:
+        """Writes KV. Arguments as for `Batch.save`."""
+
+    def blocks(self, reading: str, count: int) -> list[Records]:
+        """Returns the next `count` blocks of those that were read, in runs."""
+        ...
+
+    def slabs(self, reading: str, blocks: int, tails: Sequence[bytes]) -> list[Slab]:
+        """Returns what was read; arguments as for `Batch.adopt_slabs`."""
+        ...
+
+    def forget(self, reading: str) -> None:
+        """Forgets what was read and not used."""
 
 
 def replayed(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:

@@ -6,6 +6,7 @@ the group again.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -23,18 +24,22 @@ from ....cluster.stages import Stage
 from ....cluster.telemetry.process import begin_telemetry
 from ....cluster.timing import Timing
 from ...protocol.group_clients import StageClient
-from ...protocol.group_messages import StageAddress, StageState
+from ...protocol.group_messages import FoundPart, ReadPart, StageAddress, StageState
+from ...protocol.store_client import StoreClient
 from ...rpc.shell import answers
 from ...supervision.watchdog import Watchdog
 from ..memory.budget import bearable_bytes
+from ..memory.disk_tier import DiskTier
 from ..memory.replica_memory import ReplicaMemory
 from .broken import GroupBroken
 from .ending import end_soon
 from .forming import GroupTimes, Member
 from .loading import load_stage
 from .needs import policy_of
+from .parts import FollowerParts
 
 if TYPE_CHECKING:
+    from ..execution.batch import Batch
     from ..execution.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -78,6 +83,7 @@ class StageActor:
         self._bytes = self._weights = 0
         self._calls = threading.Semaphore(0)
         self._call: _Call | None = None
+        self._parts: FollowerParts | None = None
         Watchdog(self._name, poll_s=timing.heartbeat_s).start()
         threading.Thread(target=self._run, name="stage", daemon=True).start()
 
@@ -99,6 +105,12 @@ class StageActor:
         self._calls.release()
         host, port = listener.getsockname()[:2]
         return StageAddress(host, port)
+
+    @answers(StageClient.read)
+    async def read(self, part: ReadPart) -> FoundPart:
+        if self._parts is None:
+            return FoundPart(0, [])
+        return await asyncio.to_thread(self._parts.read, part)
 
     # The thread that computes.
 
@@ -169,10 +181,16 @@ class StageActor:
         )
         try:
             following = member.follow(loaded)
+            if loaded.spec.reusable:
+                self._parts = following.batch.parts = self._parts_of(loaded, following.batch)
             self._state = replace(self._state, what="serving")
             following.run()
         finally:
             member.close()
+
+    def _parts_of(self, loaded: LoadedModel, batch: Batch) -> FollowerParts:
+        store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
+        return FollowerParts(DiskTier(loaded.spec, loaded.model_id, store, most, self._timing), batch, loaded.model_id)
 
     def _note_progress(self, what: str, fraction: float | None) -> None:
         self._state = StageState(what, fraction)

@@ -80,6 +80,11 @@ class Followers:
         self._handles[rank] = options.remote(*self._arguments(rank, stage, node, self._addresses[rank]))
         return StageClient(f"stage {rank} of {self._replica} on {node.name}", self._timing, self._handles[rank])
 
+    @property
+    def clients(self) -> Sequence[StageClient]:
+        """Of all followers, in the order of stages."""
+        return self._clients
+
     def ready(self) -> list[StageState]:
         """Waits until all have loaded their stages, for as long as that takes: their nodes may be away.
 

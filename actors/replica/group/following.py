@@ -14,7 +14,7 @@ from ..execution.batch import Batch
 from ..kv.caches import PooledBlock, Slab
 from .broken import Wholeness, in_words
 from .connection import Connection
-from .leading import END, KEPT, TELL, TOKENS
+from .leading import END, KEPT, NUMBERED, TELL, TOKENS
 
 
 class Following:
@@ -33,6 +33,10 @@ class Following:
         self._relative_bytes = relative_bytes
         self._kept: dict[int, Slab | PooledBlock] = {}
         self._next = 0
+
+    @property
+    def batch(self) -> Batch:
+        return self._batch
 
     @property
     def kept(self) -> int:
@@ -76,7 +80,7 @@ class Following:
         if call == "give_back":
             given = [int(nbytes * self._relative_bytes) for nbytes in given]
         result = getattr(self._batch, call)(*map(self._unpacked, given), **named)
-        if call == "cut":
+        if call in NUMBERED:
             for kept in result:
                 self._kept[self._next] = kept
                 self._next += 1

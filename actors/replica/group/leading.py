@@ -29,6 +29,9 @@ TELL, END = "tell", "end"
 KEPT, TOKENS = 1, 2
 """Kinds of msgpack's extension values: KV by its number, and an array of tokens as little-endian uint32."""
 
+NUMBERED = frozenset({"cut", "adopt_part", "adopt_slabs"})
+"""Calls that return KV, which gets numbers."""
+
 _LATER = frozenset({"open", "line_up", "select", "move", "change", "take_back", "advance"})
 """Calls that are told with the next other one."""
 
@@ -73,7 +76,7 @@ class Leading:
                 if call not in _LATER:
                     self._tell()
             result = run()
-            if call == "cut":
+            if call in NUMBERED:
                 assert isinstance(result, list)
                 for kept in result:
                     self._number(kept)

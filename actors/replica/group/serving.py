@@ -14,11 +14,12 @@ from ....cluster.config import Logs, Traces
 from ....cluster.environment import cluster_key, default_home
 from ....cluster.stages import GroupPlan
 from ...protocol.group_messages import StageState
+from ...protocol.store_client import StoreClient
 from ..execution.batch import Batch
 from ..execution.loaded_model import LoadedModel
 from ..kv.caches import ModelCacheSpec
 from ..loading.warm_up import WarmUp
-from ..memory.disk_tier import DiskTier
+from ..loop.engine import Engine
 from ..memory.replica_memory import ReplicaMemory
 from ..selftest.self_test import Proven
 from ..serving import Serving
@@ -28,6 +29,7 @@ from .followers import Followers
 from .forming import GroupTimes, Member
 from .loading import load_stage
 from .needs import policy_of
+from .parts import GroupDisk
 from .self_test import prove_group
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,9 @@ class GroupServing(Serving):
         self._states: Sequence[StageState] = ()
         self._member: Member | None = None
         self._spec: ModelCacheSpec | None = None
+        self._group_disk: GroupDisk | None = None
+        # It must not be collected while the group lives: with its handles Ray would end the followers.
+        self._started: Followers | None = None
 
     def run(self) -> None:
         """As `Serving.run`. Ends the process if the group cannot be formed; Ray starts another."""
@@ -123,7 +128,6 @@ class GroupServing(Serving):
         batch = Batch(loaded)
         self._member.lead(loaded, batch, [*addresses, listener.getsockname()[:2]])
         self._followers = batch.followers
-        # It must not be collected while the group lives: with its handles Ray would end the followers.
         self._started = followers
 
     def _bearable(self, share_bytes: int) -> int:
@@ -138,5 +142,15 @@ class GroupServing(Serving):
     def _warm_up(self, loaded: LoadedModel) -> WarmUp | None:
         return None
 
-    def _disk(self, loaded: LoadedModel) -> DiskTier | None:
-        return None
+    def _disk(self, loaded: LoadedModel) -> GroupDisk | None:
+        if not loaded.spec.reusable:
+            return None
+        store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
+        self._group_disk = GroupDisk(loaded.spec, loaded.model_id, store, most, self._timing)
+        return self._group_disk
+
+    def _begin(self, *given: Any, **named: Any) -> Engine:
+        engine = super()._begin(*given, **named)
+        if self._group_disk is not None and self._started is not None:
+            self._group_disk.serve(engine, self._started.clients)
+        return engine

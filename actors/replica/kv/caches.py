@@ -455,6 +455,7 @@ class Records:
         windows: each block's `window_from`.
         states: each block's states, as in `Slab`.
         coming: how many blocks there are including later runs; room for all is made at once.
+        reading: what the followers of a divided model read their parts of these blocks for; "" without followers.
     """
 
     data: np.ndarray | mx.array
@@ -462,6 +463,7 @@ class Records:
     windows: Sequence[int]
     states: Sequence[list[list[mx.array]] | None]
     coming: int = 0
+    reading: str = ""
 
 
 def into_pool(pool: BlockPool, records: Records) -> list[PooledBlock]:

@@ -115,7 +115,7 @@ class Engine:
         self.restores = Restores(
             disk,
             lambda reading, restored: self._inbox.put(ReadBack(reading, restored)),
-            lambda records: self._called(lambda: executor.adopt(records)),
+            lambda records: self.called(lambda: executor.adopt(records)),
             timing.block_lease_s,
         )
         self.keeping = keeping = Keeping(
@@ -237,7 +237,7 @@ class Engine:
         """Runs `action` on the engine's thread between two steps, when all state is consistent."""
         self._inbox.put(RunOnEngine(action))
 
-    def _called(self, action: Callable[[], T]) -> Future[T]:
+    def called(self, action: Callable[[], T]) -> Future[T]:
         """As `call`; the future gets what `action` returns or raises."""
         done: Future[T] = Future()
 

@@ -156,6 +156,9 @@ class Keeping:
         while disk is not None and self._noted and disk.has_room(self._noted[0].nbytes):
             job = self._noted[0]
             with on_device():
+                if self._executor.followers is not None:
+                    items = [(item.id, item.parent, item.tokens, item.kept.value) for item in job.unsaved]
+                    self._executor.save(job.owner, job.chain, items, dict(job.limits))
                 job.unsaved = [self._memory.copied(item) for item in job.unsaved]
                 disk.write(job)
             # Only now: if the device fails before, the job is withdrawn.

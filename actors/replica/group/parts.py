@@ -1,0 +1,233 @@
+"""KV of a divided model on disk: each process keeps its own layers' part of every block on its own node.
+
+The leader's part is an entry under the block's id, because the model id that ids are made of names the leader's layers.
+A follower's part has an id that is made of the block's id and the follower's own model id (`part_id`). What the leader
+writes, the followers write too (`Batch.save`). When the leader reads a prompt's KV back, the followers are asked first
+how much of it they have; what not all have is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ....cluster.errors import SatchelError
+from ...protocol.block_ids import BLOCK_TOKENS, part_id
+from ...protocol.entries import pack_tokens, unpack_tokens
+from ...protocol.group_clients import StageClient
+from ...protocol.group_messages import FoundPart, ReadPart
+from ...protocol.store_messages import FoundKV
+from ..execution.batch import Batch
+from ..kv.caches import PooledBlock, Records, Slab
+from ..loop.engine import Engine
+from ..memory.disk_tier import Adopt, DiskTier, Prompt, WriteJob
+from ..memory.sequence_memory import Restored, Unsaved, kept_of
+
+logger = logging.getLogger(__name__)
+
+ADOPT_S = 10.0
+"""How long a reader waits for the engine, as for blocks."""
+
+READINGS_MAX = 8
+"""How many readings a follower keeps whose end it was not told."""
+
+
+@dataclass(frozen=True)
+class _WholePrompt(Prompt):
+    """A prompt as far as all followers have read it: `ids` ends there, with these tails."""
+
+    tails: frozenset[bytes] = frozenset()
+
+
+class GroupDisk(DiskTier):
+    """The leader's disk tier. As `DiskTier`, but reads only what all followers have read too."""
+
+    clients: Sequence[StageClient] = ()
+    engine: Engine | None = None
+
+    def serve(self, engine: Engine, clients: Sequence[StageClient]) -> None:
+        """Begins to read for an engine, with these followers."""
+        self.engine, self.clients = engine, clients
+
+    def _load(self, prompt: Prompt, hot_tokens: int, adopt: Adopt) -> Restored | None:
+        engine = self.engine
+        if engine is None:
+            return None
+        reading = f"{prompt.request_id}/{uuid.uuid4().hex}"
+        try:
+            whole = self._whole(reading, prompt, hot_tokens)
+            if whole is None:
+                return None
+            restored = super()._load(whole, hot_tokens, lambda records: adopt(replace(records, reading=reading)))
+            if restored is not None:
+                self._adopt_slabs(engine, reading, restored)
+            return restored
+        finally:
+            engine.call(lambda: engine.executor.forget_read(reading))
+
+    def _whole(self, reading: str, prompt: Prompt, hot_tokens: int) -> _WholePrompt | None:
+        """Has the followers read their parts. Returns the prompt as far as all of them have it; None for nothing."""
+        part = ReadPart(reading, prompt.owner, prompt.root, list(prompt.ids), pack_tokens(prompt.tokens), hot_tokens)
+        with ThreadPoolExecutor(len(self.clients)) as threads:
+            found = list(threads.map(lambda client: _asked(client, part), self.clients))
+        blocks = min(each.blocks for each in found)
+        hot = hot_tokens // BLOCK_TOKENS
+        # Blocks that not all have are written again.
+        self._forget_saved(prompt.wanted[hot + blocks :])
+        tails = [frozenset(each.tails) if each.blocks == blocks else frozenset[bytes]() for each in found]
+        common = frozenset.intersection(*tails)
+        if not blocks and not common:
+            return None
+        ids = prompt.ids[: hot + blocks]
+        return _WholePrompt(prompt.request_id, prompt.owner, prompt.root, ids, prompt.tokens, common)
+
+    def _find(self, prompt: Prompt, hot_tokens: int) -> FoundKV | None:
+        found = super()._find(prompt, hot_tokens)
+        if found is None or not isinstance(prompt, _WholePrompt):
+            return found
+        # Tails are common only after the last of the common blocks.
+        all_here = hot_tokens // BLOCK_TOKENS + len(found.blocks) == len(prompt.ids)
+        tails = [tail for tail in found.tails if all_here and tail.location.tokens in prompt.tails]
+        return replace(found, tails=tails)
+
+    def _adopt_slabs(self, engine: Engine, reading: str, restored: Restored) -> None:
+        """Has the followers take what is not in the pool, as the leader does."""
+        blocks = [kept.value for _, kept in restored.blocks if isinstance(kept.value, Slab)]
+        tails = [kept.value for _, kept in restored.tails if isinstance(kept.value, Slab)]
+        names = [pack_tokens(tokens) for tokens, _ in restored.tails]
+        if blocks or tails:
+            engine.called(lambda: engine.executor.adopt_read(reading, [*blocks, *tails], len(blocks), names)).result(
+                ADOPT_S
+            )
+
+
+def _asked(client: StageClient, part: ReadPart) -> FoundPart:
+    try:
+        return client.read(part).wait()
+    except SatchelError as error:
+        logger.warning("nothing is read back: %s", error.message)
+        return FoundPart(0, [])
+
+
+@dataclass
+class _Staged:
+    """What a follower has read for the leader: blocks for the pool or outside of it, and tails by their packed
+    tokens."""
+
+    records: deque[Records] = field(default_factory=deque)
+    blocks: list[Slab] = field(default_factory=list)
+    tails: dict[bytes, Slab] = field(default_factory=dict)
+
+
+class FollowerParts:
+    """A follower's part of KV on its node's disk. `read` is for any thread but an event loop's, the other methods are
+    for the thread that computes.
+
+    Args:
+        model_id: of its stage.
+    """
+
+    def __init__(self, disk: DiskTier, batch: Batch, model_id: bytes) -> None:
+        self._disk, self._batch, self._stage = disk, batch, model_id
+        self._lock = threading.Lock()
+        self._staged: dict[str, _Staged] = {}
+
+    def save(
+        self,
+        owner: str,
+        chain: Sequence[bytes],
+        items: Sequence[Sequence[Any]],
+        limits: Mapping[str, int | None],
+    ) -> None:
+        """As `Batch.save`. KV only saves work, so what cannot be written is computed again."""
+        unsaved = []
+        for entry, parent, tokens, kept in items:
+            own = None if entry is None else part_id(self._stage, entry)
+            if own is None or own not in self._disk.saved:
+                slab = self._batch.copied(kept)
+                unsaved.append(Unsaved(own, part_id(self._stage, parent), tokens, kept_of(slab)))
+        job = WriteJob(owner, [part_id(self._stage, entry) for entry in chain], unsaved, limits=limits)
+        if self._disk.accepts(job):
+            self._disk.write(job)
+
+    def read(self, part: ReadPart) -> FoundPart:
+        """As `StageClient.read`."""
+        staged, count = _Staged(), 0
+
+        def stage(records: Records) -> Future[list[PooledBlock]]:
+            nonlocal count
+            kept = replace(
+                records, data=np.copy(records.data) if isinstance(records.data, np.ndarray) else records.data
+            )
+            staged.records.append(kept)
+            done: Future[list[PooledBlock]] = Future()
+            # Only their number matters here.
+            done.set_result([_placeholder() for _ in records.windows])
+            return done
+
+        prompt = Prompt(
+            part.reading,
+            part.owner,
+            part_id(self._stage, part.root),
+            [part_id(self._stage, each) for each in part.ids],
+            unpack_tokens(part.tokens),
+        )
+        restored = self._disk.load(prompt, part.hot_tokens, stage)
+        if restored is None:
+            return FoundPart(0, [])
+        staged.blocks = [kept.value for _, kept in restored.blocks if isinstance(kept.value, Slab)]
+        tails = [(pack_tokens(tokens), kept.value) for tokens, kept in restored.tails]
+        staged.tails = {tokens: slab for tokens, slab in tails if isinstance(slab, Slab)}
+        with self._lock:
+            while len(self._staged) >= READINGS_MAX:
+                del self._staged[next(iter(self._staged))]
+            self._staged[part.reading] = staged
+        return FoundPart(len(restored.blocks), list(staged.tails))
+
+    def blocks(self, reading: str, count: int) -> list[Records]:
+        """As `Parts.blocks`. The leader's runs may have other lengths than those that were read here."""
+        found: list[Records] = []
+        records = self._of(reading).records
+        while count:
+            run = records.popleft()
+            taken, rest = _cut(run, count)
+            if rest is not None:
+                records.appendleft(rest)
+            found.append(taken)
+            count -= len(taken.windows)
+        return found
+
+    def slabs(self, reading: str, blocks: int, tails: Sequence[bytes]) -> list[Slab]:
+        """As `Parts.slabs`."""
+        staged = self._of(reading)
+        return [*staged.blocks[:blocks], *(staged.tails[tokens] for tokens in tails)]
+
+    def forget(self, reading: str) -> None:
+        """As `Parts.forget`."""
+        with self._lock:
+            self._staged.pop(reading, None)
+
+    def _of(self, reading: str) -> _Staged:
+        with self._lock:
+            return self._staged[reading]
+
+
+def _placeholder() -> PooledBlock:
+    return PooledBlock((), 0)
+
+
+def _cut(records: Records, count: int) -> tuple[Records, Records | None]:
+    """Returns the first `count` blocks, or all, and the rest."""
+    if count >= len(records.windows):
+        return records, None
+    first = replace(records, data=records.data[:count], windows=records.windows[:count], states=records.states[:count])
+    rest = replace(records, data=records.data[count:], windows=records.windows[count:], states=records.states[count:])
+    return first, rest
