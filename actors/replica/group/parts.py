@@ -160,14 +160,12 @@ class FollowerParts:
 
     def read(self, part: ReadPart) -> FoundPart:
         """As `StageClient.read`."""
-        staged, count = _Staged(), 0
+        staged = _Staged()
 
         def stage(records: Records) -> Future[list[PooledBlock]]:
-            nonlocal count
-            kept = replace(
-                records, data=np.copy(records.data) if isinstance(records.data, np.ndarray) else records.data
-            )
-            staged.records.append(kept)
+            # The reader uses its buffers again; a GPU has a copy already.
+            data = np.copy(records.data) if isinstance(records.data, np.ndarray) else records.data
+            staged.records.append(replace(records, data=data))
             done: Future[list[PooledBlock]] = Future()
             # Only their number matters here.
             done.set_result([_placeholder() for _ in records.windows])
