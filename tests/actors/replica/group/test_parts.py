@@ -1,0 +1,178 @@
+"""Each process keeps its layers' KV on its own node, and new processes go on from as much as all of them have."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from satchel.actors.protocol.group_messages import FoundPart, ReadPart
+from satchel.actors.replica.execution.loaded_model import LoadedModel
+from satchel.actors.replica.group.forming import Member
+from satchel.actors.replica.group.loading import load_stage
+from satchel.actors.replica.group.parts import FollowerParts, GroupDisk
+from satchel.actors.replica.loading import models
+from satchel.actors.replica.memory.disk_tier import DiskTier
+from tests.worlds.models.families import write_model
+from tests.worlds.replica.bench import Bench
+from tests.worlds.replica.bench_disk import Node, write_down
+from tests.worlds.replica.group import GROUP, KEY, TIMES, Led, listener, on_a_thread
+
+AGENT = "default/alice"
+LAYERS, CUT = 3, 2
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, 3000) for _ in range(length)]
+
+
+class _Asked:
+    """Stands for a call to a follower in another process."""
+
+    def __init__(self, read: Callable[[], FoundPart]) -> None:
+        self.wait = read
+
+
+class _Client:
+    """Stands for `StageClient` where the follower is in this process."""
+
+    def __init__(self, parts: FollowerParts) -> None:
+        self._parts = parts
+
+    def read(self, part: ReadPart) -> _Asked:
+        return _Asked(lambda: self._parts.read(part))
+
+
+class Group:
+    """A leader and a follower on a thread, each with a node of its own; both forget all but what is on disk when they
+    end."""
+
+    def __init__(self, folder: Path, nodes: list[Node], kv: str = "q4") -> None:
+        self._folder, self._nodes, self._kv = folder, nodes, kv
+
+    @contextmanager
+    def running(self) -> Iterator[Group]:
+        listens, member = listener(), None
+        found: dict[str, Any] = {}
+
+        def follow() -> None:
+            nonlocal member
+            member = Member(GROUP, 0, KEY, listens, TIMES)
+            try:
+                loaded = load_stage(str(self._folder), 0, CUT, kv=self._kv)
+                following = member.follow(loaded)
+                self.disk = DiskTier(loaded.spec, loaded.model_id, self._nodes[0].client)
+                found["parts"] = following.batch.parts = FollowerParts(self.disk, following.batch, loaded.model_id)
+                following.run()
+            finally:
+                member.close()
+
+        last = load_stage(str(self._folder), CUT, LAYERS, kv=self._kv)
+        leaders = GroupDisk(last.spec, last.model_id, self._nodes[1].client)
+        with on_a_thread(follow) as done:
+            led = Led(last, listens.getsockname()[:2], disk=leaders)
+            ends = time.monotonic() + 10
+            while "parts" not in found and time.monotonic() < ends:
+                time.sleep(0.01)
+            client: Any = _Client(found["parts"])
+            leaders.serve(led.bench.engine, [client])
+            self.bench, self.leaders = led.bench, leaders
+            try:
+                yield self
+            finally:
+                led.member.close()
+        assert done.exception() is None
+
+    def write_down(self) -> None:
+        write_down(self.bench, self.leaders)
+        ends = time.monotonic() + 20
+        while self.disk.waiting_bytes or not self.disk._queue.empty():
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+
+    def restarted(self) -> None:
+        for node in self._nodes:
+            node.restart()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    found = [Node(tmp_path / "first"), Node(tmp_path / "last")]
+    yield found
+    for node in found:
+        node.store.check()
+        node.store.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "llama", "llama", num_hidden_layers=LAYERS)
+
+
+def whole(folder: Path, kv: str = "q4") -> LoadedModel:
+    return models.load(
+        str(folder), context_tokens_max=None, progress=lambda *_: None, numerics="reproducible", weights="stored", kv=kv
+    )
+
+
+@pytest.mark.parametrize("kv", ["q4", "fp16"])
+@pytest.mark.parametrize("length", [40, 300, 700])
+def test_new_processes_compute_only_what_is_new(folder: Path, nodes: list[Node], length: int, kv: str):
+    prompt, more = prompt_of(length), prompt_of(30, seed=2)
+    group = Group(folder, nodes, kv)
+    with group.running():
+        first = group.bench.run("first", prompt, agent=AGENT, max_tokens=20)
+        group.write_down()
+    group.restarted()
+    second = [*prompt, *first.tokens, *more]
+    with group.running():
+        warm = group.bench.run("warm", second, agent=AGENT)
+        assert warm.cached == length + 20
+        # What was read back is shared and kept as anything else.
+        hot = group.bench.run("hot", second, agent=AGENT)
+        assert hot.cached and hot.cached >= length + 20
+    cold = Bench(whole(folder, kv)).run("cold", second)
+    assert warm.tokens == hot.tokens == cold.tokens
+
+
+def test_what_one_process_has_lost_is_computed_and_kept_again(
+    folder: Path, nodes: list[Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A prefix is whole up to the least of its processes."""
+    prompt = prompt_of(600)
+    group = Group(folder, nodes)
+    with group.running():
+        first = group.bench.run("first", prompt, agent=AGENT, max_tokens=20)
+        group.write_down()
+    group.restarted()
+    second = [*prompt, *first.tokens, *prompt_of(300, seed=2)]
+    with group.running():
+        # The follower's disk has stalled, so its node misses the second turn.
+        monkeypatch.setattr(group.disk, "accepts", lambda job: False)
+        assert group.bench.run("second", second, agent=AGENT, max_tokens=2).cached == 620
+        group.write_down()
+    group.restarted()
+    third = [*second, *prompt_of(9, seed=3)]
+    with group.running():
+        part = group.bench.run("part", third, agent=AGENT)
+        assert part.cached == 620
+        group.write_down()
+    nodes[0].store.close()
+    nodes[0] = group._nodes[0] = Node(tmp_path / "new")
+    group._nodes[1].restart()
+    with group.running():
+        nothing = group.bench.run("nothing", third, agent=AGENT)
+        assert nothing.cached == 0
+        group.write_down()
+    group.restarted()
+    with group.running():
+        again = group.bench.run("again", third, agent=AGENT)
+        assert again.cached and again.cached >= 768
+    cold = Bench(whole(folder)).run("cold", third)
+    assert part.tokens == nothing.tokens == again.tokens == cold.tokens
