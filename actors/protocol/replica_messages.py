@@ -223,13 +223,23 @@ class EmbeddingInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class StageInfo:
+    """Layers [start, stop) of a divided model, and their node."""
+
+    node: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model as a replica has loaded it. `model_id` is derived from `files` and `computing`, `files_id` from `files`
     alone, each a table by name. `layers` describes for people what each kind of layer caches. `created` is Unix time.
     `kv` is the policy for cached KV, and `kv_why` the reason. `pictures` says whether it takes pictures and videos,
     `blind` why a vision model does not take them, and `stills` why it takes a video's frames as single pictures.
     `notes` say in sentences what is not served as requested. `proving` says what the self-test still checks while the
-    model is served in plain mode, and `proving_since` is when that began, Unix time; "" and 0 if nothing is checked."""
+    model is served in plain mode, and `proving_since` is when that began, Unix time; "" and 0 if nothing is checked.
+    `stages` are those of a divided model; then `layers` describes the last one's."""
 
     replica: str
     node: str
@@ -256,6 +266,7 @@ class ModelInfo:
     notes: list[str] = field(default_factory=list)
     proving: str = ""
     proving_since: float = 0.0
+    stages: list[StageInfo] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +285,7 @@ class ReplicaStats:
     sequences that another node prefilled, and `split_fallbacks_total` those of them for which some KV did not arrive.
     `prepared_tokens_total` were prefilled before a request needed them; requests used `prepared_tokens_used_total` of
     them, and `prepared_tokens_wasted_total` were evicted before that.
-    `proving` and `proving_since` as in `ModelInfo`.
+    `proving`, `proving_since` and `stages` as in `ModelInfo`.
     """
 
     replica: str
@@ -337,6 +348,7 @@ class ReplicaStats:
     """Of the model's weights as stored."""
     idle_s: float = 0.0
     """For how long it has had no sequence and no text."""
+    stages: list[StageInfo] = field(default_factory=list)
 
     @property
     def kv_usage(self) -> float:

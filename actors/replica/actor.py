@@ -47,6 +47,7 @@ from ..protocol.replica_messages import (
     ReplicaProgress,
     ReplicaStats,
     SequenceUpdate,
+    StageInfo,
 )
 from ..rpc.client import actor_handle
 from ..rpc.local import LocalAddress, LocalServer
@@ -86,6 +87,7 @@ class _LoadProgress:
 class _Proving(TypedDict):
     proving: str
     proving_since: float
+    stages: list[StageInfo]
 
 
 class ReplicaActor:
@@ -181,9 +183,10 @@ class ReplicaActor:
         )
 
     def _proving(self) -> _Proving:
-        """What the self-test does now, and since when it has run."""
+        """What the self-test does now, since when it has run, and how the layers are divided."""
         since = self._plain_since
-        return {"proving": self._loading.what if since else "", "proving_since": since}
+        stages = [StageInfo(*stage[:3]) for stage in self._plan.stages] if self._plan is not None else []
+        return {"proving": self._loading.what if since else "", "proving_since": since, "stages": stages}
 
     @answers(ReplicaClient.stats)
     async def stats(self) -> ReplicaStats:

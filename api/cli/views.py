@@ -36,6 +36,7 @@ _OF_REPLICA = (
     "decoding",
     "multiplying",
     "proving",
+    "stages",
     "slots",
     "memory_bytes",
     "memory_bytes_max",
@@ -239,9 +240,17 @@ def _replica_lines(entry: dict[str, Any]) -> Iterator[str]:
         yield f"multiplies {multiplying}"
     if proving := entry.get("proving"):
         yield f"is served {_plainly(proving)}"
+    if stages := entry.get("stages"):
+        yield f"has its layers divided: {stages_line(stages)}"
     if differs := entry.get("differs"):
         how = ", ".join(f"{setting} {value}" for setting, value in differs.items())
         yield f"computes differently from others ({how}): it shares agents' transcripts, not their KV"
+
+
+def stages_line(stages: list[dict[str, Any]]) -> str:
+    """Returns which layers of a divided model are on which node, as text."""
+    found = [(one["first_layer"], one["first_layer"] + one["layers"], one["node"]) for one in stages]
+    return ", ".join(f"{start} to {stop} on {node}" for start, stop, node in found)
 
 
 def _plainly(proving: dict[str, Any]) -> str:
@@ -372,7 +381,8 @@ def show_doctor(
 
 def _server_checks(home: Home) -> list[Check]:
     """Returns checks of the running server: each model's KV policy and the reason for it, which self-tests have not
-    ended, and which nodes cannot write KV to disk; none if no server answers."""
+    ended, where the layers of divided models are, and which nodes cannot write KV to disk; none if no server
+    answers."""
     from ...cluster.bring_up.doctor import Check
 
     try:
@@ -386,6 +396,8 @@ def _server_checks(home: Home) -> list[Check]:
     for model in models:
         if proving := model.get("proving"):
             checks.append(Check(f"self-test of {model.get('id', '')}", "ok", f"it is served {_plainly(proving)}"))
+        if stages := model.get("stages"):
+            checks.append(Check(f"layers of {model.get('id', '')}", "ok", f"divided: {stages_line(stages)}"))
     mend = "make room there, or lower disk_bytes_max: answers continue, but agents' KV is computed again"
     return [
         *checks,

@@ -14,7 +14,7 @@ from ...cluster.nodes import Node
 from ..agents.store import Store
 from ..requests.backend import Backend, NodeState, ReplicaStats
 from .agents import agent_id_of
-from .models import model_views
+from .models import model_views, stage_views
 
 AGENTS_MAX = 1000
 """The most agents in one view of the cluster."""
@@ -216,6 +216,7 @@ def _replica_view(
         "decoding": stats.decoding or None,
         "multiplying": stats.multiplying or None,
         "proving": {"what": stats.proving, "since": int(stats.proving_since)} if stats.proving else None,
+        "stages": stage_views(stats.stages),
         "slots": {"running": stats.slots_running, "kept": stats.slots_kept, "free": stats.slots_free},
         "memory_bytes": stats.memory_bytes,
         "memory_bytes_max": stats.memory_bytes_max,

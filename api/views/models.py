@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from ...actors.protocol.pool_messages import LOADED, UNLOADED, PooledModel
+from ...actors.protocol.replica_messages import StageInfo
 from ..requests.backend import Backend, ListedModel
+
+
+def stage_views(stages: Sequence[StageInfo]) -> list[dict[str, Any]]:
+    """Returns which layers of a divided model are on which node, in order; empty for a model that is not divided."""
+    return [{"node": one.node, "first_layer": one.start, "layers": one.stop - one.start} for one in stages]
 
 
 def model_state(model: ListedModel, state: PooledModel | None) -> dict[str, Any]:

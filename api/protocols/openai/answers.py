@@ -19,6 +19,7 @@ from ...requests.remembered import Remembered
 from ...text.answers.logprobs import ShownToken, chat_logprobs, completion_logprobs
 from ...text.answers.sequence_text import TextDelta
 from ...tools.answer_pieces import CallArguments, CallBegun, ToolCall
+from ...views.models import stage_views
 from .functions import called_body, reason_of
 
 _FINGERPRINT_DIGITS = 12
@@ -308,7 +309,7 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
     `context_length`, as in OpenRouter, whose `architecture` lists the modalities. `memory` says what its layers cache,
     `kv` the KV policy and the reason for it, and `embedding` how it embeds texts. `notes` say what is not served as
     configured, and what its chat template drops. `proving` says what its self-test still checks, and since when (Unix
-    time).
+    time). `stages` says which layers of a divided model are on which node, and is empty for other models.
     """
     info = model.info
     seen = ["image", "video"] if info.pictures else []
@@ -325,6 +326,7 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
         "notes": list(notes),
         "proving": {"what": info.proving, "since": int(info.proving_since)} if info.proving else None,
         "embedding": _embedding_body(info.embedding),
+        "stages": stage_views(info.stages),
     }
 
 
