@@ -8,6 +8,7 @@ import pytest
 
 from satchel.cluster.config import Config, Model, default_config, load_config, name_refusal, parse_config, parse_model
 from satchel.cluster.errors import ConfigError
+from satchel.cluster.stages import Split
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,6 +84,26 @@ def test_one_model_is_checked_as_in_a_file() -> None:
     variables = parse_model(name="a", source="b", template_kwargs={"clear_thinking": False, "tools": [1]})
     assert parse_model(**json.loads(json.dumps(asdict(variables)))) == variables and hash(variables)
     assert "model: name: " in caught.value.message and "replicas: " in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "more, why",
+    [
+        ({"load": "request"}, "load: request"),
+        ({"replicas": 2}, "replicas"),
+        ({"adapter": "a/b"}, "adapter"),
+        ({"numerics": "reproducible"}, "numerics: reproducible"),
+        ({"split": {"pipeline": []}}, "split.pipeline"),
+        ({"split": {"pipeline": [3, 0]}}, "split.pipeline"),
+        ({"split": {"tensor": 2}}, "tensor"),
+    ],
+)
+def test_what_a_divided_model_does_not_support_is_refused(more: dict[str, object], why: str) -> None:
+    model = {"name": "a", "source": "b", "split": {"pipeline": "auto"}}
+    assert parse_config({"models": [model]}).models[0].split == Split("auto")
+    assert parse_config({"models": [{**model, "split": {"pipeline": [3, 5]}}]}).models[0].split == Split((3, 5))
+    with pytest.raises(ConfigError, match=why):
+        parse_config({"models": [{**model, **more}]})
 
 
 def test_names_must_differ_in_what_their_replicas_are_called() -> None:

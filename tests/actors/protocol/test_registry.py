@@ -7,6 +7,7 @@ import pytest
 from satchel.actors.protocol import control_store, registry
 from satchel.cluster.config import Model
 from satchel.cluster.errors import InvalidRequest
+from satchel.cluster.stages import Split, Stage
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,15 @@ def test_a_model_that_comes_and_goes_has_an_entry_while_it_is_not_loaded():
     assert loaded == entry and loaded.replicas == {"a-b-0": "mac0"} and registry.places("a-b-0")
     registry.unplace("a-b-0")
     assert registry.entries()[0].replicas == {} and not registry.places("a-b-0")
+
+
+def test_a_divided_model_has_its_stages():
+    model = Model(name="a", source="s", split=Split((2, 3)))
+    registry.add(model)
+    stages = (Stage("mac0", 0, 2, 100), Stage("mac1", 2, 5, 90))
+    registry.place(model, "a-0", "mac1", stages)
+    (entry,) = registry.entries()
+    assert entry.model == model and entry.replicas == {"a-0": "mac1"} and entry.stages == {"a-0": stages}
 
 
 @pytest.mark.parametrize(

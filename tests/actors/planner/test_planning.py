@@ -1,0 +1,91 @@
+"""A model is divided by what its files' headers say and by what nodes may use."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from satchel.actors.model_files.source import EMBEDDED
+from satchel.actors.planner.planning import divided, stages_of
+from satchel.actors.replica.group.needs import Headers, read_headers
+from satchel.actors.replica.memory.replica_memory import unclaimed_bytes
+from satchel.cluster.config import Model, Scheduling, parse_model
+from satchel.cluster.errors import ModelLoadError, NoRoom
+from satchel.cluster.nodes import Node
+from satchel.cluster.stages import Split
+from tests.worlds.models.families import write_model
+
+MIB = 2**20
+AUTO = Split("auto")
+CHUNK = 256
+
+
+def model_of(source: str, **fields: object) -> Model:
+    return parse_model(name="m", source=source, split={"pipeline": "auto"}, **fields)
+
+
+@pytest.fixture(scope="module")
+def headers() -> Headers:
+    return read_headers(model_of("embedded:recall", context_tokens_max=2048), EMBEDDED / "recall")
+
+
+def test_layers_and_ends_add_up_to_the_model(tmp_path: Path):
+    """A tied embedding is in both ends, and counts twice only if it is on two nodes."""
+    for tied in (False, True):
+        folder = write_model(tmp_path / str(tied), "qwen3", num_hidden_layers=3, tie_word_embeddings=tied)
+        found = read_headers(model_of(str(folder)), folder)
+        stored = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
+        assert 0.9 * stored < found.weights_bytes < stored + 1000
+        assert len(found.layers) == 3 and len(set(found.layers)) == 1
+        assert found.shared_bytes == (found.first_bytes if tied else 0)
+        whole, apart = (found.needs(2**30, CHUNK, whole=whole) for whole in (True, False))
+        assert apart.last_bytes - whole.last_bytes == found.shared_bytes
+
+
+def test_a_model_that_one_node_has_room_for_is_not_divided(headers: Headers):
+    """Though another node comes first, and both together would have more room."""
+    (alone,) = divided(headers, {"small": 24 * MIB, "large": 60 * MIB}, AUTO, CHUNK)
+    assert (alone.node, alone.start, alone.stop) == ("large", 0, 6)
+
+
+def test_a_model_that_no_node_has_room_for_is_divided_and_more_memory_gets_more_layers(headers: Headers):
+    equal = divided(headers, {"mac0": 32 * MIB, "mac1": 32 * MIB}, AUTO, CHUNK)
+    assert [(stage.node, stage.start, stage.stop) for stage in equal] == [("mac0", 0, 3), ("mac1", 3, 6)]
+    other = divided(headers, {"mac0": 28 * MIB, "mac1": 33 * MIB}, AUTO, CHUNK)
+    assert other[0].stop < 3 and all(stage.tokens >= 2048 for stage in other)
+
+
+def test_layers_may_be_given(headers: Headers):
+    stages = divided(headers, {"mac0": 60 * MIB, "mac1": 60 * MIB}, Split((1, 5)), CHUNK)
+    assert [(stage.node, stage.start, stage.stop) for stage in stages] == [("mac0", 0, 1), ("mac1", 1, 6)]
+
+
+def test_too_little_room_is_told_with_all_sizes(headers: Headers):
+    with pytest.raises(NoRoom, match=r"the model needs .* of KV for 2048 tokens, .*: mac0 20\.0 MiB, mac1 22\.0 MiB"):
+        divided(headers, {"mac0": 20 * MIB, "mac1": 22 * MIB}, AUTO, CHUNK)
+
+
+def test_models_that_see_and_those_that_are_no_chain_are_refused():
+    scheduling = Scheduling()
+    with pytest.raises(ModelLoadError, match="takes pictures: only models of text can be divided"):
+        stages_of(model_of("embedded:shapes"), {"mac0": 2**30}, scheduling)
+
+
+def test_what_other_replicas_claim_is_not_free(tmp_path: Path):
+    """Their KV is: it gives way."""
+    node, scheduling = Node(name="mac0", memory_bytes_max=100), Scheduling(memory_bytes_max=70)
+    path = tmp_path / "other.claim"
+    path.write_text(json.dumps({"weights": 30, "workspace": 5, "device": 0}).ljust(256))
+    held = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert unclaimed_bytes(tmp_path, node, scheduling) == 65
+        assert unclaimed_bytes(tmp_path, Node(name="mac0"), scheduling) == 35
+    finally:
+        os.close(held)
+    # Its process has ended.
+    assert unclaimed_bytes(tmp_path, node, scheduling) == 100

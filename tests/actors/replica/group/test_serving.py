@@ -1,0 +1,98 @@
+"""What the leader decides before it serves: where processes listen, how much KV there may be, what a self-test says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from satchel.actors.protocol.group_messages import StageState
+from satchel.actors.replica.execution.findings import Findings
+from satchel.actors.replica.group.followers import addresses_of
+from satchel.actors.replica.group.forming import Member
+from satchel.actors.replica.group.loading import load_stage
+from satchel.actors.replica.group.self_test import prove_group
+from satchel.actors.replica.group.serving import leaders_bytes
+from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec
+from satchel.cluster.config import parse_model
+from satchel.cluster.errors import ModelLoadError
+from satchel.cluster.nodes import Link, Node
+from tests.worlds.models.families import write_model
+from tests.worlds.replica.group import GROUP, KEY, TIMES, Led, listener, on_a_thread
+
+THUNDERBOLT = Link(address="10.0.0.1", kind="thunderbolt")
+ETHERNET = Link(address="192.168.1.1", kind="ethernet")
+
+
+def test_processes_listen_at_the_fastest_link_that_all_nodes_have():
+    other = Node(name="b", address="1.1.1.2", links=(replace(THUNDERBOLT, address="10.0.0.2"),))
+    assert addresses_of([Node(name="a", address="1.1.1.1", links=(ETHERNET, THUNDERBOLT)), other]) == [
+        "10.0.0.1",
+        "10.0.0.2",
+    ]
+    # One of them has no cable to the others.
+    assert addresses_of([Node(name="a", address="1.1.1.1", links=(ETHERNET,)), other]) == ["1.1.1.1", "1.1.1.2"]
+    assert addresses_of([Node(name="a", address="1.1.1.1"), other]) == ["1.1.1.1", "1.1.1.2"]
+
+
+def test_the_leader_uses_as_much_as_the_process_with_the_least_room_has():
+    """In its own bytes: a process with more layers needs more for a token, and for a sequence's open block."""
+    layer = LayerSpec(LayerKind.FULL, token_bytes=10, open_bytes=1000, sealed=True)
+    leader = ModelCacheSpec((layer,) * 2, 20, 2000)
+    assert leaders_bytes(leader, StageState("", token_bytes=40, sequence_bytes=4000), 1000) == 500
+    assert leaders_bytes(leader, StageState("", token_bytes=10, sequence_bytes=1000), 1000) == 2000
+    assert leaders_bytes(leader, StageState("", token_bytes=10, sequence_bytes=4000), 1000) == 500
+
+
+class Doubled:
+    """A model that computes something else if several sequences are computed at once."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, tokens: Any, **named: Any) -> Any:
+        logits = self._model(tokens, **named)
+        return logits * 2 if tokens.shape[0] > 1 else logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_group_is_compared_with_itself_and_its_batches_are_left_out_if_they_are_wrong(tmp_path: Path, fault: bool):
+    folder = write_model(tmp_path / "llama", "llama", num_hidden_layers=2)
+    listens, known = listener(), tmp_path / "trials.json"
+    member = Member(GROUP, 0, KEY, listens, TIMES)
+
+    def follow() -> None:
+        try:
+            member.follow(load_stage(str(folder), 0, 1)).run()
+        finally:
+            member.close()
+
+    with on_a_thread(follow) as done:
+        last = load_stage(str(folder), 1, 2)
+        led = Led(last, listens.getsockname()[:2])
+        try:
+            loaded = replace(last, model=Doubled(last.model)) if fault else last
+            followers, model = led.bench.engine.executor.followers, parse_model(name="m", source=str(folder))
+            assert followers is not None
+            proven = prove_group(loaded, followers, "0 to 1; 1 to 2", model, lambda what, done: None, known)
+            assert proven.together is not fault
+            assert any("run one after the other: when batched" in note for note in proven.notes) is fault
+            # What was found is known at the next start, for this division only.
+            asked: list[str] = []
+            again = prove_group(
+                loaded, followers, "0 to 1; 1 to 2", model, lambda what, done: asked.append(what), known
+            )
+            assert again.together is proven.together and not asked
+            Findings(known, last.model_id).note(
+                "divided, other", 1, {"alone": "it is off", "together": "", "again": ""}
+            )
+            with pytest.raises(ModelLoadError, match="computed in chunks, it is off"):
+                prove_group(loaded, followers, "other", model, lambda what, done: None, known)
+        finally:
+            led.member.close()
+    assert done.exception() is None
