@@ -52,7 +52,7 @@ class StageClient(Client):
         """
         ...
 
-    @method(lambda timing, part: timing.block_lease_s, large=True)
+    @method(lambda timing, part: timing.block_lease_s)
     def read(self, part: ReadPart) -> FoundPart:
         """Reads its part of a prompt's KV from its node's disk, and keeps it for the leader's calls."""
         ...

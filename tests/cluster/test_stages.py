@@ -86,7 +86,7 @@ def test_layers_that_are_named_are_taken_or_refused(needs: ModelNeeds, memory: d
     if fits(needs, memory, wanted, needs.tokens_min):
         assert [stage[:3] for stage in divide(needs, memory, split)] == [stage[:3] for stage in wanted]
     else:
-        with pytest.raises(NoRoom, match="[MG]iB"):
+        with pytest.raises(NoRoom, match=r"[MG]iB"):
             divide(needs, memory, split)
 
 

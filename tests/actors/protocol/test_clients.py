@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from satchel.actors.kv_store.actor import KVStoreActor
+from satchel.actors.planner.actor import PlannerActor
 from satchel.actors.protocol import clients
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.clients import CONFIG_S, ReplicaClient, RouterClient
 from satchel.actors.protocol.entries import EntryRecord, Failure, Location, SegmentRecord
+from satchel.actors.protocol.group_clients import PlannerClient, StageClient
+from satchel.actors.protocol.group_messages import FoundPart, PlannedModel, ReadPart, StageAddress, StageState
 from satchel.actors.protocol.replica_messages import (
     GenerateRequest,
     KVSelection,
@@ -63,6 +66,7 @@ from satchel.actors.protocol.store_messages import (
     Unpacked,
 )
 from satchel.actors.replica.actor import ReplicaActor
+from satchel.actors.replica.group.follower import StageActor
 from satchel.actors.router.actor import RouterActor
 from satchel.actors.rpc.client import ActorRef, Call
 from satchel.actors.rpc.codec import encode, encode_call
@@ -105,6 +109,8 @@ STANDS = Standing("t/a", 2, 1, 7, -1, 4)
 BURIAL = Tombstone("t/a", 2, 9)
 
 router, replica, store_of = RouterClient(USUAL), ReplicaClient("m-0", USUAL), StoreClient("mac0", USUAL)
+PLANNER, STAGE = "planner", "stage 0 of m-0"
+planner, stage = PlannerClient(USUAL), StageClient(STAGE, USUAL, None)
 
 # The call, the actor's method, the arguments that come to it, and the answer.
 Case = tuple[Call[Any], str, list[Any], Any]
@@ -213,11 +219,20 @@ OF_STORE: list[Case] = [
     (store_of.give_back("t/a"), "give_back", ["t/a"], None),
     (store_of.unpack(UNPACK), "unpack", [UNPACK], UNPACKED),
 ]
-OF = {ROUTER: OF_ROUTER, REPLICA: OF_REPLICA, STORE: OF_STORE}
+PART = ReadPart("r/1", "t/a", b"r" * 32, [b"x" * 32], b"1234", 256)
+OF_PLANNER: list[Case] = [(planner.planned("m"), "planned", ["m"], PlannedModel("m", "waits", "m-0"))]
+OF_STAGE: list[Case] = [
+    (stage.state(), "state", [], StageState("serving", None, True, 9, 2, 3)),
+    (stage.form("g"), "form", ["g"], StageAddress("10.0.0.1", 7)),
+    (stage.read(PART), "read", [PART], FoundPart(2, [b"1234"])),
+]
+OF = {ROUTER: OF_ROUTER, REPLICA: OF_REPLICA, STORE: OF_STORE, PLANNER: OF_PLANNER, STAGE: OF_STAGE}
 ACTORS: dict[str, tuple[type, type[Client]]] = {
     ROUTER: (RouterActor, RouterClient),
     REPLICA: (ReplicaActor, ReplicaClient),
     STORE: (KVStoreActor, StoreClient),
+    PLANNER: (PlannerActor, PlannerClient),
+    STAGE: (StageActor, StageClient),
 }
 CASES = [(actor, *case) for actor, cases in OF.items() for case in cases]
 
@@ -289,6 +304,8 @@ PATIENT += ("fork", "forget", "move")
         (replica.next_frame("c", 0), USUAL.frame_silence_s),
         *((case[0], USUAL.store_answer_s) for case in OF_STORE if case[1] in PATIENT),
         *((case[0], USUAL.answer_s) for case in OF_STORE if case[1] not in (*PATIENT, "pull", "fetch")),
+        *((case[0], USUAL.answer_s) for case in (*OF_PLANNER, *OF_STAGE) if case[1] != "read"),
+        (stage.read(PART), USUAL.block_lease_s),
         (store_of.pull(PULL), 20.0 + USUAL.answer_s),
         (store_of.fetch("t/a", "mac1", 60.0), 60.0 + USUAL.answer_s),
     ],
