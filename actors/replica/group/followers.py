@@ -11,7 +11,7 @@ import ray
 
 from ....cluster.config import Logs, Model, Scheduling, Traces
 from ....cluster.connection import NAMESPACE
-from ....cluster.errors import ActorSilent, NoAnswer
+from ....cluster.errors import ActorSilent, NoAnswer, NoRoom
 from ....cluster.nodes import Node
 from ....cluster.stages import GroupPlan, Stage
 from ....cluster.timing import Timing
@@ -25,7 +25,10 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.1
 
 AGAIN_S = 1.0
-"""A follower that ended while it loaded is started again after this long."""
+"""A follower that ended while it loaded, or had no room, is started again after this long."""
+
+NO_ROOMS_MAX = 5
+"""A follower is refused after it had no room this many times: the one of the group before may still be ending."""
 
 
 def addresses_of(nodes: Sequence[Node]) -> list[str]:
@@ -92,6 +95,7 @@ class Followers:
             SatchelError: one cannot be loaded.
         """
         states: dict[int, StageState] = {}
+        no_rooms = 0
         while len(states) < len(self._clients):
             for rank, client in enumerate(self._clients):
                 if rank in states:
@@ -102,8 +106,11 @@ class Followers:
                 except ActorSilent:
                     self._progress(f"waiting for node {node}", None)
                     continue
-                except NoAnswer as error:
-                    logger.warning("%s; it is started again", error.message)
+                except (NoAnswer, NoRoom) as error:
+                    no_rooms += isinstance(error, NoRoom)
+                    if no_rooms >= NO_ROOMS_MAX:
+                        raise
+                    logger.warning("stage %d on %s is started again: %s", rank, node, error.message)
                     self._progress(f"waiting for node {node}", None)
                     time.sleep(AGAIN_S)
                     self._clients[rank] = self._started(rank)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 from satchel.actors.protocol.group_messages import StageState
 from satchel.actors.replica.execution.findings import Findings
-from satchel.actors.replica.group.followers import addresses_of
+from satchel.actors.replica.group.followers import NO_ROOMS_MAX, Followers, addresses_of
 from satchel.actors.replica.group.forming import Member
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.group.self_test import prove_group
 from satchel.actors.replica.group.serving import leaders_bytes
 from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec
-from satchel.cluster.config import parse_model
-from satchel.cluster.errors import ModelLoadError
+from satchel.cluster.config import Logs, Scheduling, Traces, parse_model
+from satchel.cluster.errors import ActorLost, ActorSilent, ModelLoadError, NoRoom
 from satchel.cluster.nodes import Link, Node
+from satchel.cluster.stages import GroupPlan, Stage
+from satchel.cluster.timing import USUAL
 from tests.worlds.models.families import write_model
 from tests.worlds.replica.group import GROUP, KEY, TIMES, Led, listener, on_a_thread
 
@@ -44,6 +47,52 @@ def test_the_leader_uses_as_much_as_the_process_with_the_least_room_has():
     assert leaders_bytes(leader, StageState("", token_bytes=40, sequence_bytes=4000), 1000) == 500
     assert leaders_bytes(leader, StageState("", token_bytes=10, sequence_bytes=1000), 1000) == 2000
     assert leaders_bytes(leader, StageState("", token_bytes=10, sequence_bytes=4000), 1000) == 500
+
+
+class Scripted(Followers):
+    """Followers whose processes say what a script says, one line a process."""
+
+    script: ClassVar[list[list[StageState | Exception]]]
+
+    def _started(self, rank: int) -> Any:
+        said = iter(self.script.pop(0))
+
+        def state() -> Any:
+            now = next(said)
+            if isinstance(now, Exception):
+                raise now
+            return now
+
+        return SimpleNamespace(state=lambda: SimpleNamespace(within=lambda _: SimpleNamespace(wait=state)))
+
+
+def started(script: list[list[StageState | Exception]], told: list[str]) -> Followers:
+    Scripted.script = script
+    stages = (Stage("mac0", 0, 2, 9), Stage("mac1", 2, 3, 9))
+    plan = GroupPlan(stages, (Node(name="mac0"), Node(name="mac1")))
+    model = parse_model(name="m", source="s")
+    told_by = lambda what, done: told.append(what)  # noqa: E731
+    return Scripted("m-0", plan, model, Scheduling(), USUAL, Logs(), Traces(), told_by)
+
+
+READY = StageState("waiting", None, True, 1000)
+
+
+def test_the_leader_waits_for_nodes_that_are_away_and_starts_followers_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("satchel.actors.replica.group.followers.AGAIN_S", 0.01)
+    told: list[str] = []
+    away, lost, full = ActorSilent("silent"), ActorLost("lost"), NoRoom("another one is still ending")
+    followers = started([[away, StageState("loading m", 0.5), lost], [full], [READY]], told)
+    assert followers.ready() == [READY]
+    assert told == ["waiting for node mac0", "mac0: loading m", "waiting for node mac0", "waiting for node mac0"]
+
+
+def test_a_follower_that_cannot_load_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("satchel.actors.replica.group.followers.AGAIN_S", 0.01)
+    with pytest.raises(ModelLoadError, match="damaged"):
+        started([[ModelLoadError("a file is damaged")]], []).ready()
+    with pytest.raises(NoRoom, match="no room"):
+        started([[NoRoom("no room")] for _ in range(NO_ROOMS_MAX)], []).ready()
 
 
 class Doubled:
