@@ -143,6 +143,9 @@ class FakeBackend:
             return None
         return self.unloaded.pop(0) if self.unloaded else False
 
+    async def recovery_s(self, model: str) -> float:
+        return self.config.timing.recovery_s
+
     async def was_unloaded(self, model: str, replica: str) -> bool:
         return replica in self.gone
 

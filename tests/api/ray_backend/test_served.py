@@ -13,9 +13,11 @@ from satchel.actors.protocol import registry
 from satchel.actors.protocol.registry import ServedEntry
 from satchel.actors.protocol.replica_messages import ModelInfo
 from satchel.api.ray_backend import served
+from satchel.api.ray_backend.routing import Routing
 from satchel.api.ray_backend.served import ServedModels
-from satchel.cluster.config import Model
+from satchel.cluster.config import Model, default_config
 from satchel.cluster.errors import NoReplica
+from satchel.cluster.stages import Stage
 from satchel.cluster.timing import Timing
 from tests.worlds.direct import model_info
 
@@ -207,3 +209,17 @@ async def test_a_replica_that_is_proven_speaks_for_its_model(world: World, first
     async with asyncio.timeout(5):
         while [model.info.proving for model in await world.models.models()] != ["", ""]:
             await asyncio.sleep(0.005)
+
+
+async def test_a_sequence_of_a_divided_model_waits_longer_for_its_replica(monkeypatch: pytest.MonkeyPatch):
+    """All of its processes load their layers again, and a node may have to come back."""
+    divided = ServedEntry(3, Model(name="c", source="s"), {"c-0": "mac1"}, {"c-0": (Stage("mac0", 0, 1, 9),)})
+    monkeypatch.setattr(registry, "entries", lambda: (entry(1, A), divided))
+    locator: Any = None
+    routing = Routing(default_config(), locator)
+    try:
+        timing = routing.config.timing
+        assert await routing.recovery_s("c") == timing.group_recovery_s
+        assert await routing.recovery_s("a") == await routing.recovery_s("unknown") == timing.recovery_s
+    finally:
+        await routing.close()
