@@ -454,7 +454,6 @@ class RayGeneration:
         self._tokens, self._started, self._beside, self._probation_s = [], now, "", 0.0
         before = self.replica
         avoided = [before] if isinstance(loss, ReplicaLost) or split else []
-        recovery_s = await self._routing.recovery_s(first.model)
         while True:
             try:
                 await self.start(avoided)
@@ -463,7 +462,8 @@ class RayGeneration:
                 self._routing.failovers += isinstance(loss, ReplicaLost)
                 return
             except Unavailable:
-                if time.monotonic() - now - self._probation_s > recovery_s:
+                within_s = await self._routing.recovery_s(first.model)
+                if time.monotonic() - now - self._probation_s > within_s:
                     raise
             await asyncio.sleep(self._routing.config.timing.retry_s)
 
