@@ -53,8 +53,8 @@ class Group:
     """A leader and a follower on a thread, each with a node of its own; both forget all but what is on disk when they
     end."""
 
-    def __init__(self, folder: Path, nodes: list[Node], kv: str = "q4") -> None:
-        self._folder, self._nodes, self._kv = folder, nodes, kv
+    def __init__(self, folder: Path, nodes: list[Node], kv: str = "q4", cut: int = CUT, layers: int = LAYERS) -> None:
+        self._folder, self._nodes, self._kv, self._cut, self._layers = folder, nodes, kv, cut, layers
 
     @contextmanager
     def running(self) -> Iterator[Group]:
@@ -65,7 +65,7 @@ class Group:
             nonlocal member
             member = Member(GROUP, 0, KEY, listens, TIMES)
             try:
-                loaded = load_stage(str(self._folder), 0, CUT, kv=self._kv)
+                loaded = load_stage(str(self._folder), 0, self._cut, kv=self._kv)
                 following = member.follow(loaded)
                 self.disk = DiskTier(loaded.spec, loaded.model_id, self._nodes[0].client)
                 found["parts"] = following.batch.parts = FollowerParts(self.disk, following.batch, loaded.model_id)
@@ -73,7 +73,7 @@ class Group:
             finally:
                 member.close()
 
-        last = load_stage(str(self._folder), CUT, LAYERS, kv=self._kv)
+        last = load_stage(str(self._folder), self._cut, self._layers, kv=self._kv)
         leaders = GroupDisk(last.spec, last.model_id, self._nodes[1].client)
         with on_a_thread(follow) as done:
             led = Led(last, listens.getsockname()[:2], disk=leaders)
@@ -139,6 +139,34 @@ def test_new_processes_compute_only_what_is_new(folder: Path, nodes: list[Node],
         assert hot.cached and hot.cached >= length + 20
     cold = Bench(whole(folder, kv)).run("cold", second)
     assert warm.tokens == hot.tokens == cold.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, layers, more",
+    [
+        ("gpt_oss", 4, {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+        ("qwen3_next", 8, {}),
+        ("deepseek_v2", 4, {}),
+        ("falcon_h1", 2, {}),
+    ],
+)
+def test_windows_states_and_latent_kv_are_kept_in_parts_too(
+    tmp_path: Path, nodes: list[Node], family: str, layers: int, more: dict[str, Any]
+):
+    folder = write_model(tmp_path / family, family, num_hidden_layers=layers, **more)
+    prompt = prompt_of(600)
+    group = Group(folder, nodes, cut=layers // 2, layers=layers)
+    with group.running():
+        first = group.bench.run("first", prompt, agent=AGENT, max_tokens=20)
+        second = [*prompt, *first.tokens, *prompt_of(30, seed=2)]
+        hot = group.bench.run("hot", second, agent=AGENT, max_tokens=2)
+        group.write_down()
+    group.restarted()
+    with group.running():
+        warm = group.bench.run("warm", second, agent=AGENT, max_tokens=2)
+        assert warm.cached and warm.cached >= (hot.cached or 0) >= 512
+        assert warm.tokens == hot.tokens
 
 
 def test_what_one_process_has_lost_is_computed_and_kept_again(
