@@ -147,8 +147,13 @@ class FollowerParts:
         items: Sequence[Sequence[Any]],
         limits: Mapping[str, int | None],
     ) -> None:
-        """As `Batch.save`. KV only saves work, so what cannot be written is computed again."""
+        """As `Batch.save`. KV only saves work: what this disk is too slow for is computed again."""
         unsaved = []
+        if not self._disk.has_room(sum(kept.nbytes for _, _, _, kept in items)):
+            logger.warning(
+                "%d bytes of KV wait to be written; new KV of %s is dropped", self._disk.waiting_bytes, owner
+            )
+            return
         for entry, parent, tokens, kept in items:
             own = None if entry is None else part_id(self._stage, entry)
             if own is None or own not in self._disk.saved:

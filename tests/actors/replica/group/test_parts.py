@@ -181,8 +181,8 @@ def test_what_one_process_has_lost_is_computed_and_kept_again(
     group.restarted()
     second = [*prompt, *first.tokens, *prompt_of(300, seed=2)]
     with group.running():
-        # The follower's disk has stalled, so its node misses the second turn.
-        monkeypatch.setattr(group.disk, "accepts", lambda job: False)
+        # The follower's disk is too slow, so its node misses the second turn.
+        monkeypatch.setattr(group.disk, "has_room", lambda nbytes: False)
         assert group.bench.run("second", second, agent=AGENT, max_tokens=2).cached == 620
         group.write_down()
     group.restarted()
