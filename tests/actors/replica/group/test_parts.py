@@ -7,17 +7,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.group_messages import FoundPart, ReadPart
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.group.forming import Member
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.group.parts import FollowerParts, GroupDisk
+from satchel.actors.replica.kv.caches import read_spec
 from satchel.actors.replica.loading import models
-from satchel.actors.replica.memory.disk_tier import DiskTier
+from satchel.actors.replica.memory.disk_tier import DiskTier, Prompt
 from tests.worlds.models.families import write_model
 from tests.worlds.replica.bench import Bench
 from tests.worlds.replica.bench_disk import Node, write_down
@@ -204,3 +207,26 @@ def test_what_one_process_has_lost_is_computed_and_kept_again(
         assert again.cached and again.cached >= 768
     cold = Bench(whole(folder)).run("cold", third)
     assert part.tokens == nothing.tokens == again.tokens == cold.tokens
+
+
+def test_a_prompt_is_read_back_as_far_as_the_follower_with_the_least_has_it():
+    """With tails that all have after the same block. Blocks that not all have are written again."""
+    store: Any = None
+    disk = GroupDisk(read_spec([], 0), b"m" * 32, store)
+    tokens = prompt_of(4 * BLOCK_TOKENS + 9)
+    prompt = Prompt("r", AGENT, b"r" * 32, [bytes([number]) * 32 for number in range(4)], tokens)
+    for block in prompt.ids:
+        disk._note_saved(block)
+
+    def whole(*found: FoundPart) -> Any:
+        clients: Any = [SimpleNamespace(read=lambda part, one=one: _Asked(lambda: one)) for one in found]
+        disk.clients = clients
+        return disk._whole("reading", prompt, BLOCK_TOKENS)
+
+    both = whole(FoundPart(3, [b"a", b"b"]), FoundPart(3, [b"b", b"c"]))
+    assert both.ids == prompt.ids and both.tails == {b"b"} and list(disk.saved) == prompt.ids
+    less = whole(FoundPart(3, [b"a"]), FoundPart(1, [b"a"]))
+    assert less.ids == prompt.ids[:2] and not less.tails and list(disk.saved) == prompt.ids[:2]
+    assert whole(FoundPart(0, []), FoundPart(3, [b"a"])) is None
+    tail = whole(FoundPart(0, [b"a"]), FoundPart(0, [b"a"]))
+    assert tail.ids == prompt.ids[:1] and tail.tails == {b"a"}
