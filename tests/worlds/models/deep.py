@@ -21,7 +21,7 @@ def write_deep_recall(folder: Path, layers: int) -> Path:
     shutil.copytree(source, folder)
     config = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
-    tensors: dict[str, Any] = dict(mx.load(str(source / "model.safetensors")))
+    tensors: Any = mx.load(str(source / "model.safetensors"))
     for layer in range(config["num_hidden_layers"], layers):
         for name in [name for name in tensors if name.startswith("model.layers.0.")]:
             rest = name.removeprefix("model.layers.0.")

@@ -56,6 +56,10 @@ class Group:
     """A leader and a follower on a thread, each with a node of its own; both forget all but what is on disk when they
     end."""
 
+    bench: Bench
+    leaders: GroupDisk
+    disk: DiskTier
+
     def __init__(self, folder: Path, nodes: list[Node], kv: str = "q4", cut: int = CUT, layers: int = LAYERS) -> None:
         self._folder, self._nodes, self._kv, self._cut, self._layers = folder, nodes, kv, cut, layers
 
