@@ -25,7 +25,7 @@ from ..supervision.watchdog import ENGINE, Watchdog
 from .device import blas
 from .device.device import on_cuda, on_gpu
 from .device.device_errors import DeviceFailed
-from .execution.batch import Followers
+from .execution.followers import Followers
 from .execution.loaded_model import LoadedModel
 from .loading import models
 from .loading.warm_up import WarmUp, meet_prompts

@@ -28,8 +28,8 @@ from ....cluster.telemetry.context import span
 from ....cluster.timing import USUAL, Timing
 from ...protocol.replica_messages import GenerateRequest, PoolingRequest
 from ..device.device_errors import DeviceFailed, on_device
-from ..execution.batch import Followers
 from ..execution.executor import BatchExecutor
+from ..execution.followers import Followers
 from ..execution.grammar import Grammars, SequenceGrammar
 from ..execution.loaded_model import LoadedModel
 from ..execution.vision import ImageEmbeddings

@@ -22,7 +22,7 @@ from ...protocol.media_ids import media_key, media_tokens, picture_hash
 from ...protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
 from ..device.device import as_numpy, device_bytes, multiplies_exactly
 from ..device.device_errors import DeviceFailed
-from ..execution.batch import Followers
+from ..execution.followers import Followers
 from ..execution.loaded_model import LoadedModel
 from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..execution.sampling import Draw
