@@ -148,6 +148,25 @@ def test_new_processes_compute_only_what_is_new(folder: Path, nodes: list[Node],
     assert warm.tokens == hot.tokens == cold.tokens
 
 
+def test_agents_that_are_answered_at_once_all_go_on_from_the_disks(folder: Path, nodes: list[Node]):
+    """Their sequences are in several micro-batches, and move between them when one ends."""
+    lengths = {"default/ada": (300, 30), "default/ben": (40, 8), "default/eve": (520, 20), "default/kim": (255, 40)}
+    group = Group(folder, nodes)
+    with group.running():
+        for seed, (agent, (length, answer)) in enumerate(lengths.items()):
+            group.bench.submit(agent, prompt_of(length, seed), agent=agent, max_tokens=answer)
+        group.bench.drain()
+        group.write_down()
+        first = group.bench.sequences
+    group.restarted()
+    with group.running():
+        for seed, (agent, (length, _)) in enumerate(lengths.items()):
+            prompt = [*prompt_of(length, seed), *first[agent].tokens, 7, 8, 9]
+            warm = group.bench.run(agent, prompt, agent=agent, max_tokens=5)
+            assert warm.cached == len(prompt) - 3
+            assert warm.tokens == Bench(whole(folder)).run(agent, prompt, max_tokens=5).tokens
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family, layers, more",
