@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from ....cluster.config import Logs, Model, Scheduling, Traces
 from ....cluster.connection import NAMESPACE
@@ -121,6 +123,12 @@ class Followers:
                     self._progress(f"{node}: {state.what}", state.fraction)
             time.sleep(POLL_S)
         return [states[rank] for rank in range(len(self._clients))]
+
+    def end(self) -> None:
+        """Ends all of them."""
+        for handle in self._handles:
+            with suppress(RayError, ValueError):
+                ray.kill(handle)
 
     def form(self, group: str) -> list[StageAddress]:
         """Has all of them listen for a group. Returns where.

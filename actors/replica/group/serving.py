@@ -8,10 +8,12 @@ import os
 import socket
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from ....cluster.config import Logs, Traces
 from ....cluster.environment import cluster_key, default_home
+from ....cluster.errors import SatchelError
 from ....cluster.stages import GroupPlan
 from ...protocol.group_messages import StageState
 from ...protocol.store_client import StoreClient
@@ -84,6 +86,18 @@ class GroupServing(Serving):
             self._traces,
             self._shell.note_progress,
         )
+        try:
+            return self._formed(memory, followers)
+        except BaseException:
+            # In order, so that this process stays and can say why.
+            if self._member is not None:
+                with suppress(SatchelError):
+                    self._member.close()
+            # The error refers to them, so they would live as long as it does.
+            followers.end()
+            raise
+
+    def _formed(self, memory: ReplicaMemory, followers: Followers) -> tuple[Proven, int]:
         loaded = self._load(memory)
         own = memory.settle(loaded)
         self._states, self._spec = followers.ready(), loaded.spec
