@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +10,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from satchel.actors.protocol.group_messages import StageState
+from satchel.actors.protocol.group_messages import StageAddress, StageState
 from satchel.actors.replica.execution.findings import Findings
+from satchel.actors.replica.group import serving
 from satchel.actors.replica.group.followers import NO_ROOMS_MAX, Followers, addresses_of
 from satchel.actors.replica.group.forming import Member
 from satchel.actors.replica.group.loading import load_stage
@@ -93,6 +95,75 @@ def test_a_follower_that_cannot_load_is_an_error(monkeypatch: pytest.MonkeyPatch
         started([[ModelLoadError("a file is damaged")]], []).ready()
     with pytest.raises(NoRoom, match="no room"):
         started([[NoRoom("no room")] for _ in range(NO_ROOMS_MAX)], []).ready()
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_leader_that_cannot_serve_ends_its_group_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: bool
+):
+    """So its process stays, and can say why; and the follower with the least room limits its budget."""
+    folder = write_model(tmp_path / "llama", "llama", num_hidden_layers=3)
+    listens = listener()
+    ended: list[str] = []
+    broken: list[str] = []
+    monkeypatch.setattr(serving, "end_soon", lambda name, why: broken.append(why))
+    monkeypatch.setattr(serving, "cluster_key", lambda: KEY)
+    monkeypatch.setattr(serving, "default_home", lambda: SimpleNamespace(digests_file=None, trials_file=None))
+
+    class Started:
+        """Stands for the followers' actors; the only one is on a thread."""
+
+        address, clients = "127.0.0.1", ()
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def ready(self) -> list[StageState]:
+            return [StageState("", None, True, 1000, 2, 0)]
+
+        def form(self, group: str) -> list[StageAddress]:
+            names.append(group)
+            formed.set()
+            return [StageAddress(*listens.getsockname()[:2])]
+
+        def end(self) -> None:
+            ended.append("killed")
+
+    names: list[str] = []
+    formed = threading.Event()
+    monkeypatch.setattr(serving, "Followers", Started)
+    if fault:
+
+        def wrong(*_: Any) -> Any:
+            raise ModelLoadError("it computes something else")
+
+        monkeypatch.setattr(serving, "prove_group", wrong)
+
+    def follow() -> None:
+        assert formed.wait(60)
+        member = Member(names[0], 0, KEY, listens, TIMES, memory_bytes=lambda: 1000)
+        try:
+            member.follow(load_stage(str(folder), 0, 2)).run()
+        finally:
+            member.close()
+
+    plan = GroupPlan((Stage("a", 0, 2, 9), Stage("b", 2, 3, 9)), (Node(name="a"), Node(name="b")))
+    model = parse_model(name="m", source=str(folder), self_test=False, split={"pipeline": "auto"})
+    shell: Any = SimpleNamespace(note_progress=lambda what, done: None)
+    memory: Any = SimpleNamespace(settle=lambda loaded: 2**30, make_way=lambda nbytes: None)
+    leader = serving.GroupServing(
+        "m-0", model, Scheduling(), Node(name="b"), USUAL, shell, plan=plan, logs=Logs(), traces=Traces()
+    )
+    with on_a_thread(follow) as done:
+        if fault:
+            with pytest.raises(ModelLoadError, match="something else"):
+                leader._ready(memory)
+        else:
+            proven, memory_bytes = leader._ready(memory)
+            assert leader._member is not None
+            leader._member.close()
+            assert memory_bytes == leaders_bytes(proven.loaded.spec, StageState("", token_bytes=2), 1000)
+            assert "its layers are divided: layers 0 to 2 on a, 2 to 3 on b" in proven.notes
+    assert done.exception() is None and not broken and ended == (["killed"] if fault else [])
 
 
 class Doubled:
