@@ -172,8 +172,11 @@ class _Forced:
     def add(self, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> None:
         self._sequences.append((sampling.seed, len(prompt), len(generated)))
 
-    def add_from(self, other: _Forced, index: int) -> None:
-        self._sequences.append(other._sequences[index])
+    def state_of(self, index: int) -> tuple[int, int, int]:
+        return self._sequences[index]
+
+    def add_state(self, state: tuple[int, int, int]) -> None:
+        self._sequences.append(state)
 
     def keep(self, indices: Sequence[int]) -> None:
         self._sequences = [self._sequences[index] for index in indices]

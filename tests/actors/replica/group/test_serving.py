@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import mlx.core as mx
 import pytest
 
 from satchel.actors.protocol.group_messages import StageAddress, StageState
+from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.execution.findings import Findings
 from satchel.actors.replica.group import serving
 from satchel.actors.replica.group.followers import NO_ROOMS_MAX, Followers, addresses_of
@@ -19,6 +21,7 @@ from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.group.self_test import prove_group
 from satchel.actors.replica.group.serving import leaders_bytes
 from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec
+from satchel.actors.replica.selftest.forced_sequences import ForcedSequence, _Forced
 from satchel.cluster.config import Logs, Scheduling, Traces, parse_model
 from satchel.cluster.errors import ActorLost, ActorSilent, ModelLoadError, NoRoom
 from satchel.cluster.nodes import Link, Node
@@ -216,3 +219,18 @@ def test_a_group_is_compared_with_itself_and_its_batches_are_left_out_if_they_ar
         finally:
             led.member.close()
     assert done.exception() is None
+
+
+def test_a_sequence_of_a_self_test_goes_on_in_another_micro_batch():
+    """With the next token of its own script."""
+    noted: dict[tuple[int, int], Any] = {}
+    scripts = [ForcedSequence([1, 2, 3, 4], 1), ForcedSequence([5, 6, 7, 8], 1)]
+    one, other = (_Forced(scripts, noted) for _ in range(2))
+    for seed in (0, 1):
+        one.add(Sampling(seed=seed), [0], [])
+    logits = mx.zeros((2, 9))
+    assert one(logits, None).tokens.tolist() == [2, 6]
+    other.add_state(one.state_of(1))
+    one.keep([0])
+    assert other(logits, None).tokens.tolist() == [7] and one(logits, None).tokens.tolist() == [3]
+    assert sorted(noted) == [(0, 0), (0, 1), (1, 0), (1, 1)]
