@@ -404,6 +404,7 @@ class Batch(Prefilling):
 
     def _adopt(self, records: Records) -> list[PooledBlock]:
         assert self._loaded.pool is not None
+        self._end_prefill()
         self._settle()
         blocks = kv_cache.into_pool(self._loaded.pool, records)
         mx.async_eval(self._pool_arrays())

@@ -70,6 +70,7 @@ class Rank:
         stage, identity = loaded.model.stage, loaded.identity
         how = {
             "padded prompts": str(batch.batched_prefill),
+            "pieces of prompts": str(loaded.piece_tokens),
             "sequences one by one": str(loaded.unbatched),
             # The leader finds what all processes can reuse by what its own layers can.
             "a rule for reuse": str(loaded.spec.rule),
