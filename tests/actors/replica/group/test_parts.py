@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from satchel.actors.replica.group.parts import FollowerParts, GroupDisk
 from satchel.actors.replica.kv.caches import read_spec
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory.disk_tier import DiskTier, Prompt
+from tests.actors.replica.group.test_overlap import Whims
 from tests.worlds.models.families import write_model
 from tests.worlds.replica.bench import Bench
 from tests.worlds.replica.bench_disk import Node, write_down
@@ -60,8 +62,21 @@ class Group:
     leaders: GroupDisk
     disk: DiskTier
 
-    def __init__(self, folder: Path, nodes: list[Node], kv: str = "q4", cut: int = CUT, layers: int = LAYERS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: list[Node],
+        kv: str = "q4",
+        cut: int = CUT,
+        layers: int = LAYERS,
+        piece_tokens: int | None = None,
+    ) -> None:
         self._folder, self._nodes, self._kv, self._cut, self._layers = folder, nodes, kv, cut, layers
+        self._piece_tokens = piece_tokens
+
+    def _load(self, start: int, stop: int) -> LoadedModel:
+        loaded = load_stage(str(self._folder), start, stop, kv=self._kv)
+        return loaded if self._piece_tokens is None else replace(loaded, piece_tokens=self._piece_tokens)
 
     @contextmanager
     def running(self) -> Iterator[Group]:
@@ -72,7 +87,7 @@ class Group:
             nonlocal member
             member = Member(GROUP, 0, KEY, listens, TIMES)
             try:
-                loaded = load_stage(str(self._folder), 0, self._cut, kv=self._kv)
+                loaded = self._load(0, self._cut)
                 following = member.follow(loaded)
                 self.disk = DiskTier(loaded.spec, loaded.model_id, self._nodes[0].client)
                 found["parts"] = following.batch.parts = FollowerParts(self.disk, following.batch, loaded.model_id)
@@ -80,7 +95,7 @@ class Group:
             finally:
                 member.close()
 
-        last = load_stage(str(self._folder), self._cut, self._layers, kv=self._kv)
+        last = self._load(self._cut, self._layers)
         leaders = GroupDisk(last.spec, last.model_id, self._nodes[1].client)
         with on_a_thread(follow) as done:
             led = Led(last, listens.getsockname()[:2], disk=leaders)
@@ -165,6 +180,40 @@ def test_agents_that_are_answered_at_once_all_go_on_from_the_disks(folder: Path,
             warm = group.bench.run(agent, prompt, agent=agent, max_tokens=5)
             assert warm.cached == len(prompt) - 3
             assert warm.tokens == Bench(whole(folder)).run(agent, prompt, max_tokens=5).tokens
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kv_is_written_and_read_back_while_stages_compute_at_the_same_time(folder: Path, nodes: list[Node], seed: int):
+    """While a prompt is computed in pieces, and others decode in two micro-batches."""
+    rng = random.Random(seed)
+    prompts = {f"default/{length}": prompt_of(length, seed=length) for length in (300, 530, 700)}
+    group, cold = Group(folder, nodes, piece_tokens=64), Bench(whole(folder))
+    with group.running():
+        group.bench.engine.executor.rule = Whims(rng)
+        for agent, prompt in prompts.items():
+            group.bench.submit(agent, prompt, agent=agent, max_tokens=20)
+        group.bench.drain()
+        seconds = {
+            agent: [*prompt, *group.bench.sequences[agent].tokens, *prompt_of(30, seed=2)]
+            for agent, prompt in prompts.items()
+        }
+        group.write_down()
+    group.restarted()
+    with group.running():
+        group.bench.engine.executor.rule = Whims(rng)
+        for number, (agent, second) in enumerate(seconds.items()):
+            group.bench.submit(f"new {number}", prompt_of(900, seed=100 + number), max_tokens=40)
+            for _ in range(rng.randrange(1, 8)):
+                group.bench.turn()
+            group.bench.submit(agent, second, agent=agent, max_tokens=40)
+        group.bench.drain()
+        for agent, second in seconds.items():
+            warm = group.bench.sequences[agent]
+            assert warm.cached == len(second) - 30
+            assert warm.tokens == cold.run(agent, second, max_tokens=40).tokens
+        for number in range(len(seconds)):
+            expected = cold.run(f"new {number}", prompt_of(900, seed=100 + number), max_tokens=40)
+            assert group.bench.sequences[f"new {number}"].tokens == expected.tokens
 
 
 @pytest.mark.slow
