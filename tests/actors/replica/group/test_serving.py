@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ import pytest
 from satchel.actors.protocol.group_messages import StageAddress, StageState
 from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.execution.findings import Findings
+from satchel.actors.replica.execution.micro_batches import MicroBatchRule
 from satchel.actors.replica.group import serving
 from satchel.actors.replica.group.followers import NO_ROOMS_MAX, Followers, addresses_of
 from satchel.actors.replica.group.forming import Member
@@ -184,7 +186,12 @@ class Doubled:
 
 
 @pytest.mark.parametrize("fault", [False, True])
-def test_a_group_is_compared_with_itself_and_its_batches_are_left_out_if_they_are_wrong(tmp_path: Path, fault: bool):
+def test_a_group_is_compared_with_itself_and_its_batches_are_left_out_if_they_are_wrong(
+    tmp_path: Path, fault: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Also if sequences move between micro-batches at every step."""
+    turns = cycle((1, 2))
+    monkeypatch.setattr(MicroBatchRule, "choose", lambda rule, sequences: next(turns))
     folder = write_model(tmp_path / "llama", "llama", num_hidden_layers=2)
     listens, known = listener(), tmp_path / "trials.json"
     member = Member(GROUP, 0, KEY, listens, TIMES)
