@@ -86,12 +86,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _keep_to_one_processor(worker: int) -> None:
-    """Linux: a test process, and all that it starts, stay on one processor, where no thread preempts another.
+    """Linux: a test process, and all that it starts, stay on one processor, where no thread preempts another. The first
+    one, which has the tests that start servers, takes what the others leave.
 
     MLX computes on a CPU in a second thread, which gets single operations. Each one would wake it on another processor,
     or preempt the thread that prepares the next one. That took a third of the processors' time.
     """
-    if sys.platform == "linux":
+    if sys.platform == "linux" and worker:
         processors = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {processors[worker % len(processors)]})
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

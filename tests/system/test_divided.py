@@ -56,6 +56,7 @@ def command_of(pid: int) -> bytes:
         return b""
 
 
+@pytest.mark.slow
 def test_a_divided_model_is_served_remembers_and_goes_on_after_a_process_was_killed(tmp_path: Path):
     """In the middle of an answer, and everything at once."""
     port = free_port()
