@@ -120,7 +120,7 @@ class Serving:
             note_incident(default_home(), "slower", f"{self._model.name} decodes {loaded.way.describe()}")
         if blas.chosen().is_fallback:
             note_incident(default_home(), "slower", f"{self._model.name} multiplies {loaded.multiplying}")
-        self._run(self._begin(proven, memory, memory_bytes, self._warm_up(loaded), plain=False))
+        self._run(self.begin(proven, memory, memory_bytes, self._warm_up(loaded), plain=False))
 
     def _ready(self, memory: ReplicaMemory) -> tuple[Proven, int]:
         """Loads the model, and serves it in plain mode during its self-test.
@@ -130,7 +130,7 @@ class Serving:
         """
 
         def begin(plain: LoadedModel) -> Engine:
-            return self._begin(Proven(plain, together=False), memory, memory.settle(plain))
+            return self.begin(Proven(plain, together=False), memory, memory.settle(plain))
 
         plain_mode = PlainMode(self._model.plain_after_s, begin, lambda: os._exit(1))
         proven = self._prove(memory.make_way, plain_mode)
@@ -184,7 +184,7 @@ class Serving:
         tested = self._model.source.startswith("embedded:") and not on_gpu()
         return self._model.numerics == "fast" and not tested
 
-    def _begin(
+    def begin(
         self,
         proven: Proven,
         memory: ReplicaMemory,

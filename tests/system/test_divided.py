@@ -94,6 +94,7 @@ def test_a_divided_model_is_served_remembers_and_goes_on_after_a_process_was_kil
         wait_until(lambda: not any(map(command_of, left)), 10)
 
 
+@pytest.mark.slow
 def test_a_model_without_room_is_refused_with_numbers(tmp_path: Path):
     port = free_port()
     arguments = ("--config", str(config(tmp_path / "config.yaml", "20 MiB")), "--port", str(port))

@@ -57,7 +57,7 @@ class GroupDisk(DiskTier):
         """Begins to read for an engine, with these followers."""
         self.engine, self.clients = engine, clients
 
-    def _load(self, prompt: Prompt, hot_tokens: int, adopt: Adopt) -> Restored | None:
+    def read_found(self, prompt: Prompt, hot_tokens: int, adopt: Adopt) -> Restored | None:
         engine = self.engine
         if engine is None:
             return None
@@ -66,7 +66,7 @@ class GroupDisk(DiskTier):
             whole = self._whole(reading, prompt, hot_tokens)
             if whole is None:
                 return None
-            restored = super()._load(whole, hot_tokens, lambda records: adopt(replace(records, reading=reading)))
+            restored = super().read_found(whole, hot_tokens, lambda records: adopt(replace(records, reading=reading)))
             if restored is not None:
                 self._adopt_slabs(engine, reading, restored)
             return restored
@@ -89,8 +89,8 @@ class GroupDisk(DiskTier):
         ids = prompt.ids[: hot + blocks]
         return _WholePrompt(prompt.request_id, prompt.owner, prompt.root, ids, prompt.tokens, common)
 
-    def _find(self, prompt: Prompt, hot_tokens: int) -> FoundKV | None:
-        found = super()._find(prompt, hot_tokens)
+    def find(self, prompt: Prompt, hot_tokens: int) -> FoundKV | None:
+        found = super().find(prompt, hot_tokens)
         if found is None or not isinstance(prompt, _WholePrompt):
             return found
         # Tails are common only after the last of the common blocks.

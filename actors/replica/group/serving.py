@@ -163,8 +163,8 @@ class GroupServing(Serving):
         self._group_disk = GroupDisk(loaded.spec, loaded.model_id, store, most, self._timing)
         return self._group_disk
 
-    def _begin(self, *given: Any, **named: Any) -> Engine:
-        engine = super()._begin(*given, **named)
+    def begin(self, *given: Any, **named: Any) -> Engine:
+        engine = super().begin(*given, **named)
         if self._group_disk is not None and self._started is not None:
             self._group_disk.serve(engine, self._started.clients)
         return engine

@@ -327,7 +327,7 @@ class DiskTier:
         if hot_tokens >= len(prompt.tokens) - 1:
             return None
         try:
-            return self._load(prompt, hot_tokens, adopt)
+            return self.read_found(prompt, hot_tokens, adopt)
         except Unavailable:
             raise
         except SatchelError as error:
@@ -337,7 +337,7 @@ class DiskTier:
     def look(self, prompt: Prompt, hot_tokens: int) -> int:
         """Returns how many of a prompt's first tokens `load` would reach, according to the index."""
         try:
-            found = self._find(prompt, hot_tokens) if hot_tokens < len(prompt.tokens) - 1 else None
+            found = self.find(prompt, hot_tokens) if hot_tokens < len(prompt.tokens) - 1 else None
             if found is None:
                 return hot_tokens
             self._store.disk_read(found.lease, [], prompt.owner).wait()
@@ -384,7 +384,7 @@ class DiskTier:
             request.disk_limits,
         )
 
-    def _find(self, prompt: Prompt, hot_tokens: int) -> FoundKV | None:
+    def find(self, prompt: Prompt, hot_tokens: int) -> FoundKV | None:
         """Returns what the store finds, with the tails that can be used."""
         hot = hot_tokens // BLOCK_TOKENS
         parent = prompt.ids[hot - 1] if hot else prompt.root
@@ -399,9 +399,10 @@ class DiskTier:
             tails = [tail for tail in tails if tail.tokens * TOKEN_BYTES == len(tail.location.tokens)]
         return replace(found, tails=tails[:TAILS_MAX])
 
-    def _load(self, prompt: Prompt, hot_tokens: int, adopt: Adopt) -> Restored | None:
+    def read_found(self, prompt: Prompt, hot_tokens: int, adopt: Adopt) -> Restored | None:
+        """As `load`. Raises `SatchelError` if reading fails."""
         session = self._opened()
-        found = self._find(prompt, hot_tokens) if session is not None else None
+        found = self.find(prompt, hot_tokens) if session is not None else None
         if session is None or found is None:
             return None
         hot, ids = hot_tokens // BLOCK_TOKENS, prompt.wanted
