@@ -94,3 +94,16 @@ class Led:
         except BaseException:
             self.member.close()
             raise
+
+
+class Fault:
+    """A model of a stage that fails at one call, and notes how many there were."""
+
+    def __init__(self, model: Any, fails_at: int) -> None:
+        self.model, self.fails_at, self.calls = model, fails_at, 0
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise ValueError("injected")
+        return self.model(*given, **named)

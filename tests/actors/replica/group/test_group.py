@@ -21,7 +21,7 @@ from satchel.actors.replica.loading import models
 from tests.worlds.models.families import write_model
 from tests.worlds.replica.bench import Bench, Received
 from tests.worlds.replica.drafting import oracle
-from tests.worlds.replica.group import GROUP, KEY, TIMES, Led, Process, listener, on_a_thread
+from tests.worlds.replica.group import GROUP, KEY, TIMES, Fault, Led, Process, listener, on_a_thread
 
 LAYERS, CUT = 3, 2
 FAMILIES: list[tuple[str, int, dict[str, Any]]] = [
@@ -117,19 +117,6 @@ def follower(
         following.run()
     finally:
         member.close()
-
-
-class Fault:
-    """A model that fails at one call."""
-
-    def __init__(self, model: Any, fails_at: int) -> None:
-        self.model, self.fails_at, self.calls = model, fails_at, 0
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        self.calls += 1
-        if self.calls == self.fails_at:
-            raise ValueError("injected")
-        return self.model(*given, **named)
 
 
 @pytest.mark.parametrize("fails_at", [1, 4])

@@ -28,7 +28,7 @@ from satchel.actors.replica.loading import models
 from tests.actors.replica.group.test_group import FAMILIES
 from tests.worlds.models.families import write_model
 from tests.worlds.replica.bench import Bench, Received
-from tests.worlds.replica.group import GROUP, KEY, TIMES, Led, listener, on_a_thread
+from tests.worlds.replica.group import GROUP, KEY, TIMES, Fault, Led, listener, on_a_thread
 
 LAYERS = 4
 
@@ -197,19 +197,6 @@ def test_stages_compute_two_sequences_in_turns_and_one_alone_as_a_whole(folder: 
         assert calls["compute"] - before <= 11
 
 
-class Fails:
-    """A model of a stage that fails at one call, and notes how many there were."""
-
-    def __init__(self, model: Any, fails_at: int) -> None:
-        self.model, self.fails_at, self.calls = model, fails_at, 0
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        self.calls += 1
-        if self.calls == self.fails_at:
-            raise ValueError("injected")
-        return self.model(*given, **named)
-
-
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("fails_at", [2, 5, 12])
 def test_what_fails_within_a_prompt_breaks_the_group(folder: Path, stage: int, fails_at: int):
@@ -217,7 +204,7 @@ def test_what_fails_within_a_prompt_breaks_the_group(folder: Path, stage: int, f
     faults = []
 
     def put(batch: Any) -> None:
-        batch._model = fault = Fails(batch._model, fails_at)
+        batch._model = fault = Fault(batch._model, fails_at)
         faults.append(fault)
 
     first: Callable[[Following], object] = lambda following: put(following._batch) if stage == 0 else None  # noqa: E731
