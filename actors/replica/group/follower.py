@@ -34,8 +34,7 @@ from ..memory.replica_memory import ReplicaMemory
 from .broken import GroupBroken
 from .ending import end_soon
 from .forming import GroupTimes, Member
-from .loading import load_stage
-from .needs import policy_of
+from .loading import load_planned
 from .parts import FollowerParts
 
 if TYPE_CHECKING:
@@ -138,19 +137,7 @@ class StageActor:
             os._exit(1)
 
     def _load(self, memory: ReplicaMemory) -> LoadedModel:
-        stage, model = self._stage, self._model
-        loaded = load_stage(
-            model.source,
-            stage.start,
-            stage.stop,
-            dtype=model.dtype,
-            weights="stored" if model.weights == "auto" else model.weights,
-            kv=policy_of(model.kv),
-            context_tokens_max=model.context_tokens_max,
-            digests=default_home().digests_file,
-            progress=self._note_progress,
-            claim=memory.make_way,
-        )
+        loaded = load_planned(self._model, self._stage, self._note_progress, memory.make_way)
         self._bytes = memory.settle(loaded)
         self._weights = mx.get_active_memory()
         spec = loaded.spec
@@ -169,13 +156,12 @@ class StageActor:
 
     def _follow(self, loaded: LoadedModel) -> None:
         assert self._call is not None
-        times = GroupTimes(self._timing.group_form_s, self._timing.group_beat_s, self._timing.group_silent_s)
         member = Member(
             self._call.group,
             self._rank,
             cluster_key(),
             self._call.listener,
-            times,
+            GroupTimes.of(self._timing),
             lambda: self._bytes,
             lambda why: end_soon(self._name, why),
         )

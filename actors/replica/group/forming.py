@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from ....cluster.errors import ClusterError, LinkError, LinkGarbage, SatchelError
+from ....cluster.timing import Timing
 from ..execution.batch import Batch
 from ..execution.loaded_model import LoadedModel
 from .broken import Wholeness
@@ -47,6 +48,10 @@ class GroupTimes:
     form_s: float = 30.0
     beat_s: float = 0.2
     silent_s: float = 1.0
+
+    @classmethod
+    def of(cls, timing: Timing) -> GroupTimes:
+        return cls(timing.group_form_s, timing.group_beat_s, timing.group_silent_s)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,10 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ....cluster.config import Model
+from ....cluster.environment import default_home
 from ....cluster.errors import ModelLoadError, NoRoom
+from ....cluster.stages import Stage as PlannedStage
 from ...model_files.checkpoints import load_checkpoint
 from ...model_files.context import context_length
 from ...model_files.digests import check_unchanged, digest_files
@@ -30,6 +33,7 @@ from ..loading.model_id import computing, files_of, order_of_weights, refuse_els
 from ..loading.models import pick_dtype
 from ..loading.prepare import prepare_weights
 from ..loading.quirks import with_windows
+from .needs import policy_of
 from .pipeline import PipelinedStage
 from .stages import Stage, find_chain
 
@@ -115,6 +119,22 @@ def load_stage(
         hidden="its layers are divided among processes",
         # Recurrent layers' scans of other lengths round otherwise.
         piece_tokens=None if spec.recurrent else PIECE_TOKENS if on_cuda() else PIECE_TOKENS_ELSEWHERE,
+    )
+
+
+def load_planned(model: Model, stage: PlannedStage, progress: Progress, claim: Callable[[int], None]) -> LoadedModel:
+    """Loads a stage as the config says, the same in all processes of a group. Errors as for `load_stage`."""
+    return load_stage(
+        model.source,
+        stage.start,
+        stage.stop,
+        dtype=model.dtype,
+        weights="stored" if model.weights == "auto" else model.weights,
+        kv=policy_of(model.kv),
+        context_tokens_max=model.context_tokens_max,
+        digests=default_home().digests_file,
+        progress=progress,
+        claim=claim,
     )
 
 

@@ -29,8 +29,7 @@ from .broken import GroupBroken
 from .ending import end_soon
 from .followers import Followers
 from .forming import GroupTimes, Member
-from .loading import load_stage
-from .needs import policy_of
+from .loading import load_planned
 from .parts import GroupDisk
 from .self_test import prove_group
 
@@ -98,7 +97,7 @@ class GroupServing(Serving):
             raise
 
     def _formed(self, memory: ReplicaMemory, followers: Followers) -> tuple[Proven, int]:
-        loaded = self._load(memory)
+        loaded = load_planned(self._model, self._plan.leader, self._shell.note_progress, memory.make_way)
         own = memory.settle(loaded)
         self._states, self._spec = followers.ready(), loaded.spec
         self._form(loaded, followers)
@@ -109,25 +108,10 @@ class GroupServing(Serving):
         notes = [f"its layers are divided: {self._plan.describe()}", *proven.notes]
         return Proven(proven.loaded, proven.together, notes), self._bearable(own)
 
-    def _load(self, memory: ReplicaMemory) -> LoadedModel:
-        model, stage = self._model, self._plan.leader
-        return load_stage(
-            model.source,
-            stage.start,
-            stage.stop,
-            dtype=model.dtype,
-            weights="stored" if model.weights == "auto" else model.weights,
-            kv=policy_of(model.kv),
-            context_tokens_max=model.context_tokens_max,
-            digests=default_home().digests_file,
-            progress=self._shell.note_progress,
-            claim=memory.make_way,
-        )
-
     def _form(self, loaded: LoadedModel, followers: Followers) -> None:
         """Raises `GroupBroken` if the group cannot be formed."""
         self._shell.note_progress("forming the group", None)
-        timing, rank = self._timing, len(self._plan.stages) - 1
+        rank = len(self._plan.stages) - 1
         group = f"{self._name}-{uuid.uuid4().hex}"
         listener = socket.create_server((followers.address, 0))
         addresses = [(each.host, each.port) for each in followers.form(group)]
@@ -136,7 +120,7 @@ class GroupServing(Serving):
             rank,
             cluster_key(),
             listener,
-            GroupTimes(timing.group_form_s, timing.group_beat_s, timing.group_silent_s),
+            GroupTimes.of(self._timing),
             broken=lambda why: end_soon(self._name, why),
         )
         batch = Batch(loaded)

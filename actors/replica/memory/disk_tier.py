@@ -301,8 +301,8 @@ class DiskTier:
         # Empty jobs are accepted too: they mark their chain as used.
         return True
 
-    def withdraw(self, job: WriteJob) -> None:
-        """Withdraws an accepted job that is not written."""
+    def withdraw(self) -> None:
+        """Notes that an accepted job is not written."""
         self.counters.unwritten_turns += 1
 
     def write(self, job: WriteJob) -> None:

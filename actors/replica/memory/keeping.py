@@ -166,16 +166,16 @@ class Keeping:
         if disk is not None and self._noted and disk.stalled:
             logger.warning("the disk makes no progress: %d bytes of KV are not written", self._noted_bytes)
             while self._noted:
-                job = self._take_first()
-                disk.withdraw(job)
-                job.done()
+                disk.withdraw()
+                self._take_first().done()
 
     def reset(self) -> None:
         """Forgets the write jobs that were not handed over: their KV is gone."""
         self._coming.clear()
         while self._noted:
             assert self._disk is not None
-            self._disk.withdraw(self._take_first())
+            self._disk.withdraw()
+            self._take_first()
 
     def _take_first(self) -> WriteJob:
         job = self._noted.popleft()
