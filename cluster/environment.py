@@ -54,6 +54,9 @@ def ray_settings(home: Home, *, one_machine: bool = True) -> dict[str, str]:
         # Off on one machine, on Linux too: Ray then stays on 127.0.0.1 instead of listening on every interface,
         # survives a change of network, and macOS shows no firewall dialog. With several machines macOS needs it.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if one_machine else "1",
+        # On Linux Ray brings jemalloc for its own processes; with this its workers have it too. A decode step makes and
+        # frees thousands of small objects: of a 0.6B model on an H200 it took 3.1 ms instead of 5.5.
+        "RAY_LD_PRELOAD_ON_WORKERS": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_DISABLE_DASHBOARD_LOG_INFO": "1",
         "RAY_SERVE_LOG_TO_STDERR": "0",
