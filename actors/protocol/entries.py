@@ -172,6 +172,7 @@ class Entry:
         parts: arrays by name, in the order of layers; their dtypes are those of `DTYPES`.
         owners: agents' keys, such as `default/alice`; "" is no agent in particular.
         window_from, snapshot: as in `Reusable`.
+        data: all bytes of the parts, in order, if they lie so in memory: one piece is hashed and written faster.
     """
 
     id: bytes
@@ -182,6 +183,7 @@ class Entry:
     owners: tuple[str, ...] = ("",)
     window_from: int = 0
     snapshot: bool = False
+    data: memoryview | None = None
 
     @classmethod
     def of_tail(cls, parent: bytes, tokens: Sequence[int], parts: Mapping[str, np.ndarray], **more: Any) -> Entry:

@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+import mlx.core as mx
+
 from ...cluster.config import Model, Scheduling
 from ...cluster.environment import default_home
 from ...cluster.errors import ModelLoadError, SatchelError
@@ -27,7 +29,7 @@ from .device.device import on_cuda, on_gpu
 from .device.device_errors import DeviceFailed
 from .execution.followers import Followers
 from .execution.loaded_model import LoadedModel
-from .loading import models
+from .loading import compile_ahead, models
 from .loading.warm_up import WarmUp, meet_prompts
 from .loop.engine import Engine
 from .memory.disk_tier import DiskTier
@@ -98,6 +100,10 @@ class Serving:
 
     def run(self) -> None:
         """Loads the model and serves it for as long as the process lives; returns if it cannot be loaded."""
+        if on_cuda():
+            compile_ahead.begin(
+                default_home().kernels_folder, mx.float16 if self._model.dtype == "float16" else mx.bfloat16
+            )
         try:
             with ReplicaMemory(
                 default_home().memory_claims,

@@ -13,7 +13,7 @@ from satchel.actors.kv_store.disk.segments import grouped, write_segment
 from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids
 from satchel.actors.protocol.entries import Entry, Location, unpack_tokens
-from satchel.actors.replica.kv.caches import PooledBlock, Records, Slab
+from satchel.actors.replica.kv.caches import PooledBlock, Record, Records, Slab
 from satchel.actors.replica.memory.disk_tier import read_blocks, read_slabs
 from satchel.actors.replica.memory.sequence_memory import kept_of
 from satchel.actors.replica.memory.slab_codec import to_parts
@@ -51,7 +51,7 @@ def write_prefix(desk: Desk, prompt: list[int], store: DiskStore) -> list[bytes]
     # As a row finds it: its last token is computed.
     hit = desk.engine.prefixes.match(desk.root, ids, prompt, len(prompt) - 1)
     entries: list[Entry] = []
-    for index, slab in enumerate(map(desk.engine.executor.copied, hit.blocks)):
+    for index, slab in enumerate(desk.engine.executor.copied(hit.blocks)):
         tokens = prompt[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
         parent = ids[index - 1] if index else desk.root
         entries.append(_entry(ids[index], parent, tokens, slab, to_parts(spec, slab)))
@@ -59,7 +59,7 @@ def write_prefix(desk: Desk, prompt: list[int], store: DiskStore) -> list[bytes]
         parent = ids[len(hit.blocks) - 1] if hit.blocks else desk.root
         start = len(hit.blocks) * BLOCK_TOKENS
         tokens = prompt[start : start + hit.tail.tokens]
-        tail = desk.engine.executor.copied(hit.tail)
+        (tail,) = desk.engine.executor.copied([hit.tail])
         entries.append(Entry.of_tail(parent, tokens, to_parts(spec, tail), window_from=tail.window_from))
     for group in grouped(entries):
         written = {"session": SESSION, "epoch": store.epoch, "now_s": time.time()}
@@ -67,7 +67,7 @@ def write_prefix(desk: Desk, prompt: list[int], store: DiskStore) -> list[bytes]
     return [entry.id for entry in entries]
 
 
-def _entry(block: bytes, parent: bytes, tokens: list[int], slab: Slab, parts: dict) -> Entry:
+def _entry(block: bytes, parent: bytes, tokens: list[int], slab: Slab | Record, parts: dict) -> Entry:
     return Entry(block, parent, tokens, parts, window_from=slab.window_from, snapshot=slab.states is not None)
 
 

@@ -292,7 +292,8 @@ def write_segment(
         raise InvalidRecord("the entries of a segment have equal names, dtypes and shapes")
     with SegmentWriter(root, key, model, layout, session=session, epoch=epoch, now_s=now_s, io=io) as writer:
         for entry in entries:
-            flat = [flat_bytes(entry.parts[part.name]) for part in layout.parts]
+            whole = entry.data
+            flat = [flat_bytes(entry.parts[part.name]) for part in layout.parts] if whole is None else [whole]
             digest = layout.digest_of(*flat)
             writer.write(*flat)
             writer.keep(

@@ -19,7 +19,7 @@ from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device_errors import on_device
 from ..kernels.decode_views import padded_count
 from ..kv import caches as kv_cache
-from ..kv.caches import PooledBlock, Records, Slab
+from ..kv.caches import PooledBlock, Record, Records, Slab
 from ..kv.sequence_view import SequenceView, Stacks
 from ..kv.unbatched import UnbatchedSequences
 from .compiled_step import CompiledStep
@@ -443,17 +443,18 @@ class Batch(Prefilling):
             self.parts.save(owner, chain, items, limits)
 
     @on_device()
-    def copied(self, kept: Slab | PooledBlock) -> Slab:
-        """Returns a copy of a block for the disk; its arrays are being computed."""
-        if isinstance(kept, Slab):
-            return kept
-        assert self._loaded.pool is not None
-        if self._settles_always and self._prefilling:
-            # It may be one of the blocks that are being computed.
+    def copied(self, kept: Sequence[Slab | PooledBlock]) -> list[Slab | Record]:
+        """Returns copies of blocks for the disk; their arrays are being computed. Slabs are no part of the pool and
+        stay as they are."""
+        blocks = [each for each in kept if isinstance(each, PooledBlock)]
+        if blocks and self._settles_always and self._prefilling:
+            # One may be among the blocks that are being computed.
             mx.synchronize()
-        slab = kv_cache.out_of_pool(self._loaded.spec, self._loaded.pool, kept)
-        kv_cache.evaluate([slab])
-        return slab
+        pool = self._loaded.pool
+        made = kv_cache.out_of_pool(self._loaded.spec, pool, blocks) if pool is not None else []
+        kv_cache.evaluate(made)
+        copies = iter(made)
+        return [next(copies) if isinstance(each, PooledBlock) else each for each in kept]
 
     @replayed
     @on_device()

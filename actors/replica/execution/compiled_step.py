@@ -22,7 +22,7 @@ from ..kernels.sealing import Sealed, SealPolicy
 from ..kv.paged_cache import PagedKVCache
 from .deferral import Deferral
 
-GRAPHS_MAX = 32
+GRAPHS_MAX = 64
 """How many recorded graphs are kept. Each has the binaries of its kernels, 50 KB a layer."""
 
 

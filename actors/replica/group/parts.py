@@ -157,8 +157,11 @@ class FollowerParts:
         for entry, parent, tokens, kept in items:
             own = None if entry is None else part_id(self._stage, entry)
             if own is None or own not in self._disk.saved:
-                slab = self._batch.copied(kept)
-                unsaved.append(Unsaved(own, part_id(self._stage, parent), tokens, kept_of(slab)))
+                unsaved.append(Unsaved(own, part_id(self._stage, parent), tokens, kept_of(kept)))
+        copies = self._batch.copied([item.kept.value for item in unsaved])
+        unsaved = [
+            replace(item, kept=replace(item.kept, value=copy)) for item, copy in zip(unsaved, copies, strict=True)
+        ]
         job = WriteJob(owner, [part_id(self._stage, entry) for entry in chain], unsaved, limits=limits)
         if self._disk.accepts(job):
             self._disk.write(job)

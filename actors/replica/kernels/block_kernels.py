@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
+from itertools import accumulate
 
 import mlx.core as mx
 
@@ -28,6 +29,14 @@ _WRITE_RECORDS = """
     for (int i = from; i < size; i += PARTS * 256) ((DEVICE T*)pool)[to * size + i] = fresh[i]; }
   COPIES
   if (GROUP == 0 && THREAD == 0) done[0] = 0;
+"""
+
+_READ_RECORDS = """
+  const int n = GROUP / PARTS, from = (GROUP % PARTS) * 256 + THREAD; const long at = slots[n];
+  #define COPY(T, pool, start, size) { \\
+    DEVICE T* to = (DEVICE T*)(records + (long)n * RECORD + start); \\
+    for (int i = from; i < size; i += PARTS * 256) to[i] = pool[at * size + i]; }
+  COPIES
 """
 
 # Template: T, DK, DV, PV, VG, KV, KB as in `decode_kernel.py`. A group of threads has one block of a sequence's KV
@@ -135,6 +144,49 @@ def write_records(pool: Sealed, slots: mx.array, records: mx.array, starts: Sequ
     )
 
 
+def read_records(pool: Sealed, slots: mx.array, order: mx.array) -> mx.array:
+    """Copies blocks out of their slots into records, each array behind the one before.
+
+    Args:
+        pool: arrays whose sizes are multiples of four bytes.
+        slots: (n,) uint32.
+        order: (1,) uint32; the kernel runs after this is computed.
+
+    Returns:
+        `(n, nbytes) uint8`.
+    """
+    starts = [0, *accumulate(array.nbytes // array.shape[0] for array in pool)]
+    copies = "".join(f"COPY(T{at}, {field}, {starts[at]}, N{at})\n  " for at, field in enumerate(pool._fields))
+    sizes = _sizes_of(pool)
+    parts = _parts_of(sizes)
+    body = _READ_RECORDS.replace("COPIES", copies)
+    # The starts are in the text, so the name says them.
+    name = f"read_records_{'_'.join(map(str, starts))}"
+    return kernel(name, (*pool._fields, "slots", "order"), ("records",), body)(
+        inputs=[*pool, slots, order],
+        template=[("PARTS", parts), ("RECORD", starts[-1]), *_arrays_of(pool, sizes)],
+        grid=(slots.size * parts * 256, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[(slots.size, starts[-1])],
+        output_dtypes=[mx.uint8],
+    )[0]
+
+
+def _sizes_of(pool: Sealed) -> list[int]:
+    return [array.size // array.shape[0] for array in pool]
+
+
+def _parts_of(sizes: Sequence[int]) -> int:
+    """Returns how many groups of threads copy a block."""
+    return max(1, min(64, max(sizes) // 2048))
+
+
+def _arrays_of(pool: Sealed, sizes: Sequence[int]) -> Template:
+    """Returns the types and sizes of a block's arrays, as constants."""
+    types = ((f"T{at}", array.dtype) for at, array in enumerate(pool))
+    return [*types, *((f"N{at}", size) for at, size in enumerate(sizes))]
+
+
 def _copied(
     name: str,
     body: str,
@@ -155,19 +207,14 @@ def _copied(
     Returns:
         As `write`.
     """
-    sizes = [array.size // array.shape[0] for array in pool]
-    parts = max(1, min(64, max(sizes) // 2048))
+    sizes = _sizes_of(pool)
+    parts = _parts_of(sizes)
     pairs = enumerate(zip(pool._fields, sources, strict=True))
     copies = "".join(f"COPY(T{at}, {field}, {source}, N{at})\n  " for at, (field, source) in pairs)
     read = (*pool._fields, *inputs, "slots", "order")
     return kernel(name, read, ("done",), body.replace("COPIES", copies))(
         inputs=[*pool, *inputs.values(), slots, order],
-        template=[
-            ("PARTS", parts),
-            *template,
-            *((f"T{at}", array.dtype) for at, array in enumerate(pool)),
-            *((f"N{at}", size) for at, size in enumerate(sizes)),
-        ],
+        template=[("PARTS", parts), *template, *_arrays_of(pool, sizes)],
         grid=(slots.size * parts * 256, 1, 1),
         threadgroup=(256, 1, 1),
         output_shapes=[(1,)],

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby, islice
 from typing import Any
 
 import mlx.core as mx
@@ -237,6 +238,9 @@ class PooledBlock:
         """Returns the arrays that are not in the pool."""
         return [array for state in self.states or () for array in state]
 
+
+COPIED_TOGETHER = 16
+"""The most blocks that are copied out of the pool as one array: a file has as many."""
 
 LayerKV = Sealed | tuple[mx.array, mx.array]
 """KV of a layer in a slab: a sealed block, or `(keys, values)`. KV of several layers has a row per layer on the first
@@ -488,16 +492,65 @@ def into_pool(pool: BlockPool, records: Records) -> list[PooledBlock]:
     ]
 
 
-def out_of_pool(spec: ModelCacheSpec, pool: BlockPool, block: PooledBlock) -> Slab:
-    """Returns a copy of a block for the disk, not evaluated."""
-    layers: list[LayerKV | None] = [None] * len(spec.layers)
-    for group, slot in zip(pool.groups, block.slots, strict=True):
-        for place, layer in enumerate(group.layers if slot is not None else ()):
-            assert slot is not None
-            layers[layer] = group.block(place, slot)
-    return Slab(layers, block.tokens, block.window_from, block.states)
+@dataclass(frozen=True)
+class Record:
+    """A copy of a sealed block as it lies on disk: a row of `records`, in which others may be too."""
+
+    records: Records
+    row: int
+    tokens: int = BLOCK_TOKENS
+
+    @property
+    def window_from(self) -> int:
+        return self.records.windows[self.row]
+
+    @property
+    def states(self) -> list[list[mx.array]] | None:
+        return self.records.states[self.row]
+
+    @property
+    def data(self) -> mx.array:
+        """`(blocks, nbytes) uint8`, all rows of `records`."""
+        assert isinstance(self.records.data, mx.array)
+        return self.records.data
+
+    def arrays(self) -> list[mx.array]:
+        """Returns the arrays to be computed."""
+        return [self.data, *(array for state in self.states or () for array in state)]
 
 
-def evaluate(cuts: Sequence[Slab | PooledBlock]) -> None:
+def out_of_pool(spec: ModelCacheSpec, pool: BlockPool, blocks: Sequence[PooledBlock]) -> list[Record]:
+    """Returns copies of blocks for the disk, in order, not evaluated. Neighbours of the same layers are copied
+    together, up to `COPIED_TOGETHER`."""
+    copies: list[Record] = []
+    for _, alike in groupby(blocks, lambda block: [slot is None for slot in block.slots]):
+        while some := list(islice(alike, COPIED_TOGETHER)):
+            records = _records(spec, pool, some)
+            copies += [Record(records, row) for row in range(len(some))]
+    return copies
+
+
+def _records(spec: ModelCacheSpec, pool: BlockPool, blocks: Sequence[PooledBlock]) -> Records:
+    """Returns copies of blocks that have slots in the same groups."""
+    layers: list[LayerFields | None] = [None] * len(spec.layers)
+    read: dict[int, mx.array] = {}
+    for number, group in enumerate(pool.groups):
+        slots = [slot.number for block in blocks if (slot := block.slots[number]) is not None]
+        if slots:
+            taken = mx.array(slots, mx.uint32)
+            for place, layer in enumerate(group.layers):
+                read[layer], layers[layer] = group.read_records(place, taken)
+    start = 0
+    for layer in sorted(read):
+        found = layers[layer]
+        assert found is not None
+        fields = [field._replace(start=field.start + start, stop=field.stop + start) for field in found.fields]
+        layers[layer] = LayerFields(found.kind, fields)
+        start += read[layer].shape[1]
+    data = mx.concatenate([read[layer] for layer in sorted(read)], axis=1)
+    return Records(data, layers, [block.window_from for block in blocks], [block.states for block in blocks])
+
+
+def evaluate(cuts: Sequence[Slab | PooledBlock | Record]) -> None:
     """Begins to compute the copies, so that they do not keep their sources alive."""
     mx.async_eval([array for cut in cuts for array in cut.arrays()])

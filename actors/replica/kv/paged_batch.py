@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..device.device import size_class
+from ..kernels.decode_views import padded_count
 from .pool import BlockPool, BlockTable, Slot
 from .query_pieces import Piece
 
@@ -78,7 +78,8 @@ class PagedBatch:
             sequences = [sequence[group].numbers(*span) for sequence, *span in zip(self.tables, *asked, strict=True)]
             slots = [number for numbers in sequences for number in numbers]
             starts = [0, *accumulate(map(len, sequences))]
-            slots += [0] * (size_class(max(len(slots), SLOTS_MIN)) - len(slots))
+            # Padding is never read, so a power of two costs nothing, and few steps have to be recorded.
+            slots += [0] * (padded_count(max(len(slots), SLOTS_MIN)) - len(slots))
             made = mx.array(slots, mx.uint32) + 0, starts
             self._blocks[group] = asked, made
         return made

@@ -34,8 +34,9 @@ import numpy as np
 from ..kernels import block_kernels
 from ..kernels.sealing import Sealed, token_axes
 
-GROW_MIN, GROW_FRACTION = 16, 0.25
-"""A full group grows by at least this many slots, and by at least this part of its slots, within its limit."""
+GROW_MIN, GROW_FRACTION, GROW_LIMIT_FRACTION = 16, 0.25, 1 / 16
+"""A full group grows by at least this many slots, by at least this part of its slots, and by at least this part of its
+limit, within its limit: each time all its blocks are copied, and recorded decode steps are recorded again."""
 
 CHECKS, CHECK_PAUSE_S = 100, 0.01
 """How often a group is counted, with pauses between, before a mismatch counts as an error."""
@@ -120,6 +121,8 @@ class SlotGroup:
         missing = count - len(self._free)
         if missing > 0:
             step = max(GROW_MIN, int(self.capacity * GROW_FRACTION))
+            if self.capacity_max < inf:
+                step = max(step, int(self.capacity_max * GROW_LIMIT_FRACTION))
             self._grow(int(max(missing, min(step, self.capacity_max - self.capacity))))
         slots = [Slot(self._free.popleft(), self._free) for _ in range(count)]
         self._taken.update(slots)
@@ -252,11 +255,28 @@ class SlotGroup:
         parts = zip(pool, token_axes(pool), strict=True)
         return pool._make(_joined(array[numbers], sequences, blocks, axis) for array, axis in parts)
 
-    def block(self, place: int, slot: Slot) -> Sealed:
-        """Returns a copy of one block of a layer, with a first axis of 1. Not a view: as long as one existed, a write
-        would copy the whole array."""
-        number, pool = self._written[place] + slot.number, self.layer(place)
-        return pool._make(array[number] for array in pool)
+    def read_records(self, place: int, slots: mx.array) -> tuple[mx.array, LayerFields]:
+        """Copies blocks of a layer. Not views: as long as one existed, a write would copy the whole array.
+
+        Args:
+            slots: (n,) uint32, their numbers.
+
+        Returns:
+            `(n, nbytes) uint8`, and where each array is in a row.
+        """
+        pool, order = self.layer(place), self._written[place]
+        sizes = [array.nbytes // self.capacity for array in pool]
+        if self.kernels and all(size % 4 == 0 for size in sizes):
+            records = block_kernels.read_records(pool, slots, order)
+        else:
+            numbers = slots + order
+            records = mx.concatenate([array[numbers].reshape(slots.size, -1).view(mx.uint8) for array in pool], axis=1)
+        ends = list(itertools.accumulate(sizes))
+        fields = [
+            Field(end - size, end, array.dtype, (1, *array.shape[1:]))
+            for array, size, end in zip(pool, sizes, ends, strict=True)
+        ]
+        return records, LayerFields(type(pool), fields)
 
     def _grow(self, more: int) -> None:
         mx.eval(self._written)

@@ -382,7 +382,7 @@ class Engine:
 
     def _step(self) -> bool:
         moved, delivery, done = False, self.delivery, self._done
-        self.keeping.hand_over()
+        self.keeping.hand_over(computing=bool(self.delivery.sequences))
         self._take_commands()
         if delivery.sequences or self.embed.queue:
             self.prepare.pause()

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from ....cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
 from ....cluster.timing import USUAL, Timing
@@ -32,7 +31,7 @@ from ...protocol.replica_messages import GenerateRequest
 from ...protocol.store_client import StoreClient
 from ...protocol.store_messages import FoundKV, Limits, PullKV
 from ..device.device import on_gpu
-from ..kv.caches import ModelCacheSpec, PooledBlock, Records, Slab
+from ..kv.caches import ModelCacheSpec, PooledBlock, Record, Records, Slab
 from . import slab_codec
 from .following import follow
 from .sequence_memory import Found, Piece, Restored, Unsaved, kept_of
@@ -562,9 +561,11 @@ class DiskTier:
         owners = (job.owner,)
         # After a failed attempt some blocks may be on disk already.
         for item in [item for item in job.unsaved if item.id is None or item.id not in self.saved]:
-            assert isinstance(item.kept.value, Slab), "blocks in the pool must be copied before they are handed over"
-            parts: dict[str, np.ndarray] = slab_codec.to_parts(self._spec, item.kept.value)
+            kept = item.kept.value
+            assert isinstance(kept, Slab | Record), "blocks in the pool must be copied before they are handed over"
+            parts = slab_codec.to_parts(self._spec, kept)
             more: dict[str, Any] = {"window_from": item.kept.window_from, "snapshot": item.kept.snapshot}
+            more["data"] = slab_codec.whole(kept)
             if item.id is None:
                 yield Entry.of_tail(item.parent, item.tokens, parts, owners=owners, **more)
             else:

@@ -65,6 +65,8 @@ class Keeping:
         self.added = False
         self._noted: deque[WriteJob] = deque()
         self._noted_bytes = 0
+        # The first one, if its KV is copied already.
+        self._copied: WriteJob | None = None
         self._coming: set[bytes] = set()
         self._writers = 0
 
@@ -149,17 +151,24 @@ class Keeping:
             unsaved = self._memory.unsaved(sequence, _SavedOrComing(disk.saved, self._coming), ended=ended)
             self._offer(disk, sequence, self._memory.used(sequence), unsaved)
 
-    def hand_over(self) -> None:
-        """Hands write jobs of the steps before to the disk, as long as it has room for them. If it makes no progress,
-        nobody waits for it: the others are given up."""
+    def hand_over(self, *, computing: bool) -> None:
+        """Copies the KV of write jobs of the steps before for the disk, as long as it has room for them, and hands it
+        over. If the disk makes no progress, nobody waits for it: the others are given up.
+
+        Args:
+            computing: whether a step is in flight. Then copies are handed over at the next call, when they have been
+                computed with it: waiting for them would be waiting for the step.
+        """
         disk = self._disk
-        while disk is not None and self._noted and disk.has_room(self._noted[0].nbytes):
+        while disk is not None and self._noted:
             job = self._noted[0]
+            if job is not self._copied:
+                if not disk.has_room(job.nbytes):
+                    break
+                self._copy(job)
+                if computing:
+                    return
             with on_device():
-                if self._executor.followers is not None:
-                    items = [(item.id, item.parent, item.tokens, item.kept.value) for item in job.unsaved]
-                    self._executor.save(job.owner, job.chain, items, dict(job.limits))
-                job.unsaved = [self._memory.copied(item) for item in job.unsaved]
                 disk.write(job)
             # Only now: if the device fails before, the job is withdrawn.
             self._take_first()
@@ -168,6 +177,14 @@ class Keeping:
             while self._noted:
                 disk.withdraw()
                 self._take_first().done()
+
+    def _copy(self, job: WriteJob) -> None:
+        with on_device():
+            if self._executor.followers is not None:
+                items = [(item.id, item.parent, item.tokens, item.kept.value) for item in job.unsaved]
+                self._executor.save(job.owner, job.chain, items, dict(job.limits))
+            job.unsaved = self._memory.copied(job.unsaved)
+        self._copied = job
 
     def reset(self) -> None:
         """Forgets the write jobs that were not handed over: their KV is gone."""
@@ -178,7 +195,7 @@ class Keeping:
             self._take_first()
 
     def _take_first(self) -> WriteJob:
-        job = self._noted.popleft()
+        job, self._copied = self._noted.popleft(), None
         self._noted_bytes -= job.nbytes
         return job
 

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Container, Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids
 from ...protocol.entries import tail_id
@@ -120,7 +121,7 @@ class Unsaved:
     id: bytes | None
     parent: bytes
     tokens: Tokens[int]
-    kept: PrefixKV[Piece]
+    kept: PrefixKV[Any]
 
 
 class SequenceMemory:
@@ -243,9 +244,10 @@ class SequenceMemory:
         for tokens, kept in restored.tails:
             self.prefixes.put_tail(root, chain, tokens, kept, tenant)
 
-    def copied(self, item: Unsaved) -> Unsaved:
-        """Returns the item with a copy of its KV for the disk, not evaluated yet."""
-        return replace(item, kept=replace(item.kept, value=self._executor.copied(item.kept.value)))
+    def copied(self, items: Tokens[Unsaved]) -> list[Unsaved]:
+        """Returns the items with copies of their KV for the disk, which are being computed."""
+        values = self._executor.copied([item.kept.value for item in items])
+        return [replace(item, kept=replace(item.kept, value=value)) for item, value in zip(items, values, strict=True)]
 
     def recount(self) -> Iterator[None]:
         """Checks all tables while there is no sequence, step by step; nothing may change between the steps.

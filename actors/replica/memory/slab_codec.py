@@ -14,7 +14,7 @@ import numpy as np
 
 from ...protocol.entries import DTYPES, Part
 from ..kernels.sealing import Plain, Quantized, Sealed
-from ..kv.caches import LayerKind, LayerKV, ModelCacheSpec, Records, Slab
+from ..kv.caches import LayerKind, LayerKV, ModelCacheSpec, Record, Records, Slab
 from ..kv.pool import Field, LayerFields
 
 _PAIR = ("keys", "values")
@@ -34,24 +34,45 @@ _DTYPES = {
     np.dtype(np.float16): mx.float16,
     np.dtype(np.float32): mx.float32,
 }
+_STORED = {dtype: stored for stored, dtype in _DTYPES.items()}
 
 
-def to_parts(spec: ModelCacheSpec, slab: Slab) -> dict[str, np.ndarray]:
-    """Returns the slab's arrays by name, without copying. They must be evaluated already.
+def to_parts(spec: ModelCacheSpec, kept: Slab | Record) -> dict[str, np.ndarray]:
+    """Returns the arrays of a slab or a record by name, without copying. They must be evaluated already.
 
     States come last: they may have any size, and a GPU needs the KV at the same place in every record.
     """
+    parts = _parts_of_record(kept) if isinstance(kept, Record) else _parts_of_slab(kept)
+    recurrent = [index for index, layer in enumerate(spec.layers) if layer.kind is LayerKind.RECURRENT]
+    for index, state in zip(recurrent, kept.states or (), strict=kept.states is not None):
+        parts |= {f"{index}.state.{number}": to_numpy(array) for number, array in enumerate(state)}
+    return parts or {_NOTHING: np.zeros(1, np.uint8)}
+
+
+def _parts_of_slab(slab: Slab) -> dict[str, np.ndarray]:
     parts: dict[str, np.ndarray] = {}
-    last: dict[str, np.ndarray] = {}
-    states = iter(slab.states or ())
-    for index, (layer, entry) in enumerate(zip(spec.layers, slab.layers, strict=True)):
+    for index, entry in enumerate(slab.layers):
         if entry is not None:
             names = entry._fields if isinstance(entry, Sealed) else _PAIR
             parts |= {f"{index}.{name}": to_numpy(array) for name, array in zip(names, entry, strict=True)}
-        elif layer.kind is LayerKind.RECURRENT and slab.states is not None:
-            arrays = enumerate(next(states))
-            last |= {f"{index}.state.{number}": to_numpy(array) for number, array in arrays}
-    return parts | last or {_NOTHING: np.zeros(1, np.uint8)}
+    return parts
+
+
+def _parts_of_record(record: Record) -> dict[str, np.ndarray]:
+    row = to_numpy(record.data)[record.row]
+    return {
+        f"{index}.{name}": row[field.start : field.stop].view(_STORED[field.dtype]).reshape(field.shape)
+        for index, layer in enumerate(record.records.layers)
+        if layer is not None
+        for name, field in zip(layer.kind._fields, layer.fields, strict=True)
+    }
+
+
+def whole(kept: Slab | Record) -> memoryview | None:
+    """Returns all bytes of what `to_parts` returns, in order, if they lie so in memory."""
+    if not isinstance(kept, Record) or kept.states is not None:
+        return None
+    return to_numpy(kept.data)[kept.row].data
 
 
 class Layout:

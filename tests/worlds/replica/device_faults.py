@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from satchel.actors.replica.kv.caches import Slab
+from satchel.actors.replica.kv.caches import Record, Slab
 
 
 def lost(array: mx.array) -> mx.array:
@@ -40,6 +40,8 @@ class Fault:
 def _lost(made: Any) -> Any:
     if isinstance(made, mx.array):
         return lost(made)
+    if isinstance(made, Record):
+        return replace(made, records=replace(made.records, data=lost(made.data)))
     if isinstance(made, Slab):
         return replace(made, layers=[layer and _lost(layer) for layer in made.layers])
-    return type(made)(*map(lost, made)) if hasattr(made, "_fields") else type(made)(map(lost, made))
+    return type(made)(*map(lost, made)) if hasattr(made, "_fields") else type(made)(map(_lost, made))

@@ -34,6 +34,7 @@ def kernels() -> Iterator[None]:
         patch.setattr(decode_kernel, "attend", attend)
         patch.setattr(block_kernels, "write", write)
         patch.setattr(block_kernels, "write_records", write_records)
+        patch.setattr(block_kernels, "read_records", read_records)
         patch.setattr(block_kernels, "unseal", unseal)
         patch.setattr(seal_kernel, "seal", seal)
         mx.disable_compile()
@@ -112,6 +113,11 @@ def write_records(pool: Sealed, slots: mx.array, records: mx.array, starts: Sequ
         for start, array in zip(starts, pool, strict=True)
     ]
     return write(pool, slots, pool._make(fields), order)
+
+
+def read_records(pool: Sealed, slots: mx.array, order: mx.array) -> mx.array:
+    mx.eval(list(pool), slots, order)
+    return mx.concatenate([array[slots].reshape(slots.size, -1).view(mx.uint8) for array in pool], axis=1)
 
 
 def unseal(

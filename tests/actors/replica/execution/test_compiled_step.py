@@ -26,6 +26,7 @@ from satchel.actors.replica.kv.caches import new_pool
 from satchel.actors.replica.kv.paged_cache import Reads
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.loading.warm_up import WarmUp
+from satchel.actors.replica.memory.slab_codec import to_parts
 from tests.worlds.models import vision_families
 from tests.worlds.models.families import write_model
 from tests.worlds.replica import fake_kernels
@@ -242,11 +243,9 @@ def story(loaded: LoadedModel) -> Story:
     for sequence in ("1", "2", "4", "5"):
         whole = executor.length(sequence) // BLOCK_TOKENS * BLOCK_TOKENS
         spans = [(start, start + BLOCK_TOKENS) for start in range(0, whole, BLOCK_TOKENS)]
-        pieces = [
-            executor.copied(piece) for piece in executor.cut(sequence, [*spans, (whole, executor.length(sequence))])
-        ]
-        firsts = [piece.layers[0] for piece in pieces if piece.window_from == 0]
-        left += [np.array(array) for first in firsts if first is not None for array in first]
+        pieces = executor.copied(executor.cut(sequence, [*spans, (whole, executor.length(sequence))]))
+        parts = [to_parts(loaded.spec, piece) for piece in pieces if piece.window_from == 0]
+        left += [np.array(array) for each in parts for name, array in each.items() if name.startswith("0.")]
     executor.check()
     return drawn, left
 

@@ -20,7 +20,7 @@ from satchel.actors.replica.device.device_errors import DeviceFailed
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kv import attention, query_pieces, sequence_view
-from satchel.actors.replica.kv.caches import Slab
+from satchel.actors.replica.kv.caches import PooledBlock, Slab
 from satchel.actors.replica.loading import warm_up
 from satchel.actors.replica.loop import engine
 from satchel.actors.replica.memory.slab_codec import Layout, to_parts
@@ -66,8 +66,9 @@ def decode(executor: BatchExecutor, steps: int) -> dict[str, list[int]]:
     return drawn
 
 
-def bytes_of(slab: Slab) -> list[bytes]:
-    return [np.array(array).tobytes() for array in slab.arrays()]
+def bytes_of(executor: BatchExecutor, pieces: Sequence[Slab | PooledBlock]) -> list[list[bytes]]:
+    spec = executor._loaded.spec
+    return [[array.tobytes() for array in to_parts(spec, copy).values()] for copy in executor.copied(pieces)]
 
 
 def alone(loaded: LoadedModel, prompt: Sequence[int], steps: int) -> tuple[list[int], list[list[bytes]]]:
@@ -76,7 +77,7 @@ def alone(loaded: LoadedModel, prompt: Sequence[int], steps: int) -> tuple[list[
     names = prefill(executor, [prompt])
     join(executor, names, [prompt])
     drawn = decode(executor, steps)["0"]
-    return drawn, [bytes_of(executor.copied(piece)) for piece in executor.cut("0", spans_of(executor.length("0")))]
+    return drawn, bytes_of(executor, executor.cut("0", spans_of(executor.length("0"))))
 
 
 def spans_of(length: int) -> list[tuple[int, int]]:
@@ -152,7 +153,7 @@ def test_what_is_cut_is_the_sequence_s_own_to_the_last_byte(
     executor.leave(names[::2])
     decode(executor, 3)
     for name in names:
-        assert [bytes_of(executor.copied(piece)) for piece in slabs[name]] == expected[int(name)][1], name
+        assert bytes_of(executor, slabs[name]) == expected[int(name)][1], name
 
 
 def test_sequences_are_cut_anew_after_every_step(loaded: LoadedModel):
@@ -161,10 +162,10 @@ def test_sequences_are_cut_anew_after_every_step(loaded: LoadedModel):
     names = prefill(executor, prompts)
     join(executor, names, prompts)
     decode(executor, 3)
-    before = bytes_of(executor.copied(executor.cut("1", [(0, 240)])[0]))
+    before = bytes_of(executor, executor.cut("1", [(0, 240)]))
     executor.leave(["0"])
     decode(executor, 1)
-    assert bytes_of(executor.copied(executor.cut("1", [(0, 240)])[0])) == before
+    assert bytes_of(executor, executor.cut("1", [(0, 240)])) == before
 
 
 def test_a_slab_keeps_no_other_sequence_alive(loaded: LoadedModel):
@@ -271,7 +272,7 @@ def test_a_block_is_written_into_the_pool_without_a_copy_of_it(tmp_path: Path):
     executor.prefill([("more", prompts_of([700])[0])])
     blocks = executor.cut("more", [(0, BLOCK_TOKENS)])
     decode(executor, 1)
-    slabs = [executor.copied(block) for block in blocks]
+    slabs = executor.copied(blocks)
     mx.eval([slab.arrays() for slab in slabs])
     parts = [to_parts(loaded.spec, slab) for slab in slabs]
     data = np.stack([np.concatenate([flat_bytes(array) for array in each.values()]) for each in parts])

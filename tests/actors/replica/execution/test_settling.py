@@ -83,7 +83,7 @@ def test_nothing_meets_a_step_that_writes_in_place(tmp_path: Path):
                 executor.step()
         blocks = executor.cut("c", [(0, BLOCK_TOKENS), (2 * BLOCK_TOKENS, executor.length("c"))])[:1]
         executor.step()
-        parts = [to_parts(loaded.spec, executor.copied(block)) for block in blocks]
+        parts = [to_parts(loaded.spec, copy) for copy in executor.copied(blocks)]
         data = np.stack([np.concatenate([flat_bytes(array) for array in each.values()]) for each in parts])
         executor.adopt(Layout(loaded.spec, signature(parts[0])).records(data, [0]))
         executor.step()

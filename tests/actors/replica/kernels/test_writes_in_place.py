@@ -82,7 +82,8 @@ class Story:
 
     def cut(self, tokens: mx.array) -> list[mx.array]:
         self.fill(tokens)
-        return list(self.group.block(0, self.batch.tables[0][0].slots[1]))
+        number = self.group.written(0) + self.batch.tables[0][0].slots[1].number
+        return [array[number] for array in self.group.layer(0)]
 
     def restore(self, tokens: mx.array) -> list[mx.array]:
         """From records, after other blocks were written."""

@@ -225,7 +225,7 @@ def test_what_a_long_prompt_has_computed_survives_a_kill_in_its_middle(
     bench.submit("one", prompt_of(2100), agent=AGENT)
     while (sequence := bench.engine.scheduler.sequence("one")) is None or sequence.done < 1792:
         bench.turn()
-    bench.engine.keeping.hand_over()
+    bench.engine.keeping.hand_over(computing=False)
     while disk.waiting_bytes:
         time.sleep(0.01)
     assert not bench.sequences["one"].tokens

@@ -1,0 +1,48 @@
+"""Kernels of MLX are compiled in processes of their own and moved into the folder; on a CPU the work itself runs."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from satchel.actors.replica.loading import compile_ahead
+
+
+@pytest.mark.parametrize("kind", [mx.bfloat16, mx.float16])
+def test_every_work_computes_something(kind: mx.Dtype):
+    for make in compile_ahead.works(kind).values():
+        mx.eval(make()())
+
+
+def test_files_come_whole_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What belongs to a module is there before the module."""
+    folder, asked, order = tmp_path / "kernels", list[str](), list[str]()
+
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> None:
+        asked.append(command[3])
+        for suffix in (".ptx", ".txt"):
+            (Path(env["MLX_PTX_CACHE_DIR"]) / f"{command[3]}{suffix}").write_text(command[3])
+        if command[3] == "scatter" and len(asked) <= len(compile_ahead.works(mx.bfloat16)):
+            raise subprocess.CalledProcessError(1, command)
+
+    replace = Path.replace
+
+    def moved(file: Path, target: Path) -> Path:
+        order.append(file.name)
+        return replace(file, target)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(Path, "replace", moved)
+    works = set(compile_ahead.works(mx.bfloat16))
+    compile_ahead._compile(folder, mx.bfloat16)
+    assert {file.stem for file in folder.glob("*.ptx")} == works - {"scatter"}
+    assert order.index("gather.txt") < order.index("gather.ptx")
+    # What failed is tried again, and what is done is not done again.
+    assert not compile_ahead._mark(folder, mx.bfloat16).exists()
+    compile_ahead._compile(folder, mx.bfloat16)
+    assert {file.stem for file in folder.glob("*.ptx")} == works
+    assert compile_ahead._mark(folder, mx.bfloat16).exists() and not any(each.is_dir() for each in folder.iterdir())
