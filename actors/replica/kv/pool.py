@@ -101,6 +101,7 @@ class SlotGroup:
         self._free: deque[int] = deque()
         self._taken: weakref.WeakSet[Slot] = weakref.WeakSet()
         self._blank: weakref.ref[Slot] | None = None
+        self._layouts: dict[int, LayerFields] = {}
 
     @property
     def taken(self) -> int:
@@ -271,12 +272,14 @@ class SlotGroup:
         else:
             numbers = slots + order
             records = mx.concatenate([array[numbers].reshape(slots.size, -1).view(mx.uint8) for array in pool], axis=1)
-        ends = list(itertools.accumulate(sizes))
-        fields = [
-            Field(end - size, end, array.dtype, (1, *array.shape[1:]))
-            for array, size, end in zip(pool, sizes, ends, strict=True)
-        ]
-        return records, LayerFields(type(pool), fields)
+        if (layout := self._layouts.get(place)) is None:
+            ends = itertools.accumulate(sizes)
+            fields = [
+                Field(end - size, end, array.dtype, (1, *array.shape[1:]))
+                for array, size, end in zip(pool, sizes, ends, strict=True)
+            ]
+            layout = self._layouts[place] = LayerFields(type(pool), fields)
+        return records, layout
 
     def _grow(self, more: int) -> None:
         mx.eval(self._written)
@@ -317,6 +320,7 @@ class SlotGroup:
         self._free, self._taken, self._blank = deque(), weakref.WeakSet(), None
         self.capacity = self._seen_bytes = 0
         self._kind = None
+        self._layouts = {}
 
     def _replace(self, make: Callable[[mx.array], mx.array]) -> None:
         for arrays in filter(None, self._arrays):

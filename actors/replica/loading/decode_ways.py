@@ -46,7 +46,7 @@ TRIES_MAX = 2
 """After so many processes that ended while kernels were tried, they are not tried again. One may have been stopped."""
 
 _FAILS, _TRYING = "fails:", "trying_kernels"
-_WHAT, _VERSION = "decode_way", 2
+_WHAT, _VERSION = "decode_way", 3
 """Increased whenever the ways, or their tests, change."""
 
 
@@ -259,8 +259,12 @@ def _draft_step(model: Any, step: CompiledStep | None, batch: Sequence[PagedKVCa
     tokens = [at % 2 for count in new for at in range(count)]
     if step is not None and (logits := step(mx.array(tokens, mx.uint32), batch, {}, new)) is not None:
         return logits
-    # The others' tokens do no harm.
-    found = [model(mx.array([[at % 2]] * len(new), mx.uint32), cache=batch) for at in range(max(new))]
+    found: list[mx.array] = []
+    for at in range(max(new)):
+        # The others' tokens do no harm.
+        found.append(model(mx.array([[at % 2]] * len(new), mx.uint32), cache=batch))
+        # A step writes in place, which nothing tells the next one's kernels.
+        mx.eval(found[-1])
     return mx.concatenate([found[at][sequence] for sequence, count in enumerate(new) for at in range(count)])
 
 

@@ -219,7 +219,7 @@ def _decode(loaded: LoadedModel, sequences: int, spread: int) -> Iterator[None]:
             yield
     if loaded.spec.reusable:
         length = executor.length(names[0])
-        executor.cut(names[0], [(0, BLOCK_TOKENS), (BLOCK_TOKENS, length)])
+        executor.copied(executor.cut(names[0], [(0, BLOCK_TOKENS), (BLOCK_TOKENS, length)]))
     executor.leave(names[1::2])
     executor.step()
     executor.leave(names)

@@ -7,6 +7,7 @@ computed again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -489,6 +490,9 @@ class DiskTier:
     # The writer's thread.
 
     def _write_forever(self) -> None:
+        # The first call to a store imports much, which no prompt should wait for.
+        with contextlib.suppress(SatchelError):
+            self._opened()
         while True:
             job = self._queue.get()
             try:
