@@ -71,6 +71,7 @@ class RunOptions:
     profile: bool
     budget_s: float
     answer_timeout_s: float
+    cards: int
     settle_s: float
     traces: str
 
@@ -315,6 +316,7 @@ def read_options() -> tuple[RunOptions, argparse.Namespace]:
     add("--budget-s", type=float, default=3600.0, help="after this many seconds no measurement is begun")
     add("--start-timeout-s", type=float, default=240.0)
     add("--answer-timeout-s", type=float, default=400.0, help="for all answers of a burst together")
+    add("--cards", type=int, default=2, help="how many the targets of several cards use; without any, nodes on the CPU")
     add("--settle-s", type=float, default=0.0, help="with --together: wait until nobody prepares for further shapes")
     add("--out", type=Path, default=RESULTS)
     add("--machine", help="the machine's name in the results' file names")
@@ -374,7 +376,7 @@ def main() -> None:
     ends = time.monotonic() + options.budget_s
     with tempfile.TemporaryDirectory(prefix="serve-") as temporary:
         work = Path(temporary)
-        place = make_place(work, arguments.vllm_mlx_site, arguments.start_timeout_s)
+        place = make_place(work, arguments.vllm_mlx_site, arguments.start_timeout_s, options.cards)
         failures: dict[str, str] = {}
         versions = all_versions(options, place, failures)
         result: dict[str, Any] = {"options": asdict(options), "versions": versions, "models": {}}
