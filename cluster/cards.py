@@ -88,7 +88,7 @@ def card_of(device: int | str, cards: Sequence[Card], *, where: str = "device") 
     card = _called(str(device), cards)
     if card is not None:
         return card
-    there = ", ".join(f"{each.number} ({each.uuid})" for each in cards) or "none"
+    there = ", ".join(str(each.number) for each in cards) or "none"
     setting = visible_cuda_devices()
     hidden = "" if setting is None else f"; CUDA_VISIBLE_DEVICES is {setting!r} and hides the others"
     raise ConfigError(f"{where}: there is no card {device}; there are: {there}{hidden}", param=where)

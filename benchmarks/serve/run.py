@@ -122,7 +122,7 @@ def measure(
     for load in options.prompt_tokens:
         for streams in options.streams:
             # A GPU compiles a kernel for every new shape; on a CPU a short prompt warms as well.
-            whole = streams == 1 or options.together
+            whole = streams == 1 or options.together or device == "gpu"
             lengths = lengths_of(load, streams) if whole else [WARM_UP_PROMPT_TOKENS] * streams
             warm = Burst(some(lengths, f"{round}/warm/{load}/{streams}"), WARM_UP_TOKENS, WARM_UP_TIMEOUT_S)
             attempt("warm-up", lambda warm=warm: target.run(warm))

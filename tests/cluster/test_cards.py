@@ -74,7 +74,7 @@ def test_cuda_visible_devices_hides_cards_as_cuda_reads_it(setting: str | None, 
 
 def test_a_card_is_called_by_number_or_uuid_and_others_are_refused(monkeypatch: pytest.MonkeyPatch):
     assert card_of(1, (A, B)) == card_of(UUIDS[1], (A, B)) == card_of("GPU-0b", (A, B)) == B
-    with pytest.raises(ConfigError, match=rf"devices\[0\]: there is no card 2; there are: 0 \({UUIDS[0]}\), 1"):
+    with pytest.raises(ConfigError, match=r"devices\[0\]: there is no card 2; there are: 0, 1$"):
         card_of(2, (A, B), where="devices[0]")
     with pytest.raises(ConfigError, match="there is no card 0; there are: none"):
         card_of(0, ())
