@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import machine
 from benchmarks.serve import agents, http_client, report
 from benchmarks.serve.measures import level, turns_of
 from benchmarks.serve.prompts import WORDS_FILE, Prompts
@@ -217,3 +218,10 @@ def test_several_cards_are_asked_for_by_configs_that_are_taken(
     assert divided is not None and isinstance(divided.pipeline, tuple) and sum(divided.pipeline) == 7
     assert max(divided.pipeline) - min(divided.pipeline) <= 1
     assert found["little"].scheduling.memory_bytes_max == 950 and found["one"].scheduling.memory_bytes_max is None
+
+
+def test_results_of_a_machine_with_several_gpus_are_named_after_their_number() -> None:
+    gpu = machine.counted(["NVIDIA H200, 580.95", "NVIDIA H200, 580.95"])
+    assert gpu == "2 × NVIDIA H200, 580.95" and machine.counted([]) == ""
+    assert machine.name_of({"device": "gpu", "gpu": gpu}) == "2-nvidia-h200"
+    assert machine.name_of({"device": "gpu", "gpu": machine.counted(["NVIDIA H100, 1"])}) == "nvidia-h100"
