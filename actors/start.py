@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from ..cluster.cards import card_of, found_cards
 from ..cluster.config import Config, Model
 from ..cluster.connection import NAMESPACE, satchel_version
 from ..cluster.environment import default_home
@@ -73,7 +74,8 @@ def start_node(config: Config, node: Node) -> dict[str, ReplicaClient]:
     """
     links = tuple((link.address, link.kind) for link in node.data_links)
     home = str(default_home().root)
-    entry = registry.NodeEntry(node.name, node.address, links, satchel_version(), home, time.time())
+    card = "" if node.device is None else card_of(node.device, found_cards()).describe()
+    entry = registry.NodeEntry(node.name, node.address, links, satchel_version(), home, time.time(), card)
     registry.add_node(entry)
     config = replace(config, disk_bytes_max=node.disk_bytes_max or config.disk_bytes_max)
     store = ray.remote(KVStoreActor).options(name=store_actor_name(node.name), get_if_exists=True, **on_node(node))

@@ -52,7 +52,7 @@ def facts(device: str) -> dict[str, Any]:
     gpu = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") if device == "gpu" else ""
     return {
         "device": device,
-        "gpu": gpu,
+        "gpu": counted(gpu.splitlines()),
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
@@ -60,6 +60,12 @@ def facts(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "load_before": round(os.getloadavg()[0], 2),
     }
+
+
+def counted(lines: list[str]) -> str:
+    """Equal GPUs as one, with their number: `2 × NVIDIA H200, 580.95`."""
+    counts = {line: lines.count(line) for line in lines}
+    return "; ".join(line if count == 1 else f"{count} × {line}" for line, count in counts.items())
 
 
 def name_of(machine: dict[str, Any]) -> str:

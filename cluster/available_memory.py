@@ -1,4 +1,4 @@
-"""How much memory other programs leave on this machine.
+"""How much memory other programs leave on this machine, or on the card of this process's node.
 
 On a Mac psutil counts inactive memory as available. That includes memory of programs that were not used for a while,
 which macOS would have to compress or page out, and excludes files in its cache that were read lately, such as the
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import psutil
 
+from .cards import own_free_bytes
 from .environment import is_macos
 
 _HOST_VM_INFO64 = 4
@@ -54,6 +55,13 @@ def available_bytes() -> int:
     if pages is None:
         return memory.available
     return max(0, memory.total - pages.used * resource.getpagesize())
+
+
+def node_available_bytes() -> int:
+    """Returns how many bytes models of this process's node can get: of its card if it has one of its own, else as
+    `available_bytes`."""
+    free = own_free_bytes()
+    return available_bytes() if free is None else free
 
 
 def _mac_pages() -> MacPages | None:

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass as validated
 
 from .errors import ConfigError
 from .key_hints import key_hint
-from .nodes import Node, host_port
+from .nodes import Device, Node, host_port
 from .stages import Split
 from .timing import Timing, broken
 from .units import STRICT, AbsolutePath, Bytes, Count, Seconds, StrictOrSeconds, also_named
@@ -350,6 +350,10 @@ class Config:
     """What is served, at least one."""
     nodes: tuple[Node, ...] = ()
     """The machines; `satchel serve` runs on the first. Empty means this machine alone."""
+    devices: Literal["auto"] | Count | Annotated[tuple[Device, ...], Field(min_length=1)] | None = None
+    """The CUDA cards of this machine, each of which becomes a node: all (`auto`), the first N, or these, by numbers as
+    `nvidia-smi` lists them or by UUIDs. With `nodes`, which must then be local, each of them gets one, in order. None
+    is one node, which computes on the first card."""
     replication: Annotated[int, Field(ge=0, le=3)] = 1
     """How many copies of an agent's memory other nodes have (its secondaries), if there are enough nodes."""
     replication_wait: StrictOrSeconds = 1.0
@@ -416,8 +420,7 @@ def parse_config(data: Any, *, source: str = "config") -> Config:
         if refusal is not None:
             where = f"models[{index}].aliases"
             raise ConfigError(f"{source}: {where}: {refusal}", param=where)
-    for where, refusal in _node_refusals(config):
-        raise ConfigError(f"{source}: {where}: {refusal}", param=where)
+    check_nodes(config, source=source)
     if unfitting := tuple(broken(config)):
         raise ConfigError(f"{source}: {'; '.join(unfitting)}", param=unfitting[0].partition(" ")[0])
     for settings in (config.scheduling, *config.nodes):
@@ -425,6 +428,42 @@ def parse_config(data: Any, *, source: str = "config") -> Config:
             if getattr(settings, name, None) is not None:
                 logger.warning("%s: %s bounds only a part of the memory: use memory_bytes_max instead", source, name)
     return config
+
+
+def local_nodes(count: int) -> tuple[Node, ...]:
+    """Returns the nodes of this machine that the config does not name; the first one is called as if it were alone."""
+    return tuple(Node(name=f"local-{number}" if number else "local") for number in range(count))
+
+
+def check_nodes(config: Config, *, source: str) -> None:
+    """Checks the nodes, their cards, and that models name no others.
+
+    Raises:
+        ConfigError: there is a mistake.
+    """
+    for where, refusal in (*_node_refusals(config), *_device_refusals(config)):
+        raise ConfigError(f"{source}: {where}: {refusal}", param=where)
+
+
+def _device_refusals(config: Config) -> Iterable[tuple[str, str]]:
+    """Yields mistakes in the cards of nodes, as (path in the config, reason)."""
+    devices, taken = config.devices, dict[Device, str]()
+    for index, node in enumerate(config.nodes):
+        if devices is not None and node.device is not None:
+            yield f"nodes[{index}].device", "give either `devices` or a `device` for each node"
+        if devices is not None and not node.is_loopback:
+            yield "devices", f"is for nodes on this machine alone, and {node.name} has an address: give it a `device`"
+        if node.device is not None and node.ssh is None:
+            if node.device in taken:
+                yield f"nodes[{index}].device", f"{taken[node.device]} has card {node.device}, too"
+            taken[node.device] = node.name
+    if isinstance(devices, tuple):
+        for position, device in enumerate(devices):
+            if device in devices[:position]:
+                yield f"devices[{position}]", f"card {device} is there twice"
+    count = len(devices) if isinstance(devices, tuple) else devices
+    if isinstance(count, int) and config.nodes and count != len(config.nodes):
+        yield "devices", f"there are {len(config.nodes)} nodes for {count} cards"
 
 
 def _node_refusals(config: Config) -> Iterable[tuple[str, str]]:
@@ -439,7 +478,12 @@ def _node_refusals(config: Config) -> Iterable[tuple[str, str]]:
             yield f"nodes[{index}]", "needs `ssh`, to be started on its machine"
         if node.is_loopback != config.nodes[0].is_loopback:
             yield f"nodes[{index}].address", "either all nodes have loopback addresses or none"
-    known = set(names) or {node.name for node in config.machines}
+    devices = config.devices
+    if devices == "auto" and not names:
+        # How many there are is known where they are counted (`devices.py`).
+        return
+    count = len(devices) if isinstance(devices, tuple) else devices if isinstance(devices, int) else 1
+    known = set(names) or {node.name for node in local_nodes(count)}
     for index, model in enumerate(config.models):
         for position, name in enumerate(model.nodes):
             if name not in known:

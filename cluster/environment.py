@@ -180,12 +180,30 @@ def set_during(**variables: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def child_environment(home: Home, *, one_machine: bool = True, heartbeats: Path | None = None) -> dict[str, str]:
-    """Returns the whole environment for starting Ray in a process of its own; its actors find `home` by `default_home`
-    and `heartbeats` by `heartbeats_path`."""
+def child_environment(
+    home: Home, *, one_machine: bool = True, heartbeats: Path | None = None, card: str = ""
+) -> dict[str, str]:
+    """Returns the whole environment for starting Ray in a process of its own; its actors find `home` by `default_home`,
+    `heartbeats` by `heartbeats_path` and `card` by `own_card`.
+
+    Args:
+        card: the UUID of the only card that CUDA shows these processes; "" leaves that as it is here.
+    """
     kept = {name: value for name, value in os.environ.items() if not _breaks_ray(name, value)}
-    where = {"SATCHEL_HOME": str(home.root), "SATCHEL_HEARTBEATS": str(heartbeats or "")}
-    return {**kept, **ray_settings(home, one_machine=one_machine), **where}
+    where = {"SATCHEL_HOME": str(home.root), "SATCHEL_HEARTBEATS": str(heartbeats or ""), "SATCHEL_CARD": card}
+    # Ray leaves it alone in processes that ask for no GPU (RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO).
+    shown = {"CUDA_VISIBLE_DEVICES": card} if card else {}
+    return {**kept, **ray_settings(home, one_machine=one_machine), **where, **shown}
+
+
+def visible_cuda_devices() -> str | None:
+    """Returns CUDA_VISIBLE_DEVICES: which cards CUDA programs that this process starts see; None for all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def own_card() -> str:
+    """Returns the UUID of the card of the node to which this process belongs; "" if it has none of its own."""
+    return os.environ.get("SATCHEL_CARD", "")
 
 
 def heartbeats_path() -> Path | None:

@@ -30,6 +30,8 @@ def _ip(text: str) -> str:
 
 Address = Annotated[str, AfterValidator(_ip)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+Device = Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^GPU-[0-9a-f-]+$")]
+"""A CUDA card: its number as `nvidia-smi` counts, or its UUID or the begin of it."""
 
 
 @validated(frozen=True, config=STRICT)
@@ -65,6 +67,9 @@ class Node:
     """Deprecated, use `memory_bytes_max`. None takes the config's `scheduling.kv_bytes_max`."""
     disk_bytes_max: Bytes | None = None
     """Agents' KV on its disk; None takes the config's."""
+    device: Device | None = None
+    """The CUDA card on which it computes, if its machine has several: a number as `nvidia-smi` lists them, or a UUID.
+    None takes the first one that CUDA sees."""
     keep_awake: bool = True
     """Whether a Mac stays awake while Satchel runs on it, with its lid open."""
     give_bytes_per_s_max: Bytes | None = None

@@ -133,7 +133,7 @@ class StoreReport:
 
     `links` are measured bytes per second by the node from which this one pulled since its last report. `blocks` and
     `used_bytes` count KV on the disk, `disk_full` means that no more can be written, and `draining` that no agent may
-    move here. `memory_free_bytes` is the machine's free memory, -1 if unknown. `disk_error` is why no KV is kept on the
+    move here. `memory_free_bytes` is its free memory, -1 if unknown. `disk_error` is why no KV is kept on the
     disk now, "" if it is kept. `agents_let_go` counts the agents evicted since the store was started.
     """
 
@@ -250,6 +250,7 @@ class NodeEntry:
         links: (address, kind) of every link to its KV, the fastest first.
         home: the folder of its memory.
         since_s: when it last joined, in Unix time.
+        card: what computes on it if it has a card of its own, such as `card 1 (NVIDIA H200)`; "" otherwise.
     """
 
     name: str
@@ -258,6 +259,7 @@ class NodeEntry:
     version: str
     home: str
     since_s: float
+    card: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,9 @@ from typing import NoReturn, Protocol
 from ...cluster.bring_up.launch import Launcher, unresolved
 from ...cluster.bring_up.ports import check_endpoint, check_port_free
 from ...cluster.bring_up.runtime import LocalCluster
+from ...cluster.cards import found_cards
 from ...cluster.config import Config, Endpoint
+from ...cluster.devices import with_devices
 from ...cluster.errors import ClusterError, HomeInUse, SatchelError
 from ...cluster.home import Home, prepare_home, write_private
 from ...cluster.keys import owner_key, write_owner_key
@@ -162,9 +164,12 @@ def serve(config: Config, home: Home) -> None:
 
     Raises:
         PortInUse: the endpoint's port is taken. Nothing was started.
+        ConfigError: `devices` does not fit this machine's cards.
         ClusterError: the home, the address or the certificate cannot be used, or other machines could use the endpoint
             without a key.
     """
+    if config.devices is not None:
+        config = with_devices(config, found_cards())
     check_port_free(config.endpoint.listen, config.endpoint.port)
     prepare_home(home)
     if (keeper := find_keeper(home)) is not None:

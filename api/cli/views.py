@@ -92,7 +92,9 @@ def _rate(bytes_per_s: float | None) -> str:
 
 def node_table(nodes: list[dict[str, Any]]) -> NameTable:
     """Returns the cluster's nodes as a table."""
-    made = table("node", "up", "address", "links", numbers=("memory free", "KV memory", "KV disk", "agents"))
+    cards = ["card"] if any(node.get("card") for node in nodes) else []
+    numbers = ("memory free", "KV memory", "KV disk", "agents")
+    made = table("node", "up", *cards, "address", "links", numbers=numbers)
     for node in nodes:
         tiers = node.get("tiers", {})
         links = [
@@ -102,6 +104,7 @@ def node_table(nodes: list[dict[str, Any]]) -> NameTable:
         made.add_row(
             Text(node["name"]),
             "yes" if node.get("up") else "no",
+            *[Text(node.get("card") or "") for _ in cards],
             node.get("address", ""),
             Text("\n".join(links)),
             size(node.get("memory_free_bytes")),
@@ -178,6 +181,8 @@ def _memory_line(found: dict[str, Any]) -> str:
         parts.append(f"{agents} agent{'s' * (agents != 1)}")
     if (free := node["memory_free_bytes"]) is not None:
         parts.append(f"{size(free)} of memory free")
+    if card := node.get("card"):
+        parts.append(card)
     return "; ".join(parts)
 
 

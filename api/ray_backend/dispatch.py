@@ -17,7 +17,7 @@ from ...actors.protocol.pool_messages import PooledModel
 from ...actors.protocol.replica_messages import GenerateRequest, PoolingRequest, ReplicaProgress, ReplicaStats
 from ...actors.protocol.router_messages import Decisions, NodeReport
 from ...actors.start import forget_node
-from ...cluster.available_memory import available_bytes
+from ...cluster.available_memory import node_available_bytes
 from ...cluster.config import Config
 from ...cluster.environment import default_home
 from ...cluster.errors import (
@@ -211,13 +211,13 @@ def _rests(model: ListedModel) -> bool:
 
 
 def _seen_nodes() -> SeenNodes:
-    """Returns Ray's view of the nodes, and the memory of the machine on which this process runs."""
+    """Returns Ray's view of the nodes, and the memory of the one on which this process runs."""
     own, alive, here = ray.get_runtime_context().get_node_id(), [], ""
     for node in control_store.ray_nodes():
         alive += node.resources
         if node.node_id == own:
             here = next((name for name in node.resources if name.startswith("satchel-node-")), "")
-    return SeenNodes(registry.nodes(), frozenset(alive), here, available_bytes())
+    return SeenNodes(registry.nodes(), frozenset(alive), here, node_available_bytes())
 
 
 def cluster_config() -> Config:

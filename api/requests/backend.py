@@ -80,7 +80,8 @@ class NodeState:
         links: (address, kind) of every network path over which its KV can be fetched, the fastest first.
         up: whether its store reported lately; if no report is known, whether the machine is in the cluster.
         rates: measured bytes per second, by the node from which KV came.
-        memory_free_bytes: of the machine.
+        memory_free_bytes: of the machine, or of its card if it has one of its own.
+        card: such as `card 1 (NVIDIA H200)`, "" if it has none of its own.
         disk_bytes: of KV on its disk; `disk_free_bytes` more may be written.
         disk_full: whether nothing more can be written to its disk.
         disk_error: why KV cannot be written to its disk now, "" if it can.
@@ -104,6 +105,7 @@ class NodeState:
     blocks: int | None = None
     agents: int | None = None
     draining: bool = False
+    card: str = ""
 
 
 class Generation(Protocol):

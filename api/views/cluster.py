@@ -35,7 +35,7 @@ class SeenNodes:
         joined: nodes that joined and have not left.
         resources: Ray resource names of all live machines; each node has its own while it lives.
         here: the resource of the machine on which this was read, "" if it is not in the cluster.
-        memory_free_bytes: of that machine.
+        memory_free_bytes: of that node.
     """
 
     joined: tuple[NodeEntry, ...]
@@ -56,6 +56,7 @@ def node_states(machines: Sequence[Node], seen: SeenNodes, described: Iterable[N
     for entry in seen.joined:
         # The address with which it joined is newer than the config.
         addresses[entry.name], links[entry.name] = entry.address, entry.links
+    cards = {entry.name: entry.card for entry in seen.joined}
     reports = {each.name: each for each in described}
     states = []
     for name, address in addresses.items():
@@ -78,6 +79,7 @@ def node_states(machines: Sequence[Node], seen: SeenNodes, described: Iterable[N
                 blocks=report.blocks,
                 agents=report.agents,
                 draining=report.draining,
+                card=cards.get(name, ""),
             )
         )
     return states
@@ -184,6 +186,7 @@ def _node_view(node: NodeState, nodes: Sequence[NodeState], replicas: Sequence[R
             for other in nodes
             if other is not node
         ],
+        "card": node.card or None,
         "memory_free_bytes": node.memory_free_bytes,
         "disk_free_bytes": node.disk_free_bytes,
         "disk_full": node.disk_full,

@@ -9,6 +9,12 @@
 # because Satchel has a newer mlx-lm; without it vllm-mlx is left out. What else it needs is in SITE. To get them:
 #   pip download --no-deps -d wheels vllm-mlx==0.6.0 mlx-lm==0.31.3
 #
+# HOW: "--together --profile" where it is not set; empty starts one server at a time and looks into none.
+# On a machine with several cards, one server after the other, in about nine minutes:
+#   HOW= MODELS=qwen3-8b-4bit STREAMS=1,4,16,32 LOADS=1500 LIMIT_S=560 BUDGET_S=460 benchmarks/serve/gpu.sh OUT \
+#     --only "satchel,satchel (a replica a card),satchel (divided),satchel (divided for room)" --cards 2 \
+#     --turns 16000 --long-prompt-tokens 0 --start-timeout-s 200 --answer-timeout-s 120
+#
 # OUT gets serve-<gpu>.json and .md, written anew after every measurement, and log.txt.
 set -uo pipefail
 out=${1:?where to write the results}; shift
@@ -41,6 +47,6 @@ fi
 # with its servers, and what was measured until then is in OUT.
 cd "$root" || exit 1
 timeout --kill-after=30 "${LIMIT_S:-330}" "$python" -m benchmarks.serve.run --models "${MODELS:-qwen3-0.6b-4bit}" --streams "${STREAMS:-1,16}" \
-	--tokens 128 --prompt-tokens "${LOADS:-128,1500,8000}" --rounds "${ROUNDS:-1}" --together --profile --budget-s "${BUDGET_S:-230}" --only "$targets" \
+	--tokens 128 --prompt-tokens "${LOADS:-128,1500,8000}" --rounds "${ROUNDS:-1}" ${HOW---together --profile} --budget-s "${BUDGET_S:-230}" --only "$targets" \
 	--start-timeout-s 100 --answer-timeout-s 40 \
 	--out "$out" ${vllm[@]+"${vllm[@]}"} "$@" 2>&1 | tee "$out/log.txt"

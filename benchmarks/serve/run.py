@@ -71,6 +71,7 @@ class RunOptions:
     profile: bool
     budget_s: float
     answer_timeout_s: float
+    cards: int
     settle_s: float
     traces: str
 
@@ -121,7 +122,7 @@ def measure(
     for load in options.prompt_tokens:
         for streams in options.streams:
             # A GPU compiles a kernel for every new shape; on a CPU a short prompt warms as well.
-            whole = streams == 1 or options.together
+            whole = streams == 1 or options.together or device == "gpu"
             lengths = lengths_of(load, streams) if whole else [WARM_UP_PROMPT_TOKENS] * streams
             warm = Burst(some(lengths, f"{round}/warm/{load}/{streams}"), WARM_UP_TOKENS, WARM_UP_TIMEOUT_S)
             attempt("warm-up", lambda warm=warm: target.run(warm))
@@ -315,6 +316,7 @@ def read_options() -> tuple[RunOptions, argparse.Namespace]:
     add("--budget-s", type=float, default=3600.0, help="after this many seconds no measurement is begun")
     add("--start-timeout-s", type=float, default=240.0)
     add("--answer-timeout-s", type=float, default=400.0, help="for all answers of a burst together")
+    add("--cards", type=int, default=2, help="how many the targets of several cards use; without any, nodes on the CPU")
     add("--settle-s", type=float, default=0.0, help="with --together: wait until nobody prepares for further shapes")
     add("--out", type=Path, default=RESULTS)
     add("--machine", help="the machine's name in the results' file names")
@@ -374,7 +376,7 @@ def main() -> None:
     ends = time.monotonic() + options.budget_s
     with tempfile.TemporaryDirectory(prefix="serve-") as temporary:
         work = Path(temporary)
-        place = make_place(work, arguments.vllm_mlx_site, arguments.start_timeout_s)
+        place = make_place(work, arguments.vllm_mlx_site, arguments.start_timeout_s, options.cards)
         failures: dict[str, str] = {}
         versions = all_versions(options, place, failures)
         result: dict[str, Any] = {"options": asdict(options), "versions": versions, "models": {}}

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 from ..programs import ROOT, program
 from .processes import ProcessGroup
@@ -27,6 +28,10 @@ VLLM_MLX = "vllm-mlx==0.6.0"
 MLX_OF_PEERS = ("mlx[cpu]==0.32.4; sys_platform == 'linux'", "mlx==0.32.4; sys_platform != 'linux'")
 NOT_NEEDED = ("torch", "torchvision", "gradio")
 """vllm-mlx wants them for pictures and for its own web page: some gigabytes that no text passes through."""
+
+LITTLE, LITTLE_CHUNK = 0.95, 1024
+"""Of a model's weights: the memory of a card that has no room for the model, though two together have, with shorter
+chunks of prefill than usual, because their temporary memory counts on every card."""
 
 REPLY_SLACK_S = 30.0
 """A driver's own limit comes first; it answers that the time was up."""
@@ -48,19 +53,23 @@ class RunFolder:
     environment: dict[str, str]
     vllm_mlx_site: Path | None
     start_timeout_s: float
+    cards: int = 2
+    """How many the targets of several cards use."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A server's command, the name under which it serves the model, and a path that answers 200 once it can."""
+    """A server's command, the name under which it serves the model, a path that answers 200 once it can, and how many
+    of Satchel's replicas answer then."""
 
     command: list[str]
     environment: dict[str, str]
     model: str
     ready: str = "/v1/models"
+    replicas: int = 1
 
 
-def make_place(work: Path, vllm_mlx_site: Path | None, start_timeout_s: float) -> RunFolder:
+def make_place(work: Path, vllm_mlx_site: Path | None, start_timeout_s: float, cards: int = 2) -> RunFolder:
     """Makes `satchel` importable where it is not installed: a folder of links, with the version that it asks for."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     probe = [sys.executable, "-c", "import satchel.api, importlib.metadata as m; m.version('satchel')"]
@@ -74,7 +83,7 @@ def make_place(work: Path, vllm_mlx_site: Path | None, start_timeout_s: float) -
         metadata.parent.mkdir()
         metadata.write_text(f"Metadata-Version: 2.1\nName: satchel\nVersion: {version}\n")
         environment = with_path(environment, links)
-    return RunFolder(work, environment, vllm_mlx_site, start_timeout_s)
+    return RunFolder(work, environment, vllm_mlx_site, start_timeout_s, cards)
 
 
 def with_path(environment: dict[str, str], first: Path) -> dict[str, str]:
@@ -92,19 +101,49 @@ def free_port() -> int:
 # How each server is started: folder, port and place in, launch out.
 
 
-def _satchel(folder: Path, port: int, place: RunFolder, weights: str = "auto", kv: str = "fp16") -> Launch:
+Cards = Literal["one", "replicas", "divided", "little"]
+"""What Satchel does with cards: it uses one; has a replica on each; divides the model's layers evenly; or divides them
+because no card may use as much memory as the weights take."""
+
+
+def _satchel(
+    folder: Path, port: int, place: RunFolder, weights: str = "auto", kv: str = "fp16", cards: Cards = "one"
+) -> Launch:
     home = place.work / f"home-{port}"
-    home.mkdir(mode=0o700)
     # Kernels are kept from round to round, as MLX keeps those of its servers.
     kernels = place.work / "kernels"
     kernels.mkdir(exist_ok=True)
-    (home / "kernels").symlink_to(kernels)
+    for each in (home, *(home / "nodes" / name for name in _node_names(place.cards)[1:] if cards != "one")):
+        each.mkdir(mode=0o700, parents=True)
+        (each / "kernels").symlink_to(kernels)
     config = home / "config.yaml"
     # JSON is YAML.
     model = {"name": "bench", "source": str(folder), "weights": weights, "kv": kv}
-    config.write_text(json.dumps({"models": [model], "endpoint": {"port": port}}))
+    more = {} if cards == "one" else _on_cards(model, folder, cards, place.cards)
+    config.write_text(json.dumps({"models": [model], "endpoint": {"port": port}, **more}))
     command = [sys.executable, "-m", "satchel.api.cli", "serve", "--config", str(config), "--home", str(home)]
-    return Launch(command, place.environment, "bench", "/health")
+    return Launch(command, place.environment, "bench", "/health", place.cards if cards == "replicas" else 1)
+
+
+def _node_names(count: int) -> list[str]:
+    """As Satchel calls the nodes of a machine's cards."""
+    return [f"local-{number}" if number else "local" for number in range(count)]
+
+
+def _on_cards(model: dict[str, Any], folder: Path, cards: Cards, count: int) -> dict[str, Any]:
+    """Sets how a model is divided, and returns what else the config has for several cards; without cards their nodes
+    compute on the CPU."""
+    on: dict[str, Any] = {"replication": 0}
+    nodes = [{"name": name} for name in _node_names(count)]
+    on |= {"devices": count} if shutil.which("nvidia-smi") else {"nodes": nodes}
+    if cards == "divided":
+        layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+        model["split"] = {"pipeline": [layers * (n + 1) // count - layers * n // count for n in range(count)]}
+    elif cards == "little":
+        weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        model["split"] = {"pipeline": "auto"}
+        on["scheduling"] = {"memory_bytes_max": int(LITTLE * weights), "prefill_chunk_tokens": LITTLE_CHUNK}
+    return on
 
 
 def _mlx_lm(folder: Path, port: int, place: RunFolder) -> Launch:
@@ -132,14 +171,18 @@ SERVERS: dict[str, Callable[[Path, int, RunFolder], Launch]] = {
     "satchel": _satchel,
     "satchel (weights stored)": partial(_satchel, weights="stored"),
     "satchel (4-bit KV)": partial(_satchel, kv="q4"),
+    "satchel (a replica a card)": partial(_satchel, cards="replicas"),
+    "satchel (divided)": partial(_satchel, cards="divided"),
+    "satchel (divided for room)": partial(_satchel, kv="q4", cards="little"),
     "mlx_lm.server": _mlx_lm,
     "mlx_vlm.server": _mlx_vlm,
     "vllm-mlx": _vllm_mlx,
 }
 ENGINES = {"satchel engine": "serve.engine_driver", "BatchGenerator": "serve.batch_driver"}
 NAMES = (*SERVERS, *ENGINES)
-"""In the order of the tables. Satchel keeps KV as the others do, in full precision, but for the third, which has its
-default; the second is without its choice of kernels, for quantized models."""
+"""In the order of the tables. Satchel keeps KV as the others do, in full precision, but for the third and the sixth,
+which have its default; the second is without its choice of kernels, for quantized models. The three after the third use
+several cards."""
 
 
 def vllm_mlx_python() -> Path:
@@ -224,6 +267,7 @@ class Target:
             self._await_answer(port, launch.ready, place.start_timeout_s)
             self.start_s = time.perf_counter() - self._began
             if self.name.startswith("satchel"):
+                self._await_replicas(port, launch.replicas, place.start_timeout_s)
                 self._await_self_test(port, place.start_timeout_s)
             driver = program("serve.http_client", port, launch.model)
         self.driver = ProcessGroup(driver, place.environment, self._log.with_suffix(".driver.log"), talks=True)
@@ -253,6 +297,17 @@ class Target:
                 connection.close()
             time.sleep(0.1)
         raise CannotStart(f"no answer within {timeout_s:.0f} s: {self.server.tail()}")
+
+    def _await_replicas(self, port: int, count: int, timeout_s: float) -> None:
+        """Until all replicas have loaded: it is healthy as soon as one answers."""
+        ends = time.monotonic() + timeout_s
+        while time.monotonic() < ends:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/cluster?agents=0", timeout=30) as answer:
+                up = sum(replica["up"] for replica in json.load(answer)["replicas"])
+            if up >= count:
+                return
+            time.sleep(0.5)
+        raise CannotStart(f"not all of its {count} replicas answer within {timeout_s:.0f} s")
 
     def _await_self_test(self, port: int, timeout_s: float) -> None:
         """Until no model is tested any more: one sequence is computed at a time before that."""

@@ -22,10 +22,12 @@ import psutil
 from packaging.requirements import Requirement
 
 from ..available_memory import available_bytes
+from ..cards import card_of, found_cards
 from ..config import Config, Endpoint, Model
 from ..connection import find_cluster
+from ..devices import with_devices
 from ..environment import is_macos, short_temporary_root
-from ..errors import ClusterError, KeysDamaged, NotRunning, PortInUse
+from ..errors import ClusterError, ConfigError, KeysDamaged, NotRunning, PortInUse
 from ..home import Home
 from ..incidents import Incident, incidents
 from ..nodes import Node
@@ -90,7 +92,8 @@ def examine(config: Config, home: Home) -> list[Check]:
     hosts = [] if node else [*check_hosts(config.machines), *mac.reach(config.machines[1:])]
     here = next((each for each in config.machines if each.name == node), head)
     system = mac.checks(here, _largest_weights(config)) if is_macos() else []
-    return [*(check() for check in checks), *system, *hosts, *certificate, *check_lately(home, time.time())]
+    lately = check_lately(home, time.time())
+    return [*(check() for check in checks), *check_cards(config), *system, *hosts, *certificate, *lately]
 
 
 def _largest_weights(config: Config) -> int:
@@ -164,6 +167,24 @@ def check_memory() -> Check:
     if available < 2 * _GIB:
         return Check("memory", "warn", found, "close other programs before serving")
     return Check("memory", "ok", found)
+
+
+def check_cards(config: Config) -> list[Check]:
+    """Says which node of this machine has which CUDA card; no check where there is no card and none is asked for."""
+    cards = found_cards()
+    own = [node.device for node in config.nodes if node.ssh is None and node.device is not None]
+    if not cards and not own and config.devices in (None, "auto"):
+        return []
+    there = ", ".join(f"{card.describe()}, {card.memory_bytes / _GIB:.0f} GiB" for card in cards)
+    try:
+        nodes = [node for node in with_devices(config, cards).machines if node.ssh is None]
+        used = [(node.name, card_of(node.device, cards)) for node in nodes if node.device is not None]
+    except ConfigError as error:
+        return [Check("cards", "fail", error.message, f"this machine has {there or 'none'}: correct the config")]
+    if used:
+        return [Check("cards", "ok", "; ".join(f"{name} has {card.describe()}" for name, card in used))]
+    rest = "; one of them is used: `devices: auto` gives each a node" if len(cards) > 1 else ""
+    return [Check("cards", "ok", there + rest)]
 
 
 def check_disk(home: Home) -> Check:

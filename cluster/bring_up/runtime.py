@@ -22,6 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from .. import environment
+from ..cards import card_of, found_cards
 from ..config import Config, Timeouts
 from ..connection import NAMESPACE, ClusterRecord, connect_ray, satchel_version, versions
 from ..errors import ClusterError, NotRunning
@@ -102,6 +103,7 @@ class LocalCluster:
         self._session: UnixSession | None = None
         self._private_dir: Path | None = None
         self._record: ClusterRecord | None = None
+        self._card = ""
         self._connected = False
         self._guard = threading.Lock()
         self._stopping = False
@@ -132,8 +134,11 @@ class LocalCluster:
         Raises:
             HomeInUse: another server uses the home.
             PortInUse: the join port is taken.
+            ConfigError: the node's card does not exist here.
             ClusterError: Ray does not start.
         """
+        if self._node.device is not None:
+            self._card = card_of(self._node.device, found_cards()).uuid
         prepare_home(self._home)
         self._lock.acquire()
         raise_open_files()
@@ -268,7 +273,7 @@ class LocalCluster:
                     stderr=log,
                     cwd=self._private_dir,
                     env=environment.child_environment(
-                        self._home, one_machine=self._node.is_loopback, heartbeats=heartbeats
+                        self._home, one_machine=self._node.is_loopback, heartbeats=heartbeats, card=self._card
                     ),
                     start_new_session=True,
                 )

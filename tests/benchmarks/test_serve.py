@@ -13,13 +13,24 @@ from typing import Any
 
 import pytest
 
+from benchmarks import machine
 from benchmarks.serve import agents, http_client, report
 from benchmarks.serve.measures import level, turns_of
 from benchmarks.serve.prompts import WORDS_FILE, Prompts
 from benchmarks.serve.protocol import Agents, StreamedTimes, Trace, from_line, to_line
 from benchmarks.serve.run import TargetSession
-from benchmarks.serve.targets import outside_engine_s
+from benchmarks.serve.targets import SERVERS, RunFolder, outside_engine_s
+from satchel.cluster.cards import Card
+from satchel.cluster.config import load_config
+from satchel.cluster.devices import with_devices
+from tests.worlds.fake_cards import fake_nvidia_smi
 
+_TARGETS = {
+    "one": "satchel",
+    "replicas": "satchel (a replica a card)",
+    "divided": "satchel (divided)",
+    "little": "satchel (divided for room)",
+}
 LOAD = agents.AgentLoad(system_tokens=5, turn_tokens=3, answer_tokens=4, turns=2, block_tokens=2, prompt_max=20)
 
 
@@ -180,3 +191,37 @@ def test_the_report_says_what_the_way_to_clients_costs_and_what_agents_get() -> 
     assert not any(line[0] == "gcs_server" for line in lines)
     assert ["satchel", "500", "500", "500", "11.0"] in lines, "of a conversation's later turns, outside the engine"
     assert ["satchel", "2.0", "2.0", "250", "250", "250", "–", "–", "–", "0", "1"] in lines
+
+
+@pytest.mark.parametrize("has_cards", [True, False])
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_cards_are_asked_for_by_configs_that_are_taken(
+    has_cards: bool, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without cards their nodes have the same names."""
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 7}))
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    monkeypatch.setenv("PATH", str(fake_nvidia_smi(tmp_path / "bin") if has_cards else tmp_path))
+    cards = tuple(Card(number, f"GPU-{number}", 0, "") for number in range(count if has_cards else 0))
+    found = {}
+    for name in ("one", "replicas", "divided", "little"):
+        place = RunFolder(tmp_path / f"{name}{count}", {}, None, 1.0, count)
+        place.work.mkdir()
+        launch = SERVERS[_TARGETS[name]](tmp_path, 8000, place)
+        home = place.work / "home-8000"
+        found[name] = with_devices(load_config(home / "config.yaml"), cards)
+        assert launch.replicas == (count if name == "replicas" else 1)
+        names = [node.name for node in found[name].machines]
+        assert names == (["local", "local-1", "local-2"][:count] if name != "one" else ["local"])
+        assert all((home / "nodes" / each / "kernels").is_dir() for each in names[1:])
+    divided = found["divided"].models[0].split
+    assert divided is not None and isinstance(divided.pipeline, tuple) and sum(divided.pipeline) == 7
+    assert max(divided.pipeline) - min(divided.pipeline) <= 1
+    assert found["little"].scheduling.memory_bytes_max == 950 and found["one"].scheduling.memory_bytes_max is None
+
+
+def test_results_of_a_machine_with_several_gpus_are_named_after_their_number() -> None:
+    gpu = machine.counted(["NVIDIA H200, 580.95", "NVIDIA H200, 580.95"])
+    assert gpu == "2 × NVIDIA H200, 580.95" and machine.counted([]) == ""
+    assert machine.name_of({"device": "gpu", "gpu": gpu}) == "2-nvidia-h200"
+    assert machine.name_of({"device": "gpu", "gpu": machine.counted(["NVIDIA H100, 1"])}) == "nvidia-h100"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ....cluster.available_memory import available_bytes
+from ....cluster.available_memory import node_available_bytes
 from ...protocol.reporter import Reporter
 from ...protocol.router_messages import StoreReport
 from ..agents.roles import Role, tombstone_epoch
@@ -96,7 +96,7 @@ class StoreReports:
             disk_error=self._disk.error,
             agents_let_go=self._agents.evicted,
             draining=self.draining,
-            memory_free_bytes=available_bytes(),
+            memory_free_bytes=node_available_bytes(),
         )
 
     def _places(self, agents: set[str], full: bool) -> _Agents:

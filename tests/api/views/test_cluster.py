@@ -18,7 +18,7 @@ from satchel.api.client.background import BackgroundLoop
 from satchel.api.protocols.satchel import cluster_routes
 from satchel.api.requests.backend import NodeState, ReplicaStats
 from satchel.api.views import cluster as cluster_views
-from satchel.api.views.cluster import SeenNodes, TokenRates, node_states
+from satchel.api.views.cluster import SeenNodes, TokenRates, node_states, node_views
 from satchel.cluster.audit import Audit
 from satchel.cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from satchel.cluster.home import Home, prepare_home
@@ -118,6 +118,7 @@ async def test_nodes_and_replicas_are_shown_with_what_is_known_and_null_for_what
         "draining": False,
         "replicas": ["m-0"],
         "links": [{"from": "mac1", "kind": "ethernet", "bytes_per_s": 9e7}],
+        "card": None,
         "memory_free_bytes": 8000,
         "disk_free_bytes": 1000,
         "disk_full": False,
@@ -293,8 +294,8 @@ def seen(*joined: NodeEntry, resources: tuple[str, ...] = (), here: str = "") ->
     return SeenNodes(joined, frozenset(resources), here, 555)
 
 
-def entry(name: str, address: str) -> NodeEntry:
-    return NodeEntry(name, address, ((address, "wifi"),), "0", "/h", 0.0)
+def entry(name: str, address: str, card: str = "") -> NodeEntry:
+    return NodeEntry(name, address, ((address, "wifi"),), "0", "/h", 0.0, card)
 
 
 def described(name: str, *, alive: bool = True, **more: Any) -> NodeReport:
@@ -329,6 +330,15 @@ def test_a_node_is_up_as_the_router_hears_it_else_as_ray_sees_it():
     resources = ("satchel-node-silent", "satchel-node-there", "CPU")
     states = node_states(machines, seen(resources=resources), [described("heard"), described("silent", alive=False)])
     assert [each.up for each in states] == [True, False, True, False]
+
+
+def test_a_node_says_which_card_it_has():
+    machines = (Node(name="local"), Node(name="local-1"))
+    joined = seen(entry("local", "127.0.0.1", "card 0 (NVIDIA H200)"), entry("local-1", "127.0.0.1"))
+    assert [view["card"] for view in node_views(node_states(machines, joined, []), [])] == [
+        "card 0 (NVIDIA H200)",
+        None,
+    ]
 
 
 async def test_an_answer_says_on_which_node_it_was_made(endpoint, backend, api):
