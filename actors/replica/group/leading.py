@@ -44,13 +44,14 @@ class Leading:
 
     Args:
         calls: the connection to each follower.
+        overlaps: see `execution.followers.Followers`.
 
     Attributes:
         count: how many followers there are.
     """
 
-    def __init__(self, calls: Sequence[Connection], wholeness: Wholeness) -> None:
-        self._calls, self._wholeness = calls, wholeness
+    def __init__(self, calls: Sequence[Connection], wholeness: Wholeness, *, overlaps: bool = True) -> None:
+        self._calls, self._wholeness, self.overlaps = calls, wholeness, overlaps
         self.count = len(calls)
         self._untold: list[Any] = []
         # Calls that the followers have been told, and that were not done here yet.
