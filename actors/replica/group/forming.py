@@ -86,6 +86,7 @@ class Rank:
             "sequences one by one": str(loaded.unbatched),
             # The leader finds what all processes can reuse by what its own layers can.
             "a rule for reuse": str(loaded.spec.rule),
+            "decode steps": loaded.way.describe(),
         }
         computing = {name: value for name, value in identity.computing.items() if name != LAYERS}
         share = (0, 1) if (ranks := ranks_of(loaded)) is None else (ranks.rank(), ranks.size())

@@ -25,6 +25,8 @@ from ...model_files.source import Progress, first_sentence, read_json, resolve
 from ...model_files.weights import read_weight_files
 from ..device import blas
 from ..device.device import device_bytes, on_cuda, on_gpu
+from ..execution.decode_way import DEQUANTIZED, DecodeWay
+from ..execution.findings import Findings
 from ..execution.loaded_model import LoadedModel
 from ..execution.padding import PIECE_TOKENS, PIECE_TOKENS_ELSEWHERE
 from ..kernels.sealing import FULL_PRECISION, POLICIES
@@ -74,6 +76,10 @@ class Part(Protocol):
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As in `LoadedModel`."""
 
+    def way(self, spec: ModelCacheSpec, context_tokens: int, findings: Findings) -> DecodeWay:
+        """Returns how decode steps read sealed blocks; finds it out if need be."""
+        ...
+
 
 class StagePart:
     """Layers [start, stop) of a model."""
@@ -112,6 +118,10 @@ class StagePart:
         # Recurrent layers' scans of other lengths round otherwise.
         return None if spec.recurrent else PIECE_TOKENS if on_cuda() else PIECE_TOKENS_ELSEWHERE
 
+    def way(self, spec: ModelCacheSpec, context_tokens: int, findings: Findings) -> DecodeWay:
+        """As `Part.way`."""
+        return DEQUANTIZED
+
 
 def load_stage(source: str, start: int, stop: int, **how: Any) -> LoadedModel:
     """Loads layers [start, stop) of a model of text. Its model is a `PipelinedStage`, which computes with zeros until
@@ -128,6 +138,7 @@ def load_part(
     kv: str = "q4",
     context_tokens_max: int | None = None,
     digests: Path | None = None,
+    trials: Path | None = None,
     progress: Progress = lambda what, fraction: None,
     claim: Callable[[int], None] = lambda nbytes: None,
 ) -> LoadedModel:
@@ -138,6 +149,7 @@ def load_part(
         weights: `stored`, `dequantized` or `both`, the same for all processes; see `prepare_weights`.
         kv: how KV is kept, one of `POLICIES`.
         digests: a file for the digests of the model's files.
+        trials: a file for what tests find.
         claim: called with the bytes of the part's weights before they are read.
 
     Raises:
@@ -173,24 +185,27 @@ def load_part(
         raise ModelLoadError(f"{part.words} of {source} cannot be loaded: {why}") from error
     check_unchanged(digested, paths)
     spec = with_windows(model, read_spec(caches, 2, POLICIES[kv]))
-    attention.install(whole)
+    installed = attention.install(whole)
     identity = ModelIdentity(
         files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, files),
         computing=_computing(str(states.dtype).removeprefix("mlx.core."), kept, spec) | {LAYERS: part.layers()},
     )
     context = context_length(config, getattr(whole, "args", None)).tokens
+    context = min(context, context_tokens_max or context)
+    way = part.way(spec, context, Findings(trials, identity.model_id)) if installed and spec.policy else DEQUANTIZED
     return LoadedModel(
         model=model,
         folder=folder,
         identity=identity,
         spec=spec,
-        context_tokens=min(context, context_tokens_max or context),
+        context_tokens=context,
         vocabulary_size=int(states.shape[-1]) if part.logits else 0,
         eos_token_ids=end_tokens(folder, source, trusted=False),
         dtype=identity.computing["dtype"],
         weights=kept,
         multiplying="" if on_gpu() else blas.chosen().describe(),
         pool=new_pool(spec),
+        way=way,
         unbatched=not all(map(joins, caches)),
         hidden="its layers are divided among processes",
         piece_tokens=part.piece_tokens(spec),
@@ -214,6 +229,7 @@ def load_planned(
         kv=policy_of(model.kv),
         context_tokens_max=model.context_tokens_max,
         digests=default_home().digests_file,
+        trials=default_home().trials_file,
         progress=progress,
         claim=claim,
     )

@@ -12,6 +12,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -25,7 +26,7 @@ Gather = Callable[[bytes], bytes]
 """Returns the bytes of all ranks in their order, given those of this one; all have the same number."""
 
 PACKAGES = {
-    "jaccl": "it needs macOS 26.2 or later, Thunderbolt 5, and RDMA that was enabled in recovery mode (`rdma_ctl enable`)",
+    "jaccl": "it needs macOS 26.2 or later, Thunderbolt 5, and RDMA, which `rdma_ctl enable` enables in recovery mode",
     "nccl": "it needs NVIDIA cards and Satchel's packages for CUDA",
     "ring": "it is not in this build of MLX",
 }
@@ -87,4 +88,4 @@ def _file(value: object) -> Iterator[str]:
             json.dump(value, file)
         yield path
     finally:
-        os.unlink(path)
+        Path(path).unlink()

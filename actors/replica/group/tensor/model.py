@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
+from ...device.device import on_gpu
+from ...execution.decode_way import DEQUANTIZED, DecodeWay
+from ...execution.findings import Findings
 from ...kv.caches import ModelCacheSpec
+from ...loading.decode_ways import fastest
 from ...loading.quirks import FlatCaches
 from .ranks import Ranks
 from .sharding import shard
@@ -48,7 +53,10 @@ class Share:
 
     def make_cache(self) -> list[Any]:
         """Returns empty caches of one sequence for the share's heads."""
-        return self._called.make_cache()
+        return make_prompt_cache(self._called)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._called, name)
 
 
 class SharePart:
@@ -82,3 +90,7 @@ class SharePart:
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As `loading.Part.piece_tokens`: all ranks compute at the same time anyway."""
         return None
+
+    def way(self, spec: ModelCacheSpec, context_tokens: int, findings: Findings) -> DecodeWay:
+        """As `loading.Part.way`: a GPU's kernels are tested with this share alone, as long as it is not connected."""
+        return fastest(self.model(), spec, context_tokens, findings) if on_gpu() else DEQUANTIZED

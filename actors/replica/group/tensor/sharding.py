@@ -95,7 +95,8 @@ def _unequal(whole: dict[str, int], share: dict[str, int], count: int) -> str:
     for name, size in whole.items():
         if share[name] not in (size, size / count):
             return f"{name} would have {share[name]} of {size} numbers"
-    return "" if any(share[name] < size for name, size in whole.items()) else "no weight of it is divided"
+    divided = count == 1 or any(share[name] < size for name, size in whole.items())
+    return "" if divided else "no weight of it is divided"
 
 
 def _unequal_kv(whole: list[Any], share: list[Any], count: int) -> str:
