@@ -167,7 +167,7 @@ def divide(needs: ModelNeeds, memory_bytes: Mapping[str, int], split: Split) -> 
         NoRoom: it does not fit; the message has all sizes.
     """
     if split.pipeline != "auto":
-        return _checked(needs, memory_bytes, split.pipeline)
+        return _checked(needs, memory_bytes, split.pipeline or ())
     count = len(needs.layers)
     for nodes in range(1, min(len(memory_bytes), count) + 1):
         # Those with the most memory, in the order that was given.

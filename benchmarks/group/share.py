@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.group.forming import Member
+from satchel.actors.replica.group.forming import GroupTimes, Member
 from satchel.actors.replica.group.loading import load_part
 from satchel.actors.replica.group.tensor.member import Joining
 from satchel.actors.replica.group.tensor.model import SharePart
@@ -27,9 +28,10 @@ from satchel.cluster.config import Scheduling
 from satchel.cluster.stages import Split
 
 from ..cluster.worker import answer
-from .process import GROUP, KEY, TIMES, Call, Follower, Process
+from .process import GROUP, KEY, Call, Follower, Process
 
 KV_BYTES = 24 * 2**30
+TIMES = GroupTimes(form_s=90.0, silent_s=3.0)
 LOGITS_TOKENS = 600
 
 
@@ -78,21 +80,21 @@ class ShareProcess(Process):
             member.close()
 
     def logits(self) -> list[float]:
-        """The probabilities of the likeliest tokens after some tokens of a prompt, as logarithms."""
-        name, found = "logits", []
-        rows = [(self._requests * 7 + at * 31) % 3000 + 10 for at in range(LOGITS_TOKENS)]
+        """The probabilities of the likeliest tokens after each of the last tokens of a prompt, as logarithms."""
+        name, found = "logits", list[float]()
+        rows = [at * 31 % 3000 + 10 for at in range(LOGITS_TOKENS)]
         executor = self._engine.executor
         executor.open(name, [], None, 0)
         executor.prefill([(name, rows[:-4])])
+        executor.line_up(name)
+        executor.change()
         for number in range(4):
-            executor.line_up(name) if number == 0 else None
-            if number == 0:
-                executor.change()
             logits = executor.compute(mx.array(rows[-4 + number : len(rows) - 3 + number], mx.uint32))
             mx.eval(logits)
             executor.advance([1])
-            values = logits.astype(mx.float32)
-            found += (values - mx.logsumexp(values, axis=-1, keepdims=True))[0, 10:2000:100].tolist()
+            values = logits[0].astype(mx.float32)
+            # Most tokens of these models have the same probability.
+            found += map(float, np.array(mx.sort(values - mx.logsumexp(values))[-16:]))
         executor.leave([name])
         return found
 
@@ -104,7 +106,7 @@ class ShareProcess(Process):
 
     def _new_member(self) -> Member:
         split = Split(tensor=self._ranks, backend=self._backend, trusted_wires=True)  # pyright: ignore
-        joining = Joining(split, 0.2, TIMES.silent_s)
+        joining = Joining(split, TIMES.beat_s, TIMES.silent_s)
         broken = lambda why: (print(why, file=sys.stderr, flush=True), os._exit(1))  # noqa: E731
         return Member(GROUP, self._rank, KEY, self._listener, TIMES, broken=broken, joining=joining)
 

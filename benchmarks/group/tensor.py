@@ -25,12 +25,15 @@ from typing import Any
 import mlx.core as mx
 import psutil
 
+from satchel.cluster.environment import default_home, mlx_settings
+
 from .. import kept, machine, parts
 from ..cluster.worker import Worker
 from ..parts import Budget, ResultTable, median
 from ..programs import RESULTS, program
 from ..serve.shapes import SHAPES
 from .measured import ANSWER_S, Measured
+from .share import TIMES
 
 PARTS = ("loading", "agreement", "decoding", "prefill", "watchdog")
 ENDED_S_MAX = 30.0
@@ -99,7 +102,7 @@ class Bench:
             workers = []
             for rank in range(max(1, ranks)):
                 command = program("group.share", self._folder, rank, ranks, "127.0.0.1", self._options.backend)
-                environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(rank), "PYTHONUNBUFFERED": "1"}
+                environment = {**os.environ, **mlx_settings(default_home()), "CUDA_VISIBLE_DEVICES": str(rank)}
                 log = self._work / f"share-{rank}-of-{ranks}.log"
                 workers.append(stack.enter_context(Worker(command, log, environment)))
             yield Measured(workers), workers
@@ -198,7 +201,8 @@ class Bench:
         self.shares.leader.tell(["hang"])
         time.sleep(2.0)
         os.kill(pids[0], signal.SIGSTOP)
-        began, ended = time.monotonic(), [None for _ in pids]
+        began = time.monotonic()
+        ended: list[float | None] = [None for _ in pids]
         try:
             while None in ended and time.monotonic() - began < ENDED_S_MAX:
                 for number, pid in enumerate(pids):
@@ -211,7 +215,7 @@ class Bench:
                     os.kill(pid, signal.SIGKILL)
         say(f"  ended after {ended} s")
         part.rows.append({f"rank {number}, s": seconds for number, seconds in enumerate(ended)})
-        part.notes.append("Seconds until each process had ended. A rank may be silent for 1 s.")
+        part.notes.append(f"Seconds until each process had ended. A rank may be silent for {TIMES.silent_s:g} s.")
         return part
 
 

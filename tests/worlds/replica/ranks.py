@@ -190,11 +190,10 @@ def conversation(bench: Bench, lengths: Sequence[int], answer: int = 8) -> dict[
 
 def answer_until_broken(bench: Bench) -> None:
     """Decodes for ever."""
-    bench.submit("endless", [5] * 40, max_tokens=3000)
+    number = 0
     while True:
-        bench.turn()
-        if "endless" not in bench.engine.scheduler.sequences:
-            bench.submit("endless", [5] * 40, max_tokens=3000)
+        number += 1
+        bench.run(str(number), [5] * 40, max_tokens=2000)
 
 
 def stop(ranks: RanksOf, rank: int, after_s: float = 1.0) -> float:
@@ -212,7 +211,7 @@ def stop(ranks: RanksOf, rank: int, after_s: float = 1.0) -> float:
 
 
 def _sums(rank: int, count: int, ports: Sequence[int], told: Pipe) -> None:
-    ranks = Ranks(rank, count)
+    ranks: Any = Ranks(rank, count)
     join(ranks, ring(count), [("127.0.0.1", port) for port in ports], lambda data: data)
     row = mx.random.normal((257,), key=mx.random.key(rank))
     wide: Any = mx.distributed.all_sum(mx.broadcast_to(row, (7, 257)), group=ranks)
