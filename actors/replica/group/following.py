@@ -84,7 +84,7 @@ class Following:
             raise LinkGarbage(f"{call!r:.40} is no call of a batch")
         if call == "give_back":
             given = [int(nbytes * self._relative_bytes) for nbytes in given]
-        result = getattr(self._batch, call)(*map(self._unpacked, given), **named)
+        result: Any = getattr(self._batch, call)(*map(self._unpacked, given), **named)
         if self._after is None and isinstance(result, mx.array):
             # No stage waits for it, but the other ranks need the sums that are in it.
             mx.async_eval(result)

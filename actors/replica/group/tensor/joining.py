@@ -76,7 +76,11 @@ def join(ranks: Ranks, split: Split, addresses: Sequence[Address], gather: Gathe
         stack.enter_context(set_during(**variables))
         group = mx.distributed.init(strict=True, backend=split.backend or "", **more)
     ranks.connect(group)
-    # The first sum makes the backend's connections.
+    meet(group)
+
+
+def meet(group: mx.distributed.Group) -> None:
+    """Adds a number of every rank: the first sum makes the backend's connections."""
     mx.eval(mx.distributed.all_sum(mx.ones(1), group=group))
 
 

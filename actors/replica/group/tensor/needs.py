@@ -52,8 +52,9 @@ def shares_of(model: Model, folder: Path, memory_bytes: Mapping[str, int], chunk
         whole.set_dtype(dtype)
     shard(whole, Ranks(0, count))
     layers = len(whole.layers)
+    least = min(sorted(memory_bytes.values())[-count:], default=0)
     try:
-        needs = _needs(model, whole, config, sum(memory_bytes.values()) // max(1, len(memory_bytes)), chunk_tokens)
+        needs = _needs(model, whole, config, least, chunk_tokens)
     except _ERRORS as error:
         raise ModelLoadError(f"{source} cannot be estimated: {first_sentence(error)}") from error
     return share(needs, layers, memory_bytes, count)

@@ -70,14 +70,13 @@ def _in_words(model: Any, error: BaseException) -> str:
     """Returns why mlx-lm cannot cut it. MLX says of a weight only that its parts would be unequal."""
     bits = sorted({int(module.group_size) for _, module in model.named_modules() if hasattr(module, "group_size")})
     groups = f" or of its quantization groups of {', '.join(map(str, bits))}" if bits else ""
-    if "equal" in str(error) or "divi" in str(error):
+    if any(words in str(error) for words in ("equal", "Cannot shard", "group size")):
         return f"a size of its weights{groups} is no multiple of that ({first_sentence(error)})"
     return first_sentence(error)
 
 
 def _sizes(model: Any) -> dict[str, int]:
-    arrays: list[tuple[str, Any]] = tree_flatten(model.parameters())
-    return {name: array.size for name, array in arrays}
+    return {name: array.size for name, array in dict(tree_flatten(model.parameters())).items()}
 
 
 def _cache_shapes(model: Any) -> list[list[tuple[int, ...]]]:
