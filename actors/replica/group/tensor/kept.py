@@ -11,13 +11,17 @@ from contextlib import suppress
 
 from . import keeper
 
+STALLED_TIMES = 10.0
+"""An interpreter that collects garbage or compiles may be silent this many times as long as a stopped process."""
+
 
 class Kept:
     """Has this process killed if all of its threads stand still, until `end`.
 
     Args:
         every_s: the time between two messages to the keeper.
-        silent_s: after so long without one the process is killed; several times `every_s`.
+        silent_s: after so long without one the process is killed if it is stopped, and after `STALLED_TIMES` as long
+            anyway; several times `every_s`.
     """
 
     def __init__(self, every_s: float, silent_s: float) -> None:
@@ -41,13 +45,13 @@ class Kept:
         Ends with the next `resume`."""
         with self._lock:
             self._until = time.monotonic() + seconds
-            self._say(seconds)
+            self._say(seconds, seconds)
 
     def resume(self) -> None:
         """Ends `allow`."""
         with self._lock:
             self._until = 0.0
-            self._say(self._silent_s)
+            self._say(self._silent_s, self._silent_s * STALLED_TIMES)
 
     def end(self) -> None:
         """Ends the keeper."""
@@ -62,11 +66,11 @@ class Kept:
         while not self._ends.wait(self._every_s):
             with self._lock:
                 if time.monotonic() >= self._until:
-                    self._say(self._silent_s)
+                    self._say(self._silent_s, self._silent_s * STALLED_TIMES)
 
-    def _say(self, seconds: float) -> None:
+    def _say(self, stopped_s: float, stalled_s: float) -> None:
         assert self._process.stdin is not None
         # A keeper that was killed is missed by nobody but the operator: the group goes on.
         with suppress(OSError):
-            self._process.stdin.write(f"{seconds}\n".encode())
+            self._process.stdin.write(f"{stopped_s} {stalled_s}\n".encode())
             self._process.stdin.flush()
