@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.nn.layers.distributed import shard_linear
 from mlx.utils import tree_flatten
 from mlx_lm.models import base, llama
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
@@ -236,7 +237,7 @@ def test_a_group_of_ours_computes_its_sums_itself():
         assert mx.distributed.all_gather(x, group=group).tolist() == [1.0, 2.0] * 2
         assert mx.distributed.all_sum(x).tolist() == [1.0, 2.0]
         whole = nn.Linear(4, 3, bias=False)
-        half = nn.layers.distributed.shard_linear(whole, "sharded-to-all", group=group)
+        half = shard_linear(whole, "sharded-to-all", group=group)
         given = mx.array([[1.0, 2.0]])
         assert mx.allclose(half(given), 2 * given @ whole.weight[:, 2:].T).item()
     finally:

@@ -14,7 +14,7 @@ from ..execution.batch import Batch
 from ..kv.caches import PooledBlock, Slab
 from .broken import Wholeness, in_words
 from .connection import Connection
-from .leading import END, KEPT, NUMBERED, TELL, TOKENS
+from .leading import COMPUTING, END, KEPT, NUMBERED, TELL, TOKENS
 
 
 class Following:
@@ -85,8 +85,8 @@ class Following:
         if call == "give_back":
             given = [int(nbytes * self._relative_bytes) for nbytes in given]
         result: Any = getattr(self._batch, call)(*map(self._unpacked, given), **named)
-        if self._after is None and isinstance(result, mx.array):
-            # No stage waits for it, but the other ranks need the sums that are in it.
+        if call in COMPUTING and self._after is None:
+            # No stage waits for the logits, but the other ranks need the sums that are in them.
             mx.async_eval(result)
         if call in NUMBERED:
             for kept in result:

@@ -32,6 +32,9 @@ KEPT, TOKENS = 1, 2
 NUMBERED = frozenset({"cut", "adopt_part", "adopt_slabs"})
 """Calls that return KV, which gets numbers."""
 
+COMPUTING = frozenset({"compute", "compute_ahead"})
+"""Calls that return logits, which are not evaluated yet."""
+
 _LATER = frozenset({"open", "line_up", "select", "move", "change", "take_back", "advance"})
 """Calls that are told with the next other one."""
 
