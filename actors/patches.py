@@ -213,7 +213,7 @@ class _Collective:
         return self._plain(x, group=group, stream=stream)
 
 
-def collectives_by(kind: type[Any]) -> None:
+def collectives_by(distributed: Any, kind: type[Any]) -> None:
     """Lets groups of a class compute sums and gathers over processes themselves, by methods of MLX's names.
 
     Changes: `mlx.core.distributed.all_sum` and `all_gather`, in this process, for good. Other groups are MLX's own.
@@ -221,13 +221,14 @@ def collectives_by(kind: type[Any]) -> None:
         added in the order of ranks, and a share is loaded before its group is formed.
     Fits: mlx 0.32.4, mlx-lm 0.32.2.
     Noticed by: tests/actors/test_patches.py::test_a_group_of_ours_computes_its_sums_itself
-    """
-    import mlx.core as mx
 
+    Args:
+        distributed: that module, which is not imported here.
+    """
     for name in ("all_sum", "all_gather"):
-        plain = getattr(mx.distributed, name)
+        plain = getattr(distributed, name)
         if not isinstance(plain, _Collective):
-            setattr(mx.distributed, name, _Collective(name, plain, kind))
+            setattr(distributed, name, _Collective(name, plain, kind))
 
 
 def inner_tokenizer(wrapper: Any) -> Any:

@@ -34,7 +34,7 @@ class Ranks:
             raise ValueError(f"there is no rank {rank} of {size}")
         self._rank, self._size = rank, size
         self._group: mx.distributed.Group | None = None
-        collectives_by(Ranks)
+        collectives_by(mx.distributed, Ranks)
 
     def rank(self) -> int:
         """Returns this process's rank."""
