@@ -201,6 +201,36 @@ def weights_read(model: Any, read: Callable[[dict[str, Any]], Any]) -> Change:
     return Change(make, undo)
 
 
+class _Collective:
+    """A function of MLX over processes, which groups of one class of ours compute themselves."""
+
+    def __init__(self, name: str, plain: Callable[..., Any], kind: type[Any]) -> None:
+        self._name, self._plain, self._kind = name, plain, kind
+
+    def __call__(self, x: Any, *, group: Any = None, stream: Any = None) -> Any:
+        if isinstance(group, self._kind):
+            return getattr(group, self._name)(x, self._plain)
+        return self._plain(x, group=group, stream=stream)
+
+
+def collectives_by(distributed: Any, kind: type[Any]) -> None:
+    """Lets groups of a class compute sums and gathers over processes themselves, by methods of MLX's names.
+
+    Changes: `mlx.core.distributed.all_sum` and `all_gather`, in this process, for good. Other groups are MLX's own.
+    Why: layers and models that are cut into shares call them by name (`replica/group/tensor/ranks.py`): sums must be
+        added in the order of ranks, and a share is loaded before its group is formed.
+    Fits: mlx 0.32.4, mlx-lm 0.32.2.
+    Noticed by: tests/actors/test_patches.py::test_a_group_of_ours_computes_its_sums_itself
+
+    Args:
+        distributed: that module, which is not imported here.
+    """
+    for name in ("all_sum", "all_gather"):
+        plain = getattr(distributed, name)
+        if not isinstance(plain, _Collective):
+            setattr(distributed, name, _Collective(name, plain, kind))
+
+
 def inner_tokenizer(wrapper: Any) -> Any:
     """Returns the tokenizer of transformers in mlx-lm's wrapper.
 

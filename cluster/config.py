@@ -131,8 +131,9 @@ class Model:
     nodes: tuple[str, ...] = ()
     """Names of the nodes on which its replicas may run; empty means all."""
     split: Split | None = None
-    """Its layers are divided among its nodes (in the order of `nodes`) if none has room for all of them: there is one
-    replica, with a process on each of these nodes. None never divides it."""
+    """With `pipeline` its layers are divided among its nodes (in the order of `nodes`) if none has room for all of
+    them; with `tensor` each node has a share of every layer. There is one replica, with a process on each of these
+    nodes. None never divides it."""
     context_tokens_max: Count | None = None
     """The most tokens of a prompt and its answer together; None is the model's own context."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
@@ -204,6 +205,8 @@ class Model:
             "has no adapter": self.adapter is not None,
             "does not run code of its folder: trust_remote_code is not supported": self.trust_remote_code,
             "does not support numerics: reproducible": self.numerics == "reproducible",
+            "with `tensor` keeps its weights as stored": bool(self.split and self.split.tensor)
+            and self.weights not in ("auto", "stored"),
         }
         return next((why for why, is_set in unsupported.items() if is_set), "")
 

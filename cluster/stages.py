@@ -1,4 +1,4 @@
-"""Which node has which layers of a model that is divided among several. Pure.
+"""Which node has which layers of a model that is divided among several, or which share of all of them. Pure.
 
 A stage is consecutive layers on one node; the first has the embedding too, the last the output layer. A node's memory
 must hold its stage's weights and the workspace of a prefill; what is left is for KV. A sequence needs KV on all nodes,
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass as validated
 
 from .errors import NoRoom
@@ -27,10 +27,51 @@ ENDLESS = 2**62
 
 @validated(frozen=True, config=STRICT)
 class Split:
-    """How a model is divided among nodes."""
+    """How a model is divided among nodes: by its layers (`pipeline`) or within each of them (`tensor`)."""
 
-    pipeline: Literal["auto"] | Annotated[tuple[Count, ...], Field(min_length=1)]
+    pipeline: Literal["auto"] | Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     """How many layers each node has, in the order of the nodes; `auto` divides them by memory."""
+    tensor: Annotated[int, Field(ge=2, le=64)] | None = None
+    """So many nodes each have an equal share of every layer's heads and of its feed-forward part. They exchange sums
+    twice in every layer, so it needs a link with a latency of microseconds."""
+    backend: Literal["jaccl", "nccl", "ring"] | None = None
+    """What exchanges the sums of `tensor`: `jaccl` between Macs with RDMA over Thunderbolt 5, `nccl` between NVIDIA
+    cards of one host, or `ring` over TCP, for tests."""
+    trusted_wires: bool = False
+    """Must be true for `ring` and `nccl`, which neither authenticate nor encrypt: whoever reaches the nodes' addresses
+    can read and change what they compute."""
+    rdma: tuple[tuple[str | None, ...], ...] = ()
+    """For `jaccl`: for each node, in their order, the RDMA device that leads to each node, such as `rdma_en5`, and null
+    for the node itself. `mlx.distributed_config` finds them."""
+
+    @model_validator(mode="after")
+    def _is_one_way(self) -> Self:
+        if (self.pipeline is None) == (self.tensor is None):
+            raise ValueError("split needs either `pipeline` or `tensor`")
+        if why := self._wrong_backend():
+            raise ValueError(why)
+        return self
+
+    def _wrong_backend(self) -> str:
+        """Returns what is wrong with what exchanges the sums; empty if nothing is."""
+        if self.tensor is None:
+            return "backend, trusted_wires and rdma are for tensor" if self.backend or self.rdma else ""
+        if self.backend is None:
+            return "tensor needs a backend: jaccl, nccl or ring"
+        if self.backend != "jaccl":
+            return (
+                "" if self.trusted_wires else f"backend {self.backend} protects nothing: it needs trusted_wires: true"
+            )
+        rows = len(self.rdma)
+        if rows != self.tensor or any(len(row) != rows for row in self.rdma):
+            return f"backend jaccl needs rdma: {self.tensor} rows of {self.tensor} devices"
+        if any(
+            (device is None) != (row == column)
+            for row, devices in enumerate(self.rdma)
+            for column, device in enumerate(devices)
+        ):
+            return "rdma has null for each node itself, and a device for every other"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -100,8 +141,17 @@ class GroupPlan:
     def leader(self) -> Stage:
         return self.stages[-1]
 
+    @property
+    def shared(self) -> bool:
+        """Whether each node has a share of every layer."""
+        first = self.stages[0]
+        return all(stage[1:3] == first[1:3] for stage in self.stages[1:])
+
     def describe(self) -> str:
         """Returns which layers are where, as text, such as `layers 0 to 3 on mac0, 3 to 6 on mac1`."""
+        if self.shared:
+            stage, nodes = self.stages[0], ", ".join(each.node for each in self.stages)
+            return f"layers {stage.start} to {stage.stop}, 1/{len(self.stages)} of each on {nodes}"
         first, *others = [f"{stage.start} to {stage.stop} on {stage.node}" for stage in self.stages]
         return ", ".join([f"layers {first}", *others])
 
@@ -117,7 +167,7 @@ def divide(needs: ModelNeeds, memory_bytes: Mapping[str, int], split: Split) -> 
         NoRoom: it does not fit; the message has all sizes.
     """
     if split.pipeline != "auto":
-        return _checked(needs, memory_bytes, split.pipeline)
+        return _checked(needs, memory_bytes, split.pipeline or ())
     count = len(needs.layers)
     for nodes in range(1, min(len(memory_bytes), count) + 1):
         # Those with the most memory, in the order that was given.
@@ -126,6 +176,27 @@ def divide(needs: ModelNeeds, memory_bytes: Mapping[str, int], split: Split) -> 
         if _fits(needs, stages):
             return stages
     raise NoRoom(_why(needs, memory_bytes))
+
+
+def share(needs: ModelNeeds, layers: int, memory_bytes: Mapping[str, int], nodes: int) -> list[Stage]:
+    """Returns the stages of a model of which each node has an equal share of every layer. Of more nodes than are needed
+    it takes those with the most memory, in the order that was given.
+
+    Args:
+        needs: of one share, as a single layer.
+        layers: of the model.
+        memory_bytes: as for `divide`.
+
+    Raises:
+        NoRoom: a node has no room for a share; the message has all sizes.
+    """
+    if len(memory_bytes) < nodes:
+        raise NoRoom(f"tensor: {nodes} needs {nodes} nodes, and there are {len(memory_bytes)}")
+    most = sorted(memory_bytes, key=lambda name: -memory_bytes[name])[:nodes]
+    found = [_stage(needs, node, memory_bytes[node], 0, 1) for node in memory_bytes if node in most]
+    if not _fits(needs, found):
+        raise NoRoom(f"each of {nodes} nodes needs a share: {_why(needs, {node: memory_bytes[node] for node in most})}")
+    return [Stage(stage.node, 0, layers, stage.tokens) for stage in found]
 
 
 def _checked(needs: ModelNeeds, memory_bytes: Mapping[str, int], layers: Sequence[int]) -> list[Stage]:

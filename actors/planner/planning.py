@@ -37,9 +37,12 @@ def stages_of(model: Model, memory_bytes: Mapping[str, int], scheduling: Schedul
         ModelLoadError: it cannot be served, or not be divided.
     """
     from ..replica.group.needs import read_headers
+    from ..replica.group.tensor.needs import shares_of
 
     assert model.split is not None
     with _headers(model.source) as folder:
+        if model.split.tensor is not None:
+            return shares_of(model, folder, memory_bytes, scheduling.prefill_chunk_tokens)
         headers = read_headers(model, folder)
         return divided(headers, memory_bytes, model.split, scheduling.prefill_chunk_tokens)
 

@@ -255,6 +255,9 @@ def _replica_lines(entry: dict[str, Any]) -> Iterator[str]:
 def stages_line(stages: list[dict[str, Any]]) -> str:
     """Returns which layers of a divided model are on which node, as text."""
     found = [(one["first_layer"], one["first_layer"] + one["layers"], one["node"]) for one in stages]
+    if len(found) > 1 and len({each[:2] for each in found}) == 1:
+        nodes = ", ".join(node for _, _, node in found)
+        return f"{found[0][0]} to {found[0][1]}, 1/{len(found)} of each on {nodes}"
     return ", ".join(f"{start} to {stop} on {node}" for start, stop, node in found)
 
 

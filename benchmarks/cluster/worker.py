@@ -41,13 +41,17 @@ class Worker:
         Raises:
             RuntimeError: it has ended, or does not answer in time.
         """
+        self.tell(question)
+        return json.loads(self._line(timeout_s))
+
+    def tell(self, question: Any) -> None:
+        """As `ask`, without waiting for the answer, which must be the last."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise RuntimeError(f"it has ended: {self._last_words()}") from None
-        return json.loads(self._line(timeout_s))
 
     def close(self) -> None:
         """Let it end by itself, or end it."""

@@ -32,6 +32,10 @@ class Measured:
                 worker.ask(["follow"])
             self._leader.ask(["form", addresses], ANSWER_S)
 
+    @property
+    def leader(self) -> Worker:
+        return self._leader
+
     def ask(self, *question: Any) -> dict[str, float]:
         """Has the leader do something; adds the CPU seconds of the other processes to its own."""
         others = self._workers[:-1]

@@ -188,9 +188,15 @@ def wire_bytes(link: str) -> float:
 
 
 class Follower:
-    """A process whose group is on a thread of its own, so that it can be asked meanwhile."""
+    """A process whose group is on a thread of its own, so that it can be asked meanwhile.
 
-    def __init__(self, *given: Any) -> None:
+    Args:
+        given: arguments of the process.
+        kind: its class.
+    """
+
+    def __init__(self, *given: Any, kind: type[Process] = Process) -> None:
+        self._kind = kind
         self._made = threading.Event()
         self._follows = threading.Event()
         self._process: Any = None
@@ -199,8 +205,10 @@ class Follower:
         self._made.wait()
 
     def _run(self, *given: Any) -> None:
-        self._process = Process(*given)
-        self._made.set()
+        try:
+            self._process = self._kind(*given)
+        finally:
+            self._made.set()
         self._follows.wait()
         self._process.follow()
 

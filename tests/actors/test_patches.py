@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.nn.layers.distributed import shard_linear
 from mlx.utils import tree_flatten
 from mlx_lm.models import base, llama
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
@@ -205,3 +206,40 @@ def test_mlx_lm_leaves_the_limit_of_open_files():
         command = [sys.executable, "-c", program.format(first=first)]
         said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.splitlines()
         assert said == [kept, "300"], "or the patch is not needed any more"
+
+
+def test_a_group_of_ours_computes_its_sums_itself():
+    """MLX's layers call it by that name, and other groups are MLX's own."""
+
+    class Double:
+        def size(self) -> int:
+            return 2
+
+        def rank(self) -> int:
+            return 1
+
+        def all_sum(self, x: mx.array, plain: Callable[..., mx.array]) -> mx.array:
+            return 2 * plain(x)
+
+        def all_gather(self, x: mx.array, plain: Callable[..., mx.array]) -> mx.array:
+            return mx.concatenate([plain(x)] * 2)
+
+    before = {name: getattr(mx.distributed, name) for name in ("all_sum", "all_gather")}
+    try:
+        for name, function in before.items():
+            # As it was before anything changed it.
+            setattr(mx.distributed, name, getattr(function, "_plain", function))
+        patches.collectives_by(mx.distributed, Double)
+        patches.collectives_by(mx.distributed, Double)
+        group: Any = Double()
+        x = mx.array([1.0, 2.0])
+        assert mx.distributed.all_sum(x, group=group).tolist() == [2.0, 4.0]
+        assert mx.distributed.all_gather(x, group=group).tolist() == [1.0, 2.0] * 2
+        assert mx.distributed.all_sum(x).tolist() == [1.0, 2.0]
+        whole = nn.Linear(4, 3, bias=False)
+        half = shard_linear(whole, "sharded-to-all", group=group)
+        given = mx.array([[1.0, 2.0]])
+        assert mx.allclose(half(given), 2 * given @ whole.weight[:, 2:].T).item()
+    finally:
+        for name, function in before.items():
+            setattr(mx.distributed, name, function)

@@ -86,6 +86,9 @@ def test_one_model_is_checked_as_in_a_file() -> None:
     assert "model: name: " in caught.value.message and "replicas: " in caught.value.message
 
 
+RING = {"backend": "ring", "trusted_wires": True}
+
+
 @pytest.mark.parametrize(
     "more, why",
     [
@@ -95,7 +98,16 @@ def test_one_model_is_checked_as_in_a_file() -> None:
         ({"numerics": "reproducible"}, "numerics: reproducible"),
         ({"split": {"pipeline": []}}, "split.pipeline"),
         ({"split": {"pipeline": [3, 0]}}, "split.pipeline"),
-        ({"split": {"tensor": 2}}, "tensor"),
+        ({"split": {}}, "needs either `pipeline` or `tensor`"),
+        ({"split": {"pipeline": "auto", "tensor": 2}}, "needs either `pipeline` or `tensor`"),
+        ({"split": {"pipeline": "auto", "backend": "ring"}}, "are for tensor"),
+        ({"split": {"tensor": 1, "backend": "ring", "trusted_wires": True}}, "split.tensor"),
+        ({"split": {"tensor": 2}}, "tensor needs a backend: jaccl, nccl or ring"),
+        ({"split": {"tensor": 2, "backend": "ring"}}, "ring protects nothing: it needs trusted_wires: true"),
+        ({"split": {"tensor": 2, "backend": "nccl"}}, "nccl protects nothing"),
+        ({"split": {"tensor": 2, "backend": "jaccl"}}, "jaccl needs rdma: 2 rows of 2 devices"),
+        ({"split": {"tensor": 2, "backend": "jaccl", "rdma": [["en5", None], [None, "en5"]]}}, "null for each node"),
+        ({"split": {**RING, "tensor": 2}, "weights": "both"}, "keeps its weights as stored"),
     ],
 )
 def test_what_a_divided_model_does_not_support_is_refused(more: dict[str, object], why: str) -> None:
@@ -104,6 +116,16 @@ def test_what_a_divided_model_does_not_support_is_refused(more: dict[str, object
     assert parse_config({"models": [{**model, "split": {"pipeline": [3, 5]}}]}).models[0].split == Split((3, 5))
     with pytest.raises(ConfigError, match=why):
         parse_config({"models": [{**model, **more}]})
+
+
+def test_a_model_may_be_divided_within_its_layers() -> None:
+    model = {"name": "a", "source": "b", "split": {**RING, "tensor": 3}}
+    assert parse_config({"models": [model]}).models[0].split == Split(tensor=3, backend="ring", trusted_wires=True)
+    devices = [[None, "rdma_en5"], ["rdma_en4", None]]
+    model["split"] = {"tensor": 2, "backend": "jaccl", "rdma": devices}
+    (found,) = parse_config({"models": [model]}).models
+    assert found.split is not None and [list(row) for row in found.split.rdma] == devices
+    assert parse_model(**json.loads(json.dumps(asdict(found)))) == found
 
 
 def test_names_must_differ_in_what_their_replicas_are_called() -> None:

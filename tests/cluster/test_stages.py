@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from satchel.cluster.errors import NoRoom
-from satchel.cluster.stages import ENDLESS, GIB, LayerNeeds, ModelNeeds, Split, Stage, divide
+from satchel.cluster.nodes import Node
+from satchel.cluster.stages import ENDLESS, GIB, GroupPlan, LayerNeeds, ModelNeeds, Split, Stage, divide, share
 
 AUTO = Split("auto")
 
@@ -114,3 +115,16 @@ def test_a_split_is_read_from_a_config():
     assert split == Split((20, 12)) and TypeAdapter(Split).validate_python({"pipeline": "auto"}) == AUTO
     with pytest.raises(ValidationError):
         TypeAdapter(Split).validate_python({"pipelines": "auto"})
+
+
+def test_shares_have_all_layers_on_the_nodes_with_the_most_memory():
+    """Each has room for as many tokens as its node's memory holds; the plan names the shares, not layers."""
+    needs = ModelNeeds([LayerNeeds(100, 2, 10)], workspace_bytes=20, tokens_min=5)
+    stages = share(needs, 12, {"a": 150, "b": 100, "c": 230}, 2)
+    assert stages == [Stage("a", 0, 12, 10), Stage("c", 0, 12, 50)]
+    plan = GroupPlan(tuple(stages), (Node(name="a"), Node(name="c")))
+    assert plan.shared and plan.describe() == "layers 0 to 12, 1/2 of each on a, c"
+    with pytest.raises(NoRoom, match="each of 3 nodes needs a share"):
+        share(needs, 12, {"a": 150, "b": 100, "c": 230}, 3)
+    layered = GroupPlan((Stage("a", 0, 5, 1), Stage("c", 5, 12, 1)), plan.nodes)
+    assert not layered.shared and layered.describe() == "layers 0 to 5 on a, 5 to 12 on c"

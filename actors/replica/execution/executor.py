@@ -127,7 +127,7 @@ class BatchExecutor(Batch):
 
     def _wanted(self, sequences: int) -> int:
         """Returns how many micro-batches so many sequences should have."""
-        return 1 if self.followers is None else self.rule.choose(sequences)
+        return 1 if self.followers is None or not self.followers.overlaps else self.rule.choose(sequences)
 
     def _counts(self) -> list[int]:
         """Returns how many sequences each micro-batch has, with those that join and without those that have left."""

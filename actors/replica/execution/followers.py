@@ -19,9 +19,12 @@ class Followers(Protocol):
 
     Attributes:
         count: how many they are.
+        overlaps: whether they compute something else while the leader computes. If not, they have a share of every
+            layer, and all compute the same call at the same time.
     """
 
     count: int
+    overlaps: bool
 
     def lead(self, call: str, given: Sequence[Any], named: Mapping[str, Any], run: Callable[[], T]) -> T:
         """Lets them do a call of `Batch`, and does it here.

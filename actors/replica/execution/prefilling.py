@@ -119,7 +119,7 @@ class Prefilling:
             sequence.length += len(tokens)
 
     def _evaluate(self, caches: Sequence[Any]) -> None:
-        if self.followers is not None:
+        if self.followers is not None and self.followers.overlaps:
             # What comes next is told to the followers before this is waited for.
             states = [cache.state for cache in caches]
             self._prefilling = True

@@ -36,6 +36,7 @@ from .ending import end_soon
 from .forming import GroupTimes, Member
 from .loading import load_planned
 from .parts import FollowerParts
+from .tensor.member import joining_of
 
 if TYPE_CHECKING:
     from ..execution.batch import Batch
@@ -137,7 +138,7 @@ class StageActor:
             os._exit(1)
 
     def _load(self, memory: ReplicaMemory) -> LoadedModel:
-        loaded = load_planned(self._model, self._stage, self._note_progress, memory.make_way)
+        loaded = load_planned(self._model, self._stage, self._rank, self._note_progress, memory.make_way)
         self._bytes = memory.settle(loaded)
         self._weights = mx.get_active_memory()
         spec = loaded.spec
@@ -164,6 +165,7 @@ class StageActor:
             GroupTimes.of(self._timing),
             lambda: self._bytes,
             lambda why: end_soon(self._name, why),
+            joining_of(self._model, self._timing),
         )
         try:
             following = member.follow(loaded)

@@ -14,7 +14,7 @@ from ..execution.batch import Batch
 from ..kv.caches import PooledBlock, Slab
 from .broken import Wholeness, in_words
 from .connection import Connection
-from .leading import END, KEPT, NUMBERED, TELL, TOKENS
+from .leading import COMPUTING, END, KEPT, NUMBERED, TELL, TOKENS
 
 
 class Following:
@@ -22,12 +22,17 @@ class Following:
 
     Args:
         calls: the connection to the leader.
-        after: the connection to the next stage, which is told if something fails here.
+        after: the connection to the next stage, which is told if something fails here; None if there is none.
         relative_bytes: the bytes of a token's KV here, relative to the leader's.
     """
 
     def __init__(
-        self, batch: Batch, calls: Connection, after: Connection, wholeness: Wholeness, relative_bytes: float = 1.0
+        self,
+        batch: Batch,
+        calls: Connection,
+        after: Connection | None,
+        wholeness: Wholeness,
+        relative_bytes: float = 1.0,
     ) -> None:
         self._batch, self._calls, self._after, self._wholeness = batch, calls, after, wholeness
         self._relative_bytes = relative_bytes
@@ -54,7 +59,7 @@ class Following:
                 while self._heard():
                     pass
             except BaseException as error:
-                if not self._wholeness.why:
+                if not self._wholeness.why and self._after is not None:
                     with suppress(SatchelError):
                         self._after.fail(in_words(error))
                 raise
@@ -79,7 +84,10 @@ class Following:
             raise LinkGarbage(f"{call!r:.40} is no call of a batch")
         if call == "give_back":
             given = [int(nbytes * self._relative_bytes) for nbytes in given]
-        result = getattr(self._batch, call)(*map(self._unpacked, given), **named)
+        result: Any = getattr(self._batch, call)(*map(self._unpacked, given), **named)
+        if call in COMPUTING and self._after is None:
+            # No stage waits for the logits, but the other ranks need the sums that are in them.
+            mx.async_eval(result)
         if call in NUMBERED:
             for kept in result:
                 self._kept[self._next] = kept

@@ -2,7 +2,8 @@
 
 Every process listens. The leader connects to each follower twice, for calls and for heartbeats, and says where the next
 stage listens; each stage but the last connects to the next one, for hidden states. Whoever connects must have the
-cluster's key.
+cluster's key. Processes that have a share of every layer pass no hidden states; they form MLX's own group
+(`tensor/member.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from .following import Following
 from .heartbeats import Heartbeats
 from .leading import Leading
 from .loading import LAYERS
+from .tensor.member import Joining
+from .tensor.model import Share
+from .tensor.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +66,15 @@ class Rank:
         start, stop: the layers of its stage.
         layers: of the whole model.
         computing: the model's files and how this process computes, as in its identity, and how it batches.
+        share, shares: which share of its layers it has, and into how many they are divided.
     """
 
     start: int
     stop: int
     layers: int
     computing: Mapping[str, str]
+    share: int = 0
+    shares: int = 1
 
     @classmethod
     def of(cls, loaded: LoadedModel, batch: Batch) -> Rank:
@@ -79,9 +86,11 @@ class Rank:
             "sequences one by one": str(loaded.unbatched),
             # The leader finds what all processes can reuse by what its own layers can.
             "a rule for reuse": str(loaded.spec.rule),
+            "decode steps": loaded.way.describe(),
         }
         computing = {name: value for name, value in identity.computing.items() if name != LAYERS}
-        return cls(stage.start, stage.stop, stage.count, {**identity.files, **computing, **how})
+        share = (0, 1) if (ranks := ranks_of(loaded)) is None else (ranks.rank(), ranks.size())
+        return cls(stage.start, stage.stop, stage.count, {**identity.files, **computing, **how}, *share)
 
 
 def why_not(ranks: Sequence[Rank]) -> str:
@@ -98,11 +107,19 @@ def why_not(ranks: Sequence[Rank]) -> str:
             return (
                 f"stage {number} has {name} {rank.computing.get(name)!r}, the last stage {leader.computing.get(name)!r}"
             )
+    if leader.shares > 1 or any(rank.shares > 1 for rank in ranks):
+        shares = [(rank.share, rank.shares) for rank in ranks]
+        return "" if shares == [(each, len(ranks)) for each in range(len(ranks))] else f"their shares are {shares}"
     ends = [0, *(rank.stop for rank in ranks)]
     spans = ", ".join(f"{rank.start} to {rank.stop}" for rank in ranks)
     if [rank.start for rank in ranks] != ends[:-1] or ends[-1] != leader.layers:
         return f"their layers, {spans}, are not the {leader.layers} of the model"
     return ""
+
+
+def ranks_of(loaded: LoadedModel) -> Ranks | None:
+    """Returns which share of every layer a process has; None if it has whole layers."""
+    return loaded.model.ranks if isinstance(loaded.model, Share) else None
 
 
 class Member:
@@ -115,6 +132,7 @@ class Member:
         listener: where it listens.
         memory_bytes: returns what this process may use for KV now; heartbeats tell it.
         broken: called once, with the reason, when the group breaks; by the thread that noticed.
+        joining: forms MLX's own group, if this process has a share of every layer.
 
     Attributes:
         wholeness: whether the group is whole.
@@ -129,7 +147,9 @@ class Member:
         times: GroupTimes,
         memory_bytes: Callable[[], int] = lambda: 0,
         broken: Callable[[str], object] = lambda why: None,
+        joining: Joining | None = None,
     ) -> None:
+        self._joining = joining
         self.wholeness = Wholeness(self._shut)
         self._memory_bytes, self._broken = memory_bytes, broken
         self._group, self._rank, self._key, self._times = group, rank, key, times
@@ -152,18 +172,24 @@ class Member:
             GroupBroken: it cannot be formed.
         """
         with self.wholeness.kept():
-            calls = []
+            calls, beating = [], []
             for number, (address, after) in enumerate(pairwise(addresses)):
                 calls.append(self._connect(address, number, _CALLS))
                 calls[-1].send(_FORM, [*after, loaded.spec.bytes_per_token])
-                self._begin_heartbeats(self._connect(address, number, _HEARTBEATS), f"stage {number}")
-            (loaded.model.before,) = self._accept([_STATES])
+                beating.append((self._connect(address, number, _HEARTBEATS), f"stage {number}"))
+            if (shared := ranks_of(loaded)) is None:
+                self._begin_heartbeats(beating)
+                (loaded.model.before,) = self._accept([_STATES])
             ranks = [Rank(**self._heard(connection, _RANK)) for connection in calls]
             if why := why_not([*ranks, Rank.of(loaded, batch)]):
                 for connection in calls:
                     connection.send(FAILED, why)
                 raise ClusterError(f"the stages of the model do not fit together: {why}")
-            batch.followers = self._leading = Leading(calls, self.wholeness)
+            if shared is not None:
+                assert self._joining is not None, "a share needs a way to join the others"
+                self._joining.lead(shared, calls, self._listener.getsockname()[0], self._until)
+                self._begin_heartbeats(beating)
+            batch.followers = self._leading = Leading(calls, self.wholeness, overlaps=shared is None)
 
     def follow(self, loaded: LoadedModel) -> Following:
         """Joins the group as another stage than the last. Returns the follower, which is to be run.
@@ -175,16 +201,23 @@ class Member:
             GroupBroken: the group cannot be formed.
         """
         with self.wholeness.kept():
-            calls, beats, *states = self._accept([_CALLS, _HEARTBEATS, *([_STATES] if self._rank else [])])
-            self._begin_heartbeats(beats, "the leader")
-            loaded.model.before = states[0] if states else None
+            shared = ranks_of(loaded)
+            before = [_STATES] if self._rank and shared is None else []
+            calls, beats, *states = self._accept([_CALLS, _HEARTBEATS, *before])
+            if shared is None:
+                self._begin_heartbeats([(beats, "the leader")])
             host, port, token_bytes = self._heard(calls, _FORM)
-            loaded.model.after = self._connect((host, port), self._rank + 1, _STATES)
+            after = None
+            if shared is None:
+                loaded.model.before = states[0] if states else None
+                after = loaded.model.after = self._connect((host, port), self._rank + 1, _STATES)
             batch = Batch(loaded)
             calls.send(_RANK, asdict(Rank.of(loaded, batch)))
-            return Following(
-                batch, calls, loaded.model.after, self.wholeness, loaded.spec.bytes_per_token / token_bytes
-            )
+            if shared is not None:
+                assert self._joining is not None, "a share needs a way to join the others"
+                self._joining.follow(shared, calls, self._listener.getsockname()[0], self._until)
+                self._begin_heartbeats([(beats, "the leader")])
+            return Following(batch, calls, after, self.wholeness, loaded.spec.bytes_per_token / token_bytes)
 
     def memory_bytes_of(self, rank: int) -> int:
         """Returns what a follower may use for KV, as its last heartbeat said; 0 before the first. For the leader."""
@@ -200,6 +233,8 @@ class Member:
         for connection in (*self._connections, *self._beating):
             connection.close()
         self._listener.close()
+        if self._joining is not None:
+            self._joining.end()
 
     def _connect(self, address: Address, rank: int, what: str) -> Connection:
         connection = Connection.connect(address, self._key, self._name(rank), self._until)
@@ -234,12 +269,14 @@ class Member:
             raise LinkGarbage(f"{kind} was to come, not {found!r:.40}")
         return fields[0]
 
-    def _begin_heartbeats(self, connection: Connection, peer: str) -> None:
+    def _begin_heartbeats(self, peers: Sequence[tuple[Connection, str]]) -> None:
+        """Begins those with some peers: the connection to each, and its name."""
         times = self._times
-        self._connections.remove(connection)
-        self._beating.append(connection)
-        broken, says = self.wholeness.break_off, self._memory_bytes
-        self._heartbeats.append(Heartbeats(connection, peer, times.beat_s, times.silent_s, broken, says))
+        for connection, peer in peers:
+            self._connections.remove(connection)
+            self._beating.append(connection)
+            broken, says = self.wholeness.break_off, self._memory_bytes
+            self._heartbeats.append(Heartbeats(connection, peer, times.beat_s, times.silent_s, broken, says))
 
     def _name(self, rank: int) -> str:
         return f"{self._group}/{rank}"

@@ -32,6 +32,9 @@ KEPT, TOKENS = 1, 2
 NUMBERED = frozenset({"cut", "adopt_part", "adopt_slabs"})
 """Calls that return KV, which gets numbers."""
 
+COMPUTING = frozenset({"compute", "compute_ahead"})
+"""Calls that return logits, which are not evaluated yet."""
+
 _LATER = frozenset({"open", "line_up", "select", "move", "change", "take_back", "advance"})
 """Calls that are told with the next other one."""
 
@@ -44,13 +47,14 @@ class Leading:
 
     Args:
         calls: the connection to each follower.
+        overlaps: see `execution.followers.Followers`.
 
     Attributes:
         count: how many followers there are.
     """
 
-    def __init__(self, calls: Sequence[Connection], wholeness: Wholeness) -> None:
-        self._calls, self._wholeness = calls, wholeness
+    def __init__(self, calls: Sequence[Connection], wholeness: Wholeness, *, overlaps: bool = True) -> None:
+        self._calls, self._wholeness, self.overlaps = calls, wholeness, overlaps
         self.count = len(calls)
         self._untold: list[Any] = []
         # Calls that the followers have been told, and that were not done here yet.

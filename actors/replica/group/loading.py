@@ -1,10 +1,11 @@
-"""Loads one stage of a model: only its layers' weights are read."""
+"""Loads one process's part of a model: a stage, of which only the layers' weights are read, or a share of every
+layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -24,6 +25,8 @@ from ...model_files.source import Progress, first_sentence, read_json, resolve
 from ...model_files.weights import read_weight_files
 from ..device import blas
 from ..device.device import device_bytes, on_cuda, on_gpu
+from ..execution.decode_way import DEQUANTIZED, DecodeWay
+from ..execution.findings import Findings
 from ..execution.loaded_model import LoadedModel
 from ..execution.padding import PIECE_TOKENS, PIECE_TOKENS_ELSEWHERE
 from ..kernels.sealing import FULL_PRECISION, POLICIES
@@ -36,6 +39,9 @@ from ..loading.quirks import with_windows
 from .needs import policy_of
 from .pipeline import PipelinedStage
 from .stages import Stage, find_chain
+from .tensor.joining import refuse_missing
+from .tensor.model import SharePart
+from .tensor.ranks import Ranks
 
 LAYERS = "layers"
 """The name, in an identity, of which layers a process has: its KV is not that of the whole model."""
@@ -43,28 +49,108 @@ LAYERS = "layers"
 _GIB = 2**30
 
 
-def load_stage(
+class Part(Protocol):
+    """Which part of a model a process has.
+
+    Attributes:
+        words: of it, for errors.
+        logits: whether what it computes are logits.
+    """
+
+    @property
+    def words(self) -> str: ...
+
+    @property
+    def logits(self) -> bool: ...
+
+    def cut(self, whole: Any) -> None:
+        """Cuts a model with lazy weights to the part."""
+
+    def model(self) -> Any:
+        """Returns the part as a model that a batch calls."""
+
+    def layers(self) -> str:
+        """Returns what the part's KV is of, for its identity."""
+        ...
+
+    def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
+        """As in `LoadedModel`."""
+
+    def way(self, spec: ModelCacheSpec, context_tokens: int, findings: Findings) -> DecodeWay:
+        """Returns how decode steps read sealed blocks; finds it out if need be."""
+        ...
+
+
+class StagePart:
+    """Layers [start, stop) of a model."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self._start, self._stop = start, stop
+        self._stage: Stage | None = None
+
+    @property
+    def words(self) -> str:
+        return f"layers {self._start} to {self._stop}"
+
+    @property
+    def logits(self) -> bool:
+        return self.stage.last
+
+    @property
+    def stage(self) -> Stage:
+        assert self._stage is not None, "no model was cut yet"
+        return self._stage
+
+    def cut(self, whole: Any) -> None:
+        """As `Part.cut`."""
+        self._stage = Stage(find_chain(whole), self._start, self._stop)
+
+    def model(self) -> PipelinedStage:
+        """As `Part.model`."""
+        return PipelinedStage(self.stage)
+
+    def layers(self) -> str:
+        """As `Part.layers`."""
+        return f"{self._start} to {self._stop} of {self.stage.count}"
+
+    def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
+        """As `Part.piece_tokens`."""
+        # Recurrent layers' scans of other lengths round otherwise.
+        return None if spec.recurrent else PIECE_TOKENS if on_cuda() else PIECE_TOKENS_ELSEWHERE
+
+    def way(self, spec: ModelCacheSpec, context_tokens: int, findings: Findings) -> DecodeWay:
+        """As `Part.way`."""
+        return DEQUANTIZED
+
+
+def load_stage(source: str, start: int, stop: int, **how: Any) -> LoadedModel:
+    """Loads layers [start, stop) of a model of text. Its model is a `PipelinedStage`, which computes with zeros until
+    it is connected. Arguments and errors as for `load_part`."""
+    return load_part(source, StagePart(start, stop), **how)
+
+
+def load_part(
     source: str,
-    start: int,
-    stop: int,
+    part: Part,
     *,
     dtype: str = "auto",
     weights: str = "stored",
     kv: str = "q4",
     context_tokens_max: int | None = None,
     digests: Path | None = None,
+    trials: Path | None = None,
     progress: Progress = lambda what, fraction: None,
     claim: Callable[[int], None] = lambda nbytes: None,
 ) -> LoadedModel:
-    """Loads layers [start, stop) of a model of text. Its model is a `PipelinedStage`, which computes with zeros until
-    it is connected.
+    """Loads a part of a model of text.
 
     Args:
         dtype: `auto`, or the name of an MLX float type.
-        weights: `stored`, `dequantized` or `both`, the same for all stages; see `prepare_weights`.
+        weights: `stored`, `dequantized` or `both`, the same for all processes; see `prepare_weights`.
         kv: how KV is kept, one of `POLICIES`.
         digests: a file for the digests of the model's files.
-        claim: called with the bytes of the stage's weights before they are read.
+        trials: a file for what tests find.
+        claim: called with the bytes of the part's weights before they are read.
 
     Raises:
         ModelLoadError: it cannot be loaded or divided; the message says why in one sentence.
@@ -82,10 +168,13 @@ def load_stage(
     digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
     try:
         whole, config = load_checkpoint(folder, trusted=False)
-        stage = _stage_of(whole, start, stop, pick_dtype(dtype))
-        _check_memory(stage, claim)
+        if (chosen := pick_dtype(dtype)) is not None:
+            # Before it is divided, so that what stands in for other parts has the same type.
+            whole.set_dtype(chosen)
+        part.cut(whole)
+        _check_memory(whole, claim)
         kept = prepare_weights(whole, None, weights, lambda fraction: progress(f"loading {source}", fraction))
-        model = PipelinedStage(stage)
+        model = part.model()
         caches = model.make_cache()
         states = model(mx.array([[0, 0]], mx.uint32), cache=caches)
         mx.eval(states, [cache.state for cache in caches])
@@ -93,57 +182,57 @@ def load_stage(
         raise
     except (Exception, SystemExit) as error:
         why = error.message if isinstance(error, ModelLoadError) else first_sentence(error)
-        raise ModelLoadError(f"layers {start} to {stop} of {source} cannot be loaded: {why}") from error
+        raise ModelLoadError(f"{part.words} of {source} cannot be loaded: {why}") from error
     check_unchanged(digested, paths)
     spec = with_windows(model, read_spec(caches, 2, POLICIES[kv]))
-    attention.install(whole)
+    installed = attention.install(whole)
     identity = ModelIdentity(
         files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, files),
-        computing=_computing(str(states.dtype).removeprefix("mlx.core."), kept, spec)
-        | {LAYERS: f"{start} to {stop} of {stage.count}"},
+        computing=_computing(str(states.dtype).removeprefix("mlx.core."), kept, spec) | {LAYERS: part.layers()},
     )
     context = context_length(config, getattr(whole, "args", None)).tokens
+    context = min(context, context_tokens_max or context)
+    way = part.way(spec, context, Findings(trials, identity.model_id)) if installed and spec.policy else DEQUANTIZED
     return LoadedModel(
         model=model,
         folder=folder,
         identity=identity,
         spec=spec,
-        context_tokens=min(context, context_tokens_max or context),
-        vocabulary_size=int(states.shape[-1]) if model.stage.last else 0,
+        context_tokens=context,
+        vocabulary_size=int(states.shape[-1]) if part.logits else 0,
         eos_token_ids=end_tokens(folder, source, trusted=False),
         dtype=identity.computing["dtype"],
         weights=kept,
         multiplying="" if on_gpu() else blas.chosen().describe(),
         pool=new_pool(spec),
+        way=way,
         unbatched=not all(map(joins, caches)),
         hidden="its layers are divided among processes",
-        # Recurrent layers' scans of other lengths round otherwise.
-        piece_tokens=None if spec.recurrent else PIECE_TOKENS if on_cuda() else PIECE_TOKENS_ELSEWHERE,
+        piece_tokens=part.piece_tokens(spec),
     )
 
 
-def load_planned(model: Model, stage: PlannedStage, progress: Progress, claim: Callable[[int], None]) -> LoadedModel:
-    """Loads a stage as the config says, the same in all processes of a group. Errors as for `load_stage`."""
-    return load_stage(
+def load_planned(
+    model: Model, stage: PlannedStage, rank: int, progress: Progress, claim: Callable[[int], None]
+) -> LoadedModel:
+    """Loads a process's part of a model as the config says, the same in all processes of a group. Errors as for
+    `load_part`."""
+    part: Part = StagePart(stage.start, stage.stop)
+    if model.split is not None and model.split.tensor is not None:
+        refuse_missing(model.split)
+        part = SharePart(Ranks(rank, model.split.tensor))
+    return load_part(
         model.source,
-        stage.start,
-        stage.stop,
+        part,
         dtype=model.dtype,
         weights="stored" if model.weights == "auto" else model.weights,
         kv=policy_of(model.kv),
         context_tokens_max=model.context_tokens_max,
         digests=default_home().digests_file,
+        trials=default_home().trials_file,
         progress=progress,
         claim=claim,
     )
-
-
-def _stage_of(whole: Any, start: int, stop: int, dtype: mx.Dtype | None) -> Stage:
-    """Returns a stage of a model, both with lazy weights."""
-    if dtype is not None:
-        # Before it is divided, so that what stands in for other stages has the same type.
-        whole.set_dtype(dtype)
-    return Stage(find_chain(whole), start, stop)
 
 
 def _computing(dtype: str, weights: str, spec: ModelCacheSpec) -> dict[str, str]:
@@ -152,8 +241,8 @@ def _computing(dtype: str, weights: str, spec: ModelCacheSpec) -> dict[str, str]
     return computing(dtype=dtype, weights=weights, kv=kv, numerics="fast", seeing=False)
 
 
-def _check_memory(stage: Stage, claim: Callable[[int], None]) -> None:
-    arrays: list[Any] = [array for _, array in tree_flatten(stage.model.parameters())]
+def _check_memory(model: Any, claim: Callable[[int], None]) -> None:
+    arrays: list[Any] = [array for _, array in tree_flatten(model.parameters())]
     needed = sum(array.nbytes for array in arrays)
     claim(needed)
     free = device_bytes(free=True)

@@ -32,6 +32,7 @@ from .forming import GroupTimes, Member
 from .loading import load_planned
 from .parts import GroupDisk
 from .self_test import prove_group
+from .tensor.member import joining_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,10 @@ class GroupServing(Serving):
         # It must not be collected while the group lives: with its handles Ray would end the followers.
         self._started: Followers | None = None
 
+    @property
+    def _rank(self) -> int:
+        return len(self._plan.stages) - 1
+
     def run(self) -> None:
         """As `Serving.run`. Ends the process if the group cannot be formed; Ray starts another."""
         try:
@@ -97,12 +102,13 @@ class GroupServing(Serving):
             raise
 
     def _formed(self, memory: ReplicaMemory, followers: Followers) -> tuple[Proven, int]:
-        loaded = load_planned(self._model, self._plan.leader, self._shell.note_progress, memory.make_way)
+        loaded = load_planned(self._model, self._plan.leader, self._rank, self._shell.note_progress, memory.make_way)
         own = memory.settle(loaded)
         self._states, self._spec = followers.ready(), loaded.spec
         self._form(loaded, followers)
         assert self._followers is not None
-        layers = "; ".join(f"{stage.start} to {stage.stop}" for stage in self._plan.stages)
+        shared = f", {len(self._plan.stages)} equal shares" if self._plan.shared else ""
+        layers = "; ".join(f"{stage.start} to {stage.stop}" for stage in self._plan.stages) + shared
         known = default_home().trials_file
         proven = prove_group(loaded, self._followers, layers, self._model, self._shell.note_progress, known)
         notes = [f"its layers are divided: {self._plan.describe()}", *proven.notes]
@@ -111,17 +117,17 @@ class GroupServing(Serving):
     def _form(self, loaded: LoadedModel, followers: Followers) -> None:
         """Raises `GroupBroken` if the group cannot be formed."""
         self._shell.note_progress("forming the group", None)
-        rank = len(self._plan.stages) - 1
         group = f"{self._name}-{uuid.uuid4().hex}"
         listener = socket.create_server((followers.address, 0))
         addresses = [(each.host, each.port) for each in followers.form(group)]
         self._member = Member(
             group,
-            rank,
+            self._rank,
             cluster_key(),
             listener,
             GroupTimes.of(self._timing),
             broken=lambda why: end_soon(self._name, why),
+            joining=joining_of(self._model, self._timing),
         )
         batch = Batch(loaded)
         self._member.lead(loaded, batch, [*addresses, listener.getsockname()[:2]])

@@ -1,0 +1,108 @@
+"""Cuts a model to one rank's share, with mlx-lm's own functions, and says why a model cannot be cut.
+
+A model's `shard` divides heads and features by whole numbers and checks little. So the share is compared with the whole
+model: every weight must be whole or have exactly its part, and so must the KV of every layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from .....cluster.errors import ModelLoadError
+from ....model_files.source import first_sentence
+from .ranks import Ranks
+
+SHARDED_TYPES = (
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41", "exaone_moe", "glm4_moe", "glm4_moe_lite"),
+    *("gpt_oss", "iquestloopcoder", "kimi_k25", "kimi_k3", "llama", "longcat_flash", "longcat_flash_ngram", "minimax"),
+    *("minimax_m3_vl", "ministral3", "mistral4", "muse_spark", "qwen2", "qwen3", "qwen3_5", "qwen3_moe", "step3p5"),
+)
+"""Types of models that mlx-lm 0.32.2 can cut."""
+
+_HEADS = ("num_attention_heads", "num_key_value_heads", "n_heads", "n_kv_heads", "linear_num_key_heads")
+_HEADS_TOO = ("linear_num_value_heads",)
+_ERRORS = (Exception, SystemExit)
+
+
+def shard(model: Any, ranks: Ranks) -> None:
+    """Cuts a model to a rank's share. Its weights may be lazy: then only the share of each is kept once it is read.
+
+    Raises:
+        ModelLoadError: it cannot be cut into so many shares; the message says why in one sentence.
+    """
+    count = ranks.size()
+    if not callable(getattr(model, "shard", None)):
+        raise _refused(count, f"models of its type have no shares; these have: {', '.join(SHARDED_TYPES)}")
+    if why := _indivisible(model, count):
+        raise _refused(count, why)
+    before, caches = _sizes(model), _cache_shapes(model)
+    try:
+        model.shard(ranks)
+        after, own = _sizes(model), _cache_shapes(model)
+    except _ERRORS as error:
+        raise _refused(count, _in_words(model, error)) from error
+    if why := _unequal(before, after, count) or _unequal_kv(caches, own, count):
+        raise _refused(count, why)
+
+
+def _refused(count: int, why: str) -> ModelLoadError:
+    return ModelLoadError(f"the model cannot be divided into {count} equal shares: {why}")
+
+
+def _indivisible(model: Any, count: int) -> str:
+    """Returns which number of heads is no multiple of `count`; empty if all are."""
+    args = getattr(model, "args", None)
+    # Types with pictures keep the language model's settings in a part.
+    text = getattr(args, "text_config", None)
+    named = {**(vars(args) if hasattr(args, "__dict__") else {}), **(text if isinstance(text, dict) else {})}
+    for name in (*_HEADS, *_HEADS_TOO):
+        heads = named.get(name)
+        if isinstance(heads, int) and heads % count:
+            return f"its {name} is {heads}"
+    return ""
+
+
+def _in_words(model: Any, error: BaseException) -> str:
+    """Returns why mlx-lm cannot cut it. MLX says of a weight only that its parts would be unequal."""
+    bits = sorted({int(module.group_size) for _, module in model.named_modules() if hasattr(module, "group_size")})
+    groups = f" or of its quantization groups of {', '.join(map(str, bits))}" if bits else ""
+    if any(words in str(error) for words in ("equal", "Cannot shard", "group size")):
+        return f"a size of its weights{groups} is no multiple of that ({first_sentence(error)})"
+    return first_sentence(error)
+
+
+def _sizes(model: Any) -> dict[str, int]:
+    return {name: array.size for name, array in dict(tree_flatten(model.parameters())).items()}
+
+
+def _cache_shapes(model: Any) -> list[list[tuple[int, ...]]]:
+    """Returns the shapes of the KV of two tokens, by cache. Nothing is computed."""
+    caches = make_prompt_cache(model)
+    model(mx.array([[0, 0]], mx.uint32), cache=caches)
+    return [[array.shape for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)] for cache in caches]
+
+
+def _unequal(whole: dict[str, int], share: dict[str, int], count: int) -> str:
+    """Returns which weight is neither whole nor a `count`th; empty if none is. Pure."""
+    if whole.keys() != share.keys():
+        name = sorted(whole.keys() ^ share.keys())[0]
+        return f"{name} is not in both the whole model and a share"
+    for name, size in whole.items():
+        if share[name] not in (size, size / count):
+            return f"{name} would have {share[name]} of {size} numbers"
+    divided = count == 1 or any(share[name] < size for name, size in whole.items())
+    return "" if divided else "no weight of it is divided"
+
+
+def _unequal_kv(whole: list[Any], share: list[Any], count: int) -> str:
+    """As `_unequal`, for the shapes of every layer's KV, of which one axis is divided, or none."""
+    for layer, (before, after) in enumerate(zip(whole, share, strict=True)):
+        for one, other in zip(before, after, strict=True):
+            changed = [(old, new) for old, new in zip(one, other, strict=True) if old != new]
+            if len(changed) > 1 or any(old != new * count for old, new in changed):
+                return f"the KV of layer {layer} would be {other} instead of {one}"
+    return ""
