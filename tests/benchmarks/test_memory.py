@@ -169,6 +169,7 @@ def test_rewrites_of_programs_that_are_known_are_ready(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_command_writes_its_results_and_says_what_it_leaves_out(tmp_path: Path) -> None:
     (tmp_path / "whowhen_conversations.jsonl").write_text(json.dumps(CONVERSATION) + "\n")
     for arguments, share in ((["--traces", str(tmp_path)], True), ([], False)):

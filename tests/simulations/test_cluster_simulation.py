@@ -44,7 +44,7 @@ MODES = {
     "links": ["cut", "cut", "mend", "crash", "writing", "return", "router", "replica"],
     "disks": ["disk", "disk", "disk", "rot", "crash", "writing", "return", "destroy"],
 }
-SEEDS = int(os.environ.get("SATCHEL_SIMULATIONS", "40"))
+SEEDS = int(os.environ.get("SATCHEL_SIMULATIONS", "16"))
 FIRST = int(os.environ.get("SATCHEL_SEED", "0"))
 REQUEST_S = 120.0
 SYSTEM = [7] * 600

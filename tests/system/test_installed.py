@@ -50,6 +50,7 @@ def installed(tmp_path: Path) -> Iterator[Installed]:
     found.run("satchel", "down", must=False)
 
 
+@pytest.mark.slow
 def test_it_serves_from_any_folder_without_the_checkout(installed: Installed) -> None:
     """What `make serve` gives, with a config that came with the wheel."""
     where = "import satchel.cluster as c, importlib.util as u; print(c.__file__, u.find_spec('datasets'))"

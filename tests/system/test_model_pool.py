@@ -168,6 +168,7 @@ def check(speakers: list[Agent]) -> None:
     assert {agent.model for agent in speakers if agent.before} == set(NAMES)
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_by_a_request_and_another_one_goes_for_it(server: Server):
     assert server.states() == dict.fromkeys(NAMES, "unloaded"), "nothing is loaded at the start"
     with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:

@@ -174,6 +174,7 @@ def without_tokenizer(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_leaves_nothing_behind(server: Server, tmp_path: Path):
     for arguments, says in [
         (["embedded:recall", "--name", "x", "--adapter", str(tmp_path)], f"satchel: {tmp_path} has no adapter_config"),

@@ -139,6 +139,7 @@ def actor_process(cluster: ClusterRecord, name: str) -> int:
     return found[0]
 
 
+@pytest.mark.slow
 def test_a_killed_node_comes_back_without_what_was_deleted_meanwhile(world: World):
     world.whole()
     talk = world.talk

@@ -191,7 +191,10 @@ def test_a_tokenizer_written_in_python_finds_lines_again_that_name_control_token
     assert result.kept_tokens == len(model.tokenizer.encode(before))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen", "flags", "gemma", "unigram", "bos"])
+@pytest.mark.parametrize(
+    "kind",
+    ["gpt2", "unigram", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen", "flags", "gemma", "bos"))],
+)
 def test_recent_texts_are_guarded_too(kind: str, made: dict[str, TextModel]):
     """Long prompts that continue others, with markers everywhere."""
     model, random = model_of(kind, made), Random(kind)

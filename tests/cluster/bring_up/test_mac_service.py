@@ -38,6 +38,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_an_agent_of_launchd_serves_until_it_is_removed(
     apple: FakeMac, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -238,7 +238,7 @@ def test_after_kill_nine_the_next_server_starts_at_once(launch: Callable[..., Se
     assert_nothing_left(again, session, Path(second.temp_dir).parent, again.home.ray_logs.name)
 
 
-@pytest.mark.parametrize("moment", ["Ray starts", "models load"])
+@pytest.mark.parametrize("moment", ["Ray starts", pytest.param("models load", marks=pytest.mark.slow)])
 def test_a_signal_while_starting_ends_everything(moment: str, launch: Callable[..., Server]) -> None:
     server = launch(deploy_s=60.0)
     session = server.wait_until_launched()

@@ -83,6 +83,7 @@ def launch(policy: str, dtype: mx.Dtype, dims: tuple[int, int]) -> None:
         starts = list(accumulate((array.nbytes // blocks for array in sealed), initial=0))
         records = mx.zeros((blocks, starts.pop()), mx.uint8)
         block_kernels.write_records(sealed, numbers, records, starts, order)
+        block_kernels.read_records(sealed, numbers, order)
         if seal.quantizes:
             block_kernels.unseal(sealed, numbers[None], *zeros(1, kv_heads, blocks, dims, dtype), seal, order)
 

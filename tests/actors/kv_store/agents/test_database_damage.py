@@ -74,17 +74,18 @@ def test_any_flipped_byte_costs_rows_and_never_makes_wrong_ones(tmp_path):
     total = sum(map(len, expected.values()))
     lost = trials = 0
     seen: list[int] = []
-    for place in range(0, len(data), 64):
+    # A prime, so that all kinds of pages and places are met.
+    for place in range(0, len(data), 191):
         folder = tmp_path / "damaged"
         shutil.copytree(tmp_path / "whole", folder)
         flipped = bytearray(data)
-        flipped[place] ^= 1 << (place // 64) % 8
+        flipped[place] ^= 1 << place % 8
         (folder / NAME).write_bytes(flipped)
         left = check_damaged(folder, expected)
         lost, trials = lost + total - left, trials + 1
         seen.append(left)
         shutil.rmtree(folder)
-    assert trials > 300
+    assert trials > 100
     assert lost / trials < total / 4, "one byte costs little of what is there"
     assert any(left < total for left in seen), "else nothing was damaged"
 

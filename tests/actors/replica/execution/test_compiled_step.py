@@ -161,7 +161,7 @@ def test_a_kernel_that_computes_drafts_otherwise_is_used_without_them(tmp_path: 
 
 
 @pytest.mark.skipif(on_gpu(), reason="a GPU rounds otherwise without kernels")
-@pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
 def test_an_engine_with_kernels_answers_as_one_without(family: str, tmp_path: Path):
     """After the warm-up, with prompts that go on from a token of another's, padded together and joined at any time."""
     write = vision_families.write_model if family in vision_families.FAMILIES else write_model

@@ -109,7 +109,7 @@ class World:
         return loaded
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[*FAMILIES[:4], *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[4:])])
 def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     folder = write(tmp_path / "model", request.param)
     ids = {

@@ -182,7 +182,7 @@ def test_agents_that_are_answered_at_once_all_go_on_from_the_disks(folder: Path,
             assert warm.tokens == Bench(whole(folder)).run(agent, prompt, max_tokens=5).tokens
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_kv_is_written_and_read_back_while_stages_compute_at_the_same_time(folder: Path, nodes: list[Node], seed: int):
     """While a prompt is computed in pieces, and others decode in two micro-batches."""
     rng = random.Random(seed)

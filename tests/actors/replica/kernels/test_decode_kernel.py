@@ -225,8 +225,8 @@ def test_a_fault_in_what_drafts_read_is_noticed(name: str):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_blocks_are_written_from_their_records(policy: str, dtype: mx.Dtype):
-    """Both layers' arrays, after each other in each record, end in the slots to the last bit."""
+def test_blocks_are_written_from_their_records_and_copied_into_others(policy: str, dtype: mx.Dtype):
+    """Both layers' arrays, after each other in each record, end in the slots to the last bit, and come back."""
     mx.random.seed(4)
     group, other = SlotGroup([0, 1], kernels=True), SlotGroup([0, 1], kernels=True)
     shape = (1, 2, 3 * BLOCK_TOKENS, 128)
@@ -249,6 +249,10 @@ def test_blocks_are_written_from_their_records(policy: str, dtype: mx.Dtype):
         other.write(place, numbers, layer)
         for one, wanted in zip(group.layer(place), layer, strict=True):
             assert mx.array_equal(one[numbers + group.written(place)], wanted)
+        copies, layout = group.read_records(place, numbers)
+        start, stop = told[place].fields[0].start, told[place].fields[-1].stop
+        assert mx.array_equal(copies, records[:, start:stop])
+        assert [field.start + start for field in layout.fields] == [field.start for field in told[place].fields]
 
 
 @pytest.mark.usefixtures("kernels")

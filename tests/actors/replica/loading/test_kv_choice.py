@@ -115,6 +115,7 @@ def test_sealing_that_loses_what_keys_say_is_not_taken(recall: Path, monkeypatch
     assert all(f"{name} has KL" in loaded.kv_why for name, policy in POLICIES.items() if policy.quantizes)
 
 
+@pytest.mark.slow
 def test_what_was_found_belongs_to_how_the_model_computes(recall: Path, tmp_path: Path, told: Any) -> None:
     """Another dtype, another format of a policy, or a damaged entry: it is compared again."""
     _, asked = told

@@ -134,6 +134,7 @@ def test_two_agents_that_say_something_end_no_later_at_all(device: str, first: i
         assert engine.run([replace(agent) for agent in agents]) <= 1.001 * unbatched.run_one_by_one(agents)
 
 
+@pytest.mark.slow
 def test_all_worlds_together_end_sooner():
     """Interleaving is worth it: over many devices and agents, by a sixteenth at least."""
     shares = []

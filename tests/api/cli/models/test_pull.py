@@ -58,6 +58,7 @@ def ranges(hub: Hub) -> list[str | None]:
     return [asked for name, asked in hub.bodies if name == "model.safetensors"]
 
 
+@pytest.mark.slow
 def test_what_will_be_downloaded_is_said_before_and_a_dry_run_ends_there(machine: Machine, hub: Hub) -> None:
     said = machine.says("pull", "owner/model", "--dry-run")
     size = sum(len(data) for name, data in RECALL.items() if name != "README.md")
@@ -98,6 +99,7 @@ def test_after_a_cut_connection_the_same_command_continues(machine: Machine, hub
     assert (machine.snapshot() / "model.safetensors").read_bytes() == RECALL["model.safetensors"]
 
 
+@pytest.mark.slow
 def test_what_came_damaged_is_not_used(machine: Machine, hub: Hub) -> None:
     hub.cut_after, hub.gone_after_cut = PIECE + 1000, True
     machine.satchel("pull", "owner/model")
@@ -144,6 +146,7 @@ def test_a_model_on_the_hub_is_estimated_from_headers(machine: Machine, hub: Hub
     assert node["agents"].keys() == {"8000"} and node["agents"]["8000"] > 100
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_nowhere_has_another_exit_code_and_advice(machine: Machine) -> None:
     small = machine.satchel("fit", "embedded:recall", "--memory", "12MB")
     assert small.returncode == 1 and not small.stderr
