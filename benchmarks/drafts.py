@@ -53,12 +53,17 @@ class Run:
 
     def __init__(self, loaded: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int, how: dict[str, Any]) -> None:
         self._loaded, self._prompts, self._tokens, self._how = loaded, prompts, tokens, how
+        self._executors: dict[bool, BatchExecutor] = {}
 
     def __call__(self, drafted: bool, width: int | None) -> dict[str, Any]:
-        executor = BatchExecutor(self._loaded, drafts=drafted)
-        executor.batched_prefill |= len(self._prompts) > 1
-        if width is not None:
-            executor.drafts.pace = _Always(width)
+        if drafted not in self._executors:
+            # A server's goes on too, and has recorded the steps of many shapes.
+            self._executors[drafted] = executor = BatchExecutor(self._loaded, drafts=drafted)
+            executor.batched_prefill |= len(self._prompts) > 1
+            if width is not None:
+                executor.drafts.pace = _Always(width)
+        executor = self._executors[drafted]
+        drafted_before, right_before = executor.drafts.drafted, executor.drafts.right
         asked = Sampling(max_tokens=self._tokens, **self._how)
         for number, prompt in enumerate(self._prompts):
             executor.open(str(number), [], None, 0)
@@ -80,8 +85,8 @@ class Run:
                     open_.remove(drawn.sequence_id)
                     executor.leave([drawn.sequence_id])
         seconds = time.perf_counter() - began
-        drafts = executor.drafts
-        return {"said": said, "steps": steps, "seconds": seconds, "drafted": drafts.drafted, "right": drafts.right}
+        drafted_now, right = executor.drafts.drafted - drafted_before, executor.drafts.right - right_before
+        return {"said": said, "steps": steps, "seconds": seconds, "drafted": drafted_now, "right": right}
 
 
 def measure(run: Run, rounds: int, width: int | None) -> dict[str, Any]:
