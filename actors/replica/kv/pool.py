@@ -34,9 +34,12 @@ import numpy as np
 from ..kernels import block_kernels
 from ..kernels.sealing import Sealed, token_axes
 
-GROW_MIN, GROW_FRACTION, GROW_LIMIT_FRACTION = 16, 0.25, 1 / 16
-"""A full group grows by at least this many slots, by at least this part of its slots, and by at least this part of its
-limit, within its limit: each time all its blocks are copied, and recorded decode steps are recorded again."""
+GROW_MIN, GROW_FRACTION = 16, 0.25
+"""A full group grows by at least this many slots, and by at least this part of its slots, within its limit."""
+
+GROW_LIMIT_FRACTION, GROW_BYTES = 1 / 16, 2 * 2**30
+"""It also grows by at least this part of its limit, but not by more than so many bytes for this reason: each time all
+its blocks are copied, and recorded decode steps are recorded again."""
 
 CHECKS, CHECK_PAUSE_S = 100, 0.01
 """How often a group is counted, with pauses between, before a mismatch counts as an error."""
@@ -123,7 +126,8 @@ class SlotGroup:
         if missing > 0:
             step = max(GROW_MIN, int(self.capacity * GROW_FRACTION))
             if self.capacity_max < inf:
-                step = max(step, int(self.capacity_max * GROW_LIMIT_FRACTION))
+                most = GROW_BYTES // max(1, self.slot_bytes)
+                step = max(step, min(most, int(self.capacity_max * GROW_LIMIT_FRACTION)))
             self._grow(int(max(missing, min(step, self.capacity_max - self.capacity))))
         slots = [Slot(self._free.popleft(), self._free) for _ in range(count)]
         self._taken.update(slots)
