@@ -33,7 +33,7 @@ from ..cluster.errors import ClusterError, NoAnswer, SatchelError
 from ..cluster.incidents import note_incident_aside
 from ..cluster.keys import KeyRing
 from ..cluster.patches import keep_ray_serve_on_this_machine
-from ..cluster.processes import give_freed_memory_back
+from ..cluster.processes import give_freed_memory_back, keep_from_collection
 from ..cluster.telemetry.context import TRACING
 from ..cluster.telemetry.process import begin_telemetry, with_collector
 from ..cluster.timing import Timing
@@ -145,6 +145,7 @@ class HttpEndpoint:
             refused=refused,
             closing=app.state.end_streams,
         )
+        keep_from_collection()
         await self._server.start()
         await self.check_health()
 

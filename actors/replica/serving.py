@@ -18,6 +18,7 @@ from ...cluster.environment import default_home
 from ...cluster.errors import ModelLoadError, SatchelError
 from ...cluster.incidents import note_incident, note_incident_aside
 from ...cluster.nodes import Node
+from ...cluster.processes import keep_from_collection
 from ...cluster.timing import Timing
 from ..protocol import registry
 from ..protocol.replica_messages import SequenceUpdate
@@ -216,6 +217,7 @@ class Serving:
             drafts=self._model.drafts == "auto",
             followers=self._followers,
         )
+        keep_from_collection()
         self._shell.take_up(proven, engine, disk, plain=plain)
         if before is None or self._reports is None:
             self._watch(engine, disk, memory)

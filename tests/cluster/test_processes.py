@@ -1,12 +1,16 @@
-"""What a process does with memory that it has freed, and how many files it may open."""
+"""What a process does with memory that it has freed, with garbage, and how many files it may open."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
+
+from satchel.cluster.processes import keep_from_collection
 
 PROGRAM = """
 import sys, threading
@@ -51,3 +55,23 @@ def test_a_process_and_its_children_may_open_many_files(soft: int, hard: int, th
         [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
     ).stdout
     assert said.split() == [str(then)] * 2
+
+
+def test_objects_that_stay_are_not_looked_at_again_and_garbage_is_gone():
+    class Ring:
+        def __init__(self) -> None:
+            self.itself = self
+
+    before = gc.get_freeze_count()
+    gone, stays = weakref.ref(Ring()), Ring()
+    try:
+        keep_from_collection()
+        assert gone() is None and gc.get_freeze_count() > 0
+        assert not any(found is stays for found in gc.get_objects())
+        later = weakref.ref(Ring())
+        gc.collect()
+        assert later() is None
+    finally:
+        gc.unfreeze()
+        if before:
+            gc.freeze()
