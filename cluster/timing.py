@@ -86,8 +86,8 @@ class Timing:
     group_form_s: Seconds = 30.0
     """The processes of a divided model connect to each other within this time, once all have loaded their layers."""
     group_beat_s: Seconds = 0.2
-    """The leader of a divided model and each follower, and followers that are neighbours, send each other a heartbeat at
-    this interval."""
+    """The leader of a divided model and each follower, and followers that are neighbours, send each other a heartbeat
+    at this interval."""
     group_silent_s: Seconds = 2.0
     """If the machine of a process of a divided model acknowledges nothing for this long, the process is lost, and so
     are all the others: they end, and the leader starts them again."""

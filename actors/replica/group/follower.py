@@ -1,16 +1,18 @@
 """The actor of a follower: a process that has a stage of a divided model and does what the leader tells it.
 
-The leader starts it, and Ray ends it with the leader. It is never restarted: the leader starts a new one when it forms
-the group again.
+The leader starts it, and Ray ends it with the leader. It ends by itself if no leader asks for it, because Ray may not
+reach its node. It is never restarted: the leader starts a new one when it forms the group again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import threading
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -81,6 +83,8 @@ class StageActor:
         self._error: SatchelError | None = None
         self._bytes = self._weights = 0
         self._calls = threading.Semaphore(0)
+        # The leader first asks once it has loaded its own stage, which may take long.
+        self._asked_at = math.inf
         self._call: _Call | None = None
         self._parts: FollowerParts | None = None
         Watchdog(self._name, poll_s=timing.heartbeat_s).start()
@@ -88,6 +92,7 @@ class StageActor:
 
     @answers(StageClient.state)
     async def state(self) -> StageState:
+        self._asked_at = time.monotonic()
         if self._error is not None:
             raise self._error
         return self._state
@@ -125,7 +130,10 @@ class StageActor:
             logger.exception("loading a stage of %s failed", self._model.source)
             self._error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
-        self._calls.acquire()
+        while not self._calls.acquire(timeout=self._timing.unwanted_s):
+            if time.monotonic() - self._asked_at > self._timing.unwanted_s:
+                logger.warning("%s ends: no leader asks for it", self._name)
+                os._exit(1)
         try:
             self._follow(loaded)
         except GroupBroken as error:

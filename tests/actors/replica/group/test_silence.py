@@ -1,4 +1,4 @@
-"""A machine that cannot be reached is lost soon, a process that stands still late, and nobody by a pause of one's own."""
+"""A machine that cannot be reached is lost soon, a process that stands still late, nobody by a pause of one's own."""
 
 from __future__ import annotations
 
