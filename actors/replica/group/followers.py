@@ -44,7 +44,7 @@ def addresses_of(nodes: Sequence[Node]) -> list[str]:
 
 def is_restarted() -> bool:
     """Returns whether this process of an actor follows on an earlier one."""
-    return ray.get_runtime_context().was_current_actor_reconstructed
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 class Followers:
