@@ -59,7 +59,7 @@ class World:
         self.groups = self.starts = 0
         self.wanted, self.serving, self.refused = True, False, ""
         self.tokens: list[int] = []
-        self._early, self._paused_until = 0, 0.0
+        self._early, self._pauses, self._paused_until = 0, 0, 0.0
         self.start_leader()
 
     # What Ray does.
@@ -260,15 +260,21 @@ class World:
     def broke(self, process: Process) -> None:
         self._must_end(process.group, self.times.silent_s + 1.0)
 
-    def _must_end(self, group: str, within_s: float, *, noticed_by_all: bool = True) -> None:
+    def _must_end(self, group: str, within_s: float, *, unless_paused: bool = False) -> None:
         """All processes of a group must have ended then; those that stood still may need as long from when they run
-        again, and if only one notices what is wrong, all may."""
+        again.
+
+        Args:
+            unless_paused: no more is demanded if a process stands still meanwhile: it may not notice what is wrong.
+        """
+        began = self._pauses
 
         def check() -> None:
+            if unless_paused and (self._pauses > began or self._paused_until > self.clock.now - within_s):
+                return
             for each in [each for each in self.processes if each.group == group]:
-                paused_until = each.paused_until if noticed_by_all else max(each.paused_until, self._paused_until)
-                late = paused_until + within_s + 2 * LATENCY_S - self.clock.now
-                if late <= 0 or paused_until == 0.0:
+                late = each.paused_until + within_s + 2 * LATENCY_S - self.clock.now
+                if late <= 0 or each.paused_until == 0.0:
                     raise Law(f"{each} lives on {within_s:g} s after its group broke")
                 if late < inf:
                     self.clock.after(late, check)
@@ -323,14 +329,14 @@ class World:
         machines[min(one, other)].lost_since = self.clock.now
         near = self.process(one)
         if seconds > self.times.silent_s + 1.0 and near is not None and near.formed:
-            # One more interval: what is acknowledged now was sent before.
-            self._must_end(near.group, self.times.silent_s + 1.0)
+            self._must_end(near.group, self.times.silent_s + 1.0, unless_paused=True)
 
     def pauses(self, rank: int, seconds: float) -> None:
         """Nothing runs in a process, though its machine answers. For ever: until its machine ends it."""
 
         def pause(process: Process) -> None:
             process.paused_until = max(process.paused_until, self.clock.now + seconds)
+            self._pauses += 1
             if seconds < inf:
                 self._paused_until = max(self._paused_until, self.clock.now + seconds)
             if seconds > self.times.stalled_s + 1.0 and process.formed:
@@ -345,7 +351,7 @@ class World:
             process.hung = True
             if process.formed and self.serving:
                 # The leader's watchdog; then Ray ends the others, which know of it at once.
-                self._must_end(process.group, STUCK_S + STEP_S + self.times.silent_s + 1.0, noticed_by_all=False)
+                self._must_end(process.group, STUCK_S + STEP_S + self.times.silent_s + 1.0, unless_paused=True)
 
         self.on(rank, hang)
 
