@@ -116,7 +116,7 @@ class GenerateRequest:
     Attributes:
         prompt: token ids, and media token ids where a picture of `media` is.
         block_ids: of the prompt's whole blocks, in order; `root_id` is the parent of the first. Both are derived from
-            `model_id`, which is b"" if unknown.
+            `model_id`, which is b"" if unknown, and `scope`, as in `block_ids.root_id`.
         generated: how many of the prompt's last tokens were generated for this request on a replica that was lost;
             sampling continues at that position.
         choices: how many requests with this prompt come together, as for a caller's `n`. The prompt is prefilled once.
@@ -159,6 +159,7 @@ class GenerateRequest:
     lasting_saved: bool = False
     reusable: bool = True
     model_id: bytes = b""
+    scope: str = ""
     tenant: str = ""
     flow: str = ""
     memory_bytes_max: int | None = None

@@ -310,6 +310,11 @@ class DiskStore:
         with self._held("listing owners") as shelf:
             return {tag for row in shelf.index.all_rows() for tag in row.record.owners}
 
+    def models(self) -> list[bytes]:
+        """Returns the ids of the models that have entries, sorted."""
+        with self._held("listing models") as shelf:
+            return sorted({segment.model for segment in shelf.index.segments.values()})
+
     def owned(self, owner: str) -> frozenset[bytes]:
         """Returns the ids of the entries that an owner has."""
         tag = owner_tag(self.key, owner)

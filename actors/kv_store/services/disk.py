@@ -207,8 +207,8 @@ class NodeDisk:
         await self.limit(limits)
 
         async def work(store: DiskStore, owned: Ownership) -> list[bytes]:
-            without = await owned.unclaimed(segment.entries)
-            heirs = await owned.inherited(segment.entries)
+            without = await owned.unclaimed(segment.entries, segment.model)
+            heirs = await owned.inherited(segment.entries, segment.model)
             placed = await self.in_thread(store.commit, segment, without, heirs)
             gone = set(placed.retracted)
             return [entry for entry in (*placed.kept, *placed.dropped) if entry not in gone]

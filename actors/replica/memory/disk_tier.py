@@ -11,11 +11,9 @@ import logging
 import queue
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +22,18 @@ import numpy as np
 
 from ....cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
 from ....cluster.timing import USUAL, Timing
-from ...kv_store.disk.segment_reader import EntryReader, Run, read_entries
+from ...kv_store.disk.segment_reader import read_entries
 from ...kv_store.disk.segments import grouped, read_key, write_segment
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.entries import TOKEN_BYTES, Entry, Failure, Location, pack_tokens, tail_id, unpack_tokens
 from ...protocol.replica_messages import GenerateRequest
 from ...protocol.store_client import StoreClient
 from ...protocol.store_messages import FoundKV, Limits, PullKV
-from ..device.device import on_gpu
-from ..kv.caches import ModelCacheSpec, PooledBlock, Records, Slab
+from ..kv.caches import ModelCacheSpec, Slab
 from . import slab_codec
+from .disk_reading import Adopt, read_blocks, read_slabs
 from .following import follow
 from .sequence_memory import Found, Piece, Restored, Unsaved, kept_of
-from .slab_codec import DeviceBuffers, Layout
 
 logger = logging.getLogger(__name__)
 
@@ -59,20 +56,6 @@ TAILS_ASKED = 16
 RATE_WEIGHT = 0.3
 """Weight of a new measurement in the smoothed read rate."""
 
-ADOPT_S = 10.0
-"""How long a reader waits until the pool has taken its blocks, which happens between two steps."""
-
-ADOPTS_AHEAD = 3
-"""How many runs of blocks may wait for the pool at the same time: a step may take longer than reading a run."""
-
-GPU_RUN_BYTES_MAX = 32 * 2**20
-GPU_THREADS = 4
-"""A GPU copies a run with one kernel per layer, so runs are larger. CUDA moves the pages of memory that host and GPU
-share, which slows down the threads that write there, so more threads read."""
-
-Adopt = Callable[[Records], Future[list[PooledBlock]]]
-"""Puts blocks into the pool, on the thread that may."""
-
 
 @dataclass(frozen=True)
 class Written:
@@ -85,13 +68,15 @@ class Written:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt whose KV may be read back: `tokens` after `root`, and the `ids` of their whole blocks."""
+    """A prompt whose KV may be read back: `tokens` after `root`, and the `ids` of their whole blocks. `scope` says who
+    shares it, as in `block_ids.root_id`; "" if that is not known."""
 
     request_id: str
     owner: str
     root: bytes
     ids: Sequence[bytes]
     tokens: Sequence[int]
+    scope: str = ""
 
     @property
     def wanted(self) -> Sequence[bytes]:
@@ -102,7 +87,7 @@ class Prompt:
     @classmethod
     def of(cls, request: GenerateRequest) -> Prompt:
         """Returns the prompt of a request."""
-        return cls(request.request_id, request.agent, request.root_id, request.block_ids, request.prompt)
+        return cls(request.request_id, request.agent, request.root_id, request.block_ids, request.prompt, request.scope)
 
 
 @dataclass(frozen=True)
@@ -120,6 +105,7 @@ class WriteJob:
     Attributes:
         owner: the agent.
         chain: ids of entries that the sequence used.
+        root, scope: the parent of the first block, and who shares it, as in `block_ids.root_id`.
         limits: what the tenant may have on disk.
         done: called on the writer's thread when the job was written or given up.
     """
@@ -128,6 +114,8 @@ class WriteJob:
     chain: list[bytes]
     unsaved: list[Unsaved]
     others: list[Written] = field(default_factory=list)
+    root: bytes = b""
+    scope: str = ""
     limits: Limits = field(default_factory=dict)
     done: Callable[[], None] = lambda: None
     nbytes: int = field(init=False)
@@ -148,93 +136,6 @@ class DiskCounters:
     corrupt_blocks: int = 0
     followed_sequences: int = 0
     lost_prefills: int = 0
-
-
-def read_slabs(
-    spec: ModelCacheSpec, root: Path, key: bytes, where: Sequence[Location], failures: list[Failure]
-) -> list[Slab | None]:
-    """Reads entries back. Appends to `failures`.
-
-    Args:
-        root: the folder of KV.
-        key: the home's key, from `read_key`.
-        where: locations of the entries, pinned.
-
-    Returns:
-        For every location its slab, or None.
-
-    Raises:
-        InvalidRecord: a location is invalid.
-        DiskError: nothing can be read now.
-    """
-    reader, layout_of = EntryReader(root, key, where), cache(partial(Layout, spec))
-    slabs: list[Slab | None] = [None] * len(where)
-    for run in reader.runs():
-        for place, index in enumerate(run.indexes):
-            location = where[index]
-            try:
-                layout = layout_of(run.layout.parts)
-                slabs[index] = layout.slab(run.data[place], len(location.tokens) // TOKEN_BYTES, location.window_from)
-            except ValueError as error:
-                failures.append(Failure(location, str(error), False))
-        reader.give_back(run)
-    failures += reader.failures.values()
-    return slabs
-
-
-def read_blocks(
-    spec: ModelCacheSpec, root: Path, key: bytes, where: Sequence[Location], failures: list[Failure], adopt: Adopt
-) -> list[PooledBlock]:
-    """Reads consecutive blocks back, up to the first that fails. Each run of them is put into the pool while the next
-    ones are read. Appends to `failures`. Arguments and errors as for `read_slabs`.
-
-    Args:
-        adopt: puts blocks into the pool, on the thread that may.
-
-    Raises:
-        Unavailable: putting blocks into the pool takes longer than `ADOPT_S`.
-    """
-    buffers = DeviceBuffers() if on_gpu() else None
-    if buffers is None:
-        reader = EntryReader(root, key, where)
-    else:
-        reader = EntryReader(
-            root, key, where, threads=GPU_THREADS, run_bytes_max=GPU_RUN_BYTES_MAX, make_buffer=buffers.make
-        )
-    layout_of = cache(partial(Layout, spec))
-    blocks: list[PooledBlock] = []
-    coming: deque[tuple[Run, Future[list[PooledBlock]]]] = deque()
-    read = 0
-
-    def take() -> None:
-        run, adopted = coming.popleft()
-        blocks.extend(adopted.result(ADOPT_S))
-        if buffers is None:
-            reader.give_back(run)
-
-    try:
-        for run in reader.runs():
-            # How many blocks follow the earlier ones without a gap.
-            count = sum(index == read + place for place, index in enumerate(run.indexes))
-            windows = [where[index].window_from for index in run.indexes[:count]]
-            if count:
-                records = layout_of(run.layout.parts).records(run.data[:count], windows, len(where) - read, buffers)
-                if buffers is not None:
-                    reader.give_back(run)
-                coming.append((run, adopt(records)))
-                read += count
-            if count < len(run.indexes):
-                break
-            if len(coming) > ADOPTS_AHEAD:
-                take()
-        while coming:
-            take()
-    except ValueError as error:
-        failures.append(Failure(where[len(blocks)], str(error), False))
-    except TimeoutError:
-        logger.warning("blocks that were read back have waited %g s for the pool", ADOPT_S)
-    failures += reader.failures.values()
-    return blocks
 
 
 def _with_tokens(where: Sequence[Location], tokens: Sequence[int]) -> list[Location]:

@@ -219,7 +219,7 @@ OF_STORE: list[Case] = [
     (store_of.give_back("t/a"), "give_back", ["t/a"], None),
     (store_of.unpack(UNPACK), "unpack", [UNPACK], UNPACKED),
 ]
-PART = ReadPart("r/1", "t/a", b"r" * 32, [b"x" * 32], b"1234", 256)
+PART = ReadPart("r/1", "t/a", "tenant:t", b"r" * 32, [b"x" * 32], b"1234", 256)
 OF_PLANNER: list[Case] = [(planner.planned("m"), "planned", ["m"], PlannedModel("m", "waits", "m-0"))]
 OF_STAGE: list[Case] = [
     (stage.state(), "state", [], StageState("serving", None, True, 9, 2, 3)),

@@ -29,7 +29,7 @@ from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpe
 from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
 from satchel.actors.replica.kv.pool import BlockPool
 from satchel.actors.replica.memory import disk_tier, slab_codec
-from satchel.actors.replica.memory.disk_tier import read_blocks, read_slabs
+from satchel.actors.replica.memory.disk_reading import read_blocks, read_slabs
 from satchel.actors.replica.memory.slab_codec import Layout
 
 from ....worlds.replica import fake_kernels
