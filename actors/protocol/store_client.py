@@ -254,6 +254,11 @@ class StoreClient(Client):
         """Returns a reader's lease; records that it used `chain`, and which entries it could not read."""
         ...
 
+    @method()
+    def kv_models(self, agent: str) -> list[bytes]:
+        """Returns the ids of the models whose KV the node's disk has; if `agent` is not "", only that agent's."""
+        ...
+
     @method(lambda timing, wanted: timing.answer_s + wanted.deadline_s)
     def pull(self, wanted: PullKV) -> Fetched:
         """Pulls a chain from another node for a request that is about to be computed on this one."""

@@ -248,6 +248,10 @@ class NodeDisk:
 
         return None if self.store is None else await self.in_thread(work, self.store)
 
+    async def models(self, agent: str) -> list[bytes]:
+        """As `StoreClient.kv_models`."""
+        return [] if self.store is None else await self.in_thread(self.store.models, agent)
+
     async def read(self, lease: str, chain: Sequence[bytes], owner: str, failures: Sequence[Failure] = ()) -> None:
         """Ends a reader's lease; as `StoreClient.disk_read`."""
 

@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from ...rpc.shell import answers
 from ...supervision.watchdog import Watchdog
 from ..memory.budget import bearable_bytes
 from ..memory.disk_tier import DiskTier
+from ..memory.other_layers import OtherLayers
 from ..memory.replica_memory import ReplicaMemory
 from .broken import GroupBroken
 from .ending import end_soon
@@ -60,6 +62,7 @@ class StageActor:
     Args:
         replica: the id of the model's replica.
         rank: the number of its stage.
+        nodes: the names of all nodes of the group.
         address: where it listens for the leader and the stage before.
     """
 
@@ -71,6 +74,7 @@ class StageActor:
         scheduling: Scheduling,
         stage: Stage,
         node: Node,
+        nodes: Sequence[str],
         address: str,
         timing: Timing,
         logs: Logs,
@@ -78,6 +82,7 @@ class StageActor:
     ) -> None:
         self._name, self._rank, self._model, self._scheduling = f"{replica}-stage{rank}", rank, model, scheduling
         self._stage, self._node, self._address, self._timing = stage, node, address, timing
+        self._nodes = nodes
         self._logs, self._traces = logs, traces
         self._state = StageState("starting")
         self._error: SatchelError | None = None
@@ -184,7 +189,9 @@ class StageActor:
 
     def _parts_of(self, loaded: LoadedModel, batch: Batch) -> FollowerParts:
         store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
-        return FollowerParts(DiskTier(loaded.spec, loaded.model_id, store, most, self._timing), batch, loaded.model_id)
+        disk = DiskTier(loaded.spec, loaded.model_id, store, most, self._timing)
+        disk.others = OtherLayers.of(loaded, store, self._node.name, self._nodes, self._timing)
+        return FollowerParts(disk, batch, loaded.model_id)
 
     def _note_progress(self, what: str, fraction: float | None) -> None:
         self._state = StageState(what, fraction)

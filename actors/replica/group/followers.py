@@ -67,8 +67,9 @@ class Followers:
         progress: Progress,
     ) -> None:
         self._replica, self._plan, self._timing, self._progress = replica, plan, timing, progress
+        nodes = [each.name for each in plan.nodes]
         self._arguments: Callable[[int, Stage, Node, str], tuple[Any, ...]] = lambda rank, stage, node, address: (
-            (replica, rank, model, scheduling, stage, node, address, timing, logs, traces)
+            (replica, rank, model, scheduling, stage, node, nodes, address, timing, logs, traces)
         )
         # Kept, because Ray ends an actor without a lifetime when its last handle is gone.
         self._handles: list[Any] = []

@@ -17,6 +17,7 @@ from typing import Any
 
 from ....cluster.errors import ClusterError, LinkError, LinkGarbage, SatchelError
 from ....cluster.timing import Timing
+from ...model_files.layer_ranges import LAYERS
 from ..execution.batch import Batch
 from ..execution.loaded_model import LoadedModel
 from .broken import Wholeness
@@ -24,7 +25,6 @@ from .connection import FAILED, HANDSHAKE_S, Address, Connection
 from .following import Following
 from .heartbeats import Heartbeats
 from .leading import Leading
-from .loading import LAYERS
 
 logger = logging.getLogger(__name__)
 

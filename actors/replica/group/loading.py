@@ -18,6 +18,7 @@ from ...model_files.context import context_length
 from ...model_files.digests import check_unchanged, digest_files
 from ...model_files.end_tokens import end_tokens
 from ...model_files.foreign_code import refuse_model_file
+from ...model_files.layer_ranges import LayerRange, identity_of
 from ...model_files.model_identity import ModelIdentity
 from ...model_files.processors import sees
 from ...model_files.source import Progress, first_sentence, read_json, resolve
@@ -36,9 +37,6 @@ from ..loading.quirks import with_windows
 from .needs import policy_of
 from .pipeline import PipelinedStage
 from .stages import Stage, find_chain
-
-LAYERS = "layers"
-"""The name, in an identity, of which layers a process has: its KV is not that of the whole model."""
 
 _GIB = 2**30
 
@@ -97,11 +95,14 @@ def load_stage(
     check_unchanged(digested, paths)
     spec = with_windows(model, read_spec(caches, 2, POLICIES[kv]))
     attention.install(whole)
-    identity = ModelIdentity(
+    seen = str(states.dtype).removeprefix("mlx.core.")
+    whole_identity = ModelIdentity(
         files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, files),
-        computing=_computing(str(states.dtype).removeprefix("mlx.core."), kept, spec)
-        | {LAYERS: f"{start} to {stop} of {stage.count}"},
+        # As of a model that is not divided.
+        computing=_computing(seen if pick_dtype(dtype) is not None else f"{seen}, own", kept, spec),
     )
+    layers = LayerRange(start, stop)
+    identity = identity_of(whole_identity, layers, stage.count)
     context = context_length(config, getattr(whole, "args", None)).tokens
     return LoadedModel(
         model=model,
@@ -111,13 +112,14 @@ def load_stage(
         context_tokens=min(context, context_tokens_max or context),
         vocabulary_size=int(states.shape[-1]) if model.stage.last else 0,
         eos_token_ids=end_tokens(folder, source, trusted=False),
-        dtype=identity.computing["dtype"],
+        dtype=seen,
         weights=kept,
         multiplying="" if on_gpu() else blas.chosen().describe(),
         pool=new_pool(spec),
         unbatched=not all(map(joins, caches)),
         hidden="its layers are divided among processes",
         # Recurrent layers' scans of other lengths round otherwise.
+        layers=(layers, stage.count) if stage.joins and spec.joinable else None,
         piece_tokens=None if spec.recurrent else PIECE_TOKENS if on_cuda() else PIECE_TOKENS_ELSEWHERE,
     )
 

@@ -24,6 +24,7 @@ from ..execution.loaded_model import LoadedModel
 from ..kv.caches import ModelCacheSpec
 from ..loading.warm_up import WarmUp
 from ..loop.engine import Engine
+from ..memory.other_layers import OtherLayers
 from ..memory.replica_memory import ReplicaMemory
 from ..selftest.self_test import Proven
 from ..serving import COMPILES_TIMES, Serving
@@ -158,8 +159,10 @@ class GroupServing(Serving):
         if not loaded.spec.reusable:
             return None
         store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
-        self._group_disk = GroupDisk(loaded.spec, loaded.model_id, store, most, self._timing)
-        return self._group_disk
+        disk = self._group_disk = GroupDisk(loaded.spec, loaded.model_id, store, most, self._timing)
+        nodes = [each.name for each in self._plan.nodes]
+        disk.others = OtherLayers.of(loaded, store, self._node.name, nodes, self._timing)
+        return disk
 
     def begin(self, *given: Any, **named: Any) -> Engine:
         engine = super().begin(*given, **named)

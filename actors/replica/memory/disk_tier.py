@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -91,7 +91,9 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class _WriterSession:
+class WriterSession:
+    """What a writer must know: the folder and key of KV, and the store's session and epoch."""
+
     root: Path
     key: bytes
     session: str
@@ -147,9 +149,21 @@ def _with_tokens(where: Sequence[Location], tokens: Sequence[int]) -> list[Locat
     return list(where)
 
 
+class Brings(Protocol):
+    """Finds KV elsewhere before a prompt's KV is read."""
+
+    def bring(self, prompt: Prompt, session: WriterSession) -> int:
+        """Has what it finds on the node's disk; as `OtherLayers.bring`."""
+        ...
+
+
 class DiskTier:
     """Writes and reads one model's KV. `accepts`, `withdraw` and `write` are for the engine's thread; `load`, `look`,
-    `pull` and `read` block, and are for any thread but an event loop's."""
+    `pull` and `read` block, and are for any thread but an event loop's.
+
+    Attributes:
+        others: makes KV of the model out of KV of others; None for nothing.
+    """
 
     def __init__(
         self,
@@ -160,13 +174,14 @@ class DiskTier:
         timing: Timing = USUAL,
     ) -> None:
         self.counters = DiskCounters()
+        self.others: Brings | None = None
         self.restore_bytes_per_s = 0.0
         self.saved: OrderedDict[bytes, None] = OrderedDict()
         self._spec = spec
         self._model = model_id
         self._store = store
         self._pull_s = timing.pull_s
-        self._session: _WriterSession | None = None
+        self._session: WriterSession | None = None
         self._queue: queue.SimpleQueue[WriteJob] = queue.SimpleQueue()
         self._waiting = 0
         self._waiting_max = unwritten_bytes_max
@@ -228,6 +243,8 @@ class DiskTier:
         if hot_tokens >= len(prompt.tokens) - 1:
             return None
         try:
+            if self.others is not None and (session := self._opened()) is not None:
+                self.others.bring(prompt, session)
             return self.read_found(prompt, hot_tokens, adopt)
         except Unavailable:
             raise
@@ -369,11 +386,11 @@ class DiskTier:
                 rate - self.restore_bytes_per_s
             )
 
-    def _read(self, session: _WriterSession, where: Sequence[Location], failures: list[Failure]) -> list[Slab | None]:
+    def _read(self, session: WriterSession, where: Sequence[Location], failures: list[Failure]) -> list[Slab | None]:
         return read_slabs(self._spec, session.root, session.key, where, failures)
 
     def _read_blocks(
-        self, session: _WriterSession, where: Sequence[Location], failures: list[Failure], adopt: Adopt
+        self, session: WriterSession, where: Sequence[Location], failures: list[Failure], adopt: Adopt
     ) -> list[Found]:
         if self._spec.policy is None:
             slabs = self._read(session, where, failures)
@@ -485,12 +502,12 @@ class DiskTier:
         for block in missing:
             self.saved.pop(block, None)
 
-    def _opened(self) -> _WriterSession | None:
+    def _opened(self) -> WriterSession | None:
         with self._opening:
             if self._session is None:
                 told = self._store.disk_session().wait()
                 if told is None:
                     return None
                 root = Path(told.root)
-                self._session = _WriterSession(root, read_key(root), told.session, told.epoch)
+                self._session = WriterSession(root, read_key(root), told.session, told.epoch)
             return self._session
