@@ -240,7 +240,8 @@ class ModelInfo:
     `blind` why a vision model does not take them, and `stills` why it takes a video's frames as single pictures.
     `notes` say in sentences what is not served as requested. `proving` says what the self-test still checks while the
     model is served in plain mode, and `proving_since` is when that began, Unix time; "" and 0 if nothing is checked.
-    `stages` are those of a divided model; then `layers` describes the last one's."""
+    `stages` are those of a divided model; then `layers` describes the last one's. `joins` is how many layers the whole
+    model has if KV of any of them can be cut out and joined, else 0."""
 
     replica: str
     node: str
@@ -268,6 +269,7 @@ class ModelInfo:
     proving: str = ""
     proving_since: float = 0.0
     stages: list[StageInfo] = field(default_factory=list)
+    joins: int = 0
 
 
 @dataclass(frozen=True, slots=True)

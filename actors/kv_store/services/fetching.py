@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from dataclasses import replace
 
-from ....cluster.errors import Unavailable
+from ....cluster.errors import SatchelError, Unavailable
 from ....cluster.nodes import Node
 from ...protocol.store_messages import Content, Fetched, Head, PullKV
 from ..replication.peers import Peers
@@ -12,6 +14,8 @@ from ..transfer.node_blocks import NodeBlocks
 from ..transfer.pull_loop import Wanted
 from .node_memory import NodeMemory
 from .ownership import OwnedKeeper
+
+logger = logging.getLogger(__name__)
 
 
 class Fetching:
@@ -51,17 +55,31 @@ class Fetching:
         return self.blocks.take_links() if self.blocks is not None else {}
 
     async def fetch(self, agent: str, source: str, deadline_s: float) -> Fetched:
-        """Pulls the agent's KV that another node's disk has and this node's lacks, for all branches known here.
+        """Pulls the agent's KV that another node's disk has and this node's lacks, for all branches known here, under
+        all models under which the other one has it.
 
         Raises:
             Unavailable: this node keeps no KV on disk, or the other one gives none.
         """
 
-        def contents() -> list[tuple[Head, Content]]:
-            heads = [head for head in self._agents.heads(agent) if head.root]
-            return [(head, found) for head in heads if (found := self._agents.content(head)) is not None]
+        blocks = self._open()
+        models: list[bytes] = []
+        try:
+            models = await self._peers.client(source).kv_models(agent).within(self._timing.ask_s)
+        except SatchelError as error:
+            logger.info("%s does not say under which models it has KV of %s: %s", source, agent, error.message)
 
-        return await self._open().fetch(agent, await self._work.in_order(contents), source, deadline_s)
+        def contents() -> list[tuple[Head, Content]]:
+            found: list[tuple[Head, Content]] = []
+            for head in [head for head in self._agents.heads(agent) if head.root]:
+                if (content := self._agents.content(head)) is not None:
+                    others = [model for model in models if model != head.model]
+                    roots = {model: self._agents.root_of(agent, model) for model in others}
+                    found += [(head, content)]
+                    found += [(replace(head, model=model, root=root), content) for model, root in roots.items() if root]
+            return found
+
+        return await blocks.fetch(agent, await self._work.in_order(contents), source, deadline_s)
 
     async def pull(self, wanted: PullKV) -> Fetched:
         """Pulls a chain for a request that is about to be computed here.
