@@ -62,6 +62,10 @@ class StoreServices:
             changed=changed,
             timing=memory.timing,
         )
+
+        def gather(agent: str, source: str) -> Awaitable[object]:
+            return self.fetching.fetch(agent, source, memory.timing.fetch_s)
+
         self.copies = Secondaries(
             node.name,
             memory.roles,
@@ -75,6 +79,7 @@ class StoreServices:
             doubt=self.succession.doubt,
             limits=memory.quotas.of,
             timing=memory.timing,
+            gather=gather if any(model.split for model in config.models) else None,
         )
         self.copying = SecondaryKeeper(memory, self.copies, self.succession, self.tombstones, changed=changed)
         self.conversations = Conversations(memory, kept=self.copying.kept, forgotten=self.tombstones.spread)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from satchel.actors.protocol.block_ids import root_id, scope_of
 from satchel.actors.protocol.entries import Entry
 from satchel.actors.protocol.store_messages import AskUnpack
@@ -85,3 +87,21 @@ async def test_a_satchel_has_all_parts_and_a_cluster_takes_those_that_it_can_use
             assert other.has("a", *part(FOLLOWER, BOB), model=FOLLOWER) is (FOLLOWER in models)
             assert other.has("a", *part(MODEL, BOB)) is (MODEL in models)
             assert other.said("a", BOB) == {"hello"}
+
+
+@pytest.mark.parametrize("divided", [True, False])
+async def test_a_followers_part_is_copied_to_the_agents_node_and_from_there_to_its_secondaries(
+    tmp_path: Path, divided: bool
+):
+    """Only if the config divides a model: else nodes would ask each other for nothing after every turn."""
+    leaders, followers = part(MODEL), part(FOLLOWER)
+    model = {"name": "x", "source": "x", **({"split": {"pipeline": "auto"}} if divided else {})}
+    async with cluster(tmp_path / "home", ["a", "b", "c"], models=[model], replication=2) as home:
+        await home.speak("a", ALICE, "hello", spoken(*leaders))
+        await home.put("b", followers, FOLLOWER)
+        await home.put("a", leaders)
+        copies = home.stores["a"].services.copies
+        copies.kv_written(ALICE)
+        await copies.idle()
+        assert all(home.has(node, *leaders) for node in ("b", "c"))
+        assert [home.has(node, *followers, model=FOLLOWER) for node in ("a", "c")] == [divided, divided]
