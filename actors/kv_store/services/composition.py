@@ -45,7 +45,8 @@ class StoreServices:
     def __init__(self, config: Config, node: Node, memory: NodeMemory, peers: Peers, cluster_key: bytes) -> None:
         self.memory = memory
         memory.agents.count_apart(_residue(node.name), NUMBERS)
-        self.fetching = Fetching(memory, peers, cluster_key=cluster_key, node=node)
+        divided = any(model.split for model in config.models)
+        self.fetching = Fetching(memory, peers, cluster_key=cluster_key, node=node, of_all_models=divided)
         self.reports = StoreReports(
             node.name, memory, links=self.fetching.take_links, introduce=lambda: self.tending.introduce()
         )
@@ -79,7 +80,7 @@ class StoreServices:
             doubt=self.succession.doubt,
             limits=memory.quotas.of,
             timing=memory.timing,
-            gather=gather if any(model.split for model in config.models) else None,
+            gather=gather if divided else None,
         )
         self.copying = SecondaryKeeper(memory, self.copies, self.succession, self.tombstones, changed=changed)
         self.conversations = Conversations(memory, kept=self.copying.kept, forgotten=self.tombstones.spread)

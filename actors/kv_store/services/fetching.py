@@ -24,15 +24,19 @@ class Fetching:
     Args:
         cluster_key: the key by which nodes authenticate each other.
         node: this node's name.
+        of_all_models: whether KV of agents is fetched under all models under which another node has it, because models
+            are divided; else only under the model of each branch.
 
     Attributes:
         blocks: None as long as the node keeps no KV on disk.
     """
 
-    def __init__(self, memory: NodeMemory, peers: Peers, *, cluster_key: bytes, node: Node) -> None:
+    def __init__(
+        self, memory: NodeMemory, peers: Peers, *, cluster_key: bytes, node: Node, of_all_models: bool = False
+    ) -> None:
         self._timing = memory.timing
         self._work, self._agents, self._disk, self._peers = memory.work, memory.agents, memory.disk, peers
-        self._cluster_key, self._node = cluster_key, node
+        self._cluster_key, self._node, self._of_all_models = cluster_key, node, of_all_models
         self._loop = asyncio.get_running_loop()
         self.blocks: NodeBlocks | None = None
 
@@ -55,8 +59,7 @@ class Fetching:
         return self.blocks.take_links() if self.blocks is not None else {}
 
     async def fetch(self, agent: str, source: str, deadline_s: float) -> Fetched:
-        """Pulls the agent's KV that another node's disk has and this node's lacks, for all branches known here, under
-        all models under which the other one has it.
+        """Pulls the agent's KV that another node's disk has and this node's lacks, for all branches known here.
 
         Raises:
             Unavailable: this node keeps no KV on disk, or the other one gives none.
@@ -65,7 +68,8 @@ class Fetching:
         blocks = self._open()
         models: list[bytes] = []
         try:
-            models = await self._peers.client(source).kv_models(agent).within(self._timing.ask_s)
+            if self._of_all_models:
+                models = await self._peers.client(source).kv_models(agent).within(self._timing.ask_s)
         except SatchelError as error:
             logger.info("%s does not say under which models it has KV of %s: %s", source, agent, error.message)
 

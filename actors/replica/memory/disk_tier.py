@@ -242,15 +242,22 @@ class DiskTier:
         # The last token is always computed: it is the first decode step's input.
         if hot_tokens >= len(prompt.tokens) - 1:
             return None
+        self._bring(prompt)
         try:
-            if self.others is not None and (session := self._opened()) is not None:
-                self.others.bring(prompt, session)
             return self.read_found(prompt, hot_tokens, adopt)
         except Unavailable:
             raise
         except SatchelError as error:
             logger.warning("request %s: reading KV back failed: %s", prompt.request_id, error.message)
             return None
+
+    def _bring(self, prompt: Prompt) -> None:
+        """Makes KV of others the model's own. If that fails, what is its own already is read all the same."""
+        try:
+            if self.others is not None and (session := self._opened()) is not None:
+                self.others.bring(prompt, session)
+        except SatchelError as error:
+            logger.warning("request %s: no KV is made of other layers': %s", prompt.request_id, error.message)
 
     def look(self, prompt: Prompt, hot_tokens: int) -> int:
         """Returns how many of a prompt's first tokens `load` would reach, according to the index."""

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 KNOWN_S = 10.0
 """How long it is taken for true which models' KV a node's disk has."""
 
+AGAIN_S = 60.0
+"""How long a node that failed is not asked."""
+
 TAILS_MAX = 4
 """How many tails of a range are looked at."""
 
@@ -100,6 +103,7 @@ class OtherLayers:
                 self._pull(remote, prompt)
             except SatchelError as error:
                 logger.warning("request %s: %s gives no KV: %s", prompt.request_id, remote.node, error.message)
+                self._known[remote.node] = time.monotonic() + AGAIN_S - KNOWN_S, []
         models = [model for model in self._on(self._store, "") if model != self._model]
         if not models:
             return 0

@@ -18,6 +18,7 @@ nodes = kv_node.nodes
 """A fixture."""
 
 FOLLOWER = OTHER_MODEL
+DIVIDED = {"name": "x", "source": "x", "split": {"pipeline": "auto"}}
 
 
 def part(model: bytes, agent: str = ALICE, first: int = 0) -> list[Entry]:
@@ -68,7 +69,7 @@ async def test_a_fork_has_its_originals_parts(node):
 async def test_a_satchel_has_all_parts_and_a_cluster_takes_those_that_it_can_use(tmp_path: Path):
     """The follower's part is on another node than the agent."""
     leaders, followers = part(MODEL), part(FOLLOWER)
-    async with cluster(tmp_path / "home", ["a", "b"]) as home:
+    async with cluster(tmp_path / "home", ["a", "b"], models=[DIVIDED]) as home:
         await home.speak("a", ALICE, "hello", spoken(*leaders))
         await home.put("a", leaders)
         await home.put("b", followers, FOLLOWER)
@@ -95,7 +96,7 @@ async def test_a_followers_part_is_copied_to_the_agents_node_and_from_there_to_i
 ):
     """Only if the config divides a model: else nodes would ask each other for nothing after every turn."""
     leaders, followers = part(MODEL), part(FOLLOWER)
-    model = {"name": "x", "source": "x", **({"split": {"pipeline": "auto"}} if divided else {})}
+    model = DIVIDED if divided else {"name": "x", "source": "x"}
     async with cluster(tmp_path / "home", ["a", "b", "c"], models=[model], replication=2) as home:
         await home.speak("a", ALICE, "hello", spoken(*leaders))
         await home.put("b", followers, FOLLOWER)
