@@ -14,6 +14,7 @@ from ..replication.copies import Secondaries
 from ..replication.orphans import Orphans
 from ..replication.peers import Peers
 from ..replication.succession import Succession
+from .claiming import Claiming
 from .conversations import Conversations
 from .copying import SecondaryKeeper
 from .fetching import Fetching
@@ -47,6 +48,9 @@ class StoreServices:
         memory.agents.count_apart(_residue(node.name), NUMBERS)
         divided = any(model.split for model in config.models)
         self.fetching = Fetching(memory, peers, cluster_key=cluster_key, node=node, of_all_models=divided)
+        self.claiming = Claiming(memory, peers)
+        if divided:
+            memory.disk.ask_elsewhere(self.claiming.elsewhere)
         self.reports = StoreReports(
             node.name, memory, links=self.fetching.take_links, introduce=lambda: self.tending.introduce()
         )

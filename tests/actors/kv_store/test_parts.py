@@ -106,3 +106,27 @@ async def test_a_followers_part_is_copied_to_the_agents_node_and_from_there_to_i
         await copies.idle()
         assert all(home.has(node, *leaders) for node in ("b", "c"))
         assert [home.has(node, *followers, model=FOLLOWER) for node in ("a", "c")] == [divided, divided]
+
+
+async def test_a_follower_of_an_agent_that_lives_again_elsewhere_keeps_its_part(tmp_path: Path):
+    """Its node has a tombstone of the agent, and no branch."""
+    old, new = part(FOLLOWER), part(FOLLOWER, first=50)
+    async with cluster(tmp_path / "home", ["a", "b"], models=[DIVIDED], replication=0) as home:
+        await home.speak("a", ALICE, "hello", spoken(*old))
+        await home.put("b", old[1:], FOLLOWER)
+        await home.at("a").forget(ALICE)
+        for node in ("a", "b"):
+            await home.owned(node).idle()
+        assert home.agents("b").forgotten() == [ALICE] and not home.has("b", *old[1:], model=FOLLOWER)
+        await home.put("b", new, FOLLOWER)
+        assert not home.has("b", *new, model=FOLLOWER), "it does not live yet"
+        await home.speak("a", ALICE, "again", spoken(*new))
+        await home.put("b", new, FOLLOWER)
+        await home.put("b", old[:1], FOLLOWER)
+        assert home.has("b", *new, model=FOLLOWER) and not home.has("b", *old[:1], model=FOLLOWER)
+        home.owned("b")._to_erase[ALICE] = None
+        await home.owned("b")._erase_all()
+        assert home.has("b", *new, model=FOLLOWER), "as after a start"
+        await home.at("a").forget(ALICE)
+        await home.owned("b").idle()
+        assert home.disk("b").stats()["files"] == 0
