@@ -135,10 +135,9 @@ class StageActor:
             logger.exception("loading a stage of %s failed", self._model.source)
             self._error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
-        while not self._calls.acquire(timeout=self._timing.unwanted_s):
-            if time.monotonic() - self._asked_at > self._timing.unwanted_s:
-                logger.warning("%s ends: no leader asks for it", self._name)
-                os._exit(1)
+        if not self._is_called():
+            logger.warning("%s ends: no leader asks for it", self._name)
+            os._exit(1)
         try:
             self._follow(loaded)
         except GroupBroken as error:
@@ -148,6 +147,13 @@ class StageActor:
         finally:
             # The leader starts a new process for a new group.
             os._exit(1)
+
+    def _is_called(self) -> bool:
+        """Waits until the leader calls for a group. Returns False if it does not ask for this process any more."""
+        while not self._calls.acquire(timeout=self._timing.unwanted_s):
+            if time.monotonic() - self._asked_at > self._timing.unwanted_s:
+                return False
+        return True
 
     def _load(self, memory: ReplicaMemory) -> LoadedModel:
         loaded = load_planned(self._model, self._stage, self._note_progress, memory.make_way)

@@ -198,6 +198,8 @@ OF_STORE: list[Case] = [
         ["lease", [b"x"], "t/a", [Failure(PLACE, "damaged", False)]],
         None,
     ),
+    (store_of.kv_models("t/a"), "kv_models", ["t/a"], [b"m" * 32]),
+    (store_of.claimed("t/a", 3, [b"m" * 32], [b"facts"]), "claimed", ["t/a", 3, [b"m" * 32], [b"facts"]], [b"x" * 32]),
     (store_of.pull(PULL), "pull", [PULL], Fetched(1, 2, 3, 0.5)),
     (store_of.move("t/a", "mac1"), "move", ["t/a", "mac1", False], Moved("mac1", 2)),
     (store_of.promote("t/a", 2), "promote", ["t/a", 2], 3),

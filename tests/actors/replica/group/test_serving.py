@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
@@ -19,6 +21,7 @@ from satchel.actors.replica.execution.findings import Findings
 from satchel.actors.replica.execution.micro_batches import MicroBatchRule
 from satchel.actors.replica.group import serving
 from satchel.actors.replica.group.broken import GroupBroken
+from satchel.actors.replica.group.follower import StageActor
 from satchel.actors.replica.group.followers import Followers, addresses_of
 from satchel.actors.replica.group.forming import Member
 from satchel.actors.replica.group.gathering import ROOM_S, Gathering
@@ -232,6 +235,17 @@ def test_a_leader_that_cannot_serve_ends_its_group_in_order(
             assert "its layers are divided: layers 0 to 2 on a, 2 to 3 on b" in proven.notes
     assert done.exception() is None and not broken and ended == (["killed"] if fault else [])
     assert [*watched] == ["group"]
+
+
+@pytest.mark.parametrize("asked, called", [(math.inf, True), (0.0, False)])
+def test_a_follower_ends_if_no_leader_asks_for_it_any_more(asked: float, called: bool):
+    """The first question may come late: the leader loads its own stage first."""
+    follower: Any = StageActor.__new__(StageActor)
+    follower._calls, follower._timing = threading.Semaphore(0), SimpleNamespace(unwanted_s=0.02)
+    follower._asked_at = time.monotonic() + asked - 1.0
+    if called:
+        threading.Timer(0.1, follower._calls.release).start()
+    assert follower._is_called() is called
 
 
 class Doubled:
