@@ -259,7 +259,7 @@ class StoreClient(Client):
         """Returns the ids of the models whose KV the node's disk has; if `agent` is not "", only that agent's."""
         ...
 
-    @method(lambda timing, agent, above, models, entries: timing.claim_wait_s + timing.ask_s)
+    @method()
     def claimed(self, agent: str, above: int, models: list[bytes], entries: list[bytes]) -> list[bytes]:
         """Returns the ids of those entries that the agent's branches on this node claim, or soon will, if it lives here
         in an epoch above that one.

@@ -37,8 +37,9 @@ class Claiming:
         facts = [entry.facts() for entry in entries]
 
         async def ask(node: str) -> list[bytes]:
+            call = self._peers.client(node).claimed(agent, tombstone_epoch(place), list(models), facts)
             try:
-                return await self._peers.client(node).claimed(agent, tombstone_epoch(place), list(models), facts)
+                return await call.within(memory.timing.claim_wait_s + memory.timing.ask_s)
             except SatchelError as error:
                 logger.info("%s does not say what KV agent %s has: %s", node, agent, error.message)
                 return []
