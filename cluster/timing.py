@@ -86,10 +86,14 @@ class Timing:
     group_form_s: Seconds = 30.0
     """The processes of a divided model connect to each other within this time, once all have loaded their layers."""
     group_beat_s: Seconds = 0.2
-    """The leader of a divided model and each follower send each other a heartbeat at this interval."""
-    group_silent_s: Seconds = 1.0
-    """A process of a divided model without a heartbeat for this long is lost, and so are all the others: they end, and
-    the leader starts them again."""
+    """The leader of a divided model and each follower, and followers that are neighbours, send each other a heartbeat
+    at this interval."""
+    group_silent_s: Seconds = 2.0
+    """If the machine of a process of a divided model acknowledges nothing for this long, the process is lost, and so
+    are all the others: they end, and the leader starts them again."""
+    group_stalled_s: Seconds = 20.0
+    """A process of a divided model that sends no heartbeat for this long is lost too, though its machine answers:
+    compiling a kernel may hold it up for seconds."""
     group_recovery_s: Seconds = 300.0
     """If a process or a node of a divided model is lost, its sequences wait this long for it, instead of
     `recovery_s`."""
@@ -179,6 +183,11 @@ RELATIONS = tuple(
         ),
         ("timing.block_lease_s", "2 x timing.answer_s", "a reader's renewal may be answered late"),
         ("timing.group_silent_s", "3 x timing.group_beat_s", "two heartbeats may be late"),
+        (
+            "timing.group_stalled_s",
+            "timing.group_silent_s",
+            "a process that only stands still may come back, one that is cut off must be noticed soon",
+        ),
         ("timing.group_recovery_s", "timing.recovery_s", "all processes of a group load their layers again"),
         (
             "timing.unwanted_s",

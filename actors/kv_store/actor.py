@@ -120,6 +120,8 @@ class KVStoreActor:
     disk_touch = _by(StoreClient.disk_touch, lambda services: services.memory.disk.touch)
     disk_find = _by(StoreClient.disk_find, lambda services: services.memory.disk.find)
     disk_read = _by(StoreClient.disk_read, lambda services: services.memory.disk.read)
+    kv_models = _by(StoreClient.kv_models, lambda services: services.memory.disk.models)
+    claimed = _by(StoreClient.claimed, lambda services: services.claiming.claimed)
     pull = _by(StoreClient.pull, lambda services: services.fetching.pull)
 
     # Where agents live.

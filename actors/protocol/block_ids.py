@@ -63,16 +63,6 @@ def block_ids(root: bytes, tokens: Sequence[int]) -> list[bytes]:
     return ids
 
 
-def part_id(stage: bytes, entry: bytes) -> bytes:
-    """Returns the id (32 bytes) of a stage's part of a block, or of the root of blocks.
-
-    Args:
-        stage: the stage's model id, which depends on its layers.
-        entry: the id of the block, or of the root, of the whole model.
-    """
-    return digest(b"satchel.part.1", stage, entry)
-
-
 def is_shared(scope: str) -> bool:
     """Returns whether other requests may reuse blocks of this scope."""
     return not scope.startswith("request:")

@@ -38,13 +38,14 @@ class ReadPart:
 
     Attributes:
         reading: a unique name.
-        owner, root, ids: of the prompt, as in `disk_tier.Prompt`.
+        owner, scope, root, ids: of the prompt, as in `disk_tier.Prompt`.
         tokens: packed.
         hot_tokens: how many of its first tokens have KV in memory.
     """
 
     reading: str
     owner: str
+    scope: str
     root: bytes
     ids: list[bytes]
     tokens: bytes

@@ -116,7 +116,7 @@ class GenerateRequest:
     Attributes:
         prompt: token ids, and media token ids where a picture of `media` is.
         block_ids: of the prompt's whole blocks, in order; `root_id` is the parent of the first. Both are derived from
-            `model_id`, which is b"" if unknown.
+            `model_id`, which is b"" if unknown, and `scope`, as in `block_ids.root_id`.
         generated: how many of the prompt's last tokens were generated for this request on a replica that was lost;
             sampling continues at that position.
         choices: how many requests with this prompt come together, as for a caller's `n`. The prompt is prefilled once.
@@ -159,6 +159,7 @@ class GenerateRequest:
     lasting_saved: bool = False
     reusable: bool = True
     model_id: bytes = b""
+    scope: str = ""
     tenant: str = ""
     flow: str = ""
     memory_bytes_max: int | None = None
@@ -239,7 +240,8 @@ class ModelInfo:
     `blind` why a vision model does not take them, and `stills` why it takes a video's frames as single pictures.
     `notes` say in sentences what is not served as requested. `proving` says what the self-test still checks while the
     model is served in plain mode, and `proving_since` is when that began, Unix time; "" and 0 if nothing is checked.
-    `stages` are those of a divided model; then `layers` describes the last one's."""
+    `stages` are those of a divided model; then `layers` describes the last one's. `joins` is how many layers the whole
+    model has if KV of any of them can be cut out and joined, else 0."""
 
     replica: str
     node: str
@@ -267,6 +269,7 @@ class ModelInfo:
     proving: str = ""
     proving_since: float = 0.0
     stages: list[StageInfo] = field(default_factory=list)
+    joins: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,6 +254,22 @@ class StoreClient(Client):
         """Returns a reader's lease; records that it used `chain`, and which entries it could not read."""
         ...
 
+    @method()
+    def kv_models(self, agent: str) -> list[bytes]:
+        """Returns the ids of the models whose KV the node's disk has; if `agent` is not "", only that agent's."""
+        ...
+
+    @method()
+    def claimed(self, agent: str, above: int, models: list[bytes], entries: list[bytes]) -> list[bytes]:
+        """Returns the ids of those entries that the agent's branches on this node claim, or soon will, if it lives here
+        in an epoch above that one.
+
+        Args:
+            models: whose entries they are.
+            entries: `EntryRecord.facts` of each.
+        """
+        ...
+
     @method(lambda timing, wanted: timing.answer_s + wanted.deadline_s)
     def pull(self, wanted: PullKV) -> Fetched:
         """Pulls a chain from another node for a request that is about to be computed on this one."""

@@ -178,6 +178,7 @@ class ReplicaActor:
             blind=loaded.blind,
             stills=loaded.stills,
             embedding=loaded.embedding,
+            joins=loaded.layers[1] if loaded.layers is not None else 0,
             notes=list(self._proven.notes) if self._proven is not None else [],
             **self._proving(),
         )

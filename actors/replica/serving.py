@@ -34,6 +34,7 @@ from .loading import compile_ahead, models
 from .loading.warm_up import WarmUp, meet_prompts
 from .loop.engine import Engine
 from .memory.disk_tier import DiskTier
+from .memory.other_layers import OtherLayers
 from .memory.replica_memory import ReplicaMemory
 from .plain_mode import PlainMode
 from .reports import EngineReports
@@ -155,7 +156,9 @@ class Serving:
         if not loaded.spec.reusable:
             return None
         store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
-        return DiskTier(loaded.spec, loaded.model_id, store, most, self._timing)
+        disk = DiskTier(loaded.spec, loaded.model_id, store, most, self._timing)
+        disk.others = OtherLayers.of(loaded, store, self._node.name, (), self._timing)
+        return disk
 
     def _bearable(self, share_bytes: int) -> int:
         """Returns how much of this process's part of the memory the model may use, in bytes."""

@@ -503,4 +503,4 @@ async def called(request: GenerateRequest, model_id: bytes, scope: str) -> Gener
     """
     root = root_id(model_id, scope)
     ids = await asyncio.to_thread(block_ids, root, request.prompt)
-    return replace(request, model_id=model_id, root_id=root, block_ids=ids)
+    return replace(request, model_id=model_id, scope=scope, root_id=root, block_ids=ids)

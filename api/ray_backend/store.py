@@ -10,6 +10,8 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from ...actors.model_files.layer_ranges import LayerRange, identity_of, ids_of_all
+from ...actors.model_files.model_identity import ModelIdentity
 from ...actors.protocol import registry
 from ...actors.protocol.clients import ReplicaClient
 from ...actors.protocol.replica_messages import ModelInfo
@@ -95,7 +97,7 @@ class RayStore:
 
     async def blocks(self, agent: str) -> list[BranchKV]:
         # Replicas with different model ids may have computed the same tokens.
-        replicas = [(info.files_id, info.model_id) for _, info in await self._infos()]
+        replicas = [(info.files_id, model) for _, info in await self._infos() for model in computed_by(info)]
         return await self._ask_primary(agent, lambda store: store.blocks(agent, replicas))
 
     async def fork(self, source: str, target: str, limits: Limits | None = None) -> int:
@@ -133,7 +135,7 @@ class RayStore:
                 await self._locator.ask(head, lambda store, node=node: store.fetch(agent, node, fetch_s))
             except SatchelError as error:
                 logger.warning("of agent %s no KV is packed that only %s has: %s", agent, node, error.message)
-        replicas = [(info.files_id, info.model_id) for _, info in await self._infos()]
+        replicas = [(info.files_id, model) for _, info in await self._infos() for model in computed_by(info)]
         return await self._locator.ask(head, lambda store: store.pack(agent, replicas))
 
     async def unpack(
@@ -146,7 +148,9 @@ class RayStore:
             if place.home != head:
                 # The agent that is replaced must be on the node that replaces it.
                 await self.move(agent, head)
-        models = list({info.model_id for _, info in await self._infos()})
+        infos = [info for _, info in await self._infos()]
+        found = await asyncio.to_thread(lambda: [usable_by(info) for info in infos])
+        models = sorted(set[bytes]().union(*found))
         asked = AskUnpack(agent, path, models, replace, trusted, dict(limits or {}))
         came = await self._locator.ask(head, lambda store: store.unpack(asked))
         self._locator.note(agent, head)
@@ -269,6 +273,20 @@ class RayStore:
             return {name: (found, nodes[name]) for name, found in find_replicas(entries, self._timing).items()}
 
         return await asyncio.to_thread(find)
+
+
+def computed_by(info: ModelInfo) -> list[bytes]:
+    """Returns the model ids of all processes of a replica: if its layers are divided, each has some of them."""
+    if not info.stages:
+        return [info.model_id]
+    identity, count = ModelIdentity(info.files, info.computing), info.stages[-1].stop
+    return [identity_of(identity, LayerRange(stage.start, stage.stop), count).model_id for stage in info.stages]
+
+
+def usable_by(info: ModelInfo) -> set[bytes]:
+    """Returns the model ids whose KV a replica can use, also that of other layers than a process has."""
+    identity = ModelIdentity(info.files, info.computing)
+    return {*computed_by(info), *(ids_of_all(identity, info.joins) if info.joins else ())}
 
 
 async def _answers(calls: Sequence[Call[T]]) -> list[T]:

@@ -32,7 +32,7 @@ from satchel.cluster.config import Scheduling
 from ..cluster.worker import answer
 
 GROUP, KEY = "measured", b"a cluster's key for benchmarks"
-TIMES = GroupTimes(form_s=60.0, silent_s=20.0)
+TIMES = GroupTimes(form_s=60.0, silent_s=20.0, stalled_s=60.0)
 
 
 Call = tuple[int, float, float]

@@ -14,7 +14,7 @@ from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids
 from satchel.actors.protocol.entries import Entry, Location, unpack_tokens
 from satchel.actors.replica.kv.caches import PooledBlock, Record, Records, Slab
-from satchel.actors.replica.memory.disk_tier import read_blocks, read_slabs
+from satchel.actors.replica.memory.disk_reading import read_blocks, read_slabs
 from satchel.actors.replica.memory.sequence_memory import kept_of
 from satchel.actors.replica.memory.slab_codec import to_parts
 

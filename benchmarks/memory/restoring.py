@@ -19,7 +19,7 @@ from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec, PooledBlock, Records, Slab
 from satchel.actors.replica.kv.paged_cache import Reads
 from satchel.actors.replica.kv.pool import BlockPool
-from satchel.actors.replica.memory.disk_tier import read_blocks
+from satchel.actors.replica.memory.disk_reading import read_blocks
 from satchel.actors.replica.memory.slab_codec import to_parts
 
 from ..parts import Budget, ResultTable, Say, median

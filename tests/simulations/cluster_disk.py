@@ -14,6 +14,8 @@ from satchel.actors.kv_store.disk.leases import Leases
 from satchel.actors.protocol.entries import DIGEST_BYTES, EntryRecord, Location, SegmentRecord, owner_tag
 from satchel.cluster.errors import DiskFull, StaleEpoch
 
+from ..worlds.kv_store.store_world import MODEL
+
 ENTRY_BYTES = 1000
 
 
@@ -155,6 +157,11 @@ class KVDisk:
 
     def records(self, ids: Sequence[bytes]) -> list[EntryRecord]:
         return [self._records[entry] for entry in ids if entry in self._records]
+
+    def models(self, owner: str = "") -> list[bytes]:
+        """All entries are of one model."""
+        tags = self.owners()
+        return [MODEL] if (owner_tag(self.key, owner) in tags if owner else tags) else []
 
     def owners(self) -> set[bytes]:
         return {tag for record in self._records.values() for tag in record.owners}

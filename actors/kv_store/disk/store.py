@@ -310,6 +310,13 @@ class DiskStore:
         with self._held("listing owners") as shelf:
             return {tag for row in shelf.index.all_rows() for tag in row.record.owners}
 
+    def models(self, owner: str = "") -> list[bytes]:
+        """Returns the ids of the models that have entries, sorted; with an owner only of those that it has."""
+        with self._held("listing models") as shelf:
+            if not owner:
+                return sorted({segment.model for segment in shelf.index.segments.values()})
+            return sorted({row.segment.model for row in shelf.index.owned(owner_tag(self.key, owner))})
+
     def owned(self, owner: str) -> frozenset[bytes]:
         """Returns the ids of the entries that an owner has."""
         tag = owner_tag(self.key, owner)

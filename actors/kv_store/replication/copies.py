@@ -62,6 +62,8 @@ class Secondaries:
         doubt: called with agents that have another primary according to another node.
         limits: returns the known limit of an agent's tenant on a node's disk.
         timing: how long background copies of branches and KV may take, and how soon a copy is retried.
+        gather: fetches an agent's KV from a node to this one, before secondaries get it from here; None if other nodes
+            have none that this one lacks. If models are divided, each node of a group has its layers' part.
 
     Attributes:
         failed_total: copies that were not made in time.
@@ -82,8 +84,10 @@ class Secondaries:
         doubt: Callable[[str], None],
         limits: Callable[[str], Limits] = lambda agent: {},
         timing: Timing,
+        gather: Callable[[str, str], Awaitable[object]] | None = None,
     ) -> None:
         self._node, self._roles, self._in_order, self._peers = node, roles, in_order, peers
+        self._gather = gather
         self._version, self._count, self._doubt, self._limits = version, count, doubt, limits
         self._least = min(count, machines - 1)
         self._wait_s, self._strict, self._timing = wait_s, strict, timing
@@ -261,7 +265,14 @@ class Secondaries:
         place = await self._in_order(lambda: self._roles.place(agent))
         if place.role is not Role.PRIMARY:
             return
-        for node in secondary_nodes(agent, await self._peers.others(), self._count):
+        others = await self._peers.others()
+        if (gather := self._gather) is not None:
+            for node in others:
+                try:
+                    await gather(agent, node)
+                except SatchelError as error:
+                    logger.warning("node %s gives no KV of agent %s: %s", node, agent, error.message)
+        for node in secondary_nodes(agent, others, self._count):
             try:
                 await self._peers.client(node).fetch(agent, self._node, self._timing.fetch_s)
             except SatchelError as error:

@@ -14,6 +14,7 @@ from ..replication.copies import Secondaries
 from ..replication.orphans import Orphans
 from ..replication.peers import Peers
 from ..replication.succession import Succession
+from .claiming import Claiming
 from .conversations import Conversations
 from .copying import SecondaryKeeper
 from .fetching import Fetching
@@ -45,7 +46,11 @@ class StoreServices:
     def __init__(self, config: Config, node: Node, memory: NodeMemory, peers: Peers, cluster_key: bytes) -> None:
         self.memory = memory
         memory.agents.count_apart(_residue(node.name), NUMBERS)
-        self.fetching = Fetching(memory, peers, cluster_key=cluster_key, node=node)
+        divided = any(model.split for model in config.models)
+        self.fetching = Fetching(memory, peers, cluster_key=cluster_key, node=node, of_all_models=divided)
+        self.claiming = Claiming(memory, peers)
+        if divided:
+            memory.disk.ask_elsewhere(self.claiming.elsewhere)
         self.reports = StoreReports(
             node.name, memory, links=self.fetching.take_links, introduce=lambda: self.tending.introduce()
         )
@@ -62,6 +67,10 @@ class StoreServices:
             changed=changed,
             timing=memory.timing,
         )
+
+        def gather(agent: str, source: str) -> Awaitable[object]:
+            return self.fetching.fetch(agent, source, memory.timing.fetch_s)
+
         self.copies = Secondaries(
             node.name,
             memory.roles,
@@ -75,6 +84,7 @@ class StoreServices:
             doubt=self.succession.doubt,
             limits=memory.quotas.of,
             timing=memory.timing,
+            gather=gather if divided else None,
         )
         self.copying = SecondaryKeeper(memory, self.copies, self.succession, self.tombstones, changed=changed)
         self.conversations = Conversations(memory, kept=self.copying.kept, forgotten=self.tombstones.spread)

@@ -21,7 +21,7 @@ from ...protocol.store_messages import DiskSession, FoundKV, FoundTail, Limits
 from ..agents.claims import Branch, Claims
 from ..disk.quotas import Quotas, tenant_of
 from ..disk.store import DiskLimits, DiskStore
-from .ownership import Ask, Ownership
+from .ownership import Ask, Elsewhere, Ownership
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class NodeDisk:
         owned: the owners of its entries; None without a store.
         error: why there is no store, "" if there is one.
         on_opened: called if the store was opened later.
+        elsewhere: as of `Ownership`.
         on_touched: called with an agent's key when its KV has changed.
     """
 
@@ -67,6 +68,7 @@ class NodeDisk:
         self.error = ""
         self.on_opened: Callable[[], object] = lambda: None
         self.on_touched: Callable[[str], object] = lambda agent: None
+        self.elsewhere: Elsewhere | None = None
         self.threads = ThreadPoolExecutor(2, "disk")
         self._folder, self._limits, self._ask, self._quotas = folder, limits, ask, quotas
         self._tending: asyncio.Task[None] | None = None
@@ -75,9 +77,16 @@ class NodeDisk:
         if (found := self._open(LOCK_WAIT_S)) is not None:
             self.take(found)
 
+    def ask_elsewhere(self, elsewhere: Elsewhere) -> None:
+        """Lets other nodes say what forgotten agents that live again may own here."""
+        self.elsewhere = elsewhere
+        if self.owned is not None:
+            self.owned.elsewhere = elsewhere
+
     def take(self, store: DiskStore) -> None:
         """Uses the store from now on."""
         self.store, self.owned = store, Ownership(store, self._ask, self._timing.claim_wait_s)
+        self.owned.elsewhere = self.elsewhere
 
     def _open(self, lock_wait_s: float) -> DiskStore | None:
         folder = self._folder
@@ -207,8 +216,8 @@ class NodeDisk:
         await self.limit(limits)
 
         async def work(store: DiskStore, owned: Ownership) -> list[bytes]:
-            without = await owned.unclaimed(segment.entries)
-            heirs = await owned.inherited(segment.entries)
+            without = await owned.unclaimed(segment.entries, segment.model)
+            heirs = await owned.inherited(segment.entries, segment.model)
             placed = await self.in_thread(store.commit, segment, without, heirs)
             gone = set(placed.retracted)
             return [entry for entry in (*placed.kept, *placed.dropped) if entry not in gone]
@@ -247,6 +256,10 @@ class NodeDisk:
             return FoundKV(blocks, [FoundTail(tail.location, tail.tokens) for tail in tails], lease)
 
         return None if self.store is None else await self.in_thread(work, self.store)
+
+    async def models(self, agent: str) -> list[bytes]:
+        """As `StoreClient.kv_models`."""
+        return [] if self.store is None else await self.in_thread(self.store.models, agent)
 
     async def read(self, lease: str, chain: Sequence[bytes], owner: str, failures: Sequence[Failure] = ()) -> None:
         """Ends a reader's lease; as `StoreClient.disk_read`."""

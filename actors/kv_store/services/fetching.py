@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from dataclasses import replace
 
-from ....cluster.errors import Unavailable
+from ....cluster.errors import SatchelError, Unavailable
 from ....cluster.nodes import Node
 from ...protocol.store_messages import Content, Fetched, Head, PullKV
 from ..replication.peers import Peers
@@ -13,6 +15,8 @@ from ..transfer.pull_loop import Wanted
 from .node_memory import NodeMemory
 from .ownership import OwnedKeeper
 
+logger = logging.getLogger(__name__)
+
 
 class Fetching:
     """Made on the event loop that it lives on.
@@ -20,15 +24,19 @@ class Fetching:
     Args:
         cluster_key: the key by which nodes authenticate each other.
         node: this node's name.
+        of_all_models: whether KV of agents is fetched under all models under which another node has it, because models
+            are divided; else only under the model of each branch.
 
     Attributes:
         blocks: None as long as the node keeps no KV on disk.
     """
 
-    def __init__(self, memory: NodeMemory, peers: Peers, *, cluster_key: bytes, node: Node) -> None:
+    def __init__(
+        self, memory: NodeMemory, peers: Peers, *, cluster_key: bytes, node: Node, of_all_models: bool = False
+    ) -> None:
         self._timing = memory.timing
         self._work, self._agents, self._disk, self._peers = memory.work, memory.agents, memory.disk, peers
-        self._cluster_key, self._node = cluster_key, node
+        self._cluster_key, self._node, self._of_all_models = cluster_key, node, of_all_models
         self._loop = asyncio.get_running_loop()
         self.blocks: NodeBlocks | None = None
 
@@ -57,11 +65,25 @@ class Fetching:
             Unavailable: this node keeps no KV on disk, or the other one gives none.
         """
 
-        def contents() -> list[tuple[Head, Content]]:
-            heads = [head for head in self._agents.heads(agent) if head.root]
-            return [(head, found) for head in heads if (found := self._agents.content(head)) is not None]
+        blocks = self._open()
+        models: list[bytes] = []
+        try:
+            if self._of_all_models:
+                models = await self._peers.client(source).kv_models(agent).within(self._timing.ask_s)
+        except SatchelError as error:
+            logger.info("%s does not say under which models it has KV of %s: %s", source, agent, error.message)
 
-        return await self._open().fetch(agent, await self._work.in_order(contents), source, deadline_s)
+        def contents() -> list[tuple[Head, Content]]:
+            found: list[tuple[Head, Content]] = []
+            for head in [head for head in self._agents.heads(agent) if head.root]:
+                if (content := self._agents.content(head)) is not None:
+                    others = [model for model in models if model != head.model]
+                    roots = {model: self._agents.root_of(agent, model) for model in others}
+                    found += [(head, content)]
+                    found += [(replace(head, model=model, root=root), content) for model, root in roots.items() if root]
+            return found
+
+        return await blocks.fetch(agent, await self._work.in_order(contents), source, deadline_s)
 
     async def pull(self, wanted: PullKV) -> Fetched:
         """Pulls a chain for a request that is about to be computed here.

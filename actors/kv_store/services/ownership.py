@@ -59,10 +59,16 @@ Ask = Callable[[Callable[[Agents], Any]], Awaitable[Any]]
 """Calls its argument in the one thread that may use `Agents`."""
 
 
+Elsewhere = Callable[[str, Sequence[bytes], Sequence[EntryRecord]], Awaitable[set[bytes]]]
+"""As `Claiming.elsewhere`."""
+
+
 class Ownership:
     """Bars and erases owners of the KV in `store`, and finds unknown ones. For one event loop.
 
     Attributes:
+        elsewhere: returns which entries an agent's branches on other nodes claim, of an agent that was forgotten here;
+            None if only branches here count.
         end_pulls: called in a thread before an owner's KV is erased, to end what fetches more of it.
         settled_total: entries whose owners were found out from the agents' branches.
     """
@@ -87,6 +93,7 @@ class Ownership:
         self._owed: OrderedDict[str, None] = OrderedDict()
         self._work: asyncio.Task[None] | None = None
         self.end_pulls: Callable[[str], object] | None = None
+        self.elsewhere: Elsewhere | None = None
         self.settled_total = 0
 
     async def ready(self) -> None:
@@ -182,12 +189,13 @@ class Ownership:
 
         await asyncio.to_thread(self._store.give, agent, list(claims.blocks), claims.parents(), has)
 
-    async def inherited(self, entries: Sequence[EntryRecord]) -> dict[bytes, set[bytes]]:
-        """Returns, by entry id, the tags of forks that own the entries too. Call it `fenced`."""
+    async def inherited(self, entries: Sequence[EntryRecord], model: bytes = b"") -> dict[bytes, set[bytes]]:
+        """Returns, by entry id, the tags of forks that own the entries too. Call it `fenced`. `model` as for
+        `unclaimed`."""
         found: dict[bytes, set[bytes]] = {}
         for tag in {tag for entry in entries for tag in entry.owners}:
             for heir in self._copies_of(tag):
-                claims = await self.claims(heir)
+                claims = await self.claims(heir, [model] if model else [])
                 theirs = [entry.id for entry in entries if tag in entry.owners and claims.holds(entry)]
                 if (since := self._since.get(heir)) is not None:
                     since.update(theirs)
@@ -203,8 +211,12 @@ class Ownership:
         task.add_done_callback(self._under_way.discard)
         return await asyncio.shield(task)
 
-    async def unclaimed(self, entries: Sequence[EntryRecord]) -> dict[bytes, set[bytes]]:
-        """Returns, by entry id, the tags of owners that may not have the entry. Call it `fenced`."""
+    async def unclaimed(self, entries: Sequence[EntryRecord], model: bytes = b"") -> dict[bytes, set[bytes]]:
+        """Returns, by entry id, the tags of owners that may not have the entry. Call it `fenced`.
+
+        Args:
+            model: whose entries they are, if the disk may not have any of it yet.
+        """
         await self.ready()
         without: dict[bytes, set[bytes]] = {}
         for tag in {tag for entry in entries for tag in entry.owners}:
@@ -212,7 +224,8 @@ class Ownership:
                 continue
             since = self._since.get(agent, set())
             theirs = [entry for entry in entries if tag in entry.owners]
-            left = {entry.id for entry in await self._left(agent, theirs, self._claim_wait_s)}
+            models = [model] if model else []
+            left = {entry.id for entry in await self._left_anywhere(agent, theirs, self._claim_wait_s, models)}
             for entry in left:
                 without.setdefault(entry, set()).add(tag)
             since.update(entry.id for entry in theirs if entry.id not in left)
@@ -229,22 +242,40 @@ class Ownership:
             return list(ids)
         since = self._since.get(agent, set())
         records = await asyncio.to_thread(self._store.records, ids)
-        left = await self._left(agent, records, self._claim_wait_s if wait else 0.0)
+        left = await self._left_anywhere(agent, records, self._claim_wait_s if wait else 0.0, [])
         theirs = {record.id for record in records} - {record.id for record in left}
         since.update(theirs)
         return [entry for entry in ids if entry in theirs]
 
-    async def claims(self, agent: str) -> Claims:
-        """Returns what the agent's branches claim."""
-        return (await self._claims(agent))[1]
+    async def claims(self, agent: str, models: Sequence[bytes] = ()) -> Claims:
+        """Returns what the agent's branches claim, under all models that the disk has, and `models`: the same tokens
+        have KV of several models if a model is divided, because each stage is one, and if nodes compute otherwise."""
+        return (await self._claims(agent, models))[1]
 
-    async def _left(self, agent: str, entries: Sequence[EntryRecord], wait_s: float) -> list[EntryRecord]:
+    async def claimed(self, agent: str, models: Sequence[bytes], entries: Sequence[EntryRecord]) -> list[bytes]:
+        """Returns the ids of those entries of these models that the agent's branches claim, or soon will."""
+        left = {entry.id for entry in await self._left(agent, entries, self._claim_wait_s, models)}
+        return [entry.id for entry in entries if entry.id not in left]
+
+    async def _left_anywhere(
+        self, agent: str, entries: Sequence[EntryRecord], wait_s: float, models: Sequence[bytes]
+    ) -> list[EntryRecord]:
+        """As `_left`, and asks other nodes about those entries that no branch here claims."""
+        left = await self._left(agent, entries, wait_s, models)
+        if not left or self.elsewhere is None:
+            return left
+        theirs = await self.elsewhere(agent, models or await asyncio.to_thread(self._store.models), left)
+        return [entry for entry in left if entry.id not in theirs]
+
+    async def _left(
+        self, agent: str, entries: Sequence[EntryRecord], wait_s: float, models: Sequence[bytes] = ()
+    ) -> list[EntryRecord]:
         """Returns the entries that no branch of the agent claims. If the agent lives, waits for a branch first."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + wait_s
         while True:
             news = self._news
-            alive, claims = await self._claims(agent)
+            alive, claims = await self._claims(agent, models)
             left = [entry for entry in entries if not claims.holds(entry)]
             rest = ends - loop.time()
             if not left or not alive or rest <= 0:
@@ -253,9 +284,10 @@ class Ownership:
                 async with asyncio.timeout(rest):
                     await news.wait()
 
-    async def _claims(self, agent: str) -> tuple[bool, Claims]:
+    async def _claims(self, agent: str, models: Sequence[bytes]) -> tuple[bool, Claims]:
         """Returns whether the agent lives or may soon, and what its branches claim."""
-        alive, branches = await self._ask(lambda agents: (agents.lives(agent), branches_of(agents, agent)))
+        every = {*await asyncio.to_thread(self._store.models), *models}
+        alive, branches = await self._ask(lambda agents: (agents.lives(agent), branches_under(agents, agent, every)))
         # Not in the agents' thread: hashing takes a while, and commits wait for that one.
         return alive, await asyncio.to_thread(Claims, branches)
 
@@ -286,11 +318,12 @@ class Ownership:
         census = await asyncio.to_thread(lambda: Census(self._store.uncertain(), self._store.key))
         if not census.entries:
             return
-        page = await self._ask(lambda agents: _page(agents, ""))
+        models = await asyncio.to_thread(self._store.models)
+        page = await self._ask(lambda agents: _page(agents, "", models))
         while page:
             await asyncio.to_thread(_count, census, page)
             after = page[-1][0]
-            page = await self._ask(lambda agents, after=after: _page(agents, after))
+            page = await self._ask(lambda agents, after=after: _page(agents, after, models))
         owners = list(census.owners.items())
         for start in range(0, len(owners), _SETTLED_TOGETHER):
             batch = dict(owners[start : start + _SETTLED_TOGETHER])
@@ -322,9 +355,16 @@ class Ownership:
             await asyncio.wait(under_way)
         # It may have come back already, get more while this is going on, and even be forgotten and come back again.
         claims = await self.claims(agent)
+        elsewhere: set[bytes] = set()
+        if self.elsewhere is not None:
+            owned = await asyncio.to_thread(lambda: self._store.records([*self._store.owned(agent)]))
+            theirs = [record for record in owned if record.id not in since and not claims.holds(record)]
+            if theirs:
+                elsewhere = await self.elsewhere(agent, await asyncio.to_thread(self._store.models), theirs)
 
         def keep(record: EntryRecord) -> bool:
-            return record.id in since or record.id in self._since.get(agent, ()) or claims.holds(record)
+            known = record.id in since or record.id in self._since.get(agent, ()) or record.id in elsewhere
+            return known or claims.holds(record)
 
         await asyncio.to_thread(self._store.forget, agent, keep)
 
@@ -341,8 +381,8 @@ class OwnedKeeper:
 
     def commit(self, record: SegmentRecord) -> SegmentPlacement:
         async def work() -> SegmentPlacement:
-            without = await self._owned.unclaimed(record.entries)
-            heirs = await self._owned.inherited(record.entries)
+            without = await self._owned.unclaimed(record.entries, record.model)
+            heirs = await self._owned.inherited(record.entries, record.model)
             return await asyncio.to_thread(self._store.commit, record, without, heirs)
 
         return self._fenced(work())
@@ -379,8 +419,20 @@ def branches_of(agents: Agents, agent: str, replicas: Sequence[Sequence[bytes]] 
     return found
 
 
-def _page(agents: Agents, after: str) -> list[tuple[str, list[Branch]]]:
-    return [(agent, branches_of(agents, agent)) for agent, _ in agents.list("", after, _AGENTS_A_PAGE)]
+def branches_under(agents: Agents, agent: str, models: Collection[bytes]) -> list[Branch]:
+    """Returns the agent's branches as they are, and each also under these models. For the agents' thread."""
+    found = []
+    for head in agents.heads(agent):
+        if (content := agents.content(head)) is not None:
+            found.append(Branch(head.model, head.root, content.tokens))
+            found += [
+                Branch(model, agents.root_of(agent, model), content.tokens) for model in models if model != head.model
+            ]
+    return found
+
+
+def _page(agents: Agents, after: str, models: Collection[bytes]) -> list[tuple[str, list[Branch]]]:
+    return [(agent, branches_under(agents, agent, models)) for agent, _ in agents.list("", after, _AGENTS_A_PAGE)]
 
 
 def _count(census: Census, page: Iterable[tuple[str, list[Branch]]]) -> None:

@@ -199,12 +199,13 @@ class Satchels:
         self, agent: str, branches: Sequence[tuple[Head, Content]], replicas: Sequence[Sequence[bytes]]
     ) -> Packed:
         chains: list[tuple[int, Branch]] = []
+        store = self._disk.store
+        there = {*(store.models() if store is not None else [])}
         for number, (head, content) in enumerate(branches):
             chains.append((number, Branch(head.model, head.root, content.tokens)))
-            others = {model for files, model in replicas if files == head.files} - {head.model}
+            others = there & {model for files, model in replicas if files == head.files} - {head.model}
             for model in sorted(others):
                 chains.append((number, Branch(model, self._agents.root_of(agent, model), content.tokens)))
-        store = self._disk.store
         locations = [] if store is None else kv_of(store, [branch for _, branch in chains])
         name, now_s = agent.partition("/")[2], time.time()
         manifest = manifest_of(name, branches, chains, locations, now_s)

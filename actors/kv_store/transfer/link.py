@@ -58,12 +58,13 @@ class Link:
         rate: limits what it sends.
 
     Attributes:
+        stall_s: as given; may be changed.
         until: monotonic seconds after which nothing is waited for.
     """
 
     def __init__(self, sock: socket.socket, stall_s: float, rate: SharedRate | None = None) -> None:
         self.sock, self.until = sock, float("inf")
-        self._stall_s, self._rate = stall_s, rate or SharedRate(None)
+        self.stall_s, self._rate = stall_s, rate or SharedRate(None)
         self._out = self._into = Seal(bytes(32))
         self._plain, self._sealed = memoryview(b""), memoryview(b"")
         with contextlib.suppress(OSError):
@@ -144,7 +145,7 @@ class Link:
 
     def _try(self, limit: int, call: Callable[[], int]) -> int:
         """Returns what one system call returns, which ends after `stall_s`."""
-        wait_s = min(self._stall_s, self.until - time.monotonic())
+        wait_s = min(self.stall_s, self.until - time.monotonic())
         try:
             if wait_s <= 0:
                 raise BlockingIOError

@@ -431,16 +431,22 @@ class Batch(Prefilling):
 
     @replayed
     def save(
-        self, owner: str, chain: Sequence[bytes], items: Sequence[Sequence[Any]], limits: Mapping[str, int | None]
+        self,
+        owner: str,
+        root: bytes,
+        scope: str,
+        chain: Sequence[bytes],
+        items: Sequence[Sequence[Any]],
+        limits: Mapping[str, int | None],
     ) -> None:
         """Has the followers write their parts of KV to their nodes' disks.
 
         Args:
-            owner, chain, limits: as in `WriteJob`.
+            owner, root, scope, chain, limits: as in `WriteJob`.
             items: id, parent, tokens and KV of each item, as in `Unsaved`.
         """
         if self.parts is not None:
-            self.parts.save(owner, chain, items, limits)
+            self.parts.save(owner, root, scope, chain, items, limits)
 
     @on_device()
     def copied(self, kept: Sequence[Slab | PooledBlock]) -> list[Slab | Record]:

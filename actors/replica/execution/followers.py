@@ -43,7 +43,15 @@ class Followers(Protocol):
 class Parts(Protocol):
     """Keeps a follower's part of sequences' KV on its node's disk."""
 
-    def save(self, owner: str, chain: Sequence[bytes], items: Sequence[Sequence[Any]], limits: Any) -> None:
+    def save(
+        self,
+        owner: str,
+        root: bytes,
+        scope: str,
+        chain: Sequence[bytes],
+        items: Sequence[Sequence[Any]],
+        limits: Any,
+    ) -> None:
         """Writes KV. Arguments as for `Batch.save`."""
 
     def blocks(self, reading: str, count: int) -> list[Records]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
+from ...model_files.layer_ranges import LayerRange
 from ...model_files.model_identity import ModelIdentity
 from ...model_files.sentence_modules import SentenceModules
 from ...protocol.replica_messages import EmbeddingInfo
@@ -42,6 +43,7 @@ class LoadedModel:
         stills: why a model that supports videos gets them as single pictures; empty for other models.
         hidden: computes hidden states, or says why that is not possible.
         sentences: how hidden states become embeddings.
+        layers: which of a model's layers these are, and how many it has, if KV of other layers can be joined to theirs.
         piece_tokens: prompts are computed in pieces of at most so many tokens; None if each call is one piece.
     """
 
@@ -64,6 +66,7 @@ class LoadedModel:
     stills: str = ""
     hidden: HiddenStates | str = "its hidden states were not looked for"
     sentences: SentenceModules = field(default_factory=SentenceModules)
+    layers: tuple[LayerRange, int] | None = None
     piece_tokens: int | None = None
 
     @property

@@ -7,10 +7,13 @@ Both sides prove that they have the cluster's key, and every byte is encrypted, 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import secrets
 import selectors
 import socket
+import sys
+import termios
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +44,9 @@ _ARRAY = "array"
 
 ARRAY_BYTES_MAX = 2**30
 """The most bytes of an array."""
+
+_SO_NWRITE = 0x1024
+"""On macOS: the bytes in a socket's send buffer, which keeps them until they are acknowledged (XNU's sys/socket.h)."""
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -96,6 +102,23 @@ class Connection:
             acceptor, link = Acceptor(key, name, secrets.token_bytes(NONCE_BYTES)), _shaking_hands(sock)
             link.send(acceptor.challenge(link.receive_handshake()))
             return cls(sock, acceptor.finish(link.receive_handshake()))
+
+    def limit(self, stall_s: float) -> None:
+        """Sets how long the peer may stop within a message."""
+        self._link.stall_s = stall_s
+
+    def unacknowledged(self) -> int | None:
+        """Returns how many bytes were sent that the peer's machine has not acknowledged yet; None if the system does
+        not say. For any thread."""
+        try:
+            if sys.platform == "darwin":
+                return self._sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
+            count = bytearray(4)
+            fcntl.ioctl(self._sock, termios.TIOCOUTQ, count)
+            return int.from_bytes(count, sys.byteorder)
+        except (OSError, ValueError):
+            # It is closed, or the system does not know this.
+            return None
 
     def send(self, kind: str, *fields: Any) -> None:
         """Sends a message of values that msgpack has."""

@@ -1,16 +1,19 @@
 """The actor of a follower: a process that has a stage of a divided model and does what the leader tells it.
 
-The leader starts it, and Ray ends it with the leader. It is never restarted: the leader starts a new one when it forms
-the group again.
+The leader starts it, and Ray ends it with the leader. It ends by itself if no leader asks for it, because Ray may not
+reach its node. It is never restarted: the leader starts a new one when it forms the group again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -30,6 +33,7 @@ from ...rpc.shell import answers
 from ...supervision.watchdog import Watchdog
 from ..memory.budget import bearable_bytes
 from ..memory.disk_tier import DiskTier
+from ..memory.other_layers import OtherLayers
 from ..memory.replica_memory import ReplicaMemory
 from .broken import GroupBroken
 from .ending import end_soon
@@ -59,6 +63,7 @@ class StageActor:
     Args:
         replica: the id of the model's replica.
         rank: the number of its stage.
+        nodes: the names of all nodes of the group.
         address: where it listens for the leader and the stage before.
     """
 
@@ -70,6 +75,7 @@ class StageActor:
         scheduling: Scheduling,
         stage: Stage,
         node: Node,
+        nodes: Sequence[str],
         address: str,
         timing: Timing,
         logs: Logs,
@@ -77,11 +83,14 @@ class StageActor:
     ) -> None:
         self._name, self._rank, self._model, self._scheduling = f"{replica}-stage{rank}", rank, model, scheduling
         self._stage, self._node, self._address, self._timing = stage, node, address, timing
+        self._nodes = nodes
         self._logs, self._traces = logs, traces
         self._state = StageState("starting")
         self._error: SatchelError | None = None
         self._bytes = self._weights = 0
         self._calls = threading.Semaphore(0)
+        # The leader first asks once it has loaded its own stage, which may take long.
+        self._asked_at = math.inf
         self._call: _Call | None = None
         self._parts: FollowerParts | None = None
         Watchdog(self._name, poll_s=timing.heartbeat_s).start()
@@ -89,6 +98,7 @@ class StageActor:
 
     @answers(StageClient.state)
     async def state(self) -> StageState:
+        self._asked_at = time.monotonic()
         if self._error is not None:
             raise self._error
         return self._state
@@ -126,7 +136,9 @@ class StageActor:
             logger.exception("loading a stage of %s failed", self._model.source)
             self._error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
-        self._calls.acquire()
+        if not self._is_called():
+            logger.warning("%s ends: no leader asks for it", self._name)
+            os._exit(1)
         try:
             self._follow(loaded)
         except GroupBroken as error:
@@ -136,6 +148,13 @@ class StageActor:
         finally:
             # The leader starts a new process for a new group.
             os._exit(1)
+
+    def _is_called(self) -> bool:
+        """Waits until the leader calls for a group. Returns False if it does not ask for this process any more."""
+        while not self._calls.acquire(timeout=self._timing.unwanted_s):
+            if time.monotonic() - self._asked_at > self._timing.unwanted_s:
+                return False
+        return True
 
     def _load(self, memory: ReplicaMemory) -> LoadedModel:
         loaded = load_planned(self._model, self._stage, self._rank, self._note_progress, memory.make_way)
@@ -178,7 +197,9 @@ class StageActor:
 
     def _parts_of(self, loaded: LoadedModel, batch: Batch) -> FollowerParts:
         store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
-        return FollowerParts(DiskTier(loaded.spec, loaded.model_id, store, most, self._timing), batch, loaded.model_id)
+        disk = DiskTier(loaded.spec, loaded.model_id, store, most, self._timing)
+        disk.others = OtherLayers.of(loaded, store, self._node.name, self._nodes, self._timing)
+        return FollowerParts(disk, batch, loaded.model_id)
 
     def _note_progress(self, what: str, fraction: float | None) -> None:
         self._state = StageState(what, fraction)

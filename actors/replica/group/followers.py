@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from ....cluster.config import Logs, Model, Scheduling, Traces
 from ....cluster.connection import NAMESPACE
-from ....cluster.errors import ActorSilent, NoAnswer, NoRoom
+from ....cluster.errors import NoRoom, SatchelError
 from ....cluster.nodes import Node
 from ....cluster.stages import GroupPlan, Stage
 from ....cluster.timing import Timing
@@ -21,6 +21,7 @@ from ...model_files.source import Progress
 from ...protocol.group_clients import StageClient
 from ...protocol.group_messages import StageAddress, StageState
 from .follower import StageActor
+from .gathering import Gathering
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,6 @@ POLL_S = 0.1
 
 AGAIN_S = 1.0
 """A follower that ended while it loaded, or had no room, is started again after this long."""
-
-NO_ROOMS_MAX = 5
-"""A follower is refused after it had no room this many times: the one of the group before may still be ending."""
 
 
 def addresses_of(nodes: Sequence[Node]) -> list[str]:
@@ -42,6 +40,11 @@ def addresses_of(nodes: Sequence[Node]) -> list[str]:
         links = [link.address for link in node.data_links if link.kind in common]
         found.append(links[0] if links else node.address)
     return found
+
+
+def is_restarted() -> bool:
+    """Returns whether this process of an actor follows on an earlier one."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 class Followers:
@@ -64,8 +67,9 @@ class Followers:
         progress: Progress,
     ) -> None:
         self._replica, self._plan, self._timing, self._progress = replica, plan, timing, progress
+        nodes = [each.name for each in plan.nodes]
         self._arguments: Callable[[int, Stage, Node, str], tuple[Any, ...]] = lambda rank, stage, node, address: (
-            (replica, rank, model, scheduling, stage, node, address, timing, logs, traces)
+            (replica, rank, model, scheduling, stage, node, nodes, address, timing, logs, traces)
         )
         # Kept, because Ray ends an actor without a lifetime when its last handle is gone.
         self._handles: list[Any] = []
@@ -96,33 +100,28 @@ class Followers:
         Raises:
             SatchelError: one cannot be loaded.
         """
-        states: dict[int, StageState] = {}
-        no_rooms = 0
-        while len(states) < len(self._clients):
-            for rank, client in enumerate(self._clients):
-                if rank in states:
-                    continue
-                node = self._plan.stages[rank].node
-                try:
-                    state = client.state().within(self._timing.brief_answer_s).wait()
-                except ActorSilent:
-                    self._progress(f"waiting for node {node}", None)
-                    continue
-                except (NoAnswer, NoRoom) as error:
-                    no_rooms += isinstance(error, NoRoom)
-                    if no_rooms >= NO_ROOMS_MAX:
-                        raise
-                    logger.warning("stage %d on %s is started again: %s", rank, node, error.message)
-                    self._progress(f"waiting for node {node}", None)
-                    time.sleep(AGAIN_S)
-                    self._clients[rank] = self._started(rank)
-                    continue
-                if state.ready:
-                    states[rank] = state
-                else:
-                    self._progress(f"{node}: {state.what}", state.fraction)
+        gathering = Gathering(len(self._clients), patient=is_restarted())
+        while (states := gathering.states) is None:
+            for rank in range(len(self._clients)):
+                self._ask(rank, gathering)
             time.sleep(POLL_S)
-        return [states[rank] for rank in range(len(self._clients))]
+        return states
+
+    def _ask(self, rank: int, gathering: Gathering) -> None:
+        node = self._plan.stages[rank].node
+        try:
+            state = self._clients[rank].state().within(self._timing.brief_answer_s).wait()
+        except SatchelError as error:
+            again = gathering.failed(rank, error, time.monotonic())
+            self._progress(f"waiting for {'memory on ' if isinstance(error, NoRoom) else ''}node {node}", None)
+            if again:
+                logger.warning("stage %d on %s is started again: %s", rank, node, error.message)
+                time.sleep(AGAIN_S)
+                self._clients[rank] = self._started(rank)
+            return
+        gathering.told(rank, state)
+        if not state.ready:
+            self._progress(f"{node}: {state.what}", state.fraction)
 
     def end(self) -> None:
         """Ends all of them."""

@@ -1,9 +1,9 @@
 """Forms a group: its processes connect and agree on what they compute. The last stage leads.
 
 Every process listens. The leader connects to each follower twice, for calls and for heartbeats, and says where the next
-stage listens; each stage but the last connects to the next one, for hidden states. Whoever connects must have the
-cluster's key. Processes that have a share of every layer pass no hidden states; they form MLX's own group
-(`tensor/member.py`).
+stage listens; each stage but the last connects to the next one, for hidden states, and if that is not the leader also
+for heartbeats, because the link between two followers is another one. Whoever connects must have the cluster's key.
+Processes that have a share of every layer pass no hidden states; they form MLX's own group (`tensor/member.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from ....cluster.errors import ClusterError, LinkError, LinkGarbage, SatchelError
 from ....cluster.timing import Timing
+from ...model_files.layer_ranges import LAYERS
 from ..execution.batch import Batch
 from ..execution.loaded_model import LoadedModel
 from .broken import Wholeness
@@ -25,14 +26,13 @@ from .connection import FAILED, HANDSHAKE_S, Address, Connection
 from .following import Following
 from .heartbeats import Heartbeats
 from .leading import Leading
-from .loading import LAYERS
 from .tensor.member import Joining
 from .tensor.model import Share
 from .tensor.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-_CALLS, _HEARTBEATS, _STATES = "calls", "heartbeats", "states"
+_CALLS, _HEARTBEATS, _STATES, _NEIGHBOUR = "calls", "heartbeats", "states", "heartbeats of the stage before"
 """What a connection is for: the kind of its first message."""
 
 _FORM, _RANK = "form", "rank"
@@ -46,16 +46,18 @@ class GroupTimes:
     Attributes:
         form_s: for forming, once the model is loaded on all nodes.
         beat_s: between two heartbeats.
-        silent_s: after which a silent process is lost.
+        silent_s: after which a process is lost whose machine cannot be reached.
+        stalled_s: after which a silent process is lost.
     """
 
     form_s: float = 30.0
     beat_s: float = 0.2
-    silent_s: float = 1.0
+    silent_s: float = 2.0
+    stalled_s: float = 20.0
 
     @classmethod
     def of(cls, timing: Timing) -> GroupTimes:
-        return cls(timing.group_form_s, timing.group_beat_s, timing.group_silent_s)
+        return cls(timing.group_form_s, timing.group_beat_s, timing.group_silent_s, timing.group_stalled_s)
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class Member:
             calls, beating = [], []
             for number, (address, after) in enumerate(pairwise(addresses)):
                 calls.append(self._connect(address, number, _CALLS))
-                calls[-1].send(_FORM, [*after, loaded.spec.bytes_per_token])
+                calls[-1].send(_FORM, [*after, number + 1 == self._rank, loaded.spec.bytes_per_token])
                 beating.append((self._connect(address, number, _HEARTBEATS), f"stage {number}"))
             if (shared := ranks_of(loaded)) is None:
                 self._begin_heartbeats(beating)
@@ -202,15 +204,21 @@ class Member:
         """
         with self.wholeness.kept():
             shared = ranks_of(loaded)
-            before = [_STATES] if self._rank and shared is None else []
-            calls, beats, *states = self._accept([_CALLS, _HEARTBEATS, *before])
+            before = [_STATES, _NEIGHBOUR] if self._rank and shared is None else []
+            calls, beats, *others = self._accept([_CALLS, _HEARTBEATS, *before])
             if shared is None:
                 self._begin_heartbeats([(beats, "the leader")])
-            host, port, token_bytes = self._heard(calls, _FORM)
+            host, port, leads, token_bytes = self._heard(calls, _FORM)
             after = None
             if shared is None:
-                loaded.model.before = states[0] if states else None
+                loaded.model.before = None
+                if others:
+                    loaded.model.before = others[0]
+                    self._begin_heartbeats([(others[1], f"stage {self._rank - 1}")])
                 after = loaded.model.after = self._connect((host, port), self._rank + 1, _STATES)
+                if not leads:
+                    neighbour = self._connect((host, port), self._rank + 1, _NEIGHBOUR)
+                    self._begin_heartbeats([(neighbour, f"stage {self._rank + 1}")])
             batch = Batch(loaded)
             calls.send(_RANK, asdict(Rank.of(loaded, batch)))
             if shared is not None:
@@ -222,6 +230,12 @@ class Member:
     def memory_bytes_of(self, rank: int) -> int:
         """Returns what a follower may use for KV, as its last heartbeat said; 0 before the first. For the leader."""
         return self._heartbeats[rank].said
+
+    @property
+    def leading(self) -> Leading:
+        """The calls of the group that was formed. For the leader."""
+        assert self._leading is not None
+        return self._leading
 
     def close(self) -> None:
         """Ends the process's part of the group; the leader's ends the group."""
@@ -276,7 +290,9 @@ class Member:
             self._connections.remove(connection)
             self._beating.append(connection)
             broken, says = self.wholeness.break_off, self._memory_bytes
-            self._heartbeats.append(Heartbeats(connection, peer, times.beat_s, times.silent_s, broken, says))
+            self._heartbeats.append(
+                Heartbeats(connection, peer, times.beat_s, times.silent_s, times.stalled_s, broken, says)
+            )
 
     def _name(self, rank: int) -> str:
         return f"{self._group}/{rank}"

@@ -7,9 +7,11 @@ the followers are told with the next message.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -63,6 +65,18 @@ class Leading:
         self._numbers: dict[int, int] = {}
         self._next = 0
         self._dropped: deque[int] = deque()
+        # Guards what waits for the end of a call; only held briefly.
+        self._lock = threading.Lock()
+        self._calling = False
+        self._after: list[Callable[[], object]] = []
+
+    def between_calls(self, do: Callable[[], object]) -> None:
+        """Does something as soon as no call is in progress; from any thread. For the watchdog."""
+        with self._lock:
+            if self._calling:
+                self._after.append(do)
+                return
+        do()
 
     def lead(self, call: str, given: Sequence[Any], named: Mapping[str, Any], run: Callable[[], T]) -> T:
         """Tells a call and does it.
@@ -70,7 +84,7 @@ class Leading:
         Raises:
             GroupBroken: it failed here or on the way, or the group was broken before.
         """
-        with self._wholeness.kept():
+        with self._wholeness.kept(), self._in_call():
             if self._ahead and call == self._ahead[0]:
                 self._ahead.popleft()
             elif self._ahead and call not in _BETWEEN:
@@ -85,6 +99,19 @@ class Leading:
                 for kept in result:
                     self._number(kept)
             return result
+
+    @contextmanager
+    def _in_call(self) -> Iterator[None]:
+        with self._lock:
+            self._calling = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calling = False
+                after, self._after = self._after, []
+            for do in after:
+                do()
 
     def tell_ahead(self, call: str, given: Sequence[Any]) -> None:
         """Tells a call that is done here later; see `execution.batch.Followers`.

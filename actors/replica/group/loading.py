@@ -19,6 +19,7 @@ from ...model_files.context import context_length
 from ...model_files.digests import check_unchanged, digest_files
 from ...model_files.end_tokens import end_tokens
 from ...model_files.foreign_code import refuse_model_file
+from ...model_files.layer_ranges import LayerRange, identity_of
 from ...model_files.model_identity import ModelIdentity
 from ...model_files.processors import sees
 from ...model_files.source import Progress, first_sentence, read_json, resolve
@@ -43,9 +44,6 @@ from .tensor.joining import refuse_missing
 from .tensor.model import SharePart
 from .tensor.ranks import Ranks
 
-LAYERS = "layers"
-"""The name, in an identity, of which layers a process has: its KV is not that of the whole model."""
-
 _GIB = 2**30
 
 
@@ -69,9 +67,12 @@ class Part(Protocol):
     def model(self) -> Any:
         """Returns the part as a model that a batch calls."""
 
-    def layers(self) -> str:
-        """Returns what the part's KV is of, for its identity."""
+    def identity(self, whole: ModelIdentity) -> ModelIdentity:
+        """Returns the identity under which the part's KV is kept, given the whole model's."""
         ...
+
+    def range(self, spec: ModelCacheSpec) -> tuple[LayerRange, int] | None:
+        """As `LoadedModel.layers`."""
 
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As in `LoadedModel`."""
@@ -109,9 +110,14 @@ class StagePart:
         """As `Part.model`."""
         return PipelinedStage(self.stage)
 
-    def layers(self) -> str:
-        """As `Part.layers`."""
-        return f"{self._start} to {self._stop} of {self.stage.count}"
+    def identity(self, whole: ModelIdentity) -> ModelIdentity:
+        """As `Part.identity`."""
+        return identity_of(whole, LayerRange(self._start, self._stop), self.stage.count)
+
+    def range(self, spec: ModelCacheSpec) -> tuple[LayerRange, int] | None:
+        """As `Part.range`."""
+        joins = self.stage.joins and spec.joinable
+        return (LayerRange(self._start, self._stop), self.stage.count) if joins else None
 
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As `Part.piece_tokens`."""
@@ -186,10 +192,13 @@ def load_part(
     check_unchanged(digested, paths)
     spec = with_windows(model, read_spec(caches, 2, POLICIES[kv]))
     installed = attention.install(whole)
-    identity = ModelIdentity(
+    seen = str(states.dtype).removeprefix("mlx.core.")
+    whole_identity = ModelIdentity(
         files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, files),
-        computing=_computing(str(states.dtype).removeprefix("mlx.core."), kept, spec) | {LAYERS: part.layers()},
+        # As of a model that is not divided.
+        computing=_computing(seen if pick_dtype(dtype) is not None else f"{seen}, own", kept, spec),
     )
+    identity = part.identity(whole_identity)
     context = context_length(config, getattr(whole, "args", None)).tokens
     context = min(context, context_tokens_max or context)
     way = part.way(spec, context, Findings(trials, identity.model_id)) if installed and spec.policy else DEQUANTIZED
@@ -201,13 +210,14 @@ def load_part(
         context_tokens=context,
         vocabulary_size=int(states.shape[-1]) if part.logits else 0,
         eos_token_ids=end_tokens(folder, source, trusted=False),
-        dtype=identity.computing["dtype"],
+        dtype=seen,
         weights=kept,
         multiplying="" if on_gpu() else blas.chosen().describe(),
         pool=new_pool(spec),
         way=way,
         unbatched=not all(map(joins, caches)),
         hidden="its layers are divided among processes",
+        layers=part.range(spec),
         piece_tokens=part.piece_tokens(spec),
     )
 

@@ -1,9 +1,10 @@
 """KV of a divided model on disk: each process keeps its own layers' part of every block on its own node.
 
-The leader's part is an entry under the block's id, because the model id that ids are made of names the leader's layers.
-A follower's part has an id that is made of the block's id and the follower's own model id (`part_id`). What the leader
-writes, the followers write too (`Batch.save`). When the leader reads a prompt's KV back, the followers are asked first
-how much of it they have; what not all have is computed.
+A stage is a model of its own on disk: its model id names its layers, and the ids of its blocks are made of that one and
+of the tokens, as any block's. So a store claims, moves and packs parts as other KV. The leader names blocks by its own
+ids; a follower knows which of its ids these are (`StageIds`). What the leader writes, the followers write too
+(`Batch.save`). When the leader reads a prompt's KV back, the followers are asked first how much of it they have; what
+not all have is computed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ....cluster.errors import SatchelError
-from ...protocol.block_ids import BLOCK_TOKENS, part_id
+from ...protocol.block_ids import BLOCK_TOKENS, block_id, block_ids, root_id
 from ...protocol.entries import pack_tokens, unpack_tokens
 from ...protocol.group_clients import StageClient
 from ...protocol.group_messages import FoundPart, ReadPart
@@ -28,13 +29,17 @@ from ...protocol.store_messages import FoundKV
 from ..execution.batch import Batch
 from ..kv.caches import PooledBlock, Records, Slab
 from ..loop.engine import Engine
-from ..memory.disk_tier import Adopt, DiskTier, Prompt, WriteJob
+from ..memory.disk_reading import Adopt
+from ..memory.disk_tier import SAVED_MAX, DiskTier, Prompt, WriteJob
 from ..memory.sequence_memory import Restored, Unsaved, kept_of
 
 logger = logging.getLogger(__name__)
 
 ADOPT_S = 10.0
 """How long a reader waits for the engine, as for blocks."""
+
+IDS_MAX = 2 * SAVED_MAX
+"""How many blocks of the leader a follower knows: more than the leader takes for written."""
 
 READINGS_MAX = 8
 """How many readings a follower keeps whose end it was not told."""
@@ -75,7 +80,8 @@ class GroupDisk(DiskTier):
 
     def _whole(self, reading: str, prompt: Prompt, hot_tokens: int) -> _WholePrompt | None:
         """Has the followers read their parts. Returns the prompt as far as all of them have it; None for nothing."""
-        part = ReadPart(reading, prompt.owner, prompt.root, list(prompt.ids), pack_tokens(prompt.tokens), hot_tokens)
+        ids, tokens = list(prompt.ids), pack_tokens(prompt.tokens)
+        part = ReadPart(reading, prompt.owner, prompt.scope, prompt.root, ids, tokens, hot_tokens)
         with ThreadPoolExecutor(len(self.clients)) as threads:
             found = list(threads.map(lambda client: _asked(client, part), self.clients))
         blocks = min(each.blocks for each in found)
@@ -87,7 +93,7 @@ class GroupDisk(DiskTier):
         if not blocks and not common:
             return None
         ids = prompt.ids[: hot + blocks]
-        return _WholePrompt(prompt.request_id, prompt.owner, prompt.root, ids, prompt.tokens, common)
+        return _WholePrompt(prompt.request_id, prompt.owner, prompt.root, ids, prompt.tokens, prompt.scope, common)
 
     def find(self, prompt: Prompt, hot_tokens: int) -> FoundKV | None:
         found = super().find(prompt, hot_tokens)
@@ -127,6 +133,49 @@ class _Staged:
     tails: dict[bytes, Slab] = field(default_factory=dict)
 
 
+class StageIds:
+    """A stage's ids of the blocks that the leader names by its own.
+
+    Args:
+        model_id: of the stage.
+    """
+
+    def __init__(self, model_id: bytes) -> None:
+        self._model = model_id
+        self._known: OrderedDict[bytes, bytes] = OrderedDict()
+        # Readers note ids, and the thread that computes.
+        self._lock = threading.Lock()
+
+    def of_root(self, theirs: bytes, scope: str) -> bytes:
+        """Returns the parent of every first block of a scope."""
+        return self._note(theirs, root_id(self._model, scope))
+
+    def of_prompt(self, root: bytes, scope: str, theirs: Sequence[bytes], tokens: Sequence[int]) -> list[bytes]:
+        """Returns the ids of a prompt's whole blocks, in order, given the leader's."""
+        own = block_ids(self.of_root(root, scope), tokens)
+        return [self._note(one, other) for one, other in zip(theirs, own, strict=True)]
+
+    def of_block(self, theirs: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """Returns a block's id.
+
+        Args:
+            parent: the stage's id of its parent.
+        """
+        return self._note(theirs, block_id(parent, tokens))
+
+    def get(self, theirs: bytes) -> bytes | None:
+        """Returns the id of a block or root that was named before; None if that is too long ago."""
+        return self._known.get(theirs)
+
+    def _note(self, theirs: bytes, own: bytes) -> bytes:
+        with self._lock:
+            self._known[theirs] = own
+            self._known.move_to_end(theirs)
+            while len(self._known) > IDS_MAX:
+                self._known.popitem(last=False)
+        return own
+
+
 class FollowerParts:
     """A follower's part of KV on its node's disk. `read` is for any thread but an event loop's, the other methods are
     for the thread that computes.
@@ -136,13 +185,15 @@ class FollowerParts:
     """
 
     def __init__(self, disk: DiskTier, batch: Batch, model_id: bytes) -> None:
-        self._disk, self._batch, self._stage = disk, batch, model_id
+        self._disk, self._batch, self._ids = disk, batch, StageIds(model_id)
         self._lock = threading.Lock()
         self._staged: dict[str, _Staged] = {}
 
     def save(
         self,
         owner: str,
+        root: bytes,
+        scope: str,
         chain: Sequence[bytes],
         items: Sequence[Sequence[Any]],
         limits: Mapping[str, int | None],
@@ -154,15 +205,22 @@ class FollowerParts:
                 "%d bytes of KV wait to be written; new KV of %s is dropped", self._disk.waiting_bytes, owner
             )
             return
+        self._ids.of_root(root, scope)
         for entry, parent, tokens, kept in items:
-            own = None if entry is None else part_id(self._stage, entry)
+            before = self._ids.get(parent)
+            if before is None:
+                # It was written so long ago that its id is not known any more.
+                logger.warning("KV of %s is written in part only", owner)
+                break
+            own = None if entry is None else self._ids.of_block(entry, before, tokens)
             if own is None or own not in self._disk.saved:
-                unsaved.append(Unsaved(own, part_id(self._stage, parent), tokens, kept_of(kept)))
+                unsaved.append(Unsaved(own, before, tokens, kept_of(kept)))
         copies = self._batch.copied([item.kept.value for item in unsaved])
         unsaved = [
             replace(item, kept=replace(item.kept, value=copy)) for item, copy in zip(unsaved, copies, strict=True)
         ]
-        job = WriteJob(owner, [part_id(self._stage, entry) for entry in chain], unsaved, limits=limits)
+        used = [own for entry in chain if (own := self._ids.get(entry)) is not None]
+        job = WriteJob(owner, used, unsaved, limits=limits)
         if self._disk.accepts(job):
             self._disk.write(job)
 
@@ -179,13 +237,10 @@ class FollowerParts:
             done.set_result([_placeholder() for _ in records.windows])
             return done
 
-        prompt = Prompt(
-            part.reading,
-            part.owner,
-            part_id(self._stage, part.root),
-            [part_id(self._stage, each) for each in part.ids],
-            unpack_tokens(part.tokens),
-        )
+        tokens = unpack_tokens(part.tokens)
+        root, ids = self._ids.of_root(part.root, part.scope), part.ids
+        own = self._ids.of_prompt(part.root, part.scope, ids, tokens[: len(ids) * BLOCK_TOKENS])
+        prompt = Prompt(part.reading, part.owner, root, own, tokens, part.scope)
         restored = self._disk.load(prompt, part.hot_tokens, stage)
         if restored is None:
             return FoundPart(0, [])

@@ -13,22 +13,26 @@ from typing import Any
 
 from ....cluster.config import Logs, Traces
 from ....cluster.environment import cluster_key, default_home
-from ....cluster.errors import SatchelError
+from ....cluster.errors import SatchelError, Unavailable
 from ....cluster.stages import GroupPlan
 from ...protocol.group_messages import StageState
 from ...protocol.store_client import StoreClient
+from ...supervision.stall import limit_s
+from ..device.device import on_gpu
 from ..execution.batch import Batch
 from ..execution.loaded_model import LoadedModel
 from ..kv.caches import ModelCacheSpec
 from ..loading.warm_up import WarmUp
 from ..loop.engine import Engine
+from ..memory.other_layers import OtherLayers
 from ..memory.replica_memory import ReplicaMemory
 from ..selftest.self_test import Proven
-from ..serving import Serving
-from .broken import GroupBroken
+from ..serving import COMPILES_TIMES, Serving
+from .broken import GroupBroken, in_words
 from .ending import end_soon
 from .followers import Followers
 from .forming import GroupTimes, Member
+from .leading import Leading
 from .loading import load_planned
 from .parts import GroupDisk
 from .self_test import prove_group
@@ -118,8 +122,12 @@ class GroupServing(Serving):
         """Raises `GroupBroken` if the group cannot be formed."""
         self._shell.note_progress("forming the group", None)
         group = f"{self._name}-{uuid.uuid4().hex}"
-        listener = socket.create_server((followers.address, 0))
-        addresses = [(each.host, each.port) for each in followers.form(group)]
+        try:
+            listener = socket.create_server((followers.address, 0))
+            addresses = [(each.host, each.port) for each in followers.form(group)]
+        except (OSError, Unavailable) as error:
+            # A follower has ended, or a link is down: new processes may have better luck.
+            raise GroupBroken(f"the group cannot be formed: {in_words(error)}") from error
         self._member = Member(
             group,
             self._rank,
@@ -133,6 +141,13 @@ class GroupServing(Serving):
         self._member.lead(loaded, batch, [*addresses, listener.getsockname()[:2]])
         self._followers = batch.followers
         self._started = followers
+        self._watch_calls(self._member.leading)
+
+    def _watch_calls(self, leading: Leading) -> None:
+        """Has the watchdog end this process if a call hangs in any process of the group: all calls end here. While the
+        model is served the engine is watched too, with a limit from measured steps; the self-test is not."""
+        floor_s = self._scheduling.stuck_s * (COMPILES_TIMES if on_gpu() else 1.0)
+        self._shell.watchdog.watch("group", leading.between_calls, lambda: limit_s(floor_s, None))
 
     def _bearable(self, share_bytes: int) -> int:
         """A sequence needs KV in all processes, so the one with the least room limits all."""
@@ -150,8 +165,10 @@ class GroupServing(Serving):
         if not loaded.spec.reusable:
             return None
         store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
-        self._group_disk = GroupDisk(loaded.spec, loaded.model_id, store, most, self._timing)
-        return self._group_disk
+        disk = self._group_disk = GroupDisk(loaded.spec, loaded.model_id, store, most, self._timing)
+        nodes = [each.name for each in self._plan.nodes]
+        disk.others = OtherLayers.of(loaded, store, self._node.name, nodes, self._timing)
+        return disk
 
     def begin(self, *given: Any, **named: Any) -> Engine:
         engine = super().begin(*given, **named)

@@ -46,6 +46,7 @@ class Stage:
         model: the whole model, in which stand-ins take the places of what other stages have. Its `parameters` are this
             stage's.
         width: numbers of a hidden state.
+        joins: whether each layer of the whole model has one cache.
     """
 
     def __init__(self, chain: Chain, start: int, stop: int) -> None:
@@ -57,6 +58,9 @@ class Stage:
         self._passing = _Passing()
         empty = make_prompt_cache(self.model)
         kinds = [_kind(cache) for cache in empty]
+        self.joins = all(len(layer) == 1 for layer in chain.caches) and not any(
+            type(each) is CacheList for each in empty
+        )
         self._own = sorted({cache for layer in chain.caches[start:stop] for cache in layer})
         elsewhere = {cache for layer in (*chain.caches[:start], *chain.caches[stop:]) for cache in layer}
         if shared := elsewhere.intersection(self._own):

@@ -19,6 +19,7 @@ from ...model_files.context import context_length
 from ...model_files.digests import check_unchanged, digest_files
 from ...model_files.end_tokens import end_tokens
 from ...model_files.foreign_code import refuse_model_file
+from ...model_files.layer_ranges import LayerRange
 from ...model_files.model_identity import ModelIdentity
 from ...model_files.processors import PictureProcessor, in_words, sight
 from ...model_files.sentence_modules import read_sentence_modules
@@ -156,6 +157,7 @@ def load(
         pool=new_pool(spec, kernels=way.reads is Reads.KERNEL),
         way=way,
         unbatched=not all(map(joins, make_prompt_cache(running.model))),
+        layers=_layers(running.language, spec),
         blind=blind,
         hidden=_hidden(running, findings, pieces),
     )
@@ -303,6 +305,12 @@ def _spec_under(running: _Running, policy: SealPolicy | None, *, shares: bool) -
         shares: as in the spec.
     """
     return with_windows(running.model, replace(read_spec(running.caches, 2, policy), shares=shares))
+
+
+def _layers(model: Any, spec: ModelCacheSpec) -> tuple[LayerRange, int] | None:
+    """Returns all layers, if each has one cache and their KV can be joined."""
+    count = len(getattr(model, "layers", ()))
+    return (LayerRange(0, count), count) if count and len(spec.layers) == count and spec.joinable else None
 
 
 def _computing(how: _How, running: _Running, kv: str) -> dict[str, str]:

@@ -12,31 +12,28 @@ import logging
 import queue
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from ....cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
 from ....cluster.timing import USUAL, Timing
-from ...kv_store.disk.segment_reader import EntryReader, Run, read_entries
+from ...kv_store.disk.segment_reader import read_entries
 from ...kv_store.disk.segments import grouped, read_key, write_segment
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.entries import TOKEN_BYTES, Entry, Failure, Location, pack_tokens, tail_id, unpack_tokens
 from ...protocol.replica_messages import GenerateRequest
 from ...protocol.store_client import StoreClient
 from ...protocol.store_messages import FoundKV, Limits, PullKV
-from ..device.device import on_gpu
-from ..kv.caches import ModelCacheSpec, PooledBlock, Record, Records, Slab
+from ..kv.caches import ModelCacheSpec, Record, Slab
 from . import slab_codec
+from .disk_reading import Adopt, read_blocks, read_slabs
 from .following import follow
 from .sequence_memory import Found, Piece, Restored, Unsaved, kept_of
-from .slab_codec import DeviceBuffers, Layout
 
 logger = logging.getLogger(__name__)
 
@@ -59,20 +56,6 @@ TAILS_ASKED = 16
 RATE_WEIGHT = 0.3
 """Weight of a new measurement in the smoothed read rate."""
 
-ADOPT_S = 10.0
-"""How long a reader waits until the pool has taken its blocks, which happens between two steps."""
-
-ADOPTS_AHEAD = 3
-"""How many runs of blocks may wait for the pool at the same time: a step may take longer than reading a run."""
-
-GPU_RUN_BYTES_MAX = 32 * 2**20
-GPU_THREADS = 4
-"""A GPU copies a run with one kernel per layer, so runs are larger. CUDA moves the pages of memory that host and GPU
-share, which slows down the threads that write there, so more threads read."""
-
-Adopt = Callable[[Records], Future[list[PooledBlock]]]
-"""Puts blocks into the pool, on the thread that may."""
-
 
 @dataclass(frozen=True)
 class Written:
@@ -85,13 +68,15 @@ class Written:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt whose KV may be read back: `tokens` after `root`, and the `ids` of their whole blocks."""
+    """A prompt whose KV may be read back: `tokens` after `root`, and the `ids` of their whole blocks. `scope` says who
+    shares it, as in `block_ids.root_id`; "" if that is not known."""
 
     request_id: str
     owner: str
     root: bytes
     ids: Sequence[bytes]
     tokens: Sequence[int]
+    scope: str = ""
 
     @property
     def wanted(self) -> Sequence[bytes]:
@@ -102,11 +87,13 @@ class Prompt:
     @classmethod
     def of(cls, request: GenerateRequest) -> Prompt:
         """Returns the prompt of a request."""
-        return cls(request.request_id, request.agent, request.root_id, request.block_ids, request.prompt)
+        return cls(request.request_id, request.agent, request.root_id, request.block_ids, request.prompt, request.scope)
 
 
 @dataclass(frozen=True)
-class _WriterSession:
+class WriterSession:
+    """What a writer must know: the folder and key of KV, and the store's session and epoch."""
+
     root: Path
     key: bytes
     session: str
@@ -120,6 +107,7 @@ class WriteJob:
     Attributes:
         owner: the agent.
         chain: ids of entries that the sequence used.
+        root, scope: the parent of the first block, and who shares it, as in `block_ids.root_id`.
         limits: what the tenant may have on disk.
         done: called on the writer's thread when the job was written or given up.
     """
@@ -128,6 +116,8 @@ class WriteJob:
     chain: list[bytes]
     unsaved: list[Unsaved]
     others: list[Written] = field(default_factory=list)
+    root: bytes = b""
+    scope: str = ""
     limits: Limits = field(default_factory=dict)
     done: Callable[[], None] = lambda: None
     nbytes: int = field(init=False)
@@ -150,93 +140,6 @@ class DiskCounters:
     lost_prefills: int = 0
 
 
-def read_slabs(
-    spec: ModelCacheSpec, root: Path, key: bytes, where: Sequence[Location], failures: list[Failure]
-) -> list[Slab | None]:
-    """Reads entries back. Appends to `failures`.
-
-    Args:
-        root: the folder of KV.
-        key: the home's key, from `read_key`.
-        where: locations of the entries, pinned.
-
-    Returns:
-        For every location its slab, or None.
-
-    Raises:
-        InvalidRecord: a location is invalid.
-        DiskError: nothing can be read now.
-    """
-    reader, layout_of = EntryReader(root, key, where), cache(partial(Layout, spec))
-    slabs: list[Slab | None] = [None] * len(where)
-    for run in reader.runs():
-        for place, index in enumerate(run.indexes):
-            location = where[index]
-            try:
-                layout = layout_of(run.layout.parts)
-                slabs[index] = layout.slab(run.data[place], len(location.tokens) // TOKEN_BYTES, location.window_from)
-            except ValueError as error:
-                failures.append(Failure(location, str(error), False))
-        reader.give_back(run)
-    failures += reader.failures.values()
-    return slabs
-
-
-def read_blocks(
-    spec: ModelCacheSpec, root: Path, key: bytes, where: Sequence[Location], failures: list[Failure], adopt: Adopt
-) -> list[PooledBlock]:
-    """Reads consecutive blocks back, up to the first that fails. Each run of them is put into the pool while the next
-    ones are read. Appends to `failures`. Arguments and errors as for `read_slabs`.
-
-    Args:
-        adopt: puts blocks into the pool, on the thread that may.
-
-    Raises:
-        Unavailable: putting blocks into the pool takes longer than `ADOPT_S`.
-    """
-    buffers = DeviceBuffers() if on_gpu() else None
-    if buffers is None:
-        reader = EntryReader(root, key, where)
-    else:
-        reader = EntryReader(
-            root, key, where, threads=GPU_THREADS, run_bytes_max=GPU_RUN_BYTES_MAX, make_buffer=buffers.make
-        )
-    layout_of = cache(partial(Layout, spec))
-    blocks: list[PooledBlock] = []
-    coming: deque[tuple[Run, Future[list[PooledBlock]]]] = deque()
-    read = 0
-
-    def take() -> None:
-        run, adopted = coming.popleft()
-        blocks.extend(adopted.result(ADOPT_S))
-        if buffers is None:
-            reader.give_back(run)
-
-    try:
-        for run in reader.runs():
-            # How many blocks follow the earlier ones without a gap.
-            count = sum(index == read + place for place, index in enumerate(run.indexes))
-            windows = [where[index].window_from for index in run.indexes[:count]]
-            if count:
-                records = layout_of(run.layout.parts).records(run.data[:count], windows, len(where) - read, buffers)
-                if buffers is not None:
-                    reader.give_back(run)
-                coming.append((run, adopt(records)))
-                read += count
-            if count < len(run.indexes):
-                break
-            if len(coming) > ADOPTS_AHEAD:
-                take()
-        while coming:
-            take()
-    except ValueError as error:
-        failures.append(Failure(where[len(blocks)], str(error), False))
-    except TimeoutError:
-        logger.warning("blocks that were read back have waited %g s for the pool", ADOPT_S)
-    failures += reader.failures.values()
-    return blocks
-
-
 def _with_tokens(where: Sequence[Location], tokens: Sequence[int]) -> list[Location]:
     """Returns the leading blocks whose tokens match `tokens`."""
     for index, location in enumerate(where):
@@ -246,9 +149,21 @@ def _with_tokens(where: Sequence[Location], tokens: Sequence[int]) -> list[Locat
     return list(where)
 
 
+class Brings(Protocol):
+    """Finds KV elsewhere before a prompt's KV is read."""
+
+    def bring(self, prompt: Prompt, session: WriterSession) -> int:
+        """Has what it finds on the node's disk; as `OtherLayers.bring`."""
+        ...
+
+
 class DiskTier:
     """Writes and reads one model's KV. `accepts`, `withdraw` and `write` are for the engine's thread; `load`, `look`,
-    `pull` and `read` block, and are for any thread but an event loop's."""
+    `pull` and `read` block, and are for any thread but an event loop's.
+
+    Attributes:
+        others: makes KV of the model out of KV of others; None for nothing.
+    """
 
     def __init__(
         self,
@@ -259,13 +174,14 @@ class DiskTier:
         timing: Timing = USUAL,
     ) -> None:
         self.counters = DiskCounters()
+        self.others: Brings | None = None
         self.restore_bytes_per_s = 0.0
         self.saved: OrderedDict[bytes, None] = OrderedDict()
         self._spec = spec
         self._model = model_id
         self._store = store
         self._pull_s = timing.pull_s
-        self._session: _WriterSession | None = None
+        self._session: WriterSession | None = None
         self._queue: queue.SimpleQueue[WriteJob] = queue.SimpleQueue()
         self._waiting = 0
         self._waiting_max = unwritten_bytes_max
@@ -326,6 +242,7 @@ class DiskTier:
         # The last token is always computed: it is the first decode step's input.
         if hot_tokens >= len(prompt.tokens) - 1:
             return None
+        self._bring(prompt)
         try:
             return self.read_found(prompt, hot_tokens, adopt)
         except Unavailable:
@@ -333,6 +250,14 @@ class DiskTier:
         except SatchelError as error:
             logger.warning("request %s: reading KV back failed: %s", prompt.request_id, error.message)
             return None
+
+    def _bring(self, prompt: Prompt) -> None:
+        """Makes KV of others the model's own. If that fails, what is its own already is read all the same."""
+        try:
+            if self.others is not None and (session := self._opened()) is not None:
+                self.others.bring(prompt, session)
+        except SatchelError as error:
+            logger.warning("request %s: no KV is made of other layers': %s", prompt.request_id, error.message)
 
     def look(self, prompt: Prompt, hot_tokens: int) -> int:
         """Returns how many of a prompt's first tokens `load` would reach, according to the index."""
@@ -468,11 +393,11 @@ class DiskTier:
                 rate - self.restore_bytes_per_s
             )
 
-    def _read(self, session: _WriterSession, where: Sequence[Location], failures: list[Failure]) -> list[Slab | None]:
+    def _read(self, session: WriterSession, where: Sequence[Location], failures: list[Failure]) -> list[Slab | None]:
         return read_slabs(self._spec, session.root, session.key, where, failures)
 
     def _read_blocks(
-        self, session: _WriterSession, where: Sequence[Location], failures: list[Failure], adopt: Adopt
+        self, session: WriterSession, where: Sequence[Location], failures: list[Failure], adopt: Adopt
     ) -> list[Found]:
         if self._spec.policy is None:
             slabs = self._read(session, where, failures)
@@ -589,12 +514,12 @@ class DiskTier:
         for block in missing:
             self.saved.pop(block, None)
 
-    def _opened(self) -> _WriterSession | None:
+    def _opened(self) -> WriterSession | None:
         with self._opening:
             if self._session is None:
                 told = self._store.disk_session().wait()
                 if told is None:
                     return None
                 root = Path(told.root)
-                self._session = _WriterSession(root, read_key(root), told.session, told.epoch)
+                self._session = WriterSession(root, read_key(root), told.session, told.epoch)
             return self._session

@@ -182,7 +182,7 @@ class Keeping:
         with on_device():
             if self._executor.followers is not None:
                 items = [(item.id, item.parent, item.tokens, item.kept.value) for item in job.unsaved]
-                self._executor.save(job.owner, job.chain, items, dict(job.limits))
+                self._executor.save(job.owner, job.root, job.scope, job.chain, items, dict(job.limits))
             job.unsaved = self._memory.copied(job.unsaved)
         self._copied = job
 
@@ -211,7 +211,15 @@ class Keeping:
             self._memory.release(writer)
 
         request = sequence.request
-        job = WriteJob(request.agent, chain, unsaved, limits=request.disk_limits, done=lambda: self._later(done))
+        job = WriteJob(
+            request.agent,
+            chain,
+            unsaved,
+            root=request.root_id,
+            scope=request.scope,
+            limits=request.disk_limits,
+            done=lambda: self._later(done),
+        )
         if disk.accepts(job):
             self._coming |= blocks
             self._memory.hold(writer, sequence, unsaved)

@@ -19,7 +19,8 @@ from ....cluster.telemetry.context import NO_SPAN, Span, working_for
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.replica_messages import request_of
 from ..kv.caches import PooledBlock, Records
-from .disk_tier import Adopt, DiskTier, Prompt
+from .disk_reading import Adopt
+from .disk_tier import DiskTier, Prompt
 from .sequence_memory import Restored, Sequence
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,8 @@ class Restores:
         """
         request = sequence.request
         # Copies, because the sequence may leave, and its tokens may change.
-        prompt = Prompt(request.request_id, request.agent, request.root_id, list(sequence.ids), list(sequence.tokens))
+        ids, tokens = list(sequence.ids), list(sequence.tokens)
+        prompt = Prompt(request.request_id, request.agent, request.root_id, ids, tokens, request.scope)
         compute_s = (len(prompt.tokens) - hot) / tokens_per_s if tokens_per_s else self.wait_s_max
         wait_s = max(READ_WAIT_S_MIN, 2 * compute_s)
         reading = Reading(prompt, hot, time.monotonic(), wait_s, sequence.span.phase)

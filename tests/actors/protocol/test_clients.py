@@ -198,6 +198,8 @@ OF_STORE: list[Case] = [
         ["lease", [b"x"], "t/a", [Failure(PLACE, "damaged", False)]],
         None,
     ),
+    (store_of.kv_models("t/a"), "kv_models", ["t/a"], [b"m" * 32]),
+    (store_of.claimed("t/a", 3, [b"m" * 32], [b"facts"]), "claimed", ["t/a", 3, [b"m" * 32], [b"facts"]], [b"x" * 32]),
     (store_of.pull(PULL), "pull", [PULL], Fetched(1, 2, 3, 0.5)),
     (store_of.move("t/a", "mac1"), "move", ["t/a", "mac1", False], Moved("mac1", 2)),
     (store_of.promote("t/a", 2), "promote", ["t/a", 2], 3),
@@ -219,7 +221,7 @@ OF_STORE: list[Case] = [
     (store_of.give_back("t/a"), "give_back", ["t/a"], None),
     (store_of.unpack(UNPACK), "unpack", [UNPACK], UNPACKED),
 ]
-PART = ReadPart("r/1", "t/a", b"r" * 32, [b"x" * 32], b"1234", 256)
+PART = ReadPart("r/1", "t/a", "tenant:t", b"r" * 32, [b"x" * 32], b"1234", 256)
 OF_PLANNER: list[Case] = [(planner.planned("m"), "planned", ["m"], PlannedModel("m", "waits", "m-0"))]
 OF_STAGE: list[Case] = [
     (stage.state(), "state", [], StageState("serving", None, True, 9, 2, 3)),

@@ -59,22 +59,22 @@ class Node:
         content = Content(array("I", tokens).tobytes(), "x", b"[]")
         return await self.client.commit(agent, Commit(MODEL, content, 1, since))
 
-    async def write(self, entries: Sequence[Entry]) -> SegmentRecord:
+    async def write(self, entries: Sequence[Entry], model: bytes = MODEL) -> SegmentRecord:
         """What a replica has written and not committed yet."""
         told = await self.client.disk_session()
         assert told is not None
         values: dict[str, Any] = {"session": told.session, "epoch": told.epoch, "now_s": 1.0, "io": NoSync()}
-        return write_segment(Path(told.root), self.disk.key, MODEL, entries, **values)
+        return write_segment(Path(told.root), self.disk.key, model, entries, **values)
 
-    async def put(self, *entries: Entry) -> list[bytes] | None:
-        return await self.client.disk_commit(await self.write(entries))
+    async def put(self, *entries: Entry, model: bytes = MODEL) -> list[bytes] | None:
+        return await self.client.disk_commit(await self.write(entries, model))
 
     async def forget(self, agent: str) -> None:
         await self.client.forget(agent)
         await self.owned.idle()
 
-    def has(self, *entries: Entry) -> bool:
-        found = [location for location in self.disk.locate(MODEL, [entry.id for entry in entries]) if location]
+    def has(self, *entries: Entry, model: bytes = MODEL) -> bool:
+        found = [location for location in self.disk.locate(model, [entry.id for entry in entries]) if location]
         whole = {entry.id: entry for entry in entries}
         for stored in read_entries(self.disk.root, self.disk.key, found):
             assert not isinstance(stored, Failure) and same(stored.parts, whole[stored.location.id].parts)

@@ -188,17 +188,17 @@ class Cluster:
             await store.services.tending.learn()
             await store.services.tending.tend()
 
-    async def put(self, node: str, entries: Sequence[Entry]) -> None:
+    async def put(self, node: str, entries: Sequence[Entry], model: bytes = MODEL) -> None:
         """KV that a replica of the node has computed."""
         for same_kind in ([each for each in entries if not each.tail], [each for each in entries if each.tail]):
             if same_kind:
-                await self._put(node, same_kind)
+                await self._put(node, same_kind, model)
 
-    async def _put(self, node: str, entries: Sequence[Entry]) -> None:
+    async def _put(self, node: str, entries: Sequence[Entry], model: bytes) -> None:
         told = await self.at(node).disk_session()
         assert told is not None
         values = {"session": told.session, "epoch": told.epoch, "now_s": 1.0, "io": NoSync()}
-        record = write_segment(Path(told.root), self.disk(node).key, MODEL, entries, **values)
+        record = write_segment(Path(told.root), self.disk(node).key, model, entries, **values)
         await self.at(node).disk_commit(record)
 
     def agents(self, node: str) -> Agents:
@@ -215,9 +215,9 @@ class Cluster:
         assert owned is not None
         return owned
 
-    def has(self, node: str, *entries: Entry) -> bool:
+    def has(self, node: str, *entries: Entry, model: bytes = MODEL) -> bool:
         disk = self.disk(node)
-        found = [location for location in disk.locate(MODEL, [entry.id for entry in entries]) if location]
+        found = [location for location in disk.locate(model, [entry.id for entry in entries]) if location]
         whole = {entry.id: entry for entry in entries}
         for stored in read_entries(disk.root, disk.key, found):
             assert not isinstance(stored, Failure) and same(stored.parts, whole[stored.location.id].parts)

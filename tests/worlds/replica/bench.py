@@ -149,7 +149,8 @@ class Bench:
         on_disk: int | None = None,
         **sampling,
     ):
-        root = root_id(self.loaded.model_id, f"tenant:{tenant or 'test'}")
+        scope = f"tenant:{tenant or 'test'}"
+        root = root_id(self.loaded.model_id, scope)
         fields = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **sampling}
         request = GenerateRequest(
             request_id=name,
@@ -159,6 +160,7 @@ class Bench:
             prompt=prompt,
             block_ids=block_ids(root, prompt),
             root_id=root,
+            scope=scope,
             sampling=Sampling(**fields),
             priority=priority,
             deadline_s=deadline_s,
@@ -184,8 +186,15 @@ class Bench:
         self, agent: str, prompt: list[int], *, tenant: str = "", memory: int | None = None, most: int = 1000
     ) -> None:
         """Have a prompt prepared, and compute at most so many of its chunks."""
-        root = root_id(self.loaded.model_id, f"tenant:{tenant or 'test'}")
-        fields: dict[str, Any] = {"agent": agent, "prompt": prompt, "tenant": tenant, "memory_bytes_max": memory}
+        scope = f"tenant:{tenant or 'test'}"
+        root = root_id(self.loaded.model_id, scope)
+        fields: dict[str, Any] = {
+            "scope": scope,
+            "agent": agent,
+            "prompt": prompt,
+            "tenant": tenant,
+            "memory_bytes_max": memory,
+        }
         ids, nothing = block_ids(root, prompt), Sampling(max_tokens=0)
         self.engine.prepare_prompt(
             GenerateRequest("prepared", "", "m", block_ids=ids, root_id=root, sampling=nothing, **fields)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,19 @@ from typing import Any
 from satchel.actors.kv_store.actor import KVStoreActor
 from satchel.actors.kv_store.disk.store import DiskLimits, DiskStore
 from satchel.actors.kv_store.services.disk import NodeDisk
+from satchel.actors.kv_store.transfer.block_client import BlockPuller
+from satchel.actors.kv_store.transfer.block_server import BlockServer
+from satchel.actors.kv_store.transfer.pull_loop import Wanted
+from satchel.actors.protocol.block_ids import BLOCK_TOKENS
+from satchel.actors.protocol.store_messages import Fetched, PullKV
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.memory.disk_tier import DiskTier
 from satchel.cluster.errors import Unavailable
 from satchel.cluster.timing import USUAL
 from tests.worlds.direct import carried
 from tests.worlds.replica.bench import Bench
+
+CLUSTER_KEY = bytes(range(32))
 
 
 @cache
@@ -32,7 +40,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 class _DiskActor(KVStoreActor):
     """The store's actor where nobody was ever forgotten, of which only the disk tier is asked."""
 
-    def __init__(self, store: DiskStore, session: str) -> None:  # pyright: ignore[reportMissingSuperCall]
+    def __init__(self, store: DiskStore, session: str, sources: Mapping[str, Node]) -> None:  # pyright: ignore[reportMissingSuperCall]
         async def ask(work: Any) -> Any:
             return work(SimpleNamespace(forgotten=list, list=lambda *_: []))
 
@@ -43,15 +51,39 @@ class _DiskActor(KVStoreActor):
         # Nobody tidies up behind a test.
         disk.tend = lambda: None
         disk.take(store)
-        self.services: Any = SimpleNamespace(memory=SimpleNamespace(disk=disk))
+
+        async def pull(wanted: PullKV) -> Fetched:
+            return await asyncio.to_thread(_pulled, store, sources[wanted.source].store, wanted)
+
+        fetching = SimpleNamespace(pull=pull)
+        self.services: Any = SimpleNamespace(memory=SimpleNamespace(disk=disk), fetching=fetching)
+
+
+def _pulled(store: DiskStore, source: DiskStore, asked: PullKV) -> Fetched:
+    """Pulls over loopback from the disk of a node that is named as is asked for."""
+    server = BlockServer(source, CLUSTER_KEY, asked.source, [("127.0.0.1", 0)])
+    puller = BlockPuller(store, CLUSTER_KEY, store)
+    try:
+        wanted = Wanted(asked.model, asked.root, tuple(asked.block_ids), None, asked.rest)
+        addresses = server.addresses
+        found = puller.pull(wanted, asked.source, addresses, deadline_s=asked.deadline_s, owner=asked.owner)
+        return Fetched(found.blocks * BLOCK_TOKENS, found.installed, found.nbytes, found.seconds)
+    finally:
+        puller.close()
+        server.close()
 
 
 class Node:
-    """A node's store in this process, called by `client` from any thread. `restart` is what the next process finds."""
+    """A node's store in this process, called by `client` from any thread. `restart` is what the next process finds.
+
+    Attributes:
+        sources: other nodes, from which it can pull.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.silent = False
+        self.sources: dict[str, Node] = {}
         self._loop = _loop()
         self.client = carried("local", self._carry, self._loop)
         self._number = 0
@@ -63,7 +95,7 @@ class Node:
             self.store.close()
         session = f"s{self._number}"
         self.store = DiskStore(self.root, session=session, limits=DiskLimits(bytes_max=2**30))
-        self._actor = _DiskActor(self.store, session)
+        self._actor = _DiskActor(self.store, session, self.sources)
 
     def call(self, method: str, asked: bytes) -> bytes:
         if self.silent:

@@ -22,7 +22,7 @@ from tests.worlds.replica.bench import Bench
 
 KEY = b"a cluster's key for tests"
 GROUP = "group-1"
-TIMES = GroupTimes(form_s=20.0, beat_s=0.05, silent_s=3.0)
+TIMES = GroupTimes(form_s=20.0, beat_s=0.05, silent_s=3.0, stalled_s=3.0)
 
 
 def listener() -> socket.socket:

@@ -9,6 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from ....model_files.layer_ranges import LAYERS
+from ....model_files.model_identity import ModelIdentity
 from ...device.device import on_gpu
 from ...execution.decode_way import DEQUANTIZED, DecodeWay
 from ...execution.findings import Findings
@@ -83,9 +85,13 @@ class SharePart:
         assert self._share is not None, "no model was cut yet"
         return self._share
 
-    def layers(self) -> str:
-        """As `loading.Part.layers`."""
-        return f"share {self._ranks.rank()} of {self._ranks.size()} of all {self.model().stage.count}"
+    def identity(self, whole: ModelIdentity) -> ModelIdentity:
+        """As `loading.Part.identity`."""
+        share = f"share {self._ranks.rank()} of {self._ranks.size()} of all {self.model().stage.count}"
+        return ModelIdentity(whole.files, {**whole.computing, LAYERS: share})
+
+    def range(self, spec: ModelCacheSpec) -> None:
+        """As `loading.Part.range`: other divisions have other heads, and cannot use a share's KV."""
 
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As `loading.Part.piece_tokens`: all ranks compute at the same time anyway."""

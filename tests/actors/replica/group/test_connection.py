@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import multiprocessing
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection as Pipe
 
 import mlx.core as mx
 import numpy as np
@@ -114,8 +119,8 @@ def test_bytes_of_a_stranger_are_refused():
             Connection.accept(listens.accept()[0], KEY, "group/0")
 
 
-def beating(connection: Connection, lost: list[str], silent_s: float = 0.5) -> Heartbeats:
-    return Heartbeats(connection, "the peer", 0.02, silent_s, lost.append)
+def beating(connection: Connection, lost: list[str], silent_s: float = 0.5, stalled_s: float = 60.0) -> Heartbeats:
+    return Heartbeats(connection, "the peer", 0.02, silent_s, stalled_s, lost.append)
 
 
 def test_heartbeats_go_on_and_end_without_a_loss(two: Two):
@@ -131,14 +136,77 @@ def test_heartbeats_go_on_and_end_without_a_loss(two: Two):
 def test_a_silent_peer_and_one_that_goes_are_lost(two: Two):
     near, far = two
     lost: list[str] = []
-    heartbeats = beating(near, lost, silent_s=0.1)
+    heartbeats = beating(near, lost, silent_s=0.05, stalled_s=0.1)
     heartbeats.join()
+    # Its machine acknowledges what it does not read.
     assert lost == ["the peer says nothing for 0.1 s"]
     lost.clear()
     heartbeats = beating(near, lost, silent_s=60.0)
     far.shut()
     heartbeats.join()
     assert len(lost) == 1 and "the peer is lost" in lost[0]
+
+
+def test_a_machine_that_acknowledges_nothing_is_lost_soon(two: Two, monkeypatch: pytest.MonkeyPatch):
+    near, _ = two
+    monkeypatch.setattr(near, "unacknowledged", lambda: 1000)
+    lost: list[str] = []
+    beating(near, lost, silent_s=0.1).join()
+    assert lost == ["the peer cannot be reached for 0.1 s"]
+
+
+def test_a_socket_says_what_was_not_acknowledged():
+    """What a peer does not take stays in the sender's buffer once the peer's is full."""
+    with listener() as listens, socket.create_connection(listens.getsockname()[:2]) as sock:
+        far, _ = listens.accept()
+        with far:
+            near = Connection.__new__(Connection)
+            near._sock = sock
+            ends = time.monotonic() + 10
+            sock.sendall(b"beat")
+            while near.unacknowledged() and time.monotonic() < ends:
+                time.sleep(0.001)
+            assert near.unacknowledged() == 0
+            sock.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    sock.send(bytes(2**20))
+            assert (near.unacknowledged() or 0) > 2**16
+    assert near.unacknowledged() is None
+
+
+def hold_the_interpreter(told: Pipe, seconds: float) -> None:
+    """A process that sends heartbeats, and for some time runs nothing but one call that does not let go of the
+    interpreter."""
+    listens, lost = listener(), []
+    told.send(listens.getsockname()[:2])
+    connection = Connection.accept(listens.accept()[0], KEY, "group/0")
+    heartbeats = beating(connection, lost)
+    ctypes.PyDLL(None).usleep(int(1e6 * seconds))
+    told.send("held")
+    told.recv()
+    heartbeats.end()
+    heartbeats.join()
+    told.send(lost)
+    connection.close()
+
+
+def test_a_process_whose_interpreter_is_held_up_is_not_lost():
+    """Nor are the others lost to it. Each machine may be silent for half a second; the call takes two."""
+    context = multiprocessing.get_context("spawn")
+    told, telling = context.Pipe()
+    process = context.Process(target=hold_the_interpreter, args=(telling, 2.0), daemon=True)
+    process.start()
+    lost: list[str] = []
+    near = Connection.connect(told.recv(), KEY, "group/0", time.monotonic() + 10)
+    heartbeats = beating(near, lost)
+    assert told.recv() == "held"
+    threading.Event().wait(0.1)
+    told.send("end")
+    assert told.recv() == [] and lost == []
+    heartbeats.join()
+    near.close()
+    process.join()
 
 
 def test_a_peer_that_breaks_off_says_why(two: Two):

@@ -22,10 +22,11 @@ from satchel.actors.replica.group.parts import FollowerParts, GroupDisk
 from satchel.actors.replica.kv.caches import read_spec
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory.disk_tier import DiskTier, Prompt
+from satchel.actors.replica.memory.other_layers import OtherLayers, Remote
 from tests.actors.replica.group.test_overlap import Whims
 from tests.worlds.models.families import write_model
 from tests.worlds.replica.bench import Bench
-from tests.worlds.replica.bench_disk import Node, write_down
+from tests.worlds.replica.bench_disk import Node, process, write_down
 from tests.worlds.replica.group import GROUP, KEY, TIMES, Led, listener, on_a_thread
 
 AGENT = "default/alice"
@@ -52,6 +53,15 @@ class _Client:
 
     def read(self, part: ReadPart) -> _Asked:
         return _Asked(lambda: self._parts.read(part))
+
+
+def others_of(loaded: LoadedModel, nodes: list[Node], own: int) -> OtherLayers | None:
+    """What makes KV of a process's layers, on one of two nodes that are named by their places."""
+    if loaded.layers is None:
+        return None
+    layers, count = loaded.layers
+    remotes = [Remote(str(place), node.client) for place, node in enumerate(nodes) if place != own]
+    return OtherLayers(loaded.identity, layers, count, nodes[own].client, remotes)
 
 
 class Group:
@@ -90,6 +100,7 @@ class Group:
                 loaded = self._load(0, self._cut)
                 following = member.follow(loaded)
                 self.disk = DiskTier(loaded.spec, loaded.model_id, self._nodes[0].client)
+                self.disk.others = others_of(loaded, self._nodes, 0)
                 found["parts"] = following.batch.parts = FollowerParts(self.disk, following.batch, loaded.model_id)
                 following.run()
             finally:
@@ -97,6 +108,7 @@ class Group:
 
         last = self._load(self._cut, self._layers)
         leaders = GroupDisk(last.spec, last.model_id, self._nodes[1].client)
+        leaders.others = others_of(last, self._nodes, 1)
         with on_a_thread(follow) as done:
             led = Led(last, listens.getsockname()[:2], disk=leaders)
             ends = time.monotonic() + 10
@@ -126,6 +138,8 @@ class Group:
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Node]]:
     found = [Node(tmp_path / "first"), Node(tmp_path / "last")]
+    for node in found:
+        node.sources.update({str(place): other for place, other in enumerate(found)})
     yield found
     for node in found:
         node.store.check()
@@ -137,9 +151,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "llama", "llama", num_hidden_layers=LAYERS)
 
 
-def whole(folder: Path, kv: str = "q4") -> LoadedModel:
+def whole(folder: Path, kv: str = "q4", numerics: str = "reproducible") -> LoadedModel:
     return models.load(
-        str(folder), context_tokens_max=None, progress=lambda *_: None, numerics="reproducible", weights="stored", kv=kv
+        str(folder), context_tokens_max=None, progress=lambda *_: None, numerics=numerics, weights="stored", kv=kv
     )
 
 
@@ -214,6 +228,79 @@ def test_kv_is_written_and_read_back_while_stages_compute_at_the_same_time(folde
         for number in range(len(seconds)):
             expected = cold.run(f"new {number}", prompt_of(900, seed=100 + number), max_tokens=40)
             assert group.bench.sequences[f"new {number}"].tokens == expected.tokens
+
+
+@pytest.mark.parametrize("kv", ["q4", "fp16"])
+@pytest.mark.parametrize("length", [40, 700])
+def test_a_model_that_is_divided_in_another_way_goes_on_from_the_same_kv(
+    folder: Path, nodes: list[Node], length: int, kv: str
+):
+    """Layers that moved come from the other node's disk; what was made is there at the next start."""
+    prompt = prompt_of(length)
+    group = Group(folder, nodes, kv, cut=2)
+    with group.running():
+        first = group.bench.run("first", prompt, agent=AGENT, max_tokens=20)
+        group.write_down()
+    group.restarted()
+    second = [*prompt, *first.tokens, *prompt_of(30, seed=2)]
+    group = Group(folder, nodes, kv, cut=1)
+    with group.running():
+        warm = group.bench.run("warm", second, agent=AGENT)
+        assert warm.cached == length + 20
+    group.restarted()
+    for node in nodes:
+        node.sources.clear()
+    with group.running():
+        again = group.bench.run("again", second, agent=AGENT)
+        assert again.cached and again.cached >= length + 20
+    cold = Bench(whole(folder, kv)).run("cold", second)
+    assert warm.tokens == again.tokens == cold.tokens
+
+
+@pytest.mark.parametrize("length", [40, 700])
+def test_a_model_that_is_divided_no_more_goes_on_from_its_parts_and_the_other_way_round(
+    folder: Path, nodes: list[Node], length: int
+):
+    """As on a node that has unpacked a satchel: its disk has all parts."""
+    node, prompt = nodes[0], prompt_of(length)
+    group = Group(folder, [node, node], cut=2)
+    with group.running():
+        first = group.bench.run("first", prompt, agent=AGENT, max_tokens=20)
+        group.write_down()
+    node.restart()
+    second = [*prompt, *first.tokens, *prompt_of(30, seed=2)]
+    loaded = whole(folder, numerics="fast")
+    bench, disk = process(loaded, node)
+    disk.others = others_of(loaded, [node], 0)
+    warm = bench.run("warm", second, agent=AGENT, max_tokens=300)
+    assert warm.cached == length + 20
+    write_down(bench, disk)
+    node.restart()
+    third = [*second, *warm.tokens, *prompt_of(9, seed=3)]
+    group = Group(folder, [node, node], cut=1)
+    with group.running():
+        divided = group.bench.run("divided", third, agent=AGENT)
+        assert divided.cached == length + 50 + 300
+    assert divided.tokens == Bench(whole(folder)).run("cold", third).tokens
+
+
+def test_what_cannot_be_made_of_other_layers_is_computed(folder: Path, nodes: list[Node]):
+    """A layer's KV is lost, or the prompt is another one's."""
+    prompt = prompt_of(700)
+    group = Group(folder, nodes, cut=2)
+    with group.running():
+        first = group.bench.run("first", prompt, agent=AGENT, max_tokens=20)
+        group.write_down()
+    group.restarted()
+    second = [*prompt, *first.tokens, *prompt_of(30, seed=2)]
+    for node in nodes:
+        node.sources.clear()
+    group = Group(folder, nodes, cut=1)
+    with group.running():
+        # The leader's node never had the second layer.
+        assert group.bench.run("other", second, agent=AGENT).cached == 0
+        other = group.bench.run("tenant", second, agent="other/eve", tenant="other")
+        assert other.cached == 0
 
 
 @pytest.mark.slow

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -17,8 +20,11 @@ from satchel.actors.protocol.replica_messages import Sampling
 from satchel.actors.replica.execution.findings import Findings
 from satchel.actors.replica.execution.micro_batches import MicroBatchRule
 from satchel.actors.replica.group import serving
-from satchel.actors.replica.group.followers import NO_ROOMS_MAX, Followers, addresses_of
+from satchel.actors.replica.group.broken import GroupBroken
+from satchel.actors.replica.group.follower import StageActor
+from satchel.actors.replica.group.followers import Followers, addresses_of
 from satchel.actors.replica.group.forming import Member
+from satchel.actors.replica.group.gathering import ROOM_S, Gathering
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.group.self_test import prove_group
 from satchel.actors.replica.group.serving import leaders_bytes
@@ -85,21 +91,78 @@ def started(script: list[list[StageState | Exception]], told: list[str]) -> Foll
 READY = StageState("waiting", None, True, 1000)
 
 
-def test_the_leader_waits_for_nodes_that_are_away_and_starts_followers_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("satchel.actors.replica.group.followers.AGAIN_S", 0.01)
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Makes this process of the leader the first one, or one that follows on another; nothing waits."""
+    monkeypatch.setattr("satchel.actors.replica.group.followers.AGAIN_S", 0.001)
+    monkeypatch.setattr("satchel.actors.replica.group.followers.POLL_S", 0.001)
+    return lambda restarted: monkeypatch.setattr(
+        "satchel.actors.replica.group.followers.is_restarted", lambda: restarted
+    )
+
+
+def test_the_leader_waits_for_nodes_that_are_away_and_starts_followers_again(again: Callable[[bool], None]):
+    again(False)
     told: list[str] = []
     away, lost, full = ActorSilent("silent"), ActorLost("lost"), NoRoom("another one is still ending")
     followers = started([[away, StageState("loading m", 0.5), lost], [full], [READY]], told)
     assert followers.ready() == [READY]
-    assert told == ["waiting for node mac0", "mac0: loading m", "waiting for node mac0", "waiting for node mac0"]
+    waited = "waiting for node mac0"
+    assert told == [waited, "mac0: loading m", waited, "waiting for memory on node mac0"]
 
 
-def test_a_follower_that_cannot_load_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("satchel.actors.replica.group.followers.AGAIN_S", 0.01)
+def test_a_follower_that_cannot_load_is_an_error(again: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch):
+    again(False)
     with pytest.raises(ModelLoadError, match="damaged"):
         started([[ModelLoadError("a file is damaged")]], []).ready()
+    monkeypatch.setattr("satchel.actors.replica.group.gathering.ROOM_S", -1.0)
+    full: list[list[StageState | Exception]] = [[NoRoom("no room")]]
     with pytest.raises(NoRoom, match="no room"):
-        started([[NoRoom("no room")] for _ in range(NO_ROOMS_MAX)], []).ready()
+        started([*full], []).ready()
+    # What was served before has room again, once other processes have ended.
+    again(True)
+    assert started([*full, *full, [READY]], []).ready() == [READY]
+
+
+def test_followers_are_ready_if_all_are_at_the_same_time():
+    gathering, now = Gathering(2, patient=False), 0.0
+    gathering.told(0, READY)
+    gathering.told(1, StageState("loading"))
+    assert gathering.states is None
+    assert gathering.failed(0, ActorLost("lost"), now)
+    gathering.told(1, READY)
+    assert gathering.states is None
+    gathering.told(0, READY)
+    assert gathering.states == [READY, READY]
+    assert not gathering.failed(1, ActorSilent("slow"), now) and gathering.states is None
+
+
+def test_a_follower_has_room_within_a_time_of_its_own():
+    gathering, full = Gathering(2, patient=False), NoRoom("no room")
+    assert gathering.failed(0, full, 0.0) and gathering.failed(1, full, ROOM_S) and gathering.failed(0, full, ROOM_S)
+    gathering.told(0, READY)
+    assert gathering.failed(0, full, 1.5 * ROOM_S) and gathering.failed(1, full, 2 * ROOM_S)
+    with pytest.raises(NoRoom):
+        gathering.failed(1, full, 2.5 * ROOM_S)
+
+
+@pytest.mark.parametrize("where", ["follower", "link"])
+def test_a_leader_whose_group_cannot_be_formed_is_started_again(where: str, monkeypatch: pytest.MonkeyPatch):
+    """It does not stay as one whose model cannot be loaded."""
+
+    def form(group: str) -> list[StageAddress]:
+        raise ActorLost("stage 0 does not answer now")
+
+    leader: Any = serving.GroupServing.__new__(serving.GroupServing)
+    stages = (Stage("a", 0, 2, 9), Stage("b", 2, 3, 9))
+    leader._plan, leader._name = GroupPlan(stages, (Node(name="a"), Node(name="b"))), "m-0"
+    leader._shell = SimpleNamespace(note_progress=lambda what, done: None)
+    # An address of a cable that was pulled is no address of this machine.
+    followers: Any = SimpleNamespace(address="127.0.0.1" if where == "follower" else "203.0.113.1", form=form)
+    with pytest.raises(
+        GroupBroken, match="does not answer now" if where == "follower" else "cannot be formed: OSError"
+    ):
+        leader._form(None, followers)
 
 
 @pytest.mark.parametrize("fault", [False, True])
@@ -153,7 +216,9 @@ def test_a_leader_that_cannot_serve_ends_its_group_in_order(
 
     plan = GroupPlan((Stage("a", 0, 2, 9), Stage("b", 2, 3, 9)), (Node(name="a"), Node(name="b")))
     model = parse_model(name="m", source=str(folder), self_test=False, split={"pipeline": "auto"})
-    shell: Any = SimpleNamespace(note_progress=lambda what, done: None)
+    watched: dict[str, Any] = {}
+    watchdog = SimpleNamespace(watch=lambda part, post, limit_s: watched.update({part: post}))
+    shell: Any = SimpleNamespace(note_progress=lambda what, done: None, watchdog=watchdog)
     memory: Any = SimpleNamespace(settle=lambda loaded: 2**30, make_way=lambda nbytes: None)
     leader = serving.GroupServing(
         "m-0", model, Scheduling(), Node(name="b"), USUAL, shell, plan=plan, logs=Logs(), traces=Traces()
@@ -169,6 +234,18 @@ def test_a_leader_that_cannot_serve_ends_its_group_in_order(
             assert memory_bytes == leaders_bytes(proven.loaded.spec, StageState("", token_bytes=2), 1000)
             assert "its layers are divided: layers 0 to 2 on a, 2 to 3 on b" in proven.notes
     assert done.exception() is None and not broken and ended == (["killed"] if fault else [])
+    assert [*watched] == ["group"]
+
+
+@pytest.mark.parametrize("asked, called", [(math.inf, True), (0.0, False)])
+def test_a_follower_ends_if_no_leader_asks_for_it_any_more(asked: float, called: bool):
+    """The first question may come late: the leader loads its own stage first."""
+    follower: Any = StageActor.__new__(StageActor)
+    follower._calls, follower._timing = threading.Semaphore(0), SimpleNamespace(unwanted_s=0.02)
+    follower._asked_at = time.monotonic() + asked - 1.0
+    if called:
+        threading.Timer(0.1, follower._calls.release).start()
+    assert follower._is_called() is called
 
 
 class Doubled:

@@ -28,8 +28,8 @@ from satchel.actors.replica.kv import caches as kv_cache
 from satchel.actors.replica.kv.caches import LayerKind, LayerSpec, ModelCacheSpec, PooledBlock, Records, Slab
 from satchel.actors.replica.kv.paged_cache import PagedKVCache, Reads
 from satchel.actors.replica.kv.pool import BlockPool
-from satchel.actors.replica.memory import disk_tier, slab_codec
-from satchel.actors.replica.memory.disk_tier import read_blocks, read_slabs
+from satchel.actors.replica.memory import disk_reading, slab_codec
+from satchel.actors.replica.memory.disk_reading import read_blocks, read_slabs
 from satchel.actors.replica.memory.slab_codec import Layout
 
 from ....worlds.replica import fake_kernels
@@ -208,7 +208,7 @@ def test_blocks_read_back_have_the_bytes_of_those_never_stored(
     assert all(same(a.arrays(), b.arrays()) for a, b in zip(slabs, files.read(), strict=True))
     want = filled(spec, slabs if pool is None else in_pool(spec, pool, slabs), pool=pool)
     for gpu, kernels in ((False, False), (True, False), (True, True)):
-        monkeypatch.setattr(disk_tier, "on_gpu", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(disk_reading, "on_gpu", lambda gpu=gpu: gpu)
         with fake_kernels.kernels() if kernels else nullcontext():
             for left, right in zip(want, opened(spec, files, kernels=kernels), strict=True):
                 assert same(left, right)
