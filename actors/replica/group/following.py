@@ -14,7 +14,7 @@ from ..execution.batch import Batch
 from ..kv.caches import PooledBlock, Slab
 from .broken import Wholeness, in_words
 from .connection import Connection
-from .leading import COMPUTING, END, KEPT, NUMBERED, TELL, TOKENS
+from .leading import COMPUTING, COUNT, END, KEPT, NUMBERED, TELL, TOKENS
 
 
 class Following:
@@ -99,4 +99,6 @@ class Following:
                 return self._kept[int.from_bytes(value.data, "big")]
             if value.code == TOKENS:
                 return mx.array(np.frombuffer(value.data, "<u4"))
+            if value.code == COUNT:
+                return mx.zeros(int.from_bytes(value.data, "big"), mx.uint32)
         return [self._unpacked(each) for each in value] if isinstance(value, list) else value

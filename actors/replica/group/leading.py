@@ -28,8 +28,9 @@ T = TypeVar("T")
 TELL, END = "tell", "end"
 """Kinds of messages: calls to do, and the end of the group."""
 
-KEPT, TOKENS = 1, 2
-"""Kinds of msgpack's extension values: KV by its number, and an array of tokens as little-endian uint32."""
+KEPT, TOKENS, COUNT = 1, 2, 3
+"""Kinds of msgpack's extension values: KV by its number, an array of tokens as little-endian uint32, and in its place
+the number of its tokens, if the followers get them in the model itself."""
 
 NUMBERED = frozenset({"cut", "adopt_part", "adopt_slabs"})
 """Calls that return KV, which gets numbers."""
@@ -94,6 +95,10 @@ class Leading:
                 if call not in _LATER:
                     self._tell()
             result = run()
+            if call in COMPUTING and not self.overlaps:
+                # All ranks compute all sums of a call, whatever becomes of its result here: else the next call's sums
+                # would meet those that are left.
+                mx.async_eval(result)
             if call in NUMBERED:
                 assert isinstance(result, list)
                 for kept in result:
@@ -150,6 +155,9 @@ class Leading:
         """Returns arguments in the form in which they are told."""
         if isinstance(value, Slab | PooledBlock):
             return msgpack.ExtType(KEPT, self._numbers[id(value)].to_bytes(8, "big"))
+        if isinstance(value, mx.array) and not self.overlaps:
+            # They need not have been drawn yet.
+            return msgpack.ExtType(COUNT, value.size.to_bytes(8, "big"))
         if isinstance(value, mx.array):
             return msgpack.ExtType(TOKENS, np.array(value).astype("<u4").tobytes())
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):

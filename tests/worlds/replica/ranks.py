@@ -30,7 +30,7 @@ from satchel.actors.replica.group.tensor.model import Share, SharePart
 from satchel.actors.replica.group.tensor.ranks import Ranks, in_order
 from satchel.cluster.stages import Split
 from tests.worlds.replica.bench import Bench, Received
-from tests.worlds.replica.group import GROUP, KEY, listener
+from tests.worlds.replica.group import GROUP, KEY, Fault, listener
 
 TIMES = GroupTimes(form_s=30.0, beat_s=0.05, silent_s=3.0)
 WAIT_S = 120.0
@@ -94,15 +94,19 @@ def _member(rank: int, count: int, listens: socket.socket) -> Member:
     return Member(GROUP, rank, KEY, listens, TIMES, broken=lambda why: os._exit(7), joining=joining)
 
 
-def _rank(folder: str, rank: int, count: int, asked: Pipe) -> None:
-    """A rank's process: the last one leads, and does what it is asked."""
+def _rank(folder: str, rank: int, count: int, fails_at: int | None, asked: Pipe) -> None:
+    """A rank's process: the last one leads, and does what it is asked. At the model's call `fails_at` it fails."""
     listens = listener()
     loaded = load_part(folder, SharePart(Ranks(rank, count)))
     asked.send((listens.getsockname()[:2], os.getpid()))
     member = _member(rank, count, listens)
     try:
         if rank < count - 1:
-            member.follow(loaded).run()
+            following = member.follow(loaded)
+            if fails_at is not None:
+                batch: Any = following.batch
+                batch._model = Fault(batch._model, fails_at)
+            following.run()
             return
         bench = Bench(loaded)
         member.lead(loaded, bench.engine.executor, asked.recv())
@@ -115,16 +119,16 @@ def _rank(folder: str, rank: int, count: int, asked: Pipe) -> None:
 
 
 class RanksOf:
-    """The processes of a model's ranks."""
+    """The processes of a model's ranks, of which the first may fail at one of the model's calls."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, fails_at: int | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Pipe] = []
         self.processes = []
         for rank in range(count):
             mine, theirs = context.Pipe()
             self._pipes.append(mine)
-            process = context.Process(target=_rank, args=(str(folder), rank, count, theirs), daemon=True)
+            process = context.Process(target=_rank, args=(str(folder), rank, count, fails_at, theirs), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -162,8 +166,8 @@ class RanksOf:
 
 
 @contextmanager
-def ranks_of(folder: Path, count: int) -> Iterator[RanksOf]:
-    ranks = RanksOf(folder, count)
+def ranks_of(folder: Path, count: int, fails_at: int | None = None) -> Iterator[RanksOf]:
+    ranks = RanksOf(folder, count, fails_at)
     try:
         yield ranks
     finally:

@@ -8,15 +8,16 @@ limit.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from .....cluster.config import Model
 from .....cluster.errors import LinkGarbage, ModelLoadError
 from .....cluster.stages import Split
 from .....cluster.timing import Timing
 from ..connection import Address, Connection
-from .joining import join, reserved_port
+from .joining import Gather, join, reserved_port
 from .kept import Kept
 from .ranks import Ranks
 
@@ -84,7 +85,7 @@ class Joining:
         """Ends the keeper."""
         self._kept.end()
 
-    def _join(self, ranks: Ranks, addresses: Sequence[Address], gather, until: float) -> None:
+    def _join(self, ranks: Ranks, addresses: Sequence[Address], gather: Gather, until: float) -> None:
         with self._patient(until):
             try:
                 join(ranks, self._split, addresses, gather)
@@ -92,7 +93,8 @@ class Joining:
                 raise ModelLoadError(f"the ranks cannot join by {self._split.backend}: {error}") from error
 
     @contextmanager
-    def _patient(self, until: float):
+    def _patient(self, until: float) -> Iterator[None]:
+        """While this is open, this process may be silent until then."""
         self._kept.allow(max(_LEAST_S, until - time.monotonic()))
         try:
             yield
@@ -107,7 +109,8 @@ def joining_of(model: Model, timing: Timing) -> Joining | None:
     return Joining(model.split, timing.group_beat_s, timing.group_silent_s)
 
 
-def _heard(connection: Connection, kind: str, until: float):
+def _heard(connection: Connection, kind: str, until: float) -> Any:
+    """Returns the only field of the next message, which must be of this kind."""
     found, fields = connection.receive(max(0.0, until - time.monotonic())) or ("nothing", [])
     if found != kind or len(fields) != 1:
         raise LinkGarbage(f"{kind} was to come, not {found!r:.40}")

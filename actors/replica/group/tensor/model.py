@@ -49,9 +49,10 @@ class Share:
         self.stage = AllLayers(0, count, count)
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        """Returns the logits, `(sequences, tokens, vocabulary)`, for `tokens` `(sequences, tokens)`; the same bits on
-        every rank once they are connected."""
-        return self._called(tokens, cache=cache)
+        """Returns the logits, `(sequences, tokens, vocabulary)`, for `tokens` `(sequences, tokens)`; once the ranks are
+        connected, for those of the leader, and the same bits on every rank."""
+        # So no rank waits until the leader has read what it has drawn.
+        return self._called(self.ranks.from_last(tokens), cache=cache)
 
     def make_cache(self) -> list[Any]:
         """Returns empty caches of one sequence for the share's heads."""

@@ -66,6 +66,13 @@ class Ranks:
             return plain(x, group=self._group)
         return in_order(plain_gather(self._group, x))
 
+    def from_last(self, x: mx.array) -> mx.array:
+        """Returns the last rank's `x`, of integers; those of the others only have its shape and dtype."""
+        if self._group is None:
+            return x
+        own = x if self._rank == self._size - 1 else mx.zeros_like(x)
+        return mx.distributed.all_sum(own, group=self._group)
+
     def all_gather(self, x: mx.array, plain: Collective) -> mx.array:
         """Returns all ranks' `x`, one after the other along the first axis. Arguments as for `all_sum`."""
         if self._group is None:

@@ -23,8 +23,11 @@ SHARDED_TYPES = (
 )
 """Types of models that mlx-lm 0.32.2 can cut."""
 
-_HEADS = ("num_attention_heads", "num_key_value_heads", "n_heads", "n_kv_heads", "linear_num_key_heads")
-_HEADS_TOO = ("linear_num_value_heads",)
+_HEADS = (
+    *("num_attention_heads", "num_key_value_heads", "n_heads", "n_kv_heads"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+"""Names of numbers of heads in models' settings."""
 _ERRORS = (Exception, SystemExit)
 
 
@@ -59,7 +62,7 @@ def _indivisible(model: Any, count: int) -> str:
     # Types with pictures keep the language model's settings in a part.
     text = getattr(args, "text_config", None)
     named = {**(vars(args) if hasattr(args, "__dict__") else {}), **(text if isinstance(text, dict) else {})}
-    for name in (*_HEADS, *_HEADS_TOO):
+    for name in _HEADS:
         heads = named.get(name)
         if isinstance(heads, int) and heads % count:
             return f"its {name} is {heads}"
@@ -68,8 +71,8 @@ def _indivisible(model: Any, count: int) -> str:
 
 def _in_words(model: Any, error: BaseException) -> str:
     """Returns why mlx-lm cannot cut it. MLX says of a weight only that its parts would be unequal."""
-    bits = sorted({int(module.group_size) for _, module in model.named_modules() if hasattr(module, "group_size")})
-    groups = f" or of its quantization groups of {', '.join(map(str, bits))}" if bits else ""
+    sizes = sorted({int(module.group_size) for _, module in model.named_modules() if hasattr(module, "group_size")})
+    groups = f" or of its quantization groups of {', '.join(map(str, sizes))}" if sizes else ""
     if any(words in str(error) for words in ("equal", "Cannot shard", "group size")):
         return f"a size of its weights{groups} is no multiple of that ({first_sentence(error)})"
     return first_sentence(error)
