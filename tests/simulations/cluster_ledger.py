@@ -135,7 +135,7 @@ def simulate(
     clock = clock or Clock()
     for module in (tombstones, conversations, copying, moving, tending, turns, node_blocks, router, agent_locator):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(reports, "available_bytes", lambda: 2**34)
+    monkeypatch.setattr(reports, "node_available_bytes", lambda: 2**34)
 
     async def whole() -> None:
         ledger = make()

@@ -7,7 +7,6 @@ computed again.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -416,8 +415,10 @@ class DiskTier:
 
     def _write_forever(self) -> None:
         # The first call to a store imports much, which no prompt should wait for.
-        with contextlib.suppress(SatchelError):
+        try:
             self._opened()
+        except Exception as error:
+            logger.info("the store is asked again for the first write: %s", error)
         while True:
             job = self._queue.get()
             try:

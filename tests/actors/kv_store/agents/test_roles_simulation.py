@@ -22,7 +22,7 @@ from satchel.api.ray_backend.store import RayStore
 from tests.simulations.cluster_ledger import Ledger, simulate
 from tests.worlds.kv_store.store_world import CLIENT, Endpoint, World
 
-ROUNDS = int(os.environ.get("SATCHEL_SIMULATIONS", "15"))
+ROUNDS = int(os.environ.get("SATCHEL_SIMULATIONS", "30"))
 AGENTS = ["t/x", "t/y"]
 
 
