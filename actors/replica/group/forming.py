@@ -205,27 +205,36 @@ class Member:
         with self.wholeness.kept():
             shared = ranks_of(loaded)
             before = [_STATES, _NEIGHBOUR] if self._rank and shared is None else []
-            calls, beats, *others = self._accept([_CALLS, _HEARTBEATS, *before])
+            calls, beats, *before = self._accept([_CALLS, _HEARTBEATS, *before])
+            leader = [(beats, "the leader")]
             if shared is None:
-                self._begin_heartbeats([(beats, "the leader")])
+                self._begin_heartbeats(leader)
             host, port, leads, token_bytes = self._heard(calls, _FORM)
-            after = None
-            if shared is None:
-                loaded.model.before = None
-                if others:
-                    loaded.model.before = others[0]
-                    self._begin_heartbeats([(others[1], f"stage {self._rank - 1}")])
-                after = loaded.model.after = self._connect((host, port), self._rank + 1, _STATES)
-                if not leads:
-                    neighbour = self._connect((host, port), self._rank + 1, _NEIGHBOUR)
-                    self._begin_heartbeats([(neighbour, f"stage {self._rank + 1}")])
+            after = self._take_place(loaded, before, (host, port), leads) if shared is None else None
             batch = Batch(loaded)
             calls.send(_RANK, asdict(Rank.of(loaded, batch)))
             if shared is not None:
                 assert self._joining is not None, "a share needs a way to join the others"
                 self._joining.follow(shared, calls, self._listener.getsockname()[0], self._until)
-                self._begin_heartbeats([(beats, "the leader")])
+                self._begin_heartbeats(leader)
             return Following(batch, calls, after, self.wholeness, loaded.spec.bytes_per_token / token_bytes)
+
+    def _take_place(self, loaded: LoadedModel, before: Sequence[Connection], after: Address, leads: bool) -> Connection:
+        """Connects a stage with its neighbours. Returns the connection to the next one.
+
+        Args:
+            before: from the stage before, for hidden states and for heartbeats; none for the first stage.
+            after: where the next stage listens.
+            leads: whether that is the leader, which has heartbeats already.
+        """
+        loaded.model.before = None
+        if before:
+            loaded.model.before = before[0]
+            self._begin_heartbeats([(before[1], f"stage {self._rank - 1}")])
+        loaded.model.after = connection = self._connect(after, self._rank + 1, _STATES)
+        if not leads:
+            self._begin_heartbeats([(self._connect(after, self._rank + 1, _NEIGHBOUR), f"stage {self._rank + 1}")])
+        return connection
 
     def memory_bytes_of(self, rank: int) -> int:
         """Returns what a follower may use for KV, as its last heartbeat said; 0 before the first. For the leader."""

@@ -68,11 +68,11 @@ class Part(Protocol):
         """Returns the part as a model that a batch calls."""
 
     def identity(self, whole: ModelIdentity) -> ModelIdentity:
-        """Returns the identity under which the part's KV is kept, given the whole model's."""
+        """Returns the identity of the part, given that of the whole model."""
         ...
 
-    def range(self, spec: ModelCacheSpec) -> tuple[LayerRange, int] | None:
-        """As `LoadedModel.layers`."""
+    def joinable(self, spec: ModelCacheSpec) -> tuple[LayerRange, int] | None:
+        """Returns the part's layers, and how many the model has, if KV of other layers can be joined to its own."""
 
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As in `LoadedModel`."""
@@ -114,10 +114,10 @@ class StagePart:
         """As `Part.identity`."""
         return identity_of(whole, LayerRange(self._start, self._stop), self.stage.count)
 
-    def range(self, spec: ModelCacheSpec) -> tuple[LayerRange, int] | None:
-        """As `Part.range`."""
-        joins = self.stage.joins and spec.joinable
-        return (LayerRange(self._start, self._stop), self.stage.count) if joins else None
+    def joinable(self, spec: ModelCacheSpec) -> tuple[LayerRange, int] | None:
+        """As `Part.joinable`."""
+        layers = LayerRange(self._start, self._stop)
+        return (layers, self.stage.count) if self.stage.joins and spec.joinable else None
 
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As `Part.piece_tokens`."""
@@ -217,7 +217,7 @@ def load_part(
         way=way,
         unbatched=not all(map(joins, caches)),
         hidden="its layers are divided among processes",
-        layers=part.range(spec),
+        layers=part.joinable(spec),
         piece_tokens=part.piece_tokens(spec),
     )
 

@@ -88,11 +88,11 @@ class SharePart:
 
     def identity(self, whole: ModelIdentity) -> ModelIdentity:
         """As `loading.Part.identity`."""
-        share = f"share {self._ranks.rank()} of {self._ranks.size()} of all {self.model().stage.count}"
-        return ModelIdentity(whole.files, {**whole.computing, LAYERS: share})
+        layers = f"share {self._ranks.rank()} of {self._ranks.size()} of all {self.model().stage.count}"
+        return ModelIdentity(whole.files, {**whole.computing, LAYERS: layers})
 
-    def range(self, spec: ModelCacheSpec) -> None:
-        """As `loading.Part.range`: other divisions have other heads, and cannot use a share's KV."""
+    def joinable(self, spec: ModelCacheSpec) -> None:
+        """As `loading.Part.joinable`: another share has the same layers' other heads."""
 
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As `loading.Part.piece_tokens`: all ranks compute at the same time anyway."""
