@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.activations import swiglu
 
 from satchel.actors.replica.loading import compile_ahead
 
@@ -16,6 +19,17 @@ from satchel.actors.replica.loading import compile_ahead
 def test_every_work_computes_something(kind: mx.Dtype):
     for make in compile_ahead.works(kind).values():
         mx.eval(make()())
+
+
+def test_the_activation_is_mlx_lm_s():
+    """The compiled kernel's name says its operations."""
+
+    def operations(activation: Any) -> list[str]:
+        told = io.StringIO()
+        mx.export_to_dot(told, activation(mx.ones((4, 64)), mx.zeros((4, 64))))
+        return re.findall('label ="(\\w+)"', told.getvalue())
+
+    assert operations(compile_ahead._gate) == operations(swiglu)
 
 
 def test_files_come_whole_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
