@@ -38,8 +38,8 @@ GROW_MIN, GROW_FRACTION = 16, 0.25
 """A full group grows by at least this many slots, and by at least this part of its slots, within its limit."""
 
 GROW_LIMIT_FRACTION, GROW_BYTES = 1 / 16, 2 * 2**30
-"""It also grows by at least this part of its limit, but not by more than so many bytes for this reason: each time all
-its blocks are copied, and recorded decode steps are recorded again."""
+"""On a GPU it also grows by at least this part of its limit, but not by more than so many bytes for this reason: each
+time all its blocks are copied, and recorded decode steps are recorded again."""
 
 CHECKS, CHECK_PAUSE_S = 100, 0.01
 """How often a group is counted, with pauses between, before a mismatch counts as an error."""
@@ -125,7 +125,7 @@ class SlotGroup:
         missing = count - len(self._free)
         if missing > 0:
             step = max(GROW_MIN, int(self.capacity * GROW_FRACTION))
-            if self.capacity_max < inf:
+            if self.kernels and self.capacity_max < inf:
                 most = GROW_BYTES // max(1, self.slot_bytes)
                 step = max(step, min(most, int(self.capacity_max * GROW_LIMIT_FRACTION)))
             self._grow(int(max(missing, min(step, self.capacity_max - self.capacity))))
