@@ -113,6 +113,7 @@ def test_sealed_memory_recalls_what_full_precision_does() -> None:
     assert full["right"] >= 7 and sealed["right"] >= full["right"] - 1, part.notes
 
 
+@pytest.mark.slow
 def test_a_recorded_session_computes_nothing_twice(tmp_path: Path) -> None:
     """It grows from 256 tokens to 1,792, but for a request that goes back in the middle of a block, and one of another
     agent. A block that is shared in part is computed again up to there."""

@@ -28,6 +28,7 @@ def subject() -> Subject:
     return measure.load("embedded:recall", "recall")
 
 
+@pytest.mark.slow
 def test_perplexity_is_that_of_the_text_in_the_models_own_caches(subject: Subject) -> None:
     """Of the shorter length too, though both come from one reading; and every cache has its row."""
     part = divergence(subject, "code", [560, 600], Budget(600.0), silent)

@@ -266,7 +266,10 @@ def test_whatever_fails_a_small_cluster_keeps_its_laws(mode, monkeypatch, caplog
 
 @pytest.mark.parametrize(
     ("mode", "nodes"),
-    [("crashes", 16), ("links", 16), ("disks", 16), pytest.param("crashes", 64, marks=pytest.mark.slow)],
+    [
+        ("crashes", 16),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in (("links", 16), ("disks", 16), ("crashes", 64))),
+    ],
 )
 def test_whatever_fails_a_large_cluster_keeps_its_laws(mode, nodes, monkeypatch, caplog):
     caplog.set_level("CRITICAL")

@@ -72,6 +72,7 @@ def test_streams_survive_the_death_of_their_replica(
     assert second.process != f"replica:{home}" and second.attributes["satchel.generated_before"] >= 19
 
 
+@pytest.mark.slow
 def test_a_replica_whose_engine_hangs_is_replaced_and_its_stream_goes_on(
     handles: Cluster, http: httpx.Client, cluster: LocalCluster
 ):
@@ -103,6 +104,7 @@ def test_a_replica_whose_engine_hangs_is_replaced_and_its_stream_goes_on(
     assert any(f"(process {pid}): its engine has stood still for 3 s" in text for text in noted)
 
 
+@pytest.mark.slow
 def test_a_request_that_ends_its_replica_is_tried_once_more_and_given_up(
     handles: Cluster, http: httpx.Client, cluster: LocalCluster
 ):
@@ -229,6 +231,7 @@ def answering(http: httpx.Client) -> int:
     )
 
 
+@pytest.mark.slow
 def test_a_reader_that_stands_still_holds_up_no_other(handles: Cluster, http: httpx.Client, config: Config):
     """Like a reader that was cut off: it neither reads nor disconnects, and its lease ends meanwhile."""
     said = [user("Say the numbers from one to five.")]

@@ -148,6 +148,7 @@ async def test_errors_are_the_trees_own(handles: Cluster):
     assert await handles.agent("carl").ask("Hello.", temperature=0), "a failed turn leaves the agent free"
 
 
+@pytest.mark.slow
 def test_handles_work_inside_ray_tasks_and_actors(handles: Cluster):
     """A pipeline: a task tells agents facts, an actor asks for them."""
 

@@ -292,6 +292,7 @@ def test_a_client_that_never_reads_holds_no_sequence(server: Server):
         assert said(server, "plain", max_tokens=3)
 
 
+@pytest.mark.slow
 def test_stopping_the_server_finishes_the_answers_of_loaded_models_too(server: Server):
     """The model has a name that another one had before."""
     assert server.command("models", "load", "embedded:recall", "--name", "orphan").returncode == 0

@@ -315,7 +315,9 @@ def test_a_newcomer_shows_a_picture(server: tuple[subprocess.Popen, Path, int]):
     assert " 1 picture," in subprocess.run(show, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("arguments", ["home=sys.argv[1]", "home=sys.argv[1], address=sys.argv[2]"])
+@pytest.mark.parametrize(
+    "arguments", [pytest.param("home=sys.argv[1]", marks=pytest.mark.slow), "home=sys.argv[1], address=sys.argv[2]"]
+)
 def test_another_driver_connects_though_it_imported_ray_first(
     server: tuple[subprocess.Popen, Path, int], arguments: str
 ):

@@ -87,6 +87,7 @@ def replayed(endpoint: Any, path: Path, *, served: bool, **limits: Any) -> Any:
     return replay.replay(endpoint, path, chosen, lambda text: None, served=served)
 
 
+@pytest.mark.slow
 def test_of_a_replay_with_the_models_own_replies_nothing_is_read_twice(endpoint: Any, tmp_path: Path) -> None:
     """Each later prompt extends what its agent remembers, and prompt and reply are found to the last token."""
     path = write(tmp_path / "talk.jsonl", talk(8))

@@ -132,6 +132,7 @@ def test_a_certificate_of_an_authority_takes_its_place(running: Running):
     assert refused.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_what_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path):
     tls = authority().issue(["a.example"], days=(-9, -1)).write(tmp_path)
     config = tmp_path / "config.yaml"

@@ -14,7 +14,7 @@ from .check import RIGHT, check
 from .run import RESULTS
 from .vision_types import IN_CODE
 
-COUNTS = {"text": 5, "vision": 1}
+COUNTS = {"text": 3, "vision": 1}
 SIGNAL = "by signal"
 LONG_S = 40.0
 """Types that take longer are checked by `make test-zoo` alone."""

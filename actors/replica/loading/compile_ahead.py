@@ -23,6 +23,8 @@ from pathlib import Path
 import mlx.core as mx
 from mlx import nn
 
+from ....cluster.environment import snapshot
+
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 120.0
@@ -109,7 +111,7 @@ def _compile_one(folder: Path, scratch: Path, work: str, kind: mx.Dtype) -> bool
     command = [sys.executable, "-m", __name__, work, str(kind).removeprefix("mlx.core.")]
     try:
         subprocess.run(
-            command, env={**os.environ, _FOLDER: str(scratch)}, check=True, capture_output=True, timeout=TIMEOUT_S
+            command, env={**snapshot(), _FOLDER: str(scratch)}, check=True, capture_output=True, timeout=TIMEOUT_S
         )
     except subprocess.SubprocessError as error:
         logger.warning("%s is not compiled ahead: %s", work, error)

@@ -142,6 +142,7 @@ def test_code_is_downloaded_where_it_is_trusted(hub: Hub, tmp_path: Path):
         assert (folder / "own.py").exists() is bool(environment)
 
 
+@pytest.mark.slow
 def test_a_revision_is_another_snapshot(hub: Hub, tmp_path: Path):
     folders = {resolve(hub.url, tmp_path, source)["folder"] for source in ("owner/model", "owner/model@v2")}
     assert {Path(folder).name for folder in folders} == {COMMIT, "b" * 40}
@@ -197,6 +198,7 @@ def test_an_index_left_over_from_another_layout_hides_no_weights(hub: Hub, tmp_p
     assert resolve(hub.url, tmp_path, environment=OFFLINE)["folder"] == folder
 
 
+@pytest.mark.slow
 def test_an_adapter_is_two_files(hub: Hub, tmp_path: Path):
     hub.files |= {"adapters.safetensors": b"a", "adapter_config.json": b"{}", "0000100_adapters.safetensors": b"old"}
     answer = resolve(hub.url, tmp_path, adapter=True)

@@ -185,6 +185,7 @@ def test_a_slab_keeps_no_other_sequence_alive(loaded: LoadedModel):
     assert held - mx.get_active_memory() <= 1.1 * size
 
 
+@pytest.mark.slow
 def test_the_warm_up_makes_all_plans_that_prompts_use_and_leaves_nothing_behind(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ):

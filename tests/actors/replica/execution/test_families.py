@@ -130,8 +130,12 @@ ALWAYS: dict[str, tuple[int | None, str]] = {
 PADDED = ("llama", "gemma3_text", "gpt_oss", "deepseek_v2", "nemotron_h")
 """Those that are also tried with larger chunks, and prefill in padded batches where there are such, as on a GPU."""
 
-DISTINCT = ("llama", "qwen2", "gemma3_text", "gpt_oss", "deepseek_v2")
-"""Each attends in another way: with full or sealed KV, windows, sinks, values smaller than keys."""
+DISTINCT = ("llama", "qwen2", "gpt_oss", "deepseek_v2")
+"""Each attends in another way: with full or sealed KV, windows and sinks, values smaller than keys."""
+
+
+USUAL = tuple(name for name in ALWAYS if name not in ("glm4", "qwen3"))
+"""Those two differ from others in norms and rotations only."""
 
 
 def _params(among: Collection[str]) -> list[Any]:
@@ -150,7 +154,7 @@ few_families = pytest.mark.parametrize("family", _params(DISTINCT), indirect=Tru
 """For tests of what families share but for their attention; the others are slow."""
 
 
-@pytest.fixture(scope="module", params=_params(FAMILIES))
+@pytest.fixture(scope="module", params=_params(USUAL))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(tmp_path_factory.mktemp("models"), *request.param)
 

@@ -45,6 +45,7 @@ def scripts_of(processor: PictureProcessor, noise: np.random.Generator) -> dict[
     return scripts
 
 
+@pytest.mark.slow
 def test_every_picture_gets_its_own_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However alike another one is that was asked about before or beside it, from its features and from its KV."""
     folder, noise, noted = write_model(tmp_path / "model", "qwen3_vl"), np.random.default_rng(11), Logits()

@@ -174,6 +174,7 @@ def test_whatever_changes_what_is_computed_is_another_model_of_the_same_files(fo
     assert one.files_id == other.files_id and one.model_id != other.model_id
 
 
+@pytest.mark.slow
 def test_settings_that_change_rounding_make_another_model_as_it_is_loaded(folder: Path):
     """A model with one setting reuses no KV of the other; settings that change no number in a block do not change the
     id."""

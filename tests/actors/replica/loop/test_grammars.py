@@ -87,6 +87,7 @@ def test_what_is_drawn_is_in_the_grammar_and_ends_where_it_ends(
     assert alone(recall, prompt, **how).tokens == sequence.tokens
 
 
+@pytest.mark.slow
 def test_sequences_with_and_without_grammars_do_not_notice_each_other(
     recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]
 ):
@@ -195,6 +196,7 @@ def test_a_sequence_that_moves_to_another_replica_goes_on_in_its_grammar(
         assert bench.sequences["rest"].tokens == whole[done:]
 
 
+@pytest.mark.slow
 def test_preempted_sequences_go_on_in_their_grammars(recall: LoadedModel, tokenizer: Tokenizer, prompt: list[int]):
     """Another flow takes places in the middle of their texts."""
     expected = [alone(recall, prompt, grammar=LONG, temperature=1.0, seed=seed).tokens for seed in range(5)]

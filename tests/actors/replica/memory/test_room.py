@@ -187,7 +187,8 @@ def test_windows_states_and_dense_caches_stay_within_the_budget(tmp_path: Path, 
     assert not bench.refused and all(sequence.finish == "length" for sequence in bench.sequences.values())
 
 
-@pytest.mark.parametrize("seed", [2, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 7])
 def test_sequences_that_come_and_end_at_any_time_stay_within_the_budget(loaded: LoadedModel, tmp_path: Path, seed: int):
     """Some are an agent's, whose KV goes to the disk: the copies that this takes have room before they are made."""
     chance, spec = random.Random(seed), loaded.spec

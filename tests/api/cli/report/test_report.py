@@ -77,7 +77,7 @@ def test_the_benchmark_ends_in_time(folder: str, monkeypatch: pytest.MonkeyPatch
     assert facts["benchmark"]["left_out"] == ["4 sequences of 1024 tokens: it would take too long"]
 
 
-@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("wrong", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_kernels_are_told_with_how_far_they_are_off(folder: str, wrong: bool, monkeypatch: pytest.MonkeyPatch):
     with fake_kernels.kernels(), pytest.MonkeyPatch.context() as patch:
         right = decode_kernel.attend

@@ -23,7 +23,8 @@ def folder_of(path: Path, count: int) -> Path:
     return write_model(path / "llama", "llama", **heads)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
 def test_ranks_answer_as_one_process_with_the_same_sums_to_the_bit(tmp_path: Path, count: int):
     """Logarithms of probabilities too. And a sequence's answer does not depend on those beside it, nor on what of its
     KV was kept."""
@@ -38,7 +39,7 @@ def test_ranks_answer_as_one_process_with_the_same_sums_to_the_bit(tmp_path: Pat
         assert found[f"next {number}"].cached == LENGTHS[number] + 8
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_sum_does_not_depend_on_its_place_in_the_batch(count: int):
     """MLX's own sum over three ranks does: it cuts arrays into pieces, each of which begins at another rank."""
     found = sums(count)
