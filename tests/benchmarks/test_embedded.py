@@ -13,7 +13,7 @@ from benchmarks.programs import ROOT, program
 @pytest.mark.parametrize(
     ("row", "questions", "least"),
     [
-        ("8 codes in 1,000 tokens", 3, 1.0),
+        pytest.param("8 codes in 1,000 tokens", 3, 1.0, marks=pytest.mark.slow),
         pytest.param("16 codes in 3,500 tokens", 60, 0.97, marks=pytest.mark.slow),
         pytest.param("16 codes in 7,900 tokens", 16, 0.97, marks=pytest.mark.slow),
     ],

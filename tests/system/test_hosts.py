@@ -41,7 +41,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield found
 
 
-@pytest.mark.slow
 def test_a_host_joins_by_hand_and_hands_its_agents_over_when_it_leaves(world: World):
     talk, starting = world.talk, world.up()
     # The other host has joined already, so this one may.
