@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +14,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from . import machine
+
 FACTS = ("machine", "versions")
 
 
 def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def begun(facts: dict[str, Any], options: Any, **more: Any) -> dict[str, Any]:
+    """Results without parts yet: `more`, the facts of this machine, and what was asked for."""
+    return {
+        **more,
+        "machine": facts,
+        "versions": machine.versions(sys.executable),
+        "when": now(),
+        # Without the paths of this machine.
+        "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
+        "parts": {},
+    }
 
 
 def earlier(path: Path, result: dict[str, Any], names: Sequence[str] | None) -> dict[str, Any]:

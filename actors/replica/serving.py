@@ -22,7 +22,6 @@ from ...cluster.processes import keep_from_collection
 from ...cluster.timing import Timing
 from ..protocol import registry
 from ..protocol.replica_messages import SequenceUpdate
-from ..protocol.store_client import StoreClient
 from ..supervision.stall import limit_s
 from ..supervision.watchdog import ENGINE, Watchdog
 from .device import blas
@@ -34,7 +33,7 @@ from .loading import compile_ahead, models
 from .loading.warm_up import WarmUp, meet_prompts
 from .loop.engine import Engine
 from .memory.disk_tier import DiskTier
-from .memory.other_layers import OtherLayers
+from .memory.other_layers import disk_tier_of
 from .memory.replica_memory import ReplicaMemory
 from .plain_mode import PlainMode
 from .reports import EngineReports
@@ -155,10 +154,7 @@ class Serving:
         """Returns what writes and reads a model's KV; None if it cannot be kept."""
         if not loaded.spec.reusable:
             return None
-        store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
-        disk = DiskTier(loaded.spec, loaded.model_id, store, most, self._timing)
-        disk.others = OtherLayers.of(loaded, store, self._node.name, (), self._timing)
-        return disk
+        return disk_tier_of(loaded, self._node.name, (), self._scheduling, self._timing)
 
     def _bearable(self, share_bytes: int) -> int:
         """Returns how much of this process's part of the memory the model may use, in bytes."""
@@ -220,7 +216,9 @@ class Serving:
             drafts=self._model.drafts == "auto",
             followers=self._followers,
         )
-        keep_from_collection()
+        if not plain:
+            # The plain engine is soon replaced, and its first answers need not wait for it.
+            keep_from_collection()
         self._shell.take_up(proven, engine, disk, plain=plain)
         if before is None or self._reports is None:
             self._watch(engine, disk, memory)

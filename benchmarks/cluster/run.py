@@ -9,7 +9,6 @@ Figures are medians over the rounds, ratios are taken within a round. Nothing he
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -92,14 +91,7 @@ def measures(options: argparse.Namespace, work: Path, budget: Any) -> dict[str, 
 def main() -> None:
     options = read_options()
     facts = machine.facts("gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu")
-    result: dict[str, Any] = {
-        "machine": facts,
-        "versions": machine.versions(sys.executable),
-        "when": kept.now(),
-        # Without the paths of this machine.
-        "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
-        "parts": {},
-    }
+    result = kept.begun(facts, options)
     path = options.out / f"cluster-{options.machine or machine.name_of(facts)}"
     result["parts"] = kept.earlier(path, result, PARTS)
     budget = parts.Budget(options.budget_s)

@@ -10,11 +10,9 @@ does than the rest. Nothing here is a test of speed.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -245,23 +243,13 @@ def _decode_row(name: str, rows: int, figures: Sequence[float], rounds: int) -> 
 def main() -> None:
     options = read_options()
     facts = machine.facts("gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu")
-    result: dict[str, Any] = {
-        "title": "A model divided between two processes",
-        "machine": facts,
-        "versions": machine.versions(sys.executable),
-        "when": kept.now(),
-        # Without the paths of this machine.
-        "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
-        "parts": {},
-    }
+    result = kept.begun(facts, options, title="A model divided between two processes")
     path = options.out / f"group-{options.machine or machine.name_of(facts)}"
     result["parts"] = kept.earlier(path, result, PARTS)
     budget = Budget(options.budget_s)
     with tempfile.TemporaryDirectory(prefix="satchel-group-") as work:
         bench = Bench(options, Path(work), budget)
-        measures: dict[str, Callable[[], Any]] = {
-            name: partial(getattr(bench, name)) for name in dict.fromkeys(options.parts)
-        }
+        measures = {name: getattr(bench, name) for name in dict.fromkeys(options.parts)}
         kept.measure_all(measures, budget, path, result, parts.markdown)
 
 

@@ -106,7 +106,7 @@ class ShareProcess(Process):
 
     def _new_member(self) -> Member:
         split = Split(tensor=self._ranks, backend=self._backend, trusted_wires=True)  # pyright: ignore
-        joining = Joining(split, TIMES.beat_s, TIMES.silent_s)
+        joining = Joining(split, TIMES.beat_s, TIMES.silent_s, TIMES.stalled_s)
         broken = lambda why: (print(why, file=sys.stderr, flush=True), os._exit(1))  # noqa: E731
         return Member(GROUP, self._rank, KEY, self._listener, TIMES, broken=broken, joining=joining)
 

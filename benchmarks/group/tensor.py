@@ -13,12 +13,10 @@ import argparse
 import contextlib
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +108,26 @@ class Bench:
     def _ask(self, name: str, *question: Any) -> dict[str, float]:
         return getattr(self, name).ask(*question)
 
+    def _beside(
+        self, measure: Callable[[str], float], ratio: Callable[[float, float], float]
+    ) -> tuple[float, float, float, float, int] | None:
+        """Measures the whole model, the single share and the shares in turns.
+
+        Args:
+            ratio: given the measures of the whole model and of the shares.
+
+        Returns:
+            The medians of the three and of the ratio, and the number of rounds; None if there is no time for one.
+        """
+        rounds: list[tuple[float, float, float, float]] = []
+        for _ in self._budget.rounds(self._options.rounds):
+            whole, single, shares = (measure(name) for name in ("whole", "single", "shares"))
+            rounds.append((whole, single, shares, ratio(whole, shares)))
+        if not rounds:
+            return None
+        whole, single, shares, compared = (median(column) for column in zip(*rounds, strict=True))
+        return whole, single, shares, compared, len(rounds)
+
     def loading(self) -> ResultTable:
         """What each process has in memory."""
         part = ResultTable(f"Loading: {self._options.model}")
@@ -146,16 +164,14 @@ class Bench:
         options = self._options
         part = ResultTable(f"Decoding: {options.model}, prompts of {options.tokens:,} tokens, {options.backend}")
         for rows in options.rows:
-            rounds = []
-            for _ in self._budget.rounds(options.rounds):
-                rates = []
-                for name in ("whole", "single", "shares"):
-                    found = self._ask(name, "decode", rows, options.tokens, options.steps)
-                    rates.append(found["tokens"] / found["s"])
-                rounds.append([*rates, rates[2] / rates[0]])
-            if not rounds:
+
+            def rate(name: str, rows: int = rows) -> float:
+                found = self._ask(name, "decode", rows, options.tokens, options.steps)
+                return found["tokens"] / found["s"]
+
+            if (found := self._beside(rate, lambda whole, shares: shares / whole)) is None:
                 continue
-            whole, single, shares, ratio = (median(column) for column in zip(*rounds, strict=True))
+            whole, single, shares, ratio, rounds = found
             say(f"  {rows} sequences: whole {whole:.0f} tokens/s, single share {single:.0f}, shares {shares:.0f}")
             part.rows.append(
                 {
@@ -164,7 +180,7 @@ class Bench:
                     "one card as a single share": single,
                     f"{options.ranks} cards": shares,
                     f"{options.ranks} cards / one": ratio,
-                    "rounds": len(rounds),
+                    "rounds": rounds,
                 }
             )
         return part
@@ -174,13 +190,13 @@ class Bench:
         options = self._options
         part = ResultTable(f"Prefill: {options.model}, {options.backend}")
         for tokens in options.prompts:
-            rounds = []
-            for _ in self._budget.rounds(options.rounds):
-                times = [self._ask(name, "prefill", tokens)["s"] for name in ("whole", "single", "shares")]
-                rounds.append([*times, times[0] / times[2]])
-            if not rounds:
+
+            def time_of(name: str, tokens: int = tokens) -> float:
+                return self._ask(name, "prefill", tokens)["s"]
+
+            if (found := self._beside(time_of, lambda whole, shares: whole / shares)) is None:
                 continue
-            whole, single, shares, ratio = (median(column) for column in zip(*rounds, strict=True))
+            whole, single, shares, ratio, rounds = found
             say(f"  {tokens} tokens: whole {whole:.2f} s, single share {single:.2f} s, shares {shares:.2f} s")
             part.rows.append(
                 {
@@ -189,7 +205,7 @@ class Bench:
                     "one card as a single share": single,
                     f"{options.ranks} cards": shares,
                     f"one / {options.ranks} cards": ratio,
-                    "rounds": len(rounds),
+                    "rounds": rounds,
                 }
             )
         return part
@@ -229,23 +245,13 @@ def _runs(pid: int) -> bool:
 def main() -> None:
     options = read_options()
     facts = machine.facts("gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu")
-    result: dict[str, Any] = {
-        "title": "A model of which several processes have a share of every layer",
-        "machine": facts,
-        "versions": machine.versions(sys.executable),
-        "when": kept.now(),
-        # Without the paths of this machine.
-        "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
-        "parts": {},
-    }
+    result = kept.begun(facts, options, title="A model of which several processes have a share of every layer")
     path = options.out / f"tensor-{options.machine or machine.name_of(facts)}"
     result["parts"] = kept.earlier(path, result, PARTS)
     budget = Budget(options.budget_s)
     with tempfile.TemporaryDirectory(prefix="satchel-tensor-") as work, ExitStack() as stack:
         bench = Bench(options, Path(work), budget, stack)
-        measures: dict[str, Callable[[], Any]] = {
-            name: partial(getattr(bench, name)) for name in dict.fromkeys(options.parts)
-        }
+        measures = {name: getattr(bench, name) for name in dict.fromkeys(options.parts)}
         kept.measure_all(measures, budget, path, result, parts.markdown)
 
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
@@ -167,14 +165,7 @@ def main() -> None:
     os.environ.update(mlx_settings(default_home()))
     device = "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
     facts = machine.facts(device)
-    result: dict[str, Any] = {
-        "machine": facts,
-        "versions": machine.versions(sys.executable),
-        "when": kept.now(),
-        # Without the paths of this machine.
-        "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
-        "parts": {},
-    }
+    result = kept.begun(facts, options)
     path = options.out / f"memory-{options.machine or machine.name_of(facts)}"
 
     def finish(name: str, part: ResultTable, note: str) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -171,14 +170,7 @@ def measure(
 def main() -> None:
     options = read_options()
     facts = machine.facts("cpu")
-    result: dict[str, Any] = {
-        "machine": facts,
-        "versions": machine.versions(sys.executable),
-        "when": kept.now(),
-        # Without the paths of this machine.
-        "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
-        "parts": {},
-    }
+    result = kept.begun(facts, options)
     path = options.out / f"router-{options.machine or machine.name_of(facts)}"
     result["parts"] = kept.earlier(path, result, [*TIMED, *COMPARED])
     budget = parts.Budget(options.budget_s)

@@ -147,14 +147,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="satchel-vision-", dir=options.work) as work:
         run = VisionRun(options, Path(work))
         facts = {**machine.facts(run.device), "load_before": round(load_before, 2)}
-        result: dict[str, Any] = {
-            "machine": facts,
-            "versions": machine.versions(sys.executable),
-            "when": kept.now(),
-            # Without the paths of this machine.
-            "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
-            "parts": {},
-        }
+        result = kept.begun(facts, options)
         path = options.out / f"vision-{options.machine or machine.name_of(facts)}"
         every = [label(part, shape) for shape in VISION_SHAPES for part in PARTS]
         result["parts"] = kept.earlier(path, result, every)

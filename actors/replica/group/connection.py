@@ -148,6 +148,20 @@ class Connection:
             self._outgoing = Outgoing(self._send_plain)
         self._outgoing.put(Plain(dtype, array.shape, data))
 
+    def expect(self, kind: str, until: float) -> Any:
+        """Returns the only field of the next message, which must be of this kind.
+
+        Args:
+            until: monotonic seconds, by which it must have begun.
+
+        Raises:
+            LinkGarbage: something else came, or nothing. And errors as for `receive`.
+        """
+        found, fields = self.receive(max(0.0, until - time.monotonic())) or ("nothing", [])
+        if found != kind or len(fields) != 1:
+            raise LinkGarbage(f"{kind} was to come, not {found!r:.40}")
+        return fields[0]
+
     def receive_array(self, shape: Sequence[int]) -> mx.array:
         """Returns the next array. Only arrays may be received on this connection from now on.
 

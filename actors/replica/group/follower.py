@@ -28,12 +28,10 @@ from ....cluster.telemetry.process import begin_telemetry
 from ....cluster.timing import Timing
 from ...protocol.group_clients import StageClient
 from ...protocol.group_messages import FoundPart, ReadPart, StageAddress, StageState
-from ...protocol.store_client import StoreClient
 from ...rpc.shell import answers
 from ...supervision.watchdog import Watchdog
 from ..memory.budget import bearable_bytes
-from ..memory.disk_tier import DiskTier
-from ..memory.other_layers import OtherLayers
+from ..memory.other_layers import disk_tier_of
 from ..memory.replica_memory import ReplicaMemory
 from .broken import GroupBroken
 from .ending import end_soon
@@ -196,9 +194,7 @@ class StageActor:
             member.close()
 
     def _parts_of(self, loaded: LoadedModel, batch: Batch) -> FollowerParts:
-        store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
-        disk = DiskTier(loaded.spec, loaded.model_id, store, most, self._timing)
-        disk.others = OtherLayers.of(loaded, store, self._node.name, self._nodes, self._timing)
+        disk = disk_tier_of(loaded, self._node.name, self._nodes, self._scheduling, self._timing)
         return FollowerParts(disk, batch, loaded.model_id)
 
     def _note_progress(self, what: str, fraction: float | None) -> None:

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
 
-from ....cluster.errors import ClusterError, LinkError, LinkGarbage, SatchelError
+from ....cluster.errors import ClusterError, LinkError, SatchelError
 from ....cluster.timing import Timing
 from ...model_files.layer_ranges import LAYERS
 from ..execution.batch import Batch
@@ -182,7 +181,7 @@ class Member:
             if (shared := ranks_of(loaded)) is None:
                 self._begin_heartbeats(beating)
                 (loaded.model.before,) = self._accept([_STATES])
-            ranks = [Rank(**self._heard(connection, _RANK)) for connection in calls]
+            ranks = [Rank(**connection.expect(_RANK, self._until)) for connection in calls]
             if why := why_not([*ranks, Rank.of(loaded, batch)]):
                 for connection in calls:
                     connection.send(FAILED, why)
@@ -209,7 +208,7 @@ class Member:
             leader = [(beats, "the leader")]
             if shared is None:
                 self._begin_heartbeats(leader)
-            host, port, leads, token_bytes = self._heard(calls, _FORM)
+            host, port, leads, token_bytes = calls.expect(_FORM, self._until)
             after = self._take_place(loaded, before, (host, port), leads) if shared is None else None
             batch = Batch(loaded)
             calls.send(_RANK, asdict(Rank.of(loaded, batch)))
@@ -285,12 +284,6 @@ class Member:
             if what in wanted and what not in found:
                 found[what] = connection
         return [found[what] for what in wanted]
-
-    def _heard(self, connection: Connection, kind: str) -> Any:
-        found, fields = connection.receive(max(0.0, self._until - time.monotonic())) or ("nothing", [])
-        if found != kind or len(fields) != 1:
-            raise LinkGarbage(f"{kind} was to come, not {found!r:.40}")
-        return fields[0]
 
     def _begin_heartbeats(self, peers: Sequence[tuple[Connection, str]]) -> None:
         """Begins those with some peers: the connection to each, and its name."""

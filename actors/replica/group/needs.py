@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -78,8 +78,9 @@ class Headers:
         return ModelNeeds(self.layers, self.first_bytes, last, workspace, tokens)
 
 
-def read_headers(model: Model, folder: Path) -> Headers:
-    """Returns what the headers say of a model of text. Its weight files may be holes behind their headers.
+def open_headers(model: Model, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Returns a model of text of which only headers are read, and its settings. Its weight files may be holes behind
+    their headers.
 
     Raises:
         ModelLoadError: it cannot be served, or not be divided; the message says why in one sentence.
@@ -90,27 +91,50 @@ def read_headers(model: Model, folder: Path) -> Headers:
     if sees(folder):
         raise ModelLoadError(f"{source} takes pictures: only models of text can be divided among nodes")
     whole = lazy_model(source, folder, seeing=False)
-    dtype = pick_dtype(model.dtype)
-    if dtype is not None:
+    if (dtype := pick_dtype(model.dtype)) is not None:
         whole.set_dtype(dtype)
-    chain = find_chain(whole)
+    return whole, config
+
+
+class Computed(NamedTuple):
+    """What a model's caches are like, the most tokens of a sequence, and the dtype in which it computes."""
+
+    spec: ModelCacheSpec
+    context_tokens: int
+    dtype: str
+
+
+def computed(model: Model, opened: Any, config: dict[str, Any]) -> Computed:
+    """Returns how an opened model, or a part of it, computes. Nothing is computed.
+
+    Raises:
+        ModelLoadError: it cannot be called.
+    """
     try:
-        flat: Any = FlatCaches.of(whole)
+        flat: Any = FlatCaches.of(opened)
         caches = make_prompt_cache(flat)
         logits = flat(mx.array([[0, 0]], mx.uint32), cache=caches)
         spec = with_windows(flat, read_spec(caches, 2, POLICIES[policy_of(model.kv)]))
     except _ERRORS as error:
-        raise ModelLoadError(f"{source} cannot be estimated: {first_sentence(error)}") from error
+        raise ModelLoadError(f"{model.source} cannot be estimated: {first_sentence(error)}") from error
+    context = context_length(config, getattr(opened, "args", None)).tokens
+    return Computed(
+        spec, min(context, model.context_tokens_max or context), str(logits.dtype).removeprefix("mlx.core.")
+    )
+
+
+def read_headers(model: Model, folder: Path) -> Headers:
+    """Returns what the headers say of a model of text. Arguments and errors as for `open_headers`."""
+    whole, config = open_headers(model, folder)
+    chain = find_chain(whole)
+    found = computed(model, whole, config)
     modules = dict(whole.named_modules())
-    context = context_length(config, getattr(whole, "args", None)).tokens
     return Headers(
-        [_layer(layer, places, spec) for layer, places in zip(chain.layers, chain.caches, strict=True)],
-        sum(_nbytes(modules[name]) for name in chain.before),
-        sum(_nbytes(modules[name]) for name in chain.after),
-        sum(_nbytes(modules[name]) for name in chain.before & chain.after),
-        spec,
-        min(context, model.context_tokens_max or context),
-        str(logits.dtype).removeprefix("mlx.core."),
+        [_layer(layer, places, found.spec) for layer, places in zip(chain.layers, chain.caches, strict=True)],
+        sum(nbytes_of(modules[name]) for name in chain.before),
+        sum(nbytes_of(modules[name]) for name in chain.after),
+        sum(nbytes_of(modules[name]) for name in chain.before & chain.after),
+        *found,
         config,
     )
 
@@ -118,12 +142,13 @@ def read_headers(model: Model, folder: Path) -> Headers:
 def _layer(layer: Any, caches: Iterable[int], spec: ModelCacheSpec) -> LayerNeeds:
     own = [spec.layers[place] for place in caches]
     return LayerNeeds(
-        _nbytes(layer),
+        nbytes_of(layer),
         sum(each.token_bytes for each in own if not each.window),
         sum(each.sequence_bytes for each in own),
     )
 
 
-def _nbytes(module: Any) -> int:
+def nbytes_of(module: Any) -> int:
+    """Returns the bytes of a module's weights."""
     arrays: list[Any] = [array for _, array in tree_flatten(module.parameters())]
     return sum(array.nbytes for array in arrays)

@@ -31,7 +31,7 @@ from ..kv.caches import PooledBlock, Records, Slab
 from ..loop.engine import Engine
 from ..memory.disk_reading import Adopt
 from ..memory.disk_tier import SAVED_MAX, DiskTier, Prompt, WriteJob
-from ..memory.sequence_memory import Restored, Unsaved, kept_of
+from ..memory.sequence_memory import Restored, Unsaved, copies_of, kept_of
 
 logger = logging.getLogger(__name__)
 
@@ -215,12 +215,8 @@ class FollowerParts:
             own = None if entry is None else self._ids.of_block(entry, before, tokens)
             if own is None or own not in self._disk.saved:
                 unsaved.append(Unsaved(own, before, tokens, kept_of(kept)))
-        copies = self._batch.copied([item.kept.value for item in unsaved])
-        unsaved = [
-            replace(item, kept=replace(item.kept, value=copy)) for item, copy in zip(unsaved, copies, strict=True)
-        ]
         used = [own for entry in chain if (own := self._ids.get(entry)) is not None]
-        job = WriteJob(owner, used, unsaved, limits=limits)
+        job = WriteJob(owner, used, copies_of(unsaved, self._batch), limits=limits)
         if self._disk.accepts(job):
             self._disk.write(job)
 

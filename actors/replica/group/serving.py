@@ -16,7 +16,6 @@ from ....cluster.environment import cluster_key, default_home
 from ....cluster.errors import SatchelError, Unavailable
 from ....cluster.stages import GroupPlan
 from ...protocol.group_messages import StageState
-from ...protocol.store_client import StoreClient
 from ...supervision.stall import limit_s
 from ..device.device import on_gpu
 from ..execution.batch import Batch
@@ -24,7 +23,7 @@ from ..execution.loaded_model import LoadedModel
 from ..kv.caches import ModelCacheSpec
 from ..loading.warm_up import WarmUp
 from ..loop.engine import Engine
-from ..memory.other_layers import OtherLayers
+from ..memory.other_layers import disk_tier_of
 from ..memory.replica_memory import ReplicaMemory
 from ..selftest.self_test import Proven
 from ..serving import COMPILES_TIMES, Serving
@@ -164,11 +163,9 @@ class GroupServing(Serving):
     def _disk(self, loaded: LoadedModel) -> GroupDisk | None:
         if not loaded.spec.reusable:
             return None
-        store, most = StoreClient(self._node.name, self._timing), self._scheduling.unwritten_bytes_max
-        disk = self._group_disk = GroupDisk(loaded.spec, loaded.model_id, store, most, self._timing)
         nodes = [each.name for each in self._plan.nodes]
-        disk.others = OtherLayers.of(loaded, store, self._node.name, nodes, self._timing)
-        return disk
+        self._group_disk = disk_tier_of(loaded, self._node.name, nodes, self._scheduling, self._timing, GroupDisk)
+        return self._group_disk
 
     def begin(self, *given: Any, **named: Any) -> Engine:
         engine = super().begin(*given, **named)

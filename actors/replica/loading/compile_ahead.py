@@ -62,17 +62,17 @@ def _gated(kind: mx.Dtype, *, recorded: bool) -> Work:
     return lambda: called(mx.ones((4, 64), kind), mx.ones((4, 64), kind))
 
 
-def works(kind: mx.Dtype) -> dict[str, Callable[[], Work]]:
+def works(kind: mx.Dtype) -> dict[str, Work]:
     """Returns what makes MLX compile one kernel each, for a model that computes in this dtype."""
     return {
-        "gather_axis": lambda: _gather_axis(kind),
-        "gated": lambda: _gated(kind, recorded=False),
-        "gated_recorded": lambda: _gated(kind, recorded=True),
-        "gather": lambda: _gather(kind, mx.uint32),
-        "gather_words": lambda: _gather(mx.uint32, mx.uint32),
-        "gather_words_signed": lambda: _gather(mx.uint32, mx.int32),
-        "gather_signed": lambda: _gather(kind, mx.int32),
-        "scatter": lambda: _scatter(kind),
+        "gather_axis": _gather_axis(kind),
+        "gated": _gated(kind, recorded=False),
+        "gated_recorded": _gated(kind, recorded=True),
+        "gather": _gather(kind, mx.uint32),
+        "gather_words": _gather(mx.uint32, mx.uint32),
+        "gather_words_signed": _gather(mx.uint32, mx.int32),
+        "gather_signed": _gather(kind, mx.int32),
+        "scatter": _scatter(kind),
     }
 
 
@@ -124,7 +124,7 @@ def _compile_one(folder: Path, scratch: Path, work: str, kind: mx.Dtype) -> bool
 
 def main() -> None:
     work, kind = sys.argv[1:]
-    mx.eval(works(getattr(mx, kind))[work]()())
+    mx.eval(works(getattr(mx, kind))[work]())
 
 
 if __name__ == "__main__":

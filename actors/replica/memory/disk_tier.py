@@ -24,7 +24,16 @@ from ....cluster.timing import USUAL, Timing
 from ...kv_store.disk.segment_reader import read_entries
 from ...kv_store.disk.segments import grouped, read_key, write_segment
 from ...protocol.block_ids import BLOCK_TOKENS
-from ...protocol.entries import TOKEN_BYTES, Entry, Failure, Location, pack_tokens, tail_id, unpack_tokens
+from ...protocol.entries import (
+    TOKEN_BYTES,
+    Entry,
+    Failure,
+    Location,
+    SegmentRecord,
+    pack_tokens,
+    tail_id,
+    unpack_tokens,
+)
 from ...protocol.replica_messages import GenerateRequest
 from ...protocol.store_client import StoreClient
 from ...protocol.store_messages import FoundKV, Limits, PullKV
@@ -97,6 +106,11 @@ class WriterSession:
     key: bytes
     session: str
     epoch: int
+
+    def write(self, model: bytes, entries: Sequence[Entry]) -> SegmentRecord:
+        """Writes entries of a model into a file, as `write_segment` does; the store has yet to commit the record."""
+        more: dict[str, Any] = {"session": self.session, "epoch": self.epoch, "now_s": time.time()}
+        return write_segment(self.root, self.key, model, entries, **more)
 
 
 @dataclass
@@ -465,15 +479,7 @@ class DiskTier:
         if session is None:
             return
         for entries in grouped(self._entries(job)):
-            record = write_segment(
-                session.root,
-                session.key,
-                self._model,
-                entries,
-                session=session.session,
-                epoch=session.epoch,
-                now_s=time.time(),
-            )
+            record = session.write(self._model, entries)
             there = self._store.disk_commit(record, job.limits).wait() or []
             for written in there:
                 self._note_saved(written)

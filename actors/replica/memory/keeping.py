@@ -17,7 +17,7 @@ from math import inf
 from ..device.device_errors import on_device
 from ..execution.executor import BatchExecutor
 from .disk_tier import DiskTier, WriteJob
-from .sequence_memory import Restored, Sequence, SequenceMemory, Unsaved
+from .sequence_memory import Restored, Sequence, SequenceMemory, Unsaved, copies_of
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class Keeping:
             if self._executor.followers is not None:
                 items = [(item.id, item.parent, item.tokens, item.kept.value) for item in job.unsaved]
                 self._executor.save(job.owner, job.root, job.scope, job.chain, items, dict(job.limits))
-            job.unsaved = self._memory.copied(job.unsaved)
+            job.unsaved = copies_of(job.unsaved, self._executor)
         self._copied = job
 
     def reset(self) -> None:

@@ -11,14 +11,15 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from ....cluster.config import Scheduling
 from ....cluster.errors import SatchelError
 from ....cluster.timing import Timing
 from ...kv_store.disk.segment_reader import StoredEntry, read_entries
-from ...kv_store.disk.segments import grouped, write_segment
+from ...kv_store.disk.segments import grouped
 from ...model_files.layer_ranges import LayerRange, Piece, ids_of_all, pieces_of
 from ...model_files.model_identity import ModelIdentity
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids, is_shared, root_id
@@ -26,9 +27,11 @@ from ...protocol.entries import ENTRIES_MAX, Entry, Failure, Location, pack_toke
 from ...protocol.store_client import StoreClient
 from ...protocol.store_messages import FoundKV, PullKV
 from ..execution.loaded_model import LoadedModel
-from .disk_tier import Prompt, WriterSession
+from .disk_tier import DiskTier, Prompt, WriterSession
 
 logger = logging.getLogger(__name__)
+
+Tier = TypeVar("Tier", bound=DiskTier)
 
 KNOWN_S = 10.0
 """How long it is taken for true which models' KV a node's disk has."""
@@ -221,16 +224,27 @@ class OtherLayers:
 
     def _write(self, session: WriterSession, entries: Sequence[Entry]) -> None:
         for group in grouped(entries):
-            record = write_segment(
-                session.root,
-                session.key,
-                self._model,
-                group,
-                session=session.session,
-                epoch=session.epoch,
-                now_s=time.time(),
-            )
-            self._store.disk_commit(record).wait()
+            self._store.disk_commit(session.write(self._model, group)).wait()
+
+
+def disk_tier_of(
+    loaded: LoadedModel,
+    node: str,
+    nodes: Sequence[str],
+    scheduling: Scheduling,
+    timing: Timing,
+    kind: type[Tier] = DiskTier,
+) -> Tier:
+    """Returns what writes and reads a loaded model's KV, and makes KV of its layers out of that of others.
+
+    Args:
+        node: the process's.
+        nodes: as for `OtherLayers.of`.
+    """
+    store = StoreClient(node, timing)
+    disk = kind(loaded.spec, loaded.model_id, store, scheduling.unwritten_bytes_max, timing)
+    disk.others = OtherLayers.of(loaded, store, node, nodes, timing)
+    return disk
 
 
 def _cut(stored: StoredEntry, piece: Piece, own: LayerRange) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ from typing import Any
 from ...protocol.block_ids import BLOCK_TOKENS, block_ids
 from ...protocol.entries import tail_id
 from ...protocol.replica_messages import GenerateRequest
+from ..execution.batch import Batch
 from ..execution.executor import BatchExecutor
 from ..execution.grammar import SequenceGrammar
 from ..execution.vision import SequencePictures
@@ -122,6 +123,12 @@ class Unsaved:
     parent: bytes
     tokens: Tokens[int]
     kept: PrefixKV[Any]
+
+
+def copies_of(items: Tokens[Unsaved], batch: Batch) -> list[Unsaved]:
+    """Returns the items with copies of their KV for the disk, which are being computed."""
+    values = batch.copied([item.kept.value for item in items])
+    return [replace(item, kept=replace(item.kept, value=value)) for item, value in zip(items, values, strict=True)]
 
 
 class SequenceMemory:
@@ -243,11 +250,6 @@ class SequenceMemory:
         self.prefixes.put_blocks(chain, blocks, tenant)
         for tokens, kept in restored.tails:
             self.prefixes.put_tail(root, chain, tokens, kept, tenant)
-
-    def copied(self, items: Tokens[Unsaved]) -> list[Unsaved]:
-        """Returns the items with copies of their KV for the disk, which are being computed."""
-        values = self._executor.copied([item.kept.value for item in items])
-        return [replace(item, kept=replace(item.kept, value=value)) for item, value in zip(items, values, strict=True)]
 
     def recount(self) -> Iterator[None]:
         """Checks all tables while there is no sequence, step by step; nothing may change between the steps.

@@ -90,7 +90,7 @@ Ask = tuple[str, tuple[Any, ...]]
 
 
 def _member(rank: int, count: int, listens: socket.socket) -> Member:
-    joining = Joining(ring(count), TIMES.beat_s, TIMES.silent_s)
+    joining = Joining(ring(count), TIMES.beat_s, TIMES.silent_s, TIMES.stalled_s)
     return Member(GROUP, rank, KEY, listens, TIMES, broken=lambda why: os._exit(7), joining=joining)
 
 

@@ -11,21 +11,19 @@ from contextlib import suppress
 
 from . import keeper
 
-STALLED_TIMES = 10.0
-"""An interpreter that collects garbage or compiles may be silent this many times as long as a stopped process."""
-
 
 class Kept:
     """Has this process killed if all of its threads stand still, until `end`.
 
     Args:
         every_s: the time between two messages to the keeper.
-        silent_s: after so long without one the process is killed if it is stopped, and after `STALLED_TIMES` as long
-            anyway; several times `every_s`.
+        silent_s: after so long without one the process is killed if it is stopped; several times `every_s`.
+        stalled_s: after so long without one it is killed anyway; an interpreter that collects garbage or compiles may
+            be silent for a while.
     """
 
-    def __init__(self, every_s: float, silent_s: float) -> None:
-        self._every_s, self._silent_s = every_s, silent_s
+    def __init__(self, every_s: float, silent_s: float, stalled_s: float) -> None:
+        self._every_s, self._silent_s, self._stalled_s = every_s, silent_s, stalled_s
         self._lock, self._ends = threading.Lock(), threading.Event()
         # Until then nothing shorter is said.
         self._until = 0.0
@@ -51,7 +49,7 @@ class Kept:
         """Ends `allow`."""
         with self._lock:
             self._until = 0.0
-            self._say(self._silent_s, self._silent_s * STALLED_TIMES)
+            self._say(self._silent_s, self._stalled_s)
 
     def end(self) -> None:
         """Ends the keeper."""
@@ -66,7 +64,7 @@ class Kept:
         while not self._ends.wait(self._every_s):
             with self._lock:
                 if time.monotonic() >= self._until:
-                    self._say(self._silent_s, self._silent_s * STALLED_TIMES)
+                    self._say(self._silent_s, self._stalled_s)
 
     def _say(self, stopped_s: float, stalled_s: float) -> None:
         assert self._process.stdin is not None

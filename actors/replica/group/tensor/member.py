@@ -10,10 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from .....cluster.config import Model
-from .....cluster.errors import LinkGarbage, ModelLoadError
+from .....cluster.errors import ModelLoadError
 from .....cluster.stages import Split
 from .....cluster.timing import Timing
 from ..connection import Address, Connection
@@ -32,12 +31,12 @@ class Joining:
 
     Args:
         split: says by which backend.
-        every_s, silent_s: as for `Kept`.
+        every_s, silent_s, stalled_s: as for `Kept`.
     """
 
-    def __init__(self, split: Split, every_s: float, silent_s: float) -> None:
+    def __init__(self, split: Split, every_s: float, silent_s: float, stalled_s: float) -> None:
         self._split = split
-        self._kept = Kept(every_s, silent_s)
+        self._kept = Kept(every_s, silent_s, stalled_s)
 
     @property
     def keeper(self) -> int:
@@ -56,13 +55,13 @@ class Joining:
             ModelLoadError: MLX cannot form it.
         """
         with reserved_port(host) as port:
-            addresses = [tuple(_heard(connection, _PORT, until)) for connection in calls]
+            addresses = [tuple(connection.expect(_PORT, until)) for connection in calls]
             addresses.append((host, port))
         for connection in calls:
             connection.send(_ADDRESSES, addresses)
 
         def gather(data: bytes) -> bytes:
-            parts = [*(_heard(connection, _PART, until) for connection in calls), data]
+            parts = [*(connection.expect(_PART, until) for connection in calls), data]
             for connection in calls:
                 connection.send(_PARTS, b"".join(parts))
             return b"".join(parts)
@@ -73,11 +72,11 @@ class Joining:
         """As `lead`, for a follower; `calls` is the connection to the leader."""
         with reserved_port(host) as port:
             calls.send(_PORT, [host, port])
-            addresses = [(host, port) for host, port in _heard(calls, _ADDRESSES, until)]
+            addresses = [(host, port) for host, port in calls.expect(_ADDRESSES, until)]
 
         def gather(data: bytes) -> bytes:
             calls.send(_PART, data)
-            return _heard(calls, _PARTS, until)
+            return calls.expect(_PARTS, until)
 
         self._join(ranks, addresses, gather, until)
 
@@ -106,12 +105,4 @@ def joining_of(model: Model, timing: Timing) -> Joining | None:
     """Returns how a process of a divided model joins the others; None if they pass hidden states instead."""
     if model.split is None or model.split.tensor is None:
         return None
-    return Joining(model.split, timing.group_beat_s, timing.group_silent_s)
-
-
-def _heard(connection: Connection, kind: str, until: float) -> Any:
-    """Returns the only field of the next message, which must be of this kind."""
-    found, fields = connection.receive(max(0.0, until - time.monotonic())) or ("nothing", [])
-    if found != kind or len(fields) != 1:
-        raise LinkGarbage(f"{kind} was to come, not {found!r:.40}")
-    return fields[0]
+    return Joining(model.split, timing.group_beat_s, timing.group_silent_s, timing.group_stalled_s)

@@ -72,14 +72,14 @@ def test_ranks_agree_on_addresses_and_exchange_bytes_on_their_own_connections(mo
 
     def follow(rank: int) -> None:
         sock, _ = listens[rank].accept()
-        calls, way = Connection.accept(sock, KEY, str(rank)), Joining(JACCL, 0.2, 20.0)
+        calls, way = Connection.accept(sock, KEY, str(rank)), Joining(JACCL, 0.2, 20.0, 200.0)
         way.follow(Ranks(rank, 3), calls, "127.0.0.1", until)
         way.end()
         calls.close()
 
     with on_a_thread(lambda: follow(0)) as one, on_a_thread(lambda: follow(1)) as two:
         calls = [Connection.connect(each.getsockname()[:2], KEY, str(rank), until) for rank, each in enumerate(listens)]
-        way = Joining(JACCL, 0.2, 20.0)
+        way = Joining(JACCL, 0.2, 20.0, 200.0)
         way.lead(Ranks(2, 3), calls, "127.0.0.1", until)
         way.end()
     for connection in (*calls, *listens):

@@ -18,7 +18,7 @@ from satchel.actors.replica.group.tensor.keeper import keep
 KEPT = """
 import sys, time
 from satchel.actors.replica.group.tensor.kept import Kept
-kept = Kept(0.05, float(sys.argv[1]))
+kept = Kept(0.05, float(sys.argv[1]), 10 * float(sys.argv[1]))
 print(kept.pid, flush=True)
 for what in sys.stdin:
     if what == "patient\\n":
