@@ -205,8 +205,6 @@ class Model:
             "has no adapter": self.adapter is not None,
             "does not run code of its folder: trust_remote_code is not supported": self.trust_remote_code,
             "does not support numerics: reproducible": self.numerics == "reproducible",
-            "with `tensor` keeps its weights as stored": bool(self.split and self.split.tensor)
-            and self.weights not in ("auto", "stored"),
         }
         return next((why for why, is_set in unsupported.items() if is_set), "")
 

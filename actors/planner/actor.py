@@ -113,7 +113,9 @@ class PlannerActor:
         here = tuple(name for name in wanted if name in present)
         missing = [name for name in wanted if name not in present]
         now = time.monotonic()
-        if here and (here != planning.nodes or now - planning.planned_at > AGAIN_S):
+        if (len(here) >= _least(model) or not missing) and (
+            here != planning.nodes or now - planning.planned_at > AGAIN_S
+        ):
             await self._divide(planning, {name: present[name] for name in here}, missing)
         if planning.stages and (len(planning.stages) == 1 or not missing or now - planning.since > NODES_WAIT_S):
             self._place(planning, present)
@@ -145,6 +147,13 @@ class PlannerActor:
         registry.place(model, replica, node.name, stages if plan is not None else ())
         start_replica(replica, model, self._config, node, plan, get_if_exists=True)
         planning.replica, planning.what = replica, ""
+
+
+def _least(model: Model) -> int:
+    """Returns among how many nodes a model is divided at least."""
+    assert model.split is not None
+    stages = model.split.pipeline
+    return model.split.tensor or (len(stages) if isinstance(stages, tuple) else 1)
 
 
 async def _on(node: Node, work: Any, *given: Any) -> Any:

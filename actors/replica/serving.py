@@ -11,8 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-import mlx.core as mx
-
 from ...cluster.config import Model, Scheduling
 from ...cluster.environment import default_home
 from ...cluster.errors import ModelLoadError, SatchelError
@@ -101,10 +99,7 @@ class Serving:
 
     def run(self) -> None:
         """Loads the model and serves it for as long as the process lives; returns if it cannot be loaded."""
-        if on_cuda():
-            compile_ahead.begin(
-                default_home().kernels_folder, mx.float16 if self._model.dtype == "float16" else mx.bfloat16
-            )
+        compile_ahead.begin_here(self._model.dtype)
         try:
             with ReplicaMemory(
                 default_home().memory_claims,

@@ -107,7 +107,6 @@ RING = {"backend": "ring", "trusted_wires": True}
         ({"split": {"tensor": 2, "backend": "nccl"}}, "nccl protects nothing"),
         ({"split": {"tensor": 2, "backend": "jaccl"}}, "jaccl needs rdma: 2 rows of 2 devices"),
         ({"split": {"tensor": 2, "backend": "jaccl", "rdma": [["en5", None], [None, "en5"]]}}, "null for each node"),
-        ({"split": {**RING, "tensor": 2}, "weights": "both"}, "keeps its weights as stored"),
     ],
 )
 def test_what_a_divided_model_does_not_support_is_refused(more: dict[str, object], why: str) -> None:

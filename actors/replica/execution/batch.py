@@ -11,6 +11,7 @@ pieces, and decoding sequences in micro-batches, so that processes compute at th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -50,9 +51,11 @@ class Batch(Prefilling):
         self.parts: Parts | None = None
         # What the leader itself has read of what all processes adopt.
         self._read_here: Any = None
-        self._compiled = (
-            CompiledStep(self._model, loaded.deferral) if loaded.way.compiled and not loaded.unbatched else None
-        )
+        self._compiled: CompiledStep | None = None
+        if loaded.way.compiled and not loaded.unbatched:
+            # A part of a model records what it computes between its connections.
+            record: Any = getattr(self._model, "recorded", partial(CompiledStep, self._model))
+            self._compiled = record(loaded.deferral)
         self._micro_batches: list[Any] = [MicroBatch()]
         # The number of the micro-batch that decode steps are about.
         self._selected = 0

@@ -75,7 +75,7 @@ class CompiledStep:
             (tokens, vocabulary), logits in the model's dtype; None, with nothing changed, if no sequence has a token
             yet, or if the kernel has no room for so many tokens of a sequence.
         """
-        if not all(cache.nbytes for cache in caches) or not (new is None or caches[0].takes_drafts):
+        if not self.records(caches) or not (new is None or caches[0].takes_drafts):
             return None
         steps = [cache.kernel_step(new) for cache in caches]
         read = steps[0].read
@@ -97,6 +97,11 @@ class CompiledStep:
         for cache in caches:
             cache.end_kernel_step(new)
         return logits[:count] if padding else logits
+
+    @staticmethod
+    def records(caches: Sequence[PagedKVCache]) -> bool:
+        """Whether it computes a step of one token a sequence: each has a token already."""
+        return all(cache.nbytes for cache in caches)
 
     def _record(self, caches: Sequence[PagedKVCache], kind: type[Sealed], most: int) -> Callable[..., mx.array]:
         deferral = self._deferral

@@ -30,6 +30,7 @@ from ...protocol.group_clients import StageClient
 from ...protocol.group_messages import FoundPart, ReadPart, StageAddress, StageState
 from ...rpc.shell import answers
 from ...supervision.watchdog import Watchdog
+from ..loading import compile_ahead
 from ..memory.budget import bearable_bytes
 from ..memory.other_layers import disk_tier_of
 from ..memory.replica_memory import ReplicaMemory
@@ -124,6 +125,7 @@ class StageActor:
 
     def _run(self) -> None:
         begin_telemetry(self._name, self._logs, self._traces)
+        compile_ahead.begin_here(self._model.dtype)
         try:
             with ReplicaMemory(default_home().memory_claims, self._name, self._node, self._scheduling) as memory:
                 loaded = self._load(memory)
@@ -155,7 +157,14 @@ class StageActor:
         return True
 
     def _load(self, memory: ReplicaMemory) -> LoadedModel:
-        loaded = load_planned(self._model, self._stage, self._rank, self._note_progress, memory.make_way)
+        loaded = load_planned(
+            self._model,
+            self._stage,
+            self._rank,
+            self._note_progress,
+            memory.make_way,
+            self._scheduling.memory_bytes_max,
+        )
         self._bytes = memory.settle(loaded)
         self._weights = mx.get_active_memory()
         spec = loaded.spec

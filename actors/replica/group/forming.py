@@ -87,10 +87,15 @@ class Rank:
             "sequences one by one": str(loaded.unbatched),
             # The leader finds what all processes can reuse by what its own layers can.
             "a rule for reuse": str(loaded.spec.rule),
-            "decode steps": loaded.way.describe(),
         }
-        computing = {name: value for name, value in identity.computing.items() if name != LAYERS}
-        share = (0, 1) if (ranks := ranks_of(loaded)) is None else (ranks.rank(), ranks.size())
+        own, share = {LAYERS}, (0, 1)
+        if (ranks := ranks_of(loaded)) is not None:
+            how["decode steps"] = loaded.way.describe()
+            share = ranks.rank(), ranks.size()
+        else:
+            # Each stage may compute its layers in the way that is fastest for them.
+            own.add("weights")
+        computing = {name: value for name, value in identity.computing.items() if name not in own}
         return cls(stage.start, stage.stop, stage.count, {**identity.files, **computing, **how}, *share)
 
 

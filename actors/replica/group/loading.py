@@ -4,6 +4,8 @@ layer."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,13 +28,17 @@ from ...model_files.source import Progress, first_sentence, read_json, resolve
 from ...model_files.weights import read_weight_files
 from ..device import blas
 from ..device.device import device_bytes, on_cuda, on_gpu
-from ..execution.decode_way import DEQUANTIZED, DecodeWay
+from ..execution.decode_way import DEQUANTIZED
 from ..execution.findings import Findings
 from ..execution.loaded_model import LoadedModel
 from ..execution.padding import PIECE_TOKENS, PIECE_TOKENS_ELSEWHERE
+from ..kernels import gpu_kernels
 from ..kernels.sealing import FULL_PRECISION, POLICIES
 from ..kv import attention
 from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
+from ..kv.paged_cache import Reads
+from ..loading import few_rows_check, joined
+from ..loading.decode_ways import fastest
 from ..loading.model_id import computing, files_of, order_of_weights, refuse_elsewhere
 from ..loading.models import pick_dtype
 from ..loading.prepare import prepare_weights
@@ -77,10 +83,6 @@ class Part(Protocol):
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As in `LoadedModel`."""
 
-    def way(self, spec: ModelCacheSpec, context_tokens: int, findings: Findings) -> DecodeWay:
-        """Returns how decode steps read sealed blocks; finds it out if need be."""
-        ...
-
 
 class StagePart:
     """Layers [start, stop) of a model."""
@@ -124,14 +126,10 @@ class StagePart:
         # Recurrent layers' scans of other lengths round otherwise.
         return None if spec.recurrent else PIECE_TOKENS if on_cuda() else PIECE_TOKENS_ELSEWHERE
 
-    def way(self, spec: ModelCacheSpec, context_tokens: int, findings: Findings) -> DecodeWay:
-        """As `Part.way`."""
-        return DEQUANTIZED
-
 
 def load_stage(source: str, start: int, stop: int, **how: Any) -> LoadedModel:
-    """Loads layers [start, stop) of a model of text. Its model is a `PipelinedStage`, which computes with zeros until
-    it is connected. Arguments and errors as for `load_part`."""
+    """Loads layers [start, stop) of a model of text. Its model is a `PipelinedStage`, which computes with made-up
+    hidden states until it is connected. Arguments and errors as for `load_part`."""
     return load_part(source, StagePart(start, stop), **how)
 
 
@@ -147,16 +145,18 @@ def load_part(
     trials: Path | None = None,
     progress: Progress = lambda what, fraction: None,
     claim: Callable[[int], None] = lambda nbytes: None,
+    memory_bytes_max: int | None = None,
 ) -> LoadedModel:
     """Loads a part of a model of text.
 
     Args:
         dtype: `auto`, or the name of an MLX float type.
-        weights: `stored`, `dequantized` or `both`, the same for all processes; see `prepare_weights`.
+        weights: see `prepare_weights`. With `auto` each process decides for its own part.
         kv: how KV is kept, one of `POLICIES`.
         digests: a file for the digests of the model's files.
         trials: a file for what tests find.
         claim: called with the bytes of the part's weights before they are read.
+        memory_bytes_max: what this process may use, at most; None for all of the device's memory.
 
     Raises:
         ModelLoadError: it cannot be loaded or divided; the message says why in one sentence.
@@ -179,7 +179,8 @@ def load_part(
             whole.set_dtype(chosen)
         part.cut(whole)
         _check_memory(whole, claim)
-        kept = prepare_weights(whole, None, weights, lambda fraction: progress(f"loading {source}", fraction))
+        told = partial(progress, f"loading {source}")
+        kept = prepare_weights(whole, None, weights, told, memory_bytes_max)
         model = part.model()
         caches = model.make_cache()
         states = model(mx.array([[0, 0]], mx.uint32), cache=caches)
@@ -193,19 +194,30 @@ def load_part(
     spec = with_windows(model, read_spec(caches, 2, POLICIES[kv]))
     installed = attention.install(whole)
     seen = str(states.dtype).removeprefix("mlx.core.")
-    whole_identity = ModelIdentity(
-        files={name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, files),
+    files_digests = {name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, files)
+
+    def identity(weights: str) -> ModelIdentity:
         # As of a model that is not divided.
-        computing=_computing(seen if pick_dtype(dtype) is not None else f"{seen}, own", kept, spec),
-    )
-    identity = part.identity(whole_identity)
+        dtype_seen = seen if pick_dtype(dtype) is not None else f"{seen}, own"
+        return part.identity(ModelIdentity(files_digests, _computing(dtype_seen, weights, spec)))
+
     context = context_length(config, getattr(whole, "args", None)).tokens
     context = min(context, context_tokens_max or context)
-    way = part.way(spec, context, Findings(trials, identity.model_id)) if installed and spec.policy else DEQUANTIZED
+    multiplied, way = kept, DEQUANTIZED
+    if on_gpu() or gpu_kernels.is_available():
+        # As for a model that is not divided. Each process tests its part alone.
+        progress(f"testing how {part.words} of {source} are computed best", None)
+        found = Findings(trials, identity(kept).model_id)
+        if joined.join(whole, model, found):
+            multiplied = f"{kept}, joined"
+        few_rows_check.install(whole, found)
+        if installed and spec.policy is not None:
+            known = Findings(trials, identity(multiplied).model_id)
+            way = replace(fastest(model, spec, context, known), drafts=False)
     return LoadedModel(
         model=model,
         folder=folder,
-        identity=identity,
+        identity=identity(multiplied),
         spec=spec,
         context_tokens=context,
         vocabulary_size=int(states.shape[-1]) if part.logits else 0,
@@ -213,7 +225,7 @@ def load_part(
         dtype=seen,
         weights=kept,
         multiplying="" if on_gpu() else blas.chosen().describe(),
-        pool=new_pool(spec),
+        pool=new_pool(spec, kernels=way.reads is Reads.KERNEL),
         way=way,
         unbatched=not all(map(joins, caches)),
         hidden="its layers are divided among processes",
@@ -223,10 +235,16 @@ def load_part(
 
 
 def load_planned(
-    model: Model, stage: PlannedStage, rank: int, progress: Progress, claim: Callable[[int], None]
+    model: Model,
+    stage: PlannedStage,
+    rank: int,
+    progress: Progress,
+    claim: Callable[[int], None],
+    memory_bytes_max: int | None,
 ) -> LoadedModel:
     """Loads a process's part of a model as the config says, the same in all processes of a group. Errors as for
     `load_part`."""
+    weights = "stored" if model.weights == "auto" and not on_gpu() else model.weights
     part: Part = StagePart(stage.start, stage.stop)
     if model.split is not None and model.split.tensor is not None:
         refuse_missing(model.split)
@@ -235,13 +253,14 @@ def load_planned(
         model.source,
         part,
         dtype=model.dtype,
-        weights="stored" if model.weights == "auto" else model.weights,
+        weights=weights,
         kv=policy_of(model.kv),
         context_tokens_max=model.context_tokens_max,
         digests=default_home().digests_file,
         trials=default_home().trials_file,
         progress=progress,
         claim=claim,
+        memory_bytes_max=memory_bytes_max,
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from ..execution.compiled_step import CompiledStep
+from ..execution.deferral import Deferral
+from ..kv.paged_cache import PagedKVCache
 from ..loading.quirks import FlatCaches
 from .connection import Connection
 from .stages import Stage
@@ -34,16 +37,56 @@ class PipelinedStage:
         Raises:
             LinkError: a neighbour is gone, or has failed.
         """
-        hidden = None if self.before is None else self.before.receive_array((*tokens.shape, self.stage.width))
-        states = self.compute(tokens, cache, hidden)
-        if self.after is not None:
-            self.after.send_array(states)
+        states = self.compute(tokens, cache, self.received(*tokens.shape))
+        self.pass_on(states)
         return states
 
-    def compute(self, tokens: mx.array, cache: Sequence[Any], hidden: mx.array | None) -> mx.array:
+    def received(self, sequences: int, tokens: int) -> mx.array | None:
+        """Waits for the hidden states of a call, `(sequences, tokens, width)`. Returns None if no stage is connected
+        before this one. Raises as `__call__`."""
+        return None if self.before is None else self.before.receive_array((sequences, tokens, self.stage.width))
+
+    def pass_on(self, states: mx.array) -> None:
+        """Sends hidden states, if a stage is connected after this one. Raises as `__call__`."""
+        if self.after is not None:
+            self.after.send_array(states)
+
+    def compute(self, tokens: mx.array, cache: Sequence[Any], hidden: mx.array | None = None) -> mx.array:
         """Returns what the layers make of `hidden`, as `Stage` does."""
         return self._called(tokens, cache=cache, hidden=hidden)
+
+    def recorded(self, deferral: Deferral | None) -> RecordedStage:
+        """Returns what computes the stage's decode steps as recorded graphs."""
+        return RecordedStage(self, deferral)
 
     def make_cache(self) -> list[Any]:
         """Returns empty caches of one sequence for the stage's layers."""
         return self._called.make_cache()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stage.model, name)
+
+
+class RecordedStage(CompiledStep):
+    """Decode steps of a stage. Hidden states come and go between two recorded graphs."""
+
+    def __init__(self, stage: PipelinedStage, deferral: Deferral | None) -> None:
+        super().__init__(stage.compute, deferral)
+        self._stage = stage
+
+    def __call__(
+        self,
+        inputs: mx.array,
+        caches: Sequence[PagedKVCache],
+        extra: Mapping[str, mx.array],
+        new: Sequence[int] | None = None,
+    ) -> mx.array | None:
+        """As `CompiledStep`, without drafts; a stage that is not the last one returns `(sequences, width)`. Raises as
+        `PipelinedStage`."""
+        if new is not None or not self.records(caches):
+            return None
+        hidden = self._stage.received(len(inputs), 1)
+        states = super().__call__(inputs, caches, extra if hidden is None else {**extra, "hidden": hidden})
+        assert states is not None
+        self._stage.pass_on(states[:, None])
+        return states

@@ -105,7 +105,14 @@ class GroupServing(Serving):
             raise
 
     def _formed(self, memory: ReplicaMemory, followers: Followers) -> tuple[Proven, int]:
-        loaded = load_planned(self._model, self._plan.leader, self._rank, self._shell.note_progress, memory.make_way)
+        loaded = load_planned(
+            self._model,
+            self._plan.leader,
+            self._rank,
+            self._shell.note_progress,
+            memory.make_way,
+            self._scheduling.memory_bytes_max,
+        )
         own = memory.settle(loaded)
         self._states, self._spec = followers.ready(), loaded.spec
         self._form(loaded, followers)

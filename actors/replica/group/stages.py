@@ -27,6 +27,9 @@ from ...model_files.source import first_sentence
 _TOKENS = ((1, 2, 3), (4, 5, 6))
 """Tokens of the texts with which a model is recorded."""
 
+MADE_UP = 16
+"""How many different hidden states are made up."""
+
 _ERRORS = (Exception, SystemExit)
 """What a model's code raises if its layers are something else than it expects."""
 
@@ -92,20 +95,23 @@ class Stage:
             tokens: `(sequences, tokens)`, an integer dtype; only the first stage reads more than their shape.
             cache: one for each of `make_cache`.
             hidden: `(sequences, tokens, width)`, from the stage before. Without them all stages but the first compute
-                with zeros, which gives no result, but the shapes of one.
+                with made-up ones, which depend on the token only: no result, but good for tests of how it is computed.
 
         Returns:
             `(sequences, tokens, width)`, the hidden states for the next stage; of the last stage
             `(sequences, tokens, vocabulary)`, the logits.
         """
         passing = self._passing
-        passing.given, passing.taken = hidden, None
+        passing.given, passing.taken = self._made_up(tokens) if hidden is None else hidden, None
         logits = self.model(tokens, cache=self._all_caches(cache))
         taken, passing.given, passing.taken = passing.taken, None, None
         if self.last:
             return logits
         assert taken is not None, "the layer after the stage was not called"
         return taken
+
+    def _made_up(self, tokens: mx.array) -> mx.array:
+        return mx.random.normal((MADE_UP, self.width), key=mx.random.key(0))[tokens % MADE_UP]
 
     def make_cache(self) -> list[Any]:
         """Returns empty caches of one sequence for the stage's layers."""
@@ -237,7 +243,8 @@ class _Entrance(_Passed):
         self._passing = passing
 
     def _pass_on(self, x: mx.array, others: list[Any]) -> mx.array:
-        return mx.zeros(x.shape, x.dtype) if self._passing.given is None else self._passing.given
+        assert self._passing.given is not None, "the layer before the stage was called twice"
+        return self._passing.given.astype(x.dtype)
 
 
 class _Exit(_Passed):

@@ -23,7 +23,8 @@ from pathlib import Path
 import mlx.core as mx
 from mlx import nn
 
-from ....cluster.environment import snapshot
+from ....cluster.environment import default_home, snapshot
+from ..device.device import on_cuda
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,12 @@ def works(kind: mx.Dtype) -> dict[str, Work]:
         "gather_signed": _gather(kind, mx.int32),
         "scatter": _scatter(kind),
     }
+
+
+def begin_here(dtype: str) -> None:
+    """As `begin`, on CUDA, for a model whose config says this `dtype`."""
+    if on_cuda():
+        begin(default_home().kernels_folder, mx.float16 if dtype == "float16" else mx.bfloat16)
 
 
 def begin(folder: Path, kind: mx.Dtype = mx.bfloat16) -> None:

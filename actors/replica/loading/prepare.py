@@ -35,7 +35,13 @@ H200 the two forms are equally fast at 12 rows of 1,024 x 1,024, 8 of 1,024 x 2,
 row of 4,096 x 4,096."""
 
 
-def prepare_weights(model: Any, dtype: mx.Dtype | None, weights: str, progress: Callable[[float], None]) -> str:
+def prepare_weights(
+    model: Any,
+    dtype: mx.Dtype | None,
+    weights: str,
+    progress: Callable[[float], None],
+    memory_bytes_max: int | None = None,
+) -> str:
     """Loads a model's lazy weights into memory and converts them.
 
     Args:
@@ -43,6 +49,7 @@ def prepare_weights(model: Any, dtype: mx.Dtype | None, weights: str, progress: 
         weights: `stored`, `dequantized`, `both`, or `auto`, which decides by device and size, equally on all machines
             of a kind.
         progress: called with the fraction of bytes that are loaded.
+        memory_bytes_max: what `auto` takes for the device's memory, if that is less.
 
     Returns:
         The form used, one of the first three. It is a part of the model's identity, because results differ by rounding.
@@ -52,7 +59,7 @@ def prepare_weights(model: Any, dtype: mx.Dtype | None, weights: str, progress: 
     quantized = {name: module for name, module in model.named_modules() if _is_quantized(module)}
     if weights == "auto":
         fast = "both" if on_gpu() else "dequantized"
-        weights = fast if _pays(quantized) else "stored"
+        weights = fast if _pays(quantized, memory_bytes_max) else "stored"
     if weights != "stored":
         make = _both if weights == "both" else _dequantized
         model.update_modules(tree_unflatten([(name, make(module)) for name, module in quantized.items()]))
@@ -72,11 +79,11 @@ def _is_quantized(module: Any) -> bool:
     return isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
 
 
-def _pays(quantized: dict[str, Any]) -> bool:
+def _pays(quantized: dict[str, Any], memory_bytes_max: int | None) -> bool:
     if mx.metal.is_available() or not quantized:
         return False
     needed = sum(module.weight.size * 32 // module.bits * module.scales.itemsize for module in quantized.values())
-    return needed <= DEQUANTIZED_FRACTION * device_bytes()
+    return needed <= DEQUANTIZED_FRACTION * min(device_bytes(), memory_bytes_max or device_bytes())
 
 
 class LinearByRows(nn.Linear):

@@ -11,11 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ....model_files.layer_ranges import LAYERS
 from ....model_files.model_identity import ModelIdentity
-from ...device.device import on_gpu
-from ...execution.decode_way import DEQUANTIZED, DecodeWay
-from ...execution.findings import Findings
 from ...kv.caches import ModelCacheSpec
-from ...loading.decode_ways import fastest
 from ...loading.quirks import FlatCaches
 from .ranks import Ranks
 from .sharding import shard
@@ -97,7 +93,3 @@ class SharePart:
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As `loading.Part.piece_tokens`: all ranks compute at the same time anyway."""
         return None
-
-    def way(self, spec: ModelCacheSpec, context_tokens: int, findings: Findings) -> DecodeWay:
-        """As `loading.Part.way`: a GPU's kernels are tested with this share alone, as long as it is not connected."""
-        return fastest(self.model(), spec, context_tokens, findings) if on_gpu() else DEQUANTIZED

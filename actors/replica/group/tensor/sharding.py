@@ -9,11 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+import mlx.nn as nn
+from mlx.nn.layers.distributed import (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from .....cluster.errors import ModelLoadError
 from ....model_files.source import first_sentence
+from ....patches import recast
 from .ranks import Ranks
 
 SHARDED_TYPES = (
@@ -50,6 +58,47 @@ def shard(model: Any, ranks: Ranks) -> None:
         raise _refused(count, _in_words(model, error)) from error
     if why := _unequal(before, after, count) or _unequal_kv(caches, own, count):
         raise _refused(count, why)
+    made = [(name, _usual(module, ranks)) for name, module in model.named_modules() if type(module) in _USUAL]
+    model.update_modules(tree_unflatten(made))
+
+
+class SummedLinear(nn.Module):
+    """A layer of which every rank multiplies its part of the inputs, and whose outputs are the sum over all ranks.
+
+    Args:
+        part: this rank's layer, without a bias.
+    """
+
+    def __init__(self, part: Any, bias: mx.array | None, ranks: Ranks) -> None:
+        super().__init__()
+        self.part, self._ranks = part, ranks
+        if bias is not None:
+            self.bias = bias
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Returns `(..., outputs)` for this rank's inputs `x` `(..., inputs)`."""
+        total = mx.distributed.all_sum(self["part"](x), group=self._ranks)  # type: ignore[arg-type]
+        return total + self["bias"] if "bias" in self else total
+
+
+def _usual(module: Any, ranks: Ranks) -> Any:
+    """Returns one of MLX's divided layers as a usual layer, or as one and a sum, with the same arrays. Faster forms of
+    usual layers are known (`loading/prepare.py`, `loading/joined.py`)."""
+    summed = type(module) in _SUMMED
+    layer = recast(module, _USUAL[type(module)])
+    if not summed:
+        return layer
+    bias = layer.pop("bias", None)
+    return SummedLinear(layer, bias, ranks)
+
+
+_SUMMED = (ShardedToAllLinear, QuantizedShardedToAllLinear)
+_USUAL: dict[type[Any], type[Any]] = {
+    AllToShardedLinear: nn.Linear,
+    ShardedToAllLinear: nn.Linear,
+    QuantizedAllToShardedLinear: nn.QuantizedLinear,
+    QuantizedShardedToAllLinear: nn.QuantizedLinear,
+}
 
 
 def _refused(count: int, why: str) -> ModelLoadError:

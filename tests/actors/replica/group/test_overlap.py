@@ -24,9 +24,11 @@ from satchel.actors.replica.group.following import Following
 from satchel.actors.replica.group.forming import Member
 from satchel.actors.replica.group.leading import Leading
 from satchel.actors.replica.group.loading import load_stage
+from satchel.actors.replica.group.pipeline import RecordedStage
 from satchel.actors.replica.loading import models
 from tests.actors.replica.group.test_group import FAMILIES
 from tests.worlds.models.families import write_model
+from tests.worlds.replica import fake_kernels
 from tests.worlds.replica.bench import Bench, Received
 from tests.worlds.replica.group import GROUP, KEY, TIMES, Fault, Led, listener, on_a_thread
 
@@ -159,6 +161,37 @@ def test_sequences_that_come_and_go_are_answered_as_by_one_process_to_the_bit(
         led.bench.engine.executor.rule = Whims(rng)
         same(live(Bench(whole, sequences_max=16), seed), live(led.bench, seed))
     assert calls["move"] and calls["select 0"] > 5 and calls["select 1"] > 5
+
+
+def test_stages_record_their_steps_where_a_gpu_has_kernels_and_answer_as_one_process(folder: Path):
+    recorded = list[str]()
+    run = RecordedStage.__call__
+
+    def noted_run(stage: RecordedStage, *given: Any) -> mx.array | None:
+        states = run(stage, *given)
+        recorded.append("declined" if states is None else str(stage._stage.stage.start))
+        return states
+
+    with fake_kernels.kernels(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordedStage, "__call__", noted_run)
+        loaded = models.load(
+            str(folder),
+            context_tokens_max=None,
+            progress=lambda *_: None,
+            dtype="float32",
+            weights="stored",
+            warm=False,
+        )
+        expected = live(Bench(loaded, sequences_max=16), 3)
+        with group(folder, [1, 3, LAYERS], 100) as led:
+            assert led.bench.engine.executor._loaded.way == replace(loaded.way, drafts=False)
+            led.bench.engine.executor.rule = Whims(random.Random(3))
+            found = live(led.bench, 3)
+    assert loaded.way.compiled and {"0", "1", "3"} <= {*recorded}
+    common = expected.keys() & found.keys()
+    assert len(common) >= 4
+    for name in common:
+        assert expected[name].tokens == found[name].tokens
 
 
 @pytest.mark.slow
