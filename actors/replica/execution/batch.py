@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device_errors import on_device
-from ..kernels.decode_views import padded_count
+from ..kernels.decode_views import padded_count, padded_rows
 from ..kv import caches as kv_cache
 from ..kv.caches import PooledBlock, Record, Records, Slab
 from ..kv.sequence_view import SequenceView, Stacks
@@ -231,9 +231,12 @@ class Batch(Prefilling):
             return caches.step(
                 self._model, inputs, lambda sequence: self._besides(self._sequences[sequence : sequence + 1])
             )
-        extra = self._besides(self._sequences)
-        logits = None if self._compiled is None else self._compiled(inputs, caches, extra)
-        return self._model(inputs[:, None], cache=caches, **extra)[:, -1, :] if logits is None else logits
+        if self._compiled is not None and self._compiled.records(caches):
+            more = padded_rows(len(self._sequences)) - len(self._sequences)
+            logits = self._compiled(inputs, caches, self._besides(self._sequences, more))
+            assert logits is not None
+            return logits
+        return self._model(inputs[:, None], cache=caches, **self._besides(self._sequences))[:, -1, :]
 
     @replayed
     def compute_ahead(self, tokens: Sequence[Sequence[int]]) -> mx.array:
@@ -309,16 +312,14 @@ class Batch(Prefilling):
         if self._steps % CLEAR_EVERY_STEPS == 0:
             mx.clear_cache()
 
-    def _besides(self, sequences: Sequence[ExecutorSequence]) -> dict[str, Any]:
-        """Returns the model's inputs besides tokens and caches for a step of these sequences."""
+    def _besides(self, sequences: Sequence[ExecutorSequence], more: int = 0) -> dict[str, Any]:
+        """Returns the model's inputs besides tokens and caches for a step of these sequences, and of `more` that are
+        padding."""
         vision = self._loaded.vision
-        return (
-            {}
-            if vision is None
-            else vision.steps(
-                [sequence.length for sequence in sequences], [sequence.pictures for sequence in sequences]
-            )
-        )
+        if vision is None:
+            return {}
+        lengths, pictures = [each.length for each in sequences], [each.pictures for each in sequences]
+        return vision.steps(lengths + [0] * more, pictures + [None] * more)
 
     def _pool_arrays(self) -> list[mx.array]:
         return [] if self._loaded.pool is None else self._loaded.pool.arrays()

@@ -68,7 +68,7 @@ class CompiledStep:
         Args:
             inputs: (tokens,), an integer dtype: sequence after sequence.
             caches: one a layer.
-            extra: the model's other inputs, for `padded_count` tokens if `new` is given.
+            extra: the model's other inputs, for `padded_rows` sequences, or `padded_count` tokens if `new` is given.
             new: how many of the tokens each sequence has, as for `PagedKVCache.kernel_step`.
 
         Returns:
@@ -77,14 +77,15 @@ class CompiledStep:
         """
         if not self.records(caches) or not (new is None or caches[0].takes_drafts):
             return None
-        steps = [cache.kernel_step(new) for cache in caches]
+        steps = [cache.kernel_step(new, padded=True) for cache in caches]
         read = steps[0].read
         groups = {cache.group: [step.read.slots, step.read.numbers] for cache, step in zip(caches, steps, strict=True)}
         layers = [[*step.tails, step.written, *step.pool] for step in steps]
         shapes = [[array.shape for array in arrays] for arrays in groups.values()]
         slots = [step.pool[0].shape[0] for step in steps]
         extras = [(name, array.shape) for name, array in extra.items()]
-        key = str((read.tokens, read.most, len(caches[0].lengths), shapes, slots, extras))
+        rows = steps[0].tails[0].shape[0]
+        key = str((read.tokens, read.most, rows, shapes, slots, extras))
         run = self._graphs.get(key)
         if run is None:
             run = self._graphs[key] = self._record(caches, type(steps[0].pool), read.most)

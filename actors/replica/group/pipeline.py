@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..execution.compiled_step import CompiledStep
 from ..execution.deferral import Deferral
+from ..kernels.decode_views import padded_rows
 from ..kv.paged_cache import PagedKVCache
 from ..loading.quirks import FlatCaches
 from .connection import Connection
@@ -85,7 +86,10 @@ class RecordedStage(CompiledStep):
         `PipelinedStage`."""
         if new is not None or not self.records(caches):
             return None
-        hidden = self._stage.received(len(inputs), 1)
+        count = len(inputs)
+        hidden = self._stage.received(count, 1)
+        if hidden is not None and (more := padded_rows(count) - count):
+            hidden = mx.pad(hidden, [(0, more), (0, 0), (0, 0)])
         states = super().__call__(inputs, caches, extra if hidden is None else {**extra, "hidden": hidden})
         assert states is not None
         self._stage.pass_on(states[:, None])

@@ -28,6 +28,12 @@ def padded_count(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
+def padded_rows(sequences: int) -> int:
+    """Returns to how many sequences a recorded step is padded, so that not every join and leave needs another graph.
+    Kernels multiply with weights for eight at a time."""
+    return padded_count(sequences) if sequences <= 8 else -(-sequences // 8) * 8
+
+
 @dataclass(frozen=True)
 class DecodeView:
     """What a decode step's attention reads in one layer.
@@ -90,6 +96,7 @@ class NewTokens:
         window: int,
         kv_heads: int,
         new: Sequence[int] | None = None,
+        rows: int = 0,
     ) -> NewTokens:
         """Divides the tokens' units among groups of threads, so that a token of a long sequence gets many.
 
@@ -99,8 +106,9 @@ class NewTokens:
             first: the number of each sequence's first block in `slots`.
             window: how many of the last tokens a token attends to; 0 for all.
             kv_heads: the KV heads of a layer.
-            new: how many new tokens each sequence has, up to `NEW_MOST`, all in its open block; None for one each. Then
-                their number is padded.
+            new: how many new tokens each sequence has, up to `NEW_MOST`, all in its open block; None for one each. If
+                it is given, their number is padded.
+            rows: to how many tokens one each is padded.
         """
         counts = [1] * len(lengths) if new is None else new
         owners = [sequence for sequence, count in enumerate(counts) for _ in range(count)]
@@ -117,7 +125,7 @@ class NewTokens:
         units = [4 * (end - begin) + -(-tokens // 32) for begin, end, tokens in zip(begins, ends, opened, strict=True)]
         each = WARPS * max(1, round(sum(units) * kv_heads / (GROUPS_WANTED * WARPS)))
         groups = [-(-count // each) for count in units]
-        padding = 0 if new is None else padded_count(len(owners)) - len(owners)
+        padding = max(0, (rows if new is None else padded_count(len(owners))) - len(owners))
         of_groups = [token for token, count in enumerate(groups) for _ in range(count)]
         whole = len(of_groups) == len(groups)
         # As many groups as tokens say that each token has one.
@@ -136,7 +144,7 @@ class KernelStep:
     """What a decode step's kernel reads in one layer, and where it appends each sequence's new tokens.
 
     Attributes:
-        tails: (sequences, kv_heads, 256, dim), the open blocks' keys and values.
+        tails: (sequences, kv_heads, 256, dim), the open blocks' keys and values, and more that are padding.
         pool: the layer's slots.
         read: what the kernel reads of each new token.
         written: (1,) uint32, as `SlotGroup.written`.

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..kernels import block_kernels, decode_kernel, sealing
-from ..kernels.decode_views import DecodeView, KernelStep, KernelView, NewTokens
+from ..kernels.decode_views import DecodeView, KernelStep, KernelView, NewTokens, padded_rows
 from ..kernels.sealing import SealPolicy
 from .paged_batch import PagedBatch, Reads
 from .pool import BlockTable, SlotGroup, slots_of
@@ -107,6 +107,8 @@ class PagedKVCache:
             self.end_kernel_step()
             return self._fetched(lambda: self._viewed(view))
         self._writable = False
+        if self._keys is not None:
+            self._keys, self._values = self._open()
         in_place = self._reads_in_place(count, step)
         index = self._table(step) if step.used and not in_place else None
         flat = self._flat(step, keys.shape[1]) if in_place else None
@@ -174,18 +176,21 @@ class PagedKVCache:
         assert self._keys is not None and self._values is not None
         return decode_kernel.takes_drafts((self._keys.shape[3], self._values.shape[3]))
 
-    def kernel_step(self, new: Sequence[int] | None = None) -> KernelStep:
+    def kernel_step(self, new: Sequence[int] | None = None, *, padded: bool = False) -> KernelStep:
         """What the kernel reads and writes for some new tokens. The open blocks become arrays that the kernel can write
         into in place; MLX would copy them, because the step in flight still reads them.
 
         Args:
             new: how many each sequence has, all in its open block, which they do not fill; None for one each.
+            padded: whether there are open blocks, and one token each, for `padded_rows` sequences.
         """
         assert self._keys is not None and self._values is not None
-        what = ("kernel", self._number, None if new is None else tuple(new))
-        read = self._once(what, lambda: self._new_tokens(self._step(1), new))
-        if not self._writable:
-            self._fit(BLOCK_TOKENS)
+        rows = padded_rows(len(self.lengths)) if padded else len(self.lengths)
+        what = ("kernel", self._number, rows, None if new is None else tuple(new))
+        read = self._once(what, lambda: self._new_tokens(self._step(1), new, rows))
+        if not self._writable or self._keys.shape[0] < rows:
+            self._keys, self._values = self._open()
+            self._fit(BLOCK_TOKENS, rows)
             self._keys, self._values = mx.contiguous(self._keys), mx.contiguous(self._values)
             self._writable = True
         if self._group.is_written(self._place):
@@ -247,7 +252,8 @@ class PagedKVCache:
         """
         assert all(left // BLOCK_TOKENS == now // BLOCK_TOKENS for left, now in zip(lengths, self.lengths, strict=True))
         self.lengths = list(lengths)
-        if clean and self._keys is not None and self._values is not None:
+        if clean and self._keys is not None:
+            self._keys, self._values = self._open()
             opened = mx.array([length % BLOCK_TOKENS for length in lengths])[:, None, None, None]
             kept = mx.arange(self._keys.shape[2])[:, None] < opened
             self._keys, self._values = mx.where(kept, self._keys, 0), mx.where(kept, self._values, 0)
@@ -268,9 +274,9 @@ class PagedKVCache:
     def tail(self, sequences: int | slice, count: int) -> tuple[mx.array, mx.array]:
         """Returns keys and values of the first `count` tokens of the sequences' open blocks, as views."""
         span = slice(sequences, sequences + 1) if isinstance(sequences, int) else sequences
-        assert self._keys is not None and self._values is not None
         assert count <= max(length % BLOCK_TOKENS for length in self.lengths[span])
-        return self._keys[span, :, :count], self._values[span, :, :count]
+        keys, values = self._open()
+        return keys[span, :, :count], values[span, :, :count]
 
     def restore(self, tail: tuple[mx.array, mx.array] | None, length: int) -> None:
         """Fills an empty cache of one sequence, whose block tables have been filled, with its open tail."""
@@ -300,8 +306,9 @@ class PagedKVCache:
         merged = PagedKVCache(first.layer, first.policy, first.window, lengths=lengths, batch=batch)
         if any(cache._keys is not None for cache in caches):
             sequences = [len(cache.lengths) for cache in caches]
-            merged._keys = sealing.rows_joined([cache._keys for cache in caches], sequences, axis=2)
-            merged._values = sealing.rows_joined([cache._values for cache in caches], sequences, axis=2)
+            opened = [cache._open() if cache._keys is not None else (None, None) for cache in caches]
+            merged._keys = sealing.rows_joined([keys for keys, _ in opened], sequences, axis=2)
+            merged._values = sealing.rows_joined([values for _, values in opened], sequences, axis=2)
         return merged
 
     def extend(self, other: PagedKVCache) -> None:
@@ -311,6 +318,14 @@ class PagedKVCache:
         self._writable = False
 
     # Inside.
+
+    def _open(self) -> tuple[mx.array, mx.array]:
+        """Returns the open blocks without those that no sequence has."""
+        assert self._keys is not None and self._values is not None
+        rows = len(self.lengths)
+        if self._keys.shape[0] == rows:
+            return self._keys, self._values
+        return self._keys[:rows], self._values[:rows]
 
     def _once(self, what: Any, make: Callable[[], Any]) -> Any:
         return self.batch.get(self.lengths, self._ragged, what, make)
@@ -329,12 +344,12 @@ class PagedKVCache:
     def _by_kernel(self, count: int) -> bool:
         return count == 1 and self.batch.reads is Reads.KERNEL and self._ragged is None
 
-    def _new_tokens(self, step: Step, new: Sequence[int] | None) -> NewTokens:
+    def _new_tokens(self, step: Step, new: Sequence[int] | None, rows: int) -> NewTokens:
         self._reach(step)
         stop = [length // BLOCK_TOKENS for length in self.lengths]
         slots, starts = self.batch.blocks(self._number, step.first, stop)
         assert self._keys is not None
-        return NewTokens.of(slots, starts, self.lengths, step.first, self.window, self._keys.shape[1], new)
+        return NewTokens.of(slots, starts, self.lengths, step.first, self.window, self._keys.shape[1], new, rows)
 
     def _new(self, count: int) -> list[int]:
         return self._ragged or [count] * len(self.lengths)
@@ -435,14 +450,14 @@ class PagedKVCache:
         self._keys = mx.take_along_axis(mx.concatenate([self._keys[:, :, :before], keys], axis=2), places, axis=2)
         self._values = mx.take_along_axis(mx.concatenate([self._values[:, :, :before], values], axis=2), places, axis=2)
 
-    def _fit(self, columns: int) -> None:
-        """Gives the tail this many columns: padded prompts leave more than a block has."""
+    def _fit(self, columns: int, rows: int = 0) -> None:
+        """Gives the tail this many columns: padded prompts leave more than a block has. And at least so many rows."""
         assert self._keys is not None and self._values is not None
-        more = columns - self._keys.shape[2]
-        if more > 0:
-            widths = [(0, 0), (0, 0), (0, more), (0, 0)]
+        more, rows = columns - self._keys.shape[2], max(0, rows - self._keys.shape[0])
+        if more > 0 or rows:
+            widths = [(0, rows), (0, 0), (0, max(0, more)), (0, 0)]
             self._keys, self._values = mx.pad(self._keys, widths), mx.pad(self._values, widths)
-        elif more < 0:
+        if more < 0:
             self._keys, self._values = self._keys[:, :, :columns], self._values[:, :, :columns]
 
     def _seal(self, before: list[int], step: Step) -> None:
@@ -453,7 +468,7 @@ class PagedKVCache:
         assert self._keys is not None and self._values is not None
         stop = most * BLOCK_TOKENS
         sequences = [sequence for sequence, full in enumerate(step.full) if full]
-        keys, values = self._keys, self._values
+        keys, values = self._open()
         if len(sequences) < len(step.full):
             which = (
                 slice(sequences[0], sequences[-1] + 1)

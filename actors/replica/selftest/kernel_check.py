@@ -18,7 +18,7 @@ import numpy as np
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..kernels import decode_kernel, sealing
-from ..kernels.decode_views import DecodeView, KernelStep, KernelView, NewTokens
+from ..kernels.decode_views import DecodeView, KernelStep, KernelView, NewTokens, padded_rows
 from ..kernels.head_transform import NOTHING, HeadTransform, Norm, Rotation
 from ..kernels.sealing import POLICIES, Plain, Sealed
 from ..kv import attention
@@ -123,10 +123,8 @@ def world(
     tails[0][at] = transform.of_keys(new_keys, mx.array(places))[:, :, 0]
     starts = [0, *accumulate(blocks)]
     reference = _reference(tails, pool, numbers, starts, owners, places, window)
-    read = NewTokens.of(
-        slots, starts, [n - count for n, count in zip(lengths, counts, strict=True)], [0] * len(lengths), window,
-        kv_heads, new,
-    )  # fmt: skip
+    before, first = [length - count for length, count in zip(lengths, counts, strict=True)], [0] * len(lengths)
+    read = NewTokens.of(slots, starts, before, first, window, kv_heads, new, padded_rows(len(lengths)))
     queries = mx.random.normal((len(owners), kv_heads * grouped, 1, dims[0])).astype(dtype)
     padding = [(0, read.tokens - len(owners)), *[(0, 0)] * 3]
     view = KernelView(

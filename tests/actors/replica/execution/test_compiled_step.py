@@ -20,7 +20,7 @@ from satchel.actors.replica.execution.decode_way import DecodeWay
 from satchel.actors.replica.execution.executor import BatchExecutor
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.kernels import gpu_kernels
-from satchel.actors.replica.kernels.decode_views import KernelView
+from satchel.actors.replica.kernels.decode_views import KernelView, padded_rows
 from satchel.actors.replica.kernels.head_transform import HeadTransform, Norm
 from satchel.actors.replica.kv.caches import new_pool
 from satchel.actors.replica.kv.paged_cache import Reads
@@ -176,6 +176,26 @@ def test_an_engine_with_kernels_answers_as_one_without(family: str, tmp_path: Pa
         answers = bursts(loaded)
     assert answers == bursts(without_kernels(loaded))
     assert not any(error for _, error in answers.values())
+
+
+@pytest.mark.usefixtures("kernels")
+def test_few_graphs_are_recorded_while_sequences_join_and_leave_one_by_one(tmp_path: Path):
+    """Their number is padded; a graph takes as long as several steps."""
+    folder = str(write_model(tmp_path / "model", "qwen2"))
+    loaded = models.load(folder, context_tokens_max=None, progress=lambda *_: None, dtype="float32", warm=False)
+    executor, sizes = BatchExecutor(loaded), set[int]()
+    for sequence in map(str, range(13)):
+        executor.open(sequence, [], None, 0)
+        executor.prefill([(sequence, [5, 6])])
+        executor.join(sequence, [5, 6, 7], GREEDY, 0)
+        executor.step()
+        sizes.add(len(executor._sequences))
+    for sequence in map(str, range(12)):
+        executor.leave([sequence])
+        assert [ready.sequence_id for ready in executor.step()] == [*map(str, range(int(sequence) + 1, 13))]
+        sizes.add(len(executor._sequences))
+    assert executor._compiled is not None and sizes == {*range(1, 14)}
+    assert len(executor._compiled._graphs) == len({padded_rows(size) for size in sizes}) == 5
 
 
 def without_kernels(loaded: LoadedModel, reads: Reads = Reads.DEQUANTIZED) -> LoadedModel:

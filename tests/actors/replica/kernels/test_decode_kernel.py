@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.replica.device.device import on_gpu
 from satchel.actors.replica.kernels import block_kernels, decode_kernel, decode_views, sealing
-from satchel.actors.replica.kernels.decode_views import GROUPS_WANTED, NEW_MOST, KernelStep, KernelView, NewTokens
+from satchel.actors.replica.kernels.decode_views import (
+    GROUPS_WANTED,
+    NEW_MOST,
+    KernelStep,
+    KernelView,
+    NewTokens,
+    padded_rows,
+)
 from satchel.actors.replica.kernels.head_transform import HeadTransform, Rotation
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.pool import Field, LayerFields, SlotGroup, slots_of
@@ -91,18 +98,19 @@ def is_wrong(shape: shapes.Shape, new: Sequence[int] | None = None) -> bool:
 SEQUENCE = st.tuples(st.integers(0, 400), st.integers(1, 256 - NEW_MOST), st.integers(1, NEW_MOST))
 
 
-@given(sequences=st.lists(SEQUENCE, min_size=1, max_size=40), single=st.booleans())
+@given(sequences=st.lists(SEQUENCE, min_size=1, max_size=40), single=st.booleans(), padded=st.booleans())
 def test_every_token_has_its_groups_and_one_of_a_long_sequence_most(
-    sequences: list[tuple[int, int, int]], single: bool
+    sequences: list[tuple[int, int, int]], single: bool, padded: bool
 ):
     nothing = mx.zeros((1,), mx.uint32)
     blocks, opened, new = (list(column) for column in zip(*sequences, strict=True))
     new = [1] * len(new) if single else new
     lengths = [BLOCK_TOKENS * count + tokens - 1 for count, tokens in zip(blocks, opened, strict=True)]
     starts = [0, *accumulate(blocks)]
-    made = NewTokens.of(nothing, starts, lengths, [0] * len(sequences), 0, 8, None if single else new)
+    rows = padded_rows(len(sequences)) if padded else 0
+    made = NewTokens.of(nothing, starts, lengths, [0] * len(sequences), 0, 8, None if single else new, rows)
     total, (tokens, *numbers) = sum(new), np.array(made.numbers).tolist()
-    assert tokens == made.tokens == (total if single else 1 << (total - 1).bit_length())
+    assert tokens == made.tokens == (max(total, rows) if single else 1 << (total - 1).bit_length())
     columns = [numbers[at * tokens : (at + 1) * tokens] for at in range(7)]
     pairs = [(sequence, at) for sequence, count in enumerate(new) for at in range(count)]
     expected = [
