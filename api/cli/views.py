@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -146,11 +146,23 @@ def show_status(home: Home, *, as_json: bool, long: bool = False) -> None:
         if node.get("agents_let_go"):
             count = node["agents_let_go"]
             console.print(Text(f"{node['name']} evicted {count} agents to make room (transcripts_bytes_max)"))
+    if any(node.get("joules") for node in nodes):
+        console.print(Text(energy_line(nodes)))
     if not short:
         console.print(_replica_table(found["replicas"], found["models"]))
     for name, entry in sorted(found["replicas"].items()):
         for line in _replica_lines({"proving": entry.get("proving")} if short else entry):
             console.print(Text(f"{name} {line}"))
+
+
+def energy_line(nodes: Sequence[dict[str, Any]]) -> str:
+    """Returns what the nodes' counters of energy have counted since their stores started."""
+    said = [
+        f"{node['name']} {joules / 1e3:,.1f} kJ ({source})"
+        for node in nodes
+        for source, joules in sorted((node.get("joules") or {}).items())
+    ]
+    return f"Energy: {', '.join(said)}"
 
 
 def _models_line(found: dict[str, Any]) -> str:

@@ -151,6 +151,11 @@ class _NodeCollector(Collector):
         closed = disk_errors(self._nodes)
         gone = "Agents that were evicted to make room (transcripts_bytes_max)."
         let_go = CounterMetricFamily("satchel_agents_let_go", gone, labels=["node"])
+        counted = (
+            "Joules that a counter of the node's machine (rapl, powermetrics) or card (nvml) has counted since the "
+            "store started, of all that runs there and of idle times too. Nodes of one machine count the same."
+        )
+        joules = CounterMetricFamily("satchel_energy_joules", counted, labels=["node", "source"])
         for node in self._nodes:
             up.add_metric([node.name], float(node.up))
             if node.disk_bytes is not None:
@@ -160,9 +165,12 @@ class _NodeCollector(Collector):
             if node.agents_let_go is not None:
                 opened.add_metric([node.name], float(node.name not in closed))
                 let_go.add_metric([node.name], node.agents_let_go)
+            for source, value in sorted(node.joules.items()):
+                joules.add_metric([node.name, source], value)
         yield from (up, used, room)
         yield opened
         yield let_go
+        yield joules
 
 
 class Metrics:
