@@ -277,8 +277,8 @@ class NodeReport:
     """A node as its store has reported it; None for what it has not reported yet.
 
     `seen_s` is how long ago it reported. `disk_error`, `disk_full`, `agents_let_go`, `used_bytes`, `free_bytes`,
-    `memory_free_bytes`, `blocks`, `links` and `joules` are as in `StoreReport`. `agents` counts those that it has as home or
-    copy. `replicas` are names.
+    `memory_free_bytes`, `blocks`, `links` and `joules` are as in `StoreReport`. `agents` counts those that it has as
+    home or copy. `replicas` are names.
     """
 
     name: str

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..energy import EnergySpent
 from ..parts import Budget, median
 from ..serve.measures import Incomplete, check
 from ..serve.prompts import Prompts
@@ -20,11 +21,12 @@ LIMIT_S = 240.0
 @dataclass(frozen=True)
 class SingleRun:
     """One answer: tokens a second of prefill, up to the first token, and of decoding after it; the peak of MLX's
-    memory, in bytes."""
+    memory, in bytes; joules by token of the answer, None if no counter of energy can be read."""
 
     prefill_per_s: float
     decode_per_s: float
     peak_bytes: int
+    joules: float | None
 
     @classmethod
     def median_of(cls, found: Sequence[SingleRun]) -> SingleRun:
@@ -32,6 +34,7 @@ class SingleRun:
             median([each.prefill_per_s for each in found]),
             median([each.decode_per_s for each in found]),
             max(each.peak_bytes for each in found),
+            median(joules) if (joules := [each.joules for each in found if each.joules is not None]) else None,
         )
 
 
@@ -79,8 +82,17 @@ def _single(target: Target, prompts: Prompts, prompt_tokens: int, tokens: int, s
     Raises:
         Incomplete, TargetFailed: there is no whole answer.
     """
+    energy = EnergySpent()
     trace = target.run(Burst([prompts.one(prompt_tokens, seed, as_ids=True)], tokens, LIMIT_S))
+    joules = energy.per_token(tokens)
     check(trace.streams, tokens)
     (stream,) = trace.streams
     first, last = stream.times[0], stream.times[-1]
-    return SingleRun(prompt_tokens / (first - stream.sent), (tokens - 1) / (last - first), trace.peak_bytes or 0)
+    rates = prompt_tokens / (first - stream.sent), (tokens - 1) / (last - first)
+    return SingleRun(*rates, trace.peak_bytes or 0, joules)
+
+
+def joules_of(ours: SingleRun | None, peers: Mapping[str, SingleRun]) -> dict[str, float]:
+    """Returns the known joules by token of an answer, by peer; "" for ours."""
+    runs = {**peers, **({"": ours} if ours is not None else {})}
+    return {name: run.joules for name, run in runs.items() if run.joules is not None}

@@ -63,7 +63,8 @@ def write_paper_folder(name: str, folder: Path, recipe: str, dtype: mx.Dtype, *,
         chosen = bits_of_layers(name, model, recipe, seeing=False)
         with redirect_stdout(StringIO()):
             model, config = quantize_model(model, config, chosen.group_size, 4, quant_predicate=chosen)
-    for _, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
+    layers: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    for _, layer in layers:
         mx.eval(layer.parameters())
     save_model(folder, model, donate_model=True)
     write_settings(folder, config, words, end, dtype)

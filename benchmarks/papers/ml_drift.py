@@ -14,7 +14,7 @@ from mlx_lm.utils import load_model
 
 from ..parts import Budget
 from ..serve.targets import RunFolder
-from .engines import OURS, single_runs
+from .engines import OURS, joules_of, single_runs
 from .figures import ML_DRIFT
 from .page import PaperTable
 from .planning import greedy_by_size_bytes, least_bytes, total_bytes, usages_of
@@ -54,6 +54,7 @@ def speed(
                 "tokens/s",
                 ours and getattr(ours, kind),
                 {peer: getattr(run, kind) for peer, run in found.items()},
+                joules=joules_of(ours, found) if what == "decode" else None,
             )
         part.compare(
             f"{called}, peak memory",

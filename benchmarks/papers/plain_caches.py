@@ -63,7 +63,8 @@ class PlainCaches:
         finally:
             os.close(descriptor)
         began = time.perf_counter()
-        answer = self._answer(turn, load_prompt_cache(str(path)), tokens, began)
+        read: Any = load_prompt_cache(str(path))
+        answer = self._answer(turn, read, tokens, began)
         return answer, path.stat().st_size
 
     def _answer(self, prompt: Sequence[int], caches: list[Any], tokens: int, began: float) -> PlainAnswer:

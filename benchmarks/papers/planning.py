@@ -71,10 +71,10 @@ def usages_of(call: Callable[..., Any], *arguments: mx.array) -> list[Usage]:
     steps: list[dict[str, Any]] = []
     mx.export_function(steps.append, call, *arguments)
     results = {name for step in steps if step["type"] == "outputs" for name, *_ in step["outputs"]}
-    owner: dict[str, str] = {}
-    size: dict[str, int] = {}
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
+    owner: dict[Any, Any] = {}
+    size: dict[Any, int] = {}
+    first: dict[Any, int] = {}
+    last: dict[Any, int] = {}
     for number, step in enumerate(steps):
         if step["type"] != "primitive":
             continue

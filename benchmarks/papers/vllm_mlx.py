@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..energy import EnergySpent
 from ..parts import Budget, median
 from ..serve.measures import Incomplete, check, level
 from ..serve.prompts import Prompts
 from ..serve.protocol import Agents, Burst
 from ..serve.targets import RunFolder, Target, TargetFailed
-from .engines import LIMIT_S, OURS, single_runs, started
+from .engines import LIMIT_S, OURS, joules_of, single_runs, started
 from .figures import BATCHED_SPEEDUP_16, PEAK_TOKENS_PER_S, VLLM_MLX
 from .page import PaperTable
 from .shapes import MODELS
@@ -57,6 +58,7 @@ def engines(
             ours and getattr(ours, kind),
             {peer: getattr(run, kind) for peer, run in found.items()},
             figure=PEAK_TOKENS_PER_S if (name, kind) == (ENGINE_MODELS[0], "decode_per_s") else None,
+            joules=joules_of(ours, found) if kind == "decode_per_s" else None,
         )
     part.notes.append("Without Ray and HTTP, each engine in a process of its own, KV in full precision.")
     return part
@@ -64,11 +66,12 @@ def engines(
 
 @dataclass
 class _Served:
-    """What one server did: tokens and requests a second by number of streams, and times to first tokens in
-    milliseconds, of a new prefix and of a known one."""
+    """What one server did: tokens and requests a second by number of streams, and joules a token where they are known;
+    times to first tokens in milliseconds, of a new prefix and of a known one."""
 
     tokens_per_s: dict[int, float] = field(default_factory=dict)
     requests_per_s: dict[int, float] = field(default_factory=dict)
+    joules: dict[int, float] = field(default_factory=dict)
     new_ms: float = 0.0
     known_ms: float = 0.0
 
@@ -107,6 +110,7 @@ def served(
                 unit,
                 ours and getattr(ours, kind)[count],
                 {server: getattr(figures, kind)[count] for server, figures in peers.items()},
+                joules=_joules(found, count) if kind == "tokens_per_s" else None,
             )
     if len(streams) > 1:
         least, most = min(streams), max(streams)
@@ -136,6 +140,15 @@ def served(
     return part
 
 
+def _joules(found: dict[str, _Served], count: int) -> dict[str, float]:
+    """Known joules a token by server; "" for ours."""
+    return {
+        "" if server == SATCHEL else server: figures.joules[count]
+        for server, figures in found.items()
+        if count in figures.joules
+    }
+
+
 def _measured(target: Target, prompts: Prompts, streams: Sequence[int], prompt_tokens: int, tokens: int) -> _Served:
     """
     Raises:
@@ -146,9 +159,14 @@ def _measured(target: Target, prompts: Prompts, streams: Sequence[int], prompt_t
         # The first pass warms up.
         for number in range(2):
             texts = prompts.some([prompt_tokens] * count, f"{number}/{count}", as_ids=False)
-            measures = level(target.run(Burst(texts, tokens, LIMIT_S)), str(prompt_tokens), tokens, {})
+            energy = EnergySpent()
+            trace = target.run(Burst(texts, tokens, LIMIT_S))
+            joules = energy.per_token(count * tokens)
+            measures = level(trace, str(prompt_tokens), tokens, {})
             found.tokens_per_s[count] = measures.tokens_per_s
             found.requests_per_s[count] = measures.tokens_per_s / tokens
+            if joules is not None:
+                found.joules[count] = joules
     for number in range(2):
         system = prompts.one(PREFIX_TOKENS, f"prefix/{number}", as_ids=False)
         times = [_first_ms(target, prompts, system, f"{number}/{request}") for request in range(1 + LATER)]

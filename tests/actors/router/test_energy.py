@@ -1,4 +1,4 @@
-"""With `prefer: energy` the replica that takes the fewest joules is chosen, if all know theirs and it is soon enough."""
+"""With `prefer: energy` the replica that takes the fewest joules is chosen if it is soon enough and all know theirs."""
 
 from __future__ import annotations
 
