@@ -9,7 +9,7 @@ from ...cluster.energy import EnergyMeter
 from ...cluster.timing import Timing
 from ..protocol.reporter import Reporter, tell_router
 from ..protocol.router_messages import ReplicaReport
-from .energy_pace import EnergyPace, EnergyReading
+from .energy_pace import EnergyReading
 from .loop.engine import Engine
 from .memory.disk_tier import DiskTier
 
@@ -38,7 +38,7 @@ class EngineReports:
         coming: Callable[[], list[str]] = list,
         meter: EnergyMeter | None = None,
     ) -> None:
-        self._meter, self._energy = meter, EnergyPace()
+        self._meter = meter
         self._is_slow, self._coming, self._timing = is_slow, coming, timing
         self.reporter = Reporter(self._make, timing, tell=self._tell)
         self._replica, self._model, self._node = replica, model, node
@@ -89,15 +89,15 @@ class EngineReports:
             encode_token_s=engine.pictures.encode_token_s,
             model_id=engine.loaded.model_id,
             moves_kv=self._disk is not None,
-            prefill_token_j=self._energy.prefill_token_j,
-            decode_token_j=self._energy.decode_token_j,
+            prefill_token_j=engine.energy.prefill_token_j,
+            decode_token_j=engine.energy.decode_token_j,
         )
 
     def _note_energy(self) -> None:
         if self._meter is not None:
-            counters, running = self._engine.delivery.counters, self._engine.scheduler.running
+            counters, running = self._engine.counters, self._engine.scheduler.running
             tokens = counters.computed_tokens, counters.generated_tokens
-            self._energy.note(EnergyReading(self._meter.read(), *tokens, running))
+            self._engine.energy.note(EnergyReading(self._meter.read(), *tokens, running))
 
     def _tell(self, report: ReplicaReport) -> bool:
         return not self._is_slow() and tell_router(report, self._timing) and self._events_taken

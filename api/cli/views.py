@@ -339,12 +339,16 @@ def show_decision(home: Home, request_id: str, *, as_json: bool) -> None:
         console.print(f"{cached} tokens of the prompt need not be computed there{pulled}.")
     console.print("Estimated seconds to the first token:")
     costs: dict[str, dict[str, float]] = found.get("costs_s", {})
+    joules: dict[str, float] = found.get("energy_j") or {}
     columns = list(dict.fromkeys(term for cost in costs.values() for term in cost))
     shown = table("replica", numbers=tuple(columns))
     for name, cost in sorted(costs.items(), key=lambda item: item[1].get("total", 0.0)):
         style = "bold" if name == found["replica"] else ""
         shown.add_row(Text(name), *(f"{cost[term]:.4f}" if term in cost else "" for term in columns), style=style)
     console.print(shown)
+    if joules:
+        taken = ", ".join(f"{name} {value:.1f}" for name, value in sorted(joules.items(), key=lambda each: each[1]))
+        console.print(Text(f"Estimated joules: {taken}"))
     for line in _actual_lines(found):
         console.print(line)
 

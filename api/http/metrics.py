@@ -80,6 +80,7 @@ class _Replicas(Collector):
             "Times KV was dropped because a check of the block tables failed.",
             "failed_checks_total",
         )
+        yield self._token_joules()
         hits = "Pictures that were not encoded, because their embeddings or KV were cached."
         yield self._counter("satchel_vision_cache_hits", hits, "vision_cache_hits_total")
         yield self._counter("satchel_vision_encodes", "Pictures that were encoded.", "vision_encodes_total")
@@ -121,6 +122,16 @@ class _Replicas(Collector):
         for stats in self._stats:
             for state in ("running", "kept", "free"):
                 family.add_metric([stats.replica, state], getattr(stats, f"slots_{state}"))
+        return family
+
+    def _token_joules(self) -> Metric:
+        what = "Joules of a token, with all that the node's card or machine takes meanwhile, as lately measured."
+        family = GaugeMetricFamily("satchel_token_joules", what, labels=["replica", "phase"])
+        for stats in self._stats:
+            for phase, joules in (("prefill", stats.prefill_token_j), ("decode", stats.decode_token_j)):
+                # 0 is not measured, or never will be.
+                if joules > 0.0:
+                    family.add_metric([stats.replica, phase], joules)
         return family
 
     def _gauge(self, name: str, help_text: str, field: str) -> Metric:

@@ -41,8 +41,9 @@ def first_tokens(
     title = MODELS[name].title(small=small)
     part = PaperTable(f"{title}: an agent's context cold, warm (on disk) and hot (in memory)", paper=AGENT_MEMORY)
     desk, plain = Desk(str(folder)), PlainCaches(folder)
-    warm_ups = WARM_UP_ROUNDS if on_gpu() else 1
     for context in contexts:
+        # A GPU prepares itself for every new shape.
+        warm_ups = WARM_UP_ROUNDS if on_gpu() else int(context == contexts[0])
         ours, theirs = _States(), _States()
         for number in budget.rounds(rounds + warm_ups):
             counted = number >= warm_ups

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..energy import EnergySpent
+from ..memory.desk import on_gpu
 from ..parts import Budget, median
 from ..serve.measures import Incomplete, check
 from ..serve.prompts import Prompts
@@ -16,6 +17,7 @@ from ..serve.targets import GENERATE, RunFolder, Target, TargetFailed
 
 OURS, PEER = "satchel engine", GENERATE
 LIMIT_S = 240.0
+WARM_UP_PROMPT_TOKENS, WARM_UP_TOKENS = 32, 8
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,18 @@ def single_runs(
     for name in (OURS, PEER):
         try:
             with started(name, folder, place) as target:
+                # A GPU compiles a kernel for every new shape; on a CPU a short prompt warms as well.
+                sizes = (prompt_tokens, tokens) if on_gpu() else (WARM_UP_PROMPT_TOKENS, WARM_UP_TOKENS)
+                _single(target, prompts, *sizes, f"{name}/warm")
                 runs = [
                     _single(target, prompts, prompt_tokens, tokens, f"{name}/{number}")
-                    for number in budget.rounds(rounds + 1)
+                    for number in budget.rounds(rounds)
                 ]
         except (TargetFailed, Incomplete) as error:
             missing(f"{name}: {error}")
             continue
-        # The first one warms up.
-        if len(runs) > 1:
-            found[name] = SingleRun.median_of(runs[1:])
+        if runs:
+            found[name] = SingleRun.median_of(runs)
         else:
             missing(f"{name}: there was no time.")
     return found

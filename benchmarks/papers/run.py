@@ -31,11 +31,13 @@ from ..serve.targets import CannotStart, make_place, vllm_mlx_python, with_path
 from ..vision.shapes import VISION_SHAPES
 from . import agent_memory, agent_quality, ml_drift, vllm_mlx, vllm_mlx_media
 from .figures import PAPERS
+from .folders import NONE
 from .page import PaperTable, markdown
 
 Measure = Callable[[], PaperTable]
 RECIPE = "4"
-"""Of the models of all papers but ML Drift."""
+"""Of the models of all papers but ML Drift. Scaled-down ones are not quantized: on a CPU, products of quantized weights
+say nothing of other devices."""
 
 PARTS = (
     *(f"ml-drift speed {name}" for name in ml_drift.DRIFT_MODELS),
@@ -49,6 +51,8 @@ PARTS = (
     "agent-memory capacity",
     "agent-memory quality",
 )
+GPU_ONLY = ("vllm-mlx served qwen3-8b",)
+"""Left out on a CPU if no parts are named, where it would be the same as a smaller one."""
 
 
 def say(text: str) -> None:
@@ -60,7 +64,7 @@ def chosen_parts(text: str) -> list[str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if unknown := [word for word in words if not any(_begins(part, word) for part in PARTS)]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(PARTS)}")
-    return [part for part in PARTS if any(_begins(part, word) for word in words)]
+    return list(dict.fromkeys(part for word in words for part in PARTS if _begins(part, word)))
 
 
 def _begins(part: str, word: str) -> bool:
@@ -78,7 +82,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         return [word.strip() for word in text.split(",") if word.strip()]
 
     add = parser.add_argument
-    add("--parts", type=chosen_parts, default=list(PARTS), help="names of parts, or their first words")
+    usual = [part for part in PARTS if gpu or part not in GPU_ONLY]
+    add("--parts", type=chosen_parts, default=usual, help="names of parts, or their first words, in that order")
     add("--list", action="store_true", help="print the names of all parts")
     add("--budget-s", type=float, default=600.0 if gpu else 1200.0, help="after this many seconds nothing is begun")
     add("--resume", action="store_true", help="leave out parts that the page has already")
@@ -116,6 +121,7 @@ class PapersRun:
         self.budget = Budget(options.budget_s)
         self.place = make_place(work, options.vllm_mlx_site, options.start_timeout_s)
         self._models: Path = (options.models or work / "models").absolute()
+        self._recipe, self._weights = (NONE, "not quantized") if options.small else (RECIPE, f"{RECIPE}-bit")
 
     def parts(self) -> dict[str, Measure]:
         """The chosen parts by name."""
@@ -149,14 +155,16 @@ class PapersRun:
 
     def _engines(self, name: str) -> PaperTable:
         given = self.options
-        tokens, folder = (given.prompt_tokens, given.tokens), self._written(name, RECIPE)
-        return vllm_mlx.engines(name, folder, self.place, *tokens, given.rounds, self.budget, small=given.small)
+        tokens, folder = (given.prompt_tokens, given.tokens), self._written(name, self._recipe)
+        return vllm_mlx.engines(
+            name, folder, self.place, *tokens, given.rounds, self.budget, small=given.small, weights=self._weights
+        )  # fmt: skip
 
     def _served(self, name: str) -> PaperTable:
-        given, folder = self.options, self._written(name, RECIPE)
+        given, folder = self.options, self._written(name, self._recipe)
         return vllm_mlx.served(
             name, folder, self.place, given.streams, given.prompt_tokens, given.tokens, self.budget, given.servers,
-            small=given.small,
+            small=given.small, weights=self._weights,
         )  # fmt: skip
 
     def _media(self, kind: str, sizes: list[int]) -> PaperTable:
@@ -167,14 +175,14 @@ class PapersRun:
         return vllm_mlx_media.media(kind, sizes, folder, model, self.place, 16, self.budget, servers)
 
     def _first_tokens(self, name: str) -> PaperTable:
-        given, folder = self.options, self._written(name, RECIPE)
+        given, folder = self.options, self._written(name, self._recipe)
         work = self.work / "contexts"
         return agent_memory.first_tokens(
             name, folder, given.contexts, given.rounds, work, self.budget, say, small=given.small
         )  # fmt: skip
 
     def _staggered(self, name: str) -> PaperTable:
-        given, folder = self.options, self._written(name, RECIPE)
+        given, folder = self.options, self._written(name, self._recipe)
         tokens = given.staggered_tokens
         return agent_memory.staggered(name, folder, tokens, given.rounds, self.budget, say, small=given.small)
 

@@ -45,10 +45,15 @@ def engines(
     budget: Budget,
     *,
     small: bool,
+    weights: str,
 ) -> PaperTable:
-    """One model in 4 bits on engines, one sequence."""
+    """One model on engines, one sequence.
+
+    Args:
+        weights: as the title says it, such as `4-bit`.
+    """
     title = MODELS[name].title(small=small)
-    part = PaperTable(f"{title}, 4-bit: one sequence on an engine", paper=VLLM_MLX)
+    part = PaperTable(f"{title}, {weights}: one sequence on an engine", paper=VLLM_MLX)
     found = single_runs(folder, place, prompt_tokens, tokens, rounds, budget, part.missing.append)
     ours = found.pop(OURS, None)
     for kind, what in (("decode_per_s", "tokens a second"), ("prefill_per_s", "prefill")):
@@ -87,10 +92,11 @@ def served(
     names: Sequence[str] = SERVERS,
     *,
     small: bool,
+    weights: str,
 ) -> PaperTable:
-    """One model in 4 bits over HTTP: concurrent requests, and requests that share 512 tokens."""
+    """One model over HTTP: concurrent requests, and requests that share 512 tokens."""
     title = MODELS[name].title(small=small)
-    part = PaperTable(f"{title}, 4-bit: over HTTP", paper=VLLM_MLX)
+    part = PaperTable(f"{title}, {weights}: over HTTP", paper=VLLM_MLX)
     found: dict[str, _Served] = {}
     for server in names:
         if budget.left_s <= 0:

@@ -48,6 +48,10 @@ def quiet(text: str) -> None:
     pass
 
 
+def rows_of(table: page.PaperTable) -> list[dict[str, Any]]:
+    return list(table.rows)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Gemma 2 in 8/4/4."""
@@ -77,7 +81,7 @@ def test_a_scaled_down_model_is_named_so_and_has_the_same_kinds_of_layers(name: 
 def test_a_written_model_draws_only_words_and_has_the_recipes_bits(folder: Path) -> None:
     model: Any = load_model(folder)[0]
     words = {id for _, id in json.loads((folder / prompts.WORDS_FILE).read_text())}
-    drawn = mx.argmax(model(mx.array([sorted(words)[:64]])), axis=-1)[0].tolist()
+    drawn: Any = mx.argmax(model(mx.array([sorted(words)[:64]])), axis=-1)[0].tolist()
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     names = {id: name for name, id in vocabulary.items()}
     assert all(names[id].startswith("Ġ") and names[id][1:].isalpha() for id in drawn)
@@ -128,7 +132,7 @@ def test_every_paper_says_where_its_figures_are_from() -> None:
 
 def test_a_part_is_chosen_by_its_first_words() -> None:
     assert run.chosen_parts("ml-drift speed") == [f"ml-drift speed {name}" for name in ml_drift.DRIFT_MODELS]
-    assert run.chosen_parts("agent-memory capacity, vllm-mlx images") == ["vllm-mlx images", "agent-memory capacity"]
+    assert run.chosen_parts("agent-memory capacity, vllm-mlx images") == ["agent-memory capacity", "vllm-mlx images"]
     with pytest.raises(argparse.ArgumentTypeError, match="ml: not among"):
         run.chosen_parts("ml")
 
@@ -150,7 +154,7 @@ def test_every_part_can_be_made_and_the_page_is_kept(tmp_path: Path, monkeypatch
     for module, names in modules.items():
         for name in names:
             monkeypatch.setattr(module, name, noting(name))
-    papers = run.PapersRun(run.read_options([]), tmp_path)
+    papers = run.PapersRun(run.read_options(["--parts", ",".join(run.PARTS)]), tmp_path)
     result: dict[str, Any] = {**result_of(), "parts": {}}
     kept.measure_all(papers.parts(), papers.budget, tmp_path / "papers", result, page.markdown, run.finish)
     assert list(result["parts"]) == list(run.PARTS) and set(asked) == {
@@ -198,7 +202,7 @@ def test_engines_are_measured_one_sequence_at_a_time(folder: Path, monkeypatch: 
     place: Any = SimpleNamespace()
     given = (lambda name, recipe: folder, place, 50, 11, 1, parts.Budget(60.0))
     table = ml_drift.speed("gemma2-2b", *given, small=True)
-    found = {row["what"]: (row["ours"], row["best peer"], row["which"]) for row in table.rows}
+    found = {row["what"]: (row["ours"], row["best peer"], row["which"]) for row in rows_of(table)}
     assert found["q8, prefill"] == pytest.approx((500.0, 500.0, engines.PEER))
     assert found["8/4/4, decode"] == pytest.approx((100.0, 100.0, engines.PEER))
     assert found["q8, peak memory"] == (5.0, 5.0, engines.PEER) and not table.missing
@@ -207,16 +211,18 @@ def test_engines_are_measured_one_sequence_at_a_time(folder: Path, monkeypatch: 
 def test_an_engine_that_does_not_start_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starting(monkeypatch, refused=engines.PEER)
     place: Any = SimpleNamespace()
-    table = vllm_mlx.engines("qwen3-4b", folder, place, 50, 11, 1, parts.Budget(60.0), small=True)
+    table = vllm_mlx.engines("qwen3-4b", folder, place, 50, 11, 1, parts.Budget(60.0), small=True, weights="4-bit")
     assert table.missing == [f"{engines.PEER}: no such server"]
-    assert [(row["ours"], row["best peer"]) for row in table.rows] == [(pytest.approx(100.0), None), (500.0, None)]
+    assert [(row["ours"], row["best peer"]) for row in rows_of(table)] == [(pytest.approx(100.0), None), (500.0, None)]
 
 
 def test_servers_are_compared_by_concurrency_and_a_shared_prefix(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starting(monkeypatch, refused="vllm-mlx")
     place: Any = SimpleNamespace()
-    table = vllm_mlx.served("qwen3-0.6b", folder, place, [1, 16], 20, 11, parts.Budget(60.0), small=True)
-    found = {(row["what"], row["unit"]): row for row in table.rows}
+    table = vllm_mlx.served(
+        "qwen3-0.6b", folder, place, [1, 16], 20, 11, parts.Budget(60.0), small=True, weights="4-bit"
+    )
+    found = {(row["what"], row["unit"]): row for row in rows_of(table)}
     assert found["16 concurrent requests", "tokens/s"]["ours"] == pytest.approx(16 * 11 / 0.2)
     assert found["16 concurrent requests", "requests/s"]["ours"] == pytest.approx(16 / 0.2)
     assert found["16 requests over 1, tokens a second", "x"]["paper"] == "4.3 (abstract)"
@@ -238,7 +244,7 @@ class FakeEyes:
         return stream
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("images", [32, 64]), ("video", [4, 64])])
+@pytest.mark.parametrize(("kind", "sizes"), [("images", [32, 1024]), ("video", [4, 64])])
 def test_media_are_shown_twice(monkeypatch: pytest.MonkeyPatch, kind: str, sizes: list[int]) -> None:
     def make(name: str, folder: Path, place: Any) -> Any:
         if name == "mlx_vlm.server":
@@ -250,8 +256,8 @@ def test_media_are_shown_twice(monkeypatch: pytest.MonkeyPatch, kind: str, sizes
     monkeypatch.setattr(vllm_mlx_media, "FRAME_SIDE", 32)
     place: Any = SimpleNamespace()
     table = vllm_mlx_media.media(kind, sizes, Path(), "tiny", place, 4, parts.Budget(60.0))
-    found = {row["what"]: row for row in table.rows}
-    what = {"images": "64 x 64", "video": "64 frames"}[kind]
+    found = {row["what"]: row for row in rows_of(table)}
+    what = {"images": "1024 x 1024", "video": "64 frames"}[kind]
     assert found[f"{what}, new: whole answer"]["ours"] == pytest.approx(200.0)
     assert found[f"{what}, new over again"]["ours"] == pytest.approx(10.0)
     assert found[f"{what}, new over again"]["paper"] is not None and table.missing == ["mlx_vlm.server: no such server"]
@@ -296,8 +302,8 @@ def test_views_take_no_memory_and_results_are_no_activations() -> None:
 
 def test_the_memory_of_a_models_activations_is_planned(folder: Path) -> None:
     table = ml_drift.planning("gemma2-2b", lambda name, recipe: folder, 16, small=True)
-    assert [row["what"] for row in table.rows] == ["prefill of 16 tokens, peak", "decode step, peak"]
-    assert all(row["ours"] > 0 and row["which"] == "greedy by size, planned" for row in table.rows)
+    assert [row["what"] for row in rows_of(table)] == ["prefill of 16 tokens, peak", "decode step, peak"]
+    assert all(row["ours"] > 0 and row["which"] == "greedy by size, planned" for row in rows_of(table))
 
 
 # Agents.
@@ -308,16 +314,16 @@ def test_an_agents_context_is_not_computed_again(folder: Path, tmp_path: Path) -
     given = ([300], 1, tmp_path, parts.Budget(120.0), quiet)
     table = agent_memory.first_tokens("gemma2-2b", folder, *given, small=True)
     assert not table.missing
-    what = [row["what"] for row in table.rows]
+    what = [row["what"] for row in rows_of(table)]
     assert what[:2] == ["300 tokens, cold: first token", "300 tokens, cold: 64 tokens"]
     assert what[-1] == "300 tokens, cold over hot: first token" and len(what) == 8
-    assert all(row["ours"] > 0 and row["best peer"] > 0 for row in table.rows)
+    assert all(row["ours"] > 0 and row["best peer"] > 0 for row in rows_of(table))
 
 
 def test_two_agents_arrive_one_after_the_other(folder: Path) -> None:
     table = agent_memory.staggered("gemma2-2b", folder, 40, 1, parts.Budget(120.0), quiet, small=True)
-    assert [row["which"] for row in table.rows] == ["mlx-lm, sequential", "mlx-lm, batched"] * 2
-    assert all(row["ours"] > 0 for row in table.rows)
+    assert [row["which"] for row in rows_of(table)] == ["mlx-lm, sequential", "mlx-lm, batched"] * 2
+    assert all(row["ours"] > 0 for row in rows_of(table))
 
 
 def test_windows_count_for_their_own_length_only() -> None:
@@ -325,7 +331,7 @@ def test_windows_count_for_their_own_length_only() -> None:
     full = agent_memory.cache_spec("gemma3-12b", "fp16")
     assert full.bytes_per_token == 8 * 2 * 8 * 256 * 2
     assert agent_memory.agents_in(full, 32_768) == int(15.2e9) // (full.bytes_per_sequence + 32_768 * 65_536)
-    rows = {row["what"]: row for row in agent_memory.capacity(["gemma3-12b"]).rows}
+    rows = {row["what"]: row for row in rows_of(agent_memory.capacity(["gemma3-12b"]))}
     assert rows["Gemma 3 12B, 8,192 tokens, fp16"]["paper"] == "5 (Agent capacity comparison)"
     assert rows["Gemma 3 12B, 8,192 tokens, q4"]["ours"] > rows["Gemma 3 12B, 8,192 tokens, fp16"]["ours"]
 
@@ -341,9 +347,9 @@ def test_quality_is_that_of_the_quality_benchmark(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(agent_quality, "measure", measure)
     table = agent_quality.quality("embedded:recall", [8], 1, parts.Budget(9.0), quiet)
-    assert table.rows[0]["what"] == "code, 8 tokens, q4: change of perplexity"
-    assert (table.rows[0]["ours"], table.rows[0]["best peer"], table.rows[0]["ratio"]) == (0.5, 9.0, None)
-    assert (table.rows[-1]["what"], table.rows[-1]["ours"]) == ("codes recalled at 8 tokens, q4", 1.0)
+    assert rows_of(table)[0]["what"] == "code, 8 tokens, q4: change of perplexity"
+    assert (rows_of(table)[0]["ours"], rows_of(table)[0]["best peer"], rows_of(table)[0]["ratio"]) == (0.5, 9.0, None)
+    assert (rows_of(table)[-1]["what"], rows_of(table)[-1]["ours"]) == ("codes recalled at 8 tokens, q4", 1.0)
 
 
 # Energy.
