@@ -30,6 +30,7 @@ STATES = ("cold", "warm", "hot")
 TURN_TOKENS, ANSWER_TOKENS = 32, 64
 PLAIN = "mlx-lm's prompt caches"
 STAGGERED_TOKENS = 4096
+CONTEXTS = (1024, 2048, 4096, 8192, 16_384)
 FIT_CONTEXTS = (4096, 8192, 16_384, 32_768)
 
 
@@ -58,6 +59,7 @@ def first_tokens(
             continue
         say(f"  {context:,} tokens: " + ", ".join(f"{state} {ours.median(state, 'first'):,.0f} ms" for state in STATES))
         _state_rows(part, name, context, ours, theirs)
+    part.missing += [f"{context:,} tokens: not asked for." for context in CONTEXTS if context not in contexts]
     part.notes.append(
         f"A context of random tokens, and a turn of {TURN_TOKENS} more. Satchel's engine without Ray and HTTP, KV: "
         f"{desk.loaded.spec.describe()}. The peer keeps KV in full precision. Files are dropped from the page cache "

@@ -6,8 +6,8 @@
 # SITE, PYTHON and VLLM_MLX_WHEELS are as for benchmarks/serve/gpu.sh. All is ended after LIMIT_S (390) seconds; nothing
 # is begun after BUDGET_S (300). What was measured until then is in OUT: papers-<gpu>.json and .md, and log.txt.
 #
-# KEPT: a folder that stays on the machine, for models and the page. With it, run the same command again: it goes on
-# with the parts that are not on the page yet.
+# KEPT: a folder that stays on the machine, for the page. With it, run the command again, for the same or other parts: it
+# goes on with those that are not on the page yet. Models are written anew each time; all together would fill a disk.
 set -uo pipefail
 out=${1:?where to write the results}; shift
 mkdir -p "$out"
@@ -36,6 +36,6 @@ fi
 
 cd "$root" || exit 1
 timeout --kill-after=10 "${LIMIT_S:-390}" "$python" -m benchmarks.papers.run --resume --budget-s "${BUDGET_S:-300}" \
-	--models "$kept/models" --out "$kept/page" --servers "$servers" --media-servers "$media" --start-timeout-s 100 \
+	--models "$scratch/models" --out "$kept/page" --servers "$servers" --media-servers "$media" --start-timeout-s 150 \
 	${vllm[@]+"${vllm[@]}"} "$@" 2>&1 | tee "$out/log.txt"
 cp "$kept"/page/papers-* "$out"

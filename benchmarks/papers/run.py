@@ -101,7 +101,9 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--sides", type=counts, default=[224, 448, 768, 1024], help="of pictures, in pixels")
     add("--frames", type=counts, default=[4, 8, 16, 32, 64] if gpu else [4, 8, 16], help="of videos")
-    add("--contexts", type=counts, default=[1024, 2048, 4096, 8192, 16_384], help="of agents, in tokens")
+    # A CPU takes minutes for the attention of the others.
+    contexts = [context for context in agent_memory.CONTEXTS if gpu or context <= 4096]
+    add("--contexts", type=counts, default=contexts, help="of agents, in tokens")
     add("--staggered-tokens", type=int, default=agent_memory.STAGGERED_TOKENS)
     add("--quality-model", default="embedded:recall", help="a folder, a Hub id or embedded:NAME")
     add("--quality-lengths", type=counts, default=[1024])

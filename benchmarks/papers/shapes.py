@@ -1,5 +1,5 @@
 """The models of the papers as configs of mlx-lm, with random weights: each in its own size, and scaled down for a CPU
-with the same kinds of layers: grouped heads, windows, experts, states, and mostly the same head size."""
+with the same kinds of layers: grouped heads, windows, experts, states."""
 
 from __future__ import annotations
 
@@ -162,11 +162,14 @@ _DEEPSEEK = _dense(
     topk_group=1,
 )
 _DEEPSEEK_SMALL = {
-    **_small(128, 3, 2, 2, 192, 256),
+    **_small(128, 2, 2, 2, 96, 256),
     "moe_intermediate_size": 64,
     "n_routed_experts": 16,
     "num_experts_per_tok": 4,
     "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
 }
 
 MODELS: dict[str, PaperModel] = {
@@ -185,7 +188,7 @@ MODELS: dict[str, PaperModel] = {
         "Llama 3.2 3B", _llama((3072, 28, 24, 8, 128, 8192), True), _small(192, 3, 6, 2, 128, 512)
     ),
     "llama3.1-8b": PaperModel(
-        "Llama 3.1 8B", _llama((4096, 32, 32, 8, 128, 14_336), False), _small(256, 3, 4, 1, 128, 896)
+        "Llama 3.1 8B", _llama((4096, 32, 32, 8, 128, 14_336), False), _small(256, 2, 4, 1, 64, 896)
     ),
     "qwen3-0.6b": PaperModel("Qwen3 0.6B", _qwen3((1024, 28, 16, 8, 128, 3072), True), _small(128, 3, 2, 1, 128, 384)),
     "qwen3-4b": PaperModel("Qwen3 4B", _qwen3((2560, 36, 32, 8, 128, 9728), True), _small(192, 3, 4, 1, 128, 640)),
@@ -196,7 +199,11 @@ MODELS: dict[str, PaperModel] = {
         {**_small(128, 3, 4, 1, 128, 384), **_EXPERTS_SMALL},
     ),
     "gemma3-4b": PaperModel("Gemma 3 4B", _gemma3((2560, 34, 8, 4, 256, 10_240)), _small(128, 6, 2, 1, 256, 512)),
-    "gemma3-12b": PaperModel("Gemma 3 12B", _gemma3((3840, 48, 16, 8, 256, 15_360)), _small(192, 6, 2, 1, 256, 640)),
+    "gemma3-12b": PaperModel(
+        "Gemma 3 12B",
+        _gemma3((3840, 48, 16, 8, 256, 15_360)),
+        {**_small(128, 3, 2, 1, 64, 512), "sliding_window_pattern": 3},
+    ),
     "nemotron-30b-a3b": PaperModel("Nemotron 3 Nano 30B-A3B", _NEMOTRON, _NEMOTRON_SMALL),
     "deepseek-v2-lite": PaperModel("DeepSeek-Coder-V2-Lite 16B", _DEEPSEEK, _DEEPSEEK_SMALL),
 }

@@ -313,7 +313,7 @@ def test_an_agents_context_is_not_computed_again(folder: Path, tmp_path: Path) -
     """Not when it is hot, nor when it is warm; and the peer's answer is as long."""
     given = ([300], 1, tmp_path, parts.Budget(120.0), quiet)
     table = agent_memory.first_tokens("gemma2-2b", folder, *given, small=True)
-    assert not table.missing
+    assert table.missing == [f"{context:,} tokens: not asked for." for context in agent_memory.CONTEXTS]
     what = [row["what"] for row in rows_of(table)]
     assert what[:2] == ["300 tokens, cold: first token", "300 tokens, cold: 64 tokens"]
     assert what[-1] == "300 tokens, cold over hot: first token" and len(what) == 8
