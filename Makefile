@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 # `docs` and `examples` are folders too.
 .PHONY: help serve install formula docs examples test test-slow test-metal test-clients test-page test-real test-zoo test-mutants check format lock clean train-recall eval-recall train-shapes eval-shapes bench-serve bench-batch bench-router bench-memory bench-cluster \
-	bench-group bench-vision bench-templates bench-recipe bench-quality bench-checkpoints soak attack
+	bench-group bench-vision bench-templates bench-recipe bench-quality bench-papers bench-checkpoints soak attack
 
 PYTHON ?= python3
 CONFIG ?= configs/one-mac.yaml
@@ -132,6 +132,9 @@ bench-recipe: .venv/.development ## Measure recipes of quantized weights; BENCH=
 
 bench-quality: .venv/.development ## Measure what 4-bit KV does to answers on real text: MODELS="folder folder", BENCH="--lengths 1024" options
 	@$(BIN)/python -m benchmarks.quality.run --models "$(MODELS)" $(BENCH)
+
+bench-papers: .venv/.development ## Run papers' own experiments, and write one page; BENCH="--parts ml-drift --resume" options
+	@$(BIN)/python -m benchmarks.papers.run $(BENCH)
 
 bench-checkpoints: .venv/.development ## Measure how real checkpoints start, go on, call tools and keep to schemas: MODELS="folder folder"
 	@$(BIN)/python -m benchmarks.checkpoints.run --models "$(MODELS)" $(BENCH)

@@ -116,7 +116,7 @@ def own_free_bytes() -> int | None:
 
 def card_free_bytes(uuid: str) -> int | None:
     """As `own_free_bytes`, of the card with that UUID."""
-    library = _nvml()
+    library = nvml()
     if library is None:
         return None
     handle, memory = ctypes.c_void_p(), _Memory()
@@ -126,7 +126,7 @@ def card_free_bytes(uuid: str) -> int | None:
 
 
 @cache
-def _nvml() -> ctypes.CDLL | None:
+def nvml() -> ctypes.CDLL | None:
     """Returns the driver's library of measurements (NVML), initialized; None if there is none."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")

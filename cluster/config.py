@@ -257,6 +257,11 @@ class Routing:
 
     policy: Literal["satchel", "prefix", "least_loaded", "round_robin"] = "satchel"
     """How a replica is chosen: by estimated time and memory (`satchel`), or by a simpler policy, for comparison."""
+    prefer: Literal["speed", "energy"] = "speed"
+    """What decides: the estimated time, or the joules that a request takes, if all candidates have measured theirs
+    (with the policy `satchel`)."""
+    energy_delay_s_max: Seconds = 5.0
+    """With `prefer: energy`: a replica is not chosen if its cost is above the lowest one by more than this."""
     replica_timeout_s: Seconds = 5.0
     """A replica that has not reported for this long is avoided."""
     sticky_penalty_s_max: Seconds = 2.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -169,8 +170,8 @@ def drop_nulls(config: dict[str, Any], arguments: Any) -> None:
 
 def _drop(part: dict[str, Any], readers: list[Any]) -> None:
     for name in [name for name, value in part.items() if value is None]:
-        fields = [field for reader in readers if (field := _fields(reader).get(name)) is not None]
-        if not any(map(_takes_none, fields)):
+        fields = [(reader, field) for reader in readers if (field := _fields(reader).get(name)) is not None]
+        if not any(_takes_none(*each) for each in fields):
             del part[name]
 
 
@@ -178,11 +179,22 @@ def _fields(reader: Any) -> Mapping[str, dataclasses.Field[Any]]:
     return getattr(reader, "__dataclass_fields__", {})
 
 
-def _takes_none(field: dataclasses.Field[Any]) -> bool:
+def _takes_none(reader: Any, field: dataclasses.Field[Any]) -> bool:
     if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
         # The key must be there nevertheless.
         return True
-    return field.default is None or any(word in str(field.type) for word in ("None", "Optional", "Any"))
+    if field.default is None or any(word in str(field.type) for word in ("None", "Optional", "Any")):
+        return True
+    # DeepSeek-V2-Lite has a `q_lora_rank` of null, which is declared as a number.
+    return re.search(rf"\b{field.name} is (not )?None\b", _source_of(reader)) is not None
+
+
+def _source_of(reader: Any) -> str:
+    """The code of the module in which a dataclass is defined; empty if it cannot be read."""
+    try:
+        return inspect.getsource(sys.modules[reader.__module__])
+    except (KeyError, OSError, TypeError):
+        return ""
 
 
 def _arguments_near(arguments: Any) -> Iterator[Any]:

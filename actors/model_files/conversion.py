@@ -94,7 +94,7 @@ def convert(source: str, target: Path, recipe: str, dtype: str, progress: Progre
     _refuse_quantized(source, model)
     if dtype != "auto":
         _cast(model, getattr(mx, dtype))
-    chosen = _Choice(model, _bits_of(source, model, recipe, seeing=seeing), seeing=seeing)
+    chosen = bits_of_layers(source, model, recipe, seeing=seeing)
     progress(f"converting {source}", None)
     partial = None
     try:
@@ -118,6 +118,15 @@ def convert(source: str, target: Path, recipe: str, dtype: str, progress: Progre
     return Converted(target, dict(chosen.layers), chosen.plain, per_weight, size)
 
 
+def bits_of_layers(source: str, model: Any, recipe: str, *, seeing: bool) -> LayerBits:
+    """Returns how a recipe quantizes each layer of a model.
+
+    Raises:
+        ModelLoadError: the recipe does not suit the model.
+    """
+    return LayerBits(model, _bits_of(source, model, recipe, seeing=seeing), seeing=seeing)
+
+
 def recipe_bytes(source: str, model: Any, recipe: str, *, seeing: bool) -> int:
     """Returns the bytes that a model's weights would have after a recipe. Nothing is computed.
 
@@ -128,7 +137,7 @@ def recipe_bytes(source: str, model: Any, recipe: str, *, seeing: bool) -> int:
         ModelLoadError: it is quantized already, or the recipe does not suit it.
     """
     _refuse_quantized(source, model)
-    chosen = _Choice(model, _bits_of(source, model, recipe, seeing=seeing), seeing=seeing)
+    chosen = bits_of_layers(source, model, recipe, seeing=seeing)
     parameters: Any = tree_flatten(model.parameters())
     total = sum(array.nbytes for _, array in parameters)
     for path, layer in model.named_modules():
@@ -203,7 +212,7 @@ def _bits_of(source: str, model: Any, recipe: str, *, seeing: bool) -> Bits:
         raise ModelLoadError(f"{recipe} does not suit {source}: {first_sentence(error)}") from error
 
 
-class _Choice:
+class LayerBits:
     """Decides how each layer is quantized: as the model's own code says, which keeps routers precise, else by the
     recipe, in groups that divide its inputs. In a vision model only the language part is quantized.
 

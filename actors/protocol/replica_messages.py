@@ -321,6 +321,8 @@ class ReplicaStats:
     split_fallbacks_total: int = 0
     failed_checks_total: int = 0
     device_failures_total: int = 0
+    prefill_token_j: float = 0.0
+    decode_token_j: float = 0.0
     embedded_tokens_total: int = 0
     prepared_tokens_total: int = 0
     prepared_tokens_used_total: int = 0

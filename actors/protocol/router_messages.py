@@ -57,6 +57,9 @@ class Decision:
     but the prompt's last one, `cached_tokens` is what the prefilling replica need not compute, and `split_costs_s` has
     the terms of the pair, and `alone`, the cost of the best single replica.
 
+    `energy_j` are the joules that the request should take, along `candidates`; [] if energy is not preferred or not
+    known.
+
     `model_id` is the replica's; `model_ids` are those of all replicas of the model that the router knows.
     """
 
@@ -74,6 +77,7 @@ class Decision:
     prefill_on: str = ""
     wait_s: float = 0.0
     split_costs_s: dict[str, float] = field(default_factory=dict)
+    energy_j: list[float] = field(default_factory=list)
 
 
 def prefill_sequence(request_id: str) -> str:
@@ -93,7 +97,8 @@ class ReplicaReport:
     `restore_bytes_per_s` (KV from the node's disk into memory), `kv_bytes_per_token` (as it is kept and moved) and
     `encode_token_s` (the time to encode a picture, for each of its tokens). `free_bytes` is the memory left for the KV
     of further sequences, -1 if unknown. `model_id` is the same for the whole incarnation. `moves_kv` says whether its
-    KV can be written to disk and pulled by other nodes.
+    KV can be written to disk and pulled by other nodes. `prefill_token_j` and `decode_token_j` are the joules that a
+    token takes, 0 until they are measured, and for ever where the node has no counter of energy that can be read.
     """
 
     replica: str
@@ -117,6 +122,8 @@ class ReplicaReport:
     encode_token_s: float = 0.0
     model_id: bytes = b""
     moves_kv: bool = False
+    prefill_token_j: float = 0.0
+    decode_token_j: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +141,8 @@ class StoreReport:
     `links` are measured bytes per second by the node from which this one pulled since its last report. `blocks` and
     `used_bytes` count KV on the disk, `disk_full` means that no more can be written, and `draining` that no agent may
     move here. `memory_free_bytes` is its free memory, -1 if unknown. `disk_error` is why no KV is kept on the
-    disk now, "" if it is kept. `agents_let_go` counts the agents evicted since the store was started.
+    disk now, "" if it is kept. `agents_let_go` counts the agents evicted since the store was started. `joules` are
+    those that the node's counters of energy have counted since then, by source.
     """
 
     node: str
@@ -155,6 +163,7 @@ class StoreReport:
     blocks: int = 0
     disk_error: str = ""
     agents_let_go: int = 0
+    joules: dict[str, float] = field(default_factory=dict)
 
 
 # Further requests to the router, and its answers.
@@ -177,8 +186,8 @@ class SequenceLeft:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a request went where it did: as `Decision`, with the cost terms in seconds by candidate, and what it took, as
-    in `SequenceLeft`: None until it has ended."""
+    """Why a request went where it did: as `Decision`, with the cost terms in seconds and the joules by candidate, and
+    what it took, as in `SequenceLeft`: None until it has ended."""
 
     replica: str
     why: str
@@ -192,6 +201,7 @@ class Explanation:
     actual_cached_tokens: int | None = None
     actual_first_token_s: float | None = None
     actual_disk_tokens: int | None = None
+    energy_j: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +277,8 @@ class NodeReport:
     """A node as its store has reported it; None for what it has not reported yet.
 
     `seen_s` is how long ago it reported. `disk_error`, `disk_full`, `agents_let_go`, `used_bytes`, `free_bytes`,
-    `memory_free_bytes`, `blocks` and `links` are as in `StoreReport`. `agents` counts those that it has as home or
-    copy. `replicas` are names.
+    `memory_free_bytes`, `blocks`, `links` and `joules` are as in `StoreReport`. `agents` counts those that it has as
+    home or copy. `replicas` are names.
     """
 
     name: str
@@ -285,3 +295,4 @@ class NodeReport:
     agents: int | None = None
     replicas: list[str] = field(default_factory=list)
     links: dict[str, float] = field(default_factory=dict)
+    joules: dict[str, float] = field(default_factory=dict)

@@ -230,6 +230,8 @@ class ReplicaActor:
             accepted_tokens_total=engine.executor.drafts.right,
             failed_checks_total=engine.failed_checks,
             device_failures_total=counters.device_failures,
+            prefill_token_j=engine.energy.prefill_token_j,
+            decode_token_j=engine.energy.decode_token_j,
             vision_cache_hits_total=engine.pictures.embeddings.hits,
             vision_encodes_total=engine.pictures.embeddings.encodes,
             vision_bytes=engine.pictures.embeddings.nbytes,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from ...cluster.energy import EnergyMeter
 from ...cluster.timing import Timing
 from ..protocol.reporter import Reporter, tell_router
 from ..protocol.router_messages import ReplicaReport
+from .energy_pace import EnergyReading
 from .loop.engine import Engine
 from .memory.disk_tier import DiskTier
 
@@ -21,6 +23,7 @@ class EngineReports:
         timing: how often reports are sent, and how long the engine may take to list what came into memory and left it.
         is_slow: whether the engine is stuck. Then no report is sent, and the router avoids the replica.
         coming: the sequences that the engine does not know yet, because they are being looked up.
+        meter: of the node's energy; None if it is not measured.
     """
 
     def __init__(
@@ -33,7 +36,9 @@ class EngineReports:
         timing: Timing,
         is_slow: Callable[[], bool] = lambda: False,
         coming: Callable[[], list[str]] = list,
+        meter: EnergyMeter | None = None,
     ) -> None:
+        self._meter = meter
         self._is_slow, self._coming, self._timing = is_slow, coming, timing
         self.reporter = Reporter(self._make, timing, tell=self._tell)
         self._replica, self._model, self._node = replica, model, node
@@ -61,6 +66,7 @@ class EngineReports:
         engine.call(take)
         self._events_taken = done.wait(self._timing.report_s)
         announced, retracted = taken[0] if self._events_taken else ([], [])
+        self._note_energy()
         return ReplicaReport(
             replica=self._replica,
             model=self._model,
@@ -83,7 +89,15 @@ class EngineReports:
             encode_token_s=engine.pictures.encode_token_s,
             model_id=engine.loaded.model_id,
             moves_kv=self._disk is not None,
+            prefill_token_j=engine.energy.prefill_token_j,
+            decode_token_j=engine.energy.decode_token_j,
         )
+
+    def _note_energy(self) -> None:
+        if self._meter is not None:
+            counters, running = self._engine.counters, self._engine.scheduler.running
+            tokens = counters.computed_tokens, counters.generated_tokens
+            self._engine.energy.note(EnergyReading(self._meter.read(), *tokens, running))
 
     def _tell(self, report: ReplicaReport) -> bool:
         return not self._is_slow() and tell_router(report, self._timing) and self._events_taken

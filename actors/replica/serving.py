@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from ...cluster.config import Model, Scheduling
+from ...cluster.energy import node_meter
 from ...cluster.environment import default_home
 from ...cluster.errors import ModelLoadError, SatchelError
 from ...cluster.incidents import note_incident, note_incident_aside
@@ -249,7 +250,7 @@ class Serving:
 
         watchdog.watch(ENGINE, lambda do: serving().call(do), most_s)
         names = self._name, self._model.name, self._node.name
-        self._reports = EngineReports(*names, engine, disk, self._timing, is_slow, shell.coming)
+        self._reports = EngineReports(*names, engine, disk, self._timing, is_slow, shell.coming, node_meter())
         threading.Thread(target=self._reports.reporter.run, name="reporter", daemon=True).start()
         served = threading.Timer(SERVED_S, self._note_served)
         served.daemon = True

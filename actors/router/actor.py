@@ -79,6 +79,7 @@ class RouterActor:
             rule=routing.policy,
             timing=config.timing,
             split=Rules(routing.split_tokens_min, routing.split_gain_min) if routing.split else None,
+            energy_delay_s_max=routing.energy_delay_s_max if routing.prefer == "energy" else None,
         )
         # `explain` searches it from the latest on, which a library's cache does not offer.
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
@@ -236,6 +237,7 @@ class RouterActor:
             actual_cached_tokens=left.cached_tokens,
             actual_first_token_s=left.first_token_s,
             actual_disk_tokens=left.disk_tokens,
+            energy_j=dict(zip(decision.candidates, decision.energy_j, strict=False)),
         )
 
     async def config(self) -> Config:

@@ -37,6 +37,7 @@ class Columns:
         self.token_s, self.restore_token_s, self.kv_bytes = np.empty(count), np.empty(count), np.empty(count)
         self.free_bytes, self.last_assigned = np.empty(count), np.empty(count)
         self.encode_token_s, self.step_s = np.empty(count), np.empty(count)
+        self.prefill_token_j, self.decode_token_j = np.empty(count), np.empty(count)
         self.moves_kv = np.empty(count, bool)
         for state in states:
             self.refresh(state)
@@ -48,6 +49,7 @@ class Columns:
         self.kv_bytes[row], self.free_bytes[row] = state.kv_bytes, state.free_bytes
         self.encode_token_s[row], self.step_s[row] = state.encode_token_s, state.step_s
         self.moves_kv[row] = state.moves_kv
+        self.prefill_token_j[row], self.decode_token_j[row] = state.prefill_token_j, state.decode_token_j
         self.refresh_load(state)
 
     def refresh_load(self, state: ReplicaState) -> None:

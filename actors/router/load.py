@@ -75,6 +75,10 @@ class ReplicaState:
     """Seconds to encode a picture, per token."""
     moves_kv: bool = False
     """Whether its KV can go to other nodes."""
+    prefill_token_j: float = 0.0
+    """Joules to prefill a token; 0 as long as that is not known."""
+    decode_token_j: float = 0.0
+    """Joules of a decoded token; 0 as long as that is not known."""
     requests: dict[str, Load] = field(default_factory=dict)
     last_assigned: int = 0
     queue_s: float = 0.0
@@ -98,6 +102,8 @@ class ReplicaState:
         self.free_bytes = report.free_bytes if report.free_bytes >= 0 else inf
         self.encode_token_s = measured(report.encode_token_s, DEFAULT_ENCODE_TOKEN_S)
         self.moves_kv = report.moves_kv
+        self.prefill_token_j = measured(report.prefill_token_j, 0.0)
+        self.decode_token_j = measured(report.decode_token_j, 0.0)
 
     def add(self, request_id: str, load: Load) -> None:
         """Counts a request that is not counted yet."""

@@ -199,6 +199,7 @@ class Members:
                 "blocks": state.blocks,
                 "agents": self.places.count(name),
                 "replicas": sorted(other.name for other in self._replicas.values() if other.node == name),
+                "joules": state.joules,
                 "links": {other: link.bytes_per_s for other, link in sorted(state.links.items())},
             }
             for name, state in sorted(self.nodes.states.items())

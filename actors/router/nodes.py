@@ -51,6 +51,7 @@ class StoreState:
     disk_full: bool = False
     disk_error: str = ""
     agents_let_go: int = 0
+    joules: dict[str, float] = field(default_factory=dict)
     draining: bool = False
     links: dict[str, MeasuredLink] = field(default_factory=dict)
     """Measured links, by the node that KV came from."""
@@ -103,6 +104,7 @@ class NodeTable:
         state.memory_free_bytes = report.memory_free_bytes
         state.disk_full, state.draining = report.disk_full, report.draining
         state.disk_error, state.agents_let_go = report.disk_error, report.agents_let_go
+        state.joules = report.joules
         self.seen[index] = -inf if state.voice.lost else now
         self.writes[index], self.draining[index] = not report.disk_full, report.draining
         slow = [

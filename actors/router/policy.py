@@ -26,6 +26,9 @@ An agent's home is the replica of its last turn. If that is gone, or the agent's
 replicas on its primary node. A new agent that asks about a known picture has no home: it goes to the replica where that
 picture costs least. Nodes that are drained keep their agents and get no other requests.
 
+If energy is preferred, and all candidates know their joules a token, the one that takes the fewest is chosen among
+those whose cost is not much above the lowest (`energy.py`). If one does not know them, the costs decide.
+
 A long prompt may be prefilled on one node and the answer decoded on another, if that is clearly better
 (`splitting.py`). It then counts on both replicas.
 
@@ -47,6 +50,7 @@ from ..protocol.router_messages import Chain, Decision, RouteRequest, prefill_se
 from .columns import Columns
 from .costs import Floats, Integers, Sources, Ways, best_ways, encoding_s, joined
 from .directory import Seat
+from .energy import least_energy, request_j
 from .load import SEQUENCE_WAIT_S, Load
 from .members import Members
 from .places import Whereabouts
@@ -115,6 +119,8 @@ class Policy:
         agents_max: how many agents' last turns are remembered.
         timing: as for `Members`.
         split: when requests are split; None for never.
+        energy_delay_s_max: by how much the cost of the replica that takes the least energy may be above the lowest one;
+            None if energy is not preferred.
 
     Raises:
         ValueError: no such rule.
@@ -129,6 +135,7 @@ class Policy:
         agents_max: int = 100_000,
         timing: Timing = USUAL,
         split: Rules | None = None,
+        energy_delay_s_max: float | None = None,
     ) -> None:
         if rule not in RULES:
             raise ValueError(f"no routing rule {rule!r}; there are {', '.join(RULES)}")
@@ -136,6 +143,7 @@ class Policy:
         self._sticky_s = sticky_penalty_s_max
         self._rule = rule
         self._split = split
+        self._energy_delay_s = energy_delay_s_max
 
     def route(self, request: RouteRequest, now: float) -> Decision | None:
         """Chooses the replica for a request and reserves its load there; None if no replica of its model is alive.
@@ -150,13 +158,20 @@ class Policy:
         ways, hot = self._ways(case, beside, now)
         new = bool(request.agent) and not case.known and self._rule == "satchel"
         costs = self._costs(case, ways, new, now)
-        total = costs["total"]
-        chosen = _least_recent(case, total) if beside is None else beside
-        split = self._splits(case, ways, hot, costs, now) if beside is None else None
+        total, joules = costs["total"], self._joules(case, ways)
+        frugal = joules is not None and beside is None
+        if joules is not None and frugal:
+            last = case.columns.last_assigned[case.rows]
+            chosen = least_energy(joules, total, last, self._energy_delay_s or 0.0)
+        else:
+            chosen = _least_recent(case, total) if beside is None else beside
+        split = self._splits(case, ways, hot, costs, now) if beside is None and not frugal else None
         if split is not None:
             return self._decided_split(case, ways, hot, costs, split, now)
         if beside is not None:
             why = "beside"
+        elif frugal:
+            why = "least_energy"
         elif self._rule != "satchel":
             why = self._rule
         else:
@@ -176,7 +191,19 @@ class Policy:
         # The other rules ignore agents.
         move_to = move_to if self._rule == "satchel" else ""
         ids = state.model_id, list(case.columns.model_ids)
-        return Decision(state.name, why, held, names, terms, state.node, pull_from, pulled, move_to, *ids)
+        energy_j = [] if joules is None else _listed(case, {**costs, "energy": joules}, chosen)[1]["energy"]
+        return Decision(
+            state.name, why, held, names, terms, state.node, pull_from, pulled, move_to, *ids, energy_j=energy_j
+        )
+
+    def _joules(self, case: _Case, ways: Ways) -> Floats | None:
+        """Returns the joules of the request on each candidate, `(candidates,) float64`; None if energy is not
+        preferred, or one of them does not know its own."""
+        if self._energy_delay_s is None or self._rule != "satchel":
+            return None
+        columns, rows = case.columns, case.rows
+        computed = (case.request.prompt_tokens - ways.held).astype(np.float64)
+        return request_j(computed, columns.prefill_token_j[rows], columns.decode_token_j[rows])
 
     # Prefill on one node, decode on another.
 

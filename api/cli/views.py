@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -146,11 +146,23 @@ def show_status(home: Home, *, as_json: bool, long: bool = False) -> None:
         if node.get("agents_let_go"):
             count = node["agents_let_go"]
             console.print(Text(f"{node['name']} evicted {count} agents to make room (transcripts_bytes_max)"))
+    if any(node.get("joules") for node in nodes):
+        console.print(Text(energy_line(nodes)))
     if not short:
         console.print(_replica_table(found["replicas"], found["models"]))
     for name, entry in sorted(found["replicas"].items()):
         for line in _replica_lines({"proving": entry.get("proving")} if short else entry):
             console.print(Text(f"{name} {line}"))
+
+
+def energy_line(nodes: Sequence[dict[str, Any]]) -> str:
+    """Returns what the nodes' counters of energy have counted since their stores started."""
+    said = [
+        f"{node['name']} {joules / 1e3:,.1f} kJ ({source})"
+        for node in nodes
+        for source, joules in sorted((node.get("joules") or {}).items())
+    ]
+    return f"Energy: {', '.join(said)}"
 
 
 def _models_line(found: dict[str, Any]) -> str:
@@ -327,12 +339,16 @@ def show_decision(home: Home, request_id: str, *, as_json: bool) -> None:
         console.print(f"{cached} tokens of the prompt need not be computed there{pulled}.")
     console.print("Estimated seconds to the first token:")
     costs: dict[str, dict[str, float]] = found.get("costs_s", {})
+    joules: dict[str, float] = found.get("energy_j") or {}
     columns = list(dict.fromkeys(term for cost in costs.values() for term in cost))
     shown = table("replica", numbers=tuple(columns))
     for name, cost in sorted(costs.items(), key=lambda item: item[1].get("total", 0.0)):
         style = "bold" if name == found["replica"] else ""
         shown.add_row(Text(name), *(f"{cost[term]:.4f}" if term in cost else "" for term in columns), style=style)
     console.print(shown)
+    if joules:
+        taken = ", ".join(f"{name} {value:.1f}" for name, value in sorted(joules.items(), key=lambda each: each[1]))
+        console.print(Text(f"Estimated joules: {taken}"))
     for line in _actual_lines(found):
         console.print(line)
 

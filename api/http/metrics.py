@@ -80,6 +80,7 @@ class _Replicas(Collector):
             "Times KV was dropped because a check of the block tables failed.",
             "failed_checks_total",
         )
+        yield self._token_joules()
         hits = "Pictures that were not encoded, because their embeddings or KV were cached."
         yield self._counter("satchel_vision_cache_hits", hits, "vision_cache_hits_total")
         yield self._counter("satchel_vision_encodes", "Pictures that were encoded.", "vision_encodes_total")
@@ -123,6 +124,16 @@ class _Replicas(Collector):
                 family.add_metric([stats.replica, state], getattr(stats, f"slots_{state}"))
         return family
 
+    def _token_joules(self) -> Metric:
+        what = "Joules of a token, with all that the node's card or machine takes meanwhile, as lately measured."
+        family = GaugeMetricFamily("satchel_token_joules", what, labels=["replica", "phase"])
+        for stats in self._stats:
+            for phase, joules in (("prefill", stats.prefill_token_j), ("decode", stats.decode_token_j)):
+                # 0 is not measured, or never will be.
+                if joules > 0.0:
+                    family.add_metric([stats.replica, phase], joules)
+        return family
+
     def _gauge(self, name: str, help_text: str, field: str) -> Metric:
         family = GaugeMetricFamily(name, help_text, labels=["replica"])
         for stats in self._stats:
@@ -151,6 +162,11 @@ class _NodeCollector(Collector):
         closed = disk_errors(self._nodes)
         gone = "Agents that were evicted to make room (transcripts_bytes_max)."
         let_go = CounterMetricFamily("satchel_agents_let_go", gone, labels=["node"])
+        counted = (
+            "Joules that a counter of the node's machine (rapl, powermetrics) or card (nvml) has counted since the "
+            "store started, of all that runs there and of idle times too. Nodes of one machine count the same."
+        )
+        joules = CounterMetricFamily("satchel_energy_joules", counted, labels=["node", "source"])
         for node in self._nodes:
             up.add_metric([node.name], float(node.up))
             if node.disk_bytes is not None:
@@ -160,9 +176,12 @@ class _NodeCollector(Collector):
             if node.agents_let_go is not None:
                 opened.add_metric([node.name], float(node.name not in closed))
                 let_go.add_metric([node.name], node.agents_let_go)
+            for source, value in sorted(node.joules.items()):
+                joules.add_metric([node.name, source], value)
         yield from (up, used, room)
         yield opened
         yield let_go
+        yield joules
 
 
 class Metrics:

@@ -87,6 +87,7 @@ class NodeState:
         disk_error: why KV cannot be written to its disk now, "" if it can.
         agents_let_go: how many were evicted to make room (`transcripts_bytes_max`) since its store started.
         blocks: of KV on its disk.
+        joules: what its counters of energy have counted since its store started, by source; {} if none can be read.
         agents: how many it has, as primary or secondary.
         draining: whether it accepts no new agents.
     """
@@ -105,6 +106,7 @@ class NodeState:
     blocks: int | None = None
     agents: int | None = None
     draining: bool = False
+    joules: Mapping[str, float] = field(default_factory=dict)
     card: str = ""
 
 

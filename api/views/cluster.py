@@ -76,6 +76,7 @@ def node_states(machines: Sequence[Node], seen: SeenNodes, described: Iterable[N
                 disk_full=report.disk_full,
                 disk_error=report.disk_error,
                 agents_let_go=report.agents_let_go,
+                joules=report.joules,
                 blocks=report.blocks,
                 agents=report.agents,
                 draining=report.draining,
@@ -192,6 +193,7 @@ def _node_view(node: NodeState, nodes: Sequence[NodeState], replicas: Sequence[R
         "disk_full": node.disk_full,
         "disk_error": node.disk_error or None,
         "agents_let_go": node.agents_let_go,
+        "joules": dict(node.joules),
         "tiers": {"memory_bytes": sum(each.prefix_bytes for each in replicas), "disk_bytes": node.disk_bytes},
         "agents": node.agents,
     }

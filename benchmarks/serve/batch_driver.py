@@ -13,6 +13,7 @@ from typing import Any
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.utils import load_model
 
+from .peak import with_peak
 from .protocol import Burst, Mix, StreamedTimes, Trace, answer_commands
 
 
@@ -61,4 +62,4 @@ class BatchRows:
 
 
 if __name__ == "__main__":
-    answer_commands(BatchRows(sys.argv[1]).run)
+    answer_commands(with_peak(BatchRows(sys.argv[1]).run))

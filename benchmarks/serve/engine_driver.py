@@ -21,6 +21,7 @@ from satchel.actors.replica.loop.engine import Engine
 from satchel.cluster.config import Scheduling
 from satchel.cluster.errors import SatchelError
 
+from .peak import with_peak
 from .protocol import Burst, Mix, StreamedTimes, Trace, answer_commands
 
 CONSUMER = "bench"
@@ -104,7 +105,7 @@ def main(folder: str) -> None:
     sequences = EngineSequences(folder)
 
     def answer() -> None:
-        answer_commands(sequences.run)
+        answer_commands(with_peak(sequences.run))
         # The engine's thread is the main one and may be in a long step.
         os._exit(0)
 

@@ -40,16 +40,11 @@ TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja")
 
 def write_folder(name: str, folder: Path, dtype: mx.Dtype) -> None:
     """Write the model called `name`, with a list of its words: `[text, token id]`, each one token after a space."""
-    folder.mkdir(parents=True)
-    for file in TOKENIZER_FILES:
-        shutil.copy(EMBEDDED / file, folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": END, "pad_token": END}))
     shape = SHAPES[name]
     size = shape.vocabulary if shape else json.loads((EMBEDDED / "config.json").read_text())["vocab_size"]
-    drawable, words, end = _write_tokenizer(folder, size)
+    drawable, words, end = write_text_files(folder, size)
     model, config = _random_model(shape) if shape else _embedded_model()
-    _keep_rows(model, drawable)
+    keep_rows(model.model.embed_tokens, drawable)
     model.update(tree_map(lambda weight: weight.astype(dtype), model.parameters()))
     if shape and shape.bits:
         nn.quantize(model, group_size=64, bits=shape.bits)
@@ -57,13 +52,31 @@ def write_folder(name: str, folder: Path, dtype: mx.Dtype) -> None:
     mx.save_safetensors(
         str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}
     )
-    config.update(eos_token_id=end, pad_token_id=end, bos_token_id=None, dtype=_name(dtype))
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    write_settings(folder, config, words, end, dtype)
+
+
+def write_text_files(folder: Path, size: int) -> tuple[list[int], list[tuple[str, int]], int]:
+    """Makes the folder, with the tokenizer and the template of a model of `size` tokens. Returns as
+    `write_tokenizer`."""
+    folder.mkdir(parents=True)
+    for file in TOKENIZER_FILES:
+        shutil.copy(EMBEDDED / file, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": END, "pad_token": END}))
+    return write_tokenizer(folder, size)
+
+
+def write_settings(
+    folder: Path, config: dict[str, Any], words: list[tuple[str, int]], end: int, dtype: mx.Dtype
+) -> None:
+    """Writes the model's config and the words for its prompts."""
+    told = {**config, "eos_token_id": end, "pad_token_id": end, "bos_token_id": None, "dtype": name_of(dtype)}
+    (folder / "config.json").write_text(json.dumps(told, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "eos_token_id": end}))
     (folder / WORDS_FILE).write_text(json.dumps(words))
 
 
-def _write_tokenizer(folder: Path, size: int) -> tuple[list[int], list[tuple[str, int]], int]:
+def write_tokenizer(folder: Path, size: int) -> tuple[list[int], list[tuple[str, int]], int]:
     """The embedded tokenizer, filled up to `size` entries with words that can be drawn and never come of a text.
 
     Returns:
@@ -103,15 +116,16 @@ def _embedded_model() -> tuple[qwen3.Model, dict[str, Any]]:
     return model, config
 
 
-def _keep_rows(model: qwen3.Model, drawable: list[int]) -> None:
-    """Zero the embeddings of all other tokens: their logits are 0, and the greatest of hundreds of others is not."""
-    rows = model.model.embed_tokens.weight
+def keep_rows(output: Any, drawable: list[int]) -> None:
+    """Zeroes all other tokens in the weights of the output layer, which may be the embedding too: their logits are 0,
+    and the greatest of hundreds of others is not."""
+    rows = output.weight
     kept = mx.zeros((rows.shape[0], 1), dtype=rows.dtype)
     kept[mx.array(drawable)] = 1
-    model.model.embed_tokens.weight = rows * kept
+    output.weight = rows * kept
 
 
-def _name(dtype: mx.Dtype) -> str:
+def name_of(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
 
 

@@ -26,7 +26,8 @@ class BurstMeasures:
     """One burst of `streams` answers to prompts of `load` tokens, or mixed ones. Times are in milliseconds;
     `tokens_per_piece` says how many tokens a server put into one piece of a stream, of which the gaps are counted.
     `cpu_us_by_process` is the CPU time of each of the server's processes, in microseconds a token; that of requests'
-    beginnings is in it."""
+    beginnings is in it. `joules_per_token` is the energy of all that the machine or its card did meanwhile, None if no
+    counter of it can be read."""
 
     load: str
     streams: int
@@ -41,6 +42,7 @@ class BurstMeasures:
     client_cpu_share: float | None
     server_cpu_ms_per_token: float
     cpu_us_by_process: dict[str, float]
+    joules_per_token: float | None = None
 
 
 @dataclass(frozen=True)

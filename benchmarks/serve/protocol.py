@@ -78,10 +78,12 @@ Command = Burst | Mix | Agents
 class Trace:
     """What came of a command. For a `Mix` the last stream is the long one; for `Agents` there is a stream for every
     turn, one agent's after the other's, also for those that were not sent. `cpu_share` is the part of one core that an
-    HTTP client took while it read; None where the driver is the engine itself."""
+    HTTP client took while it read; None where the driver is the engine itself. `peak_bytes` is the peak of MLX's memory
+    meanwhile, weights included; None where the driver is not the engine."""
 
     streams: list[StreamedTimes]
     cpu_share: float | None = None
+    peak_bytes: int | None = None
 
 
 COMMANDS: dict[str, type[Command]] = {"burst": Burst, "mix": Mix, "agents": Agents}

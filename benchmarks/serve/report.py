@@ -91,8 +91,12 @@ class _ModelReport:
         """A round's median of a level's field, or of an entry `of` it, for every round that has one."""
         found = []
         for session in self.sessions(target):
-            given = [row[name] for row in _of_level(session, level)]
-            rows = [value for each in given if (value := each if of is None else each.get(of)) is not None]
+            given = [row.get(name) for row in _of_level(session, level)]
+            rows = [
+                value
+                for each in given
+                if each is not None and (value := each if of is None else each.get(of)) is not None
+            ]
             if rows:
                 found.append(statistics.median(rows))
         return found
@@ -161,6 +165,12 @@ def _levels(model: _ModelReport, load: str, streams: list[int]) -> list[str]:
     lines += _table(["", *columns], [[name, *(gap(name, n) for n in streams)] for name in model.targets])
     lines += ["CPU time of all of the server's processes, ms a token; the client's share of a core:", ""]
     lines += _table(["", *columns], [[name, *(cpu(name, n) for n in streams)] for name in model.targets])
+    joules = {name: [model.values(name, (load, n), "joules_per_token") for n in streams] for name in model.targets}
+    if any(found for each in joules.values() for found in each):
+        lines += ["Joules a token, of all that the card or the machine did meanwhile:", ""]
+        lines += _table(
+            ["", *columns], [[name, *(_number(found, 3) for found in each)] for name, each in joules.items()]
+        )
     return lines + _way_to_clients(model, load, streams)
 
 

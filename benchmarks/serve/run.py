@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import machine
+from ..energy import EnergySpent
 from ..programs import RESULTS, ROOT, program
 from . import report
 from .agents import LOADS, AgentMeasures, growing, measured, recorded
@@ -175,10 +176,11 @@ def _mix(target: Target, prompts: Prompts, options: RunOptions, seed: str) -> Mi
 
 def _level(target: Target, burst: Burst, load: str) -> BurstMeasures:
     assert target.server is not None
-    before = target.server.cpu_s()
+    before, energy = target.server.cpu_s(), EnergySpent()
     trace = target.run(burst)
+    joules = energy.per_token(sum(stream.tokens or 0 for stream in trace.streams))
     spent = {name: seconds - before.get(name, 0.0) for name, seconds in target.server.cpu_s().items()}
-    return level(trace, load, burst.max_tokens, spent)
+    return replace(level(trace, load, burst.max_tokens, spent), joules_per_token=joules)
 
 
 def _turns(target: Target, prompts: Prompts, options: RunOptions, length: int, seed: str) -> Turns:

@@ -178,7 +178,12 @@ SERVERS: dict[str, Callable[[Path, int, RunFolder], Launch]] = {
     "mlx_vlm.server": _mlx_vlm,
     "vllm-mlx": _vllm_mlx,
 }
-ENGINES = {"satchel engine": "serve.engine_driver", "BatchGenerator": "serve.batch_driver"}
+GENERATE = "mlx_lm.generate (one at a time)"
+ENGINES = {
+    "satchel engine": "serve.engine_driver",
+    "BatchGenerator": "serve.batch_driver",
+    GENERATE: "serve.generate_driver",
+}
 NAMES = (*SERVERS, *ENGINES)
 """In the order of the tables. Satchel keeps KV as the others do, in full precision, but for the third and the sixth,
 which have its default; the second is without its choice of kernels, for quantized models. The three after the third use

@@ -52,7 +52,7 @@ def _random(shape: VisionShape, config: dict[str, Any], folder: Path) -> Any:
     """Seeded weights that draw only whole words. Writes the tokenizer, and what depends on its end token."""
     # The tokenizer with tokens for pictures, filled up in the same way.
     folders.EMBEDDED = MODEL
-    drawable, _, end = folders._write_tokenizer(folder, shape.vocabulary)
+    drawable, _, end = folders.write_tokenizer(folder, shape.vocabulary)
     for part in (config, config["text_config"]):
         part.update(eos_token_id=end, pad_token_id=end)
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "eos_token_id": end}))
@@ -68,7 +68,7 @@ def _random(shape: VisionShape, config: dict[str, Any], folder: Path) -> Any:
     classes, _ = get_model_and_args(told)
     arguments = update_module_configs(classes.ModelConfig.from_dict(told), classes, told, ["text", "vision"])
     model = classes.Model(arguments)
-    folders._keep_rows(model.language_model, drawable)
+    folders.keep_rows(model.language_model.model.embed_tokens, drawable)
     return model.parameters()
 
 

@@ -65,6 +65,9 @@ class VisionServer(targets.Target):
             command, {**launch.environment, **environment}, self._log.with_suffix(".log")
         )
         self._await_answer(port, launch.ready, place.start_timeout_s)
+        if known.startswith("satchel"):
+            # Before that it takes no pictures.
+            self._await_self_test(port, place.start_timeout_s)
         self.eyes = Eyes(f"http://127.0.0.1:{port}", launch.model)
 
     def disk_bytes(self) -> int:

@@ -99,11 +99,11 @@ class Driver:
 
 
 def test_the_memory_of_a_node_is_that_of_its_own_card(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cards, "_nvml", lambda: Driver(UUIDS[1], 5 * 2**30))
+    monkeypatch.setattr(cards, "nvml", lambda: Driver(UUIDS[1], 5 * 2**30))
     monkeypatch.setattr(available_memory, "available_bytes", lambda: 7)
     assert card_free_bytes(UUIDS[1]) == 5 * 2**30 and card_free_bytes(UUIDS[0]) is None
     assert available_memory.node_available_bytes() == 7, "a node without a card of its own"
     monkeypatch.setenv("SATCHEL_CARD", UUIDS[1])
     assert available_memory.node_available_bytes() == 5 * 2**30
-    monkeypatch.setattr(cards, "_nvml", lambda: None)
+    monkeypatch.setattr(cards, "nvml", lambda: None)
     assert available_memory.node_available_bytes() == 7, "no driver"

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from ....cluster.available_memory import node_available_bytes
+from ....cluster.energy import node_meter
 from ...protocol.reporter import Reporter
 from ...protocol.router_messages import StoreReport
 from ..agents.roles import Role, tombstone_epoch
@@ -97,6 +98,7 @@ class StoreReports:
             agents_let_go=self._agents.evicted,
             draining=self.draining,
             memory_free_bytes=node_available_bytes(),
+            joules=node_meter().read(),
         )
 
     def _places(self, agents: set[str], full: bool) -> _Agents:

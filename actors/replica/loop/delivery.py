@@ -40,6 +40,7 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     hot_tokens: int = 0
+    computed_tokens: int = 0
     generated_tokens: int = 0
     embedded_tokens: int = 0
     steps: int = 0

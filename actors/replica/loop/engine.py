@@ -28,6 +28,7 @@ from ....cluster.telemetry.context import span
 from ....cluster.timing import USUAL, Timing
 from ...protocol.replica_messages import GenerateRequest, PoolingRequest
 from ..device.device_errors import DeviceFailed, on_device
+from ..energy_pace import EnergyPace
 from ..execution.executor import BatchExecutor
 from ..execution.followers import Followers
 from ..execution.grammar import Grammars, SequenceGrammar
@@ -99,6 +100,7 @@ class Engine:
         self._warm_up = warm_up
         limits = limits_of(loaded, scheduling, memory_bytes_max)
         self.pace = PrefillPace(limits.prefill_chunk_tokens, scheduling.prefill_pause_s)
+        self.energy = EnergyPace()
         self.scheduler = scheduler = Scheduler(limits)
         self.executor = executor = BatchExecutor(loaded, drafts=drafts, followers=followers)
         self.memory = memory = SequenceMemory(

@@ -163,7 +163,9 @@ class PrefillLoop:
             for chunk, part in zip(chunks, parts, strict=True):
                 self._delivery.attempt(chunk.request_id, self._compute_alone, chunk, part)
             return
-        self.pace.note(sum(len(tokens) for _, tokens in parts), time.perf_counter() - started)
+        computed = sum(len(tokens) for _, tokens in parts)
+        self.pace.note(computed, time.perf_counter() - started)
+        self._delivery.counters.computed_tokens += computed
         for chunk in chunks:
             self._delivery.attempt(chunk.request_id, self._computed, chunk)
 
@@ -171,6 +173,7 @@ class PrefillLoop:
         if self._executor.length(chunk.request_id) < chunk.stop:
             self._pictures.require(self._delivery.sequences[chunk.request_id], chunk.start, chunk.stop)
             self._executor.prefill([part])
+            self._delivery.counters.computed_tokens += len(part[1])
         self._computed(chunk)
 
     def _computed(self, chunk: PrefillChunk) -> None:

@@ -25,6 +25,7 @@ from satchel.actors.protocol.replica_messages import (
 from satchel.actors.replica import actor
 from satchel.actors.replica import reports as engine_reports
 from satchel.actors.replica.actor import ReplicaActor
+from satchel.actors.replica.energy_pace import EnergyPace
 from satchel.actors.replica.execution.decode_way import DEQUANTIZED
 from satchel.actors.replica.loop.delivery import Counters
 from satchel.actors.replica.reports import EngineReports
@@ -205,6 +206,7 @@ async def test_an_engine_that_is_stuck_makes_the_replica_not_ready(
     monkeypatch.setattr(replica._engine, "executor", executor, raising=False)
     usage = dict.fromkeys(("slots_running", "slots_kept", "slots_free", "memory_bytes", "memory_bytes_max"), 0)
     monkeypatch.setattr(replica._engine, "room", SimpleNamespace(usage=usage), raising=False)
+    monkeypatch.setattr(replica._engine, "energy", EnergyPace(), raising=False)
     replica._engine.loaded.identity = SimpleNamespace(computing={})  # type: ignore[union-attr]
     replica._engine.loaded.multiplying = ""  # type: ignore[union-attr]
     replica._engine.loaded.way = DEQUANTIZED  # type: ignore[union-attr]

@@ -28,8 +28,9 @@ DASHBOARD = json.loads((ROOT / "configs/grafana.json").read_text(encoding="utf-8
 @pytest.fixture
 async def families(backend: Any, config: Any) -> AsyncIterator[dict[str, Metric]]:
     """All metrics of an endpoint that has had each of their labels."""
-    backend.replicas = [ReplicaStats("r0", "m", True)]
-    backend.machines = [NodeState("a", "127.0.0.1", (), True, disk_bytes=5, disk_free_bytes=7, agents_let_go=0)]
+    backend.replicas = [ReplicaStats("r0", "m", True, decode_token_j=0.5)]
+    figures: dict[str, Any] = {"disk_bytes": 5, "disk_free_bytes": 7, "agents_let_go": 0, "joules": {"rapl": 8.5}}
+    backend.machines = [NodeState("a", "127.0.0.1", (), True, **figures)]
     endpoint = Remembering(backend, config)
     await endpoint.say("Hi")
     await endpoint.say("Hi", "Hello", "And?")

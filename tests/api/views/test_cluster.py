@@ -124,6 +124,7 @@ async def test_nodes_and_replicas_are_shown_with_what_is_known_and_null_for_what
         "disk_full": False,
         "disk_error": None,
         "agents_let_go": None,
+        "joules": {},
         "tiers": {"memory_bytes": 100, "disk_bytes": 77},
         "agents": 3,
     }

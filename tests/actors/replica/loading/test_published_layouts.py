@@ -15,6 +15,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import deepseek_v2
 from mlx_lm.utils import _get_classes, load_model, quantize_model, save_model
 
 from satchel.actors.model_files.checkpoints import drop_nulls
@@ -144,6 +145,13 @@ def test_a_null_that_the_code_takes_stays(tmp_path: Path):
 
     drop_nulls(config, Arguments)
     assert config == {"sliding_window": None}
+
+
+def test_a_null_that_the_code_tests_for_stays():
+    """DeepSeek-V2-Lite has none where DeepSeek-V2 has 1,536: then queries have one projection and not two."""
+    config = {"q_lora_rank": None, "kv_lora_rank": None}
+    drop_nulls(config, deepseek_v2.ModelArgs)
+    assert config == {"q_lora_rank": None}
 
 
 def test_a_head_that_is_missing_is_named_where_embeddings_are_not_tied(tmp_path: Path):
