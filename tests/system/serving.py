@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
+from satchel.cluster.connection import ClusterRecord
 from satchel.cluster.home import Home
 from satchel.cluster.processes import session_members
 
@@ -84,6 +87,13 @@ def kill_everything(server_pid: int) -> None:
             os.kill(member, signal.SIGKILL)
         except ProcessLookupError:
             continue
+
+
+def listens_at(record: ClusterRecord) -> set[str]:
+    """The addresses at which processes of a running node accept connections."""
+    processes = [psutil.Process(pid) for pid in (record.pid, *session_members(record.ray_sid))]
+    sockets = [each for process in processes for each in process.net_connections("tcp")]
+    return {each.laddr.ip.removeprefix("::ffff:") for each in sockets if each.status == psutil.CONN_LISTEN}
 
 
 def sessions_of(server_pid: int) -> set[int]:
