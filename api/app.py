@@ -17,7 +17,7 @@ from ..cluster.keys import KeyRing
 from .agents.memory import AgentMemory
 from .batches.routes import BatchRoutes
 from .batches.runner import BatchRunner
-from .http.adding import DeferredRoute, describe_bodies
+from .http.adding import describe_bodies
 from .http.answering import Answering
 from .http.browser import BrowserGuard, Hosts
 from .http.exchange import BodyReader, Refused, RequestContext, add_error_handlers
@@ -92,7 +92,6 @@ def create_app(
         redoc_url=None,
         lifespan=_background(live, runner),
     )
-    app.router.route_class = DeferredRoute
     app.state.end_streams = live.close
     add_error_handlers(app)
     app.add_middleware(KeyGuard, keys=keys, audit=audit)

@@ -64,10 +64,11 @@ def add_route(
     elif takes:
         file = {"type": "string", "format": "binary"}
         extra = {"requestBody": {"required": True, "content": {takes: {"schema": file}}}}
-    app.add_api_route(
+    app.router.add_api_route(
         path,
         handler,
         methods=[method],
+        route_class_override=DeferredRoute,
         response_model=None,
         responses={
             200: {"description": "The answer", "content": {media: {} for media in answers}},
@@ -77,7 +78,14 @@ def add_route(
         include_in_schema=shown,
     )
     if method == "GET":
-        app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
+        app.router.add_api_route(
+            path,
+            handler,
+            methods=["HEAD"],
+            route_class_override=DeferredRoute,
+            response_model=None,
+            include_in_schema=False,
+        )
 
 
 def describe_bodies(app: FastAPI) -> None:

@@ -26,7 +26,6 @@ async def wrong(parameter: Unknown) -> Response:
 @pytest.fixture
 def app() -> FastAPI:
     app = FastAPI()
-    app.router.route_class = DeferredRoute
     add_route(app, "GET", "/right/{place}", right)
     add_route(app, "GET", "/wrong", wrong)
     return app
