@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -144,6 +145,7 @@ def _guard_browsers(app: FastAPI, endpoint: Endpoint, certified: Callable[[], Se
     app.add_middleware(BrowserGuard, hosts=Hosts(endpoint, certified), origins=origins)
 
 
+@cache
 def _version() -> str:
     try:
         return version("satchel")

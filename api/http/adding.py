@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.routing import compile_path
 
 from .error_shapes import shape_of
 
 JSON, EVENTS, NDJSON, TEXT = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
 BYTES = "application/octet-stream"
 _COMPONENTS = "#/components/schemas/{model}"
+
+
+class DeferredRoute(APIRoute):
+    """A route whose handler FastAPI examines when the route is first used, not when it is added. That takes a
+    millisecond a route, and a process uses few of a hundred."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        self._deferred: dict[str, Any] | None = {"path": path, "endpoint": endpoint, **options}
+        # What a request is compared with.
+        self.path, self.endpoint, self.methods = path, endpoint, set(options["methods"])
+        self.path_regex, self.path_format, self.param_convertors = compile_path(path)
+
+    def __getattr__(self, name: str) -> Any:
+        """Makes the whole route, of which only a part was there."""
+        deferred = self.__dict__.get("_deferred")
+        if deferred is None:
+            raise AttributeError(f"a route has no attribute {name!r}")
+        self._deferred = None
+        super().__init__(**deferred)
+        return getattr(self, name)
 
 
 def add_route(
@@ -41,10 +64,11 @@ def add_route(
     elif takes:
         file = {"type": "string", "format": "binary"}
         extra = {"requestBody": {"required": True, "content": {takes: {"schema": file}}}}
-    app.add_api_route(
+    app.router.add_api_route(
         path,
         handler,
         methods=[method],
+        route_class_override=DeferredRoute,
         response_model=None,
         responses={
             200: {"description": "The answer", "content": {media: {} for media in answers}},
@@ -54,7 +78,14 @@ def add_route(
         include_in_schema=shown,
     )
     if method == "GET":
-        app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
+        app.router.add_api_route(
+            path,
+            handler,
+            methods=["HEAD"],
+            route_class_override=DeferredRoute,
+            response_model=None,
+            include_in_schema=False,
+        )
 
 
 def describe_bodies(app: FastAPI) -> None:

@@ -37,6 +37,11 @@ def texts(folders: dict[str, Path]) -> dict[str, TextModel]:
 
 
 @pytest.fixture(scope="session")
+def thinking_texts(thinking_folders: dict[str, Path]) -> dict[str, TextModel]:
+    return {markers: load_text_model(folder) for markers, folder in thinking_folders.items()}
+
+
+@pytest.fixture(scope="session")
 def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     return load_text_model(write_sentencepiece(tmp_path_factory.mktemp("sentencepiece")))
 
@@ -63,11 +68,15 @@ def backend(folders: dict[str, Path], text: TextModel) -> FakeBackend:
 
 
 @pytest.fixture(params=["added", "special"])
-def thinker(request: pytest.FixtureRequest, backend: FakeBackend, thinking_folders: dict[str, Path]) -> FakeBackend:
+def thinker(
+    request: pytest.FixtureRequest,
+    backend: FakeBackend,
+    thinking_folders: dict[str, Path],
+    thinking_texts: dict[str, TextModel],
+) -> FakeBackend:
     """The backend with a default model with reasoning, whose markers are plain text or special tokens."""
-    folder = thinking_folders[request.param]
-    backend.text = load_text_model(folder)
-    backend.served[0] = served_model(folder=folder, context_tokens=CONTEXT_TOKENS)
+    backend.text = thinking_texts[request.param]
+    backend.served[0] = served_model(folder=thinking_folders[request.param], context_tokens=CONTEXT_TOKENS)
     return backend
 
 

@@ -14,7 +14,7 @@ from satchel.cluster.bring_up.runtime import LocalCluster
 from satchel.cluster.config import Config, parse_config
 from tests.worlds.collector import Collector, collecting
 
-from .serving import RECALL
+from .serving import RECALL, give_findings, take_findings
 
 SEQUENCES_MAX = 8
 QUEUE_MAX = 12
@@ -44,7 +44,10 @@ def config(collector: Collector) -> Config:
 
 @pytest.fixture(scope="session")
 def deployment(cluster: LocalCluster, config: Config) -> Deployment:
-    return deploy(config, report=lambda what, fraction: None)
+    give_findings(cluster.home.root)
+    deployed = deploy(config, report=lambda what, fraction: None)
+    take_findings(cluster.home.root)
+    return deployed
 
 
 @pytest.fixture(scope="session")

@@ -34,12 +34,15 @@ exec ip netns exec "$host" sh -c "$*"
 """
 
 
+def likely() -> bool:
+    """Whether this machine has what hosts need, unless it forbids them."""
+    return sys.platform.startswith("linux") and os.getuid() == 0 and shutil.which("ip") is not None
+
+
 def missing() -> str | None:
     """Why there can be no hosts here, None where there can."""
-    if not sys.platform.startswith("linux") or os.getuid() != 0:
-        return "network namespaces need Linux and root"
-    if shutil.which("ip") is None:
-        return "network namespaces need iproute2"
+    if not likely():
+        return "network namespaces need Linux, root and iproute2"
     probe = f"st{os.getpid()}"
     for words in (["netns", "add", probe], ["link", "add", probe, "type", "bridge"]):
         made = subprocess.run(["ip", *words], capture_output=True, text=True)

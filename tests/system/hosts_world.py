@@ -23,7 +23,7 @@ from . import hosts as namespaces
 from . import secure_shell
 from .hosts import Host, Talk, hosts, stand_in_ssh, wait_until
 from .secure_shell import SecureShell
-from .serving import COMMAND, RECALL
+from .serving import COMMAND, RECALL, give_findings
 
 NODES = ["mac0", "mac1"]
 """Those that the config names."""
@@ -44,6 +44,8 @@ class World:
     def __init__(self, folder: Path, machines: list[Host]) -> None:
         self.folder = folder
         self.machines = machines
+        for node in ALL:
+            give_findings(folder / node)
         self.head, self.second, self.third = machines
         # The owner's own agents; without a key the endpoint would not listen beyond this machine.
         _, self.key = create_key(self.home("mac0"), OWNER, admin=True)

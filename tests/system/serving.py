@@ -12,10 +12,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
+from satchel.cluster.connection import ClusterRecord
+from satchel.cluster.home import Home
 from satchel.cluster.processes import session_members
 
 COMMAND = [sys.executable, "-m", "satchel.api.cli"]
 RECALL = {"name": "satchel/recall", "source": "embedded:recall"}
+
+
+_found: list[bytes] = []
+"""What self-tests of this process' servers have found, the last of all of them."""
+
+
+def give_findings(home: Path) -> None:
+    """Lets servers on a new `home` know what self-tests of earlier ones have found, as after a first start there."""
+    if _found and not (known := Home(home).trials_file).exists():
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.write_bytes(_found[-1])
+
+
+def take_findings(home: Path) -> None:
+    """Keeps what self-tests on `home` have found for later servers."""
+    if (known := Home(home).trials_file).exists():
+        _found[:] = [known.read_bytes()]
 
 
 AS_ON_A_MAC = ["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh"]
@@ -25,6 +46,7 @@ AS_ON_A_MAC = ["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh"]
 @contextmanager
 def serving(home: Path, *arguments: str, ready_s: float = 240.0) -> Iterator[subprocess.Popen[bytes]]:
     """A server on `home`, ready to answer, in a session of its own; ended in order afterwards if it still runs."""
+    give_findings(home)
     output = (home / "output").open("w")
     process = subprocess.Popen(
         [*AS_ON_A_MAC, *COMMAND, "serve", "--home", str(home), *arguments],
@@ -37,6 +59,7 @@ def serving(home: Path, *arguments: str, ready_s: float = 240.0) -> Iterator[sub
         while "Ready" not in (home / "output").read_text():
             assert process.poll() is None and time.monotonic() < ends, (home / "output").read_text()
             time.sleep(0.1)
+        take_findings(home)
         yield process
     finally:
         output.close()
@@ -64,6 +87,13 @@ def kill_everything(server_pid: int) -> None:
             os.kill(member, signal.SIGKILL)
         except ProcessLookupError:
             continue
+
+
+def listens_at(record: ClusterRecord) -> set[str]:
+    """The addresses at which processes of a running node accept connections."""
+    processes = [psutil.Process(pid) for pid in (record.pid, *session_members(record.ray_sid))]
+    sockets = [each for process in processes for each in process.net_connections("tcp")]
+    return {each.laddr.ip.removeprefix("::ffff:") for each in sockets if each.status == psutil.CONN_LISTEN}
 
 
 def sessions_of(server_pid: int) -> set[int]:

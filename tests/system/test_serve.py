@@ -28,8 +28,10 @@ import pytest
 from openai import OpenAI
 
 from satchel.cluster.bring_up.ports import free_port
+from satchel.cluster.connection import find_cluster
+from satchel.cluster.home import Home
 from satchel.cluster.processes import OPEN_FILES, session_members
-from tests.system.serving import COMMAND, RECALL, kill_everything, serving, sessions_of
+from tests.system.serving import COMMAND, RECALL, kill_everything, listens_at, serving, sessions_of
 from tests.worlds.pictures import red_circle
 
 CODES = {"Anna": "6305", "Ben": "3471", "Carla": "7468", "David": "1791", "Emma": "2186", "Felix": "9779"}
@@ -207,6 +209,12 @@ def test_all_processes_may_open_many_files(server: tuple[subprocess.Popen, Path,
             if soft != resource.RLIM_INFINITY and soft < most:
                 few[" ".join(psutil.Process(member).cmdline())[:100]] = soft
     assert len(members) > 5 and not few
+
+
+def test_nothing_on_loopback_is_reached_from_elsewhere(server: tuple[subprocess.Popen, Path, int]):
+    """Neither Ray's processes, nor Serve's, nor the store."""
+    _, home, _ = server
+    assert listens_at(find_cluster(Home(home))) == {"127.0.0.1"}
 
 
 def test_a_client_that_hangs_up_disturbs_no_other(server: tuple[subprocess.Popen, Path, int]):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from importlib.metadata import version as version_of
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from ....cluster.errors import ClusterError
 from ....cluster.home import write_private_json
 from ...protocol.block_ids import digest
 from ..device.device import device_name
+
+version_of = cache(metadata.version)
+"""Of an installed distribution. Cached, for each call reads its files."""
 
 
 class Findings:

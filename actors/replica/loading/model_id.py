@@ -43,7 +43,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from glob import glob
-from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -54,6 +53,7 @@ from ...model_files.source import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, WEIGHT
 from ...model_files.weights import WeightFile
 from ..device import blas
 from ..device.device import device_kind, device_name, has_tensor_units, multiplies_exactly
+from ..execution.findings import version_of as version
 
 _NOT_READ = (
     ".*",

@@ -30,7 +30,7 @@ def heads_of(tokens: int, dims: tuple[int, int]) -> tuple[mx.array, mx.array, mx
 
 
 @pytest.mark.parametrize("policy", ["q4", "fp16"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 12))])
 def test_pieces_attend_as_the_whole(seed: int, policy: str, monkeypatch: pytest.MonkeyPatch):
     """Sequences with any history and any number of tokens, windows, sinks, pictures and sizes of heads."""
     rng = random.Random(seed)

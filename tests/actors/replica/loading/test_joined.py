@@ -58,6 +58,10 @@ def parts(module: nn.Module) -> set[str]:
     return {name.rpartition(".")[2] for name, layer in module.named_modules() if isinstance(layer, Part)}
 
 
+WEIGHTS = ("plain", "stored", "both")
+"""How weights lie. Families take turns with them; the other pairs are slow."""
+
+
 @pytest.fixture(autouse=True)
 def layers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are joined there, and those with a bias are of another kind on a CPU with OpenBLAS."""
@@ -69,8 +73,14 @@ def lay_out(module: nn.Module) -> None:
     module.apply(prepare._column_major, prepare._is_transposed_in_use)
 
 
-@pytest.mark.parametrize("weights", ["plain", "stored", "both"])
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    [
+        pytest.param(family, weights, marks=[pytest.mark.slow] * ((at + turn) % len(WEIGHTS) != 0))
+        for at, family in enumerate(families.FAMILIES)
+        for turn, weights in enumerate(WEIGHTS)
+    ],
+)
 def test_joined_products_are_those_of_the_layers(family: str, weights: str, tmp_path: Path):
     assert set(JOINED) == set(families.FAMILIES)
     bits, form = (None, "stored") if weights == "plain" else (4, weights)
