@@ -23,6 +23,7 @@ from ..cluster.placement import place
 from ..cluster.stages import GroupPlan, Stage
 from ..cluster.timing import Timing
 from .kv_store.actor import KVStoreActor
+from .model_files.adapter_infos import all_files
 from .protocol import control_store, registry
 from .protocol.clients import PoolClient, ReplicaClient, RouterClient
 from .protocol.names import ROUTER, replica_actor_name, store_actor_name
@@ -134,7 +135,8 @@ def located(model: Model) -> Model:
             return source
         return str(Path(source).absolute()) if Path(source).is_dir() else source
 
-    return replace(model, source=full(model.source) or "", adapter=full(model.adapter))
+    adapters = {name: full(source) or "" for name, source in model.adapters.items()}
+    return replace(model, source=full(model.source) or "", adapter=full(model.adapter), adapters=adapters)
 
 
 def start_replicas(model: Model, config: Config, placed: Mapping[str, Node]) -> dict[str, ReplicaClient]:
@@ -222,7 +224,7 @@ def differing(infos: Mapping[str, ModelInfo]) -> list[str]:
     first = next(iter(infos.values()), None)
     for info in infos.values():
         assert first is not None
-        names = _differences(info.files, first.files)
+        names = _differences(all_files(info), all_files(first))
         if names:
             raise ModelLoadError(
                 f"{info.name!r} is another model on {info.node} than on {first.node}: "

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]
+"""What clients call a model."""
+
 _HUB_ID = re.compile(r"[^/.~][^/]*/[^/]+")
 
 
@@ -114,12 +117,12 @@ def _parse_off(value: object) -> object:
 class Model:
     """One served model. The first one in the list is the default of the endpoint."""
 
-    name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]
+    name: Name
     """What clients call it."""
     source: Annotated[str, Field(min_length=1)]
     """A Hub id (`mlx-community/Qwen3-0.6B-4bit`, with `@REVISION` to pin it), a folder, or `embedded:NAME` for one that
     ships with Satchel."""
-    aliases: tuple[Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")], ...] = ()
+    aliases: tuple[Name, ...] = ()
     """Further names by which clients may call it."""
     load: Literal["start", "request"] = "start"
     """`start` loads it when the server starts, and it stays loaded. `request` loads it when a request names it, and
@@ -160,6 +163,9 @@ class Model:
     at a time, without cached KV. The default is 0 s at a model's first start, and 2 s at later ones."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """A LoRA or DoRA adapter as mlx-lm writes them: a folder or a Hub id. Its KV is not shared with the plain model."""
+    adapters: dict[Name, Annotated[str, Field(min_length=1)]] = field(default_factory=dict, hash=False)
+    """LoRA adapters by the names that clients call them, each a folder or a Hub id. Each is a model of its own for
+    clients, computed with the same copy of this model's weights, in the same batches. KV is not shared between them."""
     template_kwargs: dict[str, JsonValue] = field(default_factory=dict, hash=False)
     """Variables for its chat template, such as `clear_thinking: false`, unless a request sets them."""
     control_tokens_in_text: Literal["text", "tokens"] = "text"
@@ -192,6 +198,12 @@ class Model:
         return self
 
     @model_validator(mode="after")
+    def _adapts(self) -> Self:
+        if self.adapters and self.adapter is not None:
+            raise ValueError("a model has either an adapter or adapters")
+        return self
+
+    @model_validator(mode="after")
     def _divides(self) -> Self:
         if self.split is not None and (why := self._undividable()):
             raise ValueError(f"a model with `split` {why}")
@@ -203,6 +215,7 @@ class Model:
             "is loaded when the server starts: load: request is not supported": self.load == "request",
             "has one replica: replicas is not supported": self.replicas not in (None, 1),
             "has no adapter": self.adapter is not None,
+            "has no adapters": bool(self.adapters),
             "does not run code of its folder: trust_remote_code is not supported": self.trust_remote_code,
             "does not support numerics: reproducible": self.numerics == "reproducible",
         }
@@ -418,14 +431,10 @@ def parse_config(data: Any, *, source: str = "config") -> Config:
     """
     config = _validated(Config, data if data is not None else {}, source)
     for index, model in enumerate(config.models):
-        refusal = name_refusal(model, config.models[:index])
-        if refusal is not None:
-            where = f"models[{index}].name"
-            raise ConfigError(f"{source}: {where}: {refusal}", param=where)
-        refusal = aliases_refusal(model, config.models[:index])
-        if refusal is not None:
-            where = f"models[{index}].aliases"
-            raise ConfigError(f"{source}: {where}: {refusal}", param=where)
+        for key, refusal in (("name", name_refusal), ("aliases", aliases_refusal), ("adapters", adapters_refusal)):
+            if (why := refusal(model, config.models[:index])) is not None:
+                where = f"models[{index}].{key}"
+                raise ConfigError(f"{source}: {where}: {why}", param=where)
     check_nodes(config, source=source)
     if unfitting := tuple(broken(config)):
         raise ConfigError(f"{source}: {'; '.join(unfitting)}", param=unfitting[0].partition(" ")[0])
@@ -520,18 +529,37 @@ def name_refusal(model: Model, others: Iterable[Model]) -> str | None:
             )
         if model.name in other.aliases:
             return f"it is an alias of {other.name!r}"
+        if model.name in other.adapters:
+            return f"it is an adapter of {other.name!r}"
     return None
 
 
 def aliases_refusal(model: Model, others: Iterable[Model]) -> str | None:
     """Returns why the model's aliases cannot be used beside the names of `others`; None if they can."""
-    taken = {name: other.name for other in others for name in (other.name, *other.aliases)}
+    taken = _names_of(others)
     for alias in model.aliases:
         if alias in taken:
             return f"{alias!r} is a name of {taken[alias]!r}"
         if model.aliases.count(alias) > 1 or alias == model.name:
             return f"{alias!r} is there twice"
     return None
+
+
+def adapters_refusal(model: Model, others: Iterable[Model]) -> str | None:
+    """Returns why the names of the model's adapters cannot be used beside its own and those of `others`; None if they
+    can."""
+    taken = _names_of(others)
+    for name in model.adapters:
+        if name in taken:
+            return f"{name!r} is a name of {taken[name]!r}"
+        if name == model.name or name in model.aliases:
+            return f"{name!r} is a name of the model itself"
+    return None
+
+
+def _names_of(models: Iterable[Model]) -> dict[str, str]:
+    """Returns models' names, by all names that clients may call for them or for their adapters."""
+    return {name: model.name for model in models for name in (model.name, *model.aliases, *model.adapters)}
 
 
 def _validated(kind: type[T], data: Any, source: str) -> T:

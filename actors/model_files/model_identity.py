@@ -13,6 +13,9 @@ from ..protocol.block_ids import digest
 
 _FILES_TAG = b"satchel.files.1"
 _MODEL_TAG = b"satchel.model.3"
+_ADAPTER_TAG = b"satchel.adapter.1"
+_ADAPTED_TAG = b"satchel.adapted.1"
+"""Raised whenever Satchel computes adapters by request differently."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,26 @@ class ModelIdentity:
         """32 bytes that identify everything a block's content depends on besides its tokens. Nodes with equal ids may
         exchange blocks."""
         return digest(_MODEL_TAG, self.files_id, *_flat(self.computing))
+
+
+def adapter_digest(files: Mapping[str, str]) -> bytes:
+    """Returns 32 bytes that identify an adapter by request.
+
+    Args:
+        files: SHA-256 in hexadecimal, by the files' names.
+    """
+    return digest(_ADAPTER_TAG, *_flat(files))
+
+
+def adapted_id(model_id: bytes, adapter: bytes) -> bytes:
+    """Returns the model id of a model with an adapter by request. Files ids stay those of the model: an adapter changes
+    no token id.
+
+    Args:
+        model_id: the model's own, or b"" if it is not known, which stays so.
+        adapter: as `adapter_digest`; b"" for none.
+    """
+    return digest(_ADAPTED_TAG, model_id, adapter) if model_id and adapter else model_id
 
 
 def _flat(parts: Mapping[str, str]) -> list[bytes]:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ...cluster.config import Model
 from ...cluster.errors import ModelLoadError
-from ..model_files.source import found_here
-from ..model_files.weights import bytes_in_memory, read_weight_files
+from ..model_files.source import ADAPTER_WEIGHTS, found_here
+from ..model_files.weights import WeightFile, bytes_in_memory, read_weight_file, read_weight_files
+
+
+def _adapters(model: Model) -> list[WeightFile]:
+    """Returns the files of the model's adapters that are in folders here."""
+    folders = [Path(source).expanduser() for source in model.adapters.values()]
+    return [read_weight_file(folder / ADAPTER_WEIGHTS) for folder in folders if (folder / ADAPTER_WEIGHTS).is_file()]
 
 
 def weights_bytes(model: Model) -> int:
@@ -13,7 +21,7 @@ def weights_bytes(model: Model) -> int:
     damaged, which its replica reports. Reads a few files."""
     try:
         folder = found_here(model.source)
-        files = read_weight_files(folder) if folder is not None else []
+        files = [*read_weight_files(folder), *_adapters(model)] if folder is not None else []
     except ModelLoadError:
         return 0
     # Floats may be stored in a larger type than they are computed in, or in a smaller one.

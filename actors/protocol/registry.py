@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...cluster.config import Model, aliases_refusal, name_refusal, parse_model
+from ...cluster.config import Model, adapters_refusal, aliases_refusal, name_refusal, parse_model
 from ...cluster.errors import InvalidRequest, ModelNotFound
 from ...cluster.stages import Stage
 from . import control_store
@@ -138,6 +138,9 @@ def check_name(model: Model) -> tuple[ServedEntry, ...]:
     refusal = aliases_refusal(model, others)
     if refusal is not None:
         raise InvalidRequest(f"aliases: {refusal}; choose another", param="aliases")
+    refusal = adapters_refusal(model, others)
+    if refusal is not None:
+        raise InvalidRequest(f"adapters: {refusal}; choose another", param="adapters")
     return served
 
 

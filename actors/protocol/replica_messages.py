@@ -135,6 +135,7 @@ class GenerateRequest:
         tenant, flow: tenants take turns, and within a tenant its flows.
         memory_bytes_max: the limit of the tenant's unused KV in the replica's memory, in bytes; None for no limit.
         disk_bytes_max: the limit of its agents' transcripts and KV on each node's disk, in bytes; None for no limit.
+        adapter: the digest of the adapter of `model` that answers, b"" for none. `model_id` includes it.
     """
 
     request_id: str
@@ -164,6 +165,7 @@ class GenerateRequest:
     flow: str = ""
     memory_bytes_max: int | None = None
     disk_bytes_max: int | None = None
+    adapter: bytes = b""
 
     @property
     def disk_limits(self) -> dict[str, int | None]:
@@ -233,6 +235,16 @@ class StageInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A LoRA adapter that requests may name. `digest` is derived from `files`, a table by name."""
+
+    name: str
+    digest: bytes
+    files: dict[str, str]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model as a replica has loaded it. `model_id` is derived from `files` and `computing`, `files_id` from `files`
     alone, each a table by name. `layers` describes for people what each kind of layer caches. `created` is Unix time.
@@ -241,7 +253,10 @@ class ModelInfo:
     `notes` say in sentences what is not served as requested. `proving` says what the self-test still checks while the
     model is served in plain mode, and `proving_since` is when that began, Unix time; "" and 0 if nothing is checked.
     `stages` are those of a divided model; then `layers` describes the last one's. `joins` is how many layers the whole
-    model has if KV of any of them can be cut out and joined, else 0."""
+    model has if KV of any of them can be cut out and joined, else 0.
+
+    `adapters` are those that requests may name. `with_adapter` describes the model with one of them, as a model of its
+    own: then `parent` is the name of the model, and `adapter` the adapter's digest."""
 
     replica: str
     node: str
@@ -270,6 +285,14 @@ class ModelInfo:
     proving_since: float = 0.0
     stages: list[StageInfo] = field(default_factory=list)
     joins: int = 0
+    adapters: list[AdapterInfo] = field(default_factory=list)
+    parent: str = ""
+    adapter: bytes = b""
+
+    @property
+    def replicas_of(self) -> str:
+        """The name of the model whose replicas compute it."""
+        return self.parent or self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +377,8 @@ class ReplicaStats:
     idle_s: float = 0.0
     """For how long it has had no sequence and no text."""
     stages: list[StageInfo] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
+    """The names of its adapters."""
 
     @property
     def kv_usage(self) -> float:

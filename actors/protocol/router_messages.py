@@ -23,7 +23,8 @@ class RouteRequest:
     prompt in tokens, its number of tokens, whether there are pixels to encode].
 
     These ids hold for replicas whose model has the id `model_id`; `others` has those for the ids of nodes that compute
-    differently. `splits` says whether one replica may prefill it and another decode it.
+    differently. `splits` says whether one replica may prefill it and another decode it. With an `adapter` (its digest)
+    all model ids, also the decision's, are those of the model with the adapter.
     """
 
     request_id: str
@@ -38,6 +39,12 @@ class RouteRequest:
     model_id: bytes = b""
     others: list[Chain] = field(default_factory=list)
     splits: bool = False
+    adapter: bytes = b""
+
+    @property
+    def sits_by(self) -> str:
+        """What an agent's last replica is remembered by, beside the agent: the model, with its adapter."""
+        return f"{self.model} {self.adapter.hex()}" if self.adapter else self.model
 
 
 @dataclass(frozen=True, slots=True)

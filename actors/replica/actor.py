@@ -39,6 +39,7 @@ from ..protocol.clients import ReplicaClient
 from ..protocol.entries import unpack_tokens
 from ..protocol.names import replica_actor_name
 from ..protocol.replica_messages import (
+    AdapterInfo,
     GenerateRequest,
     KVSelection,
     ModelInfo,
@@ -180,6 +181,7 @@ class ReplicaActor:
             embedding=loaded.embedding,
             joins=loaded.layers[1] if loaded.layers is not None else 0,
             notes=list(self._proven.notes) if self._proven is not None else [],
+            adapters=[AdapterInfo(each.name, each.digest, dict(each.files), each.rank) for each in loaded.adapters.all],
             **self._proving(),
         )
 
@@ -207,6 +209,7 @@ class ReplicaActor:
             folder=str(engine.loaded.folder),
             weights_bytes=self._weights_bytes(engine.loaded.folder),
             idle_s=engine.idle_s,
+            adapters=[adapter.name for adapter in engine.loaded.adapters.all],
             **self._proving(),
             answers=not self._watchdog.is_slow(ENGINE),
             running=engine.scheduler.running,
@@ -269,12 +272,13 @@ class ReplicaActor:
     async def submit(self, request: GenerateRequest) -> None:
         if self._engine is None:
             raise NoReplica(f"{self._model.name} is still loading")
-        if request.model_id not in (b"", self._engine.loaded.model_id):
+        if not self._engine.loaded.computes(request):
             # Its KV would be stored under the block ids of another model.
             raise ComputesOtherwise(f"the request was made for a model that computes differently from {self._name}")
-        if request.media and self._plain_since:
+        if (request.media or request.adapter) and self._plain_since:
+            what = "pictures" if request.media else "adapters"
             raise Unavailable(
-                f"the self-test of {self._model.name} has not ended: pictures are not supported yet",
+                f"the self-test of {self._model.name} has not ended: {what} are not supported yet",
                 retry_after_s=PROVEN_LATER_S,
             )
         loop = asyncio.get_running_loop()

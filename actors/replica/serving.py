@@ -163,6 +163,7 @@ class Serving:
             model.source,
             dtype=model.dtype,
             adapter=model.adapter,
+            adapters=model.adapters,
             weights=model.weights,
             kv=model.kv,
             numerics=model.numerics,

@@ -265,7 +265,7 @@ class Members:
             return ""
         place = self.places.where(request.agent)
         seat = Seat(state.name, request.prompt_tokens, place.epoch if place else 0)
-        self.directory.set_seat(request.agent, request.model, seat)
+        self.directory.set_seat(request.agent, request.sits_by, seat)
         again = self.places.answer(request.agent, state.node)
         if place is None or not place.node or request.beside or request.exclude:
             # Further choices and retries are no new turns. If a primary is lost, a secondary adopts the agent.

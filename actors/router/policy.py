@@ -45,6 +45,7 @@ from math import inf
 import numpy as np
 
 from ...cluster.timing import USUAL, Timing
+from ..model_files.model_identity import adapted_id
 from ..protocol.block_ids import BLOCK_TOKENS
 from ..protocol.router_messages import Chain, Decision, RouteRequest, prefill_sequence
 from .columns import Columns
@@ -102,6 +103,11 @@ class _Case:
     """Whether the agent has had a turn or any node claims it."""
     groups: list[_Group]
     """The candidates by model id; each is in one."""
+
+    @property
+    def model_ids(self) -> list[bytes]:
+        """The model ids of all replicas of the model, with the request's adapter."""
+        return [adapted_id(model_id, self.request.adapter) for model_id in self.columns.model_ids]
 
     def group_of(self, position: int) -> _Group:
         """Returns the group of a candidate."""
@@ -190,7 +196,7 @@ class Policy:
         names, terms = _listed(case, costs, chosen)
         # The other rules ignore agents.
         move_to = move_to if self._rule == "satchel" else ""
-        ids = state.model_id, list(case.columns.model_ids)
+        ids = adapted_id(state.model_id, request.adapter), case.model_ids
         energy_j = [] if joules is None else _listed(case, {**costs, "energy": joules}, chosen)[1]["energy"]
         return Decision(
             state.name, why, held, names, terms, state.node, pull_from, pulled, move_to, *ids, energy_j=energy_j
@@ -262,8 +268,8 @@ class Policy:
             pull_from=first.node,
             pull_tokens=max(0, request.prompt_tokens - 1),
             move_to=move_to,
-            model_id=second.model_id,
-            model_ids=list(case.columns.model_ids),
+            model_id=adapted_id(second.model_id, request.adapter),
+            model_ids=case.model_ids,
             prefill_on=first.name,
             wait_s=split.wait_s,
             split_costs_s=split.costs_s,
@@ -285,7 +291,7 @@ class Policy:
         seat = place = None
         if request.agent:
             seat, place = (
-                self.members.directory.seat(request.agent, request.model),
+                self.members.directory.seat(request.agent, request.sits_by),
                 self.members.places.where(request.agent),
             )
             seat = self._still(seat, place)
@@ -472,12 +478,13 @@ def _position(rows: Integers, row: int) -> int | None:
 
 def _grouped(request: RouteRequest, columns: Columns, rows: Integers) -> list[_Group]:
     """Returns the candidates by their model id."""
-    if columns.model_ids == [request.model_id]:
+    own = [adapted_id(model_id, request.adapter) for model_id in columns.model_ids]
+    if own == [request.model_id]:
         return [_Group(slice(None), request.block_ids, request.pictures)]
     chains = {chain.model_id: chain for chain in request.others}
     chains[request.model_id] = Chain(request.model_id, request.block_ids, request.pictures)
     groups = []
-    for index, model_id in enumerate(columns.model_ids):
+    for index, model_id in enumerate(own):
         positions = np.flatnonzero(columns.model[rows] == index)
         # Without a chain for this model id no blocks are known; pictures have the same sizes.
         chain = chains.get(model_id) or Chain(model_id, [], request.pictures)

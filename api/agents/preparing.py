@@ -96,7 +96,8 @@ class Preparations:
         sequence = GenerateRequest(
             request_id=f"prepared/{secrets.token_hex(8)}",
             consumer="",
-            model=model.info.name,
+            model=model.info.replicas_of,
+            adapter=model.info.adapter,
             agent=request.agent_key,
             prompt=prompt,
             block_ids=[],

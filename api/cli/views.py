@@ -37,6 +37,7 @@ _OF_REPLICA = (
     "multiplying",
     "proving",
     "stages",
+    "adapters",
     "slots",
     "memory_bytes",
     "memory_bytes_max",
@@ -167,8 +168,10 @@ def energy_line(nodes: Sequence[dict[str, Any]]) -> str:
 
 def _models_line(found: dict[str, Any]) -> str:
     """Returns what each model does now."""
-    said = []
+    said, adapters = [], _adapters(found["replicas"])
     for name, answers in found["models"].items():
+        if name in adapters:
+            continue
         own = [entry for entry in found["replicas"].values() if entry.get("model") == name]
         running, waiting = (sum(entry.get(f"vllm:num_requests_{what}", 0) for entry in own) for what in _BUSY)
         rate = sum(entry.get("tokens_per_s") or 0.0 for entry in own)
@@ -181,6 +184,11 @@ def _models_line(found: dict[str, Any]) -> str:
             does = f"idle for {duration(idle)}"
         said.append(f"{name}: {does}")
     return "; ".join(said)
+
+
+def _adapters(replicas: dict[str, dict[str, Any]]) -> set[str]:
+    """Returns the names of all adapters that replicas have."""
+    return {name for entry in replicas.values() for name in entry.get("adapters") or ()}
 
 
 def _memory_line(found: dict[str, Any]) -> str:
@@ -240,8 +248,9 @@ def _replica_table(replicas: dict[str, dict[str, Any]], models: dict[str, bool])
         up = "yes" if entry.get("up") else "no"
         names = [Text(name), Text(entry.get("node", "")), Text(entry.get("model", ""))]
         made.add_row(*names, up, *numbers, "" if rate is None else f"{rate:g}")
+    adapters = _adapters(replicas)
     for name, answers in models.items():
-        if not any(entry.get("model") == name for entry in replicas.values()):
+        if name not in adapters and not any(entry.get("model") == name for entry in replicas.values()):
             made.add_row("", "", Text(name), "yes" if answers else "no")
     return made
 
@@ -259,6 +268,8 @@ def _replica_lines(entry: dict[str, Any]) -> Iterator[str]:
         yield f"is served {_plainly(proving)}"
     if stages := entry.get("stages"):
         yield f"has its layers divided: {stages_line(stages)}"
+    if adapters := entry.get("adapters"):
+        yield f"has the adapters {', '.join(adapters)}"
     if differs := entry.get("differs"):
         how = ", ".join(f"{setting} {value}" for setting, value in differs.items())
         yield f"computes differently from others ({how}): it shares agents' transcripts, not their KV"
@@ -301,7 +312,9 @@ def show_models(home: Home, *, as_json: bool) -> None:
     for model in found.get("data", []):
         if model["error"]:
             console.print(f"{model['id']} could not be loaded the last time: {model['error']}")
-        if kept := kv_line(model):
+        if parent := model.get("parent"):
+            console.print(f"{model['id']} is an adapter of {parent}")
+        elif kept := kv_line(model):
             console.print(f"{model.get('id', '')} keeps its KV as {kept}")
         if proving := model.get("proving"):
             console.print(f"{model.get('id', '')} is served {_plainly(proving)}")
@@ -416,6 +429,7 @@ def _server_checks(home: Home) -> list[Check]:
     except SatchelError:
         # The other checks say what is wrong with the server.
         return []
+    models = [model for model in models if not model.get("parent")]
     checks = [Check(f"kv of {model.get('id', '')}", "ok", kept) for model in models if (kept := kv_line(model))]
     for model in models:
         if proving := model.get("proving"):

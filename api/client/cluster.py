@@ -164,6 +164,7 @@ class Cluster:
         *,
         name: str | None = None,
         adapter: str | None = None,
+        adapters: Mapping[str, str] | None = None,
         replicas: int = 1,
         context_tokens_max: int | None = None,
         dtype: str = "auto",
@@ -178,6 +179,7 @@ class Cluster:
                 alias of a model that comes and goes: it is loaded, as a request would; it has no other arguments.
             name: its name for clients; by default the Hub id, or the folder's name.
             adapter: a LoRA or DoRA adapter as mlx-lm writes them, a folder or a Hub id.
+            adapters: LoRA adapters that requests may name (`Model.adapters`): folders or Hub ids by name.
             self_test: whether it runs its self-test (`Model.self_test`).
             kv: the format of cached KV (`Model.kv`).
             report: called with the current step and the fraction done, None if unknown.
@@ -191,6 +193,7 @@ class Cluster:
             source,
             name=name,
             adapter=adapter,
+            adapters=dict(adapters) if adapters else None,
             replicas=replicas,
             context_tokens_max=context_tokens_max,
             dtype=dtype,

@@ -493,7 +493,8 @@ class Generator:
             # Callers choose request ids and may repeat them; sequences' ids must differ.
             request_id=f"{request.request_id or 'sequence'}/{secrets.token_hex(8)}",
             consumer="",
-            model=model.info.name,
+            model=model.info.replicas_of,
+            adapter=model.info.adapter,
             agent=agent,
             prompt=prompt,
             block_ids=[],

@@ -14,6 +14,7 @@ from ...actors.protocol import control_store, registry
 from ...actors.protocol.block_ids import is_shared, scope_of
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.pool_messages import PooledModel
+from ...actors.protocol.registry import ServedEntry
 from ...actors.protocol.replica_messages import GenerateRequest, PoolingRequest, ReplicaProgress, ReplicaStats
 from ...actors.protocol.router_messages import Decisions, NodeReport
 from ...actors.start import forget_node
@@ -54,25 +55,23 @@ class RayBackend:
 
     async def listed(self) -> list[ListedModel]:
         """As `Backend.listed`."""
-        return [
-            ListedModel(
-                entry.model.name, entry.model.aliases, entry.comes_and_goes, bool(entry.replicas), entry.model.source
-            )
-            for entry in await self.routing.served.entries()
-        ]
+        return [model for entry in await self.routing.served.entries() for model in _listed(entry)]
 
     async def load(self, name: str, loading: Loading) -> None:
         """As `Backend.load`."""
+        name = await self.routing.served.replicas_of(name)
         if not await self.routing.pool.is_loaded(name):
             await self.routing.pool.load(name, loading)
 
     async def unload(self, name: str) -> None:
         """As `Backend.unload`."""
-        await self.routing.pool.unload(name)
+        await self.routing.pool.unload(await self.routing.served.replicas_of(name))
 
     async def pool_states(self) -> dict[str, PooledModel]:
         """As `Backend.pool_states`."""
-        return await self.routing.pool.states()
+        states, entries = await self.routing.pool.states(), await self.routing.served.entries()
+        adapters = {name: entry.model.name for entry in entries for name in entry.model.adapters}
+        return states | {name: replace(states[own], name=name) for name, own in adapters.items() if own in states}
 
     async def generate(
         self,
@@ -114,7 +113,7 @@ class RayBackend:
         stats = await self.stats()
         answering = {stat.model for stat in stats if stat.answers}
         return {
-            model.name: _rests(model) or (model.name in known and model.name in answering)
+            model.name: _rests(model) or (model.name in known and model.replicas_of in answering)
             for model in await self.listed()
         }
 
@@ -204,6 +203,14 @@ class RayBackend:
                 return await asyncio.to_thread(_seen_nodes)
         except (RayError, RuntimeError, TimeoutError) as error:
             raise NoReplica("the cluster's control store does not answer now", retry_after_s=2.0) from error
+
+
+def _listed(entry: ServedEntry) -> list[ListedModel]:
+    """Returns a model and its adapters."""
+    model = entry.model
+    own = ListedModel(model.name, model.aliases, entry.comes_and_goes, bool(entry.replicas), model.source)
+    adapters = model.adapters.items()
+    return [own, *(replace(own, name=name, aliases=(), source=source, parent=own.name) for name, source in adapters)]
 
 
 def _rests(model: ListedModel) -> bool:

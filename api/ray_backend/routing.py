@@ -38,13 +38,13 @@ class Routing:
         self.pool = ModelPool(self.served, config.timing)
         self._locator = locator
         self._links: dict[str, ReplicaConnection] = {}
-        self._model_ids: dict[str, list[bytes]] = {}
+        self._model_ids: dict[tuple[str, bytes], list[bytes]] = {}
         self._background = DetachedTasks()
 
-    def model_ids(self, model: str) -> Sequence[bytes]:
-        """Returns the model ids that a model's replicas had when it was last routed; nodes that compute differently
-        have other ids."""
-        return self._model_ids.get(model, ())
+    def model_ids(self, request: GenerateRequest) -> Sequence[bytes]:
+        """Returns the model ids that the replicas of a request's model had, with its adapter, when one was last routed;
+        nodes that compute differently have other ids."""
+        return self._model_ids.get((request.model, request.adapter), ())
 
     async def route(
         self, request: GenerateRequest, exclude: Sequence[str], beside: str, others: Sequence[GenerateRequest] = ()
@@ -70,6 +70,7 @@ class Routing:
             model_id=request.model_id,
             others=[Chain(other.model_id, other.block_ids, _pictures_of(other)) for other in others],
             splits=may_split(request) and not exclude,
+            adapter=request.adapter,
         )
         return await self.decide(message)
 
@@ -79,7 +80,7 @@ class Routing:
             decision = await self.router.route(message)
         except NoAnswer as error:
             raise NoReplica(error.message, retry_after_s=error.retry_after_s) from error
-        self._model_ids[message.model] = decision.model_ids
+        self._model_ids[message.model, message.adapter] = decision.model_ids
         if not decision.node:
             # The replica has not reported its node yet.
             decision = replace(decision, node=await self.placed_on(decision.replica))

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ...actors.model_files.model_identity import adapted_id
 from ...actors.protocol.block_ids import block_ids, root_id
 from ...actors.protocol.replica_messages import GenerateRequest, SequenceUpdate
 from ...actors.protocol.router_messages import Decision, SequenceLeft
@@ -198,7 +199,7 @@ class RayGeneration:
         tried = list(exclude)
         refusal: SatchelError | None = None
         for _ in range(ATTEMPTS):
-            ids = self._routing.model_ids(self._request.model)
+            ids = self._routing.model_ids(self._request)
             others = [await self._called(other) for other in ids if other != self.model_id]
             decision = await self._routing.route(self._request, tried, self._beside, others)
             if refusal is not None and decision.replica in tried:
@@ -293,9 +294,9 @@ class RayGeneration:
         """Submits a refused sequence with the block ids for the model id that its replica has now. Returns and raises
         as `_submit`."""
         info = await unless_broken(link, self._routing.info(link.replica))
-        if info is None or info.model_id == request.model_id:
+        if info is None or (model_id := adapted_id(info.model_id, request.adapter)) == request.model_id:
             return refusal
-        self._request, self._prefill = await self._called(info.model_id), None
+        self._request, self._prefill = await self._called(model_id), None
         now = self._request
         named = replace(request, model_id=now.model_id, block_ids=now.block_ids, root_id=now.root_id)
         return await self._submit(link, replace(named, pull_from="", pull_tokens=0, pull_wait_s=0.0))

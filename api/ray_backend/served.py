@@ -10,9 +10,10 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from ...actors.model_files.adapter_infos import with_adapter
 from ...actors.protocol import registry
 from ...actors.protocol.registry import ServedEntry
 from ...actors.protocol.replica_messages import ModelInfo
@@ -105,7 +106,17 @@ class ServedModels:
         if first:
             waits_until = max(asking.waits_until for asking in first)
             await asyncio.wait({asking.task for asking in first}, timeout=waits_until - now)
-        return [self._known[entry] for entry in entries if entry in self._known]
+        known = [(entry, self._known[entry]) for entry in entries if entry in self._known]
+        return [model for entry, served in known for model in (served, *_with_adapters(served, entry))]
+
+    async def replicas_of(self, name: str) -> str:
+        """Returns the name of the model whose replicas compute a model: of an adapter the one that it belongs to.
+
+        Raises:
+            NoReplica: as `entries`.
+        """
+        found = (entry.model.name for entry in await self.entries() if name in entry.model.adapters)
+        return next(found, name)
 
     def close(self) -> None:
         """Cancels all queries."""
@@ -169,6 +180,12 @@ class ServedModels:
                 task.cancel()
             if (asking := self._asking.get(entry)) is not None:
                 asking.again_at = time.monotonic() + ASK_AGAIN_S
+
+
+def _with_adapters(served: ServedModel, entry: ServedEntry) -> list[ServedModel]:
+    """Returns the model with each of its adapters, as models of their own."""
+    infos = [with_adapter(served.info, adapter) for adapter in served.info.adapters]
+    return [replace(served, info=info) for info in infos if info.name in entry.model.adapters]
 
 
 def _served(info: ModelInfo, entry: ServedEntry) -> ServedModel:

@@ -11,7 +11,7 @@ from types import CoroutineType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...actors.model_files.layer_ranges import LayerRange, identity_of, ids_of_all
-from ...actors.model_files.model_identity import ModelIdentity
+from ...actors.model_files.model_identity import ModelIdentity, adapted_id
 from ...actors.protocol import registry
 from ...actors.protocol.clients import ReplicaClient
 from ...actors.protocol.replica_messages import ModelInfo
@@ -250,7 +250,7 @@ class RayStore:
         return sum(answer or 0 for answer in answers)
 
     async def _holders(self, model_id: bytes) -> list[ReplicaClient]:
-        return [replica for replica, info in await self._infos() if info.model_id == model_id]
+        return [replica for replica, info in await self._infos() if model_id in computed_by(info)]
 
     async def _infos(self) -> list[tuple[ReplicaClient, ModelInfo]]:
         """Returns the replicas that answer and have loaded their model, with its description."""
@@ -276,9 +276,10 @@ class RayStore:
 
 
 def computed_by(info: ModelInfo) -> list[bytes]:
-    """Returns the model ids of all processes of a replica: if its layers are divided, each has some of them."""
+    """Returns the model ids of a replica, without and with each of its adapters. If its layers are divided, each of its
+    processes has some of them, and a model id of its own."""
     if not info.stages:
-        return [info.model_id]
+        return [adapted_id(info.model_id, adapter) for adapter in (b"", *(each.digest for each in info.adapters))]
     identity, count = ModelIdentity(info.files, info.computing), info.stages[-1].stop
     return [identity_of(identity, LayerRange(stage.start, stage.stop), count).model_id for stage in info.stages]
 

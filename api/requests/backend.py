@@ -51,6 +51,7 @@ class ListedModel:
         comes_and_goes: whether it is loaded when a request needs it.
         loaded: whether it has replicas.
         source: where its files come from, as its config says.
+        parent: the model that it is an adapter of, "" for none. It is loaded and unloaded with that one.
     """
 
     name: str
@@ -58,6 +59,12 @@ class ListedModel:
     comes_and_goes: bool = False
     loaded: bool = True
     source: str = ""
+    parent: str = ""
+
+    @property
+    def replicas_of(self) -> str:
+        """The name of the model whose replicas compute it."""
+        return self.parent or self.name
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,8 @@ async def _release(store: Store, key: str, branches: list[BranchKV]) -> int:
 
 
 async def _names(backend: Backend) -> dict[bytes, str]:
-    return {model.info.files_id: model.info.name for model in await backend.models()}
+    # Adapters have the files id of their model.
+    return {model.info.files_id: model.info.name for model in await backend.models() if not model.info.parent}
 
 
 def _view(described: AgentBranches, names: dict[bytes, str]) -> dict[str, Any]:

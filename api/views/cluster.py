@@ -222,6 +222,7 @@ def _replica_view(
         "multiplying": stats.multiplying or None,
         "proving": {"what": stats.proving, "since": int(stats.proving_since)} if stats.proving else None,
         "stages": stage_views(stats.stages),
+        "adapters": list(stats.adapters),
         "slots": {"running": stats.slots_running, "kept": stats.slots_kept, "free": stats.slots_free},
         "memory_bytes": stats.memory_bytes,
         "memory_bytes_max": stats.memory_bytes_max,

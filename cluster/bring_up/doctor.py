@@ -59,6 +59,7 @@ _MENDS = {
     "unfit": "use another model or another dtype; answers until then were the same as mlx-lm's",
     "certificate": "fix the files of endpoint.tls; the server reads them within seconds",
 }
+_ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 _PINNED = ("ray", "mlx", "mlx-lm", "mlx-vlm")
 
 
@@ -87,6 +88,11 @@ def examine(config: Config, home: Home) -> list[Check]:
         lambda: check_last_start(home, time.time()),
         *(of_node if node else of_head),
         *[lambda model=model: check_source(model) for model in config.models],
+        *[
+            lambda model=model, name=name: check_adapter(model, name)
+            for model in config.models
+            for name in model.adapters
+        ],
     ]
     certificate = [] if node else check_tls(config.endpoint, datetime.now(UTC))
     hosts = [] if node else [*check_hosts(config.machines), *mac.reach(config.machines[1:])]
@@ -326,6 +332,18 @@ def check_source(model: Model) -> Check:
     if not source.startswith(("/", "./", "../", "~")) or Path(source).expanduser().is_dir():
         return Check(name, "ok", source)
     return Check(name, "fail", f"there is no folder {source}", "correct `source` in the config")
+
+
+def check_adapter(model: Model, name: str) -> Check:
+    """Checks whether the folder of an adapter has its files. Whether it fits the model is seen when that is loaded."""
+    what, source = f"adapter {name} of {model.name}", model.adapters[name]
+    if not source.startswith(("/", "./", "../", "~")):
+        return Check(what, "ok", source)
+    missing = [file for file in _ADAPTER_FILES if not (Path(source).expanduser() / file).is_file()]
+    if not missing:
+        return Check(what, "ok", source)
+    mend = "correct `adapters` in the config; only adapters that mlx-lm wrote are read"
+    return Check(what, "fail", f"{source} has no {missing[0]}", mend)
 
 
 def check_last_start(home: Home, now_s: float) -> Check:

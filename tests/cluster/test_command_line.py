@@ -145,14 +145,17 @@ def test_the_doctor_refuses_what_serve_refuses(tmp_path: Path) -> None:
     """Before Ray starts: an endpoint that strangers could use, another machine's address, a missing folder."""
     config = parse_config(
         {
-            "models": [{"name": "m", "source": str(tmp_path / "none")}, {"name": "n", "source": "embedded:recall"}],
+            "models": [
+                {"name": "m", "source": str(tmp_path / "none")},
+                {"name": "n", "source": "embedded:recall", "adapters": {"a": str(tmp_path), "b": "owner/name"}},
+            ],
             "nodes": [{"name": "mac0", "address": "192.0.2.1"}],
             "endpoint": {"listen": "0.0.0.0", "port": free_port()},
         }
     )
     home = Home(tmp_path / "home")
     failed = {check.name for check in examine(config, home) if check.result == "fail"}
-    assert failed == {"keys", "address", "source of m"}
+    assert failed == {"keys", "address", "source of m", "adapter a of n"}
     create_key(home, "ann")
     assert check_keys(config.endpoint, home).result == "ok"
     revoke_key(home, "ann")

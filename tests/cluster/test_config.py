@@ -28,6 +28,33 @@ ROOT = Path(__file__).parents[2]
         ({"models": [{"name": "///", "source": "b"}]}, "models[0].name"),
         ({"models": [{"name": "two words", "source": "b"}]}, "models[0].name"),
         ({"models": [{"name": "a", "source": "b", "adapter": ""}]}, "models[0].adapter"),
+        ({"models": [{"name": "a", "source": "b", "adapters": {"x": ""}}]}, "models[0].adapters.x"),
+        ({"models": [{"name": "a", "source": "b", "adapters": {"two words": "c"}}]}, "models[0].adapters.two words"),
+        ({"models": [{"name": "a", "source": "b", "adapters": {"a": "c"}}]}, "models[0].adapters"),
+        ({"models": [{"name": "a", "source": "b", "aliases": ["x"], "adapters": {"x": "c"}}]}, "models[0].adapters"),
+        ({"models": [{"name": "a", "source": "b", "adapter": "c", "adapters": {"x": "d"}}]}, "models[0]"),
+        (
+            {"models": [{"name": "a", "source": "b", "adapters": {"x": "c"}}, {"name": "x", "source": "b"}]},
+            "models[1].name",
+        ),
+        (
+            {
+                "models": [
+                    {"name": "a", "source": "b", "adapters": {"x": "c"}},
+                    {"name": "d", "source": "b", "aliases": ["x"]},
+                ]
+            },
+            "models[1].aliases",
+        ),
+        (
+            {
+                "models": [
+                    {"name": "a", "source": "b", "adapters": {"x": "c"}},
+                    {"name": "d", "source": "b", "adapters": {"x": "c"}},
+                ]
+            },
+            "models[1].adapters",
+        ),
         (
             {"models": [{"name": "a", "source": "b", "control_tokens_in_text": "both"}]},
             "models[0].control_tokens_in_text",
@@ -95,6 +122,7 @@ RING = {"backend": "ring", "trusted_wires": True}
         ({"load": "request"}, "load: request"),
         ({"replicas": 2}, "replicas"),
         ({"adapter": "a/b"}, "adapter"),
+        ({"adapters": {"x": "a/b"}}, "has no adapters"),
         ({"numerics": "reproducible"}, "numerics: reproducible"),
         ({"split": {"pipeline": []}}, "split.pipeline"),
         ({"split": {"pipeline": [3, 0]}}, "split.pipeline"),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,25 +30,28 @@ UNREAD_MAX = 64
 ADAPTED = "adapted-" + "x" * 190
 """As long as a name may be: every piece of a streamed answer repeats it, and so fills a socket sooner."""
 
+NAMES = ("plain", "wild", "tame", ADAPTED)
+
 STORY = {"messages": [{"role": "user", "content": "Tell me a story."}], "temperature": 0}
 CONFIG = """
 models:
-  - {{name: plain, source: "embedded:recall"}}
+  - {{name: plain, source: "embedded:recall", adapters: {{wild: "{adapter}", tame: "{tame}"}}}}
   - {{name: {adapted}, source: "embedded:recall", adapter: "{adapter}"}}
 endpoint: {{port: {port}, unread_tokens_max: {unread}}}
 """
 
 
-def write_adapter(folder: Path) -> Path:
-    """A random LoRA adapter of the last layer that leaves nothing of what the model has learned."""
-    rng = np.random.default_rng(1)
+def write_adapter(folder: Path, rank: int = 4, strength: float = 1.0) -> Path:
+    """A random LoRA adapter of the last layer, which at its usual strength leaves nothing of what the model has
+    learned."""
+    rng = np.random.default_rng(rank)
     folder.mkdir()
     tensors = {
-        "model.layers.5.mlp.up_proj.lora_a": rng.normal(size=(256, 4)).astype(np.float32),
-        "model.layers.5.mlp.up_proj.lora_b": rng.normal(size=(4, 768)).astype(np.float32),
+        "model.layers.5.mlp.up_proj.lora_a": rng.normal(size=(256, rank)).astype(np.float32),
+        "model.layers.5.mlp.up_proj.lora_b": strength * rng.normal(size=(rank, 768)).astype(np.float32),
     }
     save_file(tensors, folder / "adapters.safetensors")
-    parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["mlp.up_proj"]}
+    parameters = {"rank": rank, "scale": 2.0, "dropout": 0.0, "keys": ["mlp.up_proj"]}
     config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": parameters}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
@@ -108,7 +112,9 @@ def said(server: Server, model: str, **fields: Any) -> str:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     home, port = tmp_path_factory.mktemp("home"), free_port()
     adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "wild")
-    (home / "config.yaml").write_text(CONFIG.format(adapted=ADAPTED, adapter=adapter, port=port, unread=UNREAD_MAX))
+    tame = write_adapter(tmp_path_factory.mktemp("adapters") / "tame", rank=7, strength=0.3)
+    given = {"adapted": ADAPTED, "adapter": adapter, "tame": tame, "port": port, "unread": UNREAD_MAX}
+    (home / "config.yaml").write_text(CONFIG.format(**given))
     with (
         serving(home, "--config", str(home / "config.yaml")) as process,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as http,
@@ -118,7 +124,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_two_models_of_one_config_answer_each_in_its_own_way(server: Server):
     """They do not share KV, although their weights are the same file."""
-    assert server.models() == ["plain", ADAPTED]
+    assert server.models() == [*NAMES]
     plain, adapted = (said(server, model, max_tokens=20) for model in ("plain", ADAPTED))
     assert plain != adapted
     unnamed = server.http.post("/v1/chat/completions", json={**STORY, "max_tokens": 20}).json()
@@ -132,6 +138,39 @@ def test_two_models_of_one_config_answer_each_in_its_own_way(server: Server):
     assert usage[ADAPTED][0] == usage["plain"][0] < 10 < usage[ADAPTED][1], "but for the template's first words"
 
 
+def test_adapters_of_one_model_answer_as_models_of_their_own(server: Server):
+    """Each as the same adapter beside a source of its own, also in one batch with the others, with KV of its own."""
+    listed = {each["id"]: each for each in server.http.get("/v1/models").json()["data"]}
+    assert {name: each["parent"] for name, each in listed.items()} == {
+        "plain": None,
+        "wild": "plain",
+        "tame": "plain",
+        ADAPTED: None,
+    }
+    alone = {model: said(server, model, max_tokens=30) for model in ("plain", "wild", "tame", ADAPTED)}
+    assert alone["wild"] == alone[ADAPTED] and len({*alone.values()}) == 3
+    with ThreadPoolExecutor(12) as threads:
+        asked = ["plain", "wild", "tame", "wild"] * 3
+        together = list(threads.map(lambda model: said(server, model, max_tokens=30), asked))
+    assert together == [alone[model] for model in asked]
+    cached = []
+    for model in ("wild", "tame", "wild", "plain"):
+        body = {**STORY, "model": model, "max_tokens": 1, "agent_id": "adapted-reader"}
+        body["messages"] = [{"role": "user", "content": "Remember: the code of zora is 4444."}]
+        answer = server.http.post("/v1/chat/completions", json=body).json()
+        assert answer["model"] == model
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[2] > 10 > max(cached[0], cached[1]), "but for the template's first words"
+    message = {"model": "tame", "max_tokens": 30, "temperature": 0, "messages": STORY["messages"]}
+    assert server.http.post("/v1/messages", json=message).json()["content"][0]["text"] == alone["tame"]
+    refused = server.http.post("/v1/embeddings", json={"model": "wild", "input": "text"})
+    assert refused.status_code == 400 and "adapters by request do not embed texts" in refused.json()["error"]["message"]
+    health = server.http.get("/health").json()
+    assert "wild" in str(health)
+    (replica,) = (each for each in server.http.get("/v1/cluster").json()["replicas"] if each["model"] == "plain")
+    assert replica["adapters"] == ["wild", "tame"]
+
+
 def test_a_model_is_loaded_and_unloaded_while_others_answer(server: Server):
     """Its running answer is finished, and its replicas are gone afterwards."""
     arguments = ("embedded:recall", "--name", "extra/one", "--context-tokens-max", "512", "--replicas", "2")
@@ -141,7 +180,7 @@ def test_a_model_is_loaded_and_unloaded_while_others_answer(server: Server):
     assert loaded.returncode == 0, loaded.stderr
     *_, note, last = loaded.stdout.splitlines()
     assert last == "Loaded extra/one" and note.startswith("extra/one: its self-test was skipped (self_test: false)")
-    assert server.models() == ["plain", ADAPTED, "extra/one"], "the default stays the default"
+    assert server.models() == [*NAMES, "extra/one"], "the default stays the default"
     assert {"extra-one-0", "extra-one-1"} <= json.loads(server.command("status", "--json").stdout)["replicas"].keys()
     assert said(server, "extra/one", max_tokens=20) == before
     long = [{"role": "user", "content": "word " * 600}]
@@ -159,7 +198,7 @@ def test_a_model_is_loaded_and_unloaded_while_others_answer(server: Server):
     assert unloading.wait(timeout=60) == 0
     gone = server.http.post("/v1/chat/completions", json={**STORY, "model": "extra/one"})
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
-    assert server.models() == ["plain", ADAPTED]
+    assert server.models() == [*NAMES]
     wait_until(lambda: server.replica_processes() == 2)
     unknown = server.command("models", "unload", "extra/one")
     assert unknown.returncode == 1
@@ -184,7 +223,7 @@ def test_a_load_that_fails_leaves_nothing_behind(server: Server, tmp_path: Path)
         failed = server.command("models", "load", *arguments)
         assert failed.returncode == 1 and failed.stderr.startswith(says), failed.stderr
     wait_until(lambda: server.replica_processes() == 2)
-    assert server.models() == ["plain", ADAPTED]
+    assert server.models() == [*NAMES]
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ pieces, and decoding sequences in micro-batches, so that processes compute at th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -54,8 +53,12 @@ class Batch(Prefilling):
         self._compiled: CompiledStep | None = None
         if loaded.way.compiled and not loaded.unbatched:
             # A part of a model records what it computes between its connections.
-            record: Any = getattr(self._model, "recorded", partial(CompiledStep, self._model))
-            self._compiled = record(loaded.deferral)
+            record: Any = getattr(self._model, "recorded", None)
+            self._compiled = (
+                CompiledStep(self._model, loaded.deferral, loaded.adapters.adapted)
+                if record is None
+                else record(loaded.deferral)
+            )
         self._micro_batches: list[Any] = [MicroBatch()]
         # The number of the micro-batch that decode steps are about.
         self._selected = 0
@@ -226,17 +229,25 @@ class Batch(Prefilling):
                 # The step in flight still writes into the open blocks that are read here.
                 mx.synchronize()
             extra = self._inputs_besides([SequencePart(inputs, sequence.length, sequence.pictures)], len(inputs))
-            return self._model(mx.array([inputs], mx.uint32), cache=caches, **extra)[:, -1, :]
+            with self._adapted([sequence]):
+                return self._model(mx.array([inputs], mx.uint32), cache=caches, **extra)[:, -1, :]
         if isinstance(caches, UnbatchedSequences):
-            return caches.step(
-                self._model, inputs, lambda sequence: self._besides(self._sequences[sequence : sequence + 1])
-            )
-        if self._compiled is not None and self._compiled.records(caches):
-            more = padded_rows(len(self._sequences)) - len(self._sequences)
-            logits = self._compiled(inputs, caches, self._besides(self._sequences, more))
+            return caches.step(self._model_alone, inputs)
+        sequences = self._sequences
+        numbers = [sequence.adapter for sequence in sequences]
+        if self._compiled is not None and self._compiled.records(caches, numbers):
+            more = padded_rows(len(sequences)) - len(sequences)
+            logits = self._compiled(inputs, caches, self._besides(sequences, more), None, numbers)
             assert logits is not None
             return logits
-        return self._model(inputs[:, None], cache=caches, **self._besides(self._sequences))[:, -1, :]
+        with self._adapted(sequences):
+            return self._model(inputs[:, None], cache=caches, **self._besides(sequences))[:, -1, :]
+
+    def _model_alone(self, number: int, inputs: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Launches the model for tokens `(1, 1)` of one of the unbatched sequences. Returns `(1, 1, vocabulary)`."""
+        sequences = self._sequences[number : number + 1]
+        with self._adapted(sequences):
+            return self._model(inputs, cache=caches, **self._besides(sequences))
 
     @replayed
     def compute_ahead(self, tokens: Sequence[Sequence[int]]) -> mx.array:
@@ -261,11 +272,13 @@ class Batch(Prefilling):
         width = max(map(len, tokens))
         if self.batched_prefill:
             width = padded_width(width)
-            logits = self._launch_padded(caches, parts, tokens, width)
+            with self._adapted(self._sequences):
+                logits = self._launch_padded(caches, parts, tokens, width)
         else:
             # Only a sequence that is alone has a draft then.
             besides = self._inputs_besides(parts, width)
-            logits = self._model(mx.array([list(each) for each in tokens], mx.uint32), cache=caches, **besides)
+            with self._adapted(self._sequences):
+                logits = self._model(mx.array([list(each) for each in tokens], mx.uint32), cache=caches, **besides)
         real = [index * width + at for index, each in enumerate(tokens) for at in range(len(each))]
         return logits.reshape(-1, logits.shape[-1])[mx.array(real)]
 
@@ -274,13 +287,14 @@ class Batch(Prefilling):
     ) -> mx.array | None:
         new, given = [len(each) for each in tokens], [token for each in tokens for token in each]
         extra: dict[str, Any] = {}
+        numbers = [s.adapter for s, each in zip(self._sequences, tokens, strict=True) for _ in each]
         if (vision := self._loaded.vision) is not None:
             owners = [sequence for sequence, each in zip(self._sequences, tokens, strict=True) for _ in each]
             places = [s.length + at for s, each in zip(self._sequences, tokens, strict=True) for at in range(len(each))]
             more = padded_count(len(given)) - len(given)
             pictures = [sequence.pictures for sequence in owners]
             extra = vision.steps(places + [0] * more, pictures + [None] * more)
-        return step(mx.array(given, mx.uint32), caches, extra, new)
+        return step(mx.array(given, mx.uint32), caches, extra, new, numbers)
 
     @replayed
     def take_back(self, lengths: Sequence[int], *, clean: bool) -> None:

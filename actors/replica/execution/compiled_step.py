@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 from cachetools import LRUCache
 
+from ..adapters.rows import Adapted
 from ..kernels.decode_views import KernelStep, KernelView, NewTokens
 from ..kernels.head_transform import NOTHING, HeadTransform
 from ..kernels.sealing import Sealed, SealPolicy
@@ -50,10 +51,11 @@ class CompiledStep:
 
     Args:
         deferral: which operations of the model are left to the kernel; None for none.
+        adapted: the adapters of the model; None for none.
     """
 
-    def __init__(self, model: Any, deferral: Deferral | None = None) -> None:
-        self._model, self._deferral = model, deferral
+    def __init__(self, model: Any, deferral: Deferral | None = None, adapted: Adapted | None = None) -> None:
+        self._model, self._deferral, self._adapted = model, deferral, adapted
         self._graphs: LRUCache[Any, Callable[..., mx.array]] = LRUCache(GRAPHS_MAX)
 
     def __call__(
@@ -62,6 +64,7 @@ class CompiledStep:
         caches: Sequence[PagedKVCache],
         extra: Mapping[str, mx.array],
         new: Sequence[int] | None = None,
+        adapters: Sequence[int] = (),
     ) -> mx.array | None:
         """Computes the logits of a batch's next tokens, and adds the tokens to the caches.
 
@@ -70,12 +73,13 @@ class CompiledStep:
             caches: one a layer.
             extra: the model's other inputs, for `padded_rows` sequences, or `padded_count` tokens if `new` is given.
             new: how many of the tokens each sequence has, as for `PagedKVCache.kernel_step`.
+            adapters: the number of each token's adapter, 0 for none; empty if no token has one.
 
         Returns:
             (tokens, vocabulary), logits in the model's dtype; None, with nothing changed, if no sequence has a token
-            yet, or if the kernel has no room for so many tokens of a sequence.
+            yet, if the kernel has no room for so many tokens of a sequence, or if steps with adapters are not recorded.
         """
-        if not self.records(caches) or not (new is None or caches[0].takes_drafts):
+        if not self.records(caches, adapters) or not (new is None or caches[0].takes_drafts):
             return None
         steps = [cache.kernel_step(new, padded=True) for cache in caches]
         read = steps[0].read
@@ -84,8 +88,8 @@ class CompiledStep:
         shapes = [[array.shape for array in arrays] for arrays in groups.values()]
         slots = [step.pool[0].shape[0] for step in steps]
         extras = [(name, array.shape) for name, array in extra.items()]
-        rows = steps[0].tails[0].shape[0]
-        key = str((read.tokens, read.most, rows, shapes, slots, extras))
+        rows, adapts = steps[0].tails[0].shape[0], any(adapters)
+        key = str((read.tokens, read.most, rows, shapes, slots, extras, adapts))
         run = self._graphs.get(key)
         if run is None:
             run = self._graphs[key] = self._record(caches, type(steps[0].pool), read.most)
@@ -94,18 +98,23 @@ class CompiledStep:
             offsets = [length + at for length, count in zip(offsets, new, strict=True) for at in range(count)]
         if padding := [0] * (read.tokens - count):
             offsets, inputs = offsets + padding, mx.concatenate([inputs, mx.array(padding, inputs.dtype)])
-        logits = run(inputs[:, None], mx.array(offsets), groups, layers, dict(extra))
+        numbers = [mx.array([*adapters, *padding], mx.uint32)] if adapts else []
+        logits = run(inputs[:, None], mx.array(offsets), groups, layers, dict(extra), numbers)
         for cache in caches:
             cache.end_kernel_step(new)
         return logits[:count] if padding else logits
 
-    @staticmethod
-    def records(caches: Sequence[PagedKVCache]) -> bool:
-        """Whether it computes a step of one token a sequence: each has a token already."""
-        return all(cache.nbytes for cache in caches)
+    def records(self, caches: Sequence[PagedKVCache], adapters: Sequence[int] = ()) -> bool:
+        """Whether it computes a step of one token a sequence: each has a token already, and adapters are gathered.
+
+        Args:
+            adapters: as for a call.
+        """
+        gathers = self._adapted is not None and self._adapted.gathers
+        return all(cache.nbytes for cache in caches) and (gathers or not any(adapters))
 
     def _record(self, caches: Sequence[PagedKVCache], kind: type[Sealed], most: int) -> Callable[..., mx.array]:
-        deferral = self._deferral
+        deferral, adapted = self._deferral, self._adapted
         recorded = [(RecordedCache(cache.policy), cache.group) for cache in caches]
         for cache, _ in recorded:
             if deferral is not None:
@@ -117,6 +126,7 @@ class CompiledStep:
             groups: dict[int, list[mx.array]],
             layers: list[list[mx.array]],
             extra: dict[str, mx.array],
+            numbers: list[mx.array],
         ) -> mx.array:
             read = {number: NewTokens(*arrays, tokens=len(tokens), most=most) for number, arrays in groups.items()}
             for (cache, group), (keys, values, written, *pool) in zip(recorded, layers, strict=True):
@@ -124,7 +134,8 @@ class CompiledStep:
                     offset,
                     KernelStep((keys, values), kind._make(pool), read[group], written),
                 )
-            with nullcontext() if deferral is None else deferral.active(offset):
+            adapting = adapted.recording(numbers[0]) if numbers and adapted is not None else nullcontext()
+            with adapting, nullcontext() if deferral is None else deferral.active(offset):
                 logits = self._model(tokens, cache=[cache for cache, _ in recorded], **extra)[:, -1]
             for cache, _ in recorded:
                 # They stood for the inputs.

@@ -10,9 +10,10 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...model_files.layer_ranges import LayerRange
-from ...model_files.model_identity import ModelIdentity
+from ...model_files.model_identity import ModelIdentity, adapted_id
 from ...model_files.sentence_modules import SentenceModules
-from ...protocol.replica_messages import EmbeddingInfo
+from ...protocol.replica_messages import EmbeddingInfo, GenerateRequest
+from ..adapters.adapters import Adapters
 from ..device.device import on_gpu
 from ..kernels.sealing import FULL_PRECISION
 from ..kv.caches import ModelCacheSpec, new_caches
@@ -44,6 +45,7 @@ class LoadedModel:
         hidden: computes hidden states, or says why that is not possible.
         sentences: how hidden states become embeddings.
         layers: which of a model's layers these are, and how many it has, if KV of other layers can be joined to theirs.
+        adapters: LoRA adapters that requests may name.
         piece_tokens: prompts are computed in pieces of at most so many tokens; None if each call is one piece.
     """
 
@@ -68,11 +70,17 @@ class LoadedModel:
     sentences: SentenceModules = field(default_factory=SentenceModules)
     layers: tuple[LayerRange, int] | None = None
     piece_tokens: int | None = None
+    adapters: Adapters = field(default_factory=Adapters)
 
     @property
     def model_id(self) -> bytes:
         """32 bytes that identify everything a block's content depends on besides its tokens."""
         return self.identity.model_id
+
+    def computes(self, request: GenerateRequest) -> bool:
+        """Whether a request was made for this model as it computes here, with one of its adapters or none."""
+        own = adapted_id(self.model_id, request.adapter)
+        return self.adapters.holds(request.adapter) and request.model_id in (b"", own)
 
     @property
     def embedding(self) -> EmbeddingInfo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import mlx.core as mx
@@ -65,17 +66,20 @@ class Prefilling:
         tail: Slab | None,
         tail_tokens: int,
         pictures: SequencePictures | None = None,
+        adapter: bytes = b"",
     ) -> None:
         """Makes caches for a sequence and restores the known part of its prompt.
 
         Args:
             blocks: KV of consecutive tokens from the prompt's begin.
             tail: KV after them, of which the first `tail_tokens` tokens are used.
+            adapter: the digest of the adapter that it is computed with, one of the model's; b"" for none.
         """
+        number = self._loaded.adapters.number(adapter)
         caches = self._loaded.new_caches()
         kv_cache.restore(self._loaded.spec, caches, blocks, tail, tail_tokens)
         length = sum(block.tokens for block in blocks) + tail_tokens
-        self._coming[sequence_id] = ExecutorSequence(sequence_id, length, caches, pictures)
+        self._coming[sequence_id] = ExecutorSequence(sequence_id, length, caches, pictures, adapter=number)
 
     @replayed
     @on_device()
@@ -109,7 +113,8 @@ class Prefilling:
             part = sequence.part(tokens)
             kv_cache.set_bidirectional(caches, [part.bidirectional])
             try:
-                self._model(inputs, cache=caches, **self._inputs_besides([part], len(tokens)))
+                with self._adapted([sequence]):
+                    self._model(inputs, cache=caches, **self._inputs_besides([part], len(tokens)))
                 # The logits are not evaluated, so the output layer is not computed.
                 self._evaluate(caches)
             except Exception as error:
@@ -161,7 +166,8 @@ class Prefilling:
         parts = [sequence.part(tokens) for sequence, tokens in sequences]
         kv_cache.set_bidirectional(caches, [part.bidirectional for part in parts])
         given = [tokens for _, tokens in sequences]
-        self._launch_padded(caches, parts, given, padded_tokens(max(map(len, given))))
+        with self._adapted([sequence for sequence, _ in sequences]):
+            self._launch_padded(caches, parts, given, padded_tokens(max(map(len, given))))
         kv_cache.set_bidirectional(caches, [])
         self._evaluate(caches)
         # Sequences that are prefilled together mostly join the batch together, and extracting one costs two copies a
@@ -171,6 +177,10 @@ class Prefilling:
         )
         for sequence, tokens in sequences:
             sequence.caches, sequence.together, sequence.length = [], together, sequence.length + len(tokens)
+
+    def _adapted(self, sequences: Sequence[ExecutorSequence]) -> AbstractContextManager[None]:
+        """Returns a context in which the model is called for these sequences, one a row, with their adapters."""
+        return self._loaded.adapters.adapted.calling([sequence.adapter for sequence in sequences])
 
     def _launch_padded(
         self, caches: Sequence[Any], parts: Sequence[SequencePart], tokens: Sequence[Sequence[int]], width: int

@@ -54,6 +54,7 @@ class ExecutorSequence:
         drafter: drafts its next tokens; None if it is not drafted.
         forced: the only tokens that its grammar allows after its next one; empty if that is not known.
         micro_batch: the number of the one that it joins.
+        adapter: the number of its adapter, 0 for none.
         moved: if it comes from another one, its token that the next step returns, and its state in the sampler.
     """
 
@@ -75,6 +76,7 @@ class ExecutorSequence:
     drafter: Drafter | None = None
     forced: Sequence[int] = ()
     micro_batch: int = 0
+    adapter: int = 0
     moved: tuple[Ready, Any] | None = None
 
     @property

@@ -93,7 +93,8 @@ class GroupDisk(DiskTier):
         if not blocks and not common:
             return None
         ids = prompt.ids[: hot + blocks]
-        return _WholePrompt(prompt.request_id, prompt.owner, prompt.root, ids, prompt.tokens, prompt.scope, common)
+        name, root = prompt.request_id, prompt.root
+        return _WholePrompt(name, prompt.owner, root, ids, prompt.tokens, prompt.scope, tails=common)
 
     def find(self, prompt: Prompt, hot_tokens: int) -> FoundKV | None:
         found = super().find(prompt, hot_tokens)

@@ -81,9 +81,10 @@ class RecordedStage(CompiledStep):
         caches: Sequence[PagedKVCache],
         extra: Mapping[str, mx.array],
         new: Sequence[int] | None = None,
+        adapters: Sequence[int] = (),
     ) -> mx.array | None:
-        """As `CompiledStep`, without drafts; a stage that is not the last one returns `(sequences, width)`. Raises as
-        `PipelinedStage`."""
+        """As `CompiledStep`, without drafts and adapters; a stage that is not the last one returns `(sequences,
+        width)`. Raises as `PipelinedStage`."""
         if new is not None or not self.records(caches):
             return None
         count = len(inputs)

@@ -34,14 +34,14 @@ class UnbatchedSequences:
         for caches in self.sequences:
             seal_filled(caches)
 
-    def step(self, model: Any, inputs: mx.array, besides: Callable[[int], dict[str, Any]]) -> mx.array:
+    def step(self, compute: Callable[[int, mx.array, list[Any]], mx.array], inputs: mx.array) -> mx.array:
         """Returns the logits `(sequences, vocabulary)` after one token of every sequence, `inputs` `(sequences,)`.
 
         Args:
-            besides: given a sequence's number, the model's other inputs for it.
+            compute: given a sequence's number, its token `(1, 1)` and its caches, returns logits `(1, 1, vocabulary)`.
         """
         logits = [
-            model(inputs[sequence : sequence + 1, None], cache=caches, **besides(sequence))[:, -1, :]
+            compute(sequence, inputs[sequence : sequence + 1, None], caches)[:, -1, :]
             for sequence, caches in enumerate(self.sequences)
         ]
         return mx.concatenate(logits, axis=0)

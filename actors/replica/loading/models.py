@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,9 @@ from ..kernels.sealing import FULL_PRECISION, POLICIES, SealPolicy
 from ..kv import attention
 from ..kv.caches import ModelCacheSpec, joins, new_pool, read_spec
 from ..kv.paged_cache import Reads
+from . import adapters as by_request
 from . import decode_ways, few_rows_check, joined, kv_choice
+from .adapters import AdapterFiles
 from .kv_choice import AUTO
 from .model_id import computing, files_of, order_of_weights, refuse_elsewhere
 from .prepare import prepare_weights
@@ -76,6 +78,8 @@ def load(
     context_tokens_max: int | None,
     progress: Progress,
     adapter: str | None = None,
+    adapters: Mapping[str, str] | None = None,
+    gathers: bool | None = None,
     weights: str = "auto",
     kv: str = "q4",
     numerics: str = "fast",
@@ -95,6 +99,8 @@ def load(
         dtype: `auto`, or the name of an MLX float type.
         context_tokens_max: lowers the model's own context.
         adapter: a folder or Hub id of a LoRA or DoRA adapter as mlx-lm writes them.
+        adapters: folders or Hub ids of LoRA adapters that requests name, by their names.
+        gathers: whether their matrices are stacked, as for `Adapted`; None: on a GPU.
         weights: see `prepare_weights`.
         kv: how KV is kept, one of `POLICIES`; `auto` chooses, see `kv_choice`.
         numerics: `fast` lets a decode step read sealed blocks in the pool, and a kernel multiply few rows;
@@ -116,6 +122,7 @@ def load(
     blas.chosen()
     folder = resolve(source, progress, code=trust_remote_code)
     adapter_folder = resolve_adapter(adapter, progress) if adapter is not None else None
+    named = by_request.find_adapters(adapters or {}, progress)
     what = f"loading {source}"
     progress(what, None)
     how = _How(
@@ -130,18 +137,21 @@ def load(
         what,
         progress,
         tried,
+        named,
     )
     weight_files = _claimed_weights(how, claim)
     # Before loading, which then reads the files from the system's cache if memory allows.
-    paths = files_of(folder, adapter_folder)
+    model_paths = files_of(folder, adapter_folder)
+    paths = model_paths | {name: path for each in named for name, path in each.paths.items()}
     digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
     running, blind = _started(how)
     check_unchanged(digested, paths)
-    files = {name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, weight_files)
+    files = {name: digested[name].digest.hex() for name in model_paths} | order_of_weights(folder, weight_files)
     context = context_length(running.config, getattr(running.whole, "args", None))
     if context.guessed:
         logger.warning("%s does not say how long its context is; it is taken to be %d tokens", source, context.tokens)
     plain = _plain(how, running, files, min(context.tokens, context_tokens_max or context.tokens))
+    plain = replace(plain, adapters=by_request.described(named, digested, gathers=gathers))
     findings = Findings(trials, ModelIdentity(files, _computing(how, running, _ANY_KV)).model_id)
     served(plain, masks_are_known(findings))
     progress(f"testing how {source} is computed best", None)
@@ -165,6 +175,8 @@ def load(
         loaded = _with_vision(how, running, loaded, Findings(trials, identity.model_id), pieces)
     if loaded.blind:
         logger.warning("%s is served for text alone: %s", source, loaded.blind)
+    if named:
+        by_request.install(running.whole, running.model, named, loaded.adapters)
     check_unchanged(digested, paths)
     if on_cuda() if warm is None else warm:
         progress(f"warming up {source}", None)
@@ -207,6 +219,7 @@ class _How:
     what: str
     progress: Progress
     tried: Tried
+    named: list[AdapterFiles] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -240,6 +253,7 @@ def _claimed_weights(how: _How, claim: Callable[[int], None]) -> list[WeightFile
     _refuse_encoders(how.source, str(config.get("model_type", "")))
     files = read_weight_files(how.folder)
     needed = bytes_in_memory(files, how.dtype.size if how.dtype is not None else None)
+    needed += by_request.adapters_bytes(how.named, how.dtype.size if how.dtype is not None else 2)
     claim(needed)
     _check_memory(how.source, needed)
     return files
@@ -378,6 +392,10 @@ def _start(how: _How, *, seeing: bool) -> _Running:
         if seeing:
             raise ModelLoadError(f"{how.source} takes pictures: adapters are only served on models of text")
         _add_adapter(whole, how.adapter)
+    if how.named:
+        if seeing:
+            raise ModelLoadError(f"{how.source} takes pictures: adapters are only served on models of text")
+        by_request.check_fit(whole, how.named)
     kept = prepare_weights(whole, how.dtype, how.weights, lambda fraction: how.progress(how.what, fraction))
     language: Any = whole.language_model if seeing else whole
     caches = make_prompt_cache(model)

@@ -195,7 +195,7 @@ class Intake:
         request = sequence.request
         if self._closed is not None:
             return self._closed
-        if request.model_id not in (b"", self._loaded.model_id):
+        if not self._loaded.computes(request):
             # Its KV would be stored under the block ids of another model.
             return ComputesOtherwise("the request was made for a model that computes differently")
         if request.request_id in self._delivery.sequences:

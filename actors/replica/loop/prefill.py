@@ -114,7 +114,8 @@ class PrefillLoop:
             self._keeping.put_back(sequence, restored)
         hit = self._memory.find(sequence, scheduled.prompt)
         assert not isinstance(hit.tail, PooledBlock), "a tail is not a whole block"
-        self._executor.open(request_id, hit.blocks, hit.tail, hit.tail_tokens, sequence.pictures)
+        adapter = sequence.request.adapter
+        self._executor.open(request_id, hit.blocks, hit.tail, hit.tail_tokens, sequence.pictures, adapter)
         reused = hit.tokens
         read = max(0, reused - hot) if restored is not None else 0
         sequence.span.prefill(reused, read)

@@ -50,7 +50,7 @@ class PrepareLoop:
         self.drop(request.agent)
         tokens, loaded = request.prompt, self._loaded
         fits = 0 < len(tokens) < loaded.context_tokens and 0 <= min(tokens) <= max(tokens) < loaded.vocabulary_size
-        if not fits or request.media or not request.reusable or request.model_id not in (b"", loaded.model_id):
+        if not fits or request.media or not request.reusable or not loaded.computes(request):
             return
         self._memory.limit(request)
         stay = set(request.block_ids)
@@ -108,7 +108,8 @@ class PrepareLoop:
             if hit.tokens >= end or room <= 0:
                 return False
             assert not isinstance(hit.tail, PooledBlock), "a tail is not a whole block"
-            self._executor.open(sequence.id, hit.blocks, hit.tail, hit.tail_tokens)
+            adapter = sequence.request.adapter
+            self._executor.open(sequence.id, hit.blocks, hit.tail, hit.tail_tokens, adapter=adapter)
         done = self._executor.length(sequence.id)
         budget = self._pace.short_budget()
         stop = end if end - done <= budget else stop_inside(done, budget, budget)

@@ -23,6 +23,7 @@ from ....cluster.errors import DiskFull, SatchelError, StaleEpoch, Unavailable
 from ....cluster.timing import USUAL, Timing
 from ...kv_store.disk.segment_reader import read_entries
 from ...kv_store.disk.segments import grouped, read_key, write_segment
+from ...model_files.model_identity import adapted_id
 from ...protocol.block_ids import BLOCK_TOKENS
 from ...protocol.entries import (
     TOKEN_BYTES,
@@ -77,7 +78,7 @@ class Written:
 @dataclass(frozen=True)
 class Prompt:
     """A prompt whose KV may be read back: `tokens` after `root`, and the `ids` of their whole blocks. `scope` says who
-    shares it, as in `block_ids.root_id`; "" if that is not known."""
+    shares it, as in `block_ids.root_id`; "" if that is not known. `adapter` is its adapter's digest, b"" for none."""
 
     request_id: str
     owner: str
@@ -85,6 +86,7 @@ class Prompt:
     ids: Sequence[bytes]
     tokens: Sequence[int]
     scope: str = ""
+    adapter: bytes = b""
 
     @property
     def wanted(self) -> Sequence[bytes]:
@@ -95,7 +97,8 @@ class Prompt:
     @classmethod
     def of(cls, request: GenerateRequest) -> Prompt:
         """Returns the prompt of a request."""
-        return cls(request.request_id, request.agent, request.root_id, request.block_ids, request.prompt, request.scope)
+        name, ids = request.request_id, request.block_ids
+        return cls(name, request.agent, request.root_id, ids, request.prompt, request.scope, request.adapter)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class WriteJob:
         chain: ids of entries that the sequence used.
         root, scope: the parent of the first block, and who shares it, as in `block_ids.root_id`.
         limits: what the tenant may have on disk.
+        adapter: the digest of the adapter that it was computed with, b"" for none.
         done: called on the writer's thread when the job was written or given up.
     """
 
@@ -132,6 +136,7 @@ class WriteJob:
     root: bytes = b""
     scope: str = ""
     limits: Limits = field(default_factory=dict)
+    adapter: bytes = b""
     done: Callable[[], None] = lambda: None
     nbytes: int = field(init=False)
 
@@ -171,8 +176,8 @@ class Brings(Protocol):
 
 
 class DiskTier:
-    """Writes and reads one model's KV. `accepts`, `withdraw` and `write` are for the engine's thread; `load`, `look`,
-    `pull` and `read` block, and are for any thread but an event loop's.
+    """Writes and reads the KV of one model and of its adapters. `accepts`, `withdraw` and `write` are for the engine's
+    thread; `load`, `look`, `pull` and `read` block, and are for any thread but an event loop's.
 
     Attributes:
         others: makes KV of the model out of KV of others; None for nothing.
@@ -267,7 +272,8 @@ class DiskTier:
     def _bring(self, prompt: Prompt) -> None:
         """Makes KV of others the model's own. If that fails, what is its own already is read all the same."""
         try:
-            if self.others is not None and (session := self._opened()) is not None:
+            # What other layers of the model left was computed without an adapter.
+            if self.others is not None and not prompt.adapter and (session := self._opened()) is not None:
                 self.others.bring(prompt, session)
         except SatchelError as error:
             logger.warning("request %s: no KV is made of other layers': %s", prompt.request_id, error.message)
@@ -313,7 +319,7 @@ class DiskTier:
     def _wanted(self, request: GenerateRequest, rest: list[int]) -> PullKV:
         return PullKV(
             request.pull_from,
-            self._model,
+            adapted_id(self._model, request.adapter),
             request.root_id,
             request.block_ids[: request.pull_tokens // BLOCK_TOKENS],
             rest,
@@ -329,7 +335,8 @@ class DiskTier:
         # All tokens after the hot blocks, because the blocks on disk may end before the prompt's last block.
         rest = pack_tokens(prompt.tokens[hot * BLOCK_TOKENS : -1])
         most = TAILS_ASKED if self._spec.recurrent else TAILS_MAX
-        found = self._store.disk_find(self._model, prompt.wanted[hot:], parent, rest, most).wait()
+        model = adapted_id(self._model, prompt.adapter)
+        found = self._store.disk_find(model, prompt.wanted[hot:], parent, rest, most).wait()
         if found is None:
             return None
         tails = found.tails
@@ -475,11 +482,11 @@ class DiskTier:
         self._moved_at = time.monotonic()
 
     def _write_once(self, job: WriteJob) -> None:
-        session = self._opened()
+        session, model = self._opened(), adapted_id(self._model, job.adapter)
         if session is None:
             return
         for entries in grouped(self._entries(job)):
-            record = session.write(self._model, entries)
+            record = session.write(model, entries)
             there = self._store.disk_commit(record, job.limits).wait() or []
             for written in there:
                 self._note_saved(written)
@@ -491,7 +498,7 @@ class DiskTier:
                 break
         # One call for the whole chain, which may be long. Blocks that the disk has lost are written again after a later
         # turn.
-        self._forget_saved(self._store.disk_touch(self._model, job.chain, job.owner).wait() or [])
+        self._forget_saved(self._store.disk_touch(model, job.chain, job.owner).wait() or [])
 
     def _entries(self, job: WriteJob) -> Iterator[Entry]:
         owners = (job.owner,)

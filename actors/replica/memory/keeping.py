@@ -218,6 +218,7 @@ class Keeping:
             root=request.root_id,
             scope=request.scope,
             limits=request.disk_limits,
+            adapter=request.adapter,
             done=lambda: self._later(done),
         )
         if disk.accepts(job):

@@ -62,6 +62,15 @@ def load(
     adapter: Annotated[
         TextOption, typer.Option("--adapter", help="A LoRA or DoRA adapter: a folder or Hub id.")
     ] = None,
+    adapters: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            "--adapters",
+            "--lora-modules",
+            metavar="NAME=SOURCE",
+            help="A LoRA adapter that requests may name: a folder or Hub id; may be repeated.",
+        ),
+    ] = None,
     replicas: Annotated[int, typer.Option("--replicas", min=1, help="How many replicas serve it.")] = 1,
     context_tokens_max: Annotated[
         Optional[int],  # noqa: UP045
@@ -83,6 +92,7 @@ def load(
         output=sys.stderr if json else None,
         name=name,
         adapter=adapter,
+        adapters=_named(adapters or []),
         replicas=replicas,
         context_tokens_max=context_tokens_max,
         dtype=dtype.value,
@@ -121,6 +131,23 @@ def remove(
     progress.say(f"Removed {name} from the server")
     if json:
         print_json({"model": name, "removed": True})
+
+
+def _named(adapters: list[str]) -> dict[str, str]:
+    """Returns adapters by name.
+
+    Raises:
+        typer.BadParameter: one is not of the form NAME=SOURCE.
+    """
+    pairs = [each.partition("=") for each in adapters]
+    wrong = next(
+        (each for each, (name, _, source) in zip(adapters, pairs, strict=True) if not name or not source), None
+    )
+    if wrong is not None:
+        raise typer.BadParameter(f"{wrong!r}: an adapter is given as NAME=SOURCE", param_hint="--adapters")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise typer.BadParameter("a name is there twice", param_hint="--adapters")
+    return {name: source for name, _, source in pairs}
 
 
 def load_into(home: Home, source: str, *, output: TextIO | None = None, **how: Any) -> str:

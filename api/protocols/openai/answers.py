@@ -308,8 +308,9 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
     """Returns an entry of the list of models. The context in tokens is `max_model_len`, as in vLLM, and
     `context_length`, as in OpenRouter, whose `architecture` lists the modalities. `memory` says what its layers cache,
     `kv` the KV policy and the reason for it, and `embedding` how it embeds texts. `notes` say what is not served as
-    configured, and what its chat template drops. `proving` says what its self-test still checks, and since when (Unix
-    time). `stages` says which layers of a divided model are on which node, and is empty for other models.
+    configured, and what its chat template drops. `parent` is the model that an adapter belongs to, as in vLLM, else
+    None. `proving` says what its self-test still checks, and since when (Unix time). `stages` says which layers of a
+    divided model are on which node, and is empty for other models.
     """
     info = model.info
     seen = ["image", "video"] if info.pictures else []
@@ -318,6 +319,7 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
         "object": "model",
         "created": info.created,
         "owned_by": "satchel",
+        "parent": info.parent or None,
         "max_model_len": info.context_tokens,
         "context_length": info.context_tokens,
         "architecture": {"input_modalities": ["text", *seen], "output_modalities": ["text"]},

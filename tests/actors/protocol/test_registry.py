@@ -56,12 +56,17 @@ def test_a_divided_model_has_its_stages():
         (Model(name="c", source="s", aliases=("a",)), "aliases"),
         (Model(name="c", source="s", aliases=("x",)), "aliases"),
         (Model(name="c", source="s", aliases=("c",)), "aliases"),
+        (Model(name="mine", source="s"), "name"),
+        (Model(name="c", source="s", aliases=("mine",)), "aliases"),
+        (Model(name="c", source="s", adapters={"mine": "f"}), "adapters"),
+        (Model(name="c", source="s", adapters={"x": "f"}), "adapters"),
     ],
 )
 def test_names_and_aliases_are_unique_in_the_whole_server(model: Model, param: str):
-    registry.add(Model(name="a", source="s", aliases=("x",)))
+    registry.add(Model(name="a", source="s", aliases=("x",), adapters={"mine": "folder"}))
     with pytest.raises(InvalidRequest) as caught:
         registry.add(model)
     assert caught.value.param == param
     registry.add(Model(name="c", source="s", aliases=("y",)))
     assert [entry.model.name for entry in registry.entries()] == ["a", "c"]
+    assert registry.entries()[0].model.adapters == {"mine": "folder"}

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
+from satchel.actors.model_files.model_identity import adapted_id
 from satchel.actors.model_files.source import EMBEDDED
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.replica_messages import (
@@ -25,8 +27,10 @@ from satchel.actors.protocol.replica_messages import (
 from satchel.actors.replica import actor
 from satchel.actors.replica import reports as engine_reports
 from satchel.actors.replica.actor import ReplicaActor
+from satchel.actors.replica.adapters.adapters import Adapter, Adapters
 from satchel.actors.replica.energy_pace import EnergyPace
 from satchel.actors.replica.execution.decode_way import DEQUANTIZED
+from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.loop.delivery import Counters
 from satchel.actors.replica.reports import EngineReports
 from satchel.actors.rpc import local
@@ -39,11 +43,22 @@ from tests.worlds.direct import Direct
 OWN, OTHER = b"o" * 32, b"x" * 32
 
 
+ADAPTER = Adapter("mine", {"adapters.safetensors": "ab"}, 4)
+
+
+class Loaded:
+    """A model with an adapter, of which no more than its ids matters."""
+
+    model_id = OWN
+    adapters = Adapters([ADAPTER])
+    computes = LoadedModel.computes
+
+
 class Engine:
     """Takes every sequence."""
 
     def __init__(self) -> None:
-        self.loaded = SimpleNamespace(model_id=OWN)
+        self.loaded: Any = Loaded()
         self.taken: list[str] = []
         self.aborted: list[str] = []
         self.compiling = threading.Event()
@@ -88,8 +103,9 @@ async def test_a_request_made_for_another_model_id_is_refused(replica: ReplicaAc
     """As where a replica came back with an update behind the router's back: its KV would be kept under the names of
     what computes otherwise. It may be tried again."""
 
-    async def submitted(name: str, model_id: bytes) -> SatchelError | None:
-        request = GenerateRequest(name, "c", "m", "", [1], [], bytes(32), Sampling(), model_id=model_id)
+    async def submitted(name: str, model_id: bytes, adapter: bytes = b"") -> SatchelError | None:
+        request = GenerateRequest(name, "c", "m", "", [1], [], bytes(32), Sampling())
+        request = replace(request, model_id=model_id, adapter=adapter)
         try:
             return await client(replica).submit(request)
         except SatchelError as error:
@@ -99,7 +115,11 @@ async def test_a_request_made_for_another_model_id_is_refused(replica: ReplicaAc
     assert isinstance(refusal, Unavailable) and "computes differently" in refusal.message
     assert await submitted("r", OWN) is None, "and it left nothing behind"
     assert await submitted("s", b"") is None, "nobody has said"
-    assert replica._engine.taken == ["r", "s"]  # type: ignore[union-attr]
+    assert await submitted("t", adapted_id(OWN, ADAPTER.digest), ADAPTER.digest) is None
+    for model_id, adapter in ((OWN, ADAPTER.digest), (adapted_id(OWN, b"z"), b"z"), (b"", b"z")):
+        refusal = await submitted("u", model_id, adapter)
+        assert isinstance(refusal, Unavailable) and "computes differently" in refusal.message
+    assert replica._engine.taken == ["r", "s", "t"]  # type: ignore[union-attr]
 
 
 async def test_requests_that_need_a_self_test_are_to_be_retried(replica: ReplicaActor):
@@ -114,6 +134,8 @@ async def test_requests_that_need_a_self_test_are_to_be_retried(replica: Replica
     assert replica._plain_since
     with pytest.raises(Unavailable, match="the self-test of m has not ended: pictures"):
         await client(replica).submit(replace(text, media=[picture]))
+    with pytest.raises(Unavailable, match="the self-test of m has not ended: adapters"):
+        await client(replica).submit(replace(text, adapter=ADAPTER.digest))
     with pytest.raises(Unavailable, match="has not ended: embeddings"):
         await client(replica).pool(PoolingRequest("v", "m", [[1]]))
     await client(replica).submit(text)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from satchel.actors.model_files.model_identity import adapted_id
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.router_messages import Chain, Decision, RouteRequest
 from satchel.actors.router.costs import RESTORE_SETUP_S
@@ -142,3 +143,45 @@ def test_a_replica_whose_self_test_ends_is_asked_with_its_new_id():
     decision = ask(policy, exclude=["cpu"])
     assert (decision.replica, decision.model_id) == ("gpu", b"new")
     assert decision.model_ids == sorted([CPU, b"new"])
+
+
+@pytest.mark.parametrize("holder", ["cpu", "gpu"])
+def test_a_request_with_an_adapter_goes_where_the_adapters_kv_is(holder: str):
+    """KV of the model without it, which has other names, counts for nothing. Agents are at home with each adapter where
+    they had their last turn with it."""
+    adapter = b"a" * 32
+    ids = {CPU: adapted_id(CPU, adapter), GPU: adapted_id(GPU, adapter)}
+    own = {
+        CPU: [bytes([50 + index]) * 32 for index in range(10)],
+        GPU: [bytes([150 + index]) * 32 for index in range(10)],
+    }
+    other = "gpu" if holder == "cpu" else "cpu"
+    of = {"cpu": CPU, "gpu": GPU}
+    policy = unequal(**{holder: own[of[holder]], other: NAMES[of[other]]})
+
+    def adapted(agent: str = "") -> Decision:
+        request = RouteRequest(
+            f"r{random.random()}",
+            "m",
+            agent,
+            own[CPU],
+            TOKENS,
+            model_id=ids[CPU],
+            others=[Chain(ids[GPU], own[GPU])],
+            adapter=adapter,
+        )
+        decision = policy.route(request, 0.0)
+        assert decision is not None
+        policy.members.release(decision.replica, request.request_id)
+        return decision
+
+    decision = adapted()
+    assert (decision.replica, decision.why, decision.cached_tokens) == (holder, "prefix", 10 * BLOCK_TOKENS)
+    assert decision.model_id == ids[of[holder]] and decision.model_ids == [ids[CPU], ids[GPU]]
+    assert ask(policy).replica == other
+    plain = ask(policy, "t/ann").replica
+    first = adapted("t/ann")
+    assert first.why != "agent_home", "its turn without the adapter was another conversation's KV"
+    again = adapted("t/ann")
+    assert (again.replica, again.why) == (first.replica, "agent_home")
+    assert ask(policy, "t/ann").replica == plain

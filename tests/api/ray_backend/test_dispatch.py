@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
+from satchel.actors.model_files.model_identity import adapted_id
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.clients import ReplicaClient
 from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
@@ -122,7 +123,7 @@ class FakeBackend:
     def background(self, work: Any) -> None:
         self.tasks.add(asyncio.ensure_future(work))
 
-    def model_ids(self, model: str) -> list[bytes]:
+    def model_ids(self, request: GenerateRequest) -> list[bytes]:
         return self.ids
 
     async def info(self, replica: str) -> Any:
@@ -479,6 +480,16 @@ async def test_a_replica_that_has_got_another_id_gets_the_sequence_with_its_name
     backend.proven["a"] = CPU
     await sequence.start()
     assert sequence.replica == "b"
+
+
+async def test_a_sequence_with_an_adapter_gets_its_names_under_another_id_too():
+    """The replica's own id is that of the model without an adapter."""
+    backend, sequence = unequal(a=[ComputesOtherwise("otherwise")])
+    sequence._request = replace(sequence._request, adapter=b"d" * 32)
+    backend.proven["a"] = GPU
+    await sequence.start()
+    (taken,) = backend.links["a"].taken
+    assert taken.adapter == b"d" * 32 and is_called_as(taken, adapted_id(GPU, b"d" * 32))
 
 
 async def test_a_sequence_that_waited_while_its_replica_was_proven_is_asked_for_again():

@@ -14,10 +14,12 @@ from ray.exceptions import RayActorError
 
 from satchel.actors.protocol import registry
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS, block_ids, root_id
-from satchel.actors.protocol.clients import ReplicaClient, RouterClient
-from satchel.actors.protocol.names import ROUTER
+from satchel.actors.protocol.clients import PoolClient, ReplicaClient, RouterClient
+from satchel.actors.protocol.names import POOL, ROUTER
+from satchel.actors.protocol.pool_messages import LOADED, PooledModel
 from satchel.actors.protocol.registry import ServedEntry
 from satchel.actors.protocol.replica_messages import (
+    AdapterInfo,
     GenerateRequest,
     ReplicaStats,
     Sampling,
@@ -36,6 +38,7 @@ from satchel.actors.rpc.codec import encode
 from satchel.actors.rpc.local import LocalServer
 from satchel.api.ray_backend import dispatch
 from satchel.api.ray_backend.dispatch import RayBackend
+from satchel.api.requests.loading import Loading
 from satchel.api.views.cluster import SeenNodes
 from satchel.cluster.config import Model, parse_config
 from satchel.cluster.errors import InvalidRequest, NodeNotFound, NoReplica, Unavailable
@@ -115,7 +118,7 @@ async def test_the_node_is_the_decisions_else_the_registrys(world: World) -> Non
 
 async def test_the_ids_that_replicas_have_are_learnt_from_decisions(world: World) -> None:
     """So the endpoint need not ask every replica, and it does not matter which one answers first."""
-    assert world.backend.routing.model_ids("m") == ()
+    assert world.backend.routing.model_ids(REQUEST) == ()
     asked: list[RouteRequest] = []
 
     def route(request: bytes) -> Decision:
@@ -125,9 +128,43 @@ async def test_the_ids_that_replicas_have_are_learnt_from_decisions(world: World
     world.restart(route=route)
     other = replace(REQUEST, model_id=b"b", block_ids=[b"y"])
     await world.backend.routing.route(replace(REQUEST, model_id=b"a", block_ids=[b"x"]), [], "", [other])
-    assert world.backend.routing.model_ids("m") == [b"a", b"b"]
+    assert world.backend.routing.model_ids(REQUEST) == [b"a", b"b"]
     assert (asked[0].model_id, asked[0].block_ids) == (b"a", [b"x"])
     assert asked[0].others == [Chain(b"b", [b"y"])]
+    adapted = replace(REQUEST, adapter=b"d" * 32)
+    assert world.backend.routing.model_ids(adapted) == (), "an adapter has ids of its own"
+    await world.backend.routing.route(adapted, [], "")
+    assert asked[1].adapter == adapted.adapter and asked[1].model == "m"
+
+
+async def test_adapters_are_listed_loaded_and_healthy_with_their_model(world: World) -> None:
+    adapted = replace(MODEL, adapters={"one": "folder", "two": "a/b"}, aliases=("other",), load="request")
+    world.entries = (ServedEntry(1, adapted, {"m-0": "mac0"}),)
+    listed = await world.backend.listed()
+    assert [(each.name, each.parent, each.replicas_of) for each in listed] == [
+        ("m", "", "m"),
+        ("one", "m", "m"),
+        ("two", "m", "m"),
+    ]
+    assert [each.aliases for each in listed] == [("other",), (), ()] and all(each.comes_and_goes for each in listed)
+    info = model_info(adapters=[AdapterInfo(name, name.encode() * 10, {}, 4) for name in ("one", "two")])
+    stats = ReplicaStats("m-0", "m", answers=True, node="mac0")
+    world.actors["replica:m-0"] = Actor(stats=lambda _: stats, info=lambda _: info)
+    assert await world.backend.health() == {"m": True, "one": True, "two": True}
+    own, one, two = [model.info for model in await world.backend.models()]
+    assert (one.name, one.parent, one.adapter, one.files_id) == ("one", "m", b"one" * 10, own.files_id)
+    assert len({own.model_id, one.model_id, two.model_id}) == 3
+    asked: list[str] = []
+
+    def ensure(request: bytes) -> PooledModel:
+        asked.append(PoolClient.ensure.asked(request)[0])
+        return PooledModel("m", LOADED)
+
+    world.actors[POOL] = Actor(ensure=ensure)
+    world.entries = (ServedEntry(1, adapted, {}),)
+    world.backend.routing.served.refresh()
+    await world.backend.load("two", Loading())
+    assert asked == ["m"], "the model is loaded for its adapter"
 
 
 async def test_a_request_is_routed_though_nobody_knows_the_node(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ class Backend:
     def background(self, work: Any) -> None:
         self.tasks.add(asyncio.ensure_future(work))
 
-    def model_ids(self, model: str) -> list[bytes]:
+    def model_ids(self, request: GenerateRequest) -> list[bytes]:
         return []
 
     async def route(self, request: GenerateRequest, exclude: Any, beside: str, others: Any = ()) -> Decision:

@@ -30,7 +30,7 @@ from ..protocols.satchel.test_operations import samples
 
 SLOTS = {"running": 0, "kept": 0, "free": 0}
 PLAIN = {"decoding": None, "multiplying": None, "proving": None, "loading": None}
-PLAIN |= {"folder": None, "weights_bytes": None, "idle_s": 0.0, "stages": []}
+PLAIN |= {"folder": None, "weights_bytes": None, "idle_s": 0.0, "stages": [], "adapters": []}
 MEMORY = {**PLAIN, "slots": SLOTS, "memory_bytes": 0, "memory_bytes_max": 0}
 
 TWO = [

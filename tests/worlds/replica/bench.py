@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from satchel.actors.model_files.model_identity import adapted_id
 from satchel.actors.protocol.block_ids import block_ids, root_id
 from satchel.actors.protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, SequenceUpdate
 from satchel.actors.replica.execution.loaded_model import LoadedModel
@@ -128,6 +129,10 @@ class Bench:
                 assert sequence.prefill_s is None and len(sequence.tokens) == len(update.tokens)
                 sequence.prefill_s = update.prefill_s
 
+    def digest_of(self, adapter: str) -> bytes:
+        """The digest of one of the model's adapters by its name."""
+        return {"": b"", **{each.name: each.digest for each in self.loaded.adapters.all}}[adapter]
+
     def submit(
         self,
         name: str,
@@ -147,10 +152,13 @@ class Bench:
         tenant: str = "",
         memory: int | None = None,
         on_disk: int | None = None,
+        adapter: str = "",
         **sampling,
     ):
         scope = f"tenant:{tenant or 'test'}"
-        root = root_id(self.loaded.model_id, scope)
+        digest = self.digest_of(adapter)
+        model_id = adapted_id(self.loaded.model_id, digest)
+        root = root_id(model_id, scope)
         fields = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **sampling}
         request = GenerateRequest(
             request_id=name,
@@ -175,6 +183,8 @@ class Bench:
             tenant=tenant,
             memory_bytes_max=memory,
             disk_bytes_max=on_disk,
+            model_id=model_id if adapter else b"",
+            adapter=digest,
         )
         # On another thread than the engine's, as in a replica.
         known, embeddings = _reader.submit(self.engine.look_up, request).result()
@@ -183,17 +193,26 @@ class Bench:
         self.engine.submit(request, refuse, known, embeddings, grammar)
 
     def prepare(
-        self, agent: str, prompt: list[int], *, tenant: str = "", memory: int | None = None, most: int = 1000
+        self,
+        agent: str,
+        prompt: list[int],
+        *,
+        tenant: str = "",
+        memory: int | None = None,
+        most: int = 1000,
+        adapter: str = "",
     ) -> None:
         """Have a prompt prepared, and compute at most so many of its chunks."""
         scope = f"tenant:{tenant or 'test'}"
-        root = root_id(self.loaded.model_id, scope)
+        digest = self.digest_of(adapter)
+        root = root_id(adapted_id(self.loaded.model_id, digest), scope)
         fields: dict[str, Any] = {
             "scope": scope,
             "agent": agent,
             "prompt": prompt,
             "tenant": tenant,
             "memory_bytes_max": memory,
+            "adapter": digest,
         }
         ids, nothing = block_ids(root, prompt), Sampling(max_tokens=0)
         self.engine.prepare_prompt(

@@ -1,0 +1,1 @@
+"""LoRA adapters by request: sequences with different adapters, or none, in one call of the model."""
