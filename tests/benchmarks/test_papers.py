@@ -309,6 +309,7 @@ def test_the_memory_of_a_models_activations_is_planned(folder: Path) -> None:
 # Agents.
 
 
+@pytest.mark.slow
 def test_an_agents_context_is_not_computed_again(folder: Path, tmp_path: Path) -> None:
     """Not when it is hot, nor when it is warm; and the peer's answer is as long."""
     given = ([300], 1, tmp_path, parts.Budget(120.0), quiet)
@@ -320,6 +321,7 @@ def test_an_agents_context_is_not_computed_again(folder: Path, tmp_path: Path) -
     assert all(row["ours"] > 0 and row["best peer"] > 0 for row in rows_of(table))
 
 
+@pytest.mark.slow
 def test_two_agents_arrive_one_after_the_other(folder: Path) -> None:
     table = agent_memory.staggered("gemma2-2b", folder, 40, 1, parts.Budget(120.0), quiet, small=True)
     assert [row["which"] for row in rows_of(table)] == ["mlx-lm, sequential", "mlx-lm, batched"] * 2

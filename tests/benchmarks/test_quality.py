@@ -47,6 +47,7 @@ def test_perplexity_is_that_of_the_text_in_the_models_own_caches(subject: Subjec
     assert len(part.targets) == 4
 
 
+@pytest.mark.slow
 def test_without_time_the_length_is_named_and_no_figure_is_told(subject: Subject) -> None:
     part = divergence(subject, "prose", [1024], Budget(0.0), silent)
     assert not part.rows and not part.targets and "There was no time for 1,024 tokens." in part.notes

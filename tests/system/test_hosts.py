@@ -156,6 +156,7 @@ def test_a_head_that_was_killed_finds_everybody_s_memory_again(world: World):
     wait_until(lambda: talk.where(alice)["copies"] == ["mac1"], 20)
 
 
+@pytest.mark.slow
 def test_while_a_host_is_cut_off_its_agents_go_on_and_afterwards_the_newest_home_counts(world: World):
     world.whole()
     talk = world.talk

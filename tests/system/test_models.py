@@ -298,6 +298,7 @@ def test_ray_s_own_commands_and_programs_reach_the_cluster(server: Server, tmp_p
         assert says in ran.stdout, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads_holds_no_sequence(server: Server):
     """Only a limited number of tokens waits for it in the server, besides those in the system's socket buffers. All
     sequences end long before they are complete, and no other client is disturbed."""

@@ -16,7 +16,7 @@ from .vision_types import IN_CODE
 
 COUNTS = {"text": 3, "vision": 1}
 SIGNAL = "by signal"
-LONG_S = 40.0
+LONG_S = 15.0
 """Types that take longer are checked by `make test-zoo` alone."""
 
 

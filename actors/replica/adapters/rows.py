@@ -49,24 +49,22 @@ class Rows:
     """The adapters' numbers of a call's rows, 0 for none.
 
     Args:
+        numbers: `(rows,)`; an array of uint32 if they are not known while a step is recorded, and then rows are
+            gathered.
         gathers, copies: as for `Adapted`.
     """
 
-    def __init__(self, numbers: Sequence[int], *, gathers: bool, copies: bool = False) -> None:
+    def __init__(self, numbers: Sequence[int] | mx.array, *, gathers: bool = True, copies: bool = False) -> None:
         self._count, self._copies = len(numbers), copies
-        distinct = sorted(set(numbers) - {0})
-        self._groups = [(number, [row for row, other in enumerate(numbers) if other == number]) for number in distinct]
+        self._groups: list[tuple[int, list[int]]] = []
+        if isinstance(numbers, mx.array):
+            self._numbers, self._bare, self._gathers = numbers, True, True
+        else:
+            distinct = sorted(set(numbers) - {0})
+            self._groups = [(number, [row for row, own in enumerate(numbers) if own == number]) for number in distinct]
+            self._numbers = mx.array(list(numbers), mx.uint32)
+            self._bare, self._gathers = 0 in numbers, gathers and len(distinct) > 1
         self._indices = {number: mx.array(rows, mx.uint32) for number, rows in self._groups}
-        self._bare = 0 in numbers
-        self._gathers = gathers and len(distinct) > 1
-        self._numbers = mx.array(list(numbers), mx.uint32)
-
-    @classmethod
-    def recorded(cls, numbers: mx.array, *, copies: bool) -> Rows:
-        """Returns rows whose numbers `(rows,)`, uint32, are not known while a step is recorded."""
-        rows = cls((), gathers=False, copies=copies)
-        rows._count, rows._gathers, rows._bare, rows._numbers = numbers.shape[0], True, True, numbers
-        return rows
 
     def add(self, y: mx.array, x: mx.array, change: Change) -> mx.array:
         """Returns a layer's outputs with those of the adapters.
@@ -123,7 +121,7 @@ class Adapted:
 
     def recording(self, numbers: mx.array) -> AbstractContextManager[None]:
         """As `calling`, for numbers `(rows,)`, uint32, that are an input of a recorded step."""
-        return self.using(Rows.recorded(numbers, copies=self.copies))
+        return self.using(Rows(numbers, copies=self.copies))
 
     def group_always(self) -> None:
         """Computes rows in groups from now on, and records no steps with adapters."""

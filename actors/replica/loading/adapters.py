@@ -280,7 +280,7 @@ def _why_in_groups(called: Any, count: int, adapters: Adapters) -> str:
 
     verdict = try_change(
         lambda: logits(Rows(numbers, gathers=False)),
-        lambda: logits(Rows.recorded(mx.array(numbers, mx.uint32), copies=adapted.copies)),
+        lambda: logits(Rows(mx.array(numbers, mx.uint32), copies=adapted.copies)),
         unless_equal("gathered they are computed otherwise"),
     )
     return verdict.reason if verdict.error is None else first_sentence(verdict.error)

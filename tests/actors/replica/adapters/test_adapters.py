@@ -222,7 +222,7 @@ def test_gathered_rows_agree_with_groups(made: Made) -> None:
     for copies in (True, False):
         for rows in (
             Rows(numbers, gathers=True, copies=copies),
-            Rows.recorded(mx.array(numbers, mx.uint32), copies=copies),
+            Rows(mx.array(numbers, mx.uint32), copies=copies),
         ):
             with adapted.using(rows):
                 logits.append(np.array(stacked.model(tokens)))

@@ -142,6 +142,7 @@ def by_kernel() -> Iterator[LoadedModel]:
         yield loaded
 
 
+@pytest.mark.slow
 def test_what_a_grammar_forces_is_drafted_and_changes_nothing(
     by_kernel: LoadedModel, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ):

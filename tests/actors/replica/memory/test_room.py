@@ -99,6 +99,7 @@ def test_what_memory_can_never_hold_is_refused_with_the_number(loaded: LoadedMod
     assert bench.sequences["short"].finish == "length"
 
 
+@pytest.mark.slow
 def test_slots_at_the_end_are_given_back_while_sequences_run(loaded: LoadedModel):
     """Blocks of sequences and of the cache move to other slots, and no answer changes."""
     prompts = [prompt_of(300 + 256 * number, number) for number in range(4)]
