@@ -59,7 +59,8 @@ def test_a_host_joins_by_hand_and_hands_its_agents_over_when_it_leaves(world: Wo
 
     succeeds(world.satchel(world.third, "leave", home="mac2"))
     assert "2 of 2 agents live on other nodes now" in succeeds(third, 10)
-    assert talk.nodes() == {"mac0": True, "mac1": True}, "it is no node any more, not one that is down"
+    # It is no node any more, not one that is down.
+    wait_until(lambda: talk.nodes() == {"mac0": True, "mac1": True}, RETURN_S)
     # Nobody has asked for them, and they are at home already.
     places = [talk.where(agent) for agent in (carol, dave)]
     assert all(place["home"] in NODES and place["alive"] for place in places), places

@@ -247,6 +247,7 @@ def test_a_model_that_is_divided_in_another_way_goes_on_from_the_same_kv(
     with group.running():
         warm = group.bench.run("warm", second, agent=AGENT)
         assert warm.cached == length + 20
+        group.write_down()
     group.restarted()
     for node in nodes:
         node.sources.clear()
