@@ -137,6 +137,10 @@ def test_what_is_here_is_not_fetched_and_what_neither_has_ends_the_chain(pair):
     result = pair.pull(wanted(entries))
     assert (result.stop, result.blocks, result.installed) == (Stop.MISSING, 9, 5)
     assert pair.target.has(*entries[:9]) and pair.target.lacks(*entries[9:])
+    # The sender notes an entry once it has sent it, which may be after it has come.
+    ends = time.monotonic() + 5.0
+    while len(pair.sent) < 5 and time.monotonic() < ends:
+        time.sleep(0.01)
     assert len(pair.sent) == 5
     again = pair.pull(wanted(entries[:9]))
     assert (again.stop, again.blocks, again.installed, again.nbytes) == (Stop.COMPLETE, 9, 0, 0)
