@@ -16,7 +16,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from satchel.actors.replica.device.device import on_gpu
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.group.forming import GroupTimes, Member
 from satchel.actors.replica.group.loading import load_part
@@ -53,8 +52,7 @@ class ShareProcess(Process):
 
     def _of(self, folder: str) -> LoadedModel:
         if self._ranks:
-            weights = "auto" if on_gpu() else "stored"
-            return load_part(folder, SharePart(Ranks(self._rank, self._ranks)), weights=weights)
+            return load_part(folder, SharePart(Ranks(self._rank, self._ranks)), weights="auto")
         return models.load(folder, context_tokens_max=None, progress=lambda *_: None, kv="q4")
 
     def facts(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ The formulas and the layout of the matrices are those of mlx-lm (`mlx_lm.tuner.l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -120,15 +120,24 @@ def _product(x: mx.array, matrices: mx.array, numbers: mx.array, *, copies: bool
     return x @ matrices[numbers] if copies else mx.gather_mm(x, matrices, rhs_indices=numbers)
 
 
-class _Products:
-    """What adapters add to a linear layer; a `Change`."""
+class _OfStack:
+    """What adapters add to outputs of one layer; a `Change`."""
+
+    times: Callable[[Matrices, mx.array], mx.array]
+    """What one adapter's matrices add for inputs."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
 
     def alone(self, number: int, x: mx.array) -> mx.array | None:
         matrices = self._stack.alone(number)
-        return None if matrices is None else matrices.times(x)
+        return None if matrices is None else type(self).times(matrices, x)
+
+
+class _Products(_OfStack):
+    """Of a linear layer."""
+
+    times = Matrices.times
 
     def gathered(self, numbers: mx.array, x: mx.array, *, copies: bool) -> mx.array:
         z = _product(x.reshape(x.shape[0], -1, x.shape[-1]), self._stack.a, numbers, copies=copies)
@@ -136,29 +145,19 @@ class _Products:
         return z.reshape(*x.shape[:-1], z.shape[-1])
 
 
-class _LookUps:
-    """What adapters add to an embedding; a `Change`."""
+class _LookUps(_OfStack):
+    """Of an embedding."""
 
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
-
-    def alone(self, number: int, x: mx.array) -> mx.array | None:
-        matrices = self._stack.alone(number)
-        return None if matrices is None else matrices.looked_up(x)
+    times = Matrices.looked_up
 
     def gathered(self, numbers: mx.array, x: mx.array, *, copies: bool) -> mx.array:
         return _product(self._stack.a[numbers[:, None], x], self._stack.b, numbers, copies=copies)
 
 
-class _Logits:
-    """What adapters add to logits that an embedding gives; a `Change`."""
+class _Logits(_OfStack):
+    """Of an embedding that is the output layer too."""
 
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
-
-    def alone(self, number: int, x: mx.array) -> mx.array | None:
-        matrices = self._stack.alone(number)
-        return None if matrices is None else matrices.as_linear(x)
+    times = Matrices.as_linear
 
     def gathered(self, numbers: mx.array, x: mx.array, *, copies: bool) -> mx.array:
         z = _product(x, self._stack.b.swapaxes(1, 2), numbers, copies=copies)

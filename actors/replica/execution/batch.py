@@ -235,11 +235,11 @@ class Batch(Prefilling):
             return caches.step(self._model_alone, inputs)
         sequences = self._sequences
         numbers = [sequence.adapter for sequence in sequences]
-        if self._compiled is not None and self._compiled.records(caches, numbers):
+        if self._compiled is not None:
             more = padded_rows(len(sequences)) - len(sequences)
             logits = self._compiled(inputs, caches, self._besides(sequences, more), None, numbers)
-            assert logits is not None
-            return logits
+            if logits is not None:
+                return logits
         with self._adapted(sequences):
             return self._model(inputs[:, None], cache=caches, **self._besides(sequences))[:, -1, :]
 

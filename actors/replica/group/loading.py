@@ -151,7 +151,7 @@ def load_part(
 
     Args:
         dtype: `auto`, or the name of an MLX float type.
-        weights: see `prepare_weights`. With `auto` each process decides for its own part.
+        weights: see `prepare_weights`. With `auto` each process decides for its own part; on CPUs they are `stored`.
         kv: how KV is kept, one of `POLICIES`.
         digests: a file for the digests of the model's files.
         trials: a file for what tests find.
@@ -161,6 +161,8 @@ def load_part(
     Raises:
         ModelLoadError: it cannot be loaded or divided; the message says why in one sentence.
     """
+    if weights == "auto" and not on_gpu():
+        weights = "stored"
     # Before any library takes OpenBLAS for itself.
     blas.chosen()
     folder = resolve(source, progress)
@@ -244,7 +246,6 @@ def load_planned(
 ) -> LoadedModel:
     """Loads a process's part of a model as the config says, the same in all processes of a group. Errors as for
     `load_part`."""
-    weights = "stored" if model.weights == "auto" and not on_gpu() else model.weights
     part: Part = StagePart(stage.start, stage.stop)
     if model.split is not None and model.split.tensor is not None:
         refuse_missing(model.split)
@@ -253,7 +254,7 @@ def load_planned(
         model.source,
         part,
         dtype=model.dtype,
-        weights=weights,
+        weights=model.weights,
         kv=policy_of(model.kv),
         context_tokens_max=model.context_tokens_max,
         digests=default_home().digests_file,
