@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -200,7 +201,7 @@ class DiskTier:
         self._store = store
         self._pull_s = timing.pull_s
         self._session: WriterSession | None = None
-        self._queue: queue.SimpleQueue[WriteJob] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
         self._waiting = 0
         self._waiting_max = unwritten_bytes_max
         # When a job was last written, or accepted while none waited.
@@ -209,7 +210,9 @@ class DiskTier:
         # Guards the counts; only held briefly.
         self._lock = threading.Lock()
         self._opening = threading.Lock()
-        threading.Thread(target=self._write_forever, name="disk", daemon=True).start()
+        arguments = self._queue, weakref.ref(self)
+        threading.Thread(target=_write_forever, args=arguments, name="disk", daemon=True).start()
+        weakref.finalize(self, self._queue.put, None)
 
     @property
     def waiting_bytes(self) -> int:
@@ -434,29 +437,27 @@ class DiskTier:
 
     # The writer's thread.
 
-    def _write_forever(self) -> None:
-        # The first call to a store imports much, which no prompt should wait for.
+    def _open_early(self) -> None:
+        """The first call to a store imports much, which no prompt should wait for."""
         try:
             self._opened()
         except Exception as error:
             logger.info("the store is asked again for the first write: %s", error)
-        while True:
-            job = self._queue.get()
-            try:
-                self._write_patiently(job)
-            except SatchelError as error:
-                self.counters.unwritten_turns += 1
-                logger.warning("writing KV of %s failed: %s", job.owner, error.message)
-            except Exception:
-                # This thread must survive any error, or nothing is ever written again.
-                self.counters.unwritten_turns += 1
-                logger.exception("writing KV of %s failed", job.owner)
-            finally:
-                job.done()
-                with self._lock:
-                    self._waiting -= job.nbytes
-                # Otherwise the job would stay alive until the next one.
-                del job
+
+    def _write_or_say(self, job: WriteJob) -> None:
+        try:
+            self._write_patiently(job)
+        except SatchelError as error:
+            self.counters.unwritten_turns += 1
+            logger.warning("writing KV of %s failed: %s", job.owner, error.message)
+        except Exception:
+            # The thread must survive any error, or nothing is ever written again.
+            self.counters.unwritten_turns += 1
+            logger.exception("writing KV of %s failed", job.owner)
+        finally:
+            job.done()
+            with self._lock:
+                self._waiting -= job.nbytes
 
     def _write_patiently(self, job: WriteJob) -> None:
         """Writes a job. Retries if the store is unavailable, unless an earlier job has failed all its retries and
@@ -537,3 +538,14 @@ class DiskTier:
                 root = Path(told.root)
                 self._session = WriterSession(root, read_key(root), told.session, told.epoch)
             return self._session
+
+
+def _write_forever(jobs: queue.SimpleQueue[WriteJob | None], of: weakref.ref[DiskTier]) -> None:
+    """Runs until nobody has the tier any more: then None comes."""
+    if (tier := of()) is not None:
+        tier._open_early()
+    del tier
+    while (job := jobs.get()) is not None and (tier := of()) is not None:
+        tier._write_or_say(job)
+        # Otherwise they would stay alive until the next one.
+        del job, tier

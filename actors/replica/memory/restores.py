@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -79,9 +80,11 @@ class Restores:
         # Start times of the readers that are busy.
         self._working: dict[int, float] = {}
         self._paused_until = 0.0
-        self._jobs: SimpleQueue[Reading] = SimpleQueue()
+        self._jobs: SimpleQueue[Reading | None] = SimpleQueue()
         for number in range(READS_MAX if disk is not None else 0):
-            threading.Thread(target=self._read_forever, args=(number,), name=f"reader-{number}", daemon=True).start()
+            arguments = self._jobs, weakref.ref(self), number
+            threading.Thread(target=_read_forever, args=arguments, name=f"reader-{number}", daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None)
 
     def __len__(self) -> int:
         return len(self._reading)
@@ -153,21 +156,17 @@ class Restores:
             del self._reading[name]
         return list(late)
 
-    def _read_forever(self, number: int) -> None:
-        while True:
-            reading = self._jobs.get()
-            restored = None
-            self._working[number] = time.monotonic()
-            try:
-                with working_for(request_of(reading.prompt.request_id), reading.span):
-                    restored = self._read(reading)
-            except Exception:
-                # This thread must survive any error, and the sequence is computed instead.
-                logger.exception("request %s: nothing is read back", reading.prompt.request_id)
-            del self._working[number]
-            self._deliver(reading, restored)
-            # Otherwise the result would stay alive until the next one.
-            del reading, restored
+    def _read_and_deliver(self, reading: Reading, number: int) -> None:
+        restored = None
+        self._working[number] = time.monotonic()
+        try:
+            with working_for(request_of(reading.prompt.request_id), reading.span):
+                restored = self._read(reading)
+        except Exception:
+            # The thread must survive any error, and the sequence is computed instead.
+            logger.exception("request %s: nothing is read back", reading.prompt.request_id)
+        del self._working[number]
+        self._deliver(reading, restored)
 
     def _waits(self, reading: Reading) -> bool:
         """Whether the sequence has not left, and has not waited too long."""
@@ -196,3 +195,11 @@ class Restores:
             time.sleep(pause_s)
         self._paused_until = time.monotonic() + PAUSE_S
         return None
+
+
+def _read_forever(jobs: SimpleQueue[Reading | None], of: weakref.ref[Restores], number: int) -> None:
+    """Runs until nobody has the restores any more: then None comes."""
+    while (reading := jobs.get()) is not None and (restores := of()) is not None:
+        restores._read_and_deliver(reading, number)
+        # Otherwise they would stay alive until the next one.
+        del reading, restores

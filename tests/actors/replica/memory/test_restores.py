@@ -275,3 +275,18 @@ def test_a_sequence_whose_last_token_cannot_be_read_ends_alone(loaded: LoadedMod
         bench.submit(f"sequence {number}", prompt_of(300, seed=number), max_tokens=400)
     bench.drain()
     assert sorted(str(sequence.finish) for sequence in bench.sequences.values()) == ["error", "length"]
+
+
+def test_an_engine_that_nobody_has_any_more_leaves_no_threads(loaded: LoadedModel, node: Node):
+    before = {*threading.enumerate()}
+    bench, disk = process(loaded, node)
+    bench.run("one", prompt_of(600), agent=AGENT)
+    write_down(bench, disk)
+    names = {"disk", "reader-0", "reader-1"}
+    own = [thread for thread in threading.enumerate() if thread not in before and thread.name in names]
+    assert len(own) == 3
+    del bench, disk
+    gc.collect()
+    for thread in own:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in own)
