@@ -5,12 +5,16 @@ Everything lives in a temporary home of its own, on ports that the system chose,
 
 from __future__ import annotations
 
+import asyncio
+import faulthandler
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +150,27 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             del item.config.stash[_CLUSTER]
             # Those that depend on it end before it.
             fixture.finish(request)  # type: ignore[arg-type]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test that hangs fails after half of `faulthandler_timeout`, and shows where its threads are. The other half is
+    for those that hang in a library, whose process then ends."""
+    limit_s = float(item.config.getini("faulthandler_timeout")) / 2
+
+    def hangs(*_: Any) -> None:
+        faulthandler.dump_traceback(2)
+        with suppress(RuntimeError):
+            for task in asyncio.all_tasks():
+                task.print_stack()
+        pytest.fail(f"hangs: it has taken {limit_s:.0f} s")
+
+    signal.signal(signal.SIGALRM, hangs)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class WholeFiles(LoadScopeScheduling):
