@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from queue import SimpleQueue
 
@@ -78,6 +79,18 @@ class _Encoding:
     made: Future[_Made]
 
 
+@cache
+def _encoder() -> SimpleQueue[_Job]:
+    """Starts this process's encoder, and returns where it takes its jobs from.
+
+    All queues of a process share it: MLX keeps the streams of a thread that has ended. It is a daemon: if the
+    interpreter joined it at exit, the process would abort, because MLX's compiled code calls back into Python.
+    """
+    jobs: SimpleQueue[_Job] = SimpleQueue()
+    threading.Thread(target=_encode_forever, args=(jobs,), name="encoder", daemon=True).start()
+    return jobs
+
+
 def _encode_forever(jobs: SimpleQueue[_Job]) -> None:
     while True:
         made, encode = jobs.get()
@@ -108,7 +121,6 @@ class PictureQueue:
         self.embeddings = EmbeddingCache(bytes_max)
         self.encode_token_s = 0.0
         self._vision, self._disk, self._wake = vision, disk, wake
-        self._jobs: SimpleQueue[_Job] | None = None
         self._encoding: _Encoding | None = None
         self._waiting: dict[str, _PicturedSequence] = {}
         # Seconds of encoder time that a sequence would have had if it had always been waiting.
@@ -244,14 +256,9 @@ class PictureQueue:
         made: Future[_Made] = Future()
         pictures = self._batch_with(sequence, index)
         job = self._work(pictures)
-        if self._jobs is None:
-            self._jobs = SimpleQueue()
-            # A daemon: if the interpreter joined it at exit, the process would abort, because MLX's compiled code calls
-            # back into Python.
-            threading.Thread(target=_encode_forever, args=(self._jobs,), name="encoder", daemon=True).start()
         self._encoding = _Encoding(pictures, made)
         made.add_done_callback(lambda _: self._wake())
-        self._jobs.put((made, job))
+        _encoder().put((made, job))
 
     def _batch_with(self, sequence: Sequence, index: int) -> list[_Picture]:
         """Returns the picture and others to encode with it. They have the same layout, and their sequences the same
