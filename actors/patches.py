@@ -65,8 +65,8 @@ def stood_in(sites: Sequence[tuple[Any, str, Any]]) -> Change:
     """Replaces modules' children by callables.
 
     Changes: attributes of MLX modules, which hide the children of these names until they are gone.
-    Why: while a step is recorded, norms and rotations are left to the kernel (`replica/execution/deferral.py`). MLX's
-        own way to replace children takes modules alone.
+    Why: while a step is recorded, norms, rotations and residual sums are left to kernels (`deferral.py` and
+        `residual_sums.py` of `replica/execution`). MLX's own way to replace children takes modules alone.
     Fits: mlx 0.32.4.
     Noticed by: tests/actors/test_patches.py::test_what_stands_in_is_called_and_the_child_comes_back
 

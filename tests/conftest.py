@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import functools
 import gc
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fastapi.dependencies.models
 import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -70,6 +73,8 @@ LONG = (
     "zoo/test_zoo.py",
 )
 FIRST = (*SHARE_CLUSTER, *START_SERVERS, *LONG)
+
+THREADS_MANY = 30
 
 _HOME = pytest.StashKey[Home]()
 _CLUSTER = pytest.StashKey[tuple[pytest.FixtureDef[Any], pytest.FixtureRequest]]()
@@ -150,6 +155,19 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             del item.config.stash[_CLUSTER]
             # Those that depend on it end before it.
             fixture.finish(request)  # type: ignore[arg-type]
+        if nextitem is None or nextitem.path != item.path:
+            _let_go()
+
+
+def _let_go() -> None:
+    """Ends the threads of engines and stores that no test has any more. Otherwise there are hundreds of them, and as
+    many of MLX's, and where a test hangs is not shown for all."""
+    # FastAPI remembers each route's method, and so all that is behind it.
+    for cached in vars(fastapi.dependencies.models).values():
+        if isinstance(cached, functools._lru_cache_wrapper):
+            cached.cache_clear()
+    if threading.active_count() > THREADS_MANY:
+        gc.collect()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,6 +22,7 @@ from ..kernels.head_transform import NOTHING, HeadTransform
 from ..kernels.sealing import Sealed, SealPolicy
 from ..kv.paged_cache import PagedKVCache
 from .deferral import Deferral
+from .residual_sums import ResidualSums
 
 GRAPHS_MAX = 64
 """How many recorded graphs are kept. Each has the binaries of its kernels, 50 KB a layer."""
@@ -51,11 +52,18 @@ class CompiledStep:
 
     Args:
         deferral: which operations of the model are left to the kernel; None for none.
+        sums: which residual sums are computed with the norms after them; None for none.
         adapted: the adapters of the model; None for none.
     """
 
-    def __init__(self, model: Any, deferral: Deferral | None = None, adapted: Adapted | None = None) -> None:
-        self._model, self._deferral, self._adapted = model, deferral, adapted
+    def __init__(
+        self,
+        model: Any,
+        deferral: Deferral | None = None,
+        adapted: Adapted | None = None,
+        sums: ResidualSums | None = None,
+    ) -> None:
+        self._model, self._deferral, self._adapted, self._sums = model, deferral, adapted, sums
         self._graphs: LRUCache[Any, Callable[..., mx.array]] = LRUCache(GRAPHS_MAX)
 
     def __call__(
@@ -114,7 +122,7 @@ class CompiledStep:
         return all(cache.nbytes for cache in caches) and (gathers or not any(adapters))
 
     def _record(self, caches: Sequence[PagedKVCache], kind: type[Sealed], most: int) -> Callable[..., mx.array]:
-        deferral, adapted = self._deferral, self._adapted
+        deferral, adapted, sums = self._deferral, self._adapted, self._sums
         recorded = [(RecordedCache(cache.policy), cache.group) for cache in caches]
         for cache, _ in recorded:
             if deferral is not None:
@@ -135,7 +143,8 @@ class CompiledStep:
                     KernelStep((keys, values), kind._make(pool), read[group], written),
                 )
             adapting = adapted.recording(numbers[0]) if numbers and adapted is not None else nullcontext()
-            with adapting, nullcontext() if deferral is None else deferral.active(offset):
+            deferring = nullcontext() if deferral is None else deferral.active(offset)
+            with adapting, deferring, nullcontext() if sums is None else sums.active():
                 logits = self._model(tokens, cache=[cache for cache, _ in recorded], **extra)[:, -1]
             for cache, _ in recorded:
                 # They stood for the inputs.

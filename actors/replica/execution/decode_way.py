@@ -15,6 +15,7 @@ class DecodeWay:
     Attributes:
         compiled: whether steps are recorded (`compiled_step.py`).
         fused: whether recorded steps leave norms and rotations to the kernel (`deferral.py`).
+        summed: whether recorded steps compute residual sums and norms as one (`residual_sums.py`).
         drafts: whether recorded steps may have several tokens of a sequence.
         reason: why no faster way is used; empty if it is the fastest of this device, or was asked for.
     """
@@ -24,6 +25,7 @@ class DecodeWay:
     fused: bool = False
     reason: str = ""
     drafts: bool = True
+    summed: bool = False
 
     @property
     def is_fallback(self) -> bool:
@@ -32,7 +34,8 @@ class DecodeWay:
 
     def describe(self) -> str:
         """Returns it as text, such as `by a kernel, compiled`."""
-        way = ", ".join([self.reads.value, *["compiled"] * self.compiled, *["with norms and rotations"] * self.fused])
+        more = ["compiled"] * self.compiled + ["with norms and rotations"] * self.fused + ["with sums"] * self.summed
+        way = ", ".join([self.reads.value, *more])
         return f"{way} ({self.reason})" if self.reason else way
 
 

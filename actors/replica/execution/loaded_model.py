@@ -21,6 +21,7 @@ from ..kv.pool import BlockPool
 from .decode_way import DEQUANTIZED, DecodeWay
 from .deferral import Deferral
 from .hidden_states import HiddenStates
+from .residual_sums import ResidualSums
 from .vision import Vision
 
 IN_CONFIG = "set in the config"
@@ -112,6 +113,11 @@ class LoadedModel:
     def deferral(self) -> Deferral | None:
         """What recorded steps leave to the kernel; None if nothing."""
         return Deferral(self.model) if self.way.fused else None
+
+    @cached_property
+    def sums(self) -> ResidualSums | None:
+        """What recorded steps compute together with the norms after it; None if nothing."""
+        return ResidualSums(self.model) if self.way.summed else None
 
     def new_caches(self) -> list[Any]:
         """Empty caches for one sequence, one a layer."""

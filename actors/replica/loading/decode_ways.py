@@ -27,6 +27,7 @@ from ..execution.decode_way import DecodeWay, Trial, Tried, nobody
 from ..execution.deferral import Deferral
 from ..execution.findings import NOWHERE, Findings
 from ..execution.pieces import IN_ONE_PIECE, Pieces
+from ..execution.residual_sums import ResidualSums
 from ..kernels import gpu_kernels
 from ..kv.caches import ModelCacheSpec, Slab, merge, new_caches, new_pool, restore
 from ..kv.paged_cache import PagedKVCache, Reads
@@ -46,7 +47,7 @@ TRIES_MAX = 2
 """After so many processes that ended while kernels were tried, they are not tried again. One may have been stopped."""
 
 _FAILS, _TRYING = "fails:", "trying_kernels"
-_WHAT, _VERSION = "decode_way", 3
+_WHAT, _VERSION = "decode_way", 4
 """Increased whenever the ways, or their tests, change."""
 
 
@@ -106,9 +107,10 @@ def _known(found: Any) -> DecodeWay | None:
             "fused": bool(fused),
             "reason": str(reason),
             "drafts": bool(drafts),
+            "summed": bool(summed),
         }:
             with suppress(ValueError):
-                return DecodeWay(Reads(reads), compiled, fused, reason, drafts)
+                return DecodeWay(Reads(reads), compiled, fused, reason, drafts, summed)
     return None
 
 
@@ -122,17 +124,25 @@ def _found(model: Any, spec: ModelCacheSpec, context_tokens: int, pieces: Pieces
         return DecodeWay(Reads.DEQUANTIZED, reason=reason)
     if wanted is not Reads.KERNEL:
         return DecodeWay(wanted)
-    deferral = Deferral(model)
-    reason = "it has none of the kinds that are known"
+    deferral: Deferral | None = Deferral(model)
+    reason, drafts = "it has none of the kinds that are known", True
     if not deferral.is_empty:
         reason, drafts = _why_not_compiled(model, spec, context_tokens, pieces, tried, deferral)
-        if not reason:
-            return DecodeWay(wanted, compiled=True, fused=True, drafts=drafts)
-    logger.info("norms and rotations are not left to the kernel: %s", reason)
-    reason, drafts = _why_not_compiled(model, spec, context_tokens, pieces, tried)
+    if reason:
+        logger.info("norms and rotations are not left to the kernel: %s", reason)
+        deferral = None
+        reason, drafts = _why_not_compiled(model, spec, context_tokens, pieces, tried)
     if reason:
         logger.warning("decode steps are not compiled: %s", reason)
-    return DecodeWay(wanted, compiled=not reason, reason=reason, drafts=drafts)
+        return DecodeWay(wanted, reason=reason, drafts=drafts)
+    sums = ResidualSums(model)
+    reason = "it has none of the kinds that are known"
+    if not sums.is_empty:
+        reason, summed_drafts = _why_not_compiled(model, spec, context_tokens, pieces, tried, deferral, sums)
+        drafts = drafts if reason else summed_drafts
+    if reason:
+        logger.info("residual sums are not computed with norms: %s", reason)
+    return DecodeWay(wanted, compiled=True, fused=deferral is not None, drafts=drafts, summed=not reason)
 
 
 def _why_not(model: Any, spec: ModelCacheSpec, reads: Reads, pieces: Pieces, told: Tried) -> str:
@@ -194,9 +204,14 @@ def _why_not_compiled(
     pieces: Pieces,
     told: Tried,
     deferral: Deferral | None = None,
+    sums: ResidualSums | None = None,
 ) -> tuple[str, bool]:
     """Returns why a recorded step does not compute what the model does, empty if it does; and whether one with several
-    tokens of a sequence does. If a model's code depends on lengths, it cannot be recorded."""
+    tokens of a sequence does. If a model's code depends on lengths, it cannot be recorded.
+
+    Args:
+        sums: is only used if it takes less time than without.
+    """
     if not all(layer.sealed for layer in spec.layers):
         return "it has layers of other kinds", False
     far_blocks = min(FAR_TOKENS_MAX, context_tokens) // BLOCK_TOKENS - 1
@@ -204,21 +219,53 @@ def _why_not_compiled(
     def steps(step: CompiledStep | None) -> list[mx.array]:
         return _batch_steps(model, spec, step, far_blocks, pieces)
 
-    off: list[float] = []
+    step, off = CompiledStep(model, deferral, sums=sums), list[float]()
     drafts: list[bool] = []
+    timed: list[tuple[float, float]] = []
 
     def why_not(expected: Logits, got: Logits) -> str:
         off.append(farthest(expected[:-1], got[:-1]))
         drafts.append(agree(expected[-1:], got[-1:], TOLERANCE_16))
         if not drafts[-1]:
             logger.warning("drafts are not computed in recorded steps: off by %.2g", farthest(expected[-1:], got[-1:]))
-        return "" if agree(expected[:-1], got[:-1], TOLERANCE_16) else "a recorded step computes something else"
+        if not agree(expected[:-1], got[:-1], TOLERANCE_16):
+            return "a recorded step computes something else"
+        if sums is not None:
+            timed.extend(_recorded_steps_s(model, spec, (CompiledStep(model, deferral), step), pieces))
+            return "" if is_faster(timed) else "a recorded step takes no less time"
+        return ""
 
-    verdict = try_change(lambda: steps(None), lambda: steps(CompiledStep(model, deferral)), why_not)
+    verdict = try_change(lambda: steps(None), lambda: steps(step), why_not)
     reason = _in_words(verdict, "recording")
-    way = DecodeWay(Reads.KERNEL, compiled=True, fused=deferral is not None).describe()
-    told(Trial(way, off[0] if off else None, reason))
+    way = DecodeWay(Reads.KERNEL, compiled=True, fused=deferral is not None, summed=sums is not None).describe()
+    reference_s, step_s = map(min, zip(*timed, strict=True)) if timed else (None, None)
+    told(Trial(way, off[0] if off else None, reason, reference_s, step_s))
     return reason, bool(drafts) and drafts[-1]
+
+
+def _recorded_steps_s(
+    model: Any, spec: ModelCacheSpec, steps: tuple[CompiledStep, CompiledStep], pieces: Pieces
+) -> list[tuple[float, float]]:
+    """Returns the shortest times of one sequence's steps in both ways, in seconds, of some rounds."""
+    caches = new_caches(spec, make_prompt_cache(model), new_pool(spec, kernels=True), Reads.KERNEL)
+    _prefill(model, caches, 3, pieces)
+
+    def shortest(step: CompiledStep) -> float:
+        times = []
+        for _ in range(TIMED_STEPS):
+            began = time.perf_counter()
+            mx.eval(step(mx.array([0], mx.uint32), caches, {}))
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    # Each has to be recorded first.
+    found = [(shortest(steps[0]), shortest(steps[1])) for _ in range(TIMED_ROUNDS + 1)]
+    return found[1:]
+
+
+def is_faster(timed: Sequence[tuple[float, float]]) -> bool:
+    """Whether the second of two ways took less time in every round."""
+    return all(after_s < before_s for before_s, after_s in timed)
 
 
 def _batch_steps(

@@ -210,7 +210,7 @@ class DiskTier:
         # Guards the counts; only held briefly.
         self._lock = threading.Lock()
         self._opening = threading.Lock()
-        arguments = self._queue, weakref.ref(self)
+        arguments = self._queue, weakref.WeakMethod(self._open_early), weakref.WeakMethod(self._write_or_say)
         threading.Thread(target=_write_forever, args=arguments, name="disk", daemon=True).start()
         weakref.finalize(self, self._queue.put, None)
 
@@ -540,12 +540,16 @@ class DiskTier:
             return self._session
 
 
-def _write_forever(jobs: queue.SimpleQueue[WriteJob | None], of: weakref.ref[DiskTier]) -> None:
+def _write_forever(
+    jobs: queue.SimpleQueue[WriteJob | None],
+    begin: weakref.WeakMethod[Callable[[], None]],
+    write: weakref.WeakMethod[Callable[[WriteJob], None]],
+) -> None:
     """Runs until nobody has the tier any more: then None comes."""
-    if (tier := of()) is not None:
-        tier._open_early()
-    del tier
-    while (job := jobs.get()) is not None and (tier := of()) is not None:
-        tier._write_or_say(job)
+    if (now := begin()) is not None:
+        now()
+    del now
+    while (job := jobs.get()) is not None and (then := write()) is not None:
+        then(job)
         # Otherwise they would stay alive until the next one.
-        del job, tier
+        del job, then

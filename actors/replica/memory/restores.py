@@ -82,7 +82,7 @@ class Restores:
         self._paused_until = 0.0
         self._jobs: SimpleQueue[Reading | None] = SimpleQueue()
         for number in range(READS_MAX if disk is not None else 0):
-            arguments = self._jobs, weakref.ref(self), number
+            arguments = self._jobs, weakref.WeakMethod(self._read_and_deliver), number
             threading.Thread(target=_read_forever, args=arguments, name=f"reader-{number}", daemon=True).start()
             weakref.finalize(self, self._jobs.put, None)
 
@@ -197,9 +197,11 @@ class Restores:
         return None
 
 
-def _read_forever(jobs: SimpleQueue[Reading | None], of: weakref.ref[Restores], number: int) -> None:
+def _read_forever(
+    jobs: SimpleQueue[Reading | None], read: weakref.WeakMethod[Callable[[Reading, int], None]], number: int
+) -> None:
     """Runs until nobody has the restores any more: then None comes."""
-    while (reading := jobs.get()) is not None and (restores := of()) is not None:
-        restores._read_and_deliver(reading, number)
+    while (reading := jobs.get()) is not None and (now := read()) is not None:
+        now(reading, number)
         # Otherwise they would stay alive until the next one.
-        del reading, restores
+        del reading, now

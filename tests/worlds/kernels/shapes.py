@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kernels import block_kernels, decode_kernel, sealing
+from satchel.actors.replica.kernels import block_kernels, decode_kernel, sealing, sum_norm
 from satchel.actors.replica.kernels.decode_views import KernelStep, KernelView, NewTokens
 from satchel.actors.replica.kernels.sealing import POLICIES
 from satchel.actors.replica.kv.paged_batch import SLOTS_MIN
@@ -75,6 +75,9 @@ def launch(policy: str, dtype: mx.Dtype, dims: tuple[int, int]) -> None:
         view = KernelView(*zeros(read.tokens, 1, 1, dims, dtype), step, lambda _, done=transform: done)
         queries, sink = mx.zeros((read.tokens, grouped, 1, dims[0]), dtype), mx.zeros((grouped,), dtype)
         decode_kernel.attend(queries, view, seal, 0.1, sink if sinks else None)
+    for rows, dim in product((1, 9), (dims[0], 40 * dims[0])):
+        x = mx.zeros((rows, 1, dim), dtype)
+        sum_norm.sum_norm(x, x, mx.zeros((dim,)), mx.zeros((1,)))
     for kv_heads, blocks in product((1, 8), (1, 9)):
         fresh = zeros(1, kv_heads, blocks * BLOCK_TOKENS, dims, dtype)
         sealed = slots_of(sealing.seal(*fresh, seal, kernels=True), blocks)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
-from satchel.actors.replica.kernels import block_kernels, decode_kernel, gpu_kernels, seal_kernel, sealing
+from satchel.actors.replica.kernels import block_kernels, decode_kernel, gpu_kernels, seal_kernel, sealing, sum_norm
 from satchel.actors.replica.kernels.decode_views import DecodeView, KernelView
 from satchel.actors.replica.kernels.sealing import Sealed, SealPolicy
 from satchel.actors.replica.kv import attention
@@ -31,12 +31,14 @@ def kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_kernels, "is_available", lambda: True)
         patch.setattr(decode_ways, "is_slower", lambda *_: False)
+        patch.setattr(decode_ways, "is_faster", lambda *_: True)
         patch.setattr(decode_kernel, "attend", attend)
         patch.setattr(block_kernels, "write", write)
         patch.setattr(block_kernels, "write_records", write_records)
         patch.setattr(block_kernels, "read_records", read_records)
         patch.setattr(block_kernels, "unseal", unseal)
         patch.setattr(seal_kernel, "seal", seal)
+        patch.setattr(sum_norm, "sum_norm", sum_and_norm)
         mx.disable_compile()
         try:
             yield
@@ -97,6 +99,13 @@ def seal(
     assert isinstance(sealed, sealing.Quantized) and groups[1] == sealing.value_group(values.shape[3])
     assert padded == sealed.value_codes.shape[3] * 8 and scale == sealing.scale_dtype(keys.dtype)
     return list(sealed)
+
+
+def sum_and_norm(x: mx.array, y: mx.array, weight: mx.array, epsilon: mx.array) -> list[mx.array]:
+    total = x + y
+    wide = total.astype(mx.float32)
+    scale = mx.rsqrt(mx.square(wide).mean(axis=-1, keepdims=True) + epsilon)
+    return [total, (wide * scale * weight).astype(x.dtype)]
 
 
 def write(pool: Sealed, slots: mx.array, blocks: Sealed, order: mx.array) -> mx.array:

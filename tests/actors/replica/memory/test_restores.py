@@ -159,7 +159,7 @@ def test_the_engine_waits_for_no_store(loaded: LoadedModel, node: Node, monkeypa
 def test_what_fails_is_no_progress(loaded: LoadedModel, node: Node, monkeypatch: pytest.MonkeyPatch):
     """Turns that cannot be written one after the other hold sequences up for `STALLED_S`, and not for as long as they
     are many."""
-    monkeypatch.setattr(disk_tier, "STALLED_S", 0.3)
+    monkeypatch.setattr(disk_tier, "STALLED_S", 2.0)
     monkeypatch.setattr(disk_tier, "TRIES_S", ())
     go = threading.Event()
 
