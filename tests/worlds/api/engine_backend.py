@@ -89,14 +89,21 @@ class EngineBackend:
         self.engine = await asyncio.wrap_future(ready)
 
     def _run(self, ready: Future[Engine]) -> None:
+        try:
+            engine = self._made()
+        except BaseException as error:
+            ready.set_exception(error)
+            raise
+        ready.set_result(engine)
+        engine.run()
+
+    def _made(self) -> Engine:
         source = str(models.EMBEDDED / self.config.models[0].source.removeprefix("embedded:"))
         # With fast numerics the self-test at load takes longer than the rest of the load.
         how: dict[str, Any] = {"numerics": "reproducible", "progress": lambda what, fraction: None}
         loaded = models.load(source, context_tokens_max=None, **how)
         self.disk = DiskTier(loaded.spec, loaded.model_id, carried("local", self._carry, self._loop))
-        engine = Engine(loaded, self.config.scheduling, 2**30, self._take, self.disk)
-        ready.set_result(engine)
-        engine.run()
+        return Engine(loaded, self.config.scheduling, 2**30, self._take, self.disk)
 
     async def _carry(self, method: str, asked: bytes, timeout_s: float) -> bytes:
         return await getattr(self.store.actor, method)(asked)
