@@ -197,6 +197,8 @@ def test_a_process_whose_interpreter_is_held_up_is_not_lost():
     told, telling = context.Pipe()
     process = context.Process(target=hold_the_interpreter, args=(telling, 2.0), daemon=True)
     process.start()
+    # So that it cannot be waited for if it fails.
+    telling.close()
     lost: list[str] = []
     near = Connection.connect(told.recv(), KEY, "group/0", time.monotonic() + 10)
     heartbeats = beating(near, lost)
