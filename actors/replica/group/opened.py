@@ -46,7 +46,10 @@ def open_lazily(folder: Path) -> Opened:
     if seeing:
         try:
             whole, config = vision.load_weights(folder)
-            return Opened(whole, whole.language_model, LanguagePart(whole), config, seeing=True)
+            called = LanguagePart(whole)
+            # Its caches must be known here.
+            called.make_cache()
+            return Opened(whole, whole.language_model, called, config, seeing=True)
         except NotLeftToRightError:
             raise
         except (ValueError, ImportError, AttributeError, TypeError, KeyError) as error:

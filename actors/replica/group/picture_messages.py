@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import msgpack
@@ -37,15 +37,8 @@ class Told:
 
 def pack_pictures(pictures: SequencePictures) -> bytes:
     """Returns a sequence's pictures without their embeddings."""
-    return msgpack.packb(
-        [
-            pictures.spans,
-            _packed_numbers(pictures.positions),
-            pictures.shift,
-            pictures.bidirectional,
-            pictures.unbroken,
-        ]
-    )
+    positions = _packed_numbers(pictures.positions)
+    return _packed([pictures.spans, positions, pictures.shift, pictures.bidirectional, pictures.unbroken])
 
 
 def read_pictures(packed: bytes) -> SequencePictures:
@@ -75,7 +68,7 @@ def tell(shown: ShownPictures, wanted: Wanted) -> Told:
             rows.append(
                 [sequence_id, index, each.first, each.inputs.shape[0], count, len(levels), _packed_numbers(numbers)]
             )
-    return Told(msgpack.packb([wanted.embeds, rows]), arrays)
+    return Told(_packed([wanted.embeds, rows]), arrays)
 
 
 def read_shown(packed: bytes, arrays: Iterator[mx.array]) -> ShownPictures:
@@ -96,6 +89,10 @@ def read_shown(packed: bytes, arrays: Iterator[mx.array]) -> ShownPictures:
             inputs, levels, None if numbers is None else mx.array(numbers), first
         )
     return ShownPictures(found)
+
+
+def _packed(value: Any) -> bytes:
+    return cast(bytes, msgpack.packb(value))
 
 
 def _packed_numbers(numbers: np.ndarray | None) -> Any:

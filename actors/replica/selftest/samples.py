@@ -19,6 +19,7 @@ from PIL import Image
 
 from ...model_files.processors import Video
 from ..device.device import as_numpy, multiplies_exactly
+from ..execution.followers import Followers
 from ..execution.language_inputs import SequencePart, SequencePictures
 from ..execution.levels import levels_of
 from ..execution.loaded_model import LoadedModel
@@ -235,6 +236,17 @@ class Exhibition:
             further = self.vision.language_inputs.of_steps([place], [pictures])
             logits.append(model(mx.array([[sequence.tokens[place]]]), cache=caches, **further)[0, -1])
         return [as_numpy(each.astype(mx.float32)) for each in logits]
+
+    def in_group(self, sequences: Sequence[ForcedSequence], followers: Followers, again: int) -> Faults:
+        """As `in_engine`, for the leader of a divided model. No process has the whole model, so the sequences are
+        compared with themselves alone."""
+        found, forced = Faults(), ForcedSequences(self.loaded, sequences, self._pieces, followers)
+        alone, found.alone = forced.cold(self.loaded)
+        if not found.alone:
+            found.together = forced.batched(self.loaded, alone)
+            if self.loaded.spec.reusable:
+                found.again = forced.again(self.loaded, [again])
+        return found
 
     def in_engine(self, sequences: Sequence[ForcedSequence], own: Logits, again: int) -> Faults:
         """Forces sequences through an engine: alone, batched, and one of them once more from its cached KV.

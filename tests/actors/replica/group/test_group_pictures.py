@@ -12,7 +12,6 @@ import pytest
 
 from satchel.actors.model_files.processors import PictureProcessor
 from satchel.actors.protocol.replica_messages import MediaSpan
-from satchel.actors.replica.execution.vision import Vision
 from satchel.actors.replica.group.forming import Member
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.loading import models
