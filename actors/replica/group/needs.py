@@ -128,11 +128,14 @@ def computed(model: Model, opened: Opened) -> Computed:
 def read_headers(model: Model, folder: Path) -> Headers:
     """Returns what the headers say of a model. Arguments and errors as for `open_headers`."""
     opened = open_headers(model, folder)
-    chain = find_chain(opened.language, opened.called if opened.seeing else None)
+    try:
+        chain = find_chain(opened.language, opened.called if opened.seeing else None)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{model.source}: {error.message}") from error
     if opened.seeing and not chain.adds_levels and _has_levels(opened.config):
         raise ModelLoadError(
-            f"{model.source} cannot be divided among processes: it adds pictures to hidden states (DeepStack) in a way "
-            "of its own"
+            f"{model.source}: the model cannot be divided among processes: it adds pictures to hidden states "
+            "(DeepStack) in a way of its own"
         )
     found = computed(model, opened)
     modules = dict(opened.language.named_modules())
