@@ -176,6 +176,7 @@ class Vision:
         together: whether small pictures may be encoded together.
         findings, pieces: as for `find_bidirectional`.
         language_inputs, compute: of the layers that this process has, if others have the rest.
+        takes_levels: whether pictures may have levels.
 
     Attributes:
         together_tokens: how many tokens these pictures may have in total; 0 on a CPU, which gains only 3% from it.
@@ -198,7 +199,9 @@ class Vision:
         pieces: Pieces,
         language_inputs: LanguageInputs | None = None,
         compute: Compute | None = None,
+        takes_levels: bool = True,
     ) -> None:
+        self._takes_levels = takes_levels
         self._model = separate(model)
         self._language = self._model.language_model
         self._processor = processor
@@ -301,6 +304,8 @@ class Vision:
         self._check_seen(ids, made, places)
         every = mx.split(made["inputs_embeds"][0], len(shown))
         seen = [mx.split(level, len(shown)) for level in levels_of(made)]
+        if seen and not self._takes_levels:
+            raise ValueError("the model adds pictures to hidden states in a way that is not known here")
         embeddings: list[ImageEmbeddings] = []
         for index, inputs in enumerate(every):
             levels = []

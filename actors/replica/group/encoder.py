@@ -14,7 +14,6 @@ import mlx.core as mx
 
 from ....cluster.errors import ModelLoadError
 from ...model_files.processors import PictureProcessor, in_words
-from ..execution.bidirectional import SIDE
 from ..execution.findings import Findings
 from ..execution.language_inputs import LanguageInputs
 from ..execution.pieces import IN_ONE_PIECE
@@ -72,10 +71,9 @@ def encoder_of(
             pieces=IN_ONE_PIECE,
             language_inputs=given,
             compute=noting,
+            takes_levels=adds_levels,
         )
         seen, blind = seen_with(found, spec)
-        if seen is not None and not adds_levels and seen.example(SIDE)[1].levels:
-            raise ModelLoadError("it adds pictures to hidden states in a way of its own, which is not known here")
     except NotLeftToRightError as error:
         raise ModelLoadError(str(error)) from error
     except ModelLoadError:

@@ -48,7 +48,7 @@ from .encoder import encoder_of
 from .needs import policy_of
 from .opened import Opened, open_lazily
 from .pipeline import PipelinedStage
-from .stages import Stage, find_chain
+from .stages import Stage
 from .tensor.joining import refuse_missing
 from .tensor.model import SharePart
 from .tensor.ranks import Ranks
@@ -127,7 +127,7 @@ class StagePart:
 
     def cut(self, opened: Opened) -> None:
         """As `Part.cut`."""
-        chain = find_chain(opened.language, opened.called if opened.seeing else None)
+        chain = opened.chain()
         # Among a picture's tokens are some of text, whose embeddings the encoder needs.
         self._stage = Stage(chain, self._start, self._stop, embeds=opened.seeing and self._stop == len(chain.layers))
 

@@ -24,7 +24,6 @@ from ..loading.models import pick_dtype
 from ..loading.quirks import FlatCaches, with_windows
 from ..memory.replica_memory import workspace_of
 from .opened import Opened, open_lazily
-from .stages import find_chain
 
 TOKENS_MIN = 2048
 """A model fits if there is room for a sequence of this many tokens, or of its whole context if that is shorter."""
@@ -129,14 +128,9 @@ def read_headers(model: Model, folder: Path) -> Headers:
     """Returns what the headers say of a model. Arguments and errors as for `open_headers`."""
     opened = open_headers(model, folder)
     try:
-        chain = find_chain(opened.language, opened.called if opened.seeing else None)
+        chain = opened.chain()
     except ModelLoadError as error:
         raise ModelLoadError(f"{model.source}: {error.message}") from error
-    if opened.seeing and not chain.adds_levels and _has_levels(opened.config):
-        raise ModelLoadError(
-            f"{model.source}: the model cannot be divided among processes: it adds pictures to hidden states "
-            "(DeepStack) in a way of its own"
-        )
     found = computed(model, opened)
     modules = dict(opened.language.named_modules())
     tower_bytes = nbytes_of(opened.whole) - nbytes_of(opened.language)
@@ -150,12 +144,6 @@ def read_headers(model: Model, folder: Path) -> Headers:
         *found,
         opened.config,
     )
-
-
-def _has_levels(config: dict[str, Any]) -> bool:
-    """Whether a vision model's settings name layers that get more of a picture than embeddings."""
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    return any(value for part in parts for name, value in part.items() if "deepstack" in name)
 
 
 def _layer(layer: Any, caches: Iterable[int], spec: ModelCacheSpec) -> LayerNeeds:

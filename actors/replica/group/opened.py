@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ....cluster.errors import ModelLoadError
 from ...model_files.checkpoints import load_checkpoint
 from ...model_files.processors import sight
 from ...model_files.source import first_sentence
 from ..execution import vision
 from ..execution.vision import LanguagePart, NotLeftToRightError
+from .stages import Chain, find_chain
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,22 @@ class Opened:
     config: dict[str, Any]
     seeing: bool = False
     blind: str = ""
+
+    def chain(self) -> Chain:
+        """Returns the model's layers. Raises as `find_chain`."""
+        found = find_chain(self.language, self.called if self.seeing else None)
+        if self.seeing and not found.adds_levels and _has_levels(self.config):
+            raise ModelLoadError(
+                "the model cannot be divided among processes: it adds pictures to hidden states (DeepStack) in a way "
+                "of its own"
+            )
+        return found
+
+
+def _has_levels(config: dict[str, Any]) -> bool:
+    """Whether a vision model's settings name layers that get more of a picture than embeddings."""
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    return any(value for part in parts for name, value in part.items() if "deepstack" in name)
 
 
 def open_lazily(folder: Path) -> Opened:
