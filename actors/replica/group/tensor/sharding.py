@@ -49,6 +49,9 @@ def shard(model: Any, ranks: Ranks, called: Any = None) -> None:
         ModelLoadError: it cannot be cut into so many shares; the message says why in one sentence.
     """
     count = ranks.size()
+    seeing = called is not None and called is not model
+    if seeing and not callable(getattr(model, "shard", None)):
+        raise _refused(count, "mlx-vlm has no shares for models with pictures of its type")
     if not callable(getattr(model, "shard", None)):
         raise _refused(count, f"models of its type have no shares; these have: {', '.join(SHARDED_TYPES)}")
     if why := _indivisible(model, count):

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from PIL import Image
 
 from satchel.actors.model_files.processors import PictureProcessor
 from satchel.actors.protocol.block_ids import BLOCK_TOKENS
@@ -23,8 +24,10 @@ from satchel.actors.replica.execution.language_inputs import ImageEmbeddings, Se
 from satchel.actors.replica.group.forming import Member
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.group.picture_messages import Wanted, pack_pictures, read_pictures, read_shown, tell
+from satchel.actors.replica.group.self_test import prove_group
 from satchel.actors.replica.loading import models
 from satchel.api.media.prompt import Medium
+from satchel.cluster.config import parse_model
 from tests.worlds.models.vision_families import FAMILIES, write
 from tests.worlds.replica.bench import Bench, Received
 from tests.worlds.replica.group import GROUP, KEY, TIMES, Led, listener, on_a_thread
@@ -166,6 +169,37 @@ def test_shares_of_every_layer_see_within_rounding_what_one_process_sees(tmp_pat
         (drawn, likeliest), (other, others) = found[name].logprobs[0], expected[name].logprobs[0]
         assert drawn == pytest.approx(other, abs=1e-3)
         assert likeliest == [(token, pytest.approx(value, abs=1e-3)) for token, value in others]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_group_whose_pictures_are_wrong_is_served_for_text(
+    tmp_path: Path, fault: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Its self-test encodes pictures and videos, and runs prompts with them."""
+    folder = folder_of(tmp_path, "qwen3_vl")
+    listens = listener()
+    member = Member(GROUP, 0, KEY, listens, TIMES)
+    with on_a_thread(lambda: follower(folder, member, stop=1)) as done:
+        last = load_stage(str(folder), 1, 2)
+        led = Led(last, listens.getsockname()[:2])
+        try:
+            if fault:
+                black = last.vision.encode if last.vision is not None else None
+                nothing = [Image.new("RGB", (224, 168))]
+                blind = lambda span, shown, *, video: black(span, [nothing] * len(shown), video=video)  # noqa: E731
+                monkeypatch.setattr(last.vision, "encode", blind)
+            followers, model = led.bench.engine.executor.followers, parse_model(name="m", source=str(folder))
+            assert followers is not None
+            proven = prove_group(last, followers, "0 to 1; 1 to 2", model, lambda what, done: None, None)
+            if fault:
+                assert proven.loaded.vision is None and "does not look at pictures" in proven.loaded.blind
+            else:
+                assert proven.loaded.vision is last.vision
+                assert (proven.loaded.blind, proven.loaded.stills, proven.together) == ("", "", True)
+        finally:
+            led.member.close()
+    assert done.exception() is None
 
 
 def test_what_is_told_of_pictures_comes_as_it_was():
