@@ -142,7 +142,7 @@ class StagePart:
     def joinable(self, spec: ModelCacheSpec) -> tuple[LayerRange, int] | None:
         """As `Part.joinable`."""
         layers = LayerRange(self._start, self._stop)
-        return (layers, self.stage.count) if self.stage.joins and spec.joinable else None
+        return (layers, self.stage.count) if self.stage.joins and spec.reusable else None
 
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As `Part.piece_tokens`."""

@@ -324,7 +324,7 @@ def _spec_under(running: _Running, policy: SealPolicy | None, *, shares: bool) -
 def _layers(model: Any, spec: ModelCacheSpec) -> tuple[LayerRange, int] | None:
     """Returns all layers, if each has one cache and their KV can be joined."""
     count = len(getattr(model, "layers", ()))
-    return (LayerRange(0, count), count) if count and len(spec.layers) == count and spec.joinable else None
+    return (LayerRange(0, count), count) if count and len(spec.layers) == count and spec.reusable else None
 
 
 def _computing(how: _How, running: _Running, kv: str) -> dict[str, str]:

@@ -185,7 +185,8 @@ def test_a_group_whose_pictures_are_wrong_is_served_for_text(
         led = Led(last, listens.getsockname()[:2])
         try:
             if fault:
-                black = last.vision.encode if last.vision is not None else None
+                assert last.vision is not None
+                black = last.vision.encode
                 nothing = [Image.new("RGB", (224, 168))]
                 blind = lambda span, shown, *, video: black(span, [nothing] * len(shown), video=video)  # noqa: E731
                 monkeypatch.setattr(last.vision, "encode", blind)
@@ -207,7 +208,7 @@ def test_what_is_told_of_pictures_comes_as_it_was():
     places = np.array([[0, 1, 2, 2, 2, 5], [0, 1, 2, 2, 3, 5], [0, 1, 2, 3, 3, 5]])
     pictures = SequencePictures([(2, 3)], {}, places, -4, [(2, 4)], [(0, 5)])
     came = read_pictures(pack_pictures(pictures))
-    assert np.array_equal(came.positions, places) and came.positions is not None
+    assert came.positions is not None and np.array_equal(came.positions, places)
     assert replace(came, positions=None) == replace(pictures, positions=None)
     inputs, *levels = mx.split(mx.random.normal((3 * 6, 8)), 3)
     part = ImageEmbeddings(inputs, tuple(levels), mx.arange(2 * 3 * 6).reshape(2, 3, 6)).part(2, 5)
