@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +22,8 @@ from satchel.actors.protocol.block_ids import BLOCK_TOKENS
 from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.actors.replica.execution.followers import ShownPictures
 from satchel.actors.replica.execution.language_inputs import ImageEmbeddings, SequencePictures
+from satchel.actors.replica.execution.prefilling import Prefilling
+from satchel.actors.replica.execution.sequence_states import ExecutorSequence
 from satchel.actors.replica.group.forming import Member
 from satchel.actors.replica.group.loading import load_stage
 from satchel.actors.replica.group.picture_messages import Wanted, pack_pictures, read_pictures, read_shown, tell
@@ -223,3 +226,18 @@ def test_what_is_told_of_pictures_comes_as_it_was():
         assert found.positions.tolist() == part.positions.tolist()
         for number in arrays:
             assert [found.inputs, *found.levels][number].tolist() == every[number].tolist()
+
+
+def test_tokens_that_attend_to_each_other_are_not_cut_into_pieces():
+    """Stages compute prompts in pieces, so that they overlap; but these in one."""
+    pictures = SequencePictures([(100, 700)], unbroken=[(100, 800)])
+    coming = {"seen": ExecutorSequence("seen", 50, pictures=pictures), "text": ExecutorSequence("text", 0)}
+    batch: Any = SimpleNamespace(_coming=coming, _loaded=SimpleNamespace(piece_tokens=512))
+    for work, tokens_max in (
+        ([("seen", [0] * 900)], None),
+        ([("text", [0] * 900), ("seen", [0] * 51)], None),
+        ([("text", [0] * 900), ("seen", [0] * 50)], 512),
+    ):
+        assert Prefilling._piece_tokens(batch, work) == tokens_max
+    coming["seen"].length = 800
+    assert Prefilling._piece_tokens(batch, [("seen", [0] * 900)]) == 512
