@@ -59,7 +59,7 @@ from .loop.consumers import Consumers
 
 if TYPE_CHECKING:
     from .execution.grammar import SequenceGrammar
-    from .execution.vision import ImageEmbeddings
+    from .execution.language_inputs import ImageEmbeddings
     from .loop.engine import Engine
     from .memory.disk_tier import DiskTier
     from .memory.replica_memory import ReplicaMemory

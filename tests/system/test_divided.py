@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.connection import find_cluster
 from satchel.cluster.home import Home
 from satchel.cluster.processes import session_members
+from tests.worlds.pictures import red_circle
 
 from .hosts import Talk, wait_until
 from .serving import COMMAND, RECALL, kill_everything, serving
@@ -92,6 +95,37 @@ def test_a_divided_model_is_served_remembers_and_goes_on_after_a_process_was_kil
         left = stages(tmp_path)
         subprocess.run([*COMMAND, "down", "--home", str(tmp_path)], check=True, timeout=60, capture_output=True)
         wait_until(lambda: not any(map(command_of, left)), 10)
+
+
+@pytest.mark.slow
+def test_a_divided_model_sees_pictures_and_remembers_them_after_everything_was_killed(tmp_path: Path):
+    """The encoder is on the last node alone."""
+    port, path = free_port(), tmp_path / "config.yaml"
+    model = {"name": "satchel/shapes", "source": "embedded:shapes", "split": {"pipeline": [2, 4]}}
+    path.write_text(json.dumps({**json.loads(config(path, "1 GiB").read_text()), "models": [model]}))
+    arguments, headers = ("--config", str(path), "--port", str(port)), {"X-Agent-ID": "scout"}
+    picture = {"url": f"data:image/png;base64,{base64.b64encode(red_circle()).decode()}"}
+    asked = [{"type": "image_url", "image_url": picture}, {"type": "text", "text": "What is in the picture?"}]
+    talk, messages = Talk(f"http://127.0.0.1:{port}"), [dict[str, Any](role="user", content=asked)]
+
+    def say() -> tuple[str, int]:
+        body = {"messages": messages, "temperature": 0, "max_tokens": 20}
+        answer = talk.http.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        said = answer.json()["choices"][0]["message"]["content"]
+        messages.extend([{"role": "assistant", "content": said}, {"role": "user", "content": "What color is it?"}])
+        return said, answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    with serving(tmp_path, *arguments) as server:
+        assert [stage["layers"] for stage in talk.http.get("/v1/models").json()["data"][0]["stages"]] == [2, 4]
+        assert say() == ("A red circle.", 0)
+        said, known = say()
+        assert "red" in said.lower() and known > 20
+        time.sleep(2)
+        kill_everything(server.pid)
+    with serving(tmp_path, *arguments):
+        said, cached = say()
+        assert "red" in said.lower() and cached > known
 
 
 @pytest.mark.slow

@@ -25,11 +25,11 @@ from ..kv.unbatched import UnbatchedSequences
 from .compiled_step import CompiledStep
 from .drafts import padded_width
 from .followers import Followers, Parts, replayed
+from .language_inputs import SequencePart
 from .loaded_model import LoadedModel
 from .micro_batches import TWO
 from .prefilling import Prefilling
 from .sequence_states import ExecutorSequence, MicroBatch, Stage, arriving
-from .vision import SequencePart
 
 CLEAR_EVERY_STEPS = 512
 STACKED_SPANS_MAX = 16
@@ -288,12 +288,12 @@ class Batch(Prefilling):
         new, given = [len(each) for each in tokens], [token for each in tokens for token in each]
         extra: dict[str, Any] = {}
         numbers = [s.adapter for s, each in zip(self._sequences, tokens, strict=True) for _ in each]
-        if (vision := self._loaded.vision) is not None:
+        if (inputs := self._loaded.language_inputs) is not None:
             owners = [sequence for sequence, each in zip(self._sequences, tokens, strict=True) for _ in each]
             places = [s.length + at for s, each in zip(self._sequences, tokens, strict=True) for at in range(len(each))]
             more = padded_count(len(given)) - len(given)
             pictures = [sequence.pictures for sequence in owners]
-            extra = vision.steps(places + [0] * more, pictures + [None] * more)
+            extra = inputs.of_steps(places + [0] * more, pictures + [None] * more)
         return step(mx.array(given, mx.uint32), caches, extra, new, numbers)
 
     @replayed
@@ -329,11 +329,11 @@ class Batch(Prefilling):
     def _besides(self, sequences: Sequence[ExecutorSequence], more: int = 0) -> dict[str, Any]:
         """Returns the model's inputs besides tokens and caches for a step of these sequences, and of `more` that are
         padding."""
-        vision = self._loaded.vision
-        if vision is None:
+        inputs = self._loaded.language_inputs
+        if inputs is None:
             return {}
         lengths, pictures = [each.length for each in sequences], [each.pictures for each in sequences]
-        return vision.steps(lengths + [0] * more, pictures + [None] * more)
+        return inputs.of_steps(lengths + [0] * more, pictures + [None] * more)
 
     def _pool_arrays(self) -> list[mx.array]:
         return [] if self._loaded.pool is None else self._loaded.pool.arrays()

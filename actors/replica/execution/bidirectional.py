@@ -6,7 +6,7 @@ Then a token's KV depends on later tokens, so all tokens of a picture must be co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from itertools import pairwise
@@ -31,6 +31,11 @@ _BEHIND = (5, 6, 7)
 """Tokens of text after the picture."""
 
 
+Compute = Callable[[mx.array, mx.array, dict[str, Any]], mx.array]
+"""Given tokens `(1, tokens)`, embeddings `(1, tokens, dim)` and a model's other inputs: `(tokens, ...)`, the logits or
+hidden states of each."""
+
+
 class Bidirectional(Enum):
     """Which tokens attend to later ones. `PICTURES`: a picture's tokens, to tokens of the same picture. `PROMPTS`:
     other tokens too, if there is a picture. `TEXTS`: other tokens even without a picture."""
@@ -49,20 +54,20 @@ def runs_of(tokens: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int
 
 
 def find_bidirectional(
-    model: Any, processor: PictureProcessor, language: Any, findings: Findings, pieces: Pieces = IN_ONE_PIECE
+    model: Any, processor: PictureProcessor, compute: Compute, findings: Findings, pieces: Pieces = IN_ONE_PIECE
 ) -> Bidirectional:
     """Looks for tokens whose logits change with a later token's embedding, or takes what an earlier load found.
 
     Args:
         model: as mlx-vlm loads it.
-        language: makes the language part's caches.
+        compute: the language part, or some of its layers.
         findings: where the result is stored.
         pieces: a piece ends after each call of the language part.
     """
     with suppress(ValueError):
         return Bidirectional(findings.read(_WHAT, _VERSION))
     try:
-        found = _find(model, processor, language, pieces)
+        found = _find(model, processor, compute, pieces)
     except MODEL_ERRORS:
         # The model may need something that only its own loop gives it. Not stored: memory may have been short.
         return Bidirectional.NONE
@@ -70,14 +75,14 @@ def find_bidirectional(
     return found
 
 
-def _find(model: Any, processor: PictureProcessor, language: Any, pieces: Pieces) -> Bidirectional:
-    text = _Prompt(model, language, [*_BEHIND], [*_BEHIND], {}, pieces)
+def _find(model: Any, processor: PictureProcessor, compute: Compute, pieces: Pieces) -> Bidirectional:
+    text = _Prompt(model, compute, [*_BEHIND], [*_BEHIND], {}, pieces)
     if text.sees(0, len(_BEHIND) - 1):
         return Bidirectional.TEXTS
     made = processor.read(processor.placeholder, [Image.new("RGB", (SIDE, SIDE))])
     own = np.array(made.pop("input_ids")).reshape(-1).tolist()
     given = {name: _as_long(value, len(own)) for name, value in made.items() if name != "attention_mask"}
-    prompt = _Prompt(model, language, [*own, *_BEHIND], [*processor.marked(own), *_BEHIND], given, pieces)
+    prompt = _Prompt(model, compute, [*own, *_BEHIND], [*processor.marked(own), *_BEHIND], given, pieces)
     first, stop = runs_of(own, [processor.token])[0]
     others = [(0, len(own) + len(_BEHIND) - 1), (stop - 1, stop), (max(0, first - 1), stop - 1)]
     if any(prompt.sees(place, later) for place, later in others[: 3 if first else 2]):
@@ -95,13 +100,13 @@ class _Prompt:
     def __init__(
         self,
         model: Any,
-        language: Any,
+        compute: Compute,
         tokens: Sequence[int],
         marked: Sequence[int],
         given: dict[str, Any],
         pieces: Pieces,
     ) -> None:
-        self._model, self._language, self._pieces = model, language, pieces
+        self._compute, self._pieces = compute, pieces
         self._ids, ids = mx.array([[*tokens]]), mx.array([[*marked]])
         pixels, mask = given.pop("pixel_values", None), mx.ones(ids.shape, mx.int32)
         features = model.get_input_embeddings(ids, pixels, mask=mask, **given).to_dict()
@@ -113,8 +118,7 @@ class _Prompt:
 
     def _logits(self, embeds: mx.array) -> mx.array:
         # A new array: some models scale their input in place.
-        given = {**self._given, "inputs_embeds": embeds + 0, "cache": self._language.make_cache()}
-        logits: mx.array = self._model.language_model(self._ids, **given).logits[0]
+        logits = self._compute(self._ids, embeds + 0, self._given)
         mx.eval(logits)
         self._pieces.pause()
         return logits

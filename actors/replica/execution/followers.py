@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..kv.caches import Records, Slab
+from .language_inputs import ImageEmbeddings
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class ShownPictures:
+    """What sequences' next tokens need of their pictures: embeddings of these tokens, by sequence id and the picture's
+    index. Empty for a process that has all of it anyway."""
+
+    sequences: Mapping[str, Mapping[int, ImageEmbeddings]] = field(default_factory=dict)
 
 
 class Followers(Protocol):

@@ -21,6 +21,7 @@ from ..kv.pool import BlockPool
 from .decode_way import DEQUANTIZED, DecodeWay
 from .deferral import Deferral
 from .hidden_states import HiddenStates
+from .language_inputs import LanguageInputs
 from .residual_sums import ResidualSums
 from .vision import Vision
 
@@ -41,6 +42,7 @@ class LoadedModel:
         way: how decode steps read sealed blocks.
         unbatched: whether decode steps compute sequence by sequence.
         vision: encodes pictures; None for a text model.
+        language_inputs: the model's inputs besides tokens; None for a text model.
         blind: why a vision model gets no pictures; empty for other models.
         stills: why a model that supports videos gets them as single pictures; empty for other models.
         hidden: computes hidden states, or says why that is not possible.
@@ -65,6 +67,7 @@ class LoadedModel:
     way: DecodeWay = DEQUANTIZED
     unbatched: bool = False
     vision: Vision | None = None
+    language_inputs: LanguageInputs | None = None
     blind: str = ""
     stills: str = ""
     hidden: HiddenStates | str = "its hidden states were not looked for"

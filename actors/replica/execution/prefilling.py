@@ -12,12 +12,12 @@ from ..device.device import on_cuda, on_gpu
 from ..device.device_errors import on_device
 from ..kv import caches as kv_cache
 from ..kv.caches import PooledBlock, Slab
-from .followers import Followers, replayed
+from .followers import Followers, ShownPictures, replayed
+from .language_inputs import ImageEmbeddings, SequencePart, SequencePictures
 from .loaded_model import LoadedModel
 from .padding import CALL_TOKENS, CALL_TOKENS_ELSEWHERE, batches_of, padded_tokens, pieces_of
 from .pieces import IN_ONE_PIECE
 from .sequence_states import ExecutorSequence, Together
-from .vision import SequencePart, SequencePictures
 
 CLEAR_EVERY_TOKENS = 8192
 """Prefilled tokens after which MLX's cache of freed buffers is emptied; decoding cannot use many of them."""
@@ -81,8 +81,6 @@ class Prefilling:
         length = sum(block.tokens for block in blocks) + tail_tokens
         self._coming[sequence_id] = ExecutorSequence(sequence_id, length, caches, pictures, adapter=number)
 
-    @replayed
-    @on_device()
     def prefill(self, work: Sequence[tuple[str, Sequence[int]]]) -> None:
         """Computes the KV of some sequences' next tokens, (sequence id, tokens) each.
 
@@ -90,14 +88,58 @@ class Prefilling:
             Exception: whatever the model raises. `length` tells which sequences are done. The others may be prefilled
                 again; if the caches of one were being changed, it fails again.
         """
+        self.prefill_seeing(work, ShownPictures() if self.followers is None else self._shown(work))
+
+    @replayed
+    @on_device()
+    def prefill_seeing(self, work: Sequence[tuple[str, Sequence[int]]], shown: ShownPictures) -> None:
+        """As `prefill`.
+
+        Args:
+            shown: what followers need of pictures for it.
+        """
         self._settle()
-        for piece in pieces_of(work, self._loaded.piece_tokens):
+        if self.followers is None:
+            for sequence_id, embeddings in shown.sequences.items():
+                self._pictures_of(sequence_id).embeddings.update(embeddings)
+        for piece in pieces_of(work, self._piece_tokens(work)):
             self._prefill_piece([(self._coming[sequence_id], tokens) for sequence_id, tokens in piece])
+        if self.followers is None:
+            for sequence_id in shown.sequences:
+                self._pictures_of(sequence_id).embeddings.clear()
         self._note_workspace()
         self._since_clear += sum(len(tokens) for _, tokens in work)
         if self._since_clear >= CLEAR_EVERY_TOKENS:
             self._since_clear = 0
             mx.clear_cache()
+
+    def _piece_tokens(self, work: Sequence[tuple[str, Sequence[int]]]) -> int | None:
+        """Returns the most tokens of a piece; None if some of the tokens must be computed in one chunk."""
+        for sequence_id, tokens in work:
+            part = self._coming[sequence_id].part(tokens)
+            unbroken = part.pictures.unbroken if part.pictures is not None else []
+            if any(first < part.start + len(tokens) and part.start < end for first, end in unbroken):
+                return None
+        return self._loaded.piece_tokens
+
+    def _shown(self, work: Sequence[tuple[str, Sequence[int]]]) -> ShownPictures:
+        """Returns what layers need of pictures for these sequences' next tokens."""
+        shown: dict[str, dict[int, ImageEmbeddings]] = {}
+        for sequence_id, tokens in work:
+            sequence = self._coming.get(sequence_id)
+            if sequence is None or sequence.pictures is None:
+                continue
+            pictures, start, stop = sequence.pictures, sequence.length, sequence.length + len(tokens)
+            for index in pictures.touched(start, stop):
+                first, count = pictures.spans[index]
+                part = pictures.embeddings[index].part(max(start - first, 0), min(stop - first, count))
+                shown.setdefault(sequence_id, {})[index] = part
+        return ShownPictures(shown)
+
+    def _pictures_of(self, sequence_id: str) -> SequencePictures:
+        pictures = self._coming[sequence_id].pictures
+        assert pictures is not None, "a sequence without pictures is shown some"
+        return pictures
 
     def _prefill_piece(self, sequences: Sequence[tuple[ExecutorSequence, Sequence[int]]]) -> None:
         if self.batched_prefill:
@@ -157,8 +199,8 @@ class Prefilling:
 
     def _inputs_besides(self, parts: Sequence[SequencePart], width: int) -> dict[str, Any]:
         """Returns the model's inputs besides tokens and caches, for a padded batch of `width` tokens."""
-        vision = self._loaded.vision
-        return {} if vision is None else vision.inputs(parts, width)
+        given = self._loaded.language_inputs
+        return {} if given is None else given.of_parts(parts, width)
 
     def _prefill_together(self, sequences: Sequence[tuple[ExecutorSequence, Sequence[int]]]) -> None:
         self._begin_piece()

@@ -13,8 +13,8 @@ from ..kv import caches as kv_cache
 from ..kv.sequence_view import Stacks
 from ..kv.unbatched import UnbatchedSequences
 from .grammar import SequenceGrammar
+from .language_inputs import SequencePart, SequencePictures
 from .ready import Ready
-from .vision import SequencePart, SequencePictures
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The model's side of pictures: the encoder, positions, and the language part's inputs besides token ids.
+"""The model's side of pictures: the encoder, and positions. `language_inputs.py` has what the language part gets.
 
 Nothing here depends on model families. All of mlx-vlm's models have `get_input_embeddings`, which turns token ids and
 pixels into the inputs of the language part: an embedding per token, and for some models (DeepStack) arrays that are
@@ -8,10 +8,8 @@ So a prompt may be computed in any chunks and batches, and a picture is encoded 
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import signature
 from pathlib import Path
@@ -29,10 +27,10 @@ from ...patches import emptied, reset_to_now
 from ..device.device import as_numpy, on_gpu, settle
 from ..kernels.sealing import copied
 from ..kv.caches import is_recurrent
-from .agreement import MODEL_ERRORS
-from .bidirectional import SIDE, Bidirectional, find_bidirectional, runs_of
+from .bidirectional import SIDE, Bidirectional, Compute, find_bidirectional, runs_of
 from .findings import Findings
-from .levels import has_dense_levels, levels_of, spread_levels
+from .language_inputs import ImageEmbeddings, LanguageInputs, SequencePictures, axes_of, has_axes_last, separate
+from .levels import levels_of
 from .pieces import Pieces
 
 logger = logging.getLogger(__name__)
@@ -71,75 +69,6 @@ class NotLeftToRightError(ValueError):
         super().__init__(f"{why}; use a causal model that gets pictures in its prompts, such as Qwen3-VL")
 
 
-@dataclass(frozen=True)
-class ImageEmbeddings:
-    """A picture's image embeddings: the language part's inputs for the picture's span.
-
-    Attributes:
-        embeddings: `(tokens, dim)` in the model's dtype.
-        levels: arrays added after the first layers, each `(tokens, dim)`, zero for tokens that do not stand for the
-            picture; empty for most models.
-        positions: `(2, axes, tokens) int32`: the tokens' positions, and 1 for those that are relative to the picture's
-            first token. None if positions do not depend on the picture, or if the model computes them.
-    """
-
-    inputs: mx.array
-    levels: tuple[mx.array, ...] = ()
-    positions: mx.array | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays())
-
-    def arrays(self) -> list[mx.array]:
-        """Returns the embeddings and all levels, each `(tokens, dim)`, and the positions, if there are any."""
-        return [self.inputs, *self.levels, *([] if self.positions is None else [self.positions])]
-
-
-@dataclass
-class SequencePictures:
-    """A sequence's pictures.
-
-    Attributes:
-        spans: (first token, number of tokens) of each.
-        embeddings: the embeddings that are known, by the index of the span.
-        positions: `(axes, tokens)` integers of the prompt up to the last picture's end; None if the model just counts.
-        shift: what to add to a later token's index in the sequence to get its position.
-        bidirectional: [start, stop) of tokens that attend to each other, earlier and later ones.
-        unbroken: [start, stop) of tokens that must be computed in one chunk.
-    """
-
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    embeddings: dict[int, ImageEmbeddings] = field(default_factory=dict)
-    positions: np.ndarray | None = None
-    shift: int = 0
-    bidirectional: list[tuple[int, int]] = field(default_factory=list)
-    unbroken: list[tuple[int, int]] = field(default_factory=list)
-
-    def usable(self, known: int) -> int:
-        """Returns how many of the first `known` tokens, which have cached KV, may be reused."""
-        return next((first for first, end in self.unbroken if first < known < end), known)
-
-    def touched(self, start: int, stop: int) -> list[int]:
-        """Returns the indexes of the spans that have tokens in [start, stop)."""
-        return [index for index, (first, count) in enumerate(self.spans) if first < stop and start < first + count]
-
-
-@dataclass(frozen=True)
-class SequencePart:
-    """Consecutive tokens of a sequence, from `start` on."""
-
-    tokens: Sequence[int]
-    start: int
-    pictures: SequencePictures | None = None
-
-    @property
-    def bidirectional(self) -> list[tuple[int, int]]:
-        """[start, stop) in the sequence of the part's tokens that attend to each other."""
-        stop, runs = self.start + len(self.tokens), self.pictures.bidirectional if self.pictures is not None else []
-        return [(first, end) for first, end in runs if first < stop and self.start < end]
-
-
 def load_weights(folder: Path, *, trusted: bool = False) -> tuple[Any, dict[str, Any]]:
     """Loads a model with lazy weights, and its config.
 
@@ -159,23 +88,6 @@ def load_weights(folder: Path, *, trusted: bool = False) -> tuple[Any, dict[str,
     return model, load_config(folder)
 
 
-def _axes_of(language: Any) -> int:
-    """Returns how many numbers a position has; 0 if the model counts positions itself."""
-    return 3 if hasattr(language, "get_rope_index") else 0
-
-
-def _has_axes_last(language: Any) -> bool:
-    """Returns whether positions are `(sequences, tokens, axes)` for the model, not `(axes, sequences, tokens)`."""
-    if not hasattr(language, "get_rope_index"):
-        return False
-    tokens = mx.zeros((1, 2), mx.int32)
-    try:
-        places, _ = language.get_rope_index(tokens, None, None, mx.ones_like(tokens))
-    except MODEL_ERRORS:
-        return False
-    return places.shape == (*tokens.shape, _axes_of(language))
-
-
 def _axes_in(made: dict[str, Any]) -> int:
     """Returns how many numbers the positions have that a processor gives, `(1, axes, tokens)`; 0 if it gives none."""
     places = np.array(made.get("position_ids", ()))
@@ -191,7 +103,7 @@ class LanguagePart:
     def __init__(self, model: Any) -> None:
         self.root = self._language = model.language_model
         """The module that has all modules of the language part."""
-        self._axes, self._axes_last = _axes_of(self._language), _has_axes_last(self._language)
+        self._axes, self._axes_last = axes_of(self._language), has_axes_last(self._language)
         self._empty = emptied(self._language)
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: Any) -> mx.array:
@@ -219,6 +131,10 @@ class LanguagePart:
             return {}
         places = mx.broadcast_to(mx.array(start).reshape(-1, 1) + mx.arange(tokens.shape[1]), tokens.shape)
         return {"position_ids": mx.stack([places] * self._axes, axis=-1 if self._axes_last else 0)}
+
+    def at_once(self, tokens: mx.array, embeds: mx.array, given: dict[str, Any]) -> mx.array:
+        """Returns the logits of a whole prompt, as `bidirectional.Compute`; `given` are all other inputs."""
+        return self._language(tokens, inputs_embeds=embeds, cache=self.make_cache(), **given).logits[0]
 
     def named_modules(self) -> list[tuple[str, Any]]:
         """Returns the language part's modules."""
@@ -259,11 +175,14 @@ class Vision:
         model: as mlx-vlm loads it.
         together: whether small pictures may be encoded together.
         findings, pieces: as for `find_bidirectional`.
+        language_inputs, compute: of the layers that this process has, if others have the rest.
+        takes_levels: whether pictures may have levels.
 
     Attributes:
         together_tokens: how many tokens these pictures may have in total; 0 on a CPU, which gains only 3% from it.
         unbatched: kinds, pictures (False) or video frames (True), that the model cannot encode together.
         bidirectional: whether the tokens of a picture attend to each other.
+        language_inputs: the language part's inputs.
 
     Raises:
         ValueError: prompts with pictures cannot be computed from left to right.
@@ -271,21 +190,30 @@ class Vision:
     """
 
     def __init__(
-        self, model: Any, processor: PictureProcessor, *, together: bool, findings: Findings, pieces: Pieces
+        self,
+        model: Any,
+        processor: PictureProcessor,
+        *,
+        together: bool,
+        findings: Findings,
+        pieces: Pieces,
+        language_inputs: LanguageInputs | None = None,
+        compute: Compute | None = None,
+        takes_levels: bool = True,
     ) -> None:
-        # A copy, because encoding stores state for the language part's next call, which may be for another sequence.
-        self._model = copy.copy(model)
-        if not isinstance(getattr(type(model), "language_model", None), property):
-            self._model.language_model = copy.copy(model.language_model)
+        self._takes_levels = takes_levels
+        self._model = separate(model)
         self._language = self._model.language_model
         self._processor = processor
-        self._axes, self._axes_last = _axes_of(self._language), _has_axes_last(self._language)
+        self._axes, self._axes_last = axes_of(self._language), has_axes_last(self._language)
         self.together_tokens = TOGETHER_TOKENS_MAX if together and on_gpu() else 0
         self.unbatched: set[bool] = set()
         self._tried: set[bool] = set()
         # Cached, because the next turn of a conversation has its pictures at the same places.
         self._placed = lru_cache(PLACES_KEPT)(self._place)
-        ahead = find_bidirectional(self._model, processor, LanguagePart(self._model), findings, pieces)
+        if compute is None:
+            compute = LanguagePart(self._model).at_once
+        ahead = find_bidirectional(self._model, processor, compute, findings, pieces)
         if ahead is Bidirectional.TEXTS:
             raise NotLeftToRightError("all tokens of its prompts attend to each other, not only to earlier ones")
         if ahead is Bidirectional.PROMPTS:
@@ -296,7 +224,7 @@ class Vision:
         # Only for the prompt's first chunk: after it such models count positions themselves.
         example = {} if self._axes else processor.read(processor.placeholder, [Image.new("RGB", (SIDE, SIDE))])
         self._own_positions = _axes_in(example)
-        self._dense_levels = has_dense_levels(self._model)
+        self.language_inputs = LanguageInputs(self._model) if language_inputs is None else language_inputs
         self._evaluate_modules()
         modules = {id(module): module for root in (model, self._model) for module in root.modules()}
         self._reset = reset_to_now(modules.values())
@@ -376,6 +304,8 @@ class Vision:
         self._check_seen(ids, made, places)
         every = mx.split(made["inputs_embeds"][0], len(shown))
         seen = [mx.split(level, len(shown)) for level in levels_of(made)]
+        if seen and not self._takes_levels:
+            raise ValueError("the model adds pictures to hidden states in a way that is not known here")
         embeddings: list[ImageEmbeddings] = []
         for index, inputs in enumerate(every):
             levels = []
@@ -474,100 +404,6 @@ class Vision:
         positions, shift = self._language.get_rope_index(ids, **given)
         places = as_numpy(positions)
         return places[0].T if self._axes_last else places[:, 0], int(shift.reshape(-1)[0].item())
-
-    def inputs(self, parts: Sequence[SequencePart], width: int) -> dict[str, Any]:
-        """Returns the language part's inputs besides token ids for a batch, with sequences padded to `width` tokens.
-
-        Returns:
-            Empty for text of a model that counts positions itself. Else some of `position_ids` `(axes, sequences,
-            width)` or, if they are the processor's, `(sequences, axes, width) int32`, `inputs_embeds` `(sequences,
-            width, dim)` and `per_layer_inputs` `(sequences, width, layers, dim)` in the model's dtype,
-            `visual_pos_masks` `(sequences, width) bool`, and `deepstack_visual_embeds`, one array per level, `(masked
-            tokens, dim)`, or one for all, `(sequences, width, levels, dim)`.
-        """
-        given: dict[str, Any] = {}
-        if self._axes:
-            given["position_ids"] = mx.array(np.stack([self._positions(part, width) for part in parts], axis=1))
-        touched = [[] if part.pictures is None else self._touched(part) for part in parts]
-        if not any(touched):
-            return given
-        if self._own_positions:
-            sequences = [self._with_own_positions(*sequence, width) for sequence in zip(parts, touched, strict=True)]
-            given["position_ids"] = mx.array(np.stack(sequences))
-        plain = [self._plain(part, width) for part in parts]
-        if plain[0].per_layer_inputs is not None:
-            given["per_layer_inputs"] = mx.concatenate([each.per_layer_inputs for each in plain])
-        embedded = zip((each.inputs_embeds[0] for each in plain), touched, strict=True)
-        given["inputs_embeds"] = mx.stack([_with_pictures(*sequence) for sequence in embedded])
-        seen = np.zeros((len(parts), width), bool)
-        levels: list[list[mx.array]] = []
-        for sequence, spans in enumerate(touched):
-            for begin, end, embeddings, first in spans:
-                seen[sequence, begin:end] = True
-                for level, array in enumerate(embeddings.levels):
-                    if level == len(levels):
-                        levels.append([])
-                    levels[level].append(array[first : first + end - begin])
-        if levels:
-            given["visual_pos_masks"] = mx.array(seen)
-            joined = [mx.concatenate(level) for level in levels]
-            given["deepstack_visual_embeds"] = spread_levels(joined, seen) if self._dense_levels else joined
-        return given
-
-    def steps(self, lengths: Sequence[int], sequences: Sequence[SequencePictures | None]) -> dict[str, Any]:
-        """Returns the same for a decode step of sequences with `lengths` tokens: at most `position_ids`, `(axes,
-        sequences, 1) int32`."""
-        if not self._axes:
-            return {}
-        places = [
-            length + (sequence.shift if sequence else 0) for length, sequence in zip(lengths, sequences, strict=True)
-        ]
-        return {"position_ids": mx.array(np.tile(np.array(places, np.int32)[None, :, None], (self._axes, 1, 1)))}
-
-    def _touched(self, part: SequencePart) -> list[tuple[int, int, ImageEmbeddings, int]]:
-        """Returns for every picture in the part: its begin and end in the part, its embeddings, and the index in the
-        embeddings of the token at the begin."""
-        assert part.pictures is not None
-        stop, spans = part.start + len(part.tokens), []
-        for index in part.pictures.touched(part.start, stop):
-            first, count = part.pictures.spans[index]
-            begin, end = max(first, part.start), min(first + count, stop)
-            spans.append((begin - part.start, end - part.start, part.pictures.embeddings[index], begin - first))
-        return spans
-
-    def _plain(self, part: SequencePart, width: int) -> Any:
-        """Returns mlx-vlm's inputs for a sequence's tokens and padding, as if all were text."""
-        return self._model.get_input_embeddings(mx.array([[*part.tokens, *[0] * (width - len(part.tokens))]]), None)
-
-    def _with_own_positions(
-        self, part: SequencePart, spans: list[tuple[int, int, ImageEmbeddings, int]], width: int
-    ) -> np.ndarray:
-        """Returns a sequence's positions, `(axes, width) int32`, with those of its pictures."""
-        places = np.arange(part.start, part.start + width, dtype=np.int32)
-        places = np.tile(places, (self._own_positions, 1))
-        for begin, end, embeddings, first in spans:
-            assert embeddings.positions is not None
-            numbers, counts = as_numpy(embeddings.positions[:, :, first : first + end - begin])
-            places[:, begin:end] = numbers + counts * (part.start + begin - first)
-        return places
-
-    def _positions(self, part: SequencePart, width: int) -> np.ndarray:
-        """Returns a sequence's positions, `(axes, width) int32`."""
-        pictures, places = part.pictures, np.arange(part.start, part.start + width, dtype=np.int32)
-        if pictures is None or pictures.positions is None:
-            return np.tile(places, (self._axes, 1))
-        known = pictures.positions[:, part.start : part.start + len(part.tokens)].astype(np.int32)
-        rest = np.tile(places[known.shape[1] :] + pictures.shift, (self._axes, 1))
-        return np.concatenate([known, rest], axis=1)
-
-
-def _with_pictures(plain: mx.array, spans: list[tuple[int, int, ImageEmbeddings, int]]) -> mx.array:
-    """Returns a sequence's input embeddings, `(width, dim)` in the model's dtype, from those of its tokens as text."""
-    pieces, done = [], 0
-    for begin, end, embeddings, first in spans:
-        pieces += [plain[done:begin], embeddings.inputs[first : first + end - begin].astype(plain.dtype)]
-        done = end
-    return mx.concatenate([*pieces, plain[done:]])
 
 
 def _joined_grids(

@@ -141,12 +141,19 @@ class Connection:
     def send_array(self, array: mx.array) -> None:
         """Has an array of floats sent, in the dtype that it has; waits for the device, and while too many bytes wait
         (`arrays.py`). Only arrays, and at last `fail`, may be sent on this connection from now on."""
-        dtype = str(array.dtype).removeprefix("mlx.core.")
-        plain = as_numpy(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
-        data = np.ascontiguousarray(plain).reshape(-1).view(np.uint8)
         if self._outgoing is None:
             self._outgoing = Outgoing(self._send_plain)
-        self._outgoing.put(Plain(dtype, array.shape, data))
+        self._outgoing.put(_plain(array))
+
+    def send_behind(self, arrays: Sequence[mx.array]) -> None:
+        """Sends arrays of floats, each in the dtype that it has, behind the message that tells of them. Waits for the
+        device."""
+        for array in arrays:
+            self._send_plain(_plain(array))
+
+    def receive_behind(self, count: int) -> list[mx.array]:
+        """Returns the arrays that follow a message. Raises as `receive_array`."""
+        return [_array(self._receive_plain()) for _ in range(count)]
 
     def expect(self, kind: str, until: float) -> Any:
         """Returns the only field of the next message, which must be of this kind.
@@ -170,12 +177,10 @@ class Connection:
         """
         if self._incoming is None:
             self._incoming = Incoming(self._receive_plain)
-        dtype, came, data = self._incoming.take()
-        if [*came] != [*shape]:
-            raise LinkGarbage(f"hidden states of the shape {[*shape]} were to come, not {dtype} {[*came]}")
-        if _DTYPES[dtype] == mx.bfloat16:
-            return mx.array(data.view(np.uint16).reshape(shape)).view(mx.bfloat16)
-        return mx.array(data.view(dtype).reshape(shape))
+        plain = self._incoming.take()
+        if [*plain.shape] != [*shape]:
+            raise LinkGarbage(f"hidden states of the shape {[*shape]} were to come, not {plain.dtype} {[*plain.shape]}")
+        return _array(plain)
 
     def fail(self, why: str) -> None:
         """Tells the peer why this process ends, after the arrays that wait to be sent, if that does not take long."""
@@ -222,6 +227,19 @@ class Connection:
             thread.end()
         self._selector.close()
         self._sock.close()
+
+
+def _plain(array: mx.array) -> Plain:
+    dtype = str(array.dtype).removeprefix("mlx.core.")
+    plain = as_numpy(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+    return Plain(dtype, array.shape, np.ascontiguousarray(plain).reshape(-1).view(np.uint8))
+
+
+def _array(plain: Plain) -> mx.array:
+    dtype, shape, data = plain
+    if _DTYPES[dtype] == mx.bfloat16:
+        return mx.array(data.view(np.uint16).reshape(shape)).view(mx.bfloat16)
+    return mx.array(data.view(dtype).reshape(shape))
 
 
 def _is_shape(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +15,8 @@ from ..execution.batch import Batch
 from ..kv.caches import PooledBlock, Slab
 from .broken import Wholeness, in_words
 from .connection import Connection
-from .leading import COMPUTING, COUNT, END, KEPT, NUMBERED, TELL, TOKENS
+from .leading import COMPUTING, COUNT, END, KEPT, NUMBERED, PICTURES, SHOWN, TELL, TOKENS
+from .picture_messages import read_pictures, read_shown
 
 
 class Following:
@@ -38,6 +40,8 @@ class Following:
         self._relative_bytes = relative_bytes
         self._kept: dict[int, Slab | PooledBlock] = {}
         self._next = 0
+        # Those that followed the last message.
+        self._arrays: Iterator[mx.array] = iter(())
 
     @property
     def batch(self) -> Batch:
@@ -68,7 +72,8 @@ class Following:
         """Does what the next message says. Returns False if it is the last."""
         kind, fields = self._calls.receive() or ("", [])
         if kind == TELL:
-            dropped, told = fields
+            dropped, told, arrays = fields
+            self._arrays = iter(self._calls.receive_behind(arrays))
             for call, given, named in told:
                 self._do(call, given, named)
             # Only now: a call may have been told later than its KV was dropped.
@@ -97,6 +102,10 @@ class Following:
         if isinstance(value, msgpack.ExtType):
             if value.code == KEPT:
                 return self._kept[int.from_bytes(value.data, "big")]
+            if value.code == PICTURES:
+                return read_pictures(value.data)
+            if value.code == SHOWN:
+                return read_shown(value.data, self._arrays)
             if value.code == TOKENS:
                 return mx.array(np.frombuffer(value.data, "<u4"))
             if value.code == COUNT:

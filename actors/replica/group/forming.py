@@ -25,6 +25,7 @@ from .connection import FAILED, HANDSHAKE_S, Address, Connection
 from .following import Following
 from .heartbeats import Heartbeats
 from .leading import Leading
+from .picture_messages import Wanted
 from .tensor.member import Joining
 from .tensor.model import Share
 from .tensor.ranks import Ranks
@@ -68,6 +69,7 @@ class Rank:
         layers: of the whole model.
         computing: the model's files and how this process computes, as in its identity, and how it batches.
         share, shares: which share of its layers it has, and into how many they are divided.
+        embeds, levels_from: what its layers need of pictures; see `Wanted`.
     """
 
     start: int
@@ -76,6 +78,8 @@ class Rank:
     computing: Mapping[str, str]
     share: int = 0
     shares: int = 1
+    embeds: bool = False
+    levels_from: int = 0
 
     @classmethod
     def of(cls, loaded: LoadedModel, batch: Batch) -> Rank:
@@ -96,7 +100,9 @@ class Rank:
             # Each stage may compute its layers in the way that is fastest for them.
             own.add("weights")
         computing = {name: value for name, value in identity.computing.items() if name not in own}
-        return cls(stage.start, stage.stop, stage.count, {**identity.files, **computing, **how}, *share)
+        given = loaded.language_inputs
+        wanted = Wanted() if given is None else Wanted(given.embeds, given.levels_from)
+        return cls(stage.start, stage.stop, stage.count, {**identity.files, **computing, **how}, *share, *wanted)
 
 
 def why_not(ranks: Sequence[Rank]) -> str:
@@ -195,7 +201,8 @@ class Member:
                 assert self._joining is not None, "a share needs a way to join the others"
                 self._joining.lead(shared, calls, self._listener.getsockname()[0], self._until)
                 self._begin_heartbeats(beating)
-            batch.followers = self._leading = Leading(calls, self.wholeness, overlaps=shared is None)
+            wanted = [Wanted(rank.embeds, rank.levels_from) for rank in ranks]
+            batch.followers = self._leading = Leading(calls, self.wholeness, wanted, overlaps=shared is None)
 
     def follow(self, loaded: LoadedModel) -> Following:
         """Joins the group as another stage than the last. Returns the follower, which is to be run.

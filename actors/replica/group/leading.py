@@ -19,18 +19,22 @@ import msgpack
 import numpy as np
 
 from ....cluster.errors import ClusterError
+from ..execution.followers import ShownPictures
+from ..execution.language_inputs import SequencePictures
 from ..kv.caches import PooledBlock, Slab
 from .broken import Wholeness
 from .connection import Connection
+from .picture_messages import Told, Wanted, pack_pictures, tell
 
 T = TypeVar("T")
 
 TELL, END = "tell", "end"
 """Kinds of messages: calls to do, and the end of the group."""
 
-KEPT, TOKENS, COUNT = 1, 2, 3
+KEPT, TOKENS, COUNT, PICTURES, SHOWN = 1, 2, 3, 4, 5
 """Kinds of msgpack's extension values: KV by its number, an array of tokens as little-endian uint32, and in its place
-the number of its tokens, if the followers get them in the model itself."""
+the number of its tokens, if the followers get them in the model itself; a sequence's pictures, and what its next tokens
+need of them."""
 
 NUMBERED = frozenset({"cut", "adopt_part", "adopt_slabs"})
 """Calls that return KV, which gets numbers."""
@@ -50,14 +54,18 @@ class Leading:
 
     Args:
         calls: the connection to each follower.
+        wanted: what each follower's layers need of pictures.
         overlaps: see `execution.followers.Followers`.
 
     Attributes:
         count: how many followers there are.
     """
 
-    def __init__(self, calls: Sequence[Connection], wholeness: Wholeness, *, overlaps: bool = True) -> None:
+    def __init__(
+        self, calls: Sequence[Connection], wholeness: Wholeness, wanted: Sequence[Wanted] = (), *, overlaps: bool = True
+    ) -> None:
         self._calls, self._wholeness, self.overlaps = calls, wholeness, overlaps
+        self._wanted = wanted or [Wanted()] * len(calls)
         self.count = len(calls)
         self._untold: list[Any] = []
         # Calls that the followers have been told, and that were not done here yet.
@@ -137,8 +145,11 @@ class Leading:
     def _tell(self) -> None:
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         told, self._untold = self._untold, []
-        for follower in self._calls:
-            follower.send(TELL, dropped, told)
+        for number, follower in enumerate(self._calls):
+            arrays: list[mx.array] = []
+            own = [[call, [_told(each, number, arrays) for each in given], named] for call, given, named in told]
+            follower.send(TELL, dropped, own, len(arrays))
+            follower.send_behind(arrays)
 
     def _number(self, kept: Slab | PooledBlock) -> None:
         key, number = id(kept), self._next
@@ -153,6 +164,10 @@ class Leading:
 
     def _packed(self, value: Any) -> Any:
         """Returns arguments in the form in which they are told."""
+        if isinstance(value, ShownPictures):
+            return [tell(value, wanted) for wanted in self._wanted]
+        if isinstance(value, SequencePictures):
+            return msgpack.ExtType(PICTURES, pack_pictures(value))
         if isinstance(value, Slab | PooledBlock):
             return msgpack.ExtType(KEPT, self._numbers[id(value)].to_bytes(8, "big"))
         if isinstance(value, mx.array) and not self.overlaps:
@@ -164,3 +179,12 @@ class Leading:
             # Prompts are long.
             return list(value) if value and isinstance(value[0], int) else [self._packed(each) for each in value]
         return value
+
+
+def _told(value: Any, follower: int, arrays: list[mx.array]) -> Any:
+    """Returns an argument as it is told to a follower. Adds the arrays that follow the message."""
+    if isinstance(value, list) and value and isinstance(value[0], Told):
+        told = value[follower]
+        arrays += told.arrays
+        return msgpack.ExtType(SHOWN, told.packed)
+    return value

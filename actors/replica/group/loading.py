@@ -3,6 +3,7 @@ layer."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,22 +17,22 @@ from ....cluster.config import Model
 from ....cluster.environment import default_home
 from ....cluster.errors import ModelLoadError, NoRoom
 from ....cluster.stages import Stage as PlannedStage
-from ...model_files.checkpoints import load_checkpoint
 from ...model_files.context import context_length
 from ...model_files.digests import check_unchanged, digest_files
 from ...model_files.end_tokens import end_tokens
 from ...model_files.foreign_code import refuse_model_file
 from ...model_files.layer_ranges import LayerRange, identity_of
 from ...model_files.model_identity import ModelIdentity
-from ...model_files.processors import sees
 from ...model_files.source import Progress, first_sentence, read_json, resolve
 from ...model_files.weights import read_weight_files
 from ..device import blas
 from ..device.device import device_bytes, on_cuda, on_gpu
 from ..execution.decode_way import DEQUANTIZED
 from ..execution.findings import Findings
+from ..execution.language_inputs import LanguageInputs, separate
 from ..execution.loaded_model import LoadedModel
 from ..execution.padding import PIECE_TOKENS, PIECE_TOKENS_ELSEWHERE
+from ..execution.vision import Vision
 from ..kernels import gpu_kernels
 from ..kernels.sealing import FULL_PRECISION, POLICIES
 from ..kv import attention
@@ -43,12 +44,16 @@ from ..loading.model_id import computing, files_of, order_of_weights, refuse_els
 from ..loading.models import pick_dtype
 from ..loading.prepare import prepare_weights
 from ..loading.quirks import with_windows
+from .encoder import encoder_of
 from .needs import policy_of
+from .opened import Opened, open_lazily
 from .pipeline import PipelinedStage
-from .stages import Stage, find_chain
+from .stages import Stage
 from .tensor.joining import refuse_missing
 from .tensor.model import SharePart
 from .tensor.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 
@@ -59,6 +64,7 @@ class Part(Protocol):
     Attributes:
         words: of it, for errors.
         logits: whether what it computes are logits.
+        leads: whether its process leads the group, and has a vision model's encoder. Known once a model was cut.
     """
 
     @property
@@ -67,7 +73,10 @@ class Part(Protocol):
     @property
     def logits(self) -> bool: ...
 
-    def cut(self, whole: Any) -> None:
+    @property
+    def leads(self) -> bool: ...
+
+    def cut(self, opened: Opened) -> None:
         """Cuts a model with lazy weights to the part."""
 
     def model(self) -> Any:
@@ -82,6 +91,16 @@ class Part(Protocol):
 
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As in `LoadedModel`."""
+
+    def language_inputs(self, whole: Any) -> LanguageInputs:
+        """Returns the inputs of the part's layers, given a vision model that was cut to it."""
+        ...
+
+    def encoder(
+        self, whole: Any, given: LanguageInputs, folder: Path, spec: ModelCacheSpec, findings: Findings
+    ) -> tuple[Vision | None, str]:
+        """Returns the leader's encoder of pictures; the rest and errors as for `encoder_of`."""
+        ...
 
 
 class StagePart:
@@ -99,14 +118,18 @@ class StagePart:
     def logits(self) -> bool:
         return self.stage.last
 
+    leads = logits
+
     @property
     def stage(self) -> Stage:
         assert self._stage is not None, "no model was cut yet"
         return self._stage
 
-    def cut(self, whole: Any) -> None:
+    def cut(self, opened: Opened) -> None:
         """As `Part.cut`."""
-        self._stage = Stage(find_chain(whole), self._start, self._stop)
+        chain = opened.chain()
+        # Among a picture's tokens are some of text, whose embeddings the encoder needs.
+        self._stage = Stage(chain, self._start, self._stop, embeds=opened.seeing and self._stop == len(chain.layers))
 
     def model(self) -> PipelinedStage:
         """As `Part.model`."""
@@ -119,16 +142,33 @@ class StagePart:
     def joinable(self, spec: ModelCacheSpec) -> tuple[LayerRange, int] | None:
         """As `Part.joinable`."""
         layers = LayerRange(self._start, self._stop)
-        return (layers, self.stage.count) if self.stage.joins and spec.joinable else None
+        return (layers, self.stage.count) if self.stage.joins and spec.reusable else None
 
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As `Part.piece_tokens`."""
         # Recurrent layers' scans of other lengths round otherwise.
         return None if spec.recurrent else PIECE_TOKENS if on_cuda() else PIECE_TOKENS_ELSEWHERE
 
+    def language_inputs(self, whole: Any) -> LanguageInputs:
+        """As `Part.language_inputs`."""
+        return LanguageInputs(separate(whole), embeds=self._start == 0, levels_from=self._start)
+
+    def encoder(
+        self, whole: Any, given: LanguageInputs, folder: Path, spec: ModelCacheSpec, findings: Findings
+    ) -> tuple[Vision | None, str]:
+        """As `Part.encoder`."""
+        if not self.stage.all_kinds:
+            raise ModelLoadError("give the last node more layers: it has none of some of the model's kinds of layers")
+        stage = self.model()
+
+        def compute(tokens: mx.array, embeds: mx.array, others: dict[str, Any]) -> mx.array:
+            return stage.compute(tokens, stage.make_cache(), embeds, **others)[0]
+
+        return encoder_of(whole, given, compute, folder, spec, findings, adds_levels=self.stage.adds_levels)
+
 
 def load_stage(source: str, start: int, stop: int, **how: Any) -> LoadedModel:
-    """Loads layers [start, stop) of a model of text. Its model is a `PipelinedStage`, which computes with made-up
+    """Loads layers [start, stop) of a model. Its model is a `PipelinedStage`, which computes with made-up
     hidden states until it is connected. Arguments and errors as for `load_part`."""
     return load_part(source, StagePart(start, stop), **how)
 
@@ -147,7 +187,7 @@ def load_part(
     claim: Callable[[int], None] = lambda nbytes: None,
     memory_bytes_max: int | None = None,
 ) -> LoadedModel:
-    """Loads a part of a model of text.
+    """Loads a part of a model. The part that leads has the encoder of a vision model too.
 
     Args:
         dtype: `auto`, or the name of an MLX float type.
@@ -169,20 +209,19 @@ def load_part(
     config = read_json(folder / "config.json")
     refuse_model_file(source, config, trusted=False)
     refuse_elsewhere(source, config)
-    if sees(folder):
-        raise ModelLoadError(f"{source} takes pictures: only models of text can be divided among processes")
     files = read_weight_files(folder)
     paths = files_of(folder)
     digested = digest_files(paths, digests, lambda fraction: progress(f"checking the files of {source}", fraction))
     try:
-        whole, config = load_checkpoint(folder, trusted=False)
+        opened = open_lazily(folder)
         if (chosen := pick_dtype(dtype)) is not None:
             # Before it is divided, so that what stands in for other parts has the same type.
-            whole.set_dtype(chosen)
-        part.cut(whole)
-        _check_memory(whole, claim)
+            opened.whole.set_dtype(chosen)
+        part.cut(opened)
+        own = opened.whole if part.leads else opened.language
+        _check_memory(own, claim)
         told = partial(progress, f"loading {source}")
-        kept = prepare_weights(whole, None, weights, told, memory_bytes_max)
+        kept = prepare_weights(own, None, weights, told, memory_bytes_max)
         model = part.model()
         caches = model.make_cache()
         states = model(mx.array([[0, 0]], mx.uint32), cache=caches)
@@ -194,29 +233,30 @@ def load_part(
         raise ModelLoadError(f"{part.words} of {source} cannot be loaded: {why}") from error
     check_unchanged(digested, paths)
     spec = with_windows(model, read_spec(caches, 2, POLICIES[kv]))
-    installed = attention.install(whole)
+    installed = attention.install(opened.whole)
     seen = str(states.dtype).removeprefix("mlx.core.")
     files_digests = {name: each.digest.hex() for name, each in digested.items()} | order_of_weights(folder, files)
 
     def identity(weights: str) -> ModelIdentity:
         # As of a model that is not divided.
         dtype_seen = seen if pick_dtype(dtype) is not None else f"{seen}, own"
-        return part.identity(ModelIdentity(files_digests, _computing(dtype_seen, weights, spec)))
+        how = _computing(dtype_seen, weights, spec, seeing=opened.seeing)
+        return part.identity(ModelIdentity(files_digests, how))
 
-    context = context_length(config, getattr(whole, "args", None)).tokens
+    context = context_length(opened.config, getattr(opened.whole, "args", None)).tokens
     context = min(context, context_tokens_max or context)
     multiplied, way = kept, DEQUANTIZED
     if on_gpu() or gpu_kernels.is_available():
         # As for a model that is not divided. Each process tests its part alone.
         progress(f"testing how {part.words} of {source} are computed best", None)
         found = Findings(trials, identity(kept).model_id)
-        if joined.join(whole, model, found):
+        if joined.join(opened.language, model, found):
             multiplied = f"{kept}, joined"
-        few_rows_check.install(whole, found)
+        few_rows_check.install(opened.language, found)
         if installed and spec.policy is not None:
             known = Findings(trials, identity(multiplied).model_id)
             way = replace(fastest(model, spec, context, known), drafts=False)
-    return LoadedModel(
+    loaded = LoadedModel(
         model=model,
         folder=folder,
         identity=identity(multiplied),
@@ -233,7 +273,24 @@ def load_part(
         hidden="its layers are divided among processes",
         layers=part.joinable(spec),
         piece_tokens=part.piece_tokens(spec),
+        blind=opened.blind,
     )
+    return _with_pictures(loaded, opened, part, source, trials) if opened.seeing else loaded
+
+
+def _with_pictures(loaded: LoadedModel, opened: Opened, part: Part, source: str, trials: Path | None) -> LoadedModel:
+    """Returns a part of a vision model with what its layers get of pictures, and the leader's with the encoder."""
+    given, identity = part.language_inputs(opened.whole), loaded.identity
+    loaded = replace(loaded, language_inputs=given)
+    if not part.leads:
+        return loaded
+    try:
+        seen, blind = part.encoder(opened.whole, given, loaded.folder, loaded.spec, Findings(trials, identity.model_id))
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{source} cannot be divided: {error.message}") from error
+    if blind:
+        logger.warning("%s is served for text alone: %s", source, blind)
+    return replace(loaded, vision=seen, blind=blind)
 
 
 def load_planned(
@@ -265,10 +322,10 @@ def load_planned(
     )
 
 
-def _computing(dtype: str, weights: str, spec: ModelCacheSpec) -> dict[str, str]:
+def _computing(dtype: str, weights: str, spec: ModelCacheSpec, *, seeing: bool) -> dict[str, str]:
     """Returns how a stage computes, as in a model's identity; chips of one kind may differ within a group."""
     kv = f"{FULL_PRECISION}.1" if spec.policy is None else spec.policy.format
-    return computing(dtype=dtype, weights=weights, kv=kv, numerics="fast", seeing=False)
+    return computing(dtype=dtype, weights=weights, kv=kv, numerics="fast", seeing=seeing)
 
 
 def _check_memory(model: Any, claim: Callable[[int], None]) -> None:

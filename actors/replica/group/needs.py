@@ -15,9 +15,7 @@ from ....cluster.config import Model
 from ....cluster.errors import ModelLoadError
 from ....cluster.stages import LayerNeeds, ModelNeeds
 from ...model_files.context import context_length
-from ...model_files.conversion import lazy_model
 from ...model_files.foreign_code import refuse_model_file
-from ...model_files.processors import sees
 from ...model_files.source import first_sentence, read_json
 from ..kernels.sealing import POLICIES
 from ..kv.caches import ModelCacheSpec, read_spec
@@ -25,7 +23,7 @@ from ..loading.kv_choice import AUTO, USUAL
 from ..loading.models import pick_dtype
 from ..loading.quirks import FlatCaches, with_windows
 from ..memory.replica_memory import workspace_of
-from .stages import find_chain
+from .opened import Opened, open_lazily
 
 TOKENS_MIN = 2048
 """A model fits if there is room for a sequence of this many tokens, or of its whole context if that is shorter."""
@@ -44,7 +42,8 @@ class Headers:
 
     Attributes:
         layers: what each layer needs.
-        first_bytes, last_bytes: of the weights before the layers and after them; `shared_bytes` are in both.
+        first_bytes, last_bytes: of the weights before the layers and after them; `shared_bytes` are in both. What is
+            after them includes a vision model's encoder, and what that needs.
         spec: of all layers.
     """
 
@@ -78,9 +77,8 @@ class Headers:
         return ModelNeeds(self.layers, self.first_bytes, last, workspace, tokens)
 
 
-def open_headers(model: Model, folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Returns a model of text of which only headers are read, and its settings. Its weight files may be holes behind
-    their headers.
+def open_headers(model: Model, folder: Path) -> Opened:
+    """Returns a model of which only headers are read. Its weight files may be holes behind their headers.
 
     Raises:
         ModelLoadError: it cannot be served, or not be divided; the message says why in one sentence.
@@ -88,12 +86,15 @@ def open_headers(model: Model, folder: Path) -> tuple[Any, dict[str, Any]]:
     source = model.source
     config = read_json(folder / "config.json")
     refuse_model_file(source, config, trusted=False)
-    if sees(folder):
-        raise ModelLoadError(f"{source} takes pictures: only models of text can be divided among nodes")
-    whole = lazy_model(source, folder, seeing=False)
+    try:
+        opened = open_lazily(folder)
+    except ModelLoadError:
+        raise
+    except _ERRORS as error:
+        raise ModelLoadError(f"{source} cannot be loaded: {first_sentence(error)}") from error
     if (dtype := pick_dtype(model.dtype)) is not None:
-        whole.set_dtype(dtype)
-    return whole, config
+        opened.whole.set_dtype(dtype)
+    return opened
 
 
 class Computed(NamedTuple):
@@ -104,38 +105,44 @@ class Computed(NamedTuple):
     dtype: str
 
 
-def computed(model: Model, opened: Any, config: dict[str, Any]) -> Computed:
+def computed(model: Model, opened: Opened) -> Computed:
     """Returns how an opened model, or a part of it, computes. Nothing is computed.
 
     Raises:
         ModelLoadError: it cannot be called.
     """
     try:
-        flat: Any = FlatCaches.of(opened)
+        flat: Any = FlatCaches.of(opened.called)
         caches = make_prompt_cache(flat)
         logits = flat(mx.array([[0, 0]], mx.uint32), cache=caches)
         spec = with_windows(flat, read_spec(caches, 2, POLICIES[policy_of(model.kv)]))
     except _ERRORS as error:
         raise ModelLoadError(f"{model.source} cannot be estimated: {first_sentence(error)}") from error
-    context = context_length(config, getattr(opened, "args", None)).tokens
+    context = context_length(opened.config, getattr(opened.whole, "args", None)).tokens
     return Computed(
         spec, min(context, model.context_tokens_max or context), str(logits.dtype).removeprefix("mlx.core.")
     )
 
 
 def read_headers(model: Model, folder: Path) -> Headers:
-    """Returns what the headers say of a model of text. Arguments and errors as for `open_headers`."""
-    whole, config = open_headers(model, folder)
-    chain = find_chain(whole)
-    found = computed(model, whole, config)
-    modules = dict(whole.named_modules())
+    """Returns what the headers say of a model. Arguments and errors as for `open_headers`."""
+    opened = open_headers(model, folder)
+    try:
+        chain = opened.chain()
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{model.source}: {error.message}") from error
+    found = computed(model, opened)
+    modules = dict(opened.language.named_modules())
+    tower_bytes = nbytes_of(opened.whole) - nbytes_of(opened.language)
+    # A vision model's encoder needs embeddings of tokens too.
+    last = chain.after | (chain.before if opened.seeing else frozenset())
     return Headers(
         [_layer(layer, places, found.spec) for layer, places in zip(chain.layers, chain.caches, strict=True)],
         sum(nbytes_of(modules[name]) for name in chain.before),
-        sum(nbytes_of(modules[name]) for name in chain.after),
-        sum(nbytes_of(modules[name]) for name in chain.before & chain.after),
+        sum(nbytes_of(modules[name]) for name in last) + tower_bytes,
+        sum(nbytes_of(modules[name]) for name in chain.before & last),
         *found,
-        config,
+        opened.config,
     )
 
 

@@ -28,8 +28,11 @@ class PipelinedStage:
         self.after: Connection | None = None
         self.stage, self._called = stage, FlatCaches.of(stage)
 
-    def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: mx.array) -> mx.array:
         """Computes the layers for `tokens` `(sequences, tokens)`.
+
+        Args:
+            given: as for `Stage`.
 
         Returns:
             `(sequences, tokens, vocabulary)`, the logits, if it is the last stage. Else the hidden states, which have
@@ -38,7 +41,7 @@ class PipelinedStage:
         Raises:
             LinkError: a neighbour is gone, or has failed.
         """
-        states = self.compute(tokens, cache, self.received(*tokens.shape))
+        states = self.compute(tokens, cache, self.received(*tokens.shape), **given)
         self.pass_on(states)
         return states
 
@@ -52,9 +55,11 @@ class PipelinedStage:
         if self.after is not None:
             self.after.send_array(states)
 
-    def compute(self, tokens: mx.array, cache: Sequence[Any], hidden: mx.array | None = None) -> mx.array:
+    def compute(
+        self, tokens: mx.array, cache: Sequence[Any], hidden: mx.array | None = None, **given: mx.array
+    ) -> mx.array:
         """Returns what the layers make of `hidden`, as `Stage` does."""
-        return self._called(tokens, cache=cache, hidden=hidden)
+        return self._called(tokens, cache=cache, hidden=hidden, **given)
 
     def recorded(self, deferral: Deferral | None) -> RecordedStage:
         """Returns what computes the stage's decode steps as recorded graphs."""

@@ -14,6 +14,7 @@ from ..device.device import on_gpu
 from ..execution.findings import Findings
 from ..execution.followers import Followers
 from ..execution.loaded_model import LoadedModel
+from ..selftest import pictures
 from ..selftest.forced_sequences import ForcedSequences
 from ..selftest.self_test import Proven, reused, sequences_of
 
@@ -25,11 +26,14 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class GroupVerdict:
-    """What is wrong, as the end of a sentence each; empty if nothing is. As `Faults`."""
+    """What is wrong, as the end of a sentence each; empty if nothing is. As `Faults`; `blind` and `stills` are those of
+    `LoadedModel`."""
 
     alone: str = ""
     together: str = ""
     again: str = ""
+    blind: str = ""
+    stills: str = ""
 
 
 def prove_group(
@@ -51,7 +55,7 @@ def prove_group(
         return Proven(loaded)
     findings, what = Findings(known, loaded.model_id), f"divided, {layers}"
     found = findings.read(what, _VERSION)
-    if isinstance(found, dict) and found.keys() == asdict(GroupVerdict()).keys():
+    if isinstance(found, dict) and {"alone", "together", "again"} <= found.keys() <= asdict(GroupVerdict()).keys():
         verdict = GroupVerdict(**found)
     else:
         progress(f"testing {model.source}", None)
@@ -62,6 +66,10 @@ def prove_group(
     notes = ["its self-test compared the group with itself only: no process has the whole model"]
     if verdict.together:
         notes.append(f"sequences run one after the other: when batched, {verdict.together}")
+    if verdict.blind or verdict.stills:
+        vision = None if verdict.blind else loaded.vision
+        loaded = replace(loaded, vision=vision, blind=verdict.blind or loaded.blind, stills=verdict.stills)
+    notes += [f"it gets no pictures: {verdict.blind}"] * bool(verdict.blind)
     if verdict.again:
         notes.append(f"no KV is reused, every turn is prefilled from its beginning: {verdict.again}")
         loaded = replace(loaded, spec=replace(loaded.spec, kept=False))
@@ -79,4 +87,11 @@ def _tested(loaded: LoadedModel, followers: Followers) -> GroupVerdict:
     if wrong:
         return GroupVerdict(alone=wrong)
     again = test.again(loaded, reused(sequences)) if loaded.spec.reusable else ""
-    return GroupVerdict(together=test.batched(loaded, alone), again=again)
+    together = test.batched(loaded, alone)
+    if loaded.vision is None:
+        return GroupVerdict(together=together, again=again)
+    seen, stills = pictures.faults(loaded, followers=followers), ""
+    if not seen.alone:
+        stills = pictures.fault_of_videos(loaded, followers=followers)
+        together, again = together or seen.together, again or seen.again
+    return GroupVerdict(together=together, again=again, blind=seen.alone, stills=stills)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -39,6 +40,7 @@ class Stage:
 
     Args:
         chain: of the model, which is the stage's from then on.
+        embeds: whether it keeps what the model has before its layers, though it has other layers than the first.
 
     Raises:
         ModelLoadError: layers on both sides of a cut share KV, or the model's code asks for what other layers have.
@@ -48,18 +50,20 @@ class Stage:
         last: whether it has the final norm and the output layer.
         model: the whole model, in which stand-ins take the places of what other stages have. Its `parameters` are this
             stage's.
+        adds_levels: as in `Chain`.
+        all_kinds: whether it has a layer of each kind that the whole model has.
         width: numbers of a hidden state.
         joins: whether each layer of the whole model has one cache.
     """
 
-    def __init__(self, chain: Chain, start: int, stop: int) -> None:
+    def __init__(self, chain: Chain, start: int, stop: int, *, embeds: bool = False) -> None:
         count = len(chain.layers)
         if not 0 <= start < stop <= count:
             raise ValueError(f"layers {start} to {stop} are no stage of {count} layers")
-        self.model, self.width = chain.model, chain.width
+        self.model, self._called, self.width = chain.model, chain.called, chain.width
         self.start, self.stop, self.count, self.last = start, stop, count, stop == count
         self._passing = _Passing()
-        empty = make_prompt_cache(self.model)
+        empty = make_prompt_cache(self._called)
         kinds = [_kind(cache) for cache in empty]
         self.joins = all(len(layer) == 1 for layer in chain.caches) and not any(
             type(each) is CacheList for each in empty
@@ -73,13 +77,14 @@ class Stage:
             )
         # A model makes its masks from any layer's cache: here from one of the same kind, which is as long.
         places = {kinds[cache]: place for place, cache in reversed([*enumerate(self._own)])}
+        self.adds_levels, self.all_kinds = chain.adds_levels, places.keys() == {*kinds}
         places_of = [
             self._own.index(cache) if cache in self._own else places.get(kinds[cache]) for cache in range(len(kinds))
         ]
         self._caches: list[int | _CacheElsewhere] = [
             _CacheElsewhere(cache) if place is None else place for cache, place in zip(empty, places_of, strict=True)
         ]
-        chain.divide(self._passing, start, stop)
+        chain.divide(self._passing, start, stop, embeds=embeds)
         try:
             # Nothing of it is computed.
             self(mx.zeros((1, 2), mx.uint32), self.make_cache())
@@ -88,7 +93,9 @@ class Stage:
                 f"layers {start} to {stop} of the model cannot be a stage of their own: {first_sentence(error)}"
             ) from error
 
-    def __call__(self, tokens: mx.array, cache: Sequence[Any], hidden: mx.array | None = None) -> mx.array:
+    def __call__(
+        self, tokens: mx.array, cache: Sequence[Any], hidden: mx.array | None = None, **given: mx.array
+    ) -> mx.array:
         """Computes the stage's layers.
 
         Args:
@@ -96,6 +103,7 @@ class Stage:
             cache: one for each of `make_cache`.
             hidden: `(sequences, tokens, width)`, from the stage before. Without them all stages but the first compute
                 with made-up ones, which depend on the token only: no result, but good for tests of how it is computed.
+            given: the model's other inputs, if it is a vision model (`LanguageInputs`).
 
         Returns:
             `(sequences, tokens, width)`, the hidden states for the next stage; of the last stage
@@ -103,7 +111,7 @@ class Stage:
         """
         passing = self._passing
         passing.given, passing.taken = self._made_up(tokens) if hidden is None else hidden, None
-        logits = self.model(tokens, cache=self._all_caches(cache))
+        logits = self._called(tokens, cache=self._all_caches(cache), **given)
         taken, passing.given, passing.taken = passing.taken, None, None
         if self.last:
             return logits
@@ -115,7 +123,7 @@ class Stage:
 
     def make_cache(self) -> list[Any]:
         """Returns empty caches of one sequence for the stage's layers."""
-        caches = make_prompt_cache(self.model)
+        caches = make_prompt_cache(self._called)
         return [caches[place] for place in self._own]
 
     def _all_caches(self, own: Sequence[Any]) -> list[Any]:
@@ -291,14 +299,18 @@ class Chain:
     """A model's layers, if they form a chain.
 
     Attributes:
+        model: the module that has the layers.
+        called: takes tokens and caches as mlx-lm's models do.
         name: of the list of layers in the model.
         caches: for every layer, the numbers of its caches.
         width: numbers of a hidden state.
         before, after: names of the modules with weights that the model uses before its layers and after them.
         unused: names of those that it does not use.
+        adds_levels: whether what a picture adds to hidden states is added level by level, one after each layer.
     """
 
     model: Any
+    called: Any
     name: str
     layers: list[Any]
     caches: list[list[int]]
@@ -306,9 +318,11 @@ class Chain:
     before: frozenset[str]
     after: frozenset[str]
     unused: frozenset[str]
+    adds_levels: bool = False
 
-    def divide(self, passing: _Passing, start: int, stop: int) -> None:
-        """Puts stand-ins into the model for all but layers [start, stop) and what belongs to them."""
+    def divide(self, passing: _Passing, start: int, stop: int, *, embeds: bool = False) -> None:
+        """Puts stand-ins into the model for all but layers [start, stop) and what belongs to them. With `embeds` what
+        is before the layers stays too."""
         count, layers = len(self.layers), self.layers
         found: dict[int, Any] = {number: _Passed(layers[number]) for number in (*range(start), *range(stop, count))}
         if start > 0:
@@ -316,14 +330,18 @@ class Chain:
         if stop < count:
             found[stop] = _Exit(layers[stop], passing)
         _replace(self.model, {f"{self.name}.{number}": layer for number, layer in found.items()})
-        used = (self.before if start == 0 else frozenset()) | (self.after if stop == count else frozenset())
+        used = (self.before if start == 0 or embeds else frozenset()) | (self.after if stop == count else frozenset())
         modules = dict(self.model.named_modules())
         absent = (self.before | self.after | self.unused) - used
         _replace(self.model, {name: _Absent(modules[name]) for name in absent})
 
 
-def find_chain(model: Any) -> Chain:
+def find_chain(model: Any, called: Any = None) -> Chain:
     """Finds out whether a model's layers form a chain. Its weights may be lazy, and are not read.
+
+    Args:
+        called: takes tokens and caches as mlx-lm's models do, and the inputs of `LanguageInputs`, if the model is the
+            language part of a vision model; None if the model is called itself.
 
     Raises:
         ModelLoadError: they do not; the message says why in one sentence.
@@ -335,26 +353,28 @@ def find_chain(model: Any) -> Chain:
         for name, module in model.named_modules()
         if name and id(module) not in inside and _has_own_weights(module)
     }
-    records = [_Record([]) for _ in _TOKENS]
+    recording = _Recording(model, model if called is None else called, place, layers, outside)
     try:
-        for number, tokens in enumerate(_TOKENS):
-            records[number] = _recorded(model, place, layers, outside, tokens)
+        records = [recording.of(tokens) for tokens in _TOKENS]
     except _ERRORS as error:
         raise _refused(f"its code needs more of a layer than hidden states ({first_sentence(error)})") from error
     if why := _why_no_chain(records[0], records[1], len(layers)):
         raise _refused(why)
     calls, before, after = records[0].calls, records[0].before, records[0].after
+    width = calls[0].x.shape[-1]
     if {cache for call in calls for cache in call.caches} != {*range(len(records[0].caches))}:
         raise _refused("some of its caches are of no layer")
     return Chain(
         model,
+        recording.called,
         place,
         layers,
         [call.caches for call in calls],
-        calls[0].x.shape[-1],
+        width,
         frozenset(before),
         frozenset(after),
         frozenset(outside.keys() - before - after),
+        called is not None and _adds_levels(recording, width),
     )
 
 
@@ -389,16 +409,54 @@ def _replace(model: Any, modules: dict[str, Any]) -> None:
     model.update_modules(tree_unflatten(list(modules.items())))
 
 
-def _recorded(model: Any, place: str, layers: list[Any], outside: dict[str, Any], tokens: Sequence[int]) -> _Record:
-    record = _Record(make_prompt_cache(model))
-    own = {f"{place}.{number}": layer for number, layer in enumerate(layers)}
-    _replace(model, {name: _RecordedLayer(layer, number, record) for number, (name, layer) in enumerate(own.items())})
-    _replace(model, {name: _RecordedModule(module, name, record) for name, module in outside.items()})
-    try:
-        model(mx.array([tokens], mx.uint32), cache=record.caches)
-    finally:
-        _replace(model, outside | own)
-    return record
+@dataclass(frozen=True)
+class _Recording:
+    """Runs a model with recorders in place of its layers, and of the modules outside of them.
+
+    Attributes:
+        model, called: as for `find_chain`.
+        place: the name of the list of layers.
+        outside: modules outside of the layers, by name.
+    """
+
+    model: Any
+    called: Any
+    place: str
+    layers: list[Any]
+    outside: dict[str, Any]
+
+    def of(self, tokens: Sequence[int], **given: Any) -> _Record:
+        """Returns what the model does with a text.
+
+        Args:
+            given: its inputs besides tokens and caches.
+        """
+        record = _Record(make_prompt_cache(self.called))
+        own = {f"{self.place}.{number}": layer for number, layer in enumerate(self.layers)}
+        recorders = {name: _RecordedLayer(layer, number, record) for number, (name, layer) in enumerate(own.items())}
+        _replace(self.model, recorders)
+        _replace(self.model, {name: _RecordedModule(module, name, record) for name, module in self.outside.items()})
+        try:
+            self.called(mx.array([tokens], mx.uint32), cache=record.caches, **given)
+        finally:
+            _replace(self.model, self.outside | own)
+        return record
+
+
+def _adds_levels(recording: _Recording, width: int) -> bool:
+    """Whether a language part that gets as many levels as it has layers adds one after each."""
+    tokens = _TOKENS[0]
+    seen, level = mx.ones((1, len(tokens)), mx.bool_), mx.zeros((len(tokens), width))
+    levels = [level] * len(recording.layers)
+    for each in (levels, mx.stack(levels, axis=1)[None]):
+        given = {"inputs_embeds": level[None], "visual_pos_masks": seen, "deepstack_visual_embeds": each}
+        try:
+            calls = recording.of(tokens, **given).calls
+        except _ERRORS:
+            continue
+        if all(after.x is not before.returned for before, after in pairwise(calls)):
+            return True
+    return False
 
 
 def _why_no_chain(one: _Record, other: _Record, count: int) -> str:

@@ -93,12 +93,6 @@ class ModelCacheSpec:
         return windows + sum(layer.state_bytes + layer.open_bytes for layer in self.layers)
 
     @property
-    def joinable(self) -> bool:
-        """Whether KV of some of the layers is the same as in KV of others: every layer attends to all tokens. What a
-        window or a state keeps depends on where prompts ended."""
-        return self.reusable and all(layer.kind is LayerKind.FULL and not layer.window for layer in self.layers)
-
-    @property
     def recurrent(self) -> bool:
         return any(layer.kind is LayerKind.RECURRENT for layer in self.layers)
 

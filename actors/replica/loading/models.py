@@ -324,7 +324,7 @@ def _spec_under(running: _Running, policy: SealPolicy | None, *, shares: bool) -
 def _layers(model: Any, spec: ModelCacheSpec) -> tuple[LayerRange, int] | None:
     """Returns all layers, if each has one cache and their KV can be joined."""
     count = len(getattr(model, "layers", ()))
-    return (LayerRange(0, count), count) if count and len(spec.layers) == count and spec.joinable else None
+    return (LayerRange(0, count), count) if count and len(spec.layers) == count and spec.reusable else None
 
 
 def _computing(how: _How, running: _Running, kv: str) -> dict[str, str]:
@@ -424,11 +424,11 @@ def resealed(loaded: LoadedModel, policy: SealPolicy | None) -> LoadedModel:
     resealed = replace(loaded, spec=spec, pool=new_pool(spec), way=DEQUANTIZED, identity=identity)
     if loaded.vision is None:
         return resealed
-    seen, blind = _seen_with(loaded.vision, spec)
+    seen, blind = seen_with(loaded.vision, spec)
     return replace(resealed, vision=seen, blind=blind)
 
 
-def _seen_with(seen: Vision, spec: ModelCacheSpec) -> tuple[Vision | None, str]:
+def seen_with(seen: Vision, spec: ModelCacheSpec) -> tuple[Vision | None, str]:
     """Returns a model's vision if its caches support it, else why not: only the pool's caches make the masks of
     bidirectional image attention."""
     return (None, PICTURES_NEED_THE_POOL) if seen.bidirectional and spec.policy is None else (seen, "")
@@ -444,7 +444,8 @@ def _with_vision(how: _How, running: _Running, loaded: LoadedModel, findings: Fi
     identity = loaded.identity
     if seen is not None and seen.bidirectional:
         identity = replace(identity, computing={**identity.computing, "attention": "both ways in pictures"})
-    return replace(loaded, identity=identity, vision=seen, blind=blind)
+    given = None if seen is None else seen.language_inputs
+    return replace(loaded, identity=identity, vision=seen, language_inputs=given, blind=blind)
 
 
 def _vision(
@@ -455,7 +456,7 @@ def _vision(
     try:
         processor = PictureProcessor.load(folder, trusted=how.trusted)
         seen = Vision(model, processor, together=how.numerics == "fast", findings=findings, pieces=pieces)
-        return _seen_with(seen, spec)
+        return seen_with(seen, spec)
     except NotLeftToRightError as error:
         raise ModelLoadError(f"{source} cannot be served: {error}") from error
     except ModelLoadError:

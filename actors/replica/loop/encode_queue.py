@@ -29,7 +29,8 @@ from ...model_files.processors import SpanLayout
 from ...protocol.media_ids import embeddings_id, is_media_token, name_at
 from ...protocol.replica_messages import GenerateRequest, MediaSpan
 from ..device.device import settle
-from ..execution.vision import ImageEmbeddings, SequencePictures, Vision
+from ..execution.language_inputs import ImageEmbeddings, SequencePictures
+from ..execution.vision import Vision
 from ..memory.embedding_cache import EmbeddingCache
 from ..memory.embedding_tier import EmbeddingTier
 from ..memory.sequence_memory import Sequence

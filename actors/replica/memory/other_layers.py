@@ -2,16 +2,17 @@
 another way when it was computed. It is cut out, joined, and written as this process's own; then it is read as any.
 
 What only another node's disk has is pulled first, also if it is this process's own. Only for models whose layers have
-one cache each and attend to all tokens (`ModelCacheSpec.joinable`).
+one cache each. Of what a window or a state keeps the parts may have different amounts: what
+is made has as much as all of them. So it is a snapshot only if each part of it with recurrent layers is one.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from ...protocol.entries import ENTRIES_MAX, Entry, Failure, Location, pack_toke
 from ...protocol.store_client import StoreClient
 from ...protocol.store_messages import FoundKV, PullKV
 from ..execution.loaded_model import LoadedModel
+from ..kv.caches import LayerKind, LayerSpec, ModelCacheSpec
+from . import slab_codec
 from .disk_tier import DiskTier, Prompt, WriterSession
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,13 @@ TAILS_MAX = 4
 """How many tails of a range are looked at."""
 
 
+class Joined(NamedTuple):
+    """An entry's arrays, and how it can be used: the arguments `window_from` and `snapshot` of `Entry`."""
+
+    parts: dict[str, np.ndarray]
+    reusable: dict[str, Any]
+
+
 class Remote(NamedTuple):
     """Another node's store, and the node's name."""
 
@@ -55,7 +65,7 @@ class OtherLayers:
 
     Args:
         identity: of the process's layers.
-        layers: the process's, out of `count`.
+        layers: the process's, out of `count`, with their `spec`.
         store: of the process's node.
         remotes: other nodes whose disks may have KV.
         pull_s: how long a pull may take.
@@ -66,11 +76,13 @@ class OtherLayers:
         identity: ModelIdentity,
         layers: LayerRange,
         count: int,
+        spec: ModelCacheSpec,
         store: StoreClient,
         remotes: Sequence[Remote] = (),
         pull_s: float = 20.0,
     ) -> None:
         self._model, self._layers, self._store, self._remotes = identity.model_id, layers, store, remotes
+        self._spec = spec
         ids = ids_of_all(identity, count).items()
         self._ranges = {model: each for model, each in ids if each.start < layers.stop and layers.start < each.stop}
         self._pull_s = pull_s
@@ -90,7 +102,7 @@ class OtherLayers:
             return None
         layers, count = loaded.layers
         remotes = [Remote(name, StoreClient(name, timing)) for name in nodes if name != node]
-        return cls(loaded.identity, layers, count, store, remotes, timing.pull_s)
+        return cls(loaded.identity, layers, count, loaded.spec, store, remotes, timing.pull_s)
 
     def bring(self, prompt: Prompt, session: WriterSession) -> int:
         """Has as much as possible of a prompt's KV on this node's disk, as this process's own. Returns how many blocks
@@ -171,25 +183,25 @@ class OtherLayers:
             stop = min(count, start + ENTRIES_MAX)
             rows = [[by_range[piece.source].blocks[number] for piece in pieces] for number in range(start, stop)]
             joined = self._joined(session, pieces, rows)
-            for number, parts in enumerate(joined, start):
+            for number, (parts, reusable) in enumerate(joined, start):
                 tokens = prompt.tokens[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS]
                 parent = chain[number - 1] if number else root
-                made.append(Entry(chain[number], parent, tokens, parts, owners=(prompt.owner,)))
+                made.append(Entry(chain[number], parent, tokens, parts, owners=(prompt.owner,), **reusable))
             self._write(session, made)
             made = []
             if len(joined) < stop - start:
                 return start + len(joined) - have
         if count >= have and (tail := self._tail(prompt, session, by_range, count)) is not None:
             parent = chain[count - 1] if count else root
-            tokens, parts = tail
-            self._write(session, [Entry.of_tail(parent, tokens, parts, owners=(prompt.owner,))])
+            tokens, (parts, reusable) = tail
+            self._write(session, [Entry.of_tail(parent, tokens, parts, owners=(prompt.owner,), **reusable)])
         self._store.disk_touch(self._model, chain[:count], prompt.owner).wait()
         return max(0, count - have)
 
     def _tail(
         self, prompt: Prompt, session: WriterSession, by_range: Mapping[LayerRange, FoundKV], blocks: int
-    ) -> tuple[Sequence[int], dict[str, np.ndarray]] | None:
-        """Returns the longest tail after so many blocks that can be made and is not there: its tokens and arrays."""
+    ) -> tuple[Sequence[int], Joined] | None:
+        """Returns the longest tail after so many blocks that can be made and is not there, and its tokens."""
         tails: dict[bytes, dict[LayerRange, Location]] = {}
         for layers, each in by_range.items():
             for tail in each.tails if len(each.blocks) == blocks else []:
@@ -206,21 +218,53 @@ class OtherLayers:
 
     def _joined(
         self, session: WriterSession, pieces: Sequence[Piece], rows: Sequence[Sequence[Location]]
-    ) -> list[dict[str, np.ndarray]]:
+    ) -> list[Joined]:
         """Reads entries, one of each piece's range in a row, and joins their layers; up to the first that fails."""
-        made: list[dict[str, np.ndarray]] = []
+        made: list[Joined] = []
         columns = [read_entries(session.root, session.key, list(column)) for column in zip(*rows, strict=True)]
         for row in zip(*columns, strict=True):
-            parts: dict[str, np.ndarray] = {}
+            found: list[tuple[Piece, StoredEntry]] = []
             for piece, stored in zip(pieces, row, strict=True):
                 if isinstance(stored, Failure):
                     return made
-                parts |= _cut(stored, piece, self._layers)
-            layers = {int(name.partition(".")[0]) for name in parts}
-            if layers != {*range(self._layers.stop - self._layers.start)}:
+                found.append((piece, stored))
+            if (joined := self._join(found)) is None:
                 return made
-            made.append(parts)
+            made.append(joined)
         return made
+
+    def _join(self, found: Sequence[tuple[Piece, StoredEntry]]) -> Joined | None:
+        """Returns what pieces' entries of the same tokens are together; None if a layer is missing."""
+        parts: dict[int, dict[str, np.ndarray]] = {}
+        for piece, stored in found:
+            for name, array in _cut(stored, piece, self._layers).items():
+                parts.setdefault(int(name.partition(".")[0]), {})[name] = array
+
+        def of(wanted: Callable[[LayerSpec], bool]) -> list[Location]:
+            """The entries of which such layers are taken."""
+            first = self._layers.start
+            return [
+                stored.location
+                for piece, stored in found
+                if any(map(wanted, self._spec.layers[piece.layers.start - first : piece.layers.stop - first]))
+            ]
+
+        window_from = max((each.window_from for each in of(lambda layer: bool(layer.window))), default=0)
+        recurrent = of(lambda layer: layer.kind is LayerKind.RECURRENT)
+        snapshot = bool(recurrent) and all(each.snapshot for each in recurrent)
+        made, states = dict[str, np.ndarray](), dict[str, np.ndarray]()
+        for number, layer in enumerate(self._spec.layers):
+            own = parts.get(number, {})
+            if layer.kind is LayerKind.RECURRENT:
+                states |= own if snapshot else {}
+                continue
+            tokens = len(unpack_tokens(found[0][1].location.tokens))
+            if layer.window and window_from:
+                own = _behind(own, tokens - window_from)
+            elif not own:
+                return None
+            made |= own
+        return Joined(slab_codec.completed(made | states), {"window_from": window_from, "snapshot": snapshot})
 
     def _write(self, session: WriterSession, entries: Sequence[Entry]) -> None:
         for group in grouped(entries):
@@ -255,6 +299,12 @@ def _cut(stored: StoredEntry, piece: Piece, own: LayerRange) -> dict[str, np.nda
         if number.isdecimal() and piece.layers.start <= (layer := piece.source.start + int(number)) < piece.layers.stop:
             parts[f"{layer - own.start}.{kind}"] = array
     return parts
+
+
+def _behind(arrays: Mapping[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
+    """Returns a window layer's arrays, `(1, heads, tokens, dim)`, for the last `tokens` tokens of an entry. A sealed
+    block is there for all tokens or for none."""
+    return {name: array[:, :, -tokens:] for name, array in arrays.items()} if tokens > 0 else {}
 
 
 def _tail(found: FoundKV) -> int:

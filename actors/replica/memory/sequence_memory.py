@@ -16,7 +16,7 @@ from ...protocol.replica_messages import GenerateRequest
 from ..execution.batch import Batch
 from ..execution.executor import BatchExecutor
 from ..execution.grammar import SequenceGrammar
-from ..execution.vision import SequencePictures
+from ..execution.language_inputs import SequencePictures
 from ..kv.caches import ModelCacheSpec, PooledBlock, Slab
 from ..kv.prefix import Hit, PrefixCache, PrefixKV, covers
 from .sequence_span import SequenceSpan

@@ -46,6 +46,11 @@ def to_parts(spec: ModelCacheSpec, kept: Slab | Record) -> dict[str, np.ndarray]
     recurrent = [index for index, layer in enumerate(spec.layers) if layer.kind is LayerKind.RECURRENT]
     for index, state in zip(recurrent, kept.states or (), strict=kept.states is not None):
         parts |= {f"{index}.state.{number}": to_numpy(array) for number, array in enumerate(state)}
+    return completed(parts)
+
+
+def completed(parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns an entry's arrays, of which it must have one."""
     return parts or {_NOTHING: np.zeros(1, np.uint8)}
 
 

@@ -23,10 +23,10 @@ from ...protocol.replica_messages import GenerateRequest, MediaSpan, Sampling, S
 from ..device.device import as_numpy, device_bytes, multiplies_exactly
 from ..device.device_errors import DeviceFailed
 from ..execution.followers import Followers
+from ..execution.language_inputs import ImageEmbeddings
 from ..execution.loaded_model import LoadedModel
 from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..execution.sampling import Draw
-from ..execution.vision import ImageEmbeddings
 from ..kernels.sealing import FULL_PRECISION, POLICIES
 from ..loading.models import resealed
 from ..loop.engine import Engine

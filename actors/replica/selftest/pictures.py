@@ -9,6 +9,8 @@ sequences of text are. If a model supports videos, the same is done with a video
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
@@ -17,11 +19,12 @@ from PIL import Image
 from ...model_files.source import first_sentence
 from ...protocol.block_ids import BLOCK_TOKENS
 from ..device.device import as_numpy
+from ..execution.followers import Followers
 from ..execution.loaded_model import LoadedModel
 from ..execution.pieces import IN_ONE_PIECE, Pieces
 from ..execution.vision import Vision
 from .forced_sequences import Faults, Logits, difference, rounding
-from .samples import Exhibit, Exhibition, UnseenError, noise
+from .samples import Exhibit, Exhibition, SeenPrompt, UnseenError, noise
 
 SIZE = (224, 168)
 """Width and height of the pictures."""
@@ -46,12 +49,13 @@ lines."""
 _FEW = 12
 
 
-def faults(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> Faults:
+def faults(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE, followers: Followers | None = None) -> Faults:
     """Tests a vision model. State that its modules store during the test is reset.
 
     Args:
         pieces: the pieces of the test. A prompt with a picture that mlx-vlm computes is one piece, and so is the
             encoding of a picture.
+        followers: have the other layers, if the model is divided. Then nothing is compared with mlx-vlm.
 
     Returns:
         The faults of sequences with pictures. If there is a fault `alone`, the model cannot get pictures.
@@ -59,9 +63,10 @@ def faults(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> Faults:
     vision = loaded.vision
     assert vision is not None
     try:
-        before = _plain(loaded)
-        found = _PictureTest(loaded, vision, pieces).faults()
-        if not found.alone and (changed := difference(before, _plain(loaded), rounding(loaded))):
+        # The layers of a group compute only together.
+        before = _plain(loaded) if followers is None else {}
+        found = _PictureTest(loaded, vision, pieces, followers).faults()
+        if before and not found.alone and (changed := difference(before, _plain(loaded), rounding(loaded))):
             found.alone = f"after a picture, text is not computed as before: {changed}"
     except UnseenError as reason:
         found = Faults(alone=str(reason))
@@ -72,11 +77,11 @@ def faults(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> Faults:
     return found
 
 
-def fault_of_videos(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> str:
+def fault_of_videos(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE, followers: Followers | None = None) -> str:
     """Tests a model with a video, alone and with a picture before it. Its pictures must have passed their test.
 
     Args:
-        pieces: as for `faults`.
+        pieces, followers: as for `faults`.
 
     Returns:
         What is wrong, as the end of a sentence; empty if nothing is, or if its processor does not support videos.
@@ -86,7 +91,7 @@ def fault_of_videos(loaded: LoadedModel, pieces: Pieces = IN_ONE_PIECE) -> str:
     if not vision.processor.video_placeholder:
         return vision.processor.stills
     try:
-        found = _of_videos(Exhibition(loaded, vision, pieces), pieces).first
+        found = _of_videos(Exhibition(loaded, vision, pieces), pieces, followers).first
     except UnseenError as reason:
         found = str(reason)
     except Exception as error:
@@ -103,8 +108,9 @@ def _plain(loaded: LoadedModel) -> Logits:
 
 
 class _PictureTest:
-    def __init__(self, loaded: LoadedModel, vision: Vision, pieces: Pieces) -> None:
+    def __init__(self, loaded: LoadedModel, vision: Vision, pieces: Pieces, followers: Followers | None = None) -> None:
         self._vision, self._shows, self._pieces = vision, Exhibition(loaded, vision, pieces), pieces
+        self._followers = followers
         self._late = pieces.now_s() + LATE_S
 
     def faults(self) -> Faults:
@@ -123,8 +129,7 @@ class _PictureTest:
             plans += [[cut, other, few], [few, one, cut, other, few]]
             plans += [[few, wide, few] for wide in self._wide()]
         prompts = shows.prompts(plans)
-        sequences = [shows.sequence(prompt) for prompt in prompts]
-        found = shows.in_engine(sequences, shows.own(prompts, sequences), again=min(2, len(sequences) - 1))
+        found = _tested(shows, prompts, min(2, len(prompts) - 1), self._followers)
         if found.alone:
             found.alone = f"with a picture in its prompt {found.alone}"
         return found
@@ -163,7 +168,14 @@ class _PictureTest:
             raise UnseenError(f"a picture of {WIDE[0]} x {WIDE[1]} pixels fails ({first_sentence(error)})") from error
 
 
-def _of_videos(shows: Exhibition, pieces: Pieces) -> Faults:
+def _tested(shows: Exhibition, prompts: Sequence[SeenPrompt], again: int, followers: Followers | None) -> Faults:
+    sequences = [shows.sequence(prompt) for prompt in prompts]
+    if followers is not None:
+        return shows.in_group(sequences, followers, again)
+    return shows.in_engine(sequences, shows.own(prompts, sequences), again)
+
+
+def _of_videos(shows: Exhibition, pieces: Pieces, followers: Followers | None = None) -> Faults:
     began = pieces.now_s()
     few, video = shows.words(_FEW), shows.video([noise(3 + number, *SIZE) for number in range(len(SECONDS))], SECONDS)
     plans: list[list[str | Exhibit]] = [[few, video, few]]
@@ -172,8 +184,7 @@ def _of_videos(shows: Exhibition, pieces: Pieces) -> Faults:
         cut = shows.words(max(_FEW, BLOCK_TOKENS - 2 * _FEW - video.tokens // 2))
         plans += [[cut, video, few], [few, shows.picture(noise(1, *SIZE)), few, video, few]]
     prompts = shows.prompts(plans)
-    sequences = [shows.sequence(prompt) for prompt in prompts]
-    return shows.in_engine(sequences, shows.own(prompts, sequences), again=len(sequences) - 1)
+    return _tested(shows, prompts, len(prompts) - 1, followers)
 
 
 def _leave_noise() -> None:

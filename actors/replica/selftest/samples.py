@@ -19,10 +19,12 @@ from PIL import Image
 
 from ...model_files.processors import Video
 from ..device.device import as_numpy, multiplies_exactly
+from ..execution.followers import Followers
+from ..execution.language_inputs import SequencePart, SequencePictures
 from ..execution.levels import levels_of
 from ..execution.loaded_model import LoadedModel
 from ..execution.pieces import IN_ONE_PIECE, Pieces
-from ..execution.vision import SequencePart, SequencePictures, Vision
+from ..execution.vision import Vision
 from .forced_sequences import DRAWN, MORE_TOKENS, Faults, ForcedSequence, ForcedSequences, Logits, Shown
 
 NEAR, NEAR_16 = 1e-3, 5e-2
@@ -203,7 +205,7 @@ class Exhibition:
         whole, tokens = made["inputs_embeds"][0], sequence.tokens[: sequence.prompt]
         if whole.shape[0] != len(tokens):
             raise UnseenError(f"mlx-vlm makes {whole.shape[0]} embeddings of a prompt of {len(tokens)} tokens")
-        beside = self.vision.inputs([SequencePart(tokens, 0, self._known(sequence))], len(tokens))
+        beside = self.vision.language_inputs.of_parts([SequencePart(tokens, 0, self._known(sequence))], len(tokens))
         pairs = [(whole, beside["inputs_embeds"][0])]
         ours, theirs = levels_of(beside), levels_of(made)
         if len(ours) != len(theirs):
@@ -226,14 +228,25 @@ class Exhibition:
 
     def _in_one_piece(self, sequence: ForcedSequence) -> list[np.ndarray]:
         model, pictures, caches = self.loaded.model, self._known(sequence), make_prompt_cache(self.loaded.model)
-        tokens, beside = sequence.tokens[: sequence.prompt], self.vision.inputs
+        tokens, beside = sequence.tokens[: sequence.prompt], self.vision.language_inputs.of_parts
         logits = [
             model(mx.array([tokens]), cache=caches, **beside([SequencePart(tokens, 0, pictures)], len(tokens)))[0, -1]
         ]
         for place in range(sequence.prompt, sequence.prompt + DRAWN - 1):
-            further = self.vision.steps([place], [pictures])
+            further = self.vision.language_inputs.of_steps([place], [pictures])
             logits.append(model(mx.array([[sequence.tokens[place]]]), cache=caches, **further)[0, -1])
         return [as_numpy(each.astype(mx.float32)) for each in logits]
+
+    def in_group(self, sequences: Sequence[ForcedSequence], followers: Followers, again: int) -> Faults:
+        """As `in_engine`, for the leader of a divided model. No process has the whole model, so the sequences are
+        compared with themselves alone."""
+        found, forced = Faults(), ForcedSequences(self.loaded, sequences, self._pieces, followers)
+        alone, found.alone = forced.cold(self.loaded)
+        if not found.alone:
+            found.together = forced.batched(self.loaded, alone)
+            if self.loaded.spec.reusable:
+                found.again = forced.again(self.loaded, [again])
+        return found
 
     def in_engine(self, sequences: Sequence[ForcedSequence], own: Logits, again: int) -> Faults:
         """Forces sequences through an engine: alone, batched, and one of them once more from its cached KV.

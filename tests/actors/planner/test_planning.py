@@ -6,7 +6,9 @@ import fcntl
 import json
 import os
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from satchel.actors.model_files.source import EMBEDDED
@@ -18,6 +20,10 @@ from satchel.cluster.errors import ModelLoadError, NoRoom
 from satchel.cluster.nodes import Node
 from satchel.cluster.stages import Split
 from tests.worlds.models.families import write_model
+from tests.worlds.models.vision_families import write
+from tests.worlds.models.vision_families import write_model as write_vision_model
+from tests.zoo.vision_patches import PATCHES
+from tests.zoo.vision_squares import SQUARES
 
 MIB = 2**20
 AUTO = Split("auto")
@@ -69,10 +75,30 @@ def test_too_little_room_is_told_with_all_sizes(headers: Headers):
         divided(headers, {"mac0": 20 * MIB, "mac1": 22 * MIB}, AUTO, CHUNK)
 
 
-def test_models_that_see_and_those_that_are_no_chain_are_refused():
-    scheduling = Scheduling()
-    with pytest.raises(ModelLoadError, match="takes pictures: only models of text can be divided"):
-        stages_of(model_of("embedded:shapes"), {"mac0": 2**30}, scheduling)
+def test_the_last_node_has_a_vision_models_encoder_and_the_embedding_that_it_needs(tmp_path: Path):
+    folder = write_vision_model(tmp_path / "llava", "llava")
+    found = read_headers(model_of(str(folder), dtype="bfloat16"), folder)
+    stored: Any = mx.load(str(folder / "model.safetensors"))
+    weights = {name: array.size * 2 for name, array in stored.items()}
+    assert found.weights_bytes == sum(weights.values())
+    embedding = sum(nbytes for name, nbytes in weights.items() if "embed_tokens" in name)
+    encoder = sum(nbytes for name, nbytes in weights.items() if not name.startswith("language_model"))
+    assert found.first_bytes == found.shared_bytes == embedding and encoder > 10_000
+    norm = sum(nbytes for name, nbytes in weights.items() if name.endswith("model.norm.weight"))
+    assert found.last_bytes == embedding + encoder + norm
+
+
+@pytest.mark.parametrize(
+    "family, why",
+    [
+        ("granite4_vision", r"granite4_vision: .* it adds pictures to hidden states \(DeepStack\) in a way of its own"),
+        ("gemma4", r"gemma4: .* its code needs more of a layer than hidden states"),
+    ],
+)
+def test_vision_models_that_cannot_be_divided_are_refused_by_name(tmp_path: Path, family: str, why: str):
+    folder = write(tmp_path / family, family, {**PATCHES, **SQUARES}[family])
+    with pytest.raises(ModelLoadError, match=why):
+        stages_of(model_of(str(folder)), {"mac0": 2**30}, Scheduling())
 
 
 def test_what_other_replicas_claim_is_not_free(tmp_path: Path):

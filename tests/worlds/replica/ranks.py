@@ -24,6 +24,7 @@ import numpy as np
 from satchel.actors.replica.execution.loaded_model import LoadedModel
 from satchel.actors.replica.group.forming import GroupTimes, Member
 from satchel.actors.replica.group.loading import load_part
+from satchel.actors.replica.group.opened import Opened
 from satchel.actors.replica.group.tensor.joining import join
 from satchel.actors.replica.group.tensor.member import Joining
 from satchel.actors.replica.group.tensor.model import Share, SharePart
@@ -70,7 +71,8 @@ class AllShares(SharePart):
         super().__init__(Ranks(0, 1))
         self._count = count
 
-    def cut(self, whole: Any) -> None:
+    def cut(self, opened: Opened) -> None:
+        whole = opened.whole
         for layer in whole.model.layers:
             for module, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down"))):
                 for name in (f"{each}_proj" for each in names):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,8 +12,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ....model_files.layer_ranges import LAYERS
 from ....model_files.model_identity import ModelIdentity
+from ...execution.findings import Findings
+from ...execution.language_inputs import LanguageInputs, separate
+from ...execution.vision import Vision
 from ...kv.caches import ModelCacheSpec
 from ...loading.quirks import FlatCaches
+from ..encoder import encoder_of
+from ..opened import Opened
 from .ranks import Ranks
 from .sharding import shard
 
@@ -33,22 +39,27 @@ class Share:
 
     Args:
         model: cut to the share.
+        called: as for `shard`.
 
     Attributes:
         ranks: which share it is.
         stage: its layers.
     """
 
-    def __init__(self, model: Any, ranks: Ranks) -> None:
-        self.ranks, self._called = ranks, FlatCaches.of(model)
+    def __init__(self, model: Any, ranks: Ranks, called: Any = None) -> None:
+        self.ranks, self._called = ranks, FlatCaches.of(model if called is None else called)
         count = len(model.layers)
         self.stage = AllLayers(0, count, count)
 
-    def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: Sequence[Any], **given: mx.array) -> mx.array:
         """Returns the logits, `(sequences, tokens, vocabulary)`, for `tokens` `(sequences, tokens)`; once the ranks are
-        connected, for those of the leader, and the same bits on every rank."""
+        connected, for those of the leader, and the same bits on every rank.
+
+        Args:
+            given: the other inputs of a vision model's language part (`LanguageInputs`).
+        """
         # So no rank waits until the leader has read what it has drawn.
-        return self._called(self.ranks.from_last(tokens), cache=cache)
+        return self._called(self.ranks.from_last(tokens), cache=cache, **given)
 
     def make_cache(self) -> list[Any]:
         """Returns empty caches of one sequence for the share's heads."""
@@ -72,10 +83,15 @@ class SharePart:
         """As `loading.Part.words`."""
         return f"share {self._ranks.rank()} of {self._ranks.size()}"
 
-    def cut(self, whole: Any) -> None:
+    @property
+    def leads(self) -> bool:
+        """As `loading.Part.leads`."""
+        return self._ranks.rank() == self._ranks.size() - 1
+
+    def cut(self, opened: Opened) -> None:
         """As `loading.Part.cut`."""
-        shard(whole, self._ranks)
-        self._share = Share(whole, self._ranks)
+        shard(opened.language, self._ranks, opened.called)
+        self._share = Share(opened.language, self._ranks, opened.called)
 
     def model(self) -> Share:
         """As `loading.Part.model`."""
@@ -89,6 +105,21 @@ class SharePart:
 
     def joinable(self, spec: ModelCacheSpec) -> None:
         """As `loading.Part.joinable`: another share has the same layers' other heads."""
+
+    def language_inputs(self, whole: Any) -> LanguageInputs:
+        """As `loading.Part.language_inputs`."""
+        return LanguageInputs(separate(whole))
+
+    def encoder(
+        self, whole: Any, given: LanguageInputs, folder: Path, spec: ModelCacheSpec, findings: Findings
+    ) -> tuple[Vision | None, str]:
+        """As `loading.Part.encoder`."""
+        own = self.model()
+
+        def compute(tokens: mx.array, embeds: mx.array, others: dict[str, Any]) -> mx.array:
+            return own(tokens, own.make_cache(), inputs_embeds=embeds, **others)[0]
+
+        return encoder_of(whole, given, compute, folder, spec, findings, adds_levels=True)
 
     def piece_tokens(self, spec: ModelCacheSpec) -> int | None:
         """As `loading.Part.piece_tokens`: all ranks compute at the same time anyway."""

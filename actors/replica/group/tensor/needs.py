@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from .....cluster.config import Model
 from .....cluster.errors import ModelLoadError
@@ -12,6 +11,7 @@ from .....cluster.stages import LayerNeeds, ModelNeeds, Stage, share
 from ....model_files.source import first_sentence
 from ...memory.replica_memory import workspace_of
 from ..needs import TOKENS_MIN, Computed, computed, nbytes_of, open_headers
+from ..opened import Opened
 from .ranks import Ranks
 from .sharding import shard
 
@@ -31,23 +31,29 @@ def shares_of(model: Model, folder: Path, memory_bytes: Mapping[str, int], chunk
     """
     assert model.split is not None and model.split.tensor is not None
     count, source = model.split.tensor, model.source
-    whole, config = open_headers(model, folder)
-    shard(whole, Ranks(0, count))
-    found = computed(model, whole, config)
+    opened = open_headers(model, folder)
+    tower_bytes = nbytes_of(opened.whole) - nbytes_of(opened.language)
+    shard(opened.language, Ranks(0, count), opened.called)
+    found = computed(model, opened)
     least = min(sorted(memory_bytes.values())[-count:], default=0)
     try:
-        needs = _needs(whole, config, found, least, chunk_tokens)
+        needs = _needs(opened, tower_bytes, found, least, chunk_tokens)
     except _ERRORS as error:
         raise ModelLoadError(f"{source} cannot be estimated: {first_sentence(error)}") from error
-    return share(needs, len(whole.layers), memory_bytes, count)
+    return share(needs, len(opened.language.layers), memory_bytes, count)
 
 
-def _needs(own: Any, config: dict[str, Any], found: Computed, memory_bytes: int, chunk_tokens: int) -> ModelNeeds:
-    """Returns what a share, `own`, needs on a node that has `memory_bytes`, as a single layer. Nothing is computed."""
-    weights, layers = nbytes_of(own), found.spec.layers
+def _needs(opened: Opened, tower_bytes: int, found: Computed, memory_bytes: int, chunk_tokens: int) -> ModelNeeds:
+    """Returns what a share needs on a node that has `memory_bytes`, as a single layer. Nothing is computed.
+
+    Args:
+        opened: cut to the share.
+        tower_bytes: of the encoder of pictures. Only the leader has it, but any of the nodes may become the leader.
+    """
+    weights, layers = nbytes_of(opened.language) + tower_bytes, found.spec.layers
     # The hidden states are whole on every node, so a prefill needs nearly as much as that of the whole model.
     room = max(0, memory_bytes - weights)
-    workspace = workspace_of(config, found.spec, found.context_tokens, found.dtype, chunk_tokens, room)
+    workspace = workspace_of(opened.config, found.spec, found.context_tokens, found.dtype, chunk_tokens, room)
     layer = LayerNeeds(
         weights,
         sum(each.token_bytes for each in layers if not each.window),

@@ -39,21 +39,28 @@ _HEADS = (
 _ERRORS = (Exception, SystemExit)
 
 
-def shard(model: Any, ranks: Ranks) -> None:
+def shard(model: Any, ranks: Ranks, called: Any = None) -> None:
     """Cuts a model to a rank's share. Its weights may be lazy: then only the share of each is kept once it is read.
+
+    Args:
+        called: takes tokens and caches as mlx-lm's models do, if the model is the language part of a vision model.
 
     Raises:
         ModelLoadError: it cannot be cut into so many shares; the message says why in one sentence.
     """
     count = ranks.size()
+    seeing = called is not None and called is not model
+    if seeing and not callable(getattr(model, "shard", None)):
+        raise _refused(count, "mlx-vlm has no shares for models with pictures of its type")
     if not callable(getattr(model, "shard", None)):
         raise _refused(count, f"models of its type have no shares; these have: {', '.join(SHARDED_TYPES)}")
     if why := _indivisible(model, count):
         raise _refused(count, why)
-    before, caches = _sizes(model), _cache_shapes(model)
+    called = model if called is None else called
+    before, caches = _sizes(model), _cache_shapes(called)
     try:
         model.shard(ranks)
-        after, own = _sizes(model), _cache_shapes(model)
+        after, own = _sizes(model), _cache_shapes(called)
     except _ERRORS as error:
         raise _refused(count, _in_words(model, error)) from error
     if why := _unequal(before, after, count) or _unequal_kv(caches, own, count):

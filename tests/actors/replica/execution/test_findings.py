@@ -57,16 +57,17 @@ def test_bidirectional_attention_is_looked_for_once(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(bidirectional, "_find", find)
     findings = Findings(tmp_path / "trials.json", ONE)
     processor: Any = None
+    compute: Any = None
     # Why a probe failed may be another one's business, so it is not kept.
-    assert find_bidirectional("short of memory", processor, None, findings) is Bidirectional.NONE
-    assert [find_bidirectional("model", processor, None, findings) for _ in range(3)] == [Bidirectional.PICTURES] * 3
+    assert find_bidirectional("short of memory", processor, compute, findings) is Bidirectional.NONE
+    assert [find_bidirectional("model", processor, compute, findings) for _ in range(3)] == [Bidirectional.PICTURES] * 3
     assert (
-        find_bidirectional("model", processor, None, Findings(tmp_path / "trials.json", OTHER))
+        find_bidirectional("model", processor, compute, Findings(tmp_path / "trials.json", OTHER))
         is Bidirectional.PICTURES
     )
     assert looked == ["short of memory", "model", "model"]
     findings.note(bidirectional._WHAT, bidirectional._VERSION, "no such way")
-    assert find_bidirectional("model", processor, None, findings) is Bidirectional.PICTURES
+    assert find_bidirectional("model", processor, compute, findings) is Bidirectional.PICTURES
     assert len(looked) == 4
 
 

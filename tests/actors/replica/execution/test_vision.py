@@ -30,8 +30,9 @@ from satchel.actors.protocol.replica_messages import MediaSpan
 from satchel.actors.protocol.store_messages import Content, Head
 from satchel.actors.replica.execution import executor
 from satchel.actors.replica.execution.bidirectional import runs_of
+from satchel.actors.replica.execution.language_inputs import SequencePart, SequencePictures
 from satchel.actors.replica.execution.loaded_model import LoadedModel
-from satchel.actors.replica.execution.vision import TOGETHER_TOKENS_MAX, SequencePart, SequencePictures
+from satchel.actors.replica.execution.vision import TOGETHER_TOKENS_MAX
 from satchel.actors.replica.kv.caches import set_bidirectional
 from satchel.actors.replica.loading import models
 from satchel.actors.replica.memory.disk_tier import DiskTier
@@ -236,7 +237,7 @@ def in_one_pass(loaded: LoadedModel, script: Script) -> np.ndarray:
         places = frozenset(at for at, word in enumerate(words) if is_media_token(word))
         span = SpanLayout(tuple(one.tokens), places, tuple(one.grid))
         pictures.embeddings[index] = vision.encode(span, [frames_in(one)], video=one.video)[0]
-    beside = vision.inputs([SequencePart(script.tokens, 0, pictures)], len(script.tokens))
+    beside = vision.language_inputs.of_parts([SequencePart(script.tokens, 0, pictures)], len(script.tokens))
     caches = loaded.new_caches()
     set_bidirectional(caches, [pictures.bidirectional])
     logits = loaded.model(mx.array([script.tokens]), cache=caches, **beside)[0]
@@ -307,7 +308,7 @@ def test_positions_are_those_that_the_model_counts_for_the_whole_prompt(scene: S
         wanted, shift = counts(
             mx.array([script.given]), mx.array(stills) if stills else None, mx.array(videos) if videos else None, None
         )
-        given = vision._positions(SequencePart(script.given, 0, pictures), len(script.given) + 3)
+        given = vision.language_inputs._positions(SequencePart(script.given, 0, pictures), len(script.given) + 3)
         assert np.array_equal(given[:, :-3], np.array(wanted)[:, 0])
         assert pictures.shift == int(shift.reshape(-1)[0].item())
         behind = len(script.given) + pictures.shift + np.arange(3)

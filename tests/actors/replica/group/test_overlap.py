@@ -257,8 +257,11 @@ class Told:
     def __init__(self) -> None:
         self.calls = list[str]()
 
-    def send(self, kind: str, dropped: list[int], told: list[Any]) -> None:
+    def send(self, kind: str, dropped: list[int], told: list[Any], arrays: int) -> None:
         self.calls += [call for call, _, _ in told]
+
+    def send_behind(self, arrays: list[Any]) -> None:
+        assert not arrays
 
 
 def test_a_step_that_followers_were_told_is_done_here_too_or_the_group_breaks():

@@ -61,7 +61,7 @@ def others_of(loaded: LoadedModel, nodes: list[Node], own: int) -> OtherLayers |
         return None
     layers, count = loaded.layers
     remotes = [Remote(str(place), node.client) for place, node in enumerate(nodes) if place != own]
-    return OtherLayers(loaded.identity, layers, count, nodes[own].client, remotes)
+    return OtherLayers(loaded.identity, layers, count, loaded.spec, nodes[own].client, remotes)
 
 
 class Group:
@@ -330,6 +330,44 @@ def test_windows_states_and_latent_kv_are_kept_in_parts_too(
         warm = group.bench.run("warm", second, agent=AGENT, max_tokens=2)
         assert warm.cached and warm.cached >= (hot.cached or 0) >= 512
         assert warm.tokens == hot.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, layers, more, kv",
+    [
+        ("gpt_oss", 6, {"layer_types": ["sliding_attention", "full_attention"] * 3}, "q4"),
+        ("gpt_oss", 6, {"layer_types": ["sliding_attention", "full_attention"] * 3}, "fp16"),
+        ("gemma3_text", 6, {"sliding_window_pattern": 2}, "q4"),
+        ("qwen3_next", 12, {}, "q4"),
+    ],
+)
+def test_windows_and_states_are_used_by_other_divisions_too(
+    tmp_path: Path, nodes: list[Node], family: str, layers: int, more: dict[str, Any], kv: str
+):
+    """By one process too, which has a part of its own and pulls the other."""
+    folder = write_model(tmp_path / family, family, num_hidden_layers=layers, **more)
+    prompt, cuts = prompt_of(600), [layers // 3, 2 * layers // 3]
+    group = Group(folder, nodes, kv, cut=cuts[1], layers=layers)
+    with group.running():
+        first = group.bench.run("first", prompt, agent=AGENT, max_tokens=20)
+        group.write_down()
+    group.restarted()
+    second = [*prompt, *first.tokens, *prompt_of(30, seed=2)]
+    loaded = whole(folder, kv, numerics="fast")
+    cold = Bench(loaded).run("cold", second, max_tokens=2)
+    bench, disk = process(loaded, nodes[1])
+    disk.others = others_of(loaded, nodes, 1)
+    # Nobody's, so that it leaves nothing on the disk.
+    alone = bench.run("alone", second, max_tokens=2)
+    # At least up to the token before the answer's last one.
+    assert alone.cached and alone.cached >= 619
+    assert alone.tokens == cold.tokens
+    group = Group(folder, nodes, kv, cut=cuts[0], layers=layers)
+    with group.running():
+        warm = group.bench.run("warm", second, agent=AGENT, max_tokens=2)
+    assert warm.cached and warm.cached >= 619
+    assert warm.tokens == cold.tokens
 
 
 def test_what_one_process_has_lost_is_computed_and_kept_again(

@@ -20,6 +20,9 @@ from satchel.actors.replica.group.tensor.sharding import SHARDED_TYPES, shard
 from satchel.cluster.config import Model, Scheduling, parse_model
 from satchel.cluster.errors import ModelLoadError, NoRoom
 from tests.worlds.models.families import write_model
+from tests.worlds.models.vision_families import write
+from tests.worlds.models.vision_families import write_model as write_vision_model
+from tests.zoo.vision_patches import PATCHES
 
 MIB = 2**20
 SCHEDULING = Scheduling(prefill_chunk_tokens=256)
@@ -79,6 +82,15 @@ def test_a_model_that_has_no_equal_shares_is_refused(
     folder = write_model(tmp_path / "m", family, **more)
     with pytest.raises(ModelLoadError, match=f"divided into {count} equal shares: {why}"):
         stages_of(model_of(folder, tensor=count), {"a": 60 * MIB, "b": 60 * MIB}, SCHEDULING)
+
+
+def test_a_vision_model_has_shares_if_mlx_vlm_can_cut_it(tmp_path: Path):
+    memory = {"a": 60 * MIB, "b": 60 * MIB}
+    folder = write_vision_model(tmp_path / "llava", "llava")
+    with pytest.raises(ModelLoadError, match="mlx-vlm has no shares for models with pictures of its type"):
+        stages_of(model_of(folder), memory, SCHEDULING)
+    folder = write(tmp_path / "moe", "qwen3_vl_moe", PATCHES["qwen3_vl_moe"])
+    assert [stage[:3] for stage in stages_of(model_of(folder), memory, SCHEDULING)] == [("a", 0, 4), ("b", 0, 4)]
 
 
 def model_of(folder: Path, **more: Any) -> Model:
