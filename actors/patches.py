@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 
@@ -34,6 +35,9 @@ class Change:
 
 
 NO_CHANGE = Change(lambda: None, lambda: None)
+
+IMAGE_COMPONENTS = ("text_encoder", "transformer", "vae")
+"""The parts of a pipeline of mlx-vlm that makes images, by the names of its attributes."""
 
 
 def rebound(model: Any, name: str, make: Callable[[Any], Any]) -> Change | None:
@@ -282,3 +286,115 @@ def keep_open_files() -> None:
             set_limit(*given)
 
     resource.setrlimit = set_others
+
+
+def image_model_classes(folder: str) -> tuple[Any, Any]:
+    """Returns mlx-vlm's classes that generate and that edit images with the model in a folder, None for either that
+    there is not.
+
+    Changes: nothing. It calls functions that mlx-vlm keeps for itself.
+    Why: its public functions trust the folder's name before the folder's files, and take a text model in a folder
+        called `Qwen-7B` for one that makes images.
+    Fits: mlx-vlm 0.7.10.
+    Noticed by: tests/actors/test_patches.py::test_an_image_model_is_known_by_its_files
+    """
+    # The package has a function of the second module's name.
+    image, edit_image = (import_module(f"mlx_vlm.generate.{name}") for name in ("image", "edit_image"))
+    types = image._local_image_model_types(folder)
+    made = (image._supported_image_model_class(each, folder) for each in types)
+    edited = (edit_image._supported_image_edit_model_class(each, folder) for each in types)
+    return next(filter(None, made), None), next(filter(None, edited), None)
+
+
+def components_shared(pipeline: Any, other: Any) -> None:
+    """Gives a pipeline of mlx-vlm the components of another one of the same model.
+
+    Changes: the attributes of that one pipeline for its text encoder, transformer and VAE.
+    Why: mlx-vlm has a pipeline to generate images and one to edit them, each of which loads the weights.
+    Fits: mlx-vlm 0.7.10.
+    Noticed by: tests/actors/test_patches.py::test_two_pipelines_share_their_components
+    """
+    for name in IMAGE_COMPONENTS:
+        if hasattr(pipeline, name) and getattr(other, name, None) is not None:
+            setattr(pipeline, name, getattr(other, name))
+
+
+def prompts_forgotten(pipeline: Any) -> None:
+    """Empties what a pipeline of mlx-vlm keeps of prompts.
+
+    Changes: `prompt_cache` of that one pipeline, if it has one.
+    Why: it keeps the embeddings of every prompt for ever.
+    Fits: mlx-vlm 0.7.10.
+    Noticed by: tests/actors/test_patches.py::test_a_pipeline_forgets_its_prompts
+    """
+    cache = getattr(pipeline, "prompt_cache", None)
+    if isinstance(cache, dict):
+        dict.clear(cache)
+
+
+class _Passed:
+    """Another object, of which only some names are replaced."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _ToldEvaluations(_Passed):
+    """`mlx.core`, which tells what was evaluated."""
+
+    def __init__(self, inner: Any, evaluated: Callable[[Sequence[Any]], None]) -> None:
+        super().__init__(inner)
+        self._evaluated = evaluated
+
+    def eval(self, *arrays: Any) -> None:
+        self._inner.eval(*arrays)
+        self._evaluated(arrays)
+
+
+class _ToldCalls(_Passed):
+    """A module that tells when it is called."""
+
+    def __init__(self, inner: Any, called: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._called = called
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self._called()
+        return self._inner(*given, **named)
+
+
+def steps_told(pipeline: Any, called: Callable[[], None], evaluated: Callable[[Sequence[Any]], None]) -> Change:
+    """Tells what a pipeline of mlx-vlm does.
+
+    Changes: the name `mx` in the modules in which the pipeline's classes are written, and the pipeline's transformer,
+        while an image is made.
+    Why: mlx-vlm computes all steps of an image in one call, which takes no function to call between two of them. Each
+        step ends with `mx.eval`.
+    Fits: mlx-vlm 0.7.10.
+    Noticed by: tests/actors/test_patches.py::test_each_step_of_a_pipeline_is_told
+
+    Args:
+        called: called before each call of the transformer.
+        evaluated: called with the arrays after each evaluation. What it raises ends the image.
+    """
+    names = {each.__module__ for each in type(pipeline).__mro__}
+    modules: list[Any] = [code for each in sorted(names) if hasattr(code := sys.modules[each], "mx")]
+    before = [code.mx for code in modules]
+    transformer = getattr(pipeline, "transformer", None)
+
+    def make() -> None:
+        for code, mx in zip(modules, before, strict=True):
+            code.mx = _ToldEvaluations(mx, evaluated)
+        if transformer is not None:
+            pipeline.transformer = _ToldCalls(transformer, called)
+
+    def undo() -> None:
+        for code, mx in zip(modules, before, strict=True):
+            code.mx = mx
+        if transformer is not None:
+            pipeline.transformer = transformer
+
+    return Change(make, undo)

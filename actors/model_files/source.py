@@ -11,7 +11,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
@@ -28,6 +28,11 @@ ADAPTER_WEIGHTS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 HUB_PATTERNS = ["*.json", WEIGHTS, "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
 CODE = "*.py"
+COMPONENTS = "model_index.json"
+"""In the place of `config.json`, in folders of models that make images, which have a folder for each component."""
+
+IMAGE_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_MARKS = ("config.json", COMPONENTS)
 
 _SUBFOLDERS = ["*/*"]
 _OTHER_SUBFOLDERS = ["[!0-9]*/*", "[0-9]*/[!c]*"]
@@ -57,7 +62,12 @@ def resolve(source: str, progress: Progress, *, code: bool = False) -> Path:
             known = ", ".join(embedded_names()) or "none"
             raise ModelLoadError(f"no embedded model {folder.name!r}; there are: {known}")
         return folder
-    return _find(source, ("config.json",), [*HUB_PATTERNS, CODE] if code else HUB_PATTERNS, progress)
+    return _find(source, (_MARKS,), [*HUB_PATTERNS, CODE] if code else HUB_PATTERNS, progress)
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Returns whether a folder is laid out as that of a model."""
+    return any((folder / name).is_file() for name in _MARKS)
 
 
 def embedded_names() -> list[str]:
@@ -83,17 +93,17 @@ def found_here(source: str) -> Path | None:
 
     repository, _, revision = source.partition("@")
     try:
-        config = try_to_load_from_cache(repository, "config.json", revision=revision or None)
+        found = [try_to_load_from_cache(repository, name, revision=revision or None) for name in _MARKS]
     except ValueError:
         # It is not a Hub id.
         return None
-    return Path(config).parent if isinstance(config, str) else None
+    return next((Path(path).parent for path in found if isinstance(path, str)), None)
 
 
 def resolve_adapter(source: str, progress: Progress) -> Path:
     """Returns the folder of an adapter; otherwise as `resolve`."""
     files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-    return _find(source, files, files, progress)
+    return _find(source, [(name,) for name in files], files, progress)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -123,15 +133,16 @@ def _parsed(path: Path) -> Any:
         raise ModelLoadError(f"{path} cannot be read: {error}") from None
 
 
-def _find(source: str, needed: Sequence[str], patterns: Sequence[str], progress: Progress) -> Path:
+def _find(source: str, needed: Sequence[Sequence[str]], patterns: Sequence[str], progress: Progress) -> Path:
+    """Returns the folder of a source. Of each of the `needed` lists it must have one file."""
     try:
         folder = Path(source).expanduser()
     except RuntimeError:
         raise ModelLoadError(f"{source!r} names the home of a user who does not exist") from None
     if folder.is_dir():
-        for name in needed:
-            if not (folder / name).is_file():
-                raise ModelLoadError(f"{folder} has no {name}; it must be a folder as the Hub or mlx-lm lay it out")
+        for names in needed:
+            if not any((folder / name).is_file() for name in names):
+                raise ModelLoadError(f"{folder} has no {names[0]}; it must be a folder as the Hub or mlx-lm lay it out")
         return folder
     repository, at, revision = source.partition("@")
     if source.startswith(("/", ".", "~")) or repository.count("/") != 1 or (at and not revision):
@@ -235,7 +246,7 @@ def _of_hub(source: str) -> Iterator[_Download]:
     repository, _, revision = source.partition("@")
     if repository.count("/") != 1 or source.startswith(("/", ".", "~")):
         raise ModelLoadError(_no_source(source))
-    wanted = _Download(source, repository, revision or None, ("config.json",), HUB_PATTERNS, lambda what, done: None)
+    wanted = _Download(source, repository, revision or None, (_MARKS,), HUB_PATTERNS, lambda what, done: None)
     with _in_words(wanted):
         try:
             yield wanted
@@ -255,9 +266,10 @@ class _Download:
     source: str
     repository: str
     revision: str | None
-    needed: Sequence[str]
+    needed: Sequence[Sequence[str]]
     patterns: Sequence[str]
     progress: Progress
+    ignored: Sequence[str] = tuple(_OTHER_SUBFOLDERS)
 
     def run(self) -> Path:
         from huggingface_hub.errors import DryRunError
@@ -273,6 +285,11 @@ class _Download:
                 f"{plan.free_bytes / _GB:.2f} GB are free at {plan.place}; make room, or set HF_HOME to a folder on "
                 "another disk"
             )
+        if any("/" in name for name in plan.files if name.endswith(".safetensors")):
+            return self._with_components()._fetched(plan)
+        return self._fetched(plan)
+
+    def _fetched(self, plan: DownloadPlan) -> Path:
         whole = plan.missing_bytes
         large = [name for name in plan.missing if plan.files[name] >= _RESUMED_BYTES_MIN]
         small = [escape(name) for name in plan.files if name not in large]
@@ -300,9 +317,11 @@ class _Download:
             file.filename: file
             for file in self._snapshot(allow_patterns=list(self.patterns), dry_run=True, tqdm_class=self._bar(0))
         }
-        for name in self.needed:
-            if name not in files:
-                raise ModelLoadError(f"{self.source} on the Hub has no {name}")
+        if COMPONENTS in files and "config.json" not in files and self.ignored:
+            return self._with_components().plan(scratch)
+        for names in self.needed:
+            if not any(name in files for name in names):
+                raise ModelLoadError(f"{self.source} on the Hub has no {names[0]}")
         wanted = self._without_other_weights(files, scratch)
         from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -318,10 +337,15 @@ class _Download:
             free_bytes=shutil.disk_usage(place).free,
         )
 
-    def _snapshot(self, ignored: Sequence[str] = _OTHER_SUBFOLDERS, **options: Any) -> Any:
+    def _with_components(self) -> _Download:
+        """Returns the download of a model that makes images: with the folders of its components."""
+        return replace(self, patterns=IMAGE_PATTERNS, ignored=())
+
+    def _snapshot(self, ignored: Sequence[str] | None = None, **options: Any) -> Any:
         from huggingface_hub import snapshot_download
 
-        return snapshot_download(self.repository, revision=self.revision, ignore_patterns=list(ignored), **options)
+        ignores = list(self.ignored if ignored is None else ignored)
+        return snapshot_download(self.repository, revision=self.revision, ignore_patterns=ignores, **options)
 
     def _without_other_weights(self, files: dict[str, Any], scratch: Path | None) -> list[str]:
         """Returns the files without weights that the index does not name: some repositories have the weights twice."""
@@ -342,6 +366,12 @@ class _Download:
         from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
         patterns = list(self.patterns)
+        has = {
+            name: isinstance(try_to_load_from_cache(self.repository, name, revision=self.revision), str)
+            for name in _MARKS
+        }
+        if has[COMPONENTS] and not has["config.json"] and self.ignored:
+            return self._with_components()._from_cache(cause)
         index = try_to_load_from_cache(self.repository, INDEX, revision=self.revision)
         if WEIGHTS in patterns and isinstance(index, str):
             named = named_by_index(Path(index))
@@ -349,7 +379,7 @@ class _Download:
                 patterns = [pattern for pattern in patterns if pattern != WEIGHTS] + [escape(name) for name in named]
         there = "not in the local Hub cache"
         # Without the files in subfolders a model is still served.
-        for ignored in (_OTHER_SUBFOLDERS, _SUBFOLDERS):
+        for ignored in (self.ignored, _SUBFOLDERS) if self.ignored else ((),):
             try:
                 return Path(self._snapshot(ignored, allow_patterns=patterns, local_files_only=True))
             except IncompleteSnapshotError:

@@ -16,6 +16,8 @@ from .names import POOL, ROUTER, replica_actor_name
 from .pool_messages import PooledModel
 from .replica_messages import (
     GenerateRequest,
+    ImageRequest,
+    ImageUpdate,
     KVSelection,
     ModelInfo,
     PooledTexts,
@@ -194,7 +196,7 @@ class PoolClient(Client):
         ...
 
 
-def _by_deadline(timing: Timing, request: GenerateRequest | PoolingRequest) -> float:
+def _by_deadline(timing: Timing, request: GenerateRequest | PoolingRequest | ImageRequest) -> float:
     return request.deadline_s + timing.answer_s
 
 
@@ -255,6 +257,26 @@ class ReplicaClient(Client):
 
         Raises:
             SatchelError: the refusal, or why it failed.
+        """
+        ...
+
+    @method(_by_deadline, large=True)
+    def make_image(self, request: ImageRequest) -> None:
+        """Queues an image. Its progress comes by `next_image`; if nobody asks for it for `timing.consumer_lease_s`, the
+        image is given up.
+
+        Raises:
+            SatchelError: the refusal.
+        """
+        ...
+
+    @method(lambda timing, request_id, number: timing.frame_silence_s)
+    def next_image(self, request_id: str, number: int) -> ImageUpdate | None:
+        """Returns how far an image is, once there is more than update `number`; None if there was nothing new for a
+        while.
+
+        Raises:
+            ReplicaLost: the replica does not know the image: it has started anew.
         """
         ...
 

@@ -226,6 +226,29 @@ class EmbeddingInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageInfo:
+    """How a model makes images. `family` is mlx-vlm's name for its kind, "" if it makes none.
+
+    `steps` and `guidance` are the model's own, and `edit_steps` and `edit_guidance` those of edits. `generates` and
+    `edits` say what it does. Widths and heights are multiples of `multiple` from `side_min` to `side_max`, in pixels.
+    `steps_min` and `edit_steps_min` are the fewest steps.
+    """
+
+    family: str = ""
+    steps: int = 0
+    guidance: float = 0.0
+    generates: bool = False
+    edits: bool = False
+    edit_steps: int = 0
+    edit_guidance: float = 0.0
+    multiple: int = 16
+    side_min: int = 16
+    side_max: int = 2048
+    steps_min: int = 1
+    edit_steps_min: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class StageInfo:
     """Layers [start, stop) of a divided model, and their node."""
 
@@ -254,6 +277,8 @@ class ModelInfo:
     model is served in plain mode, and `proving_since` is when that began, Unix time; "" and 0 if nothing is checked.
     `stages` are those of a divided model; then `layers` describes the last one's. `joins` is how many layers the whole
     model has if KV of any of them can be cut out and joined, else 0.
+
+    `images` says how it makes images; then it generates no text.
 
     `adapters` are those that requests may name. `with_adapter` describes the model with one of them, as a model of its
     own: then `parent` is the name of the model, and `adapter` the adapter's digest."""
@@ -288,6 +313,7 @@ class ModelInfo:
     adapters: list[AdapterInfo] = field(default_factory=list)
     parent: str = ""
     adapter: bytes = b""
+    images: ImageInfo = field(default_factory=ImageInfo)
 
     @property
     def replicas_of(self) -> str:
@@ -379,6 +405,10 @@ class ReplicaStats:
     stages: list[StageInfo] = field(default_factory=list)
     adapters: list[str] = field(default_factory=list)
     """The names of its adapters."""
+    images_total: int = 0
+    """The images that it has made."""
+    image_steps_total: int = 0
+    """The steps of images that it has computed."""
 
     @property
     def kv_usage(self) -> float:
@@ -421,6 +451,72 @@ class PooledTexts:
 
     dimensions: int
     vectors: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """An image: `data` has a byte a channel, row by row; `channels` is 3 for RGB and 4 for RGBA."""
+
+    width: int
+    height: int
+    data: bytes
+    channels: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRequest:
+    """Asks for one image.
+
+    Attributes:
+        width, height: in pixels.
+        seed: of its noise. The same request with the same seed gives the same image on the same device.
+        steps, guidance: None for the model's own.
+        partial_images: how many partial images it sends before the last one.
+        images: what is edited; [] generates an image from the prompt alone.
+        tenant, flow: as in `GenerateRequest`.
+    """
+
+    request_id: str
+    model: str
+    prompt: str
+    width: int
+    height: int
+    seed: int
+    steps: int | None = None
+    guidance: float | None = None
+    partial_images: int = 0
+    images: list[Pixels] = field(default_factory=list)
+    priority: int = 0
+    deadline_s: float = 600.0
+    tenant: str = ""
+    flow: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageUpdate:
+    """How far an image is.
+
+    Attributes:
+        number: of the update, from 1.
+        step: how many of about `steps` steps are computed; -1 while the request waits in the queue. Some families
+            compute fewer steps than they are asked for.
+        partial: the partial images that are new, each the image as it is after a step.
+        image: the image, with the last update.
+        prompt_tokens: of the prompt, with the last update.
+        error: as in `SequenceUpdate`, with the last update of an image that failed.
+    """
+
+    number: int
+    step: int
+    steps: int
+    partial: list[Pixels] = field(default_factory=list)
+    image: Pixels | None = None
+    prompt_tokens: int = 0
+    error: dict[str, Any] | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.image is not None or self.error is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayError
@@ -24,6 +24,7 @@ from ...cluster.config import Logs, Model, Scheduling, Traces
 from ...cluster.errors import (
     ComputesOtherwise,
     GenerationFailed,
+    InvalidRequest,
     ModelLoadError,
     NoReplica,
     SatchelError,
@@ -33,14 +34,15 @@ from ...cluster.nodes import Node
 from ...cluster.stages import GroupPlan
 from ...cluster.telemetry.process import begin_telemetry
 from ...cluster.timing import Timing
-from ..model_files.weights import bytes_in_memory, read_weight_files
+from ..model_files.source import COMPONENTS, found_here, resolve
 from ..protocol import registry
 from ..protocol.clients import ReplicaClient
 from ..protocol.entries import unpack_tokens
 from ..protocol.names import replica_actor_name
 from ..protocol.replica_messages import (
-    AdapterInfo,
     GenerateRequest,
+    ImageRequest,
+    ImageUpdate,
     KVSelection,
     ModelInfo,
     PooledTexts,
@@ -55,11 +57,15 @@ from ..rpc.local import LocalAddress, LocalServer
 from ..rpc.shell import answers
 from ..supervision.stall import pause_s
 from ..supervision.watchdog import ENGINE, Watchdog
+from .describing import Proving, model_info, replica_stats
+from .images.describing import image_model_info, image_stats
+from .images.progress import ImageProgress, queue_image
 from .loop.consumers import Consumers
 
 if TYPE_CHECKING:
     from .execution.grammar import SequenceGrammar
     from .execution.language_inputs import ImageEmbeddings
+    from .images.engine import ImageEngine
     from .loop.engine import Engine
     from .memory.disk_tier import DiskTier
     from .memory.replica_memory import ReplicaMemory
@@ -83,12 +89,6 @@ class _LoadProgress:
     what: str = "starting"
     fraction: float | None = None
     error: SatchelError | None = None
-
-
-class _Proving(TypedDict):
-    proving: str
-    proving_since: float
-    stages: list[StageInfo]
 
 
 class ReplicaActor:
@@ -126,7 +126,9 @@ class ReplicaActor:
         self._loading = _LoadProgress()
         self._engine: Engine | None = None
         self._plain_since = 0.0
-        self._stored_bytes: int | None = None
+        self._images: tuple[ImageEngine, Path] | None = None
+        """What makes images, and the model's folder; None if the model generates text, or is not loaded yet."""
+        self._image_progress: ImageProgress | None = None
         self._draining = False
         self._proven: Proven | None = None
         self._disk: DiskTier | None = None
@@ -149,43 +151,19 @@ class ReplicaActor:
         self._asked = True
         if self._loading.error is not None:
             raise self._loading.error
-        return ReplicaProgress(self._loading.what, self._loading.fraction, self._engine is not None)
+        ready = self._engine is not None or self._images is not None
+        return ReplicaProgress(self._loading.what, self._loading.fraction, ready)
 
     @answers(ReplicaClient.info)
     async def info(self) -> ModelInfo | None:
+        if self._images is not None:
+            return image_model_info(self._name, self._node, self._model, *self._images)
         if self._engine is None:
             return None
-        loaded = self._engine.loaded
-        return ModelInfo(
-            replica=self._name,
-            node=self._node,
-            name=self._model.name,
-            model_id=loaded.model_id,
-            files_id=loaded.identity.files_id,
-            files=dict(loaded.identity.files),
-            computing=dict(loaded.identity.computing),
-            folder=str(loaded.folder),
-            trust_remote_code=self._model.trust_remote_code,
-            context_tokens=loaded.context_tokens,
-            vocabulary_size=loaded.vocabulary_size,
-            dtype=loaded.dtype,
-            weights=loaded.weights,
-            kv=loaded.kv,
-            kv_why=loaded.kv_why,
-            layers=loaded.spec.describe(),
-            created=int((loaded.folder / "config.json").stat().st_mtime),
-            pid=os.getpid(),
-            pictures=loaded.vision is not None,
-            blind=loaded.blind,
-            stills=loaded.stills,
-            embedding=loaded.embedding,
-            joins=loaded.layers[1] if loaded.layers is not None else 0,
-            notes=list(self._proven.notes) if self._proven is not None else [],
-            adapters=[AdapterInfo(each.name, each.digest, dict(each.files), each.rank) for each in loaded.adapters.all],
-            **self._proving(),
-        )
+        notes = list(self._proven.notes) if self._proven is not None else []
+        return model_info(self._name, self._node, self._model, self._engine, self._proving(), notes)
 
-    def _proving(self) -> _Proving:
+    def _proving(self) -> Proving:
         """What the self-test does now, since when it has run, and how the layers are divided."""
         since = self._plain_since
         stages = [StageInfo(*stage[:3]) for stage in self._plan.stages] if self._plan is not None else []
@@ -194,84 +172,17 @@ class ReplicaActor:
     @answers(ReplicaClient.stats)
     async def stats(self) -> ReplicaStats:
         self._asked = True
-        engine = self._engine
-        if engine is None:
+        names, answers = (self._name, self._node, self._model.name), not self._watchdog.is_slow(ENGINE)
+        if self._images is not None:
+            return image_stats(*names, *self._images, self._memory, answers=answers)
+        if self._engine is None:
             return ReplicaStats(self._name, self._model.name, answers=False)
-        counters = engine.counters
-        return ReplicaStats(
-            replica=self._name,
-            model=self._model.name,
-            node=self._node,
-            model_id=engine.loaded.model_id.hex(),
-            computing=dict(engine.loaded.identity.computing),
-            decoding=engine.loaded.way.describe(),
-            multiplying=engine.loaded.multiplying,
-            folder=str(engine.loaded.folder),
-            weights_bytes=self._weights_bytes(engine.loaded.folder),
-            idle_s=engine.idle_s,
-            adapters=[adapter.name for adapter in engine.loaded.adapters.all],
-            **self._proving(),
-            answers=not self._watchdog.is_slow(ENGINE),
-            running=engine.scheduler.running,
-            waiting=engine.waiting,
-            requests_total=counters.requests,
-            prompt_tokens_total=counters.prompt_tokens,
-            cached_tokens_total=counters.cached_tokens,
-            generated_tokens_total=counters.generated_tokens,
-            embedded_tokens_total=counters.embedded_tokens,
-            prepared_tokens_total=engine.prefixes.prepared_tokens,
-            prepared_tokens_used_total=engine.prefixes.used_tokens,
-            prepared_tokens_wasted_total=engine.prefixes.wasted_tokens,
-            prefix_blocks=engine.prefixes.blocks,
-            prefix_bytes=engine.prefixes.nbytes,
-            prefix_hits_total=counters.prefix_hits,
-            prefix_misses_total=counters.prefix_misses,
-            hot_tokens_total=counters.hot_tokens,
-            preemptions_total=counters.preemptions,
-            drafts_total=engine.executor.drafts.count,
-            drafted_tokens_total=engine.executor.drafts.drafted,
-            accepted_tokens_total=engine.executor.drafts.right,
-            failed_checks_total=engine.failed_checks,
-            device_failures_total=counters.device_failures,
-            prefill_token_j=engine.energy.prefill_token_j,
-            decode_token_j=engine.energy.decode_token_j,
-            vision_cache_hits_total=engine.pictures.embeddings.hits,
-            vision_encodes_total=engine.pictures.embeddings.encodes,
-            vision_bytes=engine.pictures.embeddings.nbytes,
-            claimed_bytes=self._memory.claimed_bytes if self._memory is not None else 0,
-            claimable_bytes=self._memory.bytes_max if self._memory is not None else 0,
-            **engine.room.usage,
-            **self._disk_stats(),
-        )
-
-    def _weights_bytes(self, folder: Path) -> int:
-        if self._stored_bytes is None:
-            try:
-                self._stored_bytes = bytes_in_memory(read_weight_files(folder), None)
-            except ModelLoadError as error:
-                logger.warning("the size of the weights is not known: %s", error.message)
-                self._stored_bytes = 0
-        return self._stored_bytes
-
-    def _disk_stats(self) -> dict[str, int]:
-        if self._disk is None or self._engine is None:
-            return {}
-        counters = self._disk.counters
-        return {
-            "unwritten_bytes": self._engine.keeping.unwritten_bytes,
-            "written_blocks_total": counters.written_blocks,
-            "written_bytes_total": counters.written_bytes,
-            "unwritten_turns_total": counters.unwritten_turns,
-            "restored_tokens_total": counters.restored_tokens,
-            "blocks_corrupt_total": counters.corrupt_blocks,
-            "split_requests_total": counters.followed_sequences,
-            "split_fallbacks_total": counters.lost_prefills,
-        }
+        return replica_stats(*names, self._engine, self._proving(), self._disk, self._memory, answers=answers)
 
     @answers(ReplicaClient.submit)
     async def submit(self, request: GenerateRequest) -> None:
         if self._engine is None:
-            raise NoReplica(f"{self._model.name} is still loading")
+            raise self._no_text()
         if not self._engine.loaded.computes(request):
             # Its KV would be stored under the block ids of another model.
             raise ComputesOtherwise(f"the request was made for a model that computes differently from {self._name}")
@@ -345,7 +256,7 @@ class ReplicaActor:
         """If the call is cancelled, the texts are aborted."""
         engine = self._engine
         if engine is None:
-            raise NoReplica(f"{self._model.name} is still loading")
+            raise self._no_text()
         if self._plain_since:
             raise Unavailable(
                 f"the self-test of {self._model.name} has not ended: embeddings are not supported yet",
@@ -366,6 +277,36 @@ class ReplicaActor:
         if isinstance(result, SatchelError):
             raise result
         return result
+
+    def _no_text(self) -> SatchelError:
+        """Returns why no engine takes texts."""
+        if self._images is not None:
+            return InvalidRequest(f"the model {self._model.name!r} makes images, and no text", param="model")
+        return NoReplica(f"{self._model.name} is still loading")
+
+    @answers(ReplicaClient.make_image)
+    async def make_image(self, request: ImageRequest) -> None:
+        if self._images is None:
+            if self._engine is None:
+                raise NoReplica(f"{self._model.name} is still loading")
+            raise InvalidRequest(f"the model {self._model.name!r} makes no images", param="model")
+        self._known()
+        (engine, _), progress = self._images, self._images_known()
+        await queue_image(engine, progress, request)
+
+    @answers(ReplicaClient.next_image)
+    async def next_image(self, request_id: str, number: int) -> ImageUpdate | None:
+        return await self._images_known().next_update(request_id, number)
+
+    def _images_known(self) -> ImageProgress:
+        """As `_known`, for images."""
+        if self._image_progress is None:
+            self._image_progress = ImageProgress(self._abort_images, self._timing)
+        return self._image_progress
+
+    def _abort_images(self, request_ids: tuple[str, ...]) -> None:
+        if self._images is not None:
+            self._images[0].abort(request_ids)
 
     @answers(ReplicaClient.next_frame)
     async def next_frame(self, consumer: str, number: int) -> list[SequenceUpdate] | None:
@@ -432,6 +373,7 @@ class ReplicaActor:
         self._known().forget_sequences(self._looking.intersection(request_ids))
         if self._engine is not None:
             self._engine.abort(tuple(request_ids))
+        self._abort_images(tuple(request_ids))
 
     @answers(ReplicaClient.release)
     async def release(self, kept: KVSelection) -> int:
@@ -479,10 +421,10 @@ class ReplicaActor:
         # The caller ends this process next.
         self._watchdog.leave()
         self._draining = True
-        if self._engine is not None:
-            self._engine.drain()
+        for engine in filter(None, (self._engine, self._images and self._images[0])):
+            engine.drain()
             if end_sequences:
-                self._engine.end_all(leaves=leaves)
+                engine.end_all(leaves=leaves)
 
     def _deliver(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         self._known().deliver(updates)
@@ -508,7 +450,19 @@ class ReplicaActor:
             self._loading.error = ModelLoadError(f"{self._model.source} cannot be loaded: {error}")
             return
         how = self._name, self._model, self._scheduling, self._of_node, self._timing, _Shell(self)
-        serving_of(how, self._plan, self._logs, self._traces).run()
+        serving_of(how, self._plan, self._logs, self._traces, self._folder()).run()
+
+    def _folder(self) -> Path | None:
+        """Returns the model's folder, after its download if need be; None if it cannot be found, which is reported
+        where the model is loaded."""
+        source = self._model.source
+        try:
+            here = found_here(source)
+            if here is None or (here / COMPONENTS).is_file():
+                return resolve(source, self._note_progress, code=self._model.trust_remote_code)
+            return here
+        except ModelLoadError:
+            return None
 
     def _take_up(self, proven: Proven, engine: Engine, disk: DiskTier | None, *, plain: bool) -> None:
         if self._draining:
@@ -520,12 +474,21 @@ class ReplicaActor:
         if not plain:
             self._plain_since = 0.0
 
+    def _take_up_images(self, engine: ImageEngine, folder: Path) -> None:
+        if self._draining:
+            engine.drain()
+        self._images = engine, folder
+
     def _note_progress(self, what: str, fraction: float | None) -> None:
         self._loading.what, self._loading.fraction = what, fraction
 
     def _send(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._deliver, updates)
+
+    def _send_image(self, request_id: str, update: ImageUpdate) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._images_known().deliver, request_id, update)
 
     def _pause(self) -> None:
         """Waits if earlier processes of this replica ended soon after their start, longer every time: a replica that
@@ -598,3 +561,9 @@ class _Shell:
 
     def send(self, updates: dict[str, list[SequenceUpdate]]) -> None:
         self._actor._send(updates)
+
+    def take_up_images(self, engine: ImageEngine, folder: Path) -> None:
+        self._actor._take_up_images(engine, folder)
+
+    def send_image(self, request_id: str, update: ImageUpdate) -> None:
+        self._actor._send_image(request_id, update)

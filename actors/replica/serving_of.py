@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ...cluster.config import Logs, Traces
 from ...cluster.stages import GroupPlan
+from ..model_files.image_folders import has_image_layout
 from .group.serving import GroupServing
+from .images.serving import ImageServing
 from .serving import Serving
 
 
-def serving_of(how: tuple[Any, ...], plan: GroupPlan | None, logs: Logs, traces: Traces) -> Serving:
+def serving_of(
+    how: tuple[Any, ...], plan: GroupPlan | None, logs: Logs, traces: Traces, folder: Path | None = None
+) -> Serving | ImageServing:
     """Returns what loads and serves a model.
 
     Args:
         how: the arguments of `Serving`.
         plan: the stages of a divided model; None if its layers are all here.
+        folder: the model's, if it is known already.
     """
+    if folder is not None and has_image_layout(folder):
+        return ImageServing(*how)
     return Serving(*how) if plan is None else GroupServing(*how, plan=plan, logs=logs, traces=traces)

@@ -176,6 +176,22 @@ class ReplicaMemory:
         self._wired.keep(weights + share)
         return share
 
+    def settle_weights(self, weights: int, workspace: int) -> int:
+        """As `settle`, for a model without KV.
+
+        Args:
+            weights, workspace: bytes of its weights, and of what it has needed besides until now.
+
+        Raises:
+            NoRoom: there is no room for it.
+        """
+        if self._comes_and_goes and not self._fits(MemoryClaim(weights, workspace)):
+            raise NoRoom(self._no_room(weights))
+        self._workspace = workspace
+        self.note(weights, workspace)
+        self._wired.keep(weights + workspace)
+        return self.share_bytes() + workspace
+
     def __enter__(self) -> Self:
         return self
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from ....actors.model_files.source import default_name, embedded_names
+from ....actors.model_files.source import default_name, embedded_names, is_model_folder
 from ....cluster.config import Config, Model, default_config, load_config, name_refusal, parse_model
 from ....cluster.errors import ConfigError
 from ..options import KV, LogFormat
@@ -152,7 +152,7 @@ def source_of(given: str) -> tuple[str, str]:
     """
     folder = _folder(given)
     if folder is not None:
-        if not (folder / "config.json").is_file():
+        if not is_model_folder(folder):
             raise ConfigError(f"{folder} has no config.json; it must be a folder as the Hub or mlx-lm lay it out")
         return str(folder), default_name(given)
     shipped = embedded_names()

@@ -1,0 +1,96 @@
+"""What a replica that makes images says of its model and of itself."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ....cluster.config import Model
+from ...model_files.image_folders import image_files, read_component_files
+from ...model_files.weights import bytes_in_memory
+from ...protocol.replica_messages import EmbeddingInfo, ModelInfo, ReplicaStats
+
+if TYPE_CHECKING:
+    from ..memory.replica_memory import ReplicaMemory
+    from .engine import ImageEngine
+
+NO_TEXT = "it makes images"
+
+
+def image_model_info(replica: str, node: str, model: Model, engine: ImageEngine, folder: Path) -> ModelInfo:
+    """Describes a loaded model that makes images.
+
+    Args:
+        replica, node: their names.
+        folder: the model's.
+    """
+    identity, info = engine.identity, engine.pipeline.info
+    return ModelInfo(
+        replica=replica,
+        node=node,
+        name=model.name,
+        model_id=identity.model_id,
+        files_id=identity.files_id,
+        files=dict(identity.files),
+        computing=dict(identity.computing),
+        folder=str(folder),
+        trust_remote_code=False,
+        context_tokens=0,
+        vocabulary_size=0,
+        dtype="",
+        weights="stored",
+        kv="",
+        layers=f"makes images ({info.family})",
+        created=_created(folder),
+        pid=os.getpid(),
+        embedding=EmbeddingInfo(refusal=NO_TEXT),
+        images=info,
+    )
+
+
+def image_stats(
+    replica: str,
+    node: str,
+    model: str,
+    engine: ImageEngine,
+    folder: Path,
+    memory: ReplicaMemory | None,
+    *,
+    answers: bool,
+) -> ReplicaStats:
+    """Returns the current figures of a replica that makes images. The arguments are as for `replica_stats`."""
+    queue, counters = engine.queue, engine.counters
+    return ReplicaStats(
+        replica=replica,
+        model=model,
+        node=node,
+        model_id=engine.identity.model_id.hex(),
+        computing=dict(engine.identity.computing),
+        folder=str(folder),
+        weights_bytes=_stored_bytes(folder),
+        idle_s=engine.idle_s,
+        answers=answers,
+        running=queue.running,
+        waiting=max(0, queue.waiting),
+        requests_total=counters.requests,
+        images_total=counters.images,
+        image_steps_total=counters.steps,
+        device_failures_total=counters.device_failures,
+        memory_bytes=engine.temporary_bytes,
+        memory_bytes_max=engine.memory_bytes,
+        claimed_bytes=memory.claimed_bytes if memory is not None else 0,
+        claimable_bytes=memory.bytes_max if memory is not None else 0,
+    )
+
+
+@cache
+def _stored_bytes(folder: Path) -> int:
+    return bytes_in_memory(read_component_files(folder), None)
+
+
+@cache
+def _created(folder: Path) -> int:
+    """Returns when the model's oldest file was written, Unix time."""
+    return int(min(path.stat().st_mtime for path in image_files(folder).values()))

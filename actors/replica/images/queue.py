@@ -1,0 +1,130 @@
+"""Decides which image is made next. Pure: no clock, no arrays.
+
+Images are made one after the other, by priority, and among equals by fairness, as sequences are: the tenant and then
+the flow that have been given least come first (`scheduling/fairness.py`). What a step costs is the image's number of
+tokens, patches of 16 x 16 pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..scheduling.fairness import FairShares, queues_too_many
+
+PATCH = 16
+"""The side of a patch, in pixels."""
+
+
+def image_tokens(width: int, height: int) -> int:
+    """Returns the number of patches of an image of `width` x `height` pixels, at least 1."""
+    return max(1, width // PATCH) * max(1, height // PATCH)
+
+
+@dataclass(eq=False)
+class ImageJob:
+    """A request for one image.
+
+    Attributes:
+        tokens: what one step costs.
+        steps: how many steps are left, about.
+        deadline: in seconds on the clock of `ImageQueue.expired`.
+        order: its place in the order of arrival.
+    """
+
+    request_id: str
+    tokens: int
+    steps: int
+    priority: int = 0
+    deadline: float = float("inf")
+    tenant: str = ""
+    flow: str = ""
+    order: int = 0
+
+
+class ImageQueue:
+    """The images that are made or wait.
+
+    Args:
+        waiting_max: how many may wait.
+    """
+
+    def __init__(self, waiting_max: int) -> None:
+        self.waiting_max = waiting_max
+        self.current: ImageJob | None = None
+        self._jobs: dict[str, ImageJob] = {}
+        self._shares = FairShares()
+        self._arrivals = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._jobs
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Those that are made or wait. May be asked by any thread."""
+        return list(self._jobs)
+
+    @property
+    def running(self) -> int:
+        return int(self.current is not None)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._jobs) - self.running
+
+    @property
+    def pending_tokens(self) -> int:
+        """What all images will cost, about. May be asked by any thread."""
+        return sum(job.tokens * job.steps for job in list(self._jobs.values()))
+
+    def refusal(self, tenant: str, flow: str) -> str | None:
+        """Returns why a request is refused: `full` if the queue is full, `full_for_it` if only this tenant or flow may
+        not queue more, None if `add` may follow."""
+        room = self.waiting_max - self.waiting
+        if room <= 0:
+            return "full"
+        waiting = [job for job in self._jobs.values() if job is not self.current]
+        return "full_for_it" if queues_too_many(tenant, flow, waiting, room) else None
+
+    def add(self, job: ImageJob) -> None:
+        """Queues a request.
+
+        Raises:
+            ValueError: it is here already.
+        """
+        if job.request_id in self._jobs:
+            raise ValueError(f"request {job.request_id} is already here")
+        self._arrivals += 1
+        job.order = self._arrivals
+        self._jobs[job.request_id] = job
+        self._shares.join(job)
+
+    def begin(self) -> ImageJob | None:
+        """Returns the next image, which becomes the current one; None if none waits. The former one must have been
+        removed."""
+        assert self.current is None
+        jobs = self._jobs.values()
+        self.current = min(
+            jobs, key=lambda job: (-job.priority, *self._shares.turn(job, taking=False), job.order), default=None
+        )
+        if self.current is not None:
+            self._shares.admit(self.current)
+        return self.current
+
+    def step(self) -> None:
+        """Notes that a step of the current image is computed."""
+        assert self.current is not None
+        self._shares.charge(self.current, self.current.tokens)
+        self.current.steps = max(0, self.current.steps - 1)
+
+    def remove(self, request_id: str) -> ImageJob | None:
+        """Removes a request in any state, and returns it; None for an unknown one."""
+        job = self._jobs.pop(request_id, None)
+        if job is not None:
+            self._shares.leave(job)
+            if job is self.current:
+                self.current = None
+        return job
+
+    def expired(self, now: float) -> list[str]:
+        """Returns the requests whose deadlines have passed at `now`."""
+        return [job.request_id for job in self._jobs.values() if job.deadline <= now]

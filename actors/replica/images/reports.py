@@ -1,0 +1,52 @@
+"""The reports to the router of a replica that makes images: its load. It has no KV.
+
+A prompt's tokens are those of its image, patches of 16 x 16 pixels, times its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ....cluster.timing import Timing
+from ...protocol.reporter import Reporter, tell_router
+from ...protocol.router_messages import ReplicaReport
+from .engine import ImageEngine
+
+
+class ImageReports:
+    """Makes reports on the reporter's thread; `reporter` sends them.
+
+    Args:
+        replica, model, node: their names.
+        is_slow: whether the engine is stuck. Then no report is sent, and the router avoids the replica.
+    """
+
+    def __init__(
+        self, replica: str, model: str, node: str, engine: ImageEngine, timing: Timing, is_slow: Callable[[], bool]
+    ) -> None:
+        self._replica, self._model, self._node = replica, model, node
+        self._engine, self._timing, self._is_slow = engine, timing, is_slow
+        self.reporter = Reporter(self._make, timing, tell=self._tell)
+
+    def _make(self, sequence: int, full: bool) -> ReplicaReport:
+        engine = self._engine
+        return ReplicaReport(
+            replica=self._replica,
+            model=self._model,
+            incarnation=self.reporter.incarnation,
+            sequence=sequence,
+            running=engine.queue.running,
+            waiting=max(0, engine.queue.waiting),
+            pending_tokens=engine.queue.pending_tokens,
+            sequences_max=1,
+            prefill_tokens_per_s=engine.pace.tokens_per_s,
+            active=engine.queue.request_ids,
+            announced=[],
+            retracted=[],
+            full=full,
+            node=self._node,
+            model_id=engine.identity.model_id,
+        )
+
+    def _tell(self, report: ReplicaReport) -> bool:
+        return not self._is_slow() and tell_router(report, self._timing)
