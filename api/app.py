@@ -27,9 +27,11 @@ from .http.paths import Paths, heads_of
 from .page.routes import PageRoutes
 from .pipeline.embedding import Embedder
 from .pipeline.generation import Generator
+from .pipeline.images import ImageMaker
 from .protocols.anthropic.routes import MessageRoutes
 from .protocols.ollama.routes import OllamaRoutes
 from .protocols.openai.embedding_routes import EmbeddingRoutes
+from .protocols.openai.image_routes import ImageRoutes
 from .protocols.openai.routes import OpenAIRoutes
 from .protocols.openai.token_routes import TokenRoutes
 from .protocols.responses.conversation_routes import ConversationRoutes
@@ -101,6 +103,7 @@ def create_app(
         openai,
         TokenRoutes(answering),
         embeddings,
+        ImageRoutes(answering, ImageMaker(generator), config.endpoint),
         MessageRoutes(answering),
         responses,
         ConversationRoutes(answering),

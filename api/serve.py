@@ -161,7 +161,8 @@ class HttpEndpoint:
     @answers(EndpointClient.warm)
     async def warm(self) -> None:
         for model in await self._generator.backend.models():
-            await self._generator.text_model(model)
+            if not model.info.images.family:
+                await self._generator.text_model(model)
 
     @answers(EndpointClient.close)
     async def close(self, timeout_s: float) -> None:

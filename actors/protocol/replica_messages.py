@@ -453,6 +453,15 @@ class PooledTexts:
     vectors: bytes
 
 
+IMAGE_PATCH = 16
+"""The side of a patch of an image, in pixels. Models that make images have about one token a patch."""
+
+
+def image_tokens(width: int, height: int) -> int:
+    """Returns the number of patches of an image of `width` x `height` pixels, at least 1."""
+    return max(1, width // IMAGE_PATCH) * max(1, height // IMAGE_PATCH)
+
+
 @dataclass(frozen=True, slots=True)
 class Pixels:
     """An image: `data` has a byte a channel, row by row; `channels` is 3 for RGB and 4 for RGBA."""
@@ -490,6 +499,11 @@ class ImageRequest:
     deadline_s: float = 600.0
     tenant: str = ""
     flow: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """What it costs: the image's patches, once for each step."""
+        return image_tokens(self.width, self.height) * (self.steps or 1)
 
 
 @dataclass(frozen=True, slots=True)

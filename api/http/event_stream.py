@@ -210,6 +210,58 @@ class FollowedStream(Response):
             _log.debug("the reader of request %s went away", scope["state"]["request_id"])
 
 
+class ResultStream(Response):
+    """Server-sent events of a request that begins when they are read. If it fails early, it becomes an HTTP error; a
+    later error is the last event.
+
+    Args:
+        events: whole events and comments; closed if the client disconnects.
+        failed: encodes an error, with the request's id.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], failed: Callable[[SatchelError, str], bytes]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({**_HEADERS, "X-Accel-Buffering": "no"})
+        self._events, self._failed = events, failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = scope["state"]["request_id"]
+        try:
+            async with CancelOnDisconnect(receive), aclosing(self._events) as events:
+                first = asyncio.create_task(anext(events))
+                try:
+                    await asyncio.wait({first}, timeout=HEADERS_WAIT_S)
+                    if first.done():
+                        first.result()
+                    await self._stream(first, events, send, request_id)
+                finally:
+                    # The generator cannot be closed while a task is running in it.
+                    if not first.done():
+                        first.cancel()
+                        await asyncio.wait({first})
+        except ClientDisconnect:
+            _log.debug("the client of request %s went away", request_id)
+
+    async def _stream(
+        self, first: Awaitable[bytes], events: AsyncGenerator[bytes, None], send: Send, request_id: str
+    ) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with _pinging(send, comment("")) as send_chunk:
+            try:
+                await send_chunk(await first)
+                async for event in events:
+                    await send_chunk(event)
+            except SatchelError as error:
+                log_failure(_log, f"request {request_id} in mid-stream", error, told=False)
+                await send_chunk(self._failed(error, request_id))
+            except Exception:
+                _log.exception("request %s failed in mid-stream", request_id)
+                hidden = SatchelError(f"internal error in request {request_id}")
+                await send_chunk(self._failed(hidden, request_id))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 async def encoded(
     encoder: Encoder,
     streams: Sequence[TextStream],

@@ -187,13 +187,32 @@ class PictureLoader:
         shown = Shown.of(source)
 
         async def decoded(data: bytes) -> list[Picture]:
-            pixels = await self._pictures.run(len(data), measure, data, shown, self._limits.pixels_max)
-            async with self._shelf.room(3 * pixels):
-                picture = await self._pictures.run(max(pixels, len(data)), decode, data, shown, self._limits.pixels_max)
-                self._shelf.hold([picture])
-            return [picture]
+            return await self._decoded(data, shown)
 
         return (await self._load(source.url, source.where, shown, decoded, video=False))[0]
+
+    async def _decoded(self, data: bytes, shown: Shown) -> list[Picture]:
+        """Returns the picture in a file. Raises `Undecodable`, or `Unavailable` as `load`."""
+        pixels = await self._pictures.run(len(data), measure, data, shown, self._limits.pixels_max)
+        async with self._shelf.room(3 * pixels):
+            picture = await self._pictures.run(max(pixels, len(data)), decode, data, shown, self._limits.pixels_max)
+            self._shelf.hold([picture])
+        return [picture]
+
+    async def load_file(self, data: bytes, where: str, side_max: int) -> Picture:
+        """As `load`, for an uploaded file. It is made smaller than a square of `side_max`.
+
+        Raises:
+            InvalidRequest, Unavailable: as `load`.
+        """
+        if len(data) > self._limits.source_bytes_max:
+            most = f"{self._limits.source_bytes_max} bytes (media.source_bytes_max)"
+            raise InvalidRequest(f"{where} has more than {most}", param=where)
+        try:
+            async with self._turns[False, False]:
+                return (await self._decoded(data, Shown(side_max)))[0]
+        except Undecodable as error:
+            raise InvalidRequest(f"{where} {error}", param=where) from error
 
     async def load_video(self, source: VideoSource) -> list[Picture]:
         """Loads the frames to show, in order, each with its time.

@@ -67,6 +67,9 @@ from .truncation import truncated
 
 _log = logging.getLogger(__name__)
 
+IMAGE_ROUTES = ("/v1/images/generations", "/v1/images/edits")
+"""The routes that serve models that make images; no other route does."""
+
 
 class Generator:
     """Starts sequences on a backend, for one event loop. Loads each model's tokenizer once.
@@ -158,8 +161,12 @@ class Generator:
         """Returns the text side of `model`, loaded on first use.
 
         Raises:
+            InvalidRequest: it makes images, and no text.
             ModelLoadError: its tokenizer does not load.
         """
+        if model.info.images.family:
+            message = f"the model {model.info.name!r} makes images: POST {' and '.join(IMAGE_ROUTES)} serve it"
+            raise InvalidRequest(message, param="model")
         key = (model.info.folder, model.info.files_id)
         task = self._texts.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from ...actors.protocol.replica_messages import GenerateRequest
 from ...cluster.telemetry.context import Span, span
 
-CHAT, COMPLETION, EMBEDDINGS = "chat", "text_completion", "embeddings"
+CHAT, COMPLETION, EMBEDDINGS, IMAGES = "chat", "text_completion", "embeddings", "image_generation"
 """Values of `gen_ai.operation.name`."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,7 +15,14 @@ from ...actors.protocol.block_ids import is_shared, scope_of
 from ...actors.protocol.clients import ReplicaClient, RouterClient
 from ...actors.protocol.pool_messages import PooledModel
 from ...actors.protocol.registry import ServedEntry
-from ...actors.protocol.replica_messages import GenerateRequest, PoolingRequest, ReplicaProgress, ReplicaStats
+from ...actors.protocol.replica_messages import (
+    GenerateRequest,
+    ImageRequest,
+    ImageUpdate,
+    PoolingRequest,
+    ReplicaProgress,
+    ReplicaStats,
+)
 from ...actors.protocol.router_messages import Decisions, NodeReport
 from ...actors.start import forget_node
 from ...cluster.available_memory import node_available_bytes
@@ -30,9 +37,10 @@ from ...cluster.errors import (
 )
 from ...cluster.timing import USUAL
 from ...cluster.trust.members import remove as remove_members
-from ..requests.backend import ListedModel, NodeState, ServedModel, Vectors
+from ..requests.backend import ImageAnswer, ListedModel, NodeState, ServedModel, Vectors
 from ..requests.loading import Loading
 from ..views.cluster import SeenNodes, node_states
+from .images import RayImage
 from .locator import AgentLocator
 from .pooling import RayPooling
 from .routing import Routing
@@ -105,6 +113,12 @@ class RayBackend:
     async def pool(self, model: ServedModel, request: PoolingRequest) -> Vectors:
         """As `Backend.pool`."""
         return await RayPooling(self.routing, request).run()
+
+    async def make_image(
+        self, model: ServedModel, request: ImageRequest, told: Callable[[ImageUpdate], None]
+    ) -> ImageAnswer:
+        """As `Backend.make_image`."""
+        return await RayImage(self.routing, request, told).run()
 
     async def health(self) -> dict[str, bool]:
         """Returns, for every served model, whether a replica answers and the model's description is known here. One

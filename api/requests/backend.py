@@ -6,13 +6,15 @@ objects.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...actors.protocol.pool_messages import PooledModel
 from ...actors.protocol.replica_messages import (
     GenerateRequest,
+    ImageRequest,
+    ImageUpdate,
     ModelInfo,
     PooledTexts,
     PoolingRequest,
@@ -73,6 +75,16 @@ class Vectors:
     there."""
 
     pooled: PooledTexts
+    replica: str
+    node: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class ImageAnswer:
+    """The last update of an image; otherwise as `Vectors`."""
+
+    update: ImageUpdate
     replica: str
     node: str = ""
     why: str = ""
@@ -226,6 +238,19 @@ class Backend(Protocol):
         Raises:
             Unavailable: the queue is full, no replica lives, or the cluster is draining.
             SatchelError: it failed.
+        """
+        ...
+
+    async def make_image(
+        self, model: ServedModel, request: ImageRequest, told: Callable[[ImageUpdate], None]
+    ) -> ImageAnswer:
+        """Routes a request for an image, and returns it. Fails over, and is cancelled, as `pool`.
+
+        Args:
+            told: called with each update before the last. If the request fails over, they begin anew.
+
+        Raises:
+            Unavailable, SatchelError: as `pool`.
         """
         ...
 

@@ -29,10 +29,10 @@ from ....cluster.errors import (
     Unavailable,
 )
 from ...model_files.model_identity import ModelIdentity
-from ...protocol.replica_messages import ImageRequest, ImageUpdate, Pixels
+from ...protocol.replica_messages import ImageRequest, ImageUpdate, Pixels, image_tokens
 from ..device.device_errors import DeviceFailed, on_device
 from .pipeline import ImagePipeline
-from .queue import ImageJob, ImageQueue, image_tokens
+from .queue import ImageJob, ImageQueue
 
 logger = logging.getLogger(__name__)
 

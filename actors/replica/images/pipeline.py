@@ -185,7 +185,7 @@ class _Watched:
         self._pipeline, self._request, self._paths = pipeline, request, paths
         self._model = pipeline.model_for(request)
         self._paused, self._partial = paused, partial
-        self._steps, self._called = 0, False
+        self._steps, self._called, self._shows = 0, False, False
         self.evaluations = 0
         self._shown = _shown_after(pipeline.steps_of(request), request.partial_images) if partial is not None else set()
 
@@ -195,9 +195,13 @@ class _Watched:
             return _made(self._model, self._request, self._paths)
 
     def _note_call(self) -> None:
-        self._called = True
+        self._called = not self._shows
 
     def _note_evaluation(self, arrays: Sequence[Any]) -> None:
+        if self._shows:
+            # Of the partial image, not of this one.
+            self._paused(self._steps)
+            return
         self.evaluations += 1
         is_step, self._called = self._called, False
         self._steps += is_step
@@ -219,11 +223,13 @@ class _Watched:
                 # In place: the pipeline goes on with this array.
                 first[...] = latents
                 replaced = True
-            self._paused(self._steps)
 
-        fewest = info.edit_steps_min if self._request.images else info.steps_min
-        with steps_told(self._model.pipeline, lambda: None, replace_latents).for_now():
-            made = _made(self._model, replace(self._request, steps=fewest), self._paths)
+        fewest, self._shows = info.edit_steps_min if self._request.images else info.steps_min, True
+        try:
+            with steps_told(self._model.pipeline, lambda: None, replace_latents).for_now():
+                made = _made(self._model, replace(self._request, steps=fewest), self._paths)
+        finally:
+            self._shows = False
         return _pixels(made.array) if replaced else None
 
 

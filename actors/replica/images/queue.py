@@ -11,14 +11,6 @@ from dataclasses import dataclass
 
 from ..scheduling.fairness import FairShares, queues_too_many
 
-PATCH = 16
-"""The side of a patch, in pixels."""
-
-
-def image_tokens(width: int, height: int) -> int:
-    """Returns the number of patches of an image of `width` x `height` pixels, at least 1."""
-    return max(1, width // PATCH) * max(1, height // PATCH)
-
 
 @dataclass(eq=False)
 class ImageJob:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ....actors.protocol.replica_messages import EmbeddingInfo
+from ....actors.protocol.replica_messages import EmbeddingInfo, ImageInfo
 from ....cluster.errors import SatchelError
 from ...http.error_shapes import openai_error
 from ...pipeline.streams import WAITING, Answer, Finished, TextStream, Usage
@@ -310,10 +310,11 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
     `kv` the KV policy and the reason for it, and `embedding` how it embeds texts. `notes` say what is not served as
     configured, and what its chat template drops. `parent` is the model that an adapter belongs to, as in vLLM, else
     None. `proving` says what its self-test still checks, and since when (Unix time). `stages` says which layers of a
-    divided model are on which node, and is empty for other models.
+    divided model are on which node, and is empty for other models. `images` says how it makes images, None if it makes
+    text.
     """
     info = model.info
-    seen = ["image", "video"] if info.pictures else []
+    seen = ["image", "video"] if info.pictures else ["image"] if info.images.edits else []
     return {
         "id": info.name,
         "object": "model",
@@ -322,13 +323,30 @@ def model_body(model: ServedModel, notes: Sequence[str]) -> dict[str, Any]:
         "parent": info.parent or None,
         "max_model_len": info.context_tokens,
         "context_length": info.context_tokens,
-        "architecture": {"input_modalities": ["text", *seen], "output_modalities": ["text"]},
+        "architecture": {
+            "input_modalities": ["text", *seen],
+            "output_modalities": ["image" if info.images.family else "text"],
+        },
         "memory": info.layers,
         "kv": {"policy": info.kv, "why": info.kv_why},
         "notes": list(notes),
         "proving": {"what": info.proving, "since": int(info.proving_since)} if info.proving else None,
         "embedding": _embedding_body(info.embedding),
         "stages": stage_views(info.stages),
+        "images": _image_body(info.images),
+    }
+
+
+def _image_body(images: ImageInfo) -> dict[str, Any] | None:
+    if not images.family:
+        return None
+    return {
+        "family": images.family,
+        "generates": images.generates,
+        "edits": images.edits,
+        "steps": images.steps or images.edit_steps,
+        "guidance": images.guidance or images.edit_guidance,
+        "side": {"min": images.side_min, "max": images.side_max, "multiple": images.multiple},
     }
 
 
