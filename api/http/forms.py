@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from python_multipart.exceptions import MultipartParseError
-from python_multipart.multipart import MultipartCallbacks, MultipartParser, parse_options_header
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from ...cluster.errors import InvalidRequest, UnsupportedMediaType
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 FORM = "multipart/form-data"
 PARTS_MAX = 100
