@@ -304,7 +304,7 @@ def show_models(home: Home, *, as_json: bool) -> None:
         return
     shown = table("model", "context", "memory", "state")
     for model in found.get("data", []):
-        context = f"{model['max_model_len']:,} tokens" if "max_model_len" in model else ""
+        context = f"{model['max_model_len']:,} tokens" if model.get("max_model_len") else ""
         names = names_line(model["id"], model["aliases"])
         shown.add_row(names, context, model.get("memory", ""), state_line(model))
     console = Console(markup=False, highlight=False)

@@ -56,6 +56,8 @@ class _Replicas(Collector):
         )
         yield self._counter("satchel_requests", "Requests accepted.", "requests_total")
         yield self._counter("satchel_embedded_tokens", "Tokens of texts embedded or ranked.", "embedded_tokens_total")
+        yield self._counter("satchel_images", "Images made.", "images_total")
+        yield self._counter("satchel_image_steps", "Steps of images computed.", "image_steps_total")
         yield self._counter(
             "satchel_prepared_tokens", "Tokens prefilled before a request needed them.", "prepared_tokens_total"
         )

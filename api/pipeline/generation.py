@@ -58,6 +58,7 @@ from ..text.model import TextModel, load_text_model
 from ..tools.call_finder import CallFinder
 from ..tools.formats.call_format import ConstrainedCalls
 from .constrained_answers import ModelGrammars, constrained_calls, scripted_grammar
+from .kinds import check_makes_text, first_of_text
 from .prompts import check_vocabulary, prepare_completion, text_tokens
 from .running import RunningSequences
 from .sequence_metrics import SequenceMetrics, SequenceTimes
@@ -66,9 +67,6 @@ from .streams import TextStream, Usage, abort_all
 from .truncation import truncated
 
 _log = logging.getLogger(__name__)
-
-IMAGE_ROUTES = ("/v1/images/generations", "/v1/images/edits")
-"""The routes that serve models that make images; no other route does."""
 
 
 class Generator:
@@ -104,17 +102,18 @@ class Generator:
 
     async def named(self, name: str = "", caller: Caller = OWNING, *, any_model: bool = False) -> ListedModel:
         """Returns the entry of the model called `name`, loaded or not. If `name` is "", returns the first one that the
-        caller may use. With `any_model` it also returns that one if `name` does not exist or the caller may not use it.
+        caller may use and that makes text. With `any_model` it also returns that one if `name` does not exist or the
+        caller may not use it.
 
         Raises:
             ModelNotFound: there is no such model that the caller may use.
         """
         listed = [model for model in await self.backend.listed() if caller.may_use(model.name)]
         for model in listed:
-            if name == model.name or name in model.aliases or not name:
+            if name == model.name or name in model.aliases:
                 return model
-        if any_model and listed:
-            return listed[0]
+        if listed and (any_model or not name):
+            return first_of_text(listed, await self.backend.models()) if len(listed) > 1 else listed[0]
         raise ModelNotFound(f"the model {quoted(name)} does not exist", param="model", model=name)
 
     async def served(
@@ -164,9 +163,7 @@ class Generator:
             InvalidRequest: it makes images, and no text.
             ModelLoadError: its tokenizer does not load.
         """
-        if model.info.images.family:
-            message = f"the model {model.info.name!r} makes images: POST {' and '.join(IMAGE_ROUTES)} serve it"
-            raise InvalidRequest(message, param="model")
+        check_makes_text(model)
         key = (model.info.folder, model.info.files_id)
         task = self._texts.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception())):

@@ -18,6 +18,7 @@ from ..media.sources import Picture
 from ..requests.backend import ImageAnswer, ServedModel
 from ..requests.requests import Request
 from .generation import Generator
+from .kinds import check_makes_images, image_models
 from .spans import IMAGES, note_model, note_usage
 
 USUAL_SIDE = 1024
@@ -155,14 +156,10 @@ class ImageMaker:
         generator = self._generator
         name = request.model
         if not name:
-            makers = [each.info.name for each in await generator.backend.models() if each.info.images.family]
+            makers = image_models(await generator.backend.models())
             name = next((each for each in makers if request.caller.may_use(each)), "")
         model = await generator.served(name, request.caller, any_model=request.any_model, loading=request.loading)
-        if not model.info.images.family:
-            message = (
-                f"the model {model.info.name!r} makes no images: POST /v1/chat/completions serves it, and the other"
-            )
-            raise InvalidRequest(f"{message} routes of text", param="model")
+        check_makes_images(model)
         return model
 
     async def _given(self, where: str, data: bytes) -> Picture:

@@ -78,8 +78,6 @@ def image_stats(
         images_total=counters.images,
         image_steps_total=counters.steps,
         device_failures_total=counters.device_failures,
-        memory_bytes=engine.temporary_bytes,
-        memory_bytes_max=engine.memory_bytes,
         claimed_bytes=memory.claimed_bytes if memory is not None else 0,
         claimable_bytes=memory.bytes_max if memory is not None else 0,
     )

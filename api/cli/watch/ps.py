@@ -36,7 +36,7 @@ def ps(json: JsonOption = False, home: HomeOption = None) -> None:
             size(each["kv_bytes"]),
             f"{each['running']}{waiting}" if each["up"] else "",
             silent if not each["up"] else "" if busy else duration(each["idle_s"]),
-            "" if each["context_tokens"] is None else f"{each['context_tokens']:,}",
+            "" if not each["context_tokens"] else f"{each['context_tokens']:,}",
         )
     Console(highlight=False).print(shown)
 
