@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...cluster.errors import ModelLoadError
-from .source import WEIGHTS
+from .source import WEIGHTS, is_model_folder
 from .weights import WeightFile, read_weight_file
 
 COMPONENT_WEIGHTS = "*/*.safetensors"
@@ -14,7 +14,7 @@ _READ = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
 
 def has_image_layout(folder: Path) -> bool:
     """Returns whether a folder has its weights in components' folders, as only models that make images have them."""
-    return not any(folder.glob(WEIGHTS)) and any(folder.glob(COMPONENT_WEIGHTS))
+    return is_model_folder(folder) and not any(folder.glob(WEIGHTS)) and any(folder.glob(COMPONENT_WEIGHTS))
 
 
 def image_files(folder: Path) -> dict[str, Path]:

@@ -278,7 +278,7 @@ class _Download:
         try:
             plan = self.plan()
         except DryRunError as error:
-            return self._from_cache(error.__cause__ or error)
+            return self.from_cache(error.__cause__ or error)
         if plan.missing_bytes > plan.free_bytes:
             raise ModelLoadError(
                 f"{self.source} takes {plan.missing_bytes / _GB:.2f} GB more on the disk, of which "
@@ -286,10 +286,10 @@ class _Download:
                 "another disk"
             )
         if any("/" in name for name in plan.files if name.endswith(".safetensors")):
-            return self._with_components()._fetched(plan)
-        return self._fetched(plan)
+            return self._with_components().fetched(plan)
+        return self.fetched(plan)
 
-    def _fetched(self, plan: DownloadPlan) -> Path:
+    def fetched(self, plan: DownloadPlan) -> Path:
         whole = plan.missing_bytes
         large = [name for name in plan.missing if plan.files[name] >= _RESUMED_BYTES_MIN]
         small = [escape(name) for name in plan.files if name not in large]
@@ -360,7 +360,7 @@ class _Download:
             return list(files)
         return [name for name in files if name in named or not fnmatch(name, WEIGHTS)]
 
-    def _from_cache(self, cause: BaseException) -> Path:
+    def from_cache(self, cause: BaseException) -> Path:
         """Returns the snapshot of an earlier download; `cause` is why the Hub does not answer."""
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
@@ -371,7 +371,7 @@ class _Download:
             for name in _MARKS
         }
         if has[COMPONENTS] and not has["config.json"] and self.ignored:
-            return self._with_components()._from_cache(cause)
+            return self._with_components().from_cache(cause)
         index = try_to_load_from_cache(self.repository, INDEX, revision=self.revision)
         if WEIGHTS in patterns and isinstance(index, str):
             named = named_by_index(Path(index))

@@ -43,6 +43,8 @@ def parse_form(content_type: str, data: bytes | bytearray) -> Form:
         parser.finalize()
     except MultipartParseError as error:
         raise InvalidRequest(f"the form is malformed: {error}") from error
+    if not parts.ended:
+        raise InvalidRequest("the form is cut off")
     return parts.form
 
 
@@ -50,7 +52,7 @@ class _Parts:
     """Collects the parts as they are parsed."""
 
     def __init__(self) -> None:
-        self.form = Form()
+        self.form, self.ended = Form(), False
         self._count = 0
         self._header, self._value, self._headers = b"", b"", dict[bytes, bytes]()
         self._name, self._is_file, self._data = "", False, bytearray()
@@ -62,6 +64,7 @@ class _Parts:
             "on_headers_finished": self._headers_end,
             "on_part_data": self._on_data,
             "on_part_end": self._end,
+            "on_end": self._end_form,
         }
 
     def _begin(self) -> None:
@@ -90,6 +93,9 @@ class _Parts:
         self._data += data[start:end]
         if not self._is_file and len(self._data) > FIELD_BYTES_MAX:
             raise InvalidRequest(f"{self._name[:100]}: has more than {FIELD_BYTES_MAX} bytes", param=self._name[:100])
+
+    def _end_form(self) -> None:
+        self.ended = True
 
     def _end(self) -> None:
         if self._is_file:

@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +25,7 @@ from transformers import AutoTokenizer, dynamic_module_utils
 
 from satchel.actors import patches
 from satchel.actors.model_files.source import EMBEDDED
-from tests.worlds.models import families, vision_families
+from tests.worlds.models import families, image_families, vision_families
 
 LAYERS = 2
 
@@ -243,3 +245,64 @@ def test_a_group_of_ours_computes_its_sums_itself():
     finally:
         for name, function in before.items():
             setattr(mx.distributed, name, function)
+
+
+@pytest.fixture(scope="module")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return image_families.write_image_model(tmp_path_factory.mktemp("images") / "tiny", "z_image")
+
+
+@pytest.fixture(scope="module")
+def image_pipeline(image_folder: Path) -> Any:
+    """A pipeline of mlx-vlm that makes images, with all its components."""
+    made, _ = patches.image_model_classes(str(image_folder))
+    model = made.from_model_id(str(image_folder), model_path=image_folder, evict_text_encoder=False)
+    model.pipeline.generate_array("a", steps=2, width=16, height=16)
+    return model.pipeline
+
+
+def test_an_image_model_is_known_by_its_files(image_folder: Path, folder: Path, tmp_path: Path):
+    for name in ("Qwen-7B", "flux2-klein-4b", "any"):
+        for target, known in ((image_folder, True), (folder, False)):
+            link = tmp_path / f"{known}" / name
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(target)
+            found = [each and each.model_type for each in patches.image_model_classes(str(link))]
+            assert found == (["z_image"] * 2 if known else [None, None])
+
+
+def test_two_pipelines_share_their_components(image_folder: Path, image_pipeline: Any):
+    made, _ = patches.image_model_classes(str(image_folder))
+    other = made.from_model_id(str(image_folder), model_path=image_folder).pipeline
+    assert other.transformer is None
+    patches.components_shared(other, image_pipeline)
+    for name in patches.IMAGE_COMPONENTS:
+        assert getattr(other, name) is getattr(image_pipeline, name) is not None
+
+
+def test_a_pipeline_forgets_its_prompts():
+    pipeline = SimpleNamespace(prompt_cache={"a": 1})
+    patches.prompts_forgotten(pipeline)
+    assert pipeline.prompt_cache == {}
+    patches.prompts_forgotten(object())
+    # It is still there, under that name.
+    for family in ("flux2", "mage_flow"):
+        code = import_module(f"mlx_vlm.models.{family}.pipeline")
+        assert "self.prompt_cache[" in Path(str(code.__file__)).read_text(encoding="utf-8")
+
+
+def test_each_step_of_a_pipeline_is_told(image_pipeline: Any):
+    code, transformer = sys.modules[type(image_pipeline).__module__], image_pipeline.transformer
+    plain, events = code.mx, list[str]()
+    how = {"steps": 4, "width": 16, "height": 16, "seed": 1}
+    whole = image_pipeline.generate_array("a", **how)
+    change = patches.steps_told(image_pipeline, lambda: events.append("call"), lambda arrays: events.append("eval"))
+    with change.for_now():
+        told = image_pipeline.generate_array("a", **how)
+    assert mx.array_equal(whole, told)
+    # The prompt, three steps, the decoder.
+    assert events == ["eval", *["call", "eval"] * 3, "eval"]
+    assert code.mx is plain and image_pipeline.transformer is transformer
+    with pytest.raises(KeyError), patches.steps_told(image_pipeline, dict, lambda arrays: {}["end"]).for_now():
+        image_pipeline.generate_array("a", **how)
+    assert code.mx is plain and image_pipeline.transformer is transformer

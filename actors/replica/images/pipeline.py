@@ -102,24 +102,24 @@ class ImagePipeline:
         request = ImageRequest("", "", "a", side, side, 0, guidance=None)
         found: dict[str, Any] = {"multiple": MULTIPLE, "side_max": SIDE_MAX}
         # Edits first: their VAE has an encoder too.
-        if editor is not None and (fewest := pipeline._fewest(_grey(request))) is not None:
+        if editor is not None and (fewest := pipeline.fewest_steps(_grey(request))) is not None:
             usual = editor.default_sampling
             found |= {"edits": True, "edit_steps": usual.steps, "edit_guidance": float(usual.guidance)}
             found |= {"edit_steps_min": fewest}
             if generator is not None:
                 components_shared(generator.pipeline, editor.pipeline)
-        if generator is not None and (fewest := pipeline._fewest(request)) is not None:
+        if generator is not None and (fewest := pipeline.fewest_steps(request)) is not None:
             usual = generator.default_sampling
             found |= {"generates": True, "steps": usual.steps, "guidance": float(usual.guidance)}
             found |= {"steps_min": fewest}
         pipeline.info = replace(pipeline.info, **found)
         if not (pipeline.info.generates or pipeline.info.edits):
             raise ModelLoadError(f"the {family} model makes no image")
-        pipeline._evaluate()
+        pipeline.evaluate()
         return pipeline
 
-    def _fewest(self, request: ImageRequest) -> int | None:
-        """Returns the fewest steps with which an image is made; None if none is. Raises what the last try raised."""
+    def fewest_steps(self, request: ImageRequest) -> int | None:
+        """Returns the fewest steps with which an image is made; None if the model refuses all that are tried."""
         for steps in TRIED_STEPS:
             try:
                 self.make(replace(request, steps=steps), lambda step: None)
@@ -129,7 +129,7 @@ class ImagePipeline:
                 logger.info("%s is not possible with %d steps: %s", _task(request), steps, error.message)
         return None
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
         """Evaluates all weights: those that the smallest image did not use are lazy."""
         for model in filter(None, self._models.values()):
             parts = [getattr(model.pipeline, name, None) for name in IMAGE_COMPONENTS]

@@ -25,7 +25,7 @@ from satchel.api.protocols.openai.image_answers import encoded_image
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.config import Config
 from satchel.cluster.home import Home, prepare_home
-from satchel.cluster.keys import KeyRing, create_key
+from satchel.cluster.keys import OWNER, KeyRing, create_key
 from tests.worlds.api.fake_backend import tiny_backend
 from tests.worlds.api.image_backend import PAINTER, ImageBackend
 from tests.worlds.models.image_families import write_image_model
@@ -86,7 +86,7 @@ async def test_the_openai_client_gets_images_with_their_seeds(client: openai.Asy
     again = await client.images.generate(**{**how, "n": 1}, extra_body={"seed": 4, "steps": 2})
     assert again.data is not None
     assert opened(again.data[0].b64_json).tobytes() == second.tobytes()
-    assert [(each.seed, each.steps, each.tenant) for each in painter.images[:2]] == [(3, 2, "owner"), (4, 2, "owner")]
+    assert [(each.seed, each.steps, each.tenant) for each in painter.images[:2]] == [(3, 2, OWNER), (4, 2, OWNER)]
 
 
 async def test_without_a_seed_a_fresh_one_comes_with_the_answer(http: httpx.AsyncClient):
@@ -296,7 +296,9 @@ async def test_a_hang_up_ends_the_image_between_two_steps(painter: ImageBackend,
 
 async def test_a_full_queue_is_a_503_in_openais_shape(http: httpx.AsyncClient, painter: ImageBackend):
     body = {**BODY, "steps": 250}
-    running = [asyncio.create_task(http.post("/v1/images/generations", json=body)) for _ in range(1 + QUEUE_MAX)]
+    running = [asyncio.create_task(http.post("/v1/images/generations", json=body))]
+    await until(lambda: painter.engine.queue.running)
+    running += [asyncio.create_task(http.post("/v1/images/generations", json=body)) for _ in range(QUEUE_MAX)]
     await until(lambda: len(painter.engine.queue.request_ids) == 1 + QUEUE_MAX)
     refused = await http.post("/v1/images/generations", json=BODY)
     assert refused.status_code == 503 and "retry-after" in refused.headers

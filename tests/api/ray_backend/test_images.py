@@ -1,0 +1,114 @@
+"""A request for an image follows its replica, and begins anew on another one if that is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from satchel.actors.protocol.clients import ReplicaClient
+from satchel.actors.protocol.replica_messages import ImageRequest, ImageUpdate, Pixels
+from satchel.actors.rpc.codec import encode, encode_error
+from satchel.api.ray_backend.images import RayImage
+from satchel.api.requests.backend import ImageAnswer
+from satchel.cluster.errors import GenerationFailed, QueueFull, ReplicaLeaves, ReplicaLost, SatchelError
+from satchel.cluster.timing import USUAL
+from tests.api.ray_backend import test_dispatch as worlds
+from tests.api.ray_backend.test_pooling import Cluster as Pooling
+from tests.worlds.direct import Direct
+
+REQUEST = ImageRequest("id/1", "m", "p", 32, 32, 7, steps=3, deadline_s=60.0)
+DONE = ImageUpdate(9, 3, 3, image=Pixels(1, 1, b"abc"), prompt_tokens=4)
+
+
+class Replica(worlds.FakeLink):
+    """Refuses by its first word, or "take"s the request; then its further words are updates, None for nothing new, and
+    an error or "end" in place of one."""
+
+    def __init__(self, backend: Any, name: str, *script: Any) -> None:
+        super().__init__(backend, name, *script)
+        self.asked: list[ImageRequest] = []
+        self.open()
+
+    def open(self) -> None:
+        self.broken = asyncio.Event()
+        methods = SimpleNamespace(make_image=self._make, next_image=self._next)
+        self.client = ReplicaClient(self.replica, USUAL, Direct(lambda: methods))
+
+    async def _make(self, data: bytes) -> bytes:
+        self.asked += ReplicaClient.make_image.asked(data)
+        return self._answer(self.script.pop(0) if self.script else "take")
+
+    async def _next(self, data: bytes) -> bytes:
+        return self._answer(self.script.pop(0) if self.script else DONE)
+
+    @staticmethod
+    def _answer(step: Any) -> bytes:
+        if isinstance(step, SatchelError):
+            return encode_error(step)
+        if step == "end":
+            raise RayActorError
+        return encode(None if step == "take" else step)
+
+
+class Cluster(Pooling):
+    def __init__(self, **scripts: list[Any]) -> None:
+        super().__init__(**scripts)
+        self.replicas = {name: Replica(self, name, *script) for name, script in scripts.items()}  # type: ignore[assignment]
+        self.told: list[ImageUpdate] = []
+
+    async def image(self) -> ImageAnswer:
+        async with asyncio.timeout(10):
+            return await RayImage(self, REQUEST, self.told.append).run()  # type: ignore[arg-type]
+
+
+async def test_updates_come_until_the_image_does_and_the_load_is_taken_back():
+    first, second = ImageUpdate(1, 0, 3), ImageUpdate(4, 2, 3, partial=[Pixels(1, 1, b"xyz")])
+    cluster = Cluster(a=["take", first, None, second, DONE], b=[])
+    answer = await cluster.image()
+    assert (answer.update, answer.replica, answer.node, answer.why) == (DONE, "a", "node of a", "why")
+    assert cluster.told == [first, second]
+    (routed,) = cluster.routed
+    assert (routed.model, routed.prompt_tokens) == ("m", 4 * 3)
+    assert cluster.loads == {"a": 0, "b": 0}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        ["end"],
+        ["take", "end"],
+        ["take", ImageUpdate(1, 0, 3), "end"],
+        ["take", ReplicaLost("it does not know the image")],
+        ["take", ImageUpdate(1, 0, 0, error=ReplicaLeaves("leaving").to_wire())],
+        [QueueFull("full")],
+    ],
+)
+async def test_another_replica_begins_the_same_image(script: list[Any]):
+    cluster = Cluster(a=script, b=[])
+    answer = await cluster.image()
+    assert (answer.update, answer.replica) == (DONE, "b")
+    assert cluster.replicas["b"].asked[0].seed == REQUEST.seed
+    assert cluster.loads == {"a": 0, "b": 0}
+
+
+async def test_an_image_that_failed_is_not_made_again():
+    failed = ImageUpdate(1, 0, 0, error=GenerationFailed("no").to_wire())
+    cluster = Cluster(a=["take", failed], b=[])
+    with pytest.raises(GenerationFailed):
+        await cluster.image()
+    assert cluster.counts() == {"a": 1, "b": 0}
+
+
+async def test_a_caller_who_leaves_aborts_the_image():
+    cluster = Cluster(a=["take", *[None] * 10_000])
+    asks = asyncio.create_task(cluster.image())
+    while not cluster.replicas["a"].asked:
+        await asyncio.sleep(0)
+    asks.cancel()
+    await asyncio.wait({asks})
+    await asyncio.sleep(0)
+    assert cluster.replicas["a"].aborted == [REQUEST.request_id]
