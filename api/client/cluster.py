@@ -524,12 +524,12 @@ def _secret(passphrase: str | None) -> bytes:
 
 
 def _check_text(info: ModelInfo) -> None:
-    """Checks that a model's tokenizer loads, if its files are on this machine.
+    """Checks that the tokenizer of a model of text loads, if its files are on this machine.
 
     Raises:
         ModelLoadError: its tokenizer does not load.
     """
-    if Path(info.folder).is_dir():
+    if Path(info.folder).is_dir() and not info.images.family:
         load_text_model(info.folder, name=info.name, trusted=info.trust_remote_code)
 
 

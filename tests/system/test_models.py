@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import signal
@@ -19,12 +21,16 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from PIL import Image
 from safetensors.numpy import save_file
 
+from satchel.actors.protocol.replica_messages import ImageRequest
+from satchel.actors.replica.images.pipeline import ImagePipeline
 from satchel.cluster.bring_up.ports import free_port
 from satchel.cluster.processes import session_members
 from tests.system.serving import COMMAND, serving
 from tests.worlds.models.families import write_model
+from tests.worlds.models.image_families import write_image_model
 
 UNREAD_MAX = 64
 ADAPTED = "adapted-" + "x" * 190
@@ -39,6 +45,8 @@ models:
   - {{name: {adapted}, source: "embedded:recall", adapter: "{adapter}"}}
 endpoint: {{port: {port}, unread_tokens_max: {unread}}}
 """
+
+IMAGE: dict[str, Any] = {"model": "painter", "prompt": "a red cube", "size": "48x32", "steps": 4, "seed": 7}
 
 
 def write_adapter(folder: Path, rank: int = 4, strength: float = 1.0) -> Path:
@@ -211,6 +219,49 @@ def without_tokenizer(folder: Path) -> Path:
     write_model(folder, "llama")
     (folder / "tokenizer.json").unlink()
     return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_image_model(tmp_path / "tiny", "z_image")
+
+
+@pytest.fixture
+def painter(server: Server, folder: Path) -> Iterator[Server]:
+    loaded = server.command("models", "load", str(folder), "--name", "painter")
+    assert loaded.returncode == 0, loaded.stderr
+    yield server
+    assert server.command("models", "unload", "painter").returncode == 0
+
+
+def test_images_and_texts_are_made_side_by_side(painter: Server, folder: Path):
+    http = painter.http
+    made = http.post("/v1/images/generations", json=IMAGE)
+    assert made.status_code == 200, made.text
+    (image,) = made.json()["data"]
+    shown = Image.open(io.BytesIO(base64.b64decode(image["b64_json"])))
+    request = ImageRequest("", "", "a red cube", 48, 32, 7, steps=4)
+    own = ImagePipeline.load(folder, "tiny").make(request, lambda step: None).pixels
+    assert np.asarray(shown).tobytes() == own.data
+    assert made.headers["x-satchel-replica"] == "painter-0"
+
+    # A text is answered while an image of many steps is made: nothing waits for the whole image.
+    long = {**IMAGE, "steps": 250, "size": "256x256", "stream": True, "timeout_s": 120}
+    with http.stream("POST", "/v1/images/generations", json=long) as stream:
+        lines = stream.iter_lines()
+        first = next(line for line in lines if line.startswith(": step "))
+        assert int(first.split()[2]) < 20
+        answer = http.post("/v1/chat/completions", json={**STORY, "model": "plain", "max_tokens": 8})
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+        assert painter.metric("vllm:num_requests_running") == 1
+    # The caller has hung up.
+    wait_until(lambda: not painter.metric("vllm:num_requests_running"))
+    assert painter.metric("satchel_images_total") == 1
+    assert 4 <= painter.metric("satchel_image_steps_total") < 250
+
+    refused = http.post("/v1/chat/completions", json={**STORY, "model": "painter"})
+    assert refused.status_code == 400 and "/v1/images/generations" in refused.json()["error"]["message"]
+    assert "painter" in painter.models()
 
 
 @pytest.mark.slow
