@@ -150,7 +150,8 @@ def write_model(folder: Path) -> dict[str, int]:
     sizes = {}
     parts = {"transformer": ZImageTransformer(config.transformer), "vae": ZImageVAE(config.vae)}
     for name, part in {**parts, "text_encoder": ZImageTextEncoder(config.text_encoder)}.items():
-        weights = {key: value.astype(dtype) for key, value in tree_flatten(part.parameters())}
+        parameters: Any = tree_flatten(part.parameters())
+        weights = {key: value.astype(dtype) for key, value in parameters}
         mx.save_safetensors(str(folder / name / "model.safetensors"), weights)
         sizes[f"{name} parameters"] = sum(value.size for value in weights.values())
     # The refiners for the image and for the prompt have a layer each, of which the first has the image's tokens.

@@ -20,6 +20,7 @@ from ...cluster.errors import ModelLoadError
 from ..model_files.context import context_length
 from ..model_files.conversion import RECIPES, lazy_model, recipe_bytes
 from ..model_files.foreign_code import refuse_model_file
+from ..model_files.image_folders import has_image_layout, read_component_files
 from ..model_files.processors import sees
 from ..model_files.source import first_sentence, read_json
 from ..model_files.weights import bytes_in_memory, read_weight_files
@@ -118,6 +119,12 @@ def estimate(source: str, folder: Path, kv: str = AUTO) -> ModelEstimate:
     Raises:
         ModelLoadError: it cannot be served, or a file is damaged.
     """
+    if has_image_layout(folder):
+        weights = bytes_in_memory(read_component_files(folder), None)
+        raise ModelLoadError(
+            f"{source} makes images: it keeps no KV, and needs {weights / 1e9:.2f} GB for its weights besides what an "
+            "image takes"
+        )
     config = read_json(folder / "config.json")
     refuse_model_file(source, config, trusted=False)
     files = read_weight_files(folder)

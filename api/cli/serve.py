@@ -19,6 +19,8 @@ from dataclasses import replace
 from types import FrameType
 from typing import NoReturn, Protocol
 
+from ...actors.model_files.image_folders import has_image_layout
+from ...actors.model_files.source import found_here
 from ...cluster.bring_up.launch import Launcher, unresolved
 from ...cluster.bring_up.ports import check_endpoint, check_port_free
 from ...cluster.bring_up.runtime import LocalCluster
@@ -271,15 +273,27 @@ def _run(
 
 def _announce(deployment: RunningDeployment, config: Config, progress: ProgressDisplay) -> None:
     url, trusting = for_clients(deployment.url, config.endpoint)
-    model = deployment.models[0]
     progress.say(f"\nReady: {url}/v1", f"Models: {', '.join(deployment.models)}", "Try it:")
+    texts = [model.name for model in config.models if not _makes_images(model.source)]
+    route, rest = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    if not texts:
+        route, rest = "images/generations", '"prompt": "a red cube", "size": "512x512"'
     progress.say(
-        f"  curl {trusting}{url}/v1/chat/completions -H 'Content-Type: application/json' \\",
-        f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'',
+        f"  curl {trusting}{url}/v1/{route} -H 'Content-Type: application/json' \\",
+        f'    -d \'{{"model": "{[*texts, *deployment.models][0]}", {rest}}}\'',
     )
     # The log of a background server leaves this out.
     if sys.stdout.isatty():
         progress.say("Ctrl-C stops.")
+
+
+def _makes_images(source: str) -> bool:
+    """Returns whether a model's folder is on this machine and is that of a model that makes images."""
+    try:
+        folder = found_here(source)
+    except SatchelError:
+        return False
+    return folder is not None and has_image_layout(folder)
 
 
 def for_clients(url: str, endpoint: Endpoint) -> tuple[str, str]:

@@ -303,6 +303,6 @@ def test_each_step_of_a_pipeline_is_told(image_pipeline: Any):
     # The prompt, three steps, the decoder.
     assert events == ["eval", *["call", "eval"] * 3, "eval"]
     assert code.mx is plain and image_pipeline.transformer is transformer
-    with pytest.raises(KeyError), patches.steps_told(image_pipeline, dict, lambda arrays: {}["end"]).for_now():
+    with pytest.raises(KeyError), patches.steps_told(image_pipeline, lambda: None, lambda arrays: {}["end"]).for_now():
         image_pipeline.generate_array("a", **how)
     assert code.mx is plain and image_pipeline.transformer is transformer

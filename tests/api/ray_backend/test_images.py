@@ -56,7 +56,7 @@ class Replica(worlds.FakeLink):
 
 class Cluster(Pooling):
     def __init__(self, **scripts: list[Any]) -> None:
-        super().__init__(**scripts)
+        super().__init__(worlds.SOON, **scripts)
         self.replicas = {name: Replica(self, name, *script) for name, script in scripts.items()}  # type: ignore[assignment]
         self.told: list[ImageUpdate] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,6 +17,8 @@ from satchel.actors.protocol.block_ids import is_shared, scope_of
 from satchel.actors.protocol.pool_messages import PooledModel
 from satchel.actors.protocol.replica_messages import (
     GenerateRequest,
+    ImageRequest,
+    ImageUpdate,
     PooledTexts,
     PoolingRequest,
     ReplicaProgress,
@@ -30,7 +32,7 @@ from satchel.api.agents.memory import AgentMemory
 from satchel.api.app import create_app
 from satchel.api.pipeline.generation import Generator
 from satchel.api.ray_backend.sequences import called
-from satchel.api.requests.backend import ListedModel, NodeState, ReplicaStats, ServedModel, Vectors
+from satchel.api.requests.backend import ImageAnswer, ListedModel, NodeState, ReplicaStats, ServedModel, Vectors
 from satchel.api.requests.loading import Loading
 from satchel.cluster.config import Config
 from satchel.cluster.errors import NodeNotFound, SatchelError
@@ -152,6 +154,11 @@ class EngineBackend:
                 embedding=loaded.embedding,
             )
         ]
+
+    async def make_image(
+        self, model: ServedModel, request: ImageRequest, told: Callable[[ImageUpdate], None]
+    ) -> ImageAnswer:
+        raise AssertionError("no model here makes images")
 
     async def nodes(self) -> list[NodeState]:
         return []

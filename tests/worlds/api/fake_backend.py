@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from satchel.actors.protocol.pool_messages import PooledModel
 from satchel.actors.protocol.replica_messages import (
     EmbeddingInfo,
     GenerateRequest,
+    ImageRequest,
+    ImageUpdate,
     PooledTexts,
     PoolingRequest,
     ReplicaProgress,
@@ -25,7 +27,7 @@ from satchel.actors.protocol.replica_messages import (
     TokenLogprobs,
 )
 from satchel.actors.protocol.router_messages import Decisions
-from satchel.api.requests.backend import ListedModel, NodeState, ReplicaStats, ServedModel, Vectors
+from satchel.api.requests.backend import ImageAnswer, ListedModel, NodeState, ReplicaStats, ServedModel, Vectors
 from satchel.api.requests.loading import Loading
 from satchel.api.text.model import TextModel
 from satchel.cluster.errors import NodeNotFound, NoReplica
@@ -191,6 +193,11 @@ class FakeBackend:
             return np.array([len(text) / 8 - 4])
         made = np.bincount([token % DIMENSIONS for token in text], minlength=DIMENSIONS).astype(float)
         return made / np.linalg.norm(made)
+
+    async def make_image(
+        self, model: ServedModel, request: ImageRequest, told: Callable[[ImageUpdate], None]
+    ) -> ImageAnswer:
+        raise AssertionError("no model here makes images")
 
     async def health(self) -> dict[str, bool]:
         return self.answering

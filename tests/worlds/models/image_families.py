@@ -40,7 +40,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _write_weights(folder: Path, model: Any, seed: int) -> None:
     key = mx.random.key(seed)
     weights = {}
-    for name, value in tree_flatten(model.parameters()):
+    parameters: Any = tree_flatten(model.parameters())
+    for name, value in parameters:
         key, own = mx.random.split(key)
         random = mx.random.normal(value.shape, key=own) * (0.3 if value.ndim < 4 else 0.1)
         # Scales of norms are about 1, and variances positive.

@@ -43,7 +43,7 @@ def test_an_image_is_that_of_mlx_vlm_to_the_bit(family: str, image_folders: dict
         model, ImageGenerationRequest(REQUEST.prompt, seed=7, steps=3, width=48, height=32, guidance=2.0)
     )
     np.testing.assert_array_equal(array(made.pixels), np.array(own.array))
-    assert made.prompt_tokens == own.prompt_tokens > 0
+    assert made.prompt_tokens == own.prompt_tokens != 0
     assert len(np.unique(array(made.pixels))) > 50
 
 

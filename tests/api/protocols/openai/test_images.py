@@ -54,7 +54,7 @@ async def http(painter: ImageBackend, config: Config) -> AsyncIterator[httpx.Asy
 
 
 @pytest.fixture
-def client(http: httpx.AsyncClient) -> openai.AsyncOpenAI:
+def client(http: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url="http://satchel/v1", api_key="none", http_client=http, max_retries=0)
 
 
@@ -335,10 +335,8 @@ def keys(tmp_path: Path) -> Iterator[KeyRing]:
 async def test_keys_limit_images_as_they_limit_answers(
     painter: ImageBackend, config: Config, tmp_path: Path, keys: KeyRing
 ):
-    few, other = (
-        create_key(Home(tmp_path), tenant, **limits)[1]
-        for tenant, limits in (("few", {"rows_max": 1}), ("other", {"models": ("satchel/tiny",)}))
-    )
+    few = create_key(Home(tmp_path), "few", rows_max=1)[1]
+    other = create_key(Home(tmp_path), "other", models=("satchel/tiny",))[1]
     transport = httpx.ASGITransport(create_app(painter, config, keys=keys))
     async with httpx.AsyncClient(transport=transport, base_url="http://satchel", timeout=60) as http:
 
