@@ -198,6 +198,24 @@ def test_an_index_left_over_from_another_layout_hides_no_weights(hub: Hub, tmp_p
     assert resolve(hub.url, tmp_path, environment=OFFLINE)["folder"] == folder
 
 
+def test_of_a_model_that_makes_images_all_components_are_fetched(hub: Hub, tmp_path: Path):
+    wanted = {
+        "model_index.json": b"{}",
+        "scheduler/scheduler_config.json": b"{}",
+        "tokenizer/tokenizer.json": b"{}",
+        "transformer/config.json": b"{}",
+        "transformer/diffusion_pytorch_model.safetensors": b"w" * (9 * 2**20),
+        "vae/config.json": b"{}",
+        "vae/model.safetensors": b"weights",
+    }
+    hub.files = {**wanted, "README.md": b"words", "vae/pytorch_model.bin": b"other", "preview/cube.png": b"picture"}
+    answer = resolve(hub.url, tmp_path)
+    folder = Path(answer["folder"])
+    assert hub.fetched == wanted.keys()
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == wanted.keys()
+    assert resolve(hub.url, tmp_path, environment=OFFLINE)["folder"] == answer["folder"]
+
+
 @pytest.mark.slow
 def test_an_adapter_is_two_files(hub: Hub, tmp_path: Path):
     hub.files |= {"adapters.safetensors": b"a", "adapter_config.json": b"{}", "0000100_adapters.safetensors": b"old"}

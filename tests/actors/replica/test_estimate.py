@@ -14,6 +14,7 @@ from satchel.actors.model_files.weights import bytes_in_memory, read_weight_file
 from satchel.actors.replica.estimate import AGENTS_TOKENS, estimate
 from satchel.actors.replica.loading.models import load
 from satchel.cluster.errors import ModelLoadError
+from tests.worlds.models.image_families import write_image_model
 
 RECALL = EMBEDDED / "recall"
 
@@ -87,3 +88,9 @@ def test_what_cannot_be_served_says_why(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes((RECALL / "model.safetensors").read_bytes())
     with pytest.raises(ModelLoadError, match="m cannot be loaded: "):
         estimate("m", tmp_path)
+
+
+def test_a_model_that_makes_images_has_no_kv_to_estimate(tmp_path: Path):
+    folder = write_image_model(tmp_path / "tiny", "z_image")
+    with pytest.raises(ModelLoadError, match="makes images: it keeps no KV, and needs 0.00 GB"):
+        estimate("tiny", folder)

@@ -15,8 +15,11 @@ from PIL import Image
 
 from satchel.actors.model_files.image_folders import has_image_layout
 from satchel.actors.model_files.source import EMBEDDED
+from satchel.actors.pool.needs import weights_bytes
 from satchel.actors.protocol.replica_messages import ImageRequest, Pixels
 from satchel.actors.replica.images.pipeline import ImagePipeline
+from satchel.api.cli.models.choosing import source_of
+from satchel.cluster.config import Model
 from satchel.cluster.errors import InvalidRequest, ModelLoadError
 
 REQUEST = ImageRequest("r", "m", "a red cube on the left", 48, 32, 7, steps=3, guidance=2.0)
@@ -118,6 +121,13 @@ def test_what_a_pipeline_refuses_is_the_callers_error(pipelines):
 def test_folders_are_told_apart_by_their_layout(image_folders: dict[str, Path]):
     assert all(map(has_image_layout, image_folders.values()))
     assert not has_image_layout(EMBEDDED / "recall") and not has_image_layout(EMBEDDED)
+
+
+def test_a_folder_of_images_is_served_by_its_path_and_its_weights_count(image_folders: dict[str, Path]):
+    folder = image_folders["z_image"]
+    assert source_of(str(folder)) == (str(folder), folder.name)
+    stored = sum(path.stat().st_size for path in folder.glob("*/*.safetensors"))
+    assert 0.9 * stored < weights_bytes(Model(name="painter", source=str(folder))) <= stored
 
 
 def test_an_unknown_kind_and_a_damaged_file_are_said_in_one_sentence(image_folders: dict[str, Path], tmp_path: Path):
