@@ -92,5 +92,5 @@ def test_what_cannot_be_served_says_why(tmp_path: Path) -> None:
 
 def test_a_model_that_makes_images_has_no_kv_to_estimate(tmp_path: Path):
     folder = write_image_model(tmp_path / "tiny", "z_image")
-    with pytest.raises(ModelLoadError, match="makes images: it keeps no KV, and needs 0.00 GB"):
+    with pytest.raises(ModelLoadError, match="makes images: it keeps no KV"):
         estimate("tiny", folder)
