@@ -20,7 +20,10 @@ from satchel.actors.protocol.group_clients import PlannerClient, StageClient
 from satchel.actors.protocol.group_messages import FoundPart, PlannedModel, ReadPart, StageAddress, StageState
 from satchel.actors.protocol.replica_messages import (
     GenerateRequest,
+    ImageRequest,
+    ImageUpdate,
     KVSelection,
+    Pixels,
     PooledTexts,
     PoolingRequest,
     ReplicaProgress,
@@ -82,6 +85,8 @@ from tests.worlds.routing import report, store
 
 ROUTE = RouteRequest("r", "m", "t/a", [b"x" * 32], 300)
 ROW = GenerateRequest("r", "c", "m", "", [1], [], b"r" * 32, Sampling(), deadline_s=60.0)
+PIXELS = Pixels(2, 1, b"rgbrgb")
+IMAGE = ImageRequest("r", "m", "a cube", 32, 16, 7, steps=4, images=[PIXELS], deadline_s=60.0)
 TEXTS = PoolingRequest("r", "m", [[1, 2], [3]], [1, 0], [5, 6], deadline_s=60.0)
 KEPT = KVSelection(b"r" * 32, [b"x" * 32], b"", [b"f"])
 DECISIONS = Decisions("router", 4, [MadeDecision(4, "r/1", "t/a", "m", 9, 1.5, Explanation("a", "why"))])
@@ -140,6 +145,10 @@ OF_REPLICA: list[Case] = [
     (replica.submit(ROW), "submit", [ROW], None),
     (replica.prepare(ROW), "prepare", [ROW], None),
     (replica.pool(TEXTS), "pool", [TEXTS], PooledTexts(1, b"1234")),
+    (replica.make_image(IMAGE), "make_image", [IMAGE], None),
+    (replica.next_image("r", 3), "next_image", ["r", 3], ImageUpdate(4, 2, 9, partial=[PIXELS])),
+    (replica.next_image("r", 3), "next_image", ["r", 3], ImageUpdate(5, 9, 9, image=PIXELS, prompt_tokens=3)),
+    (replica.next_image("r", 3), "next_image", ["r", 3], None),
     (replica.next_frame("c", 7), "next_frame", ["c", 7], FRAME),
     (replica.next_frame("c", 7), "next_frame", ["c", 7], None),
     (replica.local_address(), "local_address", [], LocalAddress("n", 7, b"s", ["submit"])),
@@ -278,6 +287,9 @@ def test_the_processes_of_actors_import_their_methods():
             assert pickle.loads(pickle.dumps(method)) is method
 
 
+OF_THEIR_OWN = ("submit", "pool", "make_image", "next_image", "next_frame")
+"""Methods of replicas with time limits of their own."""
+
 PATIENT = (
     "recall",
     "begin",
@@ -300,9 +312,11 @@ PATIENT += ("fork", "forget", "move")
     [
         *((case[0], USUAL.answer_s) for case in OF_ROUTER),
         (router.config(), CONFIG_S),
-        *((case[0], USUAL.answer_s) for case in OF_REPLICA if case[1] not in ("submit", "pool", "next_frame")),
+        *((case[0], USUAL.answer_s) for case in OF_REPLICA if case[1] not in OF_THEIR_OWN),
         (replica.submit(ROW), 60.0 + USUAL.answer_s),
         (replica.pool(TEXTS), 60.0 + USUAL.answer_s),
+        (replica.make_image(IMAGE), 60.0 + USUAL.answer_s),
+        (replica.next_image("r", 0), USUAL.frame_silence_s),
         (replica.next_frame("c", 0), USUAL.frame_silence_s),
         *((case[0], USUAL.store_answer_s) for case in OF_STORE if case[1] in PATIENT),
         *((case[0], USUAL.answer_s) for case in OF_STORE if case[1] not in (*PATIENT, "pull", "fetch")),
@@ -317,7 +331,7 @@ def test_nothing_is_waited_for_for_ever(call: Call[Any], timeout_s: float):
 
 
 def test_what_may_be_a_megabyte_is_encoded_beside_the_event_loop():
-    assert {case[2] for case in CASES if case[1]._large} == {"commit", "pool", "prepare"}
+    assert {case[2] for case in CASES if case[1]._large} == {"commit", "make_image", "pool", "prepare"}
 
 
 async def test_the_config_is_the_clusters(monkeypatch: pytest.MonkeyPatch):
