@@ -17,7 +17,8 @@ from typing import Any
 from cachetools import LRUCache
 from PIL import Image
 
-from ...actors.model_files.processors import PictureProcessor, SpanLayout
+from ...actors.model_files.media_layouts import SpanLayout
+from ...actors.model_files.processors import PictureProcessor
 from ...actors.protocol.media_ids import media_key, media_tokens
 from ...actors.protocol.replica_messages import MediaSpan
 from ...cluster.errors import InvalidRequest
