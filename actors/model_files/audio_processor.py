@@ -87,9 +87,7 @@ class AudioProcessor:
         made = self.read(self.placeholder, [samples])
         return {name: value for name, value in made.items() if name not in _NOT_FOR_THE_MODEL and value is not None}
 
-    def read(
-        self, text: str, audio: Sequence[np.ndarray], pictures: Sequence[Image.Image] = ()
-    ) -> dict[str, Any]:
+    def read(self, text: str, audio: Sequence[np.ndarray], pictures: Sequence[Image.Image] = ()) -> dict[str, Any]:
         """Returns the processor's output for a text with placeholders, their audio and their pictures, by name: the
         `input_ids`, the encoder's inputs, and more. Shapes and dtypes are the processor's."""
         given: dict[str, Any] = {self._parameter: list(audio)} | ({"images": list(pictures)} if pictures else {})

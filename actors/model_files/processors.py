@@ -190,6 +190,11 @@ class PictureProcessor:
         return other
 
     @property
+    def placeholders(self) -> tuple[str, ...]:
+        """What the template writes for a picture, a video and audio, as far as the model takes them."""
+        return (self.placeholder, self.video_placeholder, *(() if self.audio is None else (self.audio.placeholder,)))
+
+    @property
     def seen_tokens(self) -> frozenset[int]:
         """The model's tokens that stand for pictures and videos."""
         return frozenset((self.token, self.video_token)) - {-1}

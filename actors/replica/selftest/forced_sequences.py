@@ -79,9 +79,7 @@ class Shown:
         if self.audio is not None:
             samples = self.audio.astype("<f4").tobytes()
             key = media_key([audio_hash(self.audio_rate, samples)])
-            return MediaSpan(
-                self.start, [*self.span.tokens], key, [], 0, 0, [samples], audio_rate=self.audio_rate
-            )
+            return MediaSpan(self.start, [*self.span.tokens], key, [], 0, 0, [samples], audio_rate=self.audio_rate)
         width, height = self.frames[0].size
         pixels = [frame.tobytes() for frame in self.frames]
         key = media_key([picture_hash(width, height, one) for one in pixels], b"frames" if self.video else b"")
