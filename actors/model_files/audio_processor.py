@@ -7,6 +7,7 @@ How many tokens it has depends on its number of samples alone.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from threading import Lock
@@ -55,6 +56,8 @@ class AudioProcessor:
         self, processor: Any, placeholder: str, named: frozenset[int], added: frozenset[int], edges: frozenset[int]
     ) -> None:
         self._processor, self._tokenizer = processor, processor.tokenizer
+        # mlx-vlm does not tell it the rate; this would be logged for each piece of audio.
+        logging.getLogger("transformers.models.whisper.feature_extraction_whisper").setLevel(logging.ERROR)
         self.placeholder, self._added, self._edges = placeholder, added, edges
         self._parameter = _parameter_of(processor)
         self._layouts: LRUCache[int, MediaLayout] = LRUCache(_LAYOUTS_KEPT)

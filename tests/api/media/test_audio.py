@@ -22,7 +22,7 @@ from satchel.api.media.prompt import Medium, referred, with_references
 from satchel.api.media.sources import Audio
 from satchel.api.requests.unsupported_media import WORDS
 from satchel.api.text.model import TextModel, load_text_model
-from satchel.cluster.config import Config
+from satchel.cluster.config import Config, Media
 from tests.worlds.api.fake_backend import FakeBackend
 from tests.worlds.api.served_models import served_model
 from tests.worlds.models.vision_families import write_model
@@ -175,7 +175,7 @@ async def test_what_cannot_be_read_is_named(client: httpx.AsyncClient, backend: 
 def test_an_hour_is_longer_than_the_limit() -> None:
     hour = wav(np.zeros(3600 * 4_000, np.int16), 4_000)
     with pytest.raises(Undecodable, match=r"is longer than 600 s \(media.audio_seconds_max\)"):
-        decode_audio(hour, 16_000, AudioLimits(Config().media.audio_seconds_max, 30.0))
+        decode_audio(hour, 16_000, AudioLimits(Media().audio_seconds_max, 30.0))
 
 
 def test_a_length_that_is_not_known_is_read_to_the_end(tmp_path: Path) -> None:
