@@ -68,7 +68,9 @@ class AudioProcessor:
             # As mlx-vlm does: processors pad, also if there is nothing to pad.
             self._tokenizer.pad_token = self._tokenizer.eos_token
         self.rate = _rate_of(processor)
-        self.token = self._read_token(named)
+        tried = token_ids(self.read(self.placeholder, [np.zeros(round(TRIED_S * self.rate), np.float32)]))
+        self.token = self._find_token(tried, named)
+        self._tried = tried.count(self.token)
 
     def layout(self, samples: int) -> MediaLayout:
         """Returns the layout of audio with so many samples. A new number takes as long as processing such audio twice.
@@ -96,8 +98,7 @@ class AudioProcessor:
         given: dict[str, Any] = {self._parameter: list(audio)} | ({"images": list(pictures)} if pictures else {})
         return dict(self._processor(text=[text], padding=True, return_tensors="mlx", **given))
 
-    def _read_token(self, named: frozenset[int]) -> int:
-        ids = token_ids(self.read(self.placeholder, [np.zeros(round(TRIED_S * self.rate), np.float32)]))
+    def _find_token(self, ids: list[int], named: frozenset[int]) -> int:
         own = getattr(self._processor, "audio_token_id", None)
         for candidates in (named, {own} if isinstance(own, int) else frozenset[int]()):
             if len(present := candidates & set(ids)) == 1:
@@ -117,14 +118,29 @@ class AudioProcessor:
         ids = token_ids(made)
         if self.token not in ids:
             raise ValueError("is too short for the model's processor")
-        tail, other = min(samples, round(_TAIL_S * self.rate)), silence.copy()
-        other[samples - tail :] = np.random.default_rng(0).uniform(-0.5, 0.5, tail)
-        if _equal(made, self.read(self.placeholder, [other])):
+        if self._drops_end(made, silence):
             raise ValueError("is longer than the model's processor takes: it drops the end")
         places = [index for index, token in enumerate(ids) if token in self._added and token not in self._edges]
         span = tuple(ids[places[0] : places[-1] + 1])
         marks = frozenset(index for index, token in enumerate(span) if token == self.token)
         return MediaLayout(self._text(ids), SpanLayout(span, marks))
+
+    def _drops_end(self, made: dict[str, Any], silence: np.ndarray) -> bool:
+        """Returns whether the end of audio changes nothing in the encoder's inputs, or has no tokens.
+
+        Args:
+            made: the processor's output for `silence`.
+        """
+        samples, other = silence.size, silence.copy()
+        tail = min(samples, round(_TAIL_S * self.rate))
+        other[samples - tail :] = np.random.default_rng(0).uniform(-0.5, 0.5, tail)
+        if _equal(made, self.read(self.placeholder, [other])):
+            return True
+        count = token_ids(made).count(self.token)
+        if count == self._tried or samples < 2 * TRIED_S * self.rate:
+            # Some processors give all audio the same number of tokens.
+            return False
+        return token_ids(self.read(self.placeholder, [silence[: samples - 2 * tail]])).count(self.token) == count
 
     def _text(self, ids: list[int]) -> str:
         while ids and ids[0] in self._edges:

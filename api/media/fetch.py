@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
@@ -254,10 +254,9 @@ class PictureLoader:
             async with self._shelf.room(3 * limits.pixels_max // 2):
                 frames = await self._videos.run(limits.pixels_max, decode_video, data, sampling)
                 self._shelf.hold(frames)
-            return [*frames]
+            return cast(list[Loaded], frames)
 
-        frames = await self._load(source.url, source.where, sampling, decoded, video=True)
-        return [frame for frame in frames if isinstance(frame, Picture)]
+        return cast(list[Picture], await self._load(source.url, source.where, sampling, decoded, video=True))
 
     async def _load_frames(self, source: VideoSource, frames_max: int) -> list[Picture]:
         rate = source.fps or FRAMES_A_SECOND
