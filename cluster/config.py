@@ -175,10 +175,10 @@ class Model:
     schema_in_prompt: Literal["auto", "never"] = "auto"
     """Whether the JSON schema that constrains an answer is appended to the newest message, unless the prompt has it."""
     unseen_media: Literal["omit", "refuse"] = "omit"
-    """What happens to pictures and videos that the model cannot see. `omit` leaves them out of tool results and of
-    earlier messages, so that a conversation can continue: a sentence in their place tells the model, and the header
-    `x-satchel-left-out` the client. In the user's newest message they are an error. With `refuse` they are an error
-    everywhere."""
+    """What happens to pictures, videos and audio that the model does not take. `omit` leaves them out of tool results
+    and of earlier messages, so that a conversation can continue: a sentence in their place tells the model, and the
+    header `x-satchel-left-out` the client. In the user's newest message they are an error. With `refuse` they are an
+    error everywhere."""
     trust_remote_code: bool = False
     """Whether Python code in the model's folder may run, in its replicas and in the endpoint. A Hub id must name the
     reviewed commit: `owner/name@` and 40 hexadecimal digits."""

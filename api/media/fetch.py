@@ -20,8 +20,8 @@ from weakref import WeakValueDictionary
 from cachetools import LRUCache
 
 from ...cluster.config import Media
-from ...cluster.errors import InvalidRequest, SatchelError, Unavailable
-from .audio import RATE_MAX, AudioLimits, decode_audio
+from ...cluster.errors import InvalidRequest, SatchelError, Unavailable, quoted
+from .audio import FORMATS, RATE_MAX, AudioLimits, decode_audio
 from .files import Unreadable, data_url, read_file
 from .pixels import Shown, Undecodable, decode, measure
 from .sources import Audio, AudioSource, MediaSource, Picture, PictureSource, VideoSource, check_urls
@@ -216,6 +216,9 @@ class PictureLoader:
         Raises:
             InvalidRequest, Unavailable: as `load`.
         """
+        if source.form and source.form.lower() not in FORMATS:
+            place, known = f"{source.where}.input_audio.format", ", ".join(FORMATS)
+            raise InvalidRequest(f"{place} is {quoted(source.form)}; known are {known}", param=place)
         limits = AudioLimits(self._limits.audio_seconds_max, self._limits.timeout_s)
 
         async def decoded(data: bytes) -> list[Loaded]:

@@ -93,10 +93,12 @@ class VideoSource:
 
 @dataclass(frozen=True)
 class AudioSource:
-    """Audio of a message: a file by its `url`. The other attributes are as in `PictureSource`."""
+    """Audio of a message: a file by its `url`. `form` is what the caller calls its format, "" for nothing. The other
+    attributes are as in `PictureSource`."""
 
     where: str
     url: str = field(repr=False)
+    form: str = ""
     url_where: str = field(default="", compare=False)
     earlier: bool = field(default=False, compare=False)
 

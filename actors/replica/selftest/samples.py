@@ -1,4 +1,5 @@
-"""The samples of a self-test: pictures, videos and audio of noise, prompts with them, and what mlx-vlm computes for these.
+"""The samples of a self-test: pictures, videos and audio of noise, prompts with them, and what mlx-vlm computes for
+these.
 
 Each picture or video is encoded as for a request, and then placed into a prompt's text. mlx-vlm gets whole prompts with
 whole pictures and videos. If the two differ, the model would get something else here than it was trained for.

@@ -63,8 +63,8 @@ class SpeechForm(BaseModel):
             words += f" The language that is spoken has the code {self.language}."
         if self.prompt:
             words += f" This came before, or shows words that may occur: {self.prompt}"
-        url = f"data:audio/x;base64,{base64.b64encode(file).decode()}"
-        content: list[Any] = [AudioSource(FILE, url, FILE), {"type": "text", "text": words}]
+        url = f"data:;base64,{base64.b64encode(file).decode()}"
+        content: list[Any] = [AudioSource(FILE, url, url_where=FILE), {"type": "text", "text": words}]
         message: Message = {"role": "user", "content": content}
         return ChatRequest(
             messages=[message],

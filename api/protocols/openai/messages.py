@@ -24,7 +24,6 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from ....cluster.errors import InvalidRequest, quoted
-from ...media.audio import FORMATS
 from ...media.sources import AudioSource, MediaSource, PictureSource, VideoSource, detail_of
 from ...requests.documents import cannot_be_read, words_of
 from ...requests.left_out import LeftOut, MessageList, newest_said
@@ -308,7 +307,7 @@ def media_part(part: dict[str, Any], where: str) -> MediaSource | None:
         return _picture(part, _PICTURE_KEYS[kind], where)
     if kind in _AUDIO_KEYS:
         value, _, place = _named(part, _AUDIO_KEYS[kind], (), where, ignored=("format",))
-        return AudioSource(where, _url(value, place), place)
+        return AudioSource(where, _url(value, place), url_where=place)
     if kind == "input_audio":
         return input_audio(part, where)
     return _video(part, _VIDEO_KEYS[kind], where) if kind in _VIDEO_KEYS else None
@@ -318,7 +317,7 @@ def input_audio(part: dict[str, Any], where: str) -> AudioSource:
     """Returns the audio in a part with its data and format, as chat completions and responses have it.
 
     Raises:
-        InvalidRequest: its form is wrong, or its format is not read; `param` is the place.
+        InvalidRequest: its form is wrong; `param` is the place.
     """
     place, given = f"{where}.input_audio", part.get("input_audio")
     if not isinstance(given, dict):
@@ -328,11 +327,11 @@ def input_audio(part: dict[str, Any], where: str) -> AudioSource:
     data, form = given.get("data"), given.get("format")
     if not isinstance(data, str) or not data:
         raise wrong(f"{place}.data", "must be base64")
-    if form not in FORMATS:
-        raise wrong(f"{place}.format", f"is {quoted(form)}; known are {', '.join(FORMATS)}")
+    if not isinstance(form, str) or not form:
+        raise wrong(f"{place}.format", "must be the name of a format")
     # Some clients write a whole URL.
-    url = data if data[:5].lower() == "data:" else f"data:audio/{form};base64,{data}"
-    return AudioSource(where, url, f"{place}.data")
+    url = data if data[:5].lower() == "data:" else f"data:;base64,{data}"
+    return AudioSource(where, url, form, url_where=f"{place}.data")
 
 
 def _video(part: dict[str, Any], keys: tuple[str, ...], where: str) -> VideoSource:

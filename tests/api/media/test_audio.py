@@ -160,6 +160,7 @@ async def test_what_cannot_be_read_is_named(client: httpx.AsyncClient, backend: 
         (input_audio(wav(A[:0])), "has no samples"),
         (input_audio(wav(A[:40])), "audio of 0.0025 s is too short for the model's processor"),
         (input_audio(wav(A), "exe"), "is 'exe'; known are wav, mp3, flac, ogg"),
+        ({"type": "input_audio", "input_audio": {"data": "AA=="}}, "format must be the name of a format"),
         ({"type": "input_audio"}, "must be an object with data and format"),
         ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "input_audio.data must be base64"),
         ({"type": "input_audio", "input_audio": {"data": "!", "format": "wav"}}, "base64 is damaged"),
@@ -254,6 +255,14 @@ async def test_earlier_audio_is_left_out_for_models_without_it(
         prompt, media = sent(backend)
         assert media == []
     assert WORDS["audio"] in text_model.tokenizer.decode(prompt)
+
+
+async def test_earlier_audio_that_cannot_be_read_is_left_out(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    for part in (input_audio(b"hello"), input_audio(wav(A), "aac"), input_audio(wav(A[:-4000])[:900])):
+        thread = [{"role": "user", "content": [part, QUESTION]}, {"role": "assistant", "content": "A tone."}]
+        answer = await talk(client, *thread, {"role": "user", "content": "Sure?"})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-satchel-left-out"] == "audio" and sent(backend)[1] == []
 
 
 async def test_an_assistant_has_no_audio(client: httpx.AsyncClient, backend: FakeBackend) -> None:

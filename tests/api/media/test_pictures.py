@@ -265,7 +265,10 @@ async def test_an_assistant_says_no_pictures(
     )
     answer = await client.post("/v1/chat/completions", json={"messages": messages[1:], "model": "other"})
     assert "this model does not support" in answer.json()["error"]["message"]
-    sound = {"role": "assistant", "content": [{"type": "input_audio"}]}
+    sound = {
+        "role": "assistant",
+        "content": [{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}],
+    }
     answer = await client.post("/v1/chat/completions", json={"messages": [sound]})
     assert "this model does not support audio" in answer.json()["error"]["message"]
     assert not backend.requests
