@@ -240,6 +240,13 @@ async def test_models_without_audio_refuse_it_by_name(client: httpx.AsyncClient,
     assert not backend.requests
 
 
+async def test_a_model_that_is_being_tested_may_take_it(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    """Its replica says that it is too early."""
+    backend.served[0] = served_model(backend.served[0], audio=False, proving="testing")
+    assert (await ask(client, input_audio(wav(A)), QUESTION)).status_code == 200
+    assert len(sent(backend)[1]) == 1
+
+
 async def test_earlier_audio_is_left_out_for_models_without_it(
     client: httpx.AsyncClient, backend: FakeBackend, text_model: TextModel
 ) -> None:
